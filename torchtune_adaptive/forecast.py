@@ -1,0 +1,91 @@
+"""Two timelines of one train step -> lines of memory over batch size -> the largest batch size.
+
+Live bytes after each operation are a line in the batch size, ``intercept + slope * batch_size``; the
+peak of the step is the upper envelope of these lines. The peak itself is no line: at small sizes it
+sits in the optimizer step, at large ones in the loss or in backward, so a line through two peaks can be
+wrong by 80 %. Two timelines give each operation's line, and thereby the envelope.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Live bytes of one rank after every operation of one train step at ``batch_size``, in order."""
+
+    batch_size: int
+    operations: tuple[str, ...]
+    live_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Live bytes at one operation: ``intercept_bytes + slope_bytes * batch_size``."""
+
+    intercept_bytes: float
+    slope_bytes: float
+
+    def at(self, batch_size: float) -> float:
+        """Bytes at ``batch_size``."""
+        return self.intercept_bytes + self.slope_bytes * batch_size
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Peak of a train step over the batch size, as the upper envelope of its operations' lines."""
+
+    envelope: tuple[Line, ...]
+
+    @classmethod
+    def from_timelines(cls, small: Timeline, large: Timeline) -> "Forecast | None":
+        """The forecast from one step each at two different batch sizes, or None if they ran different operations."""
+        if small.operations != large.operations:
+            return None
+        sizes = large.batch_size - small.batch_size
+        slopes = [(high - low) / sizes for low, high in zip(small.live_bytes, large.live_bytes, strict=True)]
+        lines = [
+            Line(low - slope * small.batch_size, slope) for low, slope in zip(small.live_bytes, slopes, strict=True)
+        ]
+        return cls(upper_envelope(lines))
+
+    def peak_bytes(self, batch_size: int) -> float:
+        """Forecast peak in bytes at ``batch_size``."""
+        return max(line.at(batch_size) for line in self.envelope)
+
+    def largest_batch_size(self, limit_bytes: float) -> int | None:
+        """Largest batch size whose forecast peak is at most ``limit_bytes``; None if memory does not grow with it."""
+        growing = [line for line in self.envelope if line.slope_bytes > 0]
+        if any(line.intercept_bytes > limit_bytes for line in self.envelope):
+            return 0
+        if not growing:
+            return None
+        return min(math.floor((limit_bytes - line.intercept_bytes) / line.slope_bytes) for line in growing)
+
+
+def upper_envelope(lines: Iterable[Line]) -> tuple[Line, ...]:
+    """The lines that are the highest at some batch size >= 0, by rising slope. At most a handful in practice.
+
+    >>> upper_envelope([Line(10, 0), Line(4, 1), Line(0, 2), Line(9, 0), Line(3, 1.5)])
+    (Line(intercept_bytes=10, slope_bytes=0), Line(intercept_bytes=0, slope_bytes=2))
+    """
+    highest: dict[float, float] = {}
+    for line in lines:
+        highest[line.slope_bytes] = max(line.intercept_bytes, highest.get(line.slope_bytes, -math.inf))
+    hull: list[Line] = []
+    for slope, intercept in sorted(highest.items()):
+        line = Line(intercept, slope)
+        while hull and (line.intercept_bytes >= hull[-1].intercept_bytes or _never_highest(hull, line)):
+            hull.pop()
+        hull.append(line)
+    return tuple(hull)
+
+
+def _never_highest(hull: list[Line], line: Line) -> bool:
+    """Whether the last line of ``hull`` is nowhere above both its predecessor and the steeper ``line``."""
+    return len(hull) > 1 and _crossing(hull[-2], line) <= _crossing(hull[-2], hull[-1])
+
+
+def _crossing(flat: Line, steep: Line) -> float:
+    return (flat.intercept_bytes - steep.intercept_bytes) / (steep.slope_bytes - flat.slope_bytes)

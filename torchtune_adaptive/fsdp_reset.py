@@ -1,0 +1,74 @@
+"""Bring an FSDP2 model that an exception left in mid-step back to where it stands between steps.
+
+The only room that touches FSDP2's private state. ``FSDPModule.reset_iter_state`` (torch 2.13) is used
+where it exists, but is not enough: it keeps unsharded gradients, which the next backward adds to its own,
+and buffers of an all-gather that failed while it was copied out. Nothing here communicates.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+
+
+def reset_after_failure(model: nn.Module) -> None:
+    """Drop what an aborted forward or backward left in FSDP2's state; gradients that it made are lost.
+
+    Does nothing to a model without FSDP2 but set its gradients to None. Call it outside the ``except``
+    block, on every rank that stopped in mid-step.
+    """
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    for state in states:
+        if state._is_root and hasattr(FSDPModule, "reset_iter_state"):
+            state._reset_iter_state()
+    for state in states:
+        _reset_state(state)
+    for group in _param_groups(states):
+        _reset_group(group)
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _param_groups(states: list[Any]) -> Iterator[Any]:
+    for state in states:
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.9 has one group per module, at most
+        if groups is None:
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        yield from groups
+
+
+def _reset_state(state: Any) -> None:
+    """What ``reset_iter_state`` does, field by field, for a torch that lacks it. Delete with torch < 2.13."""
+    state._training_state = TrainingState.IDLE
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+    state._comm_ctx.all_gather_state = None
+    state._comm_ctx.post_forward_order.clear()
+    if hasattr(state._comm_ctx, "reduce_scatter_state"):
+        state._comm_ctx.reduce_scatter_state = None
+    for owner, name in ((state, "_modules_to_run_forward"), (state._comm_ctx, "reduce_scatter_states")):
+        if hasattr(owner, name):
+            getattr(owner, name).clear()
+
+
+def _reset_group(group: Any) -> None:
+    group._training_state = TrainingState.IDLE
+    group._post_forward_indices.clear()
+    for name in ("_all_gather_result", "_post_reduce_event", "_reshard_after_forward_event"):
+        setattr(group, name, None)
+    for name in ("_partial_reduce_output", "_all_reduce_state"):
+        if hasattr(group, name):
+            setattr(group, name, None)
+    for parameter in group.fsdp_params:
+        parameter.unsharded_accumulated_grad = None
+        parameter.grad_offload_event = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+        # Not asked of the group: an all-gather that failed in its copy-out holds buffers while the group says sharded.
+        parameter.to_sharded()
+        parameter._sharded_post_forward_param = None
+        parameter._sharded_post_forward_param_data = None
+    group._sharded_state = ShardedState.SHARDED

@@ -1,0 +1,124 @@
+"""Live and peak bytes of one rank's device, with a limit above which an allocation fails.
+
+CUDA is metered by its caching allocator (``cuda_meter.py``), the CPU by watching every operation
+(``cpu_meter.py``): a CPU with a limit behaves like a small GPU, the same on every machine, so that tests
+and demo run the code that a GPU runs.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtune_adaptive.forecast import Timeline
+
+
+class MemoryMeter(ABC):
+    """Meters what happens inside ``with meter:``.
+
+    Attributes:
+        limit_bytes: above this many live bytes an allocation inside ``with meter:`` raises
+            ``torch.OutOfMemoryError``; None for no limit but the device's own.
+        splits_phases: keep a peak for each phase. On CUDA this resets the device's own peak statistics.
+    """
+
+    def __init__(self) -> None:
+        self.limit_bytes: int | None = None
+        self.splits_phases = True
+        self._phase = ""
+        self._phase_peak_bytes: dict[str, int] = {}
+        self._recording: list[tuple[str, int]] | None = None
+
+    @property
+    @abstractmethod
+    def available_bytes(self) -> int:
+        """The most that this process could use on its device now, what it uses already included."""
+
+    @property
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """Peak since ``reset``: live bytes on the CPU, bytes reserved by the caching allocator on CUDA."""
+
+    @property
+    def allocator_retries(self) -> int:
+        """How often since ``reset`` the allocator had to give back its cache to find room. 0 without a caching one."""
+        return 0
+
+    @property
+    def phase_peak_bytes(self) -> dict[str, int]:
+        """Peak of live bytes in each phase entered since ``reset``, in order."""
+        return dict(self._phase_peak_bytes)
+
+    def reset(self) -> None:
+        """Forget peaks and phases; what is live stays counted."""
+        self._phase = ""
+        self._phase_peak_bytes = {}
+
+    def enter_phase(self, name: str) -> None:
+        """What follows counts as phase ``name``, for example "forward"."""
+        self._phase = name
+
+    def start_timeline(self) -> None:
+        """Record live bytes after every operation until ``stop_timeline``."""
+        self._recording = []
+
+    def stop_timeline(self, batch_size: int) -> Timeline:
+        """The operations since ``start_timeline`` as the timeline of a step at ``batch_size``."""
+        recording, self._recording = self._recording or [], None
+        return Timeline(batch_size, tuple(name for name, _ in recording), tuple(live for _, live in recording))
+
+    @abstractmethod
+    def count(self, values: Any) -> None:
+        """Count the tensors in ``values`` (any nest of containers), which were made outside of ``with meter:``."""
+
+    @abstractmethod
+    def __enter__(self) -> "MemoryMeter": ...
+
+    @abstractmethod
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def _note(self, live_bytes: int) -> None:
+        """Take ``live_bytes`` into the present phase's peak."""
+        if live_bytes > self._phase_peak_bytes.get(self._phase, -1):
+            self._phase_peak_bytes[self._phase] = live_bytes
+
+
+def device_memory_bytes(device: torch.device) -> int:
+    """Bytes of memory that ``device`` has in all: the card's, or the machine's if it is the CPU.
+
+    Raises:
+        ValueError: the device is neither the CPU nor CUDA.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    if device.type != "cpu":
+        raise ValueError(f"`device` must be the CPU or CUDA, but is {device} instead.")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def meter_for(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryMeter:
+    """The meter of the device that ``model`` is on, with what model and optimizer hold counted as live.
+
+    Raises:
+        ValueError: the device is neither the CPU nor CUDA, or the model has no parameters.
+    """
+    from torchtune_adaptive.cpu_meter import CpuMeter
+    from torchtune_adaptive.cuda_meter import CudaMeter
+
+    device = next((parameter.device for parameter in model.parameters()), None)
+    if device is None:
+        raise ValueError("`model` must have parameters, but has none.")
+    if device.type == "cuda":
+        return CudaMeter(device)
+    if device.type != "cpu":
+        raise ValueError(f"`model` must be on the CPU or on CUDA, but is on {device} instead.")
+    meter = CpuMeter()
+    parameters = list(model.parameters())
+    states = [list(values.values()) for values in optimizer.state.values()]
+    meter.count([parameters, [parameter.grad for parameter in parameters], list(model.buffers()), states])
+    return meter

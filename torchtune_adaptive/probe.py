@@ -1,0 +1,138 @@
+"""Does one worst-case train step fit on every rank?"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from torchtune_adaptive.consensus import Consensus
+from torchtune_adaptive.forecast import Forecast, Timeline
+from torchtune_adaptive.fsdp_reset import reset_after_failure
+from torchtune_adaptive.meter import MemoryMeter
+from torchtune_adaptive.oom import free_memory
+from torchtune_adaptive.search import SMALL_BATCH_SIZES, Probe
+from torchtune_adaptive.vote import Outcome, run_together
+
+
+class Prober:
+    """Tries batch sizes on the real model and optimizer; all ranks must ask for the same sizes in the same order.
+
+    A size fits if its whole train step ran on every rank, no rank's peak was above what it may use, and no
+    rank's allocator had to give back its cache. The steps are real: wrap a search in
+    ``snapshot.leave_no_trace``.
+
+    Args:
+        train_step: runs a whole train step on the batch it is given; same collectives on every rank.
+        make_batch: gives a worst-case batch of so many rows.
+        meter: meters this rank's device; its limit is what this rank may use.
+        forecasts: record timelines of the small sizes, for ``largest_forecast``.
+    """
+
+    def __init__(
+        self,
+        train_step: Callable[[Any], object],
+        make_batch: Callable[[int], Any],
+        *,
+        model: nn.Module,
+        meter: MemoryMeter,
+        consensus: Consensus,
+        forecasts: bool,
+    ) -> None:
+        self._train_step = train_step
+        self._make_batch = make_batch
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._meter = meter
+        self._consensus = consensus
+        self._timeline_sizes = SMALL_BATCH_SIZES if forecasts else ()
+        self._timelines: dict[int, Timeline] = {}
+        self.probes: list[Probe] = []
+
+    def warm_up(self) -> bool:
+        """Take one step of one row; whether it fits. Afterwards the optimizer has its state, and lazy set-up is done.
+
+        Without it the first probe would miss the optimizer's state in its forward and backward.
+        """
+        return self._attempt(1, timeline=False).fits
+
+    def fits(self, batch_size: int) -> bool:
+        """Whether a step of ``batch_size`` rows fits on every rank. A collective; the answer is every rank's."""
+        probe = self._attempt(batch_size, timeline=batch_size in self._timeline_sizes)
+        self.probes.append(probe)
+        return probe.fits
+
+    def largest_forecast(self) -> int | None:
+        """Largest batch size that should fit on every rank by the probes so far; None if they allow no forecast.
+
+        The operations' lines say how memory grows; the largest probe that fitted says by how much they
+        miss what the allocator really takes. A collective.
+        """
+        mine = self._forecast_here()
+        if not self._consensus.any_rank(mine is not None):
+            return None
+        largest = self._consensus.min_over_ranks(-1 if mine is None else mine)
+        return None if largest < 0 else largest
+
+    def _forecast_here(self) -> int | None:
+        if self._meter.limit_bytes is None or len(self._timelines) < len(SMALL_BATCH_SIZES):
+            return None
+        forecast = Forecast.from_timelines(*self._timelines.values())
+        if forecast is None:
+            return None
+        largest = max((probe for probe in self.probes if probe.fits), key=lambda probe: probe.batch_size)
+        missed_bytes = largest.peak_bytes - forecast.peak_bytes(largest.batch_size)
+        return forecast.largest_batch_size(self._meter.limit_bytes - missed_bytes)
+
+    def _attempt(self, batch_size: int, *, timeline: bool) -> Probe:
+        started = time.perf_counter()
+        self._meter.reset()
+        if timeline:
+            self._meter.start_timeline()
+        outcome = run_together(lambda: self._step(batch_size), self._consensus)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        if timeline:
+            recorded = self._meter.stop_timeline(batch_size)
+            if outcome is Outcome.DONE:
+                self._timelines[batch_size] = recorded
+        peak_bytes, phase_peak_bytes = self._meter.peak_bytes, self._meter.phase_peak_bytes
+        limit_bytes = self._meter.limit_bytes
+        too_much = self._meter.allocator_retries > 0 or (limit_bytes is not None and peak_bytes > limit_bytes)
+        reset_after_failure(self._model)
+        free_memory(self._device)
+        return Probe(
+            batch_size=batch_size,
+            fits=outcome is Outcome.DONE and not self._consensus.any_rank(too_much),
+            peak_bytes=peak_bytes,
+            phase_peak_bytes=phase_peak_bytes,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _step(self, batch_size: int) -> None:
+        batch = self._make_batch(batch_size)
+        self._meter.count(batch)
+        with self._meter:
+            self._train_step(batch)
+
+
+class ProgressBar:
+    """Shows a search's probes as they are made, on rank 0."""
+
+    def __init__(self, prober: Prober, consensus: Consensus) -> None:
+        self._prober = prober
+        self._bar = tqdm(desc="searching batch size", unit=" probes", disable=consensus.rank != 0)
+
+    def fits(self, batch_size: int) -> bool:
+        """As ``Prober.fits``, and shows it."""
+        self._bar.set_postfix_str(f"trying {batch_size}")
+        fits = self._prober.fits(batch_size)
+        self._bar.update()
+        self._bar.set_postfix_str(f"{batch_size} {'fits' if fits else 'does not fit'}")
+        return fits
+
+    def close(self) -> None:
+        """End the bar."""
+        self._bar.close()

@@ -1,0 +1,122 @@
+"""Largest batch size for which a probe fits: three strategies and the rounding. Plain arithmetic, no torch.
+
+Every strategy takes ``fits``, a function that tries a batch size and says whether it fit, and assumes
+that whatever is larger than a size that failed fails too. A strategy returns 0 if not even one row
+fits; any other size it returns has itself been tried. In a distributed run ``fits`` must give every
+rank the same answer, so that all ranks ask for the same sizes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Fits = Callable[[int], bool]
+
+# Two small sizes give every operation's line. Not 1: dimensions of size 1 have other strides and other operations.
+SMALL_BATCH_SIZES = (2, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What one try of a batch size showed on this rank, and what all ranks agreed on.
+
+    ``fits`` is the ranks' common answer; ``peak_bytes`` and ``phase_peak_bytes`` are this rank's, up to
+    the point where it stopped.
+    """
+
+    batch_size: int
+    fits: bool
+    peak_bytes: int
+    phase_peak_bytes: dict[str, int]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """What a search found.
+
+    ``exact_batch_size`` is the largest size that fits within the margin, ``batch_size`` the one to use:
+    the same, or the power of two at or below it. ``bound`` is the size above which the search was not
+    allowed to look. ``probes`` are in the order in which they were tried.
+    """
+
+    strategy: str
+    exact_batch_size: int
+    batch_size: int
+    bound: int
+    memory_limit_bytes: int
+    margin: float
+    world_size: int
+    probes: tuple[Probe, ...]
+
+
+def decrease_until_oom(fits: Fits, *, max_batch_size: int) -> int:
+    """Largest size in [1, max_batch_size] that fits, from above: halves until a size fits, then bisects."""
+    candidate, failed = max_batch_size, max_batch_size + 1
+    while candidate and not fits(candidate):
+        candidate, failed = candidate // 2, candidate
+    return _bisect(fits, fitted=candidate, failed=failed)
+
+
+def binary_search(fits: Fits, *, start: int, max_batch_size: int) -> int:
+    """Largest size in [1, max_batch_size] that fits, from below: doubles from ``start`` up to a failure, then bisects.
+
+    >>> binary_search(lambda size: size <= 37, start=4, max_batch_size=1000)
+    37
+    """
+    start = min(start, max_batch_size)
+    if not fits(start):
+        return _bisect(fits, fitted=0, failed=start)
+    fitted, failed = start, max_batch_size + 1
+    while (candidate := 2 * fitted) < failed:
+        if not fits(candidate):
+            failed = candidate
+            break
+        fitted = candidate
+    return _bisect(fits, fitted=fitted, failed=failed)
+
+
+def linear_extrapolation(fits: Fits, forecast: Callable[[], int | None], *, max_batch_size: int) -> int:
+    """Largest size in [1, max_batch_size] that fits: two small sizes, a forecast, and a probe of what it says.
+
+    ``forecast()`` is the largest size that should fit by all probes so far, or None if they allow no
+    forecast. It is asked again after each probe: once it names nothing above a size that fitted, that
+    size is the answer. Where it proves too high, the search steps down from the failure in doubling
+    strides; where there is none, it bisects.
+    """
+    fitted, failed, stride = 0, max_batch_size + 1, 1
+    for size in SMALL_BATCH_SIZES:
+        if size < failed and fits(size):
+            fitted = size
+        else:
+            failed = min(size, failed)
+            break
+    while failed - fitted > 1:
+        candidate = forecast()
+        if candidate is None:
+            candidate = 2 * fitted if failed > max_batch_size and fitted else (fitted + failed) // 2
+        elif candidate <= fitted:
+            break
+        elif candidate >= failed and failed <= max_batch_size:
+            candidate, stride = max(failed - stride, (fitted + failed) // 2), 2 * stride
+        if fits(candidate := min(candidate, failed - 1)):
+            fitted = candidate
+        else:
+            failed = candidate
+    return fitted
+
+
+def round_down_to_power_of_two(batch_size: int) -> int:
+    """Largest power of two that is at most ``batch_size`` (at least 1), as torchtune RFC 2199 asks for.
+
+    >>> [round_down_to_power_of_two(size) for size in (1, 2, 3, 37, 64)]
+    [1, 2, 2, 32, 64]
+    """
+    return 1 << (batch_size.bit_length() - 1)
+
+
+def _bisect(fits: Fits, *, fitted: int, failed: int) -> int:
+    """Largest size in [fitted, failed) that fits, if ``fitted`` does (0 always does) and ``failed`` does not."""
+    while failed - fitted > 1:
+        middle = (fitted + failed) // 2
+        fitted, failed = (middle, failed) if fits(middle) else (fitted, middle)
+    return fitted

@@ -1,0 +1,113 @@
+"""Run something on the real model and optimizer and leave no trace of it.
+
+What is saved goes to host memory, so that the device holds no second copy which a probe would measure:
+trainable parameters (this rank's shards), buffers, optimizer state, and the random generators. Frozen
+parameters are not saved, because nothing writes to them.
+"""
+
+import copy
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtune_adaptive.fsdp_reset import reset_after_failure
+
+
+@contextmanager
+def leave_no_trace(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """On leaving, also by an exception, everything is as it was on entering, bit for bit, and gradients are None.
+
+    Covers parameters, buffers, the optimizer's state and options, and the random generators of Python,
+    NumPy, the CPU and the devices in use. Not a collective: each rank saves and restores its own.
+    """
+    generators = _GeneratorStates()
+    tensors = [*(p for p in model.parameters() if p.requires_grad), *model.buffers()]
+    values = [(tensor, _to_host(tensor)) for tensor in tensors]
+    saved_optimizer = _OptimizerState(optimizer)
+    try:
+        yield
+    finally:
+        reset_after_failure(model)
+        with torch.no_grad():
+            for tensor, value in values:
+                _local(tensor).copy_(value)
+            saved_optimizer.restore()
+        generators.restore()
+
+
+class _GeneratorStates:
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        torch.set_rng_state(self._cpu)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+
+class _OptimizerState:
+    """An optimizer's state and options. Tensors that were there keep their identity; what a step added is removed."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state = {parameter: _save(values) for parameter, values in optimizer.state.items()}
+        self._groups = [_save(_options(group)) for group in optimizer.param_groups]
+        # A step sets this flag, by which a scheduler tells whether it was stepped too early.
+        self._stepped = vars(optimizer).get("_opt_called")
+
+    def restore(self) -> None:
+        state = self._optimizer.state
+        for parameter in list(state):
+            if parameter not in self._state:
+                del state[parameter]
+        for parameter, saved in self._state.items():
+            _restore(state[parameter], saved)
+        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+            _restore(group, saved, keep=("params",))
+        vars(self._optimizer).pop("_opt_called", None)
+        if self._stepped is not None:
+            vars(self._optimizer)["_opt_called"] = self._stepped
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _save(values: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Each value with a copy of it: tensors on the host, anything else copied deeply."""
+    return {
+        name: (value, _to_host(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value))
+        for name, value in values.items()
+    }
+
+
+def _restore(values: dict[str, Any], saved: dict[str, tuple[Any, Any]], keep: tuple[str, ...] = ()) -> None:
+    for name in [name for name in values if name not in saved and name not in keep]:
+        del values[name]
+    for name, (original, value) in saved.items():
+        if isinstance(original, torch.Tensor):
+            _local(original).copy_(value)
+            values[name] = original
+        else:
+            values[name] = value
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of ``tensor``, sharing its memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return _local(tensor).to("cpu", copy=True)
