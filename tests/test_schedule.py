@@ -1,0 +1,372 @@
+"""The schedule never passes the maximum, never shrinks the batch, and names every bad answer before training."""
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.schedule import (
+    at_epochs,
+    check_function,
+    function_name,
+    geometric,
+    linear,
+    next_batch_size,
+    rehearse,
+)
+
+HERE = __name__
+
+
+def eight_at_epoch_two(epoch: int, current_batch_size: int) -> int:
+    return 8 if epoch == 2 else 0
+
+
+def answering(answer):
+    """A function of this module, known as `answers`, that always gives ``answer``."""
+
+    def answers(epoch: int, current_batch_size: int):
+        return answer
+
+    answers.__qualname__ = "answers"
+    return answers
+
+
+class Doubling:
+    """Keeps count of its calls, as a stateful schedule may."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, epoch: int, current_batch_size: int) -> int:
+        self.calls += 1
+        return current_batch_size if self.calls > 1 else 0
+
+    def grow(self, epoch: int, current_batch_size: int) -> int:
+        return self(epoch, current_batch_size)
+
+
+class Uncopyable(Doubling):
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot be copied")
+
+
+# ---- the RFC's rule
+
+
+def test_increase_is_granted_up_to_and_including_the_maximum():
+    growth = next_batch_size(eight_at_epoch_two, epoch=2, batch_size=16, maximum=24)
+    assert (growth.epoch, growth.batch_size, growth.increment, growth.granted) == (2, 24, 8, True)
+    assert growth.reason == "epoch 2: increase of 8 granted, batch_size 16 -> 24"
+
+
+def test_increase_above_the_maximum_is_refused_whole_and_says_its_figures():
+    growth = next_batch_size(eight_at_epoch_two, epoch=2, batch_size=16, maximum=20)
+    assert (growth.batch_size, growth.increment, growth.granted) == (16, 8, False)
+    assert growth.reason == "epoch 2: increase of 8 refused, 16 + 8 = 24 is above the maximum of 20"
+
+
+def test_zero_increase_keeps_the_size_and_is_no_grant():
+    growth = next_batch_size(eight_at_epoch_two, epoch=1, batch_size=16, maximum=20)
+    assert (growth.batch_size, growth.increment, growth.granted) == (16, 0, False)
+    assert growth.reason == "epoch 1: no increase, batch_size stays 16"
+
+
+def test_function_is_asked_with_epoch_and_current_batch_size_by_position():
+    asked = []
+
+    def remember(epoch, current_batch_size, /):
+        asked.append((epoch, current_batch_size))
+        return 0
+
+    next_batch_size(remember, epoch=3, batch_size=5, maximum=9)
+    assert asked == [(3, 5)]
+
+
+@given(
+    epoch=st.integers(0, 50),
+    batch_size=st.integers(1, 10**6),
+    increment=st.integers(0, 10**6),
+    room=st.integers(0, 10**6),
+)
+def test_next_batch_size_is_never_above_the_maximum_nor_below_the_current_size(epoch, batch_size, increment, room):
+    growth = next_batch_size(answering(increment), epoch=epoch, batch_size=batch_size, maximum=batch_size + room)
+    assert batch_size <= growth.batch_size <= batch_size + room
+    assert growth.granted == (0 < increment <= room)
+    assert growth.batch_size == batch_size + (increment if growth.granted else 0)
+
+
+def test_size_already_above_the_maximum_is_kept():
+    growth = next_batch_size(answering(1), epoch=0, batch_size=16, maximum=8)
+    assert growth.batch_size == 16
+
+
+# ---- answers
+
+
+@pytest.mark.parametrize("answer", [np.int64(4), np.uint8(4), 4])
+def test_integers_of_any_type_are_answers_and_become_int(answer):
+    growth = next_batch_size(answering(answer), epoch=0, batch_size=4, maximum=8)
+    assert growth.batch_size == 8
+    assert type(growth.increment) is int
+
+
+@pytest.mark.parametrize(
+    ("answer", "rule", "quoted"),
+    [
+        (0.5, "an integer", "0.5"),
+        (8.0, "an integer", "8.0"),
+        (None, "an integer", "None"),
+        (True, "an integer", "True"),
+        (False, "an integer", "False"),
+        (np.bool_(True), "an integer", repr(np.bool_(True))),
+        (np.float32(2), "an integer", repr(np.float32(2))),
+        ("8", "an integer", "'8'"),
+        ([8], "an integer", "[8]"),
+        (-4, "at least 0", "-4"),
+    ],
+)
+def test_bad_answer_is_refused_quoting_value_epoch_and_function(answer, rule, quoted):
+    with pytest.raises(InputError) as caught:
+        next_batch_size(answering(answer), epoch=2, batch_size=16, maximum=99)
+    assert str(caught.value) == (
+        f"`batch_increase_function` must return {rule}, but {HERE}.answers returned {quoted} "
+        "at epoch 2 with batch size 16 instead."
+    )
+
+
+def test_long_or_many_lined_answer_is_quoted_in_one_short_line():
+    with pytest.raises(InputError) as caught:
+        next_batch_size(answering(np.zeros((50, 50))), epoch=0, batch_size=1, maximum=1)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def raises_at_three(epoch: int, current_batch_size: int) -> int:
+    return 8 // (epoch - 3) * 0
+
+
+def test_raising_function_is_refused_quoting_its_error():
+    with pytest.raises(InputError) as caught:
+        rehearse(raises_at_three, total_epochs=9, batch_size=4)
+    assert str(caught.value) == (
+        f"`batch_increase_function` must return an integer, but {HERE}.raises_at_three raised an error "
+        "at epoch 3 with batch size 4 instead: ZeroDivisionError: integer division or modulo by zero."
+    )
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+# ---- the check at load
+
+
+class OneArgument:
+    def __call__(self, epoch: int) -> int:
+        return 0
+
+
+def one_argument(epoch):
+    return 0
+
+
+def keyword_only(*, epoch, current_batch_size):
+    return 0
+
+
+def three_arguments(epoch, current_batch_size, maximum):
+    return 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        eight_at_epoch_two,
+        Doubling(),
+        Doubling().grow,
+        lambda *arguments: 0,
+        functools.partial(three_arguments, maximum=8),
+        lambda epoch, size, extra=3: 0,
+        max,  # a builtin without a signature to read
+        geometric(),
+    ],
+)
+def test_whatever_takes_two_positional_arguments_passes_the_check(function):
+    assert check_function(function) is function
+
+
+@pytest.mark.parametrize(
+    ("function", "signature"),
+    [
+        (one_argument, "(epoch)"),
+        (keyword_only, "(*, epoch, current_batch_size)"),
+        (three_arguments, "(epoch, current_batch_size, maximum)"),
+    ],
+)
+def test_wrong_arity_is_refused_quoting_the_signature(function, signature):
+    with pytest.raises(InputError) as caught:
+        check_function(function)
+    assert str(caught.value) == (
+        "`batch_increase_function` must take two positional arguments (epoch, current_batch_size), "
+        f"but {HERE}.{function.__name__} takes {signature} instead."
+    )
+
+
+def test_wrong_arity_of_an_object_is_refused():
+    with pytest.raises(InputError, match=r"OneArgument takes \(epoch: int\) -> int instead\."):
+        check_function(OneArgument())
+
+
+@pytest.mark.parametrize(
+    ("value", "name", "subject"), [(8, None, "is 8"), (3.14, "'math.pi'", "'math.pi' is 3.14"), (None, None, "is None")]
+)
+def test_what_cannot_be_called_is_refused(value, name, subject):
+    with pytest.raises(InputError) as caught:
+        check_function(value, name=name)
+    assert str(caught.value) == f"`batch_increase_function` must be callable, but {subject} instead."
+
+
+@pytest.mark.parametrize("kind", [geometric, Doubling])
+def test_class_in_place_of_a_function_is_refused(kind):
+    with pytest.raises(InputError) as caught:
+        check_function(kind, name="a.b")
+    assert str(caught.value) == (
+        "`batch_increase_function` must be a function, but a.b is a class instead; "
+        "a class is named by `_component_`, next to its arguments."
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (eight_at_epoch_two, f"{HERE}.eight_at_epoch_two"),
+        (Doubling(), f"{HERE}.Doubling"),
+        (Doubling().grow, f"{HERE}.Doubling.grow"),
+        (functools.partial(three_arguments, maximum=8), f"{HERE}.three_arguments"),
+        (max, "builtins.max"),
+        ({}.get, "builtins.dict.get"),
+        (geometric(4), "torchtune_adaptive.schedule.geometric(factor=4, every_epochs=1)"),
+        (at_epochs({1: 8}), "torchtune_adaptive.schedule.at_epochs(increases={1: 8})"),
+    ],
+)
+def test_function_name_is_readable(function, name):
+    assert function_name(function) == name
+
+
+# ---- rehearsal
+
+
+def test_rehearsal_plays_every_epoch_from_the_first_on():
+    growths = rehearse(eight_at_epoch_two, first_epoch=1, total_epochs=4, batch_size=16, maximum=99)
+    assert [(growth.epoch, growth.batch_size) for growth in growths] == [(1, 16), (2, 24), (3, 24)]
+
+
+def test_rehearsal_asks_at_epoch_zero():
+    assert [growth.batch_size for growth in rehearse(at_epochs({0: 3}), total_epochs=2, batch_size=4)] == [7, 7]
+
+
+def test_rehearsal_of_no_epochs_is_empty():
+    assert rehearse(answering(None), first_epoch=4, total_epochs=4, batch_size=1) == []
+
+
+@pytest.mark.parametrize("method", ["__call__", "grow"])
+def test_rehearsal_leaves_a_stateful_function_undisturbed(method):
+    doubling = Doubling()
+    sizes = [growth.batch_size for growth in rehearse(getattr(doubling, method), total_epochs=3, batch_size=4)]
+    assert sizes == [4, 8, 16]
+    assert doubling.calls == 0
+
+
+def test_function_that_cannot_be_copied_is_rehearsed_itself():
+    uncopyable = Uncopyable()
+    assert [growth.batch_size for growth in rehearse(uncopyable, total_epochs=2, batch_size=4)] == [4, 8]
+    assert uncopyable.calls == 2
+
+
+def test_rehearsal_without_a_bound_survives_a_long_doubling():
+    growths = rehearse(lambda epoch, size: int(size * 1.0), total_epochs=2000, batch_size=8)
+    assert len(growths) == 2000
+
+
+@given(
+    answers=st.lists(st.integers(0, 100), min_size=1, max_size=20), start=st.integers(1, 64), room=st.integers(0, 200)
+)
+def test_rehearsed_sizes_stay_between_the_start_and_the_maximum_and_never_shrink(answers, start, room):
+    growths = rehearse(
+        lambda epoch, _: answers[epoch], total_epochs=len(answers), batch_size=start, maximum=start + room
+    )
+    sizes = [start] + [growth.batch_size for growth in growths]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] <= start + room
+    assert sizes[-1] == start + sum(growth.increment for growth in growths if growth.granted)
+
+
+# ---- built-in schedules
+
+
+def given_arguments(schedule: Callable[..., Any], *arguments, **named):
+    """The schedule made as a config makes it: from arguments of any type."""
+    return schedule(*arguments, **named)
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes"),
+    [
+        (geometric(), [4, 8, 16, 32, 64]),
+        (geometric(factor=3, every_epochs=2), [4, 4, 12, 12, 36]),
+        (linear(2), [4, 6, 8, 10, 12]),
+        (linear(increment=5, every_epochs=3), [4, 4, 4, 9, 9]),
+        (linear(0), [4, 4, 4, 4, 4]),
+        (given_arguments(at_epochs, {1: 4, "3": 8}), [4, 8, 8, 16, 16]),
+    ],
+)
+def test_built_in_schedules_grow_when_they_say(function, sizes):
+    assert [growth.batch_size for growth in rehearse(function, total_epochs=5, batch_size=4)] == sizes
+
+
+@pytest.mark.parametrize("function", [geometric(3, 2), linear(4), at_epochs({2: 8})])
+def test_built_in_schedules_survive_pickle_and_copy(function):
+    assert pickle.loads(pickle.dumps(function)) == function
+    assert copy.deepcopy(function) == function
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: given_arguments(geometric, factor=1), "`factor` must be at least 2, but is 1 instead."),
+        (lambda: given_arguments(geometric, factor=1.5), "`factor` must be an integer, but is 1.5 instead."),
+        (lambda: given_arguments(geometric, every_epochs=0), "`every_epochs` must be at least 1, but is 0 instead."),
+        (lambda: given_arguments(linear, "8"), "`increment` must be an integer, but is '8' instead."),
+        (lambda: given_arguments(linear, True), "`increment` must be an integer, but is True instead."),
+        (lambda: given_arguments(linear, -8), "`increment` must be at least 0, but is -8 instead."),
+        (
+            lambda: given_arguments(linear, 8, every_epochs=None),
+            "`every_epochs` must be an integer, but is None instead.",
+        ),
+        (
+            lambda: given_arguments(at_epochs, [2, 8]),
+            "`increases` must map epochs to increases, but is [2, 8] instead.",
+        ),
+        (lambda: given_arguments(at_epochs, {}), "`increases` must map epochs to increases, but is {} instead."),
+        (
+            lambda: given_arguments(at_epochs, {"two": 8}),
+            "`epoch of increases` must be an integer, but is 'two' instead.",
+        ),
+        (lambda: given_arguments(at_epochs, {-1: 8}), "`epoch of increases` must be at least 0, but is -1 instead."),
+        (lambda: given_arguments(at_epochs, {2: 8.5}), "`increases[2]` must be an integer, but is 8.5 instead."),
+        (lambda: given_arguments(at_epochs, {2: -8}), "`increases[2]` must be at least 0, but is -8 instead."),
+        (
+            lambda: given_arguments(at_epochs, {2: 8, "2": 4}),
+            "`increases` must name epoch 2 once, but is {2: 8, '2': 4} instead.",
+        ),
+    ],
+)
+def test_bad_argument_of_a_built_in_schedule_is_refused(make, sentence):
+    with pytest.raises(InputError) as caught:
+        make()
+    assert str(caught.value) == sentence

@@ -1,0 +1,546 @@
+"""The config's keys are read once, checked, and refused with one sentence that quotes the value."""
+
+import contextlib
+import importlib.util
+import inspect
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.schedule import at_epochs, geometric, rehearse
+from torchtune_adaptive.settings import STRATEGIES, AdaptiveSettings, parse_memory
+
+HERE = __name__
+BLOCK_KEYS = "strategy, power_of_two, max_batch_size, memory_limit, margin, seq_len"
+COMPONENT = "torchtune_adaptive.schedule"
+
+
+def read(**keys: Any) -> AdaptiveSettings:
+    return AdaptiveSettings.from_cfg(OmegaConf.create(keys))
+
+
+def refusal(**keys: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        read(**keys)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def grow_by_two(epoch: int, current_batch_size: int) -> int:
+    return 2
+
+
+def too_few(epoch):
+    return 2
+
+
+def make_grower(amount=2):
+    return grow_by_two if amount == 2 else None
+
+
+def break_down(**arguments):
+    raise RuntimeError("first line\nsecond line")
+
+
+class Namespace:
+    @staticmethod
+    def grow(epoch: int, current_batch_size: int) -> int:
+        return 3
+
+
+# ---- what a good config gives
+
+
+@pytest.mark.parametrize("cfg", [{}, {"adaptive": None}, {"adaptive": {}}, {"batch_increase_function": None}])
+def test_config_without_our_values_gives_the_defaults(cfg):
+    settings = read(batch_size=4, **cfg)
+    assert settings == AdaptiveSettings()
+    assert not settings.searches
+    assert settings.strategy == "linear_extrapolation"
+    assert (settings.power_of_two, settings.margin) == (True, 0.05)
+    assert (settings.max_batch_size, settings.memory_limit_bytes, settings.seq_len) == (None, None, None)
+
+
+def test_every_key_is_read():
+    settings = read(
+        use_maximum_batch_size=True,
+        batch_increase_function=f"{HERE}.grow_by_two",
+        adaptive={
+            "strategy": "binary_search",
+            "power_of_two": False,
+            "max_batch_size": 96,
+            "memory_limit": "1.5GiB",
+            "margin": 0.1,
+            "seq_len": 2048,
+        },
+    )
+    assert settings == AdaptiveSettings(
+        use_maximum_batch_size=True,
+        batch_increase_function=grow_by_two,
+        strategy="binary_search",
+        power_of_two=False,
+        max_batch_size=96,
+        memory_limit_bytes=3 * 2**29,
+        margin=0.1,
+        seq_len=2048,
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "searches"),
+    [
+        ({"use_maximum_batch_size": True}, True),
+        ({"batch_increase_function": f"{HERE}.grow_by_two"}, True),
+        ({"adaptive": {"max_batch_size": 8}}, False),
+    ],
+)
+def test_search_runs_for_the_largest_size_and_for_growth(keys, searches):
+    assert read(**keys).searches is searches
+
+
+def test_command_line_overrides_are_read():
+    cfg = OmegaConf.merge(
+        OmegaConf.create({"batch_size": 2, "adaptive": {"margin": 0.2}}),
+        OmegaConf.from_dotlist(
+            [
+                "use_maximum_batch_size=True",
+                "adaptive.memory_limit=80GiB",
+                "adaptive.power_of_two=false",
+                "adaptive.max_batch_size=64",
+                f"batch_increase_function._component_={COMPONENT}.at_epochs",
+                "batch_increase_function.increases.2=8",
+            ]
+        ),
+    )
+    assert isinstance(cfg, DictConfig)
+    settings = AdaptiveSettings.from_cfg(cfg)
+    assert settings == AdaptiveSettings(
+        use_maximum_batch_size=True,
+        batch_increase_function=at_epochs({2: 8}),
+        power_of_two=False,
+        max_batch_size=64,
+        memory_limit_bytes=80 * 2**30,
+        margin=0.2,
+    )
+
+
+def test_interpolations_resolve_also_inside_of_a_component():
+    settings = read(
+        seq_len=512,
+        growth={"every": 3},
+        limits={"memory": "2GiB"},
+        adaptive={"seq_len": "${seq_len}", "memory_limit": "${limits.memory}"},
+        batch_increase_function={"_component_": f"{COMPONENT}.geometric", "every_epochs": "${growth.every}"},
+    )
+    assert settings.seq_len == 512
+    assert settings.memory_limit_bytes == 2 * 2**30
+    assert settings.batch_increase_function == geometric(every_epochs=3)
+
+
+def test_whole_block_may_be_an_interpolation():
+    assert read(mine={"margin": 0.5}, adaptive="${mine}").margin == 0.5
+
+
+def test_reading_leaves_the_config_as_it_was():
+    keys = {
+        "adaptive": {"memory_limit": "${limit}", "margin": 0},
+        "limit": "1GiB",
+        "batch_increase_function": {"_component_": f"{COMPONENT}.at_epochs", "increases": {1: 2}},
+    }
+    cfg, untouched = OmegaConf.create(keys), OmegaConf.create(keys)
+    OmegaConf.set_readonly(cfg, True)
+    OmegaConf.set_struct(cfg, True)
+    AdaptiveSettings.from_cfg(cfg)
+    assert OmegaConf.to_yaml(cfg) == OmegaConf.to_yaml(untouched)
+    assert OmegaConf.is_readonly(cfg)
+
+
+def test_settings_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        AdaptiveSettings().margin = 0.5  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# ---- misspelt and misplaced keys
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("margn", "adaptive.margin"),
+        ("memory_limt", "adaptive.memory_limit"),
+        ("memory_limit_bytes", "adaptive.memory_limit"),
+        ("max_batchsize", "adaptive.max_batch_size"),
+        ("Strategy", "adaptive.strategy"),
+        ("max_seq_len", "adaptive.seq_len"),
+        ("use_maximum_batch_size", "use_maximum_batch_size"),
+        ("batch_increase_function", "batch_increase_function"),
+    ],
+)
+def test_unknown_key_of_the_block_is_refused_with_the_nearest_name(key, meant):
+    assert refusal(adaptive={key: 1}) == (
+        f"A key of `adaptive` must be one of {BLOCK_KEYS}, but is '{key}' instead; did you mean `{meant}`?"
+    )
+
+
+@pytest.mark.parametrize(("key", "quoted"), [("zzz", "'zzz'"), (3, "3")])
+def test_unknown_key_of_the_block_like_no_other_is_refused_without_a_guess(key, quoted):
+    assert refusal(adaptive={key: 1}) == f"A key of `adaptive` must be one of {BLOCK_KEYS}, but is {quoted} instead."
+
+
+@pytest.mark.parametrize(("value", "quoted"), [(True, "True"), ("80GiB", "'80GiB'"), ([1], "[1]"), (0, "0")])
+def test_block_that_is_no_mapping_is_refused(value, quoted):
+    assert refusal(adaptive=value) == f"`adaptive` must be a mapping, but is {quoted} instead."
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("use_max_batch_size", "use_maximum_batch_size"),
+        ("use_maximum_batchsize", "use_maximum_batch_size"),
+        ("use-maximum-batch-size", "use_maximum_batch_size"),
+        ("use_maximal_batch_size", "use_maximum_batch_size"),
+        ("maximum_batch_size", "use_maximum_batch_size"),
+        ("Use_Maximum_Batch_Size", "use_maximum_batch_size"),
+        ("batch_increase_fn", "batch_increase_function"),
+        ("batch_increase", "batch_increase_function"),
+        ("batch_increasing_function", "batch_increase_function"),
+        ("batch_size_increase_function", "batch_increase_function"),
+        ("adaptve", "adaptive"),
+        ("adaptative", "adaptive"),
+        ("memory_limit", "adaptive.memory_limit"),
+        ("margin", "adaptive.margin"),
+        ("strategy", "adaptive.strategy"),
+        ("power_of_two", "adaptive.power_of_two"),
+        ("max_batch_size", "adaptive.max_batch_size"),
+        ("max-batch-size", "adaptive.max_batch_size"),
+    ],
+)
+def test_top_level_key_that_can_only_be_meant_for_us_is_refused(key, meant):
+    assert refusal(**{key: 1}) == (f"`{key}` must not be a top-level key of the config; did you mean `{meant}`?")
+
+
+@pytest.mark.parametrize(
+    "key", ["seq_len", "max_seq_len", "adapter", "adapter_path", "batch_size_val", "eval_batch_size", "run_dir", 3]
+)
+def test_other_keys_at_the_top_level_pass(key):
+    assert AdaptiveSettings.from_cfg(OmegaConf.create({key: 1})) == AdaptiveSettings()
+
+
+def stock_configs() -> list[Path]:
+    spec = importlib.util.find_spec("torchtune")
+    assert spec is not None
+    assert spec.origin is not None
+    return sorted((Path(spec.origin).parent.parent / "recipes" / "configs").rglob("*.yaml"))
+
+
+def test_no_stock_config_is_refused():
+    paths = stock_configs()
+    assert len(paths) > 100
+    overrides = OmegaConf.from_dotlist(["use_maximum_batch_size=True", "adaptive.memory_limit=80GiB"])
+    expected = AdaptiveSettings(use_maximum_batch_size=True, memory_limit_bytes=80 * 2**30)
+    for path in paths:
+        cfg = OmegaConf.merge(OmegaConf.load(path), overrides)
+        assert isinstance(cfg, DictConfig)
+        assert AdaptiveSettings.from_cfg(cfg) == expected, path
+
+
+# ---- values
+
+
+@pytest.mark.parametrize(
+    ("value", "quoted"), [("yes", "'yes'"), (1, "1"), ("True", "'True'"), (None, "None"), (0, "0")]
+)
+def test_switches_must_be_bool(value, quoted):
+    sentence = f"must be True or False, but is {quoted} instead."
+    assert refusal(use_maximum_batch_size=value) == f"`use_maximum_batch_size` {sentence}"
+    assert refusal(adaptive={"power_of_two": value}) == f"`power_of_two` {sentence}"
+
+
+@pytest.mark.parametrize("name", ["max_batch_size", "seq_len"])
+@pytest.mark.parametrize(
+    ("value", "rest"),
+    [
+        (0, "at least 1, but is 0"),
+        (-3, "at least 1, but is -3"),
+        (True, "an integer, but is True"),
+        (8.0, "an integer, but is 8.0"),
+        ("8", "an integer, but is '8'"),
+        ([8], "an integer, but is [8]"),
+    ],
+)
+def test_counts_must_be_integers_of_at_least_one(name, value, rest):
+    assert refusal(adaptive={name: value}) == f"`{name}` must be {rest} instead."
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 0.999, 0.05])
+def test_margin_in_its_range_is_taken(value):
+    assert read(adaptive={"margin": value}).margin == value
+
+
+@pytest.mark.parametrize("value", [1, 1.5, -0.1, math.nan, math.inf, True, False, "0.1", None, [0.1]])
+def test_margin_out_of_its_range_or_no_number_is_refused(value):
+    assert refusal(adaptive={"margin": value}) == f"`margin` must be in [0, 1), but is {value!r} instead."
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_strategy_is_taken(strategy):
+    assert read(adaptive={"strategy": strategy}).strategy == strategy
+
+
+@pytest.mark.parametrize(
+    ("value", "ending"),
+    [
+        ("binary-search", "'binary-search' instead; did you mean `binary_search`?"),
+        ("LINEAR_EXTRAPOLATION", "'LINEAR_EXTRAPOLATION' instead; did you mean `linear_extrapolation`?"),
+        ("decrease", "'decrease' instead; did you mean `decrease_until_oom`?"),
+        ("guess", "'guess' instead."),
+        (None, "None instead."),
+        (3, "3 instead."),
+        (["binary_search"], "['binary_search'] instead; did you mean `binary_search`?"),
+    ],
+)
+def test_unknown_strategy_is_refused_with_the_nearest_name(value, ending):
+    assert refusal(adaptive={"strategy": value}) == (
+        f"`strategy` must be one of linear_extrapolation, binary_search, decrease_until_oom, but is {ending}"
+    )
+
+
+def test_settings_made_by_hand_are_checked_too():
+    with pytest.raises(InputError) as caught:
+        AdaptiveSettings(memory_limit_bytes=0)
+    assert str(caught.value) == "`memory_limit_bytes` must be at least 1, but is 0 instead."
+    with pytest.raises(InputError) as caught:
+        AdaptiveSettings(batch_increase_function=too_few)  # pyright: ignore[reportArgumentType]
+    assert "too_few takes (epoch) instead." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "start"),
+    [
+        ({"adaptive": {"margin": "${nowhere}"}}, "`adaptive` must have a value, but has none: InterpolationKeyError"),
+        ({"adaptive": {"margin": "???"}}, "`adaptive` must have a value, but has none: MissingMandatoryValue"),
+        ({"adaptive": "???"}, "`adaptive` must have a value, but has none: MissingMandatoryValue"),
+        ({"adaptive": "${nowhere}"}, "`adaptive` must have a value, but has none: InterpolationKeyError"),
+        ({"adaptive": {"margin": "${adaptive.margin}"}}, "`adaptive` must have a value, but has none: Interpolation"),
+        (
+            {"use_maximum_batch_size": "${oc.env:NO_SUCH_VARIABLE_AT_ALL}"},
+            "`use_maximum_batch_size` must have a value, but has none: InterpolationResolutionError",
+        ),
+    ],
+)
+def test_value_that_does_not_resolve_is_refused(keys, start):
+    assert refusal(**keys).startswith(start)
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize(
+    ("value", "size_bytes"),
+    [
+        ("80GiB", 80 * 2**30),
+        ("80 GB", 80 * 10**9),
+        ("512MiB", 512 * 2**20),
+        ("1.5GiB", 3 * 2**29),
+        (" .5 kib ", 512),
+        ("1TiB", 2**40),
+        ("2tb", 2 * 10**12),
+        ("0.1GB", 10**8),
+        ("7 B", 7),
+        ("85899345920", 85899345920),
+        (85899345920, 85899345920),
+        (8e9, 8 * 10**9),
+        ("1.0001KiB", 1024),
+        ("1.9B", 1),
+    ],
+)
+def test_memory_is_read_as_bytes(value, size_bytes):
+    assert parse_memory(value) == size_bytes
+    assert type(parse_memory(value)) is int
+    assert read(adaptive={"memory_limit": value}).memory_limit_bytes == size_bytes
+
+
+UNREADABLE_TEXTS = ["80 bananas", "eighty", "", "GiB", "80G", "1e9", "1,5GiB", "1.5.5GiB", "80_000", "8 0GiB", "--1GiB"]
+UNREADABLE_TEXTS += ["٨GiB", "nan", "inf GiB", "0x10", "1GiB\0", f"{10**20}B"]
+
+
+@pytest.mark.parametrize(
+    "value", [*UNREADABLE_TEXTS, True, False, math.nan, math.inf, -math.inf, 0.5, [80], {"a": 1}, b"1GiB"]
+)
+def test_unreadable_memory_is_refused(value):
+    sentence = f"`memory_limit` must be a size like 80GiB or whole bytes, but is {value!r} instead."
+    with pytest.raises(InputError) as caught:
+        parse_memory(value)
+    assert str(caught.value) == sentence
+    assert refusal(adaptive={"memory_limit": value}) == sentence
+
+
+@pytest.mark.parametrize("value", [0, -1, "0", "0GiB", "-5GiB", "0.0001B", -2.0, 0.0, "-0.5B"])
+def test_memory_that_is_not_above_zero_is_refused(value):
+    assert refusal(adaptive={"memory_limit": value}) == (
+        f"`memory_limit` must be at least one byte, but is {value!r} instead."
+    )
+
+
+@given(
+    count=st.integers(1, 10**6),
+    unit=st.sampled_from([("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40)])
+    | st.sampled_from([("B", 1), ("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("TB", 10**12)]),
+    change=st.sampled_from([str.upper, str.lower, str.title, str.strip]),
+    space=st.sampled_from(["", " ", "  "]),
+)
+def test_memory_written_with_any_unit_reads_back(count, unit, change, space):
+    name, unit_bytes = unit
+    assert parse_memory(f"{space}{count}{space}{change(name)}{space}") == count * unit_bytes
+
+
+@given(st.integers(1, 2**60))
+def test_memory_in_bytes_reads_back(size_bytes):
+    assert parse_memory(size_bytes) == parse_memory(str(size_bytes)) == parse_memory(f"{size_bytes}B") == size_bytes
+
+
+@given(st.text(max_size=12))
+def test_memory_text_is_read_or_refused_and_never_fails_otherwise(text):
+    with contextlib.suppress(InputError):
+        assert parse_memory(text) > 0
+
+
+# ---- the function
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"), [(f"{HERE}.grow_by_two", 2), (f"{HERE}.Namespace.grow", 3), ("operator.add", 9)]
+)
+def test_function_is_found_by_its_dotted_path(path, answer):
+    function = read(batch_increase_function=path).batch_increase_function
+    assert function is not None
+    assert function(4, 5) == answer
+
+
+def test_function_of_a_module_in_the_working_directory_is_found(tmp_path, monkeypatch):
+    (tmp_path / "my_growth_package").mkdir()
+    (tmp_path / "my_growth_package" / "plans.py").write_text("def gentle(epoch, size):\n    return epoch\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    function = read(batch_increase_function="my_growth_package.plans.gentle").batch_increase_function
+    assert function is not None
+    assert function(7, 1) == 7
+    assert sys.path[-1] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("no_such_module.grow", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("grow", "ModuleNotFoundError: No module named 'grow'"),
+        ("math.grow", "ModuleNotFoundError: No module named 'math.grow'; 'math' is not a package"),
+        ("", "ValueError: Empty module name"),
+        (".grow", "ValueError: Empty module name"),
+        ("math.pi.grow", "AttributeError: 'float' object has no attribute 'grow'"),
+    ],
+)
+def test_function_that_cannot_be_imported_is_refused_with_the_reason(path, reason):
+    assert refusal(batch_increase_function=path) == (
+        f"`batch_increase_function` must be importable, but '{path}' is not: {reason}."
+    )
+
+
+def test_error_inside_an_imported_module_is_the_reason(tmp_path, monkeypatch):
+    (tmp_path / "broken_growth.py").write_text("import no_such_dependency\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert refusal(batch_increase_function="broken_growth.grow") == (
+        "`batch_increase_function` must be importable, but 'broken_growth.grow' is not: "
+        "ModuleNotFoundError: No module named 'no_such_dependency'."
+    )
+
+
+def test_path_of_what_cannot_be_called_is_refused():
+    assert refusal(batch_increase_function="math.pi") == (
+        f"`batch_increase_function` must be callable, but 'math.pi' is {math.pi} instead."
+    )
+
+
+def test_path_of_a_function_of_wrong_arity_is_refused():
+    assert refusal(batch_increase_function=f"{HERE}.too_few") == (
+        "`batch_increase_function` must take two positional arguments (epoch, current_batch_size), "
+        f"but '{HERE}.too_few' takes (epoch) instead."
+    )
+
+
+def test_path_of_a_built_in_schedule_without_component_is_refused():
+    assert refusal(batch_increase_function=f"{COMPONENT}.geometric") == (
+        f"`batch_increase_function` must be a function, but '{COMPONENT}.geometric' is a class instead; "
+        "a class is named by `_component_`, next to its arguments."
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "quoted"),
+    [
+        (8, "8"),
+        (True, "True"),
+        (["a.b"], "['a.b']"),
+        ({"factor": 2}, "{'factor': 2}"),
+        ({}, "{}"),
+        ({"_component_": None}, "{'_component_': None}"),
+    ],
+)
+def test_function_that_is_neither_path_nor_component_is_refused(value, quoted):
+    assert refusal(batch_increase_function=value) == (
+        f"`batch_increase_function` must be a dotted path or a mapping with a `_component_`, but is {quoted} instead."
+    )
+
+
+def test_component_is_called_with_its_arguments():
+    component = {"_component_": f"{COMPONENT}.at_epochs", "increases": {1: 8, 3: 16}}
+    function = read(batch_increase_function=component).batch_increase_function
+    assert function is not None
+    assert [growth.batch_size for growth in rehearse(function, total_epochs=4, batch_size=8)] == [8, 16, 16, 32]
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments", "reason"),
+    [
+        (f"{COMPONENT}.geometric", {"factor": 1}, "`factor` must be at least 2, but is 1 instead"),
+        (f"{HERE}.break_down", {}, "RuntimeError: first line second line"),
+        ("math.pi", {}, "TypeError: 'float' object is not callable"),
+    ],
+)
+def test_component_that_fails_is_refused_with_the_reason(path, arguments, reason):
+    assert refusal(batch_increase_function={"_component_": path, **arguments}) == (
+        f"`batch_increase_function` must be made by its `_component_`, but '{path}' with {arguments} "
+        f"failed instead: {reason}."
+    )
+
+
+@pytest.mark.parametrize("arguments", [{"increments": 2}, {}])
+def test_component_with_unknown_or_missing_arguments_is_refused(arguments):
+    sentence = refusal(batch_increase_function={"_component_": f"{COMPONENT}.linear", **arguments})
+    assert f"'{COMPONENT}.linear' with {arguments} failed instead: TypeError: " in sentence
+    assert ("increments" if arguments else "increment") in sentence.partition("TypeError")[2]
+
+
+def test_component_that_cannot_be_imported_is_refused():
+    assert refusal(batch_increase_function={"_component_": "no_such_module.grow"}) == (
+        "`batch_increase_function` must be importable, but 'no_such_module.grow' is not: "
+        "ModuleNotFoundError: No module named 'no_such_module'."
+    )
+
+
+def test_component_must_make_a_function():
+    assert refusal(batch_increase_function={"_component_": f"{HERE}.make_grower", "amount": 3}) == (
+        f"`batch_increase_function` must be callable, but what '{HERE}.make_grower' makes is None instead."
+    )
+    assert read(batch_increase_function={"_component_": f"{HERE}.make_grower"}).batch_increase_function is grow_by_two
+
+
+def test_every_setting_has_a_default():
+    parameters = inspect.signature(AdaptiveSettings).parameters.values()
+    assert all(parameter.default is not inspect.Parameter.empty for parameter in parameters)

@@ -1,0 +1,66 @@
+"""What a user is told when a value is refused: one sentence that quotes the value."""
+
+import operator
+
+_LONGEST_QUOTE_CHARS = 200
+
+
+class InputError(ValueError):
+    """A value given by the user is refused; the message is one sentence that quotes it."""
+
+
+class NothingFitsError(InputError):
+    """Not even a batch of one row fits; the message gives the figures and what would help."""
+
+
+def quote(value: object) -> str:
+    """The value as one line of at most 200 characters, for an error sentence.
+
+    >>> quote("80 GiB")
+    "'80 GiB'"
+    """
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST_QUOTE_CHARS else text[: _LONGEST_QUOTE_CHARS - 3] + "..."
+
+
+def reason_of(error: BaseException) -> str:
+    """Type and text of an exception in one line without a final full stop; an ``InputError`` is its sentence alone.
+
+    >>> reason_of(ZeroDivisionError("division by zero"))
+    'ZeroDivisionError: division by zero'
+    """
+    text = " ".join(str(error).split()).rstrip(".")
+    if isinstance(error, InputError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def as_integer(value: object) -> int | None:
+    """The value as an ``int`` if it is an integer of any type (numpy's too), else None; a bool is no integer.
+
+    >>> as_integer(8), as_integer(8.0), as_integer(True)
+    (8, None, None)
+    """
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType]  # any object may come from a config
+    except TypeError:
+        return None
+
+
+def require_integer(name: str, value: object, *, minimum: int) -> int:
+    """The value as an ``int`` of at least ``minimum``.
+
+    Raises:
+        InputError: the value is no integer (a bool is none), or is below ``minimum``.
+
+    >>> require_integer("max_batch_size", 8, minimum=1)
+    8
+    """
+    integer = as_integer(value)
+    if integer is None:
+        raise InputError(f"`{name}` must be an integer, but is {quote(value)} instead.")
+    if integer < minimum:
+        raise InputError(f"`{name}` must be at least {minimum}, but is {integer} instead.")
+    return integer
