@@ -1,0 +1,292 @@
+"""The batch size of a recipe: searched for before training, grown at epoch boundaries, set in one place."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from datasets.exceptions import DatasetsError
+from omegaconf import DictConfig
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchtune import utils
+
+from torchtune_adaptive.consensus import Consensus
+from torchtune_adaptive.errors import InputError, reason_of
+from torchtune_adaptive.finder import refuse_impossible_limit, search
+from torchtune_adaptive.horizon import Horizon
+from torchtune_adaptive.meter import MemoryMeter, meter_for
+from torchtune_adaptive.report import AdaptiveReport, probe_table, summary
+from torchtune_adaptive.schedule import Growth, next_batch_size, rehearse
+from torchtune_adaptive.search import SearchResult
+from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.worst_case import batch_maker, worst_case_row
+
+log = utils.get_logger("DEBUG")
+
+Answer = TypeVar("Answer")
+
+
+class AdaptiveBatch:
+    """Keeps the batch size of the stock recipe below it, and all that depends on it.
+
+    The annotated attributes are the stock recipe's own, as its ``setup`` leaves them.
+    """
+
+    world_size: int
+    epochs_run: int
+    total_epochs: int
+    max_steps_per_epoch: int | None
+    global_step: int
+    _device: torch.device
+    _is_rank_zero: bool
+    _model: nn.Module
+    _optimizer: torch.optim.Optimizer
+    _loss_fn: Any
+    _tokenizer: Any
+    _dataloader: Any  # a StatefulDataLoader over a StatefulDistributedSampler
+    _lr_scheduler: Any
+    _gradient_accumulation_steps: int
+    _steps_per_epoch: int
+    _output_dir: str
+    _setup_lr_scheduler: Callable[..., Any]
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self._adaptive = AdaptiveSettings.from_cfg(cfg)
+        if self._adaptive.searches:
+            _refuse_unsearchable(cfg)
+        super().__init__(cfg=cfg)  # pyright: ignore[reportCallIssue]
+        if self._adaptive.searches:
+            refuse_impossible_limit(self._adaptive, self._device)
+        self._consensus = Consensus()
+
+    def _setup_data(self, *args: Any, **kwargs: Any) -> StatefulDataLoader:
+        try:
+            dataloader = super()._setup_data(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        except DatasetsError as error:
+            raise InputError(f"`dataset` must be loadable, but is not: {reason_of(error)}.") from error
+        if len(dataloader.dataset) == 0:
+            raise InputError("`dataset` must have samples, but has 0.")
+        return dataloader
+
+    def _adapt(self, cfg: DictConfig) -> None:
+        """Set up the meter, and search for the batch size if the config asks for it. A collective."""
+        self._meter = self._training_meter()
+        self._report: AdaptiveReport | None = None
+        if self._adaptive.searches:
+            self._rehearse(cfg.batch_size, maximum=None)
+            self._start_from(self._search(cfg), cfg)
+        if self._steps_per_epoch == 0:
+            self._refuse_small_data(self._dataloader.batch_size or 1)
+        if self._meter is not None:
+            self._meter.limit_bytes = self._adaptive.memory_limit_bytes
+            self._meter.splits_phases = self._device.type == "cpu"  # elsewhere it disturbs the recipe's own figures
+            self._meter.reset()
+
+    def _training_meter(self) -> MemoryMeter | None:
+        """The device's meter; on the CPU only with a limit, because there it costs time."""
+        if self._device.type == "cpu" and self._adaptive.memory_limit_bytes is None:
+            return None
+        return meter_for(self._model, self._optimizer) if self._device.type in ("cpu", "cuda") else None
+
+    def _search(self, cfg: DictConfig) -> SearchResult:
+        """The largest batch size that fits, by whole train steps on the longest rows. A collective."""
+        assert self._meter is not None
+        bound = self._samples_per_rank() // self._gradient_accumulation_steps
+        if bound == 0:
+            self._refuse_small_data(1)
+        row, seq_len = worst_case_row(
+            self._dataloader.dataset,
+            seq_len=self._adaptive.seq_len,
+            tokenizer_max_seq_len=getattr(self._tokenizer, "max_seq_len", None),
+            consensus=self._consensus,
+        )
+        self._refuse_long_rows(seq_len)
+        result = search(
+            self._probe_step,
+            batch_maker(row, self._dataloader.collate_fn),
+            model=self._model,
+            optimizer=self._optimizer,
+            meter=self._meter,
+            settings=self._adaptive,
+            consensus=self._consensus,
+            start=cfg.batch_size,
+            bound=min(bound, self._adaptive.max_batch_size or bound),
+        )
+        self._renew_offloading()
+        self._report = AdaptiveReport(result, seq_len)
+        utils.log_rank_zero(log, f"Probes as rank 0 saw them:\n{probe_table(result)}\n{summary(result, seq_len)}")
+        return result
+
+    def _probe_step(self, batch: dict[str, Any]) -> None:
+        """One optimizer step on ``batch``; twice over it if gradients accumulate, which then lie in memory."""
+        self._renew_offloading()
+        self._run_window([batch] * min(self._gradient_accumulation_steps, 2))
+
+    def _run_window(self, window: list[dict[str, Any]]) -> Any:
+        """One optimizer step over a window of micro-batches. A collective."""
+        raise NotImplementedError
+
+    def _renew_offloading(self) -> None:
+        """Activation offloading keeps a step's tensors in its context, which a failed step leaves unusable."""
+        self.activations_handling_ctx = type(self.activations_handling_ctx)()
+
+    def _start_from(self, result: SearchResult, cfg: DictConfig) -> None:
+        """Take up the batch size the search or the config gives, and where the schedule has brought it on resuming."""
+        maximum = result.batch_size
+        first = maximum if self._adaptive.use_maximum_batch_size else cfg.batch_size
+        if first > maximum:
+            raise InputError(f"`batch_size` must be at most the largest that fits ({maximum}), but is {first} instead.")
+        self._maximum = maximum
+        growths = self._rehearse(first, maximum=maximum)
+        sizes = [growth.batch_size for growth in growths] or [first] * self.total_epochs
+        present = sizes[self.epochs_run - 1] if self.epochs_run else first
+        self._set_batch_size(first)
+        self._restart_schedule(cfg, sizes[: self.epochs_run], present)
+        reason = f"{result.strategy} search" if self._adaptive.use_maximum_batch_size else "config"
+        self._decide(present, reason if not self.epochs_run else f"{reason}, resumed at epoch {self.epochs_run}")
+
+    def _restart_schedule(self, cfg: DictConfig, past_sizes: list[int], present: int) -> None:
+        """Build the learning rate schedule for the first batch size, and go to where past epochs have brought it."""
+        first_steps = self._steps_per_epoch
+        self._horizon = Horizon(first_steps)
+        self.global_step = sum(self._steps_at(size) for size in past_sizes)
+        if self._lr_scheduler is not None:
+            for group in self._optimizer.param_groups:
+                group["lr"] = group["initial_lr"]
+            self._lr_scheduler = self._setup_lr_scheduler(
+                cfg_lr_scheduler=cfg.lr_scheduler,
+                num_training_steps=self.total_epochs * first_steps,
+                last_epoch=self.epochs_run * first_steps - 1,
+            )
+        if self._adaptive.batch_increase_function is None:
+            return
+        if self._lr_scheduler is not None:
+            self._follow_horizon(self._lr_scheduler)
+        self._set_batch_size(present)
+        if self.epochs_run:
+            self._horizon.change(epoch=self.epochs_run, step=self.global_step, steps_per_epoch=self._steps_per_epoch)
+
+    def _follow_horizon(self, scheduler: Any) -> None:
+        """Let ``scheduler`` count optimizer steps, and look up its rates where the horizon says they are."""
+        if not isinstance(scheduler, LambdaLR):
+            raise InputError(
+                "`lr_scheduler` must make a torch.optim.lr_scheduler.LambdaLR for the batch size to grow,"
+                f" but makes a {type(scheduler).__name__} instead."
+            )
+        horizon = self._horizon
+        scheduler.lr_lambdas = [_at_place(rate, horizon) for rate in scheduler.lr_lambdas]
+        scheduler.last_epoch = self.global_step
+
+    def _before_epoch(self, epoch: int) -> None:
+        """Ask the user's function for this epoch's increase, and follow it up to the maximum. A collective."""
+        function = self._adaptive.batch_increase_function
+        if function is None:
+            return
+        batch_size = self._dataloader.batch_size or 1
+        growth = self._from_rank_zero(
+            lambda: next_batch_size(function, epoch=epoch, batch_size=batch_size, maximum=self._maximum)
+        )
+        if growth.increment:
+            utils.log_rank_zero(log, growth.reason)
+        if growth.granted:
+            self._set_batch_size(growth.batch_size)
+            self._horizon.change(epoch=epoch, step=self.global_step, steps_per_epoch=self._steps_per_epoch)
+            self._decide(growth.batch_size, growth.reason, epoch=epoch)
+
+    def _rehearse(self, batch_size: int, *, maximum: int | None) -> list[Growth]:
+        """What the user's function, if there is one, will answer for every epoch. A collective."""
+        function = self._adaptive.batch_increase_function
+        if function is None:
+            return []
+        return self._from_rank_zero(
+            lambda: rehearse(function, total_epochs=self.total_epochs, batch_size=batch_size, maximum=maximum)
+        )
+
+    def _from_rank_zero(self, ask: Callable[[], Answer]) -> Answer:
+        """Rank 0's answer, on every rank; if rank 0 refuses, every rank raises its refusal. A collective."""
+        answer: Any = None
+        if self._consensus.rank == 0:
+            try:
+                answer = ask()
+            except InputError as error:
+                answer = error
+        answer = self._consensus.from_rank_zero(answer)
+        if isinstance(answer, InputError):
+            raise answer
+        return answer
+
+    def _set_batch_size(self, batch_size: int) -> None:
+        """The only writer of the batch size: data loader, steps per epoch and torchtune's label cache follow it."""
+        loader = self._dataloader
+        self._dataloader = StatefulDataLoader(
+            loader.dataset,
+            batch_size=batch_size,
+            sampler=loader.sampler,
+            collate_fn=loader.collate_fn,
+            drop_last=loader.drop_last,
+        )
+        self._steps_per_epoch = self._steps_at(batch_size)
+        self.ignore_labels_cache = torch.full((batch_size, 1), self._loss_fn.ignore_index, device=self._device)
+
+    def _steps_at(self, batch_size: int) -> int:
+        """Optimizer steps per epoch at ``batch_size`` rows per rank."""
+        steps = self._samples_per_rank() // batch_size // self._gradient_accumulation_steps
+        return steps if self.max_steps_per_epoch is None else min(steps, self.max_steps_per_epoch)
+
+    def _samples_per_rank(self) -> int:
+        return len(self._dataloader.sampler)
+
+    def _decide(self, batch_size: int, reason: str, epoch: int | None = None) -> None:
+        """Note a decision in the report, aloud and on disk."""
+        assert self._report is not None
+        self._report.decided(epoch=self.epochs_run if epoch is None else epoch, batch_size=batch_size, reason=reason)
+        utils.log_rank_zero(log, f"batch_size {batch_size} ({reason}): {self._samples_per_step(batch_size)}")
+        if self._is_rank_zero:
+            path = self._report.write(self._output_dir)
+            log.info(f"Report written to {path}")
+
+    def _data_parallel_size(self) -> int:
+        return self._dataloader.sampler.num_replicas
+
+    def _samples_per_step(self, batch_size: int) -> str:
+        """The arithmetic of an optimizer step, said aloud."""
+        ranks, micro_steps = self._data_parallel_size(), self._gradient_accumulation_steps
+        total = batch_size * micro_steps * ranks
+        return f"{batch_size} rows * {micro_steps} micro-steps * {ranks} ranks = {total} samples per optimizer step"
+
+    def _refuse_small_data(self, batch_size: int) -> None:
+        """Refuse a data set that does not fill one optimizer step."""
+        raise InputError(
+            f"`dataset` must fill an optimizer step ({self._samples_per_step(batch_size)}),"
+            f" but has {len(self._dataloader.dataset)} samples."
+        )
+
+    def _refuse_long_rows(self, seq_len: int) -> None:
+        longest = getattr(self._model, "max_seq_len", None)
+        if longest is not None and seq_len > longest:
+            raise InputError(f"Rows must have at most the model's max_seq_len ({longest} tokens), but have {seq_len}.")
+
+
+def _at_place(rate: Callable[[Any], float], horizon: Horizon) -> Callable[[int], float]:
+    """The schedule ``rate`` as a function of the run's optimizer steps."""
+    return lambda step: rate(horizon.schedule_step(step))
+
+
+def _refuse_unsearchable(cfg: DictConfig) -> None:
+    """Refuse what a search cannot measure or undo."""
+    if cfg.get("optimizer_in_bwd", False):
+        raise InputError(
+            "`optimizer_in_bwd` must be False for a search of the batch size, but is True instead;"
+            " an 8-bit or paged optimizer with optimizer_in_bwd=False saves memory too, and can be searched with."
+        )
+    tensor_parallel_dim = cfg.get("tensor_parallel_dim", 1)
+    if tensor_parallel_dim > 1:
+        raise InputError(
+            f"`tensor_parallel_dim` must be 1 for a search of the batch size, but is {tensor_parallel_dim} instead."
+        )
+    if cfg.get("compile", False) and str(cfg.device).startswith("cpu"):
+        raise InputError(
+            "`compile` must be False for a search on the CPU, where the memory of compiled code cannot be metered,"
+            " but is True instead."
+        )

@@ -1,0 +1,139 @@
+"""From the command line to a recipe and out again: config names, process group, one-sentence errors, a clean exit."""
+
+import atexit
+import os
+import socket
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+import yaml
+from omegaconf import DictConfig
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not re-exported
+from torchtune import config
+from torchtune._recipe_registry import get_all_recipes
+
+from torchtune_adaptive.errors import InputError, reason_of
+from torchtune_adaptive.loop import AdaptiveLoop
+from torchtune_adaptive.stock import start_process_group, stock_config_dir
+
+_SAID_KEY = "torchtune_adaptive/refused"
+_WAIT_FOR_RANK_ZERO = timedelta(seconds=10)
+
+
+def launch(recipe_main: Callable[[], Any]) -> NoReturn:
+    """Run a recipe's ``recipe_main`` (decorated by ``torchtune.config.parse``) as the whole program.
+
+    A refused value ends it with one sentence on one rank and status 1. Any other error passes through.
+    """
+    _run_alone_without_torchrun()
+    try:
+        sys.argv = [sys.argv[0], *resolve_config_argument(sys.argv[1:])]
+        recipe_main()
+    except InputError as error:
+        _say_once(f"{Path(sys.argv[0]).stem}: {error}")
+        _leave(1)
+    except SystemExit as end:
+        if end.code:
+            raise
+    _leave(0)
+
+
+def run_recipe(recipe_class: type[AdaptiveLoop], cfg: DictConfig) -> None:
+    """Set up, train and clean up. A collective of all ranks of the launch."""
+    start_process_group("cuda:nccl,cpu:gloo" if str(cfg.device).startswith("cuda") else "gloo")
+    config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
+    recipe = recipe_class(cfg=cfg)
+    recipe.setup(cfg=cfg)
+    recipe.train()
+    recipe.cleanup()
+
+
+def resolve_config_argument(arguments: list[str]) -> list[str]:
+    """The arguments with the config's name replaced by its path: our own configs', then stock's, else a path as it is.
+
+    Raises:
+        InputError: no such config, a file that is not a YAML mapping, or an override that is not ``key=value``.
+    """
+    if "--config" not in arguments or arguments[-1] == "--config":
+        raise InputError("`--config` must be followed by the name or path of a config, but is missing.")
+    place = arguments.index("--config") + 1
+    path = _config_path(arguments[place])
+    try:
+        content = yaml.safe_load(path.read_text())
+    except FileNotFoundError as error:
+        raise InputError(f"`--config` must be the name or path of a config, but is {arguments[place]!r}.") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"`--config` must be a YAML file, but {str(path)!r} is not: {reason_of(error)}.") from error
+    if not isinstance(content, dict):
+        raise InputError(f"`--config` must be a YAML mapping, but {str(path)!r} holds {type(content).__name__}.")
+    for override in arguments[: place - 1] + arguments[place + 1 :]:
+        if override.count("=") != 1 and not override.startswith(("~", "-")):
+            raise InputError(f"An override must have the form key=value, but is {override!r} instead.")
+    return [*arguments[:place], str(path), *arguments[place + 1 :]]
+
+
+def _config_path(name: str) -> Path:
+    package = Path(__file__).parent
+    for directory in (package / "configs", package.parent / "configs"):  # installed, or a checkout
+        if (directory / f"{name}.yaml").is_file():
+            return directory / f"{name}.yaml"
+    for recipe in get_all_recipes():
+        for stock in recipe.configs:
+            if stock.name == name:
+                return stock_config_dir() / stock.file_path
+    return Path(name)
+
+
+def _run_alone_without_torchrun() -> None:
+    """Without a launcher this process is the only rank, on a free port of this machine."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in alone.items()})
+
+
+def _say_once(sentence: str) -> None:
+    """Print ``sentence`` on one rank, before the launcher sees any rank exit and stops the others.
+
+    The ranks meet in torchrun's own store, which is there before and after the process group. Rank 0
+    prints; the others wait for it, and print if it does not come, as when they failed alone.
+    """
+    rank = int(os.environ["RANK"])
+    store = _torchrun_store()
+    if rank and store is not None:
+        try:
+            store.wait([_SAID_KEY], _WAIT_FOR_RANK_ZERO)
+        except dist.DistError:
+            print(sentence, file=sys.stderr, flush=True)
+        return
+    print(sentence, file=sys.stderr, flush=True)
+    if store is not None:
+        store.set(_SAID_KEY, "")
+
+
+def _torchrun_store() -> Any:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, is_master=False, timeout=_WAIT_FOR_RANK_ZERO)
+
+
+def _leave(status: int) -> NoReturn:
+    """Exit with ``status``; with several ranks without the interpreter's tear-down.
+
+    A gloo thread that gives back a tensor while the interpreter finalises aborts the process, and the
+    launcher reports a failed run that was complete. Exit hooks have run and output is flushed by then.
+    """
+    if int(os.environ["WORLD_SIZE"]) == 1:
+        sys.exit(status)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,230 @@
+"""The only training loop: what a stock recipe trains, with a batch size that is searched for and may grow.
+
+Shapes in comments: B rows of a micro-batch, S tokens of a row.
+"""
+
+import gc
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from omegaconf import DictConfig
+from torch.distributed.tensor import DTensor
+from torchtune import training, utils
+from torchtune.training.lr_schedulers import get_lr
+from tqdm import tqdm
+
+from torchtune_adaptive.adaptation import AdaptiveBatch
+
+log = utils.get_logger("DEBUG")
+
+
+class MicroStep(NamedTuple):
+    """What one forward and backward leaves: the loss summed over its unmasked tokens, and their number."""
+
+    loss_sum: torch.Tensor
+    num_tokens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """One optimizer step over all ranks. ``grad_norm`` is None without clipping."""
+
+    loss: float
+    num_tokens: int
+    grad_norm: float | None
+
+
+class AdaptiveLoop(AdaptiveBatch):
+    """``train`` for a stock recipe below it, which brings model, optimizer, data and checkpoints.
+
+    Seams: ``_micro_step`` (forward to backward of one micro-batch), ``_finish_window`` (what follows the
+    last micro-step of an optimizer step), ``_save``.
+    """
+
+    _metric_logger: Any
+    _profiler: Any
+    _clip_grad_norm: float | str | None
+    _log_every_n_steps: int
+    _log_peak_memory_stats: bool
+    profiler_profile_memory: bool
+    profiler_wait_steps: int
+    profiler_warmup_steps: int
+    profiler_active_steps: int
+
+    def setup(self, cfg: DictConfig) -> None:
+        """Set up as stock does, then search for the batch size if the config asks for it. A collective."""
+        super().setup(cfg)  # pyright: ignore[reportAttributeAccessIssue]
+        self._adapt(cfg)
+
+    def train(self) -> None:
+        """Train for the epochs that are left, and save after each. A collective."""
+        self._free_before_training()
+        self._zero_gradients()
+        self._profiler.start()
+        self._pending: list[dict[str, Any]] = []
+        for epoch in range(self.epochs_run, self.total_epochs):
+            self._before_epoch(epoch)
+            self._train_epoch(epoch)
+            self.epochs_run += 1
+            self._save(epoch)
+        self._profiler.stop()
+
+    def _train_epoch(self, epoch: int) -> None:
+        progress = tqdm(total=self._steps_per_epoch, disable=not self._is_rank_zero)
+        self._dataloader.sampler.set_epoch(epoch)
+        started = time.perf_counter()
+        for step, window in enumerate(self._windows(), start=1):
+            self._record_memory_history(epoch, step)
+            totals = self._train_step(window)
+            self.global_step += 1
+            if self._lr_scheduler is not None:
+                self._lr_scheduler.step()
+            progress.update(1)
+            progress.set_description(f"{epoch + 1}|{self.global_step}|Loss: {totals.loss}")
+            self._log_step(totals, seconds=time.perf_counter() - started)
+            started = time.perf_counter()
+            self._profiler.step()
+            if step == self.max_steps_per_epoch:
+                break
+        progress.close()
+
+    def _windows(self) -> Iterator[list[dict[str, Any]]]:
+        """The micro-batches of each optimizer step of an epoch.
+
+        As in stock, those left over at an epoch's end open the next epoch's first window.
+        """
+        for index, batch in enumerate(self._dataloader, start=1):
+            self._pending.append(batch)
+            if index % self._gradient_accumulation_steps == 0:
+                window, self._pending = self._pending, []
+                yield window
+
+    def _train_step(self, window: list[dict[str, Any]]) -> StepTotals:
+        """One optimizer step over ``window``; under a meter if there is one. A collective."""
+        if self._meter is None:
+            return self._run_window(window)
+        self._meter.count(window)
+        with self._meter:
+            return self._run_window(window)
+
+    def _run_window(self, window: list[dict[str, Any]]) -> StepTotals:
+        micro_steps = [self._micro_step(dict(batch)) for batch in window]
+        return self._finish_window(micro_steps)
+
+    def _micro_step(self, batch: dict[str, Any]) -> MicroStep:
+        """Forward, loss and backward of one micro-batch; ``batch`` is used up."""
+        self._enter_phase("forward")
+        utils.batch_to_device(batch, self._device)
+        labels = batch.pop("labels")  # [B, S]
+        num_tokens = (labels != self._loss_fn.ignore_index).sum()
+        with self.activations_handling_ctx:
+            logits = self._model(**batch)
+        self._enter_phase("loss")
+        shifted = F.pad(labels[..., 1:], (0, 1), value=self._loss_fn.ignore_index)  # [B, S]
+        if not isinstance(logits, list):
+            shifted, logits = shifted.reshape(-1), logits.reshape(-1, logits.size(-1))
+        # The loss is a mean; times its tokens it is a sum, which the step divides by the tokens of all micro-steps.
+        loss_sum = self._loss_fn(logits, shifted) * num_tokens
+        del logits, shifted
+        self._enter_phase("backward")
+        self._backward(loss_sum, num_tokens)
+        return MicroStep(loss_sum.detach(), num_tokens)
+
+    def _backward(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor) -> None:
+        loss_sum.backward()
+
+    def _finish_window(self, micro_steps: list[MicroStep]) -> StepTotals:
+        """Add up over micro-steps and ranks, normalise the gradients by all tokens, clip, and step. A collective."""
+        loss_sum, num_tokens = self._totals(micro_steps)
+        self._enter_phase("clip")
+        # FSDP2 divides gradients by the number of ranks; this multiplies them back.
+        training.scale_grads(self._model, self.world_size / num_tokens)
+        grad_norm = None
+        if self._clip_grad_norm is not None:
+            grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm=float(self._clip_grad_norm))
+            if isinstance(grad_norm, DTensor):
+                grad_norm = grad_norm.full_tensor()
+        self._enter_phase("optimizer")
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return self._step_totals(loss_sum, num_tokens, grad_norm)
+
+    def _totals(self, micro_steps: list[MicroStep]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss sum and token count over all micro-steps and ranks, in one all-reduce. A collective.
+
+        In float64, which holds token counts exactly and rounds two ranks' sum as their own type would.
+        """
+        loss_sum, num_tokens = (sum(column) for column in zip(*micro_steps, strict=True))
+        totals = torch.stack((loss_sum.double(), num_tokens.double()))  # pyright: ignore[reportAttributeAccessIssue]
+        dist.all_reduce(totals)
+        return totals[0].to(micro_steps[0].loss_sum.dtype), totals[1].long()
+
+    def _step_totals(
+        self, loss_sum: torch.Tensor, num_tokens: torch.Tensor, grad_norm: torch.Tensor | None
+    ) -> StepTotals:
+        """The figures on the host, at the price of one wait for the device."""
+        loss = (loss_sum / num_tokens).double()
+        norm = loss if grad_norm is None else grad_norm.to(loss)
+        loss_here, tokens_here, norm_here = torch.stack((loss, num_tokens.double(), norm)).tolist()
+        return StepTotals(loss_here, int(tokens_here), None if grad_norm is None else norm_here)
+
+    def _log_step(self, totals: StepTotals, *, seconds: float) -> None:
+        if self.global_step % self._log_every_n_steps or not self._is_rank_zero:
+            return
+        metrics: dict[str, Any] = {
+            "loss": totals.loss,
+            "lr": self._learning_rate(),
+            "tokens_per_second_per_gpu": totals.num_tokens / (seconds * self.world_size),
+            "batch_size": self._dataloader.batch_size,
+        }
+        if self._meter is not None:
+            metrics["peak_memory_bytes"] = self._meter.peak_bytes
+        if self._log_peak_memory_stats:
+            metrics |= training.get_memory_stats(device=self._device)
+        if self._meter is not None:
+            self._meter.reset()
+        if totals.grad_norm is not None:
+            metrics["grad_norm"] = totals.grad_norm
+        self._metric_logger.log_dict(metrics, step=self.global_step)
+
+    def _learning_rate(self) -> float:
+        return get_lr(self._optimizer)
+
+    def _zero_gradients(self) -> None:
+        self._optimizer.zero_grad()
+
+    def _enter_phase(self, name: str) -> None:
+        if self._meter is not None:
+            self._meter.enter_phase(name)
+
+    def _free_before_training(self) -> None:
+        if self._device.type != "cpu":
+            training.cleanup_before_training()
+
+    def _record_memory_history(self, epoch: int, step: int) -> None:
+        """Record CUDA's memory history during the profiler's active steps of the first epoch, as stock does."""
+        if not self._is_rank_zero or epoch or self._device.type != "cuda" or not self.profiler_profile_memory:
+            return
+        first = self.profiler_wait_steps + self.profiler_warmup_steps + 1
+        if step == first:
+            torch.cuda.memory._record_memory_history()
+        elif step == first + self.profiler_active_steps:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _save(self, epoch: int) -> None:
+        """Save a checkpoint after ``epoch``. A collective."""
+        raise NotImplementedError
+
+    def cleanup(self) -> None:
+        """Close the logger, then end the process group together, with nothing left that holds it. A collective."""
+        if self._is_rank_zero:
+            self._metric_logger.close()
+        dist.barrier()
+        vars(self).clear()  # a device mesh held by the model would keep the group's threads alive
+        gc.collect()
+        dist.destroy_process_group()

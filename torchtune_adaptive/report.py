@@ -1,0 +1,69 @@
+"""What the search found and how the batch size went: a table for the log, JSON for the record."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchtune_adaptive.search import SearchResult
+from torchtune_adaptive.units import format_bytes
+
+REPORT_NAME = "adaptive_batch.json"
+
+
+@dataclass
+class AdaptiveReport:
+    """The content of ``adaptive_batch.json``; ``history`` has an entry for each batch size that was decided on."""
+
+    result: SearchResult
+    seq_len: int
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    def decided(self, *, epoch: int, batch_size: int, reason: str) -> None:
+        """Note that from ``epoch`` on ``batch_size`` rows per rank are used, and why."""
+        self.history.append({"epoch": epoch, "batch_size": batch_size, "reason": reason})
+
+    def write(self, output_dir: str | Path) -> Path:
+        """Write the report into ``output_dir`` and return its path. A reader never sees half of it."""
+        path = Path(output_dir) / REPORT_NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = asdict(self.result) | {"seq_len": self.seq_len, "history": self.history}
+        unfinished = path.with_suffix(".json.tmp")
+        unfinished.write_text(json.dumps(content, indent=2) + "\n")
+        os.replace(unfinished, path)
+        return path
+
+
+def probe_table(result: SearchResult) -> str:
+    """The probes as a table with the figures of this rank, and a line with the sizes found.
+
+    A column per phase gives its peak; a phase that a failed probe did not reach is left blank.
+    """
+    phases = list(dict.fromkeys(phase for probe in result.probes for phase in probe.phase_peak_bytes if phase))
+    usable_bytes = int(result.memory_limit_bytes * (1 - result.margin))
+    rows = [["batch_size", *phases, "peak", "may use", "fits", "seconds"]]
+    for probe in result.probes:
+        peaks = [_cell(probe.phase_peak_bytes.get(phase)) for phase in phases]
+        verdict = "yes" if probe.fits else "no"
+        figures = [format_bytes(probe.peak_bytes), format_bytes(usable_bytes), verdict, f"{probe.seconds:.2f}"]
+        rows.append([str(probe.batch_size), *peaks, *figures])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def summary(result: SearchResult, seq_len: int) -> str:
+    """The sizes found and what they rest on, in one line."""
+    bounded = ", all that may be tried" if result.exact_batch_size == result.bound else ""
+    return (
+        f"{result.strategy}: largest batch_size that fits {result.exact_batch_size}{bounded}, used {result.batch_size}"
+        f" (rows of {seq_len} tokens, limit {format_bytes(result.memory_limit_bytes)} per rank,"
+        f" margin {result.margin:g}, {result.world_size} ranks, {len(result.probes)} probes,"
+        f" {sum(not probe.fits for probe in result.probes)} out of memory)"
+    )
+
+
+def _cell(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else format_bytes(num_bytes)

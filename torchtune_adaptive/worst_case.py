@@ -1,0 +1,61 @@
+"""The longest batch that training can meet: the batch a probe has to survive."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torchtune.datasets import ConcatDataset, PackedDataset
+from tqdm import tqdm
+
+from torchtune_adaptive.consensus import Consensus
+from torchtune_adaptive.errors import InputError
+
+Row = dict[str, Any]
+
+
+def worst_case_row(
+    dataset: Any, *, seq_len: int | None, tokenizer_max_seq_len: int | None, consensus: Consensus
+) -> tuple[Row, int]:
+    """A sample of ``dataset`` brought to the worst-case length, and that length in tokens.
+
+    The length is ``seq_len`` if given, else the tokenizer's ``max_seq_len``, else the longest sample's, for which
+    the data set is read once. A pack is as long as it is. Every token counts in the loss. A collective.
+
+    Raises:
+        InputError: ``seq_len`` differs from the length of the packs.
+    """
+    row = dict(dataset[0])
+    if _is_packed(dataset):
+        packed_len = len(row["tokens"])
+        if seq_len not in (None, packed_len):
+            raise InputError(f"`seq_len` must be null or the packs' length ({packed_len}), but is {seq_len} instead.")
+        return row, packed_len
+    length = seq_len or tokenizer_max_seq_len or longest_sample(dataset, consensus)
+    row["tokens"] = _stretched(row["tokens"], length)
+    row["labels"] = list(row["tokens"])
+    return row, length
+
+
+def longest_sample(dataset: Any, consensus: Consensus) -> int:
+    """Tokens of the longest sample of ``dataset``; each rank reads its share. A collective."""
+    share = range(consensus.rank, len(dataset), consensus.world_size)
+    lengths = (
+        len(dataset[index]["tokens"])
+        for index in tqdm(share, desc="looking for the longest sample", disable=consensus.rank != 0)
+    )
+    return consensus.max_over_ranks(max(lengths, default=0))
+
+
+def batch_maker(row: Row, collate: Callable[[list[Row]], dict[str, Any]]) -> Callable[[int], dict[str, Any]]:
+    """``make_batch(n)``: a batch of n times ``row``, put together by the data loader's own ``collate``."""
+    return lambda batch_size: collate([row] * batch_size)
+
+
+def _is_packed(dataset: Any) -> bool:
+    return isinstance(dataset, PackedDataset) or (isinstance(dataset, ConcatDataset) and dataset.packed)
+
+
+def _stretched(tokens: Any, length: int) -> list[int]:
+    """``tokens``, repeated or cut to ``length``."""
+    tokens = tokens.tolist() if isinstance(tokens, torch.Tensor) else list(tokens)
+    return (tokens * (length // max(len(tokens), 1) + 1))[:length]
