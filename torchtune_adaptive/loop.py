@@ -168,7 +168,7 @@ class AdaptiveLoop(AdaptiveBatch):
         self, loss_sum: torch.Tensor, num_tokens: torch.Tensor, grad_norm: torch.Tensor | None
     ) -> StepTotals:
         """The figures on the host, at the price of one wait for the device."""
-        loss = (loss_sum / num_tokens).double()
+        loss = (num_tokens.reciprocal() * loss_sum).double()  # rounded as stock's number divided by a tensor is
         norm = loss if grad_norm is None else grad_norm.to(loss)
         loss_here, tokens_here, norm_here = torch.stack((loss, num_tokens.double(), norm)).tolist()
         return StepTotals(loss_here, int(tokens_here), None if grad_norm is None else norm_here)

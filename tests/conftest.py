@@ -1,0 +1,30 @@
+"""Fixtures for every test: no network, and one small world per session."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when `datasets` is imported, so before any fixture
+
+from torchtune_adaptive.tiny import make_tiny_assets
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hugging_face_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Prepared data sets go to a directory of the session, here and in processes started by tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        home = tmp_path_factory.mktemp("hugging_face")
+        patch.setenv("HF_HOME", str(home))
+        patch.setenv("HF_DATASETS_CACHE", str(home / "datasets"))
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", home / "datasets")
+        yield home
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny data, tokenizer and model, with 400 samples, made once per session; tests must not write into it."""
+    directory = tmp_path_factory.mktemp("tiny")
+    make_tiny_assets(directory, num_samples=400)
+    return directory

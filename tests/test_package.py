@@ -1,0 +1,90 @@
+"""What is installed and shipped: typed, importable as the wheel maps it, and no config key that nobody reads."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.settings import AdaptiveSettings
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+CONFIGS = sorted((REPOSITORY / "configs").rglob("*.yaml"))
+# Not the changelog: it tells of what was.
+DOCUMENTS = sorted({*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")} - {REPOSITORY / "CHANGELOG.md"})
+BLOCK_KEYS = {"strategy", "power_of_two", "max_batch_size", "memory_limit", "margin", "seq_len"}
+
+
+def load(path: Path) -> DictConfig:
+    cfg = OmegaConf.load(path)
+    assert isinstance(cfg, DictConfig)
+    return cfg
+
+
+def repository_paths(text: str) -> set[str]:
+    """Backticked words that name a path of this repository: they start with one of its entries, or are one."""
+    entries = {entry.name for entry in REPOSITORY.iterdir() if entry.name != "demo_output"}
+    words = re.findall(r"`([\w.\-/]+)`", text)
+    return {
+        word
+        for word in words
+        if ("/" in word and word.split("/")[0] in entries) or re.search(r"\w\.(py|md|yaml)$", word)
+    }
+
+
+def test_the_package_is_typed() -> None:
+    spec = importlib.util.find_spec("torchtune_adaptive")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    assert any((Path(location) / "py.typed").is_file() for location in spec.submodule_search_locations)
+
+
+@pytest.mark.parametrize("recipe", sorted((REPOSITORY / "recipes").glob("*.py")), ids=lambda path: path.stem)
+def test_a_recipe_is_a_top_level_module(recipe: Path) -> None:
+    spec = importlib.util.find_spec(recipe.stem)
+    assert spec is not None
+    assert spec.origin is not None
+    assert Path(spec.origin).resolve() == recipe
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_path_named_in_a_document_exists(document: Path) -> None:
+    named = repository_paths(document.read_text(encoding="utf-8"))
+    assert sorted(path for path in named if not (REPOSITORY / path).exists()) == []
+
+
+def test_paths_are_recognised_in_a_document() -> None:
+    text = "`scripts/demo`, `configs/tiny/full.yaml`, `README.md`, `gone.py` but not `tiny/full` or `a / b`"
+    assert repository_paths(text) == {"scripts/demo", "configs/tiny/full.yaml", "README.md", "gone.py"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_shipped_config_writes_out_every_key_and_none_that_nobody_reads(path: Path) -> None:
+    cfg = load(path)
+    settings = AdaptiveSettings.from_cfg(cfg)  # refuses unknown keys
+    assert set(cfg.adaptive) == BLOCK_KEYS
+    assert cfg.use_maximum_batch_size is False
+    assert cfg.batch_increase_function is None
+    assert not settings.searches
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_the_header_of_a_config_names_its_recipe_and_itself(path: Path) -> None:
+    header = path.read_text(encoding="utf-8").split("\n\n")[0]
+    name = path.relative_to(REPOSITORY / "configs").with_suffix("")
+    recipes = set(re.findall(r"adaptive_\w+_finetune_distributed", header))
+    assert len(recipes) == 1
+    assert f"{recipes.pop()} --config {name}" in header
+    assert "This config assumes" in header
+    assert "To launch" in header
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_adding_one_override_to_a_config_for_the_cpu_is_enough_to_search(path: Path) -> None:
+    cfg = load(path)
+    if cfg.device != "cpu":
+        pytest.skip("a GPU knows its own limit")
+    settings = AdaptiveSettings.from_cfg(DictConfig({**cfg, "use_maximum_batch_size": True}))
+    assert settings.searches
+    assert settings.memory_limit_bytes is not None

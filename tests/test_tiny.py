@@ -1,0 +1,210 @@
+"""The small world: the same bytes for the same arguments, complete or not believed, and readable by torchtune."""
+
+import json
+import os
+import random
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torchtune import config, training
+from torchtune.modules.peft import validate_missing_and_unexpected_for_lora
+
+from torchtune_adaptive import tiny
+from torchtune_adaptive.tiny import MODEL_GEOMETRY, describe_tiny_assets, make_tiny_assets
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+ASSETS = (tiny.DATA_NAME, tiny.TOKENIZER_NAME, tiny.MODEL_NAME)
+
+
+@pytest.fixture(scope="session")
+def whole_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The assets as the defaults make them: every docstring."""
+    directory = tmp_path_factory.mktemp("whole")
+    make_tiny_assets(directory)
+    return directory
+
+
+def load(name: str, tiny_dir: Path, output_dir: Path) -> DictConfig:
+    shipped = OmegaConf.load(REPOSITORY / "configs" / "tiny" / f"{name}.yaml")
+    cfg = OmegaConf.merge(shipped, {"tiny_dir": str(tiny_dir), "output_dir": str(output_dir)})
+    assert isinstance(cfg, DictConfig)
+    return cfg
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {name: (directory / name).read_bytes() for name in ASSETS}
+
+
+def test_same_arguments_give_the_same_bytes(tiny_dir: Path, tmp_path: Path) -> None:
+    tiny._stdlib_samples.cache_clear()
+    tiny._tokenizer.cache_clear()
+    make_tiny_assets(tmp_path, num_samples=400)
+    assert contents(tmp_path) == contents(tiny_dir)
+
+
+def test_seed_orders_the_samples_and_draws_the_weights(tiny_dir: Path, tmp_path: Path) -> None:
+    make_tiny_assets(tmp_path, seed=1, num_samples=400)
+    changed = {name for name in ASSETS if contents(tmp_path)[name] != contents(tiny_dir)[name]}
+    assert changed == {tiny.DATA_NAME, tiny.MODEL_NAME}
+
+
+def test_making_assets_leaves_the_random_generators_alone(tmp_path: Path) -> None:
+    before = torch.get_rng_state(), random.getstate()
+    make_tiny_assets(tmp_path, num_samples=1)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def read_samples(directory: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (directory / tiny.DATA_NAME).read_text(encoding="utf-8").splitlines()]
+
+
+def test_there_are_thousands_of_distinct_samples_with_skewed_lengths(whole_dir: Path) -> None:
+    samples = read_samples(whole_dir)
+    assert len(samples) > 3000
+    assert all(set(sample) == {"input", "output"} and sample["output"].strip() for sample in samples)
+    assert len({(sample["input"], sample["output"]) for sample in samples}) == len(samples)
+    table = describe_tiny_assets(whole_dir)
+    lengths = re.search(r"tokens per sample: mean ([\d.]+), median ([\d.]+), max (\d+)", table)
+    assert lengths is not None
+    mean, median, longest = map(float, lengths.groups())
+    assert mean > 1.2 * median
+    assert longest > 1000
+
+
+def test_a_sample_holds_a_signature_and_its_docstring(whole_dir: Path) -> None:
+    documented = {sample["input"]: sample["output"] for sample in read_samples(whole_dir)}
+    docstring = documented["def Counter.most_common(self, n=None)"]
+    assert docstring.startswith("List the n most common elements and their counts")
+    assert "\n\n>>> Counter(" in docstring  # paragraphs and lines are kept
+
+
+def test_tokenizer_round_trips_code_blank_lines_and_unknown_characters(tiny_dir: Path, tmp_path: Path) -> None:
+    tokenizer = config.instantiate(load("full", tiny_dir, tmp_path).tokenizer)
+    assert tokenizer.vocab_size == MODEL_GEOMETRY["vocab_size"]
+    for text in ("def f(x: int = 0) -> str", "Returns:\n    the  sum\n\n\ttab", "naïve 漢字 🙂"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_dataset_of_the_config_loads_offline_and_every_sample_has_something_to_learn(
+    name: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    cfg = load(name, tiny_dir, tmp_path)
+    dataset = config.instantiate(cfg.dataset, config.instantiate(cfg.tokenizer))
+    assert len(dataset) == 400
+    lengths = [len(dataset[index]["tokens"]) for index in range(len(dataset))]
+    assert max(lengths) == cfg.tokenizer.max_seq_len  # the longest are cut, most are far shorter
+    assert statistics.median(lengths) < cfg.tokenizer.max_seq_len / 2
+    assert all(any(label != -100 for label in dataset[index]["labels"]) for index in range(len(dataset)))
+
+
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_checkpoint_loads_strictly_into_the_config_s_model(name: str, tiny_dir: Path, tmp_path: Path) -> None:
+    cfg = load(name, tiny_dir, tmp_path)
+    assert {key: cfg.model[key] for key in MODEL_GEOMETRY} == MODEL_GEOMETRY
+    model = config.instantiate(cfg.model)
+    weights = config.instantiate(cfg.checkpointer).load_checkpoint()[training.MODEL_KEY]
+    if name == "full":
+        model.load_state_dict(weights, strict=True)
+        return
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    validate_missing_and_unexpected_for_lora(
+        cfg.model.lora_attn_modules,
+        cfg.model.apply_lora_to_mlp,
+        cfg.model.apply_lora_to_output,
+        base_missing=missing,
+        base_unexpected=unexpected,
+    )
+
+
+def test_complete_assets_are_kept_unless_forced(tmp_path: Path) -> None:
+    def inodes() -> list[int]:
+        return [(tmp_path / name).stat().st_ino for name in ASSETS]
+
+    make_tiny_assets(tmp_path, num_samples=20)
+    made = inodes()
+    make_tiny_assets(tmp_path, num_samples=20)
+    assert inodes() == made
+    make_tiny_assets(tmp_path, num_samples=20, force=True)
+    assert inodes() != made
+
+
+@pytest.mark.parametrize("arguments", [{"num_samples": 21}, {"num_samples": 20, "seed": 1}])
+def test_assets_made_with_other_arguments_are_remade(arguments: dict[str, Any], tmp_path: Path) -> None:
+    make_tiny_assets(tmp_path, num_samples=20)
+    make_tiny_assets(tmp_path, **arguments)
+    make_tiny_assets(tmp_path / "fresh", **arguments)
+    assert contents(tmp_path) == contents(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("name", [*ASSETS, tiny.STAMP_NAME])
+def test_a_missing_or_cut_file_is_remade(name: str, tmp_path: Path) -> None:
+    make_tiny_assets(tmp_path, num_samples=20)
+    made = contents(tmp_path)
+    damaged = tmp_path / name
+    damaged.write_bytes(damaged.read_bytes()[:-10])
+    make_tiny_assets(tmp_path, num_samples=20)
+    assert contents(tmp_path) == made
+    damaged.unlink()
+    make_tiny_assets(tmp_path, num_samples=20)
+    assert contents(tmp_path) == made
+
+
+@pytest.mark.parametrize("renamed", range(4))
+@pytest.mark.parametrize("remaking", [False, True])
+def test_a_run_killed_half_way_leaves_nothing_believed_complete(
+    renamed: int, remaking: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if remaking:
+        make_tiny_assets(tmp_path, num_samples=20)
+    count = 0
+
+    def replace_until_killed(source: Path, target: Path) -> None:
+        nonlocal count
+        if count == renamed:
+            raise KeyboardInterrupt
+        count += 1
+        os.rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny.os, "replace", replace_until_killed)
+        with pytest.raises(KeyboardInterrupt):
+            make_tiny_assets(tmp_path, num_samples=21)
+    assert not list(tmp_path.glob(".tiny-*"))
+    make_tiny_assets(tmp_path, num_samples=21)
+    make_tiny_assets(tmp_path / "fresh", num_samples=21)
+    assert contents(tmp_path) == contents(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("num_samples", [0, -1, 10**9])
+def test_an_impossible_number_of_samples_is_refused(num_samples: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"^`num_samples` must be in \[1, \d+\], but is {num_samples} inst"):
+        make_tiny_assets(tmp_path, num_samples=num_samples)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_written_is_refused_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr("sys.argv", ["tiny", str(tmp_path / "file" / "assets")])
+    with pytest.raises(SystemExit) as refused:
+        tiny.main()
+    assert str(refused.value).startswith("`output_dir` must be a directory that can be written, but is '")
+    assert "\n" not in str(refused.value)
+
+
+def test_the_command_says_what_lies_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["tiny", str(tmp_path), "--num-samples", "20"])
+    tiny.main()
+    printed = capsys.readouterr().out
+    assert all(str(tmp_path / name) in printed for name in ASSETS)
+    assert "20 samples, tokens per sample: mean" in printed

@@ -1,0 +1,198 @@
+"""A small real world for the demo, the tests and the `tiny/*` configs, made on the spot without a network.
+
+The data are the docstrings of Python's own standard library: a signature comes in, its documentation goes out.
+Run ``python -m torchtune_adaptive.tiny [OUTPUT_DIR]``.
+"""
+
+import argparse
+import ast
+import functools
+import hashlib
+import io
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import torch
+from torchtune.data import Message
+from torchtune.models.llama2 import llama2, llama2_tokenizer
+from tqdm import tqdm
+
+DEFAULT_OUTPUT_DIR = "/tmp/torchtune_adaptive_tiny"  # the `tiny_dir` of configs/tiny/*.yaml
+DATA_NAME, TOKENIZER_NAME, MODEL_NAME, STAMP_NAME = "docstrings.json", "tokenizer.model", "model.pt", "tiny.json"
+MODEL_GEOMETRY = {
+    "vocab_size": 2048,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "embed_dim": 128,
+    "intermediate_dim": 384,
+    "max_seq_len": 512,
+}
+# A longer prompt could fill the configs' `max_seq_len` of 256 tokens and leave a sample without anything to learn.
+MAX_SIGNATURE_CHARS = 200
+SKIPPED_DIRS = frozenset({"dist-packages", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests"})
+
+
+def make_tiny_assets(
+    output_dir: str | Path, *, seed: int = 0, num_samples: int | None = None, force: bool = False
+) -> None:
+    """Instruction data, a tokenizer trained on them and a randomly initialised model lie complete in `output_dir`.
+
+    Assets already there are kept if they are complete and were made with the same arguments, and remade otherwise.
+    The same arguments, Python and libraries give the same bytes. `seed` orders the samples and draws the weights;
+    `num_samples` keeps the first so many samples (None: all, several thousand). The tokenizer depends on neither.
+
+    Raises:
+        ValueError: `output_dir` cannot be written, or `num_samples` is below 1 or above the docstrings found.
+    """
+    target = Path(output_dir)
+    arguments = {"seed": seed, "num_samples": num_samples, "python": platform.python_version(), **MODEL_GEOMETRY}
+    if not force and _is_complete(target, arguments):
+        return
+    with _partial_directory(target) as partial_name:
+        partial = Path(partial_name)
+        _write_data(partial, seed=seed, num_samples=num_samples)
+        (partial / TOKENIZER_NAME).write_bytes(_tokenizer())
+        _write_model(partial, seed=seed)
+        digests = {name: _digest(partial / name) for name in (DATA_NAME, TOKENIZER_NAME, MODEL_NAME)}
+        stamp = {"arguments": arguments, "sha256": digests}
+        (partial / STAMP_NAME).write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
+        for name in (*digests, STAMP_NAME):  # the stamp last: it vouches for the others
+            os.replace(partial / name, target / name)
+
+
+def _is_complete(target: Path, arguments: dict[str, Any]) -> bool:
+    """Whether the assets in `target` were made with `arguments` and every file is as it was written."""
+    try:
+        stamp = json.loads((target / STAMP_NAME).read_text(encoding="utf-8"))
+        digests = stamp["sha256"].items()
+        return stamp["arguments"] == arguments and all(_digest(target / name) == digest for name, digest in digests)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # absent, cut short or not ours
+        return False
+
+
+def _partial_directory(target: Path) -> "tempfile.TemporaryDirectory[str]":
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(dir=target, prefix=".tiny-")
+    except OSError as error:
+        where = f"{str(target)!r} instead ({error.strerror})"
+        raise ValueError(f"`output_dir` must be a directory that can be written, but is {where}.") from error
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@functools.cache
+def _stdlib_samples() -> tuple[tuple[str, str], ...]:
+    """Every distinct (signature, docstring) of the standard library's functions and methods; nothing is imported."""
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    paths = [path for path in sorted(stdlib.rglob("*.py")) if SKIPPED_DIRS.isdisjoint(path.relative_to(stdlib).parts)]
+    found: dict[tuple[str, str], None] = {}
+    for path in tqdm(paths, desc="Reading docstrings", unit="file", disable=None):
+        found.update(dict.fromkeys(_documented_functions(ast.parse(path.read_bytes()), prefix="")))
+    if not found:
+        raise ValueError(f"Python's standard library must come with its sources, but {str(stdlib)!r} has none instead.")
+    return tuple(found)
+
+
+def _documented_functions(node: ast.AST, *, prefix: str) -> Iterator[tuple[str, str]]:
+    for child in ast.iter_child_nodes(node):
+        inner = prefix
+        if isinstance(child, ast.ClassDef):
+            inner = f"{prefix}{child.name}."
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            keyword = "async def" if isinstance(child, ast.AsyncFunctionDef) else "def"
+            returns = f" -> {ast.unparse(child.returns)}" if child.returns else ""
+            signature = f"{keyword} {prefix}{child.name}({ast.unparse(child.args)}){returns}"
+            docstring = (ast.get_docstring(child) or "").strip()
+            if docstring and len(signature) <= MAX_SIGNATURE_CHARS:
+                yield signature, docstring
+        yield from _documented_functions(child, prefix=inner)
+
+
+def _write_data(directory: Path, *, seed: int, num_samples: int | None) -> None:
+    samples = list(_stdlib_samples())
+    if num_samples is not None and not 1 <= num_samples <= len(samples):
+        raise ValueError(f"`num_samples` must be in [1, {len(samples)}], but is {num_samples} instead.")
+    random.Random(seed).shuffle(samples)
+    lines = [json.dumps({"input": signature, "output": docstring}) for signature, docstring in samples[:num_samples]]
+    (directory / DATA_NAME).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+@functools.cache
+def _tokenizer() -> bytes:
+    """A SentencePiece model that keeps every character: whitespace as it is, unknown characters as bytes."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([f"{signature} {docstring}" for signature, docstring in _stdlib_samples()]),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=MODEL_GEOMETRY["vocab_size"],
+        user_defined_symbols=["\n", "[INST]", "[/INST]"],  # llama2_tokenizer's template writes the last two
+        byte_fallback=True,
+        character_coverage=0.9995,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        max_sentence_length=1 << 16,  # bytes
+        num_threads=1,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+def _write_model(directory: Path, *, seed: int) -> None:
+    """A torchtune state dict of fresh weights; the caller's random generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):  # the CPU's generator, which alone is seeded here
+        torch.default_generator.manual_seed(seed)
+        model = llama2(**MODEL_GEOMETRY)
+    torch.save(model.state_dict(), directory / MODEL_NAME)
+
+
+def describe_tiny_assets(output_dir: str | Path) -> str:
+    """A table of what lies where and how large it is; lengths are whole samples, before `max_seq_len` cuts them."""
+    directory = Path(output_dir)
+    tokenizer = llama2_tokenizer(str(directory / TOKENIZER_NAME))
+    lengths = []
+    for sample in map(json.loads, (directory / DATA_NAME).read_text(encoding="utf-8").splitlines()):
+        messages = [Message("user", sample["input"]), Message("assistant", sample["output"])]
+        lengths.append(len(tokenizer({"messages": messages})["tokens"]))
+    mean, median = statistics.fmean(lengths), statistics.median(lengths)
+    parameters = sum(weight.numel() for weight in torch.load(directory / MODEL_NAME, weights_only=True).values())
+    return (
+        f"instruction data  {directory / DATA_NAME}  {len(lengths)} samples, "
+        f"tokens per sample: mean {mean:.1f}, median {median:g}, max {max(lengths)}\n"
+        f"tokenizer         {directory / TOKENIZER_NAME}  {tokenizer.vocab_size} pieces\n"
+        f"model             {directory / MODEL_NAME}  {parameters} parameters"
+    )
+
+
+def main() -> None:
+    """Makes the assets and prints what lies where."""
+    parser = argparse.ArgumentParser(prog="python -m torchtune_adaptive.tiny", description="Make a small real world.")
+    parser.add_argument("output_dir", nargs="?", default=DEFAULT_OUTPUT_DIR, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="order of the samples and weights, default: %(default)s")
+    parser.add_argument("--num-samples", type=int, default=None, help="default: every docstring found")
+    parser.add_argument("--force", action="store_true", help="remake what is already there")
+    options = parser.parse_args()
+    try:
+        make_tiny_assets(**vars(options))
+    except ValueError as error:
+        sys.exit(str(error))
+    print(describe_tiny_assets(options.output_dir))
+
+
+if __name__ == "__main__":
+    main()
