@@ -7,19 +7,27 @@ import torch
 from datasets.exceptions import DatasetsError
 from omegaconf import DictConfig
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtune import utils
 
 from torchtune_adaptive.consensus import Consensus
 from torchtune_adaptive.errors import InputError, reason_of
-from torchtune_adaptive.finder import refuse_impossible_limit, search
+from torchtune_adaptive.finder import search
 from torchtune_adaptive.horizon import Horizon
 from torchtune_adaptive.meter import MemoryMeter, meter_for
+from torchtune_adaptive.rate import follow
+from torchtune_adaptive.refuse import (
+    refuse_impossible_limit,
+    refuse_long_rows,
+    refuse_small_data,
+    refuse_unsearchable,
+    samples_per_step,
+)
 from torchtune_adaptive.report import AdaptiveReport, probe_table, summary
 from torchtune_adaptive.schedule import Growth, next_batch_size, rehearse
 from torchtune_adaptive.search import SearchResult
 from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.snapshot import keep_random_states
 from torchtune_adaptive.worst_case import batch_maker, worst_case_row
 
 log = utils.get_logger("DEBUG")
@@ -54,7 +62,7 @@ class AdaptiveBatch:
     def __init__(self, cfg: DictConfig) -> None:
         self._adaptive = AdaptiveSettings.from_cfg(cfg)
         if self._adaptive.searches:
-            _refuse_unsearchable(cfg)
+            refuse_unsearchable(cfg)
         super().__init__(cfg=cfg)  # pyright: ignore[reportCallIssue]
         if self._adaptive.searches:
             refuse_impossible_limit(self._adaptive, self._device)
@@ -74,20 +82,21 @@ class AdaptiveBatch:
         self._meter = self._training_meter()
         self._report: AdaptiveReport | None = None
         if self._adaptive.searches:
-            self._rehearse(cfg.batch_size, maximum=None)
-            self._start_from(self._search(cfg), cfg)
+            with keep_random_states():  # the data set's transforms and the user's function may draw from them
+                self._rehearse(cfg.batch_size, maximum=None)
+                self._start_from(self._search(cfg), cfg)
         if self._steps_per_epoch == 0:
-            self._refuse_small_data(self._dataloader.batch_size or 1)
+            self._refuse_small_data(self._dataloader.batch_size)
         if self._meter is not None:
             self._meter.limit_bytes = self._adaptive.memory_limit_bytes
-            self._meter.splits_phases = self._device.type == "cpu"  # elsewhere it disturbs the recipe's own figures
+            self._meter.exact = False
             self._meter.reset()
 
     def _training_meter(self) -> MemoryMeter | None:
         """The device's meter; on the CPU only with a limit, because there it costs time."""
         if self._device.type == "cpu" and self._adaptive.memory_limit_bytes is None:
             return None
-        return meter_for(self._model, self._optimizer) if self._device.type in ("cpu", "cuda") else None
+        return meter_for(self._device, self._model, self._optimizer) if self._device.type in ("cpu", "cuda") else None
 
     def _search(self, cfg: DictConfig) -> SearchResult:
         """The largest batch size that fits, by whole train steps on the longest rows. A collective."""
@@ -101,12 +110,13 @@ class AdaptiveBatch:
             tokenizer_max_seq_len=getattr(self._tokenizer, "max_seq_len", None),
             consensus=self._consensus,
         )
-        self._refuse_long_rows(seq_len)
+        refuse_long_rows(seq_len, self._model)
         result = search(
             self._probe_step,
             batch_maker(row, self._dataloader.collate_fn),
             model=self._model,
             optimizer=self._optimizer,
+            device=self._device,
             meter=self._meter,
             settings=self._adaptive,
             consensus=self._consensus,
@@ -133,12 +143,12 @@ class AdaptiveBatch:
 
     def _start_from(self, result: SearchResult, cfg: DictConfig) -> None:
         """Take up the batch size the search or the config gives, and where the schedule has brought it on resuming."""
-        maximum = result.batch_size
-        first = maximum if self._adaptive.use_maximum_batch_size else cfg.batch_size
-        if first > maximum:
-            raise InputError(f"`batch_size` must be at most the largest that fits ({maximum}), but is {first} instead.")
-        self._maximum = maximum
-        growths = self._rehearse(first, maximum=maximum)
+        first = result.batch_size if self._adaptive.use_maximum_batch_size else cfg.batch_size
+        largest = result.exact_batch_size
+        if first > largest:
+            raise InputError(f"`batch_size` must be at most the largest that fits ({largest}), but is {first} instead.")
+        self._maximum = result.batch_size
+        growths = self._rehearse(first, maximum=self._maximum)
         sizes = [growth.batch_size for growth in growths] or [first] * self.total_epochs
         present = sizes[self.epochs_run - 1] if self.epochs_run else first
         self._set_batch_size(first)
@@ -162,28 +172,17 @@ class AdaptiveBatch:
         if self._adaptive.batch_increase_function is None:
             return
         if self._lr_scheduler is not None:
-            self._follow_horizon(self._lr_scheduler)
+            follow(self._lr_scheduler, self._horizon, step=self.global_step)
         self._set_batch_size(present)
         if self.epochs_run:
             self._horizon.change(epoch=self.epochs_run, step=self.global_step, steps_per_epoch=self._steps_per_epoch)
-
-    def _follow_horizon(self, scheduler: Any) -> None:
-        """Let ``scheduler`` count optimizer steps, and look up its rates where the horizon says they are."""
-        if not isinstance(scheduler, LambdaLR):
-            raise InputError(
-                "`lr_scheduler` must make a torch.optim.lr_scheduler.LambdaLR for the batch size to grow,"
-                f" but makes a {type(scheduler).__name__} instead."
-            )
-        horizon = self._horizon
-        scheduler.lr_lambdas = [_at_place(rate, horizon) for rate in scheduler.lr_lambdas]
-        scheduler.last_epoch = self.global_step
 
     def _before_epoch(self, epoch: int) -> None:
         """Ask the user's function for this epoch's increase, and follow it up to the maximum. A collective."""
         function = self._adaptive.batch_increase_function
         if function is None:
             return
-        batch_size = self._dataloader.batch_size or 1
+        batch_size = self._dataloader.batch_size
         growth = self._from_rank_zero(
             lambda: next_batch_size(function, epoch=epoch, batch_size=batch_size, maximum=self._maximum)
         )
@@ -241,52 +240,16 @@ class AdaptiveBatch:
         """Note a decision in the report, aloud and on disk."""
         assert self._report is not None
         self._report.decided(epoch=self.epochs_run if epoch is None else epoch, batch_size=batch_size, reason=reason)
-        utils.log_rank_zero(log, f"batch_size {batch_size} ({reason}): {self._samples_per_step(batch_size)}")
+        utils.log_rank_zero(
+            log, f"batch_size {batch_size} ({reason}): {samples_per_step(batch_size, *self._micro_steps_and_ranks())}"
+        )
         if self._is_rank_zero:
             path = self._report.write(self._output_dir)
             log.info(f"Report written to {path}")
 
-    def _data_parallel_size(self) -> int:
-        return self._dataloader.sampler.num_replicas
-
-    def _samples_per_step(self, batch_size: int) -> str:
-        """The arithmetic of an optimizer step, said aloud."""
-        ranks, micro_steps = self._data_parallel_size(), self._gradient_accumulation_steps
-        total = batch_size * micro_steps * ranks
-        return f"{batch_size} rows * {micro_steps} micro-steps * {ranks} ranks = {total} samples per optimizer step"
-
     def _refuse_small_data(self, batch_size: int) -> None:
-        """Refuse a data set that does not fill one optimizer step."""
-        raise InputError(
-            f"`dataset` must fill an optimizer step ({self._samples_per_step(batch_size)}),"
-            f" but has {len(self._dataloader.dataset)} samples."
-        )
+        micro_steps, ranks = self._micro_steps_and_ranks()
+        refuse_small_data(len(self._dataloader.dataset), batch_size=batch_size, micro_steps=micro_steps, ranks=ranks)
 
-    def _refuse_long_rows(self, seq_len: int) -> None:
-        longest = getattr(self._model, "max_seq_len", None)
-        if longest is not None and seq_len > longest:
-            raise InputError(f"Rows must have at most the model's max_seq_len ({longest} tokens), but have {seq_len}.")
-
-
-def _at_place(rate: Callable[[Any], float], horizon: Horizon) -> Callable[[int], float]:
-    """The schedule ``rate`` as a function of the run's optimizer steps."""
-    return lambda step: rate(horizon.schedule_step(step))
-
-
-def _refuse_unsearchable(cfg: DictConfig) -> None:
-    """Refuse what a search cannot measure or undo."""
-    if cfg.get("optimizer_in_bwd", False):
-        raise InputError(
-            "`optimizer_in_bwd` must be False for a search of the batch size, but is True instead;"
-            " an 8-bit or paged optimizer with optimizer_in_bwd=False saves memory too, and can be searched with."
-        )
-    tensor_parallel_dim = cfg.get("tensor_parallel_dim", 1)
-    if tensor_parallel_dim > 1:
-        raise InputError(
-            f"`tensor_parallel_dim` must be 1 for a search of the batch size, but is {tensor_parallel_dim} instead."
-        )
-    if cfg.get("compile", False) and str(cfg.device).startswith("cpu"):
-        raise InputError(
-            "`compile` must be False for a search on the CPU, where the memory of compiled code cannot be metered,"
-            " but is True instead."
-        )
+    def _micro_steps_and_ranks(self) -> tuple[int, int]:
+        return self._gradient_accumulation_steps, self._dataloader.sampler.num_replicas

@@ -4,8 +4,13 @@ PyTorch keeps no statistics of CPU memory. A dispatch mode that follows storages
 profiler's allocator events within 0.003 % (``tests/test_meter.py``); what a kernel allocates and frees
 within itself it cannot see. With a limit it is a device that runs out of memory at the same operation on
 every machine. The operation that crosses the limit has run: real memory held one more output.
+
+A thread that ran a collective gives back its tensors a moment after the wait for it is over. What a rank
+holds by then would be counted or not by chance, so an exact meter waits for that moment, and every meter
+waits before it says that memory is out.
 """
 
+import time
 import weakref
 from collections.abc import Iterable
 from types import TracebackType
@@ -21,6 +26,9 @@ from torchtune_adaptive.meter import MemoryMeter, device_memory_bytes
 from torchtune_adaptive.units import format_bytes
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+_COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
+_MOMENT_S = 0.002
+_MOMENT_BEFORE_FAILING_S = 0.02
 
 
 class CpuMeter(MemoryMeter):
@@ -32,6 +40,7 @@ class CpuMeter(MemoryMeter):
         self._peak_bytes = 0
         self._storages: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._mode = _Watch(self)
+        self._after_collective = False
 
     @property
     def available_bytes(self) -> int:
@@ -66,8 +75,8 @@ class CpuMeter(MemoryMeter):
     ) -> None:
         self._mode.__exit__(kind, error, traceback)
 
-    def after_operation(self, name: str, outputs: Any) -> None:
-        """Count an operation's ``outputs``.
+    def after_operation(self, func: Any, outputs: Any) -> None:
+        """Count the ``outputs`` of the operation ``func``.
 
         Raises:
             torch.OutOfMemoryError: live bytes are above the limit.
@@ -76,9 +85,12 @@ class CpuMeter(MemoryMeter):
         if any(_is_imaginary(leaf) for leaf in leaves):
             return  # DTensor works out shardings on tensors without memory, the first time only
         self._see(leaves)
+        if self._after_collective and self.exact:
+            time.sleep(_MOMENT_S)
+        self._after_collective = func.namespace in _COLLECTIVE_NAMESPACES
         if self._recording is not None:
-            self._recording.append((name, self.live_bytes))
-        self._check(name)
+            self._recording.append((str(func), self.live_bytes))
+        self._check(str(func))
 
     def after_resize(self, storage: torch.UntypedStorage) -> None:
         """Count a storage's new size; FSDP2 allocates and frees its gathered parameters by resizing.
@@ -118,12 +130,15 @@ class CpuMeter(MemoryMeter):
         self.live_bytes -= self._storages.pop(key)[0]
 
     def _check(self, name: str) -> None:
+        limit_bytes = self.limit_bytes
+        if limit_bytes is not None and self.live_bytes > limit_bytes:
+            time.sleep(_MOMENT_BEFORE_FAILING_S)
         self._peak_bytes = max(self._peak_bytes, self.live_bytes)
         self._note(self.live_bytes)
-        if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
+        if limit_bytes is not None and self.live_bytes > limit_bytes:
             raise torch.OutOfMemoryError(
                 f"CPU meter out of memory: {format_bytes(self.live_bytes)} live after {name}"
-                f" in phase {self._phase or 'unnamed'!r}, limit {format_bytes(self.limit_bytes)}"
+                f" in phase {self._phase or 'unnamed'!r}, limit {format_bytes(limit_bytes)}"
             )
 
 
@@ -164,5 +179,5 @@ class _Watch(TorchDispatchMode):
         if any(kind not in _PLAIN and not issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # a wrapper such as DTensor: its own operations come by here one by one
         outputs = func(*args, **(kwargs or {}))
-        self._meter.after_operation(str(func), outputs)
+        self._meter.after_operation(func, outputs)
         return outputs

@@ -52,7 +52,7 @@ class CudaMeter(MemoryMeter):
         self._retries_at_reset = self._stats().get("num_alloc_retries", 0)
 
     def enter_phase(self, name: str) -> None:
-        if self.splits_phases:
+        if self.exact:
             self._read()
         super().enter_phase(name)
 
@@ -93,7 +93,7 @@ class CudaMeter(MemoryMeter):
         allocated_bytes = stats.get("allocated_bytes.all.peak", 0)
         self._reserved_peak_bytes = max(self._reserved_peak_bytes, stats.get("reserved_bytes.all.peak", 0))
         self._note(allocated_bytes)
-        if self.splits_phases:
+        if self.exact:
             torch.cuda.reset_peak_memory_stats(self._device)
         return allocated_bytes
 

@@ -9,8 +9,9 @@ from torch import nn
 
 from torchtune_adaptive.consensus import Consensus
 from torchtune_adaptive.errors import InputError, NothingFitsError
-from torchtune_adaptive.meter import MemoryMeter, device_memory_bytes, meter_for
+from torchtune_adaptive.meter import MemoryMeter, meter_for
 from torchtune_adaptive.probe import Prober, ProgressBar
+from torchtune_adaptive.refuse import refuse_impossible_limit
 from torchtune_adaptive.search import (
     SearchResult,
     binary_search,
@@ -82,13 +83,17 @@ def find_max_batch_size(
     )
     if strategy == "decrease_until_oom" and max_batch_size is None:
         raise InputError("`max_batch_size` must be a number for strategy 'decrease_until_oom', but is None instead.")
-    meter = meter_for(model, optimizer)
+    device = next((parameter.device for parameter in model.parameters()), None)
+    if device is None:
+        raise InputError("`model` must have parameters, but has none.")
+    meter = meter_for(device, model, optimizer)
     with _phases_by_hooks(model, optimizer, meter):
         return search(
             train_step,
             make_batch,
             model=model,
             optimizer=optimizer,
+            device=device,
             meter=meter,
             settings=settings,
             consensus=Consensus(),
@@ -103,6 +108,7 @@ def search(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    device: torch.device,
     meter: MemoryMeter,
     settings: AdaptiveSettings,
     consensus: Consensus,
@@ -111,14 +117,15 @@ def search(
 ) -> SearchResult:
     """Search in [1, bound] by ``settings.strategy`` and leave no trace. A collective; see ``find_max_batch_size``.
 
-    ``start`` is where a binary search begins. The meter's limit is set to what the search may use, and is
-    None again afterwards.
+    ``device`` is where the model computes, ``start`` where a binary search begins. The meter's limit is set to
+    what the search may use, and is None again afterwards.
     """
-    refuse_impossible_limit(settings, next(model.parameters()).device)
+    refuse_impossible_limit(settings, device)
     prober = Prober(
         train_step,
         make_batch,
         model=model,
+        device=device,
         meter=meter,
         consensus=consensus,
         forecasts=settings.strategy == "linear_extrapolation",
@@ -148,22 +155,6 @@ def search(
         world_size=consensus.world_size,
         probes=tuple(prober.probes),
     )
-
-
-def refuse_impossible_limit(settings: AdaptiveSettings, device: torch.device) -> None:
-    """Refuse a search on a CPU without a limit, and a limit above what the device has.
-
-    Raises:
-        InputError: the limit is not one that can be kept.
-    """
-    limit_bytes, device_bytes = settings.memory_limit_bytes, device_memory_bytes(device)
-    if limit_bytes is None and device.type == "cpu":
-        raise InputError("`memory_limit` must be given for a search on the CPU, for example 512MiB, but is None.")
-    if limit_bytes is not None and limit_bytes > device_bytes:
-        raise InputError(
-            f"`memory_limit` must be at most what the device has ({format_bytes(device_bytes)}),"
-            f" but is {format_bytes(limit_bytes)} ({limit_bytes} bytes) instead."
-        )
 
 
 def _usable(limit_bytes: int | None, margin: float) -> int | None:

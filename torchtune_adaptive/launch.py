@@ -13,7 +13,7 @@ import torch.distributed as dist
 import yaml
 from omegaconf import DictConfig
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not re-exported
-from torchtune import config
+from torchtune import config, training
 from torchtune._recipe_registry import get_all_recipes
 
 from torchtune_adaptive.errors import InputError, reason_of
@@ -44,7 +44,9 @@ def launch(recipe_main: Callable[[], Any]) -> NoReturn:
 
 def run_recipe(recipe_class: type[AdaptiveLoop], cfg: DictConfig) -> None:
     """Set up, train and clean up. A collective of all ranks of the launch."""
-    start_process_group("cuda:nccl,cpu:gloo" if str(cfg.device).startswith("cuda") else "gloo")
+    device_type = str(cfg.device).partition(":")[0]
+    on_cpu = device_type == "cpu"
+    start_process_group("gloo" if on_cpu else training.get_distributed_backend(device_type, offload_ops_to_cpu=True))
     config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
     recipe = recipe_class(cfg=cfg)
     recipe.setup(cfg=cfg)

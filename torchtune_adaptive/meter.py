@@ -22,12 +22,13 @@ class MemoryMeter(ABC):
     Attributes:
         limit_bytes: above this many live bytes an allocation inside ``with meter:`` raises
             ``torch.OutOfMemoryError``; None for no limit but the device's own.
-        splits_phases: keep a peak for each phase. On CUDA this resets the device's own peak statistics.
+        exact: for probes; figures are as exact as the device allows, at the price of time and, on CUDA, of the
+            device's own peak statistics, which are reset at every phase. Without it the meter only watches.
     """
 
     def __init__(self) -> None:
         self.limit_bytes: int | None = None
-        self.splits_phases = True
+        self.exact = True
         self._phase = ""
         self._phase_peak_bytes: dict[str, int] = {}
         self._recording: list[tuple[str, int]] | None = None
@@ -101,22 +102,19 @@ def device_memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def meter_for(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryMeter:
-    """The meter of the device that ``model`` is on, with what model and optimizer hold counted as live.
+def meter_for(device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryMeter:
+    """The meter of ``device``, on which ``model`` computes, with what model and optimizer hold there counted as live.
 
     Raises:
-        ValueError: the device is neither the CPU nor CUDA, or the model has no parameters.
+        ValueError: the device is neither the CPU nor CUDA.
     """
     from torchtune_adaptive.cpu_meter import CpuMeter
     from torchtune_adaptive.cuda_meter import CudaMeter
 
-    device = next((parameter.device for parameter in model.parameters()), None)
-    if device is None:
-        raise ValueError("`model` must have parameters, but has none.")
     if device.type == "cuda":
         return CudaMeter(device)
     if device.type != "cpu":
-        raise ValueError(f"`model` must be on the CPU or on CUDA, but is on {device} instead.")
+        raise ValueError(f"`device` must be the CPU or CUDA, but is {device} instead.")
     meter = CpuMeter()
     parameters = list(model.parameters())
     states = [list(values.values()) for values in optimizer.state.values()]

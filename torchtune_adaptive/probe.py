@@ -37,6 +37,7 @@ class Prober:
         make_batch: Callable[[int], Any],
         *,
         model: nn.Module,
+        device: torch.device,
         meter: MemoryMeter,
         consensus: Consensus,
         forecasts: bool,
@@ -44,7 +45,7 @@ class Prober:
         self._train_step = train_step
         self._make_batch = make_batch
         self._model = model
-        self._device = next(model.parameters()).device
+        self._device = device
         self._meter = meter
         self._consensus = consensus
         self._timeline_sizes = SMALL_BATCH_SIZES if forecasts else ()

@@ -25,35 +25,37 @@ def leave_no_trace(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterat
     Covers parameters, buffers, the optimizer's state and options, and the random generators of Python,
     NumPy, the CPU and the devices in use. Not a collective: each rank saves and restores its own.
     """
-    generators = _GeneratorStates()
     tensors = [*(p for p in model.parameters() if p.requires_grad), *model.buffers()]
     values = [(tensor, _to_host(tensor)) for tensor in tensors]
     saved_optimizer = _OptimizerState(optimizer)
+    with keep_random_states():
+        try:
+            yield
+        finally:
+            reset_after_failure(model)
+            with torch.no_grad():
+                for tensor, value in values:
+                    _local(tensor).copy_(value)
+                saved_optimizer.restore()
+
+
+@contextmanager
+def keep_random_states() -> Iterator[None]:
+    """On leaving, the random generators of Python, NumPy, the CPU and the CUDA devices are as on entering."""
+    numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
+    python_state = random.getstate()
+    numpy_state = numpy_random.get_state() if numpy_random else None
+    cpu_state = torch.get_rng_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         yield
     finally:
-        reset_after_failure(model)
-        with torch.no_grad():
-            for tensor, value in values:
-                _local(tensor).copy_(value)
-            saved_optimizer.restore()
-        generators.restore()
-
-
-class _GeneratorStates:
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-    def restore(self) -> None:
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+        random.setstate(python_state)
+        if numpy_random:
+            numpy_random.set_state(numpy_state)
+        torch.set_rng_state(cpu_state)
+        if cuda_states:
+            torch.cuda.set_rng_state_all(cuda_states)
 
 
 class _OptimizerState:
