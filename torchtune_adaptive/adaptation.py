@@ -71,8 +71,8 @@ class AdaptiveBatch:
     def _setup_data(self, *args: Any, **kwargs: Any) -> StatefulDataLoader:
         try:
             dataloader = super()._setup_data(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        except DatasetsError as error:
-            raise InputError(f"`dataset` must be loadable, but is not: {reason_of(error)}.") from error
+        except (DatasetsError, OSError, StopIteration, ValueError) as error:  # the last but one: an empty JSON file
+            raise InputError(f"`dataset` must be loadable and not empty, but failed: {reason_of(error)}.") from error
         if len(dataloader.dataset) == 0:
             raise InputError("`dataset` must have samples, but has 0.")
         return dataloader
@@ -104,13 +104,18 @@ class AdaptiveBatch:
         bound = self._samples_per_rank() // self._gradient_accumulation_steps
         if bound == 0:
             self._refuse_small_data(1)
+        longest = getattr(self._tokenizer, "max_seq_len", None)
         row, seq_len = worst_case_row(
             self._dataloader.dataset,
             seq_len=self._adaptive.seq_len,
-            tokenizer_max_seq_len=getattr(self._tokenizer, "max_seq_len", None),
+            tokenizer_max_seq_len=longest,
             consensus=self._consensus,
         )
         refuse_long_rows(seq_len, self._model)
+        if longest is not None and seq_len < longest:
+            utils.log_rank_zero(
+                log, f"Rows may have {longest} tokens, but probes have {seq_len}: longer ones may not fit."
+            )
         result = search(
             self._probe_step,
             batch_maker(row, self._dataloader.collate_fn),

@@ -1,0 +1,33 @@
+"""Functions that a config can name as `batch_increase_function`, most of them wrong in one way each."""
+
+NOT_CALLABLE = 3
+
+
+def takes_one(epoch: int) -> int:
+    return epoch
+
+
+def raises_late(epoch: int, current_batch_size: int) -> int:
+    if epoch == 2:
+        raise ZeroDivisionError("division by zero")
+    return 0
+
+
+def gives_float(epoch: int, current_batch_size: int) -> float:
+    return 0.5
+
+
+def gives_none(epoch: int, current_batch_size: int) -> None:
+    return None
+
+
+def gives_negative(epoch: int, current_batch_size: int) -> int:
+    return -4
+
+
+def gives_bool(epoch: int, current_batch_size: int) -> bool:
+    return True
+
+
+def gives_two(epoch: int, current_batch_size: int) -> int:
+    return 2

@@ -1,0 +1,148 @@
+"""Run a function on several gloo ranks, each a process of its own."""
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+_GROUP_TIMEOUT = timedelta(seconds=30)
+_IMPORT_TIMEOUT_S = 180.0  # several processes import torch at once, on a machine that others use too
+_GRACE_S = 5.0  # how long the peers of a failed rank may take to tell what happened to them
+
+
+class RanksFailedError(AssertionError):
+    """A rank raised, died or hung; the message has every such rank's traceback or stack."""
+
+
+def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    """Calls ``function(rank, *args)`` in ``world_size`` new processes and returns what each returned, by rank.
+
+    In each process the default process group is initialised (gloo, a file store, 30 s timeout), so that
+    ``dist.get_rank()`` and collectives work. ``function`` must be a top-level function of an importable
+    module; ``args`` and the returned values (tensors are fine) are pickled. A process starts anew: it has
+    neither the fixtures and monkeypatches of the test nor its warning filters. Starting takes 5 to 8
+    seconds, mostly the imports of the module that ``function`` is in: put several scenarios into one call.
+
+    A rank must not end by ``sys.exit``; it ends by ``os._exit(0)`` after it sent its result, because gloo's
+    threads can abort an interpreter that shuts down. Nothing is left running, whatever happens.
+
+    Args:
+        timeout_s: from when all ranks have their imports done until the last must have returned.
+
+    Raises:
+        RanksFailedError: a rank raised (the message shows its traceback), died (its exit status), or had not
+            returned in time (the stack it hung in). The ranks left are then killed.
+
+    >>> def square_of_rank(rank: int, offset: int) -> int:  # at the top level of a test module
+    ...     return rank * rank + offset
+    >>> run_on_ranks(square_of_rank, 2, 10)  # doctest: +SKIP
+    [10, 11]
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="ranks_") as directory:
+        task = pickle.dumps((function, args))
+        ranks: list[_Rank] = []
+        try:
+            for rank in range(world_size):
+                here, there = context.Pipe()
+                stack_path = Path(directory) / f"stack_{rank}"
+                arguments = (there, rank, world_size, f"{directory}/store", str(stack_path), task)
+                process = context.Process(target=_child, args=arguments, daemon=True)
+                process.start()
+                there.close()
+                ranks.append(_Rank(rank, process, here, stack_path))
+            _collect(ranks, timeout_s=_IMPORT_TIMEOUT_S, task="its imports")
+            for rank in ranks:
+                rank.connection.send_bytes(b"go")
+            return _collect(ranks, timeout_s=timeout_s, task=f"{function.__name__}()")
+        finally:
+            for rank in ranks:
+                rank.end()
+
+
+class _Rank:
+    def __init__(self, rank: int, process: Any, connection: Connection, stack_path: Path) -> None:
+        self.rank = rank
+        self.connection = connection
+        self._process = process
+        self._stack_path = stack_path
+
+    def receive(self) -> tuple[bool, Any]:
+        """Whether the rank succeeded, and its value or its account of what happened."""
+        try:
+            return pickle.loads(self.connection.recv_bytes())
+        except EOFError:
+            self._process.join(timeout=_GRACE_S)
+            return False, f"died with exit status {self._process.exitcode}"
+
+    def stack(self) -> str:
+        """Where the process is now, by thread."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGUSR1)
+            time.sleep(0.5)
+        return self._stack_path.read_text() if self._stack_path.exists() else "(no stack)"
+
+    def end(self) -> None:
+        self._process.join(timeout=1.0)  # it ends by itself after its result
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._process.close()
+        self.connection.close()
+
+
+def _collect(ranks: list[_Rank], *, timeout_s: float, task: str) -> list[Any]:
+    """The next answer of every rank."""
+    deadline = time.monotonic() + timeout_s
+    waiting = {rank.connection: rank for rank in ranks}
+    values: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for connection in wait(list(waiting), timeout=left):
+            assert isinstance(connection, Connection)
+            rank = waiting.pop(connection)
+            succeeded, value = rank.receive()
+            (values if succeeded else failures)[rank.rank] = value
+            if not succeeded:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+    for rank in waiting.values():
+        after = "while a peer had failed" if failures else f"after {timeout_s:g} s"
+        failures[rank.rank] = f"had not finished {task} {after}; it was in\n{rank.stack()}"
+    if failures:
+        texts = [f"---- rank {rank} {failures[rank]}" for rank in sorted(failures)]
+        raise RanksFailedError(f"{len(failures)} of {len(ranks)} ranks failed\n" + "\n".join(texts))
+    return [values[rank.rank] for rank in ranks]
+
+
+def _child(connection: Connection, rank: int, world_size: int, store: str, stack_path: str, task: bytes) -> None:
+    with open(stack_path, "w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+        try:
+            function, args = pickle.loads(task)
+            import torch.distributed as dist
+
+            gc.freeze()  # a garbage collection need not go through all that the imports have made
+            connection.send_bytes(pickle.dumps((True, None)))
+            connection.recv_bytes()
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT
+            )
+            answer = pickle.dumps((True, function(rank, *args)))
+        except BaseException:
+            answer = pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
+        connection.send_bytes(answer)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

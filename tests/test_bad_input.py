@@ -1,0 +1,168 @@
+"""Each bad input is answered by one sentence that quotes it, by every rank alike, before any training."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_on_ranks
+from tests.recipe_runs import RecordingLogger, adaptive_recipe, tiny_config
+from tests.test_tune_run import tune_run
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.launch import resolve_config_argument
+
+SEARCH = "use_maximum_batch_size=True"
+GROW = "batch_increase_function="
+FUNCTION = "`batch_increase_function` must "
+CASES: dict[str, tuple[list[str], str]] = {
+    "misspelt key": ([SEARCH, "adaptive.margn=0.1"], "but is 'margn' instead; did you mean `adaptive.margin`?"),
+    "misspelt top-level key": (["use_max_batch_size=True"], "did you mean `use_maximum_batch_size`?"),
+    "key in the wrong place": ([SEARCH, "memory_limit=64MiB"], "did you mean `adaptive.memory_limit`?"),
+    "unknown strategy": ([SEARCH, "adaptive.strategy=bisect"], "`strategy` must be one of linear_extrapolation,"),
+    "margin above one": ([SEARCH, "adaptive.margin=1.5"], "`margin` must be in [0, 1), but is 1.5 instead."),
+    "margin below zero": ([SEARCH, "adaptive.margin=-0.1"], "`margin` must be in [0, 1), but is -0.1 instead."),
+    "unreadable limit": (
+        [SEARCH, "adaptive.memory_limit=80bananas"],
+        "must be a size like 80GiB or whole bytes, but is",
+    ),
+    "limit of zero": (
+        [SEARCH, "adaptive.memory_limit=0GiB"],
+        "`memory_limit` must be at least one byte, but is '0GiB'",
+    ),
+    "limit above the device": (
+        [SEARCH, "adaptive.memory_limit=900TiB"],
+        "`memory_limit` must be at most what the device",
+    ),
+    "CPU search without limit": (
+        [SEARCH, "adaptive.memory_limit=null"],
+        "`memory_limit` must be given for a search on",
+    ),
+    "max_batch_size of zero": ([SEARCH, "adaptive.max_batch_size=0"], "`max_batch_size` must be at least 1, but is 0"),
+    "function not importable": ([GROW + "no_such_module.grow"], FUNCTION + "be importable, but 'no_such_module.grow'"),
+    "function not callable": ([GROW + "tests.growth_functions.NOT_CALLABLE"], "is 3 instead."),
+    "function of one argument": (
+        [GROW + "tests.growth_functions.takes_one"],
+        FUNCTION + "take two positional arguments",
+    ),
+    "function that raises": ([GROW + "tests.growth_functions.raises_late"], "ZeroDivisionError: division by zero."),
+    "function giving a float": ([GROW + "tests.growth_functions.gives_float"], "gives_float returned 0.5 at epoch 0"),
+    "function giving None": ([GROW + "tests.growth_functions.gives_none"], "gives_none returned None at epoch 0"),
+    "function giving a negative": ([GROW + "tests.growth_functions.gives_negative"], "returned -4 at epoch 0"),
+    "function giving a bool": ([GROW + "tests.growth_functions.gives_bool"], "gives_bool returned True at epoch 0"),
+    "optimizer in backward": (
+        [SEARCH, "optimizer_in_bwd=True", "clip_grad_norm=null"],
+        "`optimizer_in_bwd` must be False",
+    ),
+    "tensor parallelism": (
+        [SEARCH, "tensor_parallel_dim=2"],
+        "`tensor_parallel_dim` must be 1 for a search of the batch size, but is 2 instead.",
+    ),
+    "compiled code on the CPU": ([SEARCH, "compile=True"], "`compile` must be False for a search on the CPU"),
+    "data below one batch": (["batch_size=64", "dataset.split=train[:100]"], "64 rows * 1 micro-steps * 2 ranks = 128"),
+    "data below one row a micro-step": (
+        [SEARCH, "gradient_accumulation_steps=64", "dataset.split=train[:100]"],
+        "`dataset` must fill an optimizer step (1 rows * 64 micro-steps * 2 ranks = 128 samples per optimizer step),"
+        " but has 100 samples.",
+    ),
+    "data set without samples": (["dataset._component_=tests.recipe_runs.no_samples"], "must have samples, but has 0."),
+    "empty split": (["dataset.split=train[:0]"], "`dataset` must be loadable and not empty, but failed: ValueError:"),
+    "empty data file": (
+        ["dataset.data_files=EMPTY_FILE"],
+        "must be loadable and not empty, but failed: StopIteration.",
+    ),
+    "no data file": (["dataset.data_files=/no/such.json"], "not empty, but failed: FileNotFoundError: Unable to find"),
+    "rows beyond the model": ([SEARCH, "adaptive.seq_len=513"], "the model's max_seq_len (512 tokens), but have 513."),
+    "start above the maximum": (
+        [GROW + "tests.growth_functions.gives_two", "batch_size=64", "adaptive.memory_limit=64MiB"],
+        "`batch_size` must be at most the largest that fits (3), but is 64 instead.",
+    ),
+    "nothing fits": ([SEARCH, "adaptive.memory_limit=9MiB"], "not even one row fits: its step needs at least"),
+}
+
+
+def _with_empty_file(overrides: list[str], directory: Path) -> list[str]:
+    (directory / "empty.json").write_text("")
+    return [override.replace("EMPTY_FILE", str(directory / "empty.json")) for override in overrides]
+
+
+def _answers(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, str]:
+    """What each case is answered with on this rank; setting up must not come to an end."""
+    from omegaconf import OmegaConf
+
+    answers: dict[str, str] = {}
+    for name, (overrides, _) in CASES.items():
+        cfg: Any = tiny_config("full", tiny_dir, output_dir)
+        cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(_with_empty_file(overrides, output_dir)))
+        RecordingLogger()
+        try:
+            recipe = adaptive_recipe("full")(cfg=cfg)
+            recipe.setup(cfg=cfg)
+        except InputError as error:
+            answers[name] = str(error)
+        assert RecordingLogger.last.steps == [], "no step may be taken before a refusal"
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return run_on_ranks(_answers, 2, tiny_dir, tmp_path_factory.mktemp("bad_input"), timeout_s=120)
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_bad_input_is_refused_by_every_rank_with_one_sentence(case: str, answers: list[dict[str, str]]) -> None:
+    expected = CASES[case][1]
+    assert expected in answers[0].get(case, "not refused")
+    assert answers[0][case] == answers[1][case]
+    assert "\n" not in answers[0][case]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_bad_input_ends_tune_run_with_its_sentence_said_once(case: str, tiny_dir: Path, tmp_path: Path) -> None:
+    overrides, expected = CASES[case]
+    run = tune_run(
+        "--nproc_per_node",
+        "2",
+        "adaptive_full_finetune_distributed",
+        "--config",
+        "tiny/full",
+        f"tiny_dir={tiny_dir}",
+        f"output_dir={tmp_path / 'out'}",
+        *_with_empty_file(overrides, tmp_path),
+        directory=tmp_path,
+    )
+    assert run.returncode != 0
+    assert run.stderr.count(expected) == 1
+    assert "|Loss: " not in run.stderr
+    print(next(line for line in run.stderr.splitlines() if expected in line))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["key=value"], "`--config` must be followed by the name or path of a config, but is missing."),
+        (["--config", "no/such.yaml"], "`--config` must be the name or path of a config, but is 'no/such.yaml'."),
+        (["--config", "BROKEN"], "must be a YAML file, but"),
+        (["--config", "LIST"], "must be a YAML mapping, but"),
+        (
+            ["--config", "tiny/full", "batch_size"],
+            "An override must have the form key=value, but is 'batch_size' instead.",
+        ),
+    ],
+)
+def test_a_command_line_that_names_no_config_is_refused(arguments: list[str], sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.yaml").write_text("a: [1, 2\nb: }")
+    (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
+    files = {"BROKEN": str(tmp_path / "broken.yaml"), "LIST": str(tmp_path / "list.yaml")}
+    with pytest.raises(InputError) as refusal:
+        resolve_config_argument([files.get(argument, argument) for argument in arguments])
+    assert sentence in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_config_is_found_by_our_name_by_stock_name_and_by_path(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("batch_size: 2\n")
+    names = ["tiny/full", "llama3_1/8B_lora", str(tmp_path / "mine.yaml")]
+    paths = [Path(resolve_config_argument(["--config", name, "a=b"])[1]) for name in names]
+    assert [path.name for path in paths] == ["full.yaml", "8B_lora.yaml", "mine.yaml"]
+    assert all(path.is_file() for path in paths)

@@ -1,0 +1,246 @@
+"""The recipes on two ranks: a search leaves no trace, sizes are exact, growth and schedule hold, resuming works."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_on_ranks
+from tests.recipe_runs import adaptive_recipe, finished, local_parameters, same_bits, tiny_config
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.meter import meter_for
+from torchtune_adaptive.snapshot import keep_random_states
+
+LIMIT = "64MiB"
+GROWING = {"_component_": "torchtune_adaptive.schedule.linear", "increment": 2}
+
+
+def _everything(recipe: Any) -> dict[str, Any]:
+    """All that a search could leave a trace in, as values that can be compared."""
+    optimizer = recipe._optimizer
+    return {
+        "parameters": local_parameters(recipe._model),
+        "buffers": {name: buffer.clone() for name, buffer in recipe._model.named_buffers()},
+        "gradients": [name for name, parameter in recipe._model.named_parameters() if parameter.grad is not None],
+        "optimizer state": len(optimizer.state),
+        "options": [
+            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ],
+        "random": torch.get_rng_state().tolist(),
+        "schedule": recipe._lr_scheduler.state_dict()["last_epoch"],
+        "steps": (recipe.global_step, recipe._steps_per_epoch, recipe._dataloader.batch_size),
+        "data": recipe._dataloader.state_dict()["_sampler_iter_yielded"],
+        "logged": recipe._metric_logger.steps if dist.get_rank() == 0 else [],
+    }
+
+
+def _set_up(kind: str, tiny_dir: Path, output_dir: Path, **overrides: Any) -> Any:
+    cfg = tiny_config(kind, tiny_dir, output_dir, **overrides)
+    recipe = adaptive_recipe(kind)(cfg=cfg)
+    recipe.setup(cfg=cfg)
+    return recipe
+
+
+def _search_then_train(rank: int, kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    """Once with a search, once told the size that it found; dropout makes the random state visible in every loss."""
+    common: dict[str, Any] = {"epochs": 2, "max_steps_per_epoch": 10, "adaptive__memory_limit": "160MiB"}
+    if kind == "lora":
+        common["model__lora_dropout"] = 0.1
+    else:
+        common["model__attn_dropout"] = 0.1
+    searched = _set_up(kind, tiny_dir, output_dir, **common, use_maximum_batch_size=True)
+    found = searched._report.result
+    after_search = _everything(searched)
+    told = _set_up(kind, tiny_dir, output_dir, **common, batch_size=found.batch_size)
+    after_setup = _everything(told)
+    searched_run = finished(
+        adaptive_recipe(kind), tiny_config(kind, tiny_dir, output_dir, **common, use_maximum_batch_size=True)
+    )
+    told_run = finished(
+        adaptive_recipe(kind), tiny_config(kind, tiny_dir, output_dir, **common, batch_size=found.batch_size)
+    )
+    return {
+        "found": (found.exact_batch_size, found.batch_size, len(found.probes)),
+        "traces": [name for name in after_setup if not _equal(after_search[name], after_setup[name])],
+        "steps": (_figures(searched_run[0]), _figures(told_run[0])),
+        "parameters equal": same_bits(searched_run[1], told_run[1]),
+        "parameters moved": not same_bits(searched_run[1], after_setup["parameters"]),
+    }
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, dict) and left and isinstance(next(iter(left.values())), torch.Tensor):
+        return same_bits(left, right)
+    return left == right
+
+
+def _figures(steps: list[dict[str, float]]) -> list[tuple[float, ...]]:
+    names = ("step", "loss", "lr", "batch_size", "grad_norm")
+    return [tuple(step[name] for name in names) for step in steps]
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_search_leaves_no_trace_and_training_equals_a_run_told_the_size(
+    kind: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    ranks = run_on_ranks(_search_then_train, 2, kind, tiny_dir, tmp_path, timeout_s=120)
+    assert ranks[0]["found"] == ranks[1]["found"]
+    assert ranks[0]["found"][1] > 1
+    searched, told = ranks[0]["steps"]
+    assert len(told) == 20
+    assert searched == told
+    for rank in ranks:
+        assert rank["traces"] == []
+        assert rank["parameters equal"]
+        assert rank["parameters moved"]
+
+
+def _all_strategies(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    found = {}
+    for strategy in ("linear_extrapolation", "binary_search", "decrease_until_oom"):
+        recipe = _set_up(
+            "full",
+            tiny_dir,
+            output_dir / strategy,
+            use_maximum_batch_size=True,
+            gradient_accumulation_steps=2,
+            adaptive={"strategy": strategy, "memory_limit": LIMIT, "max_batch_size": 40},
+        )
+        found[strategy] = recipe._report.result
+    recipe = _set_up("full", tiny_dir, output_dir, gradient_accumulation_steps=2, adaptive__memory_limit=None)
+    usable_bytes = found["binary_search"].memory_limit_bytes * (1 - found["binary_search"].margin)
+    return {
+        "found": found,
+        "peaks": _metered_peaks(recipe, found["binary_search"].exact_batch_size),
+        "may": usable_bytes,
+    }
+
+
+def _metered_peaks(recipe: Any, batch_size: int) -> list[int]:
+    """Peaks of steps of ``batch_size`` rows and of one more, on the longest rows, with the optimizer state there."""
+    meter = meter_for(recipe._device, recipe._model, recipe._optimizer)
+    peaks = []
+    for rows in (1, batch_size, batch_size + 1):
+        row = {"tokens": list(range(256)), "labels": list(range(256))}
+        window = [recipe._dataloader.collate_fn([row] * rows)] * 2
+        meter.reset()
+        meter.count(window)
+        with meter, keep_random_states():
+            recipe._run_window(window)
+        peaks.append(meter.peak_bytes)
+    return peaks[1:]
+
+
+def test_every_strategy_finds_the_largest_batch_that_a_metered_step_fits(tiny_dir: Path, tmp_path: Path) -> None:
+    ranks = run_on_ranks(_all_strategies, 2, tiny_dir, tmp_path, timeout_s=120)
+    for rank in ranks:
+        fits_bytes, too_much_bytes = rank["peaks"]
+        assert fits_bytes <= rank["may"] < too_much_bytes
+    results = [result for rank in ranks for result in rank["found"].values()]
+    assert len({(result.exact_batch_size, result.batch_size) for result in results}) == 1
+    for result in results:
+        tried = {probe.batch_size: probe.fits for probe in result.probes}
+        assert tried[result.batch_size]
+        assert tried[result.exact_batch_size]
+        assert result.batch_size & (result.batch_size - 1) == 0
+    assert len(ranks[0]["found"]["linear_extrapolation"].probes) <= 4
+    assert all(probe.fits for probe in ranks[0]["found"]["linear_extrapolation"].probes)
+
+
+def _grow(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    growing: dict[str, Any] = {
+        "epochs": 4,
+        "batch_size": 2,
+        "batch_increase_function": GROWING,
+        "dataset__split": "train[:48]",
+        "lr_scheduler__num_warmup_steps": 5,
+    }
+    growing["adaptive"] = {"memory_limit": "160MiB", "power_of_two": False, "max_batch_size": 6}
+    cfg = tiny_config("full", tiny_dir, output_dir, **growing)
+    steps, _, _ = finished(adaptive_recipe("full"), cfg)
+    resumed = _resume_in_the_middle(growing, tiny_dir, output_dir)
+    return {"steps": steps, "resumed": resumed}
+
+
+def _resume_in_the_middle(growing: dict[str, Any], tiny_dir: Path, output_dir: Path) -> list[dict[str, float]]:
+    """The same run, ended after two epochs and resumed from its checkpoint."""
+    first = tiny_config("full", tiny_dir, output_dir / "first", **growing)
+    recipe = adaptive_recipe("full")(cfg=first)
+    recipe.setup(cfg=first)
+    recipe._train_epoch = _stop_after(recipe, epochs=2)
+    with contextlib.suppress(KeyboardInterrupt):
+        recipe.train()
+    second = tiny_config("full", tiny_dir, output_dir / "first", **growing, resume_from_checkpoint=True)
+    second.checkpointer.checkpoint_files = ["epoch_1/model-00001-of-00001.bin"]
+    steps, _, _ = finished(adaptive_recipe("full"), second)
+    return steps
+
+
+def _stop_after(recipe: Any, *, epochs: int) -> Any:
+    train_epoch = recipe._train_epoch
+
+    def stop_or_train(epoch: int) -> None:
+        if epoch == epochs:
+            raise KeyboardInterrupt
+        train_epoch(epoch)
+
+    return stop_or_train
+
+
+@pytest.fixture(scope="module")
+def growth(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    output_dir = tmp_path_factory.mktemp("growth")
+    ranks = run_on_ranks(_grow, 2, tiny_dir, output_dir, timeout_s=120)
+    return ranks[0], json.loads((output_dir / "adaptive_batch.json").read_text())
+
+
+def test_growth_sets_sizes_and_steps_per_epoch(growth: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    steps, report = growth[0]["steps"], growth[1]
+    # 24 samples per rank: 12 steps at 2 rows, 6 at 4, 4 at 6, and 4 again because 8 rows are refused
+    assert [step["batch_size"] for step in steps] == [2] * 12 + [4] * 6 + [6] * 8
+    assert [(entry["epoch"], entry["batch_size"]) for entry in report["history"]] == [(0, 2), (1, 4), (2, 6)]
+    assert [step["step"] for step in steps] == list(range(1, 27))
+
+
+def test_the_rate_is_one_function_of_the_fraction_of_training(growth: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    rate = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=5, num_training_steps=48).lr_lambdas[0]
+    per_epoch = [12] * 12 + [6] * 6 + [4] * 8
+    epochs_done, expected = 0.0, []
+    for steps_per_epoch in per_epoch:
+        epochs_done += 1 / steps_per_epoch
+        expected.append(1e-3 * rate(12 * epochs_done))
+    assert [step["lr"] for step in growth[0]["steps"]] == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_a_resumed_run_goes_on_as_the_uninterrupted_one(growth: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    names = ("step", "batch_size", "lr", "loss", "grad_norm")
+    whole = [[step[name] for name in names] for step in growth[0]["steps"] if step["step"] > 18]
+    resumed = [[step[name] for name in names] for step in growth[0]["resumed"]]
+    assert resumed == whole
+
+
+def _train_beyond_the_limit(rank: int, tiny_dir: Path, output_dir: Path) -> str:
+    """A batch_size by hand that the limit of this "device" does not allow."""
+    cfg = tiny_config(
+        "full", tiny_dir, output_dir, batch_size=32, adaptive__memory_limit="16MiB", max_steps_per_epoch=2
+    )
+    try:
+        finished(adaptive_recipe("full"), cfg)
+    except torch.OutOfMemoryError as error:
+        return str(error)
+    except InputError as error:
+        return f"refused: {error}"
+    return "trained"
+
+
+def test_training_by_hand_beyond_the_limit_runs_out_of_memory_as_on_a_gpu(tiny_dir: Path, tmp_path: Path) -> None:
+    (message,) = run_on_ranks(_train_beyond_the_limit, 1, tiny_dir, tmp_path)
+    assert "out of memory" in message
+    assert "16.0 MiB" in message

@@ -1,0 +1,90 @@
+"""The stock ``tune run`` finds and runs the recipes from any directory, with our configs and with stock ones."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+GEOMETRY = {
+    "vocab_size": 2048,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "embed_dim": 128,
+    "intermediate_dim": 384,
+    "max_seq_len": 512,
+}
+SHORT = ["epochs=1", "max_steps_per_epoch=2", "adaptive.memory_limit=128MiB", "tokenizer.max_seq_len=128"]
+
+
+def tune_run(*arguments: str, directory: Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """``tune run ARGUMENTS`` in ``directory``, with the recipes on the path as an installed package has them."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "recipes")])
+    command = [str(Path(sys.executable).parent / "tune"), "run", *arguments]
+    return subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
+def on_tiny(kind: str, tiny_dir: Path, output_dir: Path) -> list[str]:
+    """Overrides that put a stock config's model, tokenizer, data and checkpoint on the tiny ones."""
+    builder = {"full": "llama2", "lora": "lora_llama2"}[kind]
+    return [
+        "device=cpu",
+        "dtype=fp32",
+        f"output_dir={output_dir}",
+        f"model=torchtune.models.llama2.{builder}",
+        *(f"model.{name}={value}" for name, value in GEOMETRY.items()),
+        "tokenizer=torchtune.models.llama2.llama2_tokenizer",
+        f"tokenizer.path={tiny_dir}/tokenizer.model",
+        "dataset=torchtune.datasets.instruct_dataset",
+        "dataset.source=json",
+        f"dataset.data_files={tiny_dir}/docstrings.json",
+        "checkpointer=torchtune.training.FullModelTorchTuneCheckpointer",
+        f"checkpointer.checkpoint_dir={tiny_dir}",
+        "checkpointer.checkpoint_files=[model.pt]",
+        "checkpointer.model_type=LLAMA2",
+        "gradient_accumulation_steps=1",
+        *SHORT,
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("whose", ["tiny", "llama3_2"])
+def test_stock_tune_run_searches_and_trains(whose: str, kind: str, ranks: int, tiny_dir: Path, tmp_path: Path) -> None:
+    """One rank without torchrun's options, as on a laptop; two with them. Status 0 means every rank's."""
+    name = f"adaptive_{kind}_finetune_distributed"
+    if whose == "tiny":
+        config, overrides = f"tiny/{kind}", [f"tiny_dir={tiny_dir}", f"output_dir={tmp_path / 'out'}", *SHORT]
+    else:
+        config, overrides = f"llama3_2/1B_{kind}", on_tiny(kind, tiny_dir, tmp_path / "out")
+    launcher = [] if ranks == 1 else ["--nproc_per_node", str(ranks)]
+    run = tune_run(*launcher, name, "--config", config, "use_maximum_batch_size=True", *overrides, directory=tmp_path)
+    assert run.returncode == 0, run.stderr[-3000:]
+    report = json.loads((tmp_path / "out" / "adaptive_batch.json").read_text())
+    assert report["world_size"] == ranks
+    assert report["seq_len"] == 128
+    assert report["batch_size"] == report["history"][0]["batch_size"] >= 4
+    assert list((tmp_path / "out" / "epoch_0").iterdir())
+
+
+def test_a_refused_value_is_said_once_and_fails_the_launch(tiny_dir: Path, tmp_path: Path) -> None:
+    overrides = [f"tiny_dir={tiny_dir}", f"output_dir={tmp_path / 'out'}", "adaptive.margin=1.5"]
+    recipe = "adaptive_full_finetune_distributed"
+    run = tune_run("--nproc_per_node", "2", recipe, "--config", "tiny/full", *overrides, directory=tmp_path)
+    assert run.returncode != 0
+    assert run.stderr.count("`margin` must be in [0, 1), but is 1.5 instead.") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_that_is_missing_is_named_before_anything_starts(tmp_path: Path) -> None:
+    recipe = "adaptive_full_finetune_distributed"
+    run = tune_run("--nproc_per_node", "2", recipe, "--config", "no/such", directory=tmp_path)
+    assert run.returncode != 0
+    assert run.stderr.count("`--config` must be the name or path of a config, but is 'no/such'.") == 1
