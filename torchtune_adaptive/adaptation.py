@@ -1,7 +1,7 @@
 """The batch size of a recipe: searched for before training, grown at epoch boundaries, set in one place."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from datasets.exceptions import DatasetsError
@@ -31,8 +31,6 @@ from torchtune_adaptive.snapshot import keep_random_states
 from torchtune_adaptive.worst_case import batch_maker, worst_case_row
 
 log = utils.get_logger("DEBUG")
-
-Answer = TypeVar("Answer")
 
 
 class AdaptiveBatch:
@@ -188,7 +186,7 @@ class AdaptiveBatch:
         if function is None:
             return
         batch_size = self._dataloader.batch_size
-        growth = self._from_rank_zero(
+        growth = self._consensus.ask_rank_zero(
             lambda: next_batch_size(function, epoch=epoch, batch_size=batch_size, maximum=self._maximum)
         )
         if growth.increment:
@@ -203,22 +201,9 @@ class AdaptiveBatch:
         function = self._adaptive.batch_increase_function
         if function is None:
             return []
-        return self._from_rank_zero(
+        return self._consensus.ask_rank_zero(
             lambda: rehearse(function, total_epochs=self.total_epochs, batch_size=batch_size, maximum=maximum)
         )
-
-    def _from_rank_zero(self, ask: Callable[[], Answer]) -> Answer:
-        """Rank 0's answer, on every rank; if rank 0 refuses, every rank raises its refusal. A collective."""
-        answer: Any = None
-        if self._consensus.rank == 0:
-            try:
-                answer = ask()
-            except InputError as error:
-                answer = error
-        answer = self._consensus.from_rank_zero(answer)
-        if isinstance(answer, InputError):
-            raise answer
-        return answer
 
     def _set_batch_size(self, batch_size: int) -> None:
         """The only writer of the batch size: data loader, steps per epoch and torchtune's label cache follow it."""

@@ -10,10 +10,15 @@ all of them know the same answer. The CPU group is separate from the training gr
 neither waits for the device nor gets between the training's own collectives.
 """
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+
+from torchtune_adaptive.errors import InputError
+
+Answer = TypeVar("Answer")
 
 
 class Consensus:
@@ -34,6 +39,12 @@ class Consensus:
         """This process's rank."""
         return 0 if self._group is None else self._group.rank()
 
+    def close(self) -> None:
+        """Give back the CPU group. A collective of a kind: every rank does so when it is done."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
     def any_rank(self, flag: bool) -> bool:
         """Whether ``flag`` is true on at least one rank."""
         return bool(self.max_over_ranks(int(flag)))
@@ -53,6 +64,23 @@ class Consensus:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
+
+    def ask_rank_zero(self, ask: Callable[[], Answer]) -> Answer:
+        """Rank 0's answer, on every rank; what it refuses, every rank refuses.
+
+        Raises:
+            InputError: ``ask`` raised it on rank 0. Any other error ends rank 0, and the launcher the others.
+        """
+        answer: Any = None
+        if self.rank == 0:
+            try:
+                answer = ask()
+            except InputError as error:
+                answer = error
+        answer = self.from_rank_zero(answer)
+        if isinstance(answer, InputError):
+            raise answer
+        return answer
 
     def _reduce(self, number: int, op: Any) -> int:
         if self._group is None:

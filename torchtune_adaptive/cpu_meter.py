@@ -153,6 +153,8 @@ class _Watch(TorchDispatchMode):
     allocates its gathered parameters by an operation.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, meter: CpuMeter) -> None:
         super().__init__()
         self._meter = meter

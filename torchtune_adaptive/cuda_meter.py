@@ -101,6 +101,8 @@ class CudaMeter(MemoryMeter):
 class _RecordAllocated(TorchDispatchMode):
     """Reports each operation to a meter. Inside compiled layers nothing is seen: they count as one stretch."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, meter: CudaMeter) -> None:
         super().__init__()
         self._meter = meter

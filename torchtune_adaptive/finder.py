@@ -1,5 +1,6 @@
 """Search for the largest batch that fits: the one road behind the recipes and ``find_max_batch_size``."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -87,7 +88,7 @@ def find_max_batch_size(
     if device is None:
         raise InputError("`model` must have parameters, but has none.")
     meter = meter_for(device, model, optimizer)
-    with _phases_by_hooks(model, optimizer, meter):
+    with _phases_by_hooks(model, optimizer, meter), contextlib.closing(Consensus()) as consensus:
         return search(
             train_step,
             make_batch,
@@ -96,7 +97,7 @@ def find_max_batch_size(
             device=device,
             meter=meter,
             settings=settings,
-            consensus=Consensus(),
+            consensus=consensus,
             start=1,
             bound=max_batch_size or _NO_BOUND,
         )

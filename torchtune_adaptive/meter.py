@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.forecast import Timeline
 
 
@@ -93,12 +94,12 @@ def device_memory_bytes(device: torch.device) -> int:
     """Bytes of memory that ``device`` has in all: the card's, or the machine's if it is the CPU.
 
     Raises:
-        ValueError: the device is neither the CPU nor CUDA.
+        InputError: the device is neither the CPU nor CUDA.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     if device.type != "cpu":
-        raise ValueError(f"`device` must be the CPU or CUDA, but is {device} instead.")
+        raise InputError(f"`device` must be the CPU or CUDA for its memory to be metered, but is '{device}' instead.")
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -106,15 +107,14 @@ def meter_for(device: torch.device, model: nn.Module, optimizer: torch.optim.Opt
     """The meter of ``device``, on which ``model`` computes, with what model and optimizer hold there counted as live.
 
     Raises:
-        ValueError: the device is neither the CPU nor CUDA.
+        InputError: the device is neither the CPU nor CUDA.
     """
     from torchtune_adaptive.cpu_meter import CpuMeter
     from torchtune_adaptive.cuda_meter import CudaMeter
 
     if device.type == "cuda":
         return CudaMeter(device)
-    if device.type != "cpu":
-        raise ValueError(f"`device` must be the CPU or CUDA, but is {device} instead.")
+    device_memory_bytes(device)  # refuses any device but the CPU
     meter = CpuMeter()
     parameters = list(model.parameters())
     states = [list(values.values()) for values in optimizer.state.values()]

@@ -32,6 +32,8 @@ class _PeerStopped(Exception):
 
 
 class _VoteBeforeCollectives(TorchDispatchMode):
+    supports_higher_order_operators = True  # flex attention of packed data is one
+
     def __init__(self, consensus: Consensus) -> None:
         super().__init__()
         self._consensus = consensus

@@ -1,0 +1,192 @@
+"""Does each strategy find the largest batch that fits, and at what price?
+
+    python -m benchmarks.search_accuracy
+
+Runs the real recipes on two CPU ranks with a memory limit, once by each strategy, and compares with an
+exhaustive search: a metered step without any limit at 1, 2, 3, ... rows, until one is above what may be
+used on a rank, and two beyond. Prints a table and writes it to ``results/search_accuracy_cpu.md``.
+"""
+
+import logging
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from torchtune_adaptive.launch import resolve_config_argument
+from torchtune_adaptive.search import SearchResult
+from torchtune_adaptive.settings import STRATEGIES
+from torchtune_adaptive.snapshot import leave_no_trace
+from torchtune_adaptive.tiny import make_tiny_assets
+from torchtune_adaptive.worst_case import batch_maker, worst_case_row
+
+RESULTS = Path(__file__).parent / "results" / "search_accuracy_cpu.md"
+RANKS = 2
+BEYOND = 2  # sizes tried above the first that is too large, to see that none of them fits again
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe's options, and the limit per rank under which to search."""
+
+    kind: str
+    seq_len: int
+    limit: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The case in words."""
+        words = {"enable_activation_checkpointing": "AC", "gradient_accumulation_steps": "accumulation"}
+        options = [
+            f"{words.get(key, key.split('.')[-1])}{'' if value is True else f' {value}'}"
+            for key, value in self.options.items()
+        ]
+        return ", ".join([self.kind, f"{self.seq_len} tokens", *options])
+
+
+AC = {"enable_activation_checkpointing": True}
+FOREACH = {"optimizer.foreach": True, "optimizer.fused": False}
+CASES = [
+    Case("full", 256, "192MiB", {"optimizer.fused": True}),
+    Case("full", 256, "96MiB", AC | {"optimizer.fused": True}),
+    Case("full", 64, "96MiB", {"optimizer.foreach": True, "optimizer.fused": False}),
+    Case("full", 100, "64MiB", AC | FOREACH),
+    Case("full", 128, "128MiB", {"gradient_accumulation_steps": 2}),
+    Case("full", 200, "80MiB", AC | {"dtype": "bf16"}),
+    Case("full", 128, "96MiB", {"clip_grad_norm": None, "loss._component_": "torch.nn.CrossEntropyLoss"}),
+    Case("full", 33, "48MiB", AC | FOREACH | {"gradient_accumulation_steps": 3}),
+    Case("lora", 256, "160MiB", {"optimizer.fused": True}),
+    Case("lora", 128, "64MiB", AC | FOREACH),
+    Case("lora", 48, "64MiB", FOREACH),
+    Case("lora", 256, "96MiB", AC | {"gradient_accumulation_steps": 2}),
+    Case("lora", 256, "128MiB", {"dataset.packed": True}),
+    Case("full", 256, "24MiB", AC),
+]
+
+
+def main() -> None:
+    """Measure every case and write the table; starts the ranks if it is not one of them."""
+    if "RANK" not in os.environ:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
+        raise SystemExit(subprocess.run([*launcher, "-m", "benchmarks.search_accuracy"], check=False).returncode)
+    dist.init_process_group("gloo")
+    logging.disable(logging.INFO)
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        if dist.get_rank() == 0:
+            make_tiny_assets(Path(directory) / "tiny", num_samples=2000)
+        shared = [directory]
+        dist.broadcast_object_list(shared)
+        rows = [_row(case, Path(shared[0]) / "tiny") for case in CASES]
+        dist.barrier()
+    if dist.get_rank() == 0:
+        _report(rows, seconds=time.perf_counter() - started)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads can abort an interpreter that shuts down
+
+
+def _row(case: Case, tiny_dir: Path) -> list[str]:
+    results = {strategy: _search(case, strategy, tiny_dir) for strategy in STRATEGIES}
+    usable_bytes = int(results[STRATEGIES[0]].memory_limit_bytes * (1 - results[STRATEGIES[0]].margin))
+    largest = _exhaustive(case, usable_bytes, tiny_dir)
+    cells = [case.name, case.limit, str(largest)]
+    for result in results.values():
+        ooms = sum(not probe.fits for probe in result.probes)
+        exact = "" if result.exact_batch_size == largest else " WRONG"
+        cells += [f"{result.exact_batch_size}{exact}", f"{len(result.probes)}", f"{ooms}"]
+    if dist.get_rank() == 0:
+        print(" | ".join(cells), flush=True)
+    return cells
+
+
+def _recipe(case: Case, tiny_dir: Path, settings: dict[str, Any], **keys: Any) -> Any:
+    module = __import__(f"adaptive_{case.kind}_finetune_distributed")
+    recipe_class = next(
+        value for name, value in vars(module).items() if name.startswith("Adaptive") and "Recipe" in name
+    )
+    cfg: Any = OmegaConf.load(resolve_config_argument(["--config", f"tiny/{case.kind}"])[1])
+    output_dir = {
+        "tiny_dir": str(tiny_dir),
+        "output_dir": str(tiny_dir.parent / "out"),
+        "tokenizer.max_seq_len": case.seq_len,
+    }
+    for key, value in (output_dir | case.options | keys).items():
+        OmegaConf.update(cfg, key, value)
+    OmegaConf.update(cfg, "adaptive", settings, merge=False)
+    cfg.metric_logger = {"_component_": "torchtune.training.metric_logging.StdoutLogger"}
+    recipe = recipe_class(cfg=cfg)
+    recipe.setup(cfg=cfg)
+    return recipe
+
+
+def _search(case: Case, strategy: str, tiny_dir: Path) -> SearchResult:
+    settings = {"strategy": strategy, "memory_limit": case.limit, "power_of_two": False, "max_batch_size": 200}
+    return _recipe(case, tiny_dir, settings, use_maximum_batch_size=True)._report.result
+
+
+def _exhaustive(case: Case, usable_bytes: int, tiny_dir: Path) -> int:
+    """Largest number of rows whose metered peak is at most ``usable_bytes`` on every rank, by trying them all."""
+    recipe = _recipe(case, tiny_dir, {"memory_limit": "16GiB"})
+    meter = recipe._meter
+    meter.exact = True
+    row, _ = worst_case_row(
+        recipe._dataloader.dataset, seq_len=None, tokenizer_max_seq_len=case.seq_len, consensus=recipe._consensus
+    )
+    make_batch = batch_maker(row, recipe._dataloader.collate_fn)
+    peaks: list[int] = [0]
+    too_large = 0
+    with leave_no_trace(recipe._model, recipe._optimizer):
+        with meter:
+            recipe._probe_step(make_batch(1))  # the optimizer's state is there from now on, and counted
+        while too_large <= BEYOND:
+            batch = make_batch(len(peaks))
+            meter.reset()
+            meter.count(batch)
+            with meter:
+                recipe._probe_step(batch)
+            del batch
+            peaks.append(recipe._consensus.max_over_ranks(meter.peak_bytes))
+            too_large += peaks[-1] > usable_bytes
+    fitting = [rows for rows, peak_bytes in enumerate(peaks) if peak_bytes <= usable_bytes]
+    assert fitting == list(range(len(fitting))), f"memory does not grow with the batch: {peaks}"
+    return fitting[-1]
+
+
+def _report(rows: list[list[str]], *, seconds: float) -> None:
+    header = ["case", "limit", "exhaustive"]
+    for strategy in STRATEGIES:
+        header += [strategy, "probes", "OOMs"]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    wrong = sum("WRONG" in cell for row in rows for cell in row)
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {RANKS} gloo ranks of {torch.get_num_threads()} thread"
+    lines = [
+        "# Largest batch size by each strategy against exhaustive search, CPU",
+        "",
+        f"`python -m benchmarks.search_accuracy`, {time.strftime('%Y-%m-%d')}, commit {commit.strip()}, {machine},"
+        f" Python {platform.python_version()}, torch {torch.__version__}, torchtune {version('torchtune')};"
+        f" {seconds:.0f} s. Margin 0.05, no rounding. Probes are whole train steps; each search also takes one"
+        " step of one row before its first probe.",
+        "",
+        f"{len(rows) * len(STRATEGIES) - wrong} of {len(rows) * len(STRATEGIES)} searches exact.",
+        "",
+        *("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)),
+    ]
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines), f"\nWritten to {RESULTS}", sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The public surface: whatever is added to it or taken away is a decision, and shows here."""
+
+import dataclasses
+import inspect
+
+import torchtune_adaptive
+from torchtune_adaptive import Probe, SearchResult, find_max_batch_size
+from torchtune_adaptive.settings import AdaptiveSettings
+
+
+def test_the_package_offers_these_names() -> None:
+    assert sorted(torchtune_adaptive.__all__) == [
+        "InputError",
+        "NothingFitsError",
+        "Probe",
+        "SearchResult",
+        "find_max_batch_size",
+    ]
+
+
+def test_find_max_batch_size_has_the_signature_that_is_promised() -> None:
+    parameters = inspect.signature(find_max_batch_size).parameters
+    assert {name: parameter.default for name, parameter in parameters.items()} == {
+        "train_step": inspect.Parameter.empty,
+        "make_batch": inspect.Parameter.empty,
+        "model": inspect.Parameter.empty,
+        "optimizer": inspect.Parameter.empty,
+        "memory_limit": None,
+        "strategy": "linear_extrapolation",
+        "power_of_two": False,
+        "margin": 0.05,
+        "max_batch_size": None,
+    }
+    positional = [name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    assert positional == ["train_step", "make_batch"]
+
+
+def test_results_carry_these_fields() -> None:
+    assert {field.name for field in dataclasses.fields(Probe)} == {
+        "batch_size",
+        "fits",
+        "peak_bytes",
+        "phase_peak_bytes",
+        "seconds",
+    }
+    assert {field.name for field in dataclasses.fields(SearchResult)} >= {
+        "strategy",
+        "exact_batch_size",
+        "batch_size",
+        "memory_limit_bytes",
+        "margin",
+        "world_size",
+        "probes",
+    }
+
+
+def test_the_defaults_of_the_keys_are_the_documented_ones() -> None:
+    settings = AdaptiveSettings()
+    assert dataclasses.asdict(settings) == {
+        "use_maximum_batch_size": False,
+        "batch_increase_function": None,
+        "strategy": "linear_extrapolation",
+        "power_of_two": True,
+        "max_batch_size": None,
+        "memory_limit_bytes": None,
+        "margin": 0.05,
+        "seq_len": None,
+    }
+    assert not settings.searches
