@@ -12,21 +12,20 @@ waits before it says that memory is out.
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchtune_adaptive.dispatch import is_collective, is_on_wrappers
 from torchtune_adaptive.meter import MemoryMeter, device_memory_bytes
 from torchtune_adaptive.units import format_bytes
 
-_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
-_COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 _MOMENT_S = 0.002
 _MOMENT_BEFORE_FAILING_S = 0.02
 
@@ -36,11 +35,19 @@ class CpuMeter(MemoryMeter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live_bytes = 0
+        self._live_bytes = 0
+        self._freed_bytes: deque[int] = deque()  # by any thread; subtracted by the one that meters
         self._peak_bytes = 0
         self._storages: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._mode = _Watch(self)
         self._after_collective = False
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the storages that are counted and still there."""
+        while self._freed_bytes:
+            self._live_bytes -= self._freed_bytes.popleft()
+        return self._live_bytes
 
     @property
     def available_bytes(self) -> int:
@@ -87,7 +94,7 @@ class CpuMeter(MemoryMeter):
         self._see(leaves)
         if self._after_collective and self.exact:
             time.sleep(_MOMENT_S)
-        self._after_collective = func.namespace in _COLLECTIVE_NAMESPACES
+        self._after_collective = is_collective(func)
         if self._recording is not None:
             self._recording.append((str(func), self.live_bytes))
         self._check(str(func))
@@ -124,10 +131,10 @@ class CpuMeter(MemoryMeter):
         nbytes = storage.nbytes()
         if nbytes != counted_bytes:
             self._storages[key] = (nbytes, reference)
-            self.live_bytes += nbytes - counted_bytes
+            self._live_bytes += nbytes - counted_bytes
 
     def _forget(self, key: int) -> None:
-        self.live_bytes -= self._storages.pop(key)[0]
+        self._freed_bytes.append(self._storages.pop(key)[0])
 
     def _check(self, name: str) -> None:
         limit_bytes = self.limit_bytes
@@ -178,8 +185,8 @@ class _Watch(TorchDispatchMode):
         super().__exit__(kind, error, traceback)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in _PLAIN and not issubclass(kind, FakeTensor) for kind in types):
-            return NotImplemented  # a wrapper such as DTensor: its own operations come by here one by one
+        if is_on_wrappers(types):
+            return NotImplemented
         outputs = func(*args, **(kwargs or {}))
         self._meter.after_operation(func, outputs)
         return outputs

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtune_adaptive.dispatch import is_on_wrappers
 from torchtune_adaptive.meter import MemoryMeter
 
 
@@ -63,7 +64,8 @@ class CudaMeter(MemoryMeter):
         if self.limit_bytes is not None:
             read_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # from torch 2.8 on
             self._fraction_outside = read_fraction(self._device) if read_fraction else 1.0
-            torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit_bytes / self._total_bytes), self._device)
+            fraction = min(self._fraction_outside, self.limit_bytes / self._total_bytes)
+            torch.cuda.set_per_process_memory_fraction(fraction, self._device)
         if self._recording is not None:
             self._mode = _RecordAllocated(self)
             self._mode.__enter__()
@@ -112,8 +114,8 @@ class _RecordAllocated(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a wrapper such as DTensor: its own operations come by here one by one
+        if is_on_wrappers(types):
+            return NotImplemented
         outputs = func(*args, **(kwargs or {}))
         self._meter.after_operation(str(func))
         return outputs

@@ -11,6 +11,7 @@ from torch import nn
 from torchtune_adaptive.consensus import Consensus
 from torchtune_adaptive.errors import InputError, NothingFitsError
 from torchtune_adaptive.meter import MemoryMeter, meter_for
+from torchtune_adaptive.oom import free_memory
 from torchtune_adaptive.probe import Prober, ProgressBar
 from torchtune_adaptive.refuse import refuse_impossible_limit
 from torchtune_adaptive.search import (
@@ -135,6 +136,7 @@ def search(
     try:
         with leave_no_trace(model, optimizer):
             meter.limit_bytes = _usable(settings.memory_limit_bytes, settings.margin)
+            free_memory(device)  # what loading the model left in the allocator's cache
             warm = prober.warm_up()
             # Now that context, communicators and optimizer state are there, the rest is what the device has left.
             limit_bytes = min(settings.memory_limit_bytes or meter.available_bytes, meter.available_bytes)

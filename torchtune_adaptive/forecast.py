@@ -56,12 +56,14 @@ class Forecast:
 
     def largest_batch_size(self, limit_bytes: float) -> int | None:
         """Largest batch size whose forecast peak is at most ``limit_bytes``; None if memory does not grow with it."""
-        growing = [line for line in self.envelope if line.slope_bytes > 0]
-        if any(line.intercept_bytes > limit_bytes for line in self.envelope):
+        if any(line.slope_bytes == 0 and line.intercept_bytes > limit_bytes for line in self.envelope):
             return 0
+        growing = [line for line in self.envelope if line.slope_bytes > 0]
         if not growing:
             return None
-        return min(math.floor((limit_bytes - line.intercept_bytes) / line.slope_bytes) for line in growing)
+        largest = min(math.floor((limit_bytes - line.intercept_bytes) / line.slope_bytes) for line in growing)
+        # Bytes are whole: half of one is rounding. An operation whose memory falls may still be above the limit here.
+        return largest if largest > 0 and self.peak_bytes(largest) <= limit_bytes + 0.5 else 0
 
 
 def upper_envelope(lines: Iterable[Line]) -> tuple[Line, ...]:

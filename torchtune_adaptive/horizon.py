@@ -36,7 +36,7 @@ class Horizon:
         if self._origin is None:
             return step
         epoch, first_step, steps_per_epoch = self._origin
-        numerator = (step - first_step) * self.steps_per_epoch
+        # One exact fraction, rounded once: a resumed run, which counts from another epoch, gets the same bits.
+        numerator = epoch * self.steps_per_epoch * steps_per_epoch + (step - first_step) * self.steps_per_epoch
         whole, rest = divmod(numerator, steps_per_epoch)
-        start = epoch * self.steps_per_epoch
-        return start + whole if rest == 0 else start + numerator / steps_per_epoch
+        return whole if rest == 0 else numerator / steps_per_epoch

@@ -33,7 +33,8 @@ def free_memory(device: torch.device) -> None:
     The backward of a scalar empties the autograd engine's queue, in which a failed backward leaves tasks
     that hold the whole graph.
     """
-    torch.zeros(1, device=device, requires_grad=True).sum().backward()
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.zeros(1, device=device, requires_grad=True).sum().backward()
     gc.collect()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()

@@ -92,10 +92,10 @@ def linear_extrapolation(fits: Fits, forecast: Callable[[], int | None], *, max_
             break
     while failed - fitted > 1:
         candidate = forecast()
-        if candidate is None:
-            candidate = 2 * fitted if failed > max_batch_size and fitted else (fitted + failed) // 2
-        elif candidate <= fitted:
+        if candidate is not None and candidate <= fitted and fitted:
             break
+        if candidate is None or candidate < 1:
+            candidate = 2 * fitted if failed > max_batch_size and fitted else (fitted + failed) // 2
         elif candidate >= failed and failed <= max_batch_size:
             candidate, stride = max(failed - stride, (fitted + failed) // 2), 2 * stride
         if fits(candidate := min(candidate, failed - 1)):

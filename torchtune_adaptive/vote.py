@@ -13,9 +13,8 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from torchtune_adaptive.consensus import Consensus
+from torchtune_adaptive.dispatch import is_collective, is_on_wrappers, is_wait
 from torchtune_adaptive.oom import is_out_of_memory
-
-_COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 
 
 class Outcome(IntEnum):
@@ -43,7 +42,9 @@ class _VoteBeforeCollectives(TorchDispatchMode):
         return True  # FSDP2's collectives lie outside the compiled layers, which stay compiled under this mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in _COLLECTIVE_NAMESPACES and "wait" not in func.__name__:
+        if is_on_wrappers(types):
+            return NotImplemented
+        if is_collective(func) and not is_wait(func):
             with _disable_current_modes():
                 worst = self._consensus.max_over_ranks(Outcome.DONE)
             if worst != Outcome.DONE:

@@ -1,0 +1,86 @@
+"""Faults at any operation of a train step, and a small FSDP2 model to meet them."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WIDTH = 8
+
+
+class FailsAt(TorchDispatchMode):
+    """Raises ``error`` in place of operation number ``point`` (from 0); never if that is None.
+
+    It looks inside the operations on wrappers such as DTensor, and so lets modes around it look inside too.
+    """
+
+    def __init__(self, point: int | None, error: Exception | None = None) -> None:
+        super().__init__()
+        self.operations = 0
+        self._point = point
+        self._error = error or torch.OutOfMemoryError("injected: CUDA out of memory")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
+        self.operations += 1
+        if self.operations - 1 == self._point:
+            raise self._error
+        return func(*args, **(kwargs or {}))
+
+
+class ShardedTrainee:
+    """A small model under FSDP2, sharded per layer and at its root, with AdamW; the same anew every time."""
+
+    def __init__(self, *, warm_steps: int = 1, timeout_s: float = 10.0) -> None:
+        torch.manual_seed(0)
+        self.rank = dist.get_rank()
+        group = dist.new_group(timeout=timedelta(seconds=timeout_s))  # of its own: a hang ends soon
+        assert isinstance(group, dist.ProcessGroup)
+        mesh = DeviceMesh.from_group(group, "cpu")
+        layers = [nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2)]
+        self.model = nn.Sequential(*layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        for seed in range(warm_steps):
+            self.step(seed=seed)
+
+    def batch(self, batch_size: int, *, seed: int = 100) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets, other ones on every rank."""
+        generator = torch.Generator().manual_seed(1000 * self.rank + seed)
+        inputs = torch.randn(batch_size, WIDTH, generator=generator)
+        return inputs, torch.randint(0, 3, (batch_size,), generator=generator)
+
+    def train(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        """One train step on ``batch``; the loss."""
+        inputs, targets = batch
+        loss = F.cross_entropy(self.model(inputs), targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    def step(self, *, seed: int = 100) -> float:
+        """One train step on four samples; the loss."""
+        return self.train(self.batch(4, seed=seed))
+
+    def state(self) -> list[torch.Tensor]:
+        """Copies of this rank's parameters and optimizer state."""
+        states = [value for values in self.optimizer.state.values() for value in values.values()]
+        tensors = [tensor.detach() for tensor in [*self.model.parameters(), *states]]
+        return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone() for tensor in tensors]
+
+
+def same_bits(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Whether all tensors are equal, bit for bit."""
+    return len(ones) == len(others) and all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))

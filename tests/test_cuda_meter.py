@@ -1,0 +1,392 @@
+"""The CUDA meter against a fake of the caching allocator: what it reads, resets, limits and puts back."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchtune_adaptive import finder, probe
+from torchtune_adaptive.consensus import Consensus
+from torchtune_adaptive.cuda_meter import CudaMeter
+from torchtune_adaptive.finder import search
+from torchtune_adaptive.forecast import Forecast
+from torchtune_adaptive.settings import AdaptiveSettings
+
+DEVICE = torch.device("cuda:0")
+TOTAL = 100_000
+
+
+class FakeCuda(TorchDispatchMode):
+    """A caching allocator of which ``torch.cuda`` tells what it would tell of a card.
+
+    While it is active each operation on CPU tensors takes ``workspace_bytes`` for its own duration, then
+    memory for its outputs until they die. Freed memory stays reserved; where more would be reserved than
+    is allowed, the cache is given back (a retry), and if that is not enough, out of memory it is.
+    """
+
+    def __init__(self, *, total_bytes: int = TOTAL, outside_bytes: int = 0) -> None:
+        super().__init__()
+        self.total_bytes, self.outside_bytes = total_bytes, outside_bytes
+        self.workspace_bytes = 0
+        self.fraction = 1.0
+        self.fractions: list[float] = []
+        self.allocated = self.reserved = 0
+        self.allocated_peak = self.reserved_peak = 0
+        self.retries = self.peak_resets = 0
+        self._seen: set[int] = set()
+
+    def take(self, nbytes: int) -> None:
+        allowed = min(int(self.fraction * self.total_bytes), self.total_bytes - self.outside_bytes)
+        if max(self.reserved, self.allocated + nbytes) > allowed and self.allocated + nbytes > self.reserved:
+            self.retries += 1
+            self.empty_cache()
+        if self.allocated + nbytes > max(allowed, self.reserved):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        self.allocated += nbytes
+        self.reserved = max(self.reserved, self.allocated)
+        self.allocated_peak = max(self.allocated_peak, self.allocated)
+        self.reserved_peak = max(self.reserved_peak, self.reserved)
+
+    def give(self, nbytes: int) -> None:
+        self.allocated -= nbytes
+
+    def empty_cache(self) -> None:
+        self.reserved = self.allocated
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.take(self.workspace_bytes)
+        try:
+            outputs = func(*args, **(kwargs or {}))
+        finally:
+            self.give(self.workspace_bytes)
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor):
+                self._own(tensor.untyped_storage())
+        return outputs
+
+    def _own(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key not in self._seen:
+            self._seen.add(key)
+            self.take(nbytes)
+            weakref.finalize(storage, self._disown, key, nbytes)
+
+    def _disown(self, key: int, nbytes: int) -> None:
+        self._seen.remove(key)
+        self.give(nbytes)
+
+    # ---- what torch.cuda says of it
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return self.total_bytes - self.outside_bytes - self.reserved, self.total_bytes
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return self.reserved
+
+    def memory_stats(self, device: torch.device) -> dict[str, int]:
+        return {
+            "allocated_bytes.all.current": self.allocated,
+            "allocated_bytes.all.peak": self.allocated_peak,
+            "num_alloc_retries": self.retries,
+            "reserved_bytes.all.current": self.reserved,
+            "reserved_bytes.all.peak": self.reserved_peak,
+        }
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.peak_resets += 1
+        self.allocated_peak, self.reserved_peak = self.allocated, self.reserved
+
+    def get_per_process_memory_fraction(self, device: torch.device) -> float:
+        assert device.index is not None  # torch refuses a device without index
+        return self.fraction
+
+    def set_per_process_memory_fraction(self, fraction: float, device: torch.device) -> None:
+        assert device.index is not None
+        assert isinstance(fraction, float)  # torch raises a TypeError for an int
+        assert 0 <= fraction <= 1
+        self.fraction = fraction
+        self.fractions.append(fraction)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    for name in (
+        "mem_get_info",
+        "memory_reserved",
+        "memory_stats",
+        "reset_peak_memory_stats",
+        "get_per_process_memory_fraction",
+        "set_per_process_memory_fraction",
+    ):
+        assert hasattr(torch.cuda, name)
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    return fake
+
+
+@pytest.fixture
+def meter(cuda: FakeCuda) -> CudaMeter:
+    made = CudaMeter(DEVICE)
+    made.reset()
+    return made
+
+
+# ---- available bytes
+
+
+def test_what_lies_outside_the_allocator_is_not_available(cuda: FakeCuda, meter: CudaMeter) -> None:
+    cuda.outside_bytes = 30_000
+    cuda.take(20_000)
+    cuda.give(15_000)
+    assert meter.available_bytes == 70_000  # free, cached and used by this process
+
+
+# ---- the limit
+
+
+def test_the_limit_is_the_allocators_own_only_while_metering(cuda: FakeCuda, meter: CudaMeter) -> None:
+    meter.limit_bytes = 25_000
+    assert cuda.fraction == 1.0
+    with meter:
+        assert cuda.fraction == 0.25
+    assert cuda.fractions == [0.25, 1.0]
+
+
+def test_a_fraction_set_before_is_put_back_also_after_an_exception(cuda: FakeCuda, meter: CudaMeter) -> None:
+    cuda.fraction = 0.75
+    meter.limit_bytes = 25_000
+    meter.start_timeline()
+
+    def run_out() -> None:
+        with meter:
+            cuda.take(25_001)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run_out()
+    assert cuda.fraction == 0.75
+    torch.zeros(1)  # no dispatch mode is left behind
+    assert len(meter.stop_timeline(1).operations) == 0
+
+
+def test_without_a_limit_the_fraction_is_left_alone(cuda: FakeCuda, meter: CudaMeter) -> None:
+    with meter:
+        cuda.take(TOTAL)
+    assert cuda.fractions == []
+
+
+def test_a_limit_above_the_card_asks_for_all_of_it(cuda: FakeCuda, meter: CudaMeter) -> None:
+    meter.limit_bytes = 3 * TOTAL
+    with meter:
+        assert cuda.fraction == 1.0
+
+
+def test_a_limit_never_allows_more_than_the_user_has_allowed_the_process(cuda: FakeCuda, meter: CudaMeter) -> None:
+    cuda.fraction = 0.5
+    meter.limit_bytes = 90_000
+    with meter:
+        assert cuda.fraction == 0.5
+
+
+# ---- peaks
+
+
+def test_the_peak_is_of_reserved_bytes_and_phases_of_allocated_bytes(cuda: FakeCuda, meter: CudaMeter) -> None:
+    with meter:
+        meter.enter_phase("forward")
+        cuda.take(1000)
+        cuda.give(800)
+        meter.enter_phase("backward")
+        cuda.take(300)
+        cuda.give(400)
+        meter.enter_phase("optimizer")
+        cuda.take(50)
+    assert meter.phase_peak_bytes == {"": 0, "forward": 1000, "backward": 500, "optimizer": 150}
+    assert meter.peak_bytes == 1000
+    assert meter.phase_peak_bytes["optimizer"] == 150  # reading changes nothing
+
+
+def test_a_phase_entered_again_keeps_its_highest_peak(cuda: FakeCuda, meter: CudaMeter) -> None:
+    for taken in (500, 700, 600):
+        meter.enter_phase("forward")
+        cuda.take(taken)
+        cuda.give(taken)
+        meter.enter_phase("backward")
+    assert meter.phase_peak_bytes == {"": 0, "forward": 700, "backward": 0}
+
+
+def test_the_reserved_peak_survives_the_resets_between_phases(cuda: FakeCuda, meter: CudaMeter) -> None:
+    cuda.take(5000)
+    cuda.give(5000)
+    meter.enter_phase("forward")
+    cuda.empty_cache()
+    meter.enter_phase("backward")
+    cuda.take(100)
+    assert meter.peak_bytes == 5000
+
+
+def test_reset_forgets_peaks_phases_and_retries(cuda: FakeCuda, meter: CudaMeter) -> None:
+    meter.enter_phase("forward")
+    cuda.take(5000)
+    cuda.give(4000)
+    cuda.retries = 3
+    assert meter.allocator_retries == 3
+    meter.reset()
+    cuda.empty_cache()
+    meter.reset()
+    assert meter.allocator_retries == 0
+    assert meter.peak_bytes == 1000
+    assert meter.phase_peak_bytes == {"": 1000}
+    cuda.retries += 1
+    assert meter.allocator_retries == 1
+
+
+def test_a_meter_that_only_watches_leaves_the_devices_own_peaks_alone(cuda: FakeCuda, meter: CudaMeter) -> None:
+    meter.exact = False
+    resets = cuda.peak_resets
+    with meter:
+        meter.enter_phase("forward")
+        cuda.take(900)
+        cuda.give(900)
+        meter.enter_phase("backward")
+        cuda.take(100)
+    assert meter.peak_bytes == 900
+    assert cuda.peak_resets == resets
+    assert cuda.memory_stats(DEVICE)["allocated_bytes.all.peak"] == 900
+
+
+def test_an_allocator_without_statistics_yet_has_no_peaks(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})  # what torch gives before its first use
+    meter = CudaMeter(DEVICE)
+    meter.reset()
+    assert (meter.peak_bytes, meter.allocator_retries, meter.phase_peak_bytes) == (0, 0, {"": 0})
+
+
+# ---- timelines
+
+
+def test_a_timeline_has_every_operations_peak_with_what_its_kernel_took_meanwhile(
+    cuda: FakeCuda, meter: CudaMeter
+) -> None:
+    meter.start_timeline()
+    with cuda, meter:
+        kept = torch.zeros(10)  # 40 bytes
+        cuda.workspace_bytes = 500
+        kept.add_(1)
+        cuda.workspace_bytes = 0
+        torch.cat([kept, kept])
+        kept.mul_(2)
+    timeline = meter.stop_timeline(2)
+    assert timeline.operations == ("aten.zeros.default", "aten.add_.Tensor", "aten.cat.default", "aten.mul_.Tensor")
+    # The result of `cat` died between the operations: it counts as a peak until the next one's.
+    assert timeline.live_bytes == (40, 540, 120, 120)
+    assert meter.peak_bytes == 540
+
+
+def test_operations_are_only_recorded_between_start_and_stop(cuda: FakeCuda, meter: CudaMeter) -> None:
+    with meter:
+        torch.zeros(1)
+    meter.start_timeline()
+    assert meter.stop_timeline(2).operations == ()
+    with meter:
+        torch.zeros(1)
+    assert meter.stop_timeline(2).operations == ()
+
+
+def test_two_timelines_forecast_the_allocated_peak_of_a_larger_step(cuda: FakeCuda, meter: CudaMeter) -> None:
+    def step(batch_size: int) -> None:
+        model.zero_grad(set_to_none=True)
+        model(torch.ones(batch_size, 8)).square().sum().backward()
+
+    def timeline_of(batch_size: int):
+        cuda.empty_cache()
+        meter.reset()
+        meter.start_timeline()
+        with cuda, meter:
+            step(batch_size)
+        return meter.stop_timeline(batch_size)
+
+    torch.manual_seed(0)
+    with cuda:
+        model = nn.Linear(8, 8)
+        step(1)
+    forecast = Forecast.from_timelines(timeline_of(2), timeline_of(3))
+    assert forecast is not None
+    assert forecast.peak_bytes(40) == max(timeline_of(40).live_bytes)
+
+
+# ---- a search with it
+
+
+class Trainee:
+    """A model whose step takes 1000 bytes of the fake card for each row."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.model = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(self, batch: torch.Tensor) -> None:
+        needed = 1000 * len(batch)
+        self.cuda.take(needed)
+        self.cuda.give(needed)
+
+    def search(self, meter: CudaMeter, limit_bytes: int) -> Any:
+        return search(
+            self.step,
+            torch.ones,
+            model=self.model,
+            optimizer=self.optimizer,
+            device=torch.device("cpu"),
+            meter=meter,
+            settings=AdaptiveSettings(
+                memory_limit_bytes=limit_bytes, margin=0.0, strategy="binary_search", power_of_two=False
+            ),
+            consensus=Consensus(),
+            start=1,
+            bound=1000,
+        )
+
+
+@pytest.fixture
+def freeing(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the prober frees after each probe is the fake card's cache: its model is on the CPU."""
+    for room in (probe, finder):
+        monkeypatch.setattr(room, "free_memory", lambda device: cuda.empty_cache())
+
+
+@pytest.mark.usefixtures("freeing")
+def test_a_search_finds_what_fits_below_the_limit_and_restores_the_card(cuda: FakeCuda, meter: CudaMeter) -> None:
+    cuda.take(2500)  # the model
+    cuda.empty_cache()
+    found = Trainee(cuda).search(meter, limit_bytes=40_000)
+    assert found.exact_batch_size == 37
+    assert [probe.peak_bytes for probe in found.probes if probe.fits and probe.batch_size == 37] == [39_500]
+    assert cuda.fraction == 1.0
+    assert cuda.allocated == 2500
+
+
+@pytest.mark.usefixtures("freeing")
+def test_a_size_for_which_the_allocator_had_to_give_back_its_cache_does_not_fit(
+    cuda: FakeCuda, meter: CudaMeter
+) -> None:
+    """It would fit, but slowly: every step would flush the cache and wait for the device."""
+
+    class Flushing(Trainee):
+        def step(self, batch: torch.Tensor) -> None:
+            super().step(batch)
+            self.cuda.retries += len(batch) > 11
+
+    found = Flushing(cuda).search(meter, limit_bytes=40_000)
+    assert found.exact_batch_size == 11
+    assert [probe.peak_bytes for probe in found.probes if probe.batch_size == 12] == [12_000]
+
+
+@pytest.mark.usefixtures("freeing")
+def test_a_cache_left_full_by_loading_the_model_does_not_make_the_search_fail(cuda: FakeCuda, meter: CudaMeter) -> None:
+    cuda.take(50_000)  # a whole checkpoint
+    cuda.give(47_500)  # of which this rank keeps its shard
+    assert Trainee(cuda).search(meter, limit_bytes=40_000).exact_batch_size == 37

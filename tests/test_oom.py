@@ -1,0 +1,161 @@
+"""Which errors say that memory ran out, and that nothing of a failed step stays alive."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtune_adaptive.oom import free_memory, is_out_of_memory
+
+CPU = torch.device("cpu")
+
+# As their backends print them, with what comes before and after.
+OUT_OF_MEMORY_TEXTS = (
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "Failed to CUDA calloc 42 bytes",
+    "HIP out of memory. Tried to allocate 2.00 GiB",
+    "XPU out of memory. Tried to allocate 2.00 GiB",
+    "MPS backend out of memory (MPS allocated: 17.00 GB, other allocations: 1.00 GB)",
+    "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate",
+    "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to allocate",
+)
+OTHER_TEXTS = (
+    "mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)",
+    "CUDA error: device-side assert triggered",
+    "CUDA error: an illegal memory access was encountered",
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer",
+    "Trying to backward through the graph a second time",
+    "out of memory",
+    "",
+)
+COLLECTIVE_TEXTS = (
+    "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version 2.27.3\nCUDA out of memory.",
+    "NCCL Error 1: unhandled cuda error. Last error: Failed to CUDA calloc 8388608 bytes",
+)
+
+
+@pytest.mark.parametrize("text", OUT_OF_MEMORY_TEXTS)
+def test_a_runtime_error_with_a_backends_text_is_out_of_memory(text: str) -> None:
+    assert is_out_of_memory(RuntimeError(text))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("anything"), torch.cuda.OutOfMemoryError(), MemoryError()])
+def test_the_types_for_out_of_memory_count_whatever_their_text(error: BaseException) -> None:
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("text", OTHER_TEXTS)
+def test_any_other_runtime_error_is_not_out_of_memory(text: str) -> None:
+    assert not is_out_of_memory(RuntimeError(text))
+
+
+@pytest.mark.parametrize("text", OUT_OF_MEMORY_TEXTS)
+@pytest.mark.parametrize("kind", [ValueError, KeyError, OSError, AssertionError])
+def test_a_text_in_an_error_of_another_type_does_not_count(kind: type[Exception], text: str) -> None:
+    assert not is_out_of_memory(kind(text))
+
+
+@pytest.mark.parametrize("text", [*COLLECTIVE_TEXTS, *OUT_OF_MEMORY_TEXTS])
+def test_errors_of_the_collective_library_never_count(text: str) -> None:
+    assert not is_out_of_memory(dist.DistBackendError(text))
+    assert not is_out_of_memory(RuntimeError(f"NCCL error: {text}"))
+
+
+def test_what_the_allocator_of_the_cpu_raises_counts() -> None:
+    caught: list[BaseException] = []
+    try:
+        torch.empty(2**62, dtype=torch.int8)
+    except RuntimeError as error:
+        caught.append(error)
+    assert [is_out_of_memory(error) for error in caught] == [True]
+
+
+# ---- what stays alive
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(values)
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise torch.OutOfMemoryError("in backward")
+
+
+def fail_in_forward(watched: list[weakref.ref[torch.Tensor]]) -> None:
+    activations = torch.ones(4, 4, requires_grad=True) * 2
+    watched.append(weakref.ref(activations))
+    raise torch.OutOfMemoryError("in forward")
+
+
+def fail_in_backward(watched: list[weakref.ref[torch.Tensor]]) -> None:
+    """Two branches meet at the loss: one fails while the other's task, with its gradient, waits in the queue."""
+    model = nn.Linear(4, 4)
+    left, right = model(torch.ones(3, 4)), model(torch.ones(3, 4)).exp()
+    loss = FailsInBackward.apply(left.tanh()).sum() + right.tanh().sum()
+    watched += [weakref.ref(tensor) for tensor in (left, right, loss, model.weight)]
+    loss.backward()
+
+
+def fails(work: Callable[[list[weakref.ref[torch.Tensor]]], None]) -> list[weakref.ref[torch.Tensor]]:
+    """The tensors of a failed ``work``, as the caller sees them after leaving the ``except`` block."""
+    watched: list[weakref.ref[torch.Tensor]] = []
+    failed = False
+    try:
+        work(watched)
+    except torch.OutOfMemoryError:
+        failed = True
+    assert failed
+    return watched
+
+
+@pytest.mark.parametrize("work", [fail_in_forward, fail_in_backward])
+def test_nothing_of_a_failed_step_is_alive_after_freeing(work: Callable[[Any], None]) -> None:
+    watched = fails(work)
+    free_memory(CPU)
+    assert watched
+    assert [reference() for reference in watched if reference() is not None] == []
+
+
+def test_within_the_except_block_freeing_is_in_vain() -> None:
+    watched: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+    try:
+        fail_in_forward(watched)
+    except torch.OutOfMemoryError:
+        free_memory(CPU)
+        alive += [reference() is not None for reference in watched]
+    assert alive == [True]
+
+
+def test_without_a_new_backward_the_queue_of_the_failed_one_keeps_the_graph_alive() -> None:
+    """The reason for the backward in ``free_memory``; delete it when this fails."""
+    watched = fails(fail_in_backward)
+    gc.collect()
+    assert any(reference() is not None for reference in watched)
+    free_memory(CPU)
+    assert all(reference() is None for reference in watched)
+
+
+def test_freeing_leaves_the_random_generator_alone() -> None:
+    before = torch.get_rng_state()
+    free_memory(CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_memory_is_freed_also_where_gradients_are_off(mode: Callable[[], Any]) -> None:
+    with mode():
+        watched = fails(fail_in_forward)
+        free_memory(CPU)
+        assert not torch.is_grad_enabled()
+    assert all(reference() is None for reference in watched)

@@ -1,0 +1,327 @@
+"""After ``leave_no_trace`` everything is as it was, bit for bit, whatever happened inside and however it ended."""
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from faults import FailsAt, ShardedTrainee, same_bits
+from ranks import run_on_ranks
+from torch import nn
+
+from torchtune_adaptive.oom import free_memory
+from torchtune_adaptive.snapshot import leave_no_trace
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "adamw fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "adamw foreach": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True),
+    "adam amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, amsgrad=True),
+    "adamw, rate a tensor": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-2)),
+    "sgd momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),  # has its state from the start
+}
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+class Trainee:
+    """A model with a buffer that training writes, a frozen layer, and dropout; the same anew every time."""
+
+    def __init__(self, kind: str = "adamw", *, warm_steps: int = 0) -> None:
+        seed_all(0)
+        layers = [nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 6), nn.Linear(6, 2)]
+        self.model: nn.Module = nn.Sequential(*layers)
+        self.frozen = layers[3]
+        self.frozen.requires_grad_(False)
+        self.optimizer = OPTIMIZERS[kind]([p for p in self.model.parameters() if p.requires_grad])
+        for _ in range(warm_steps):
+            self.step()
+
+    def step(self) -> float:
+        """A train step on random data; the loss."""
+        loss = self.model(torch.randn(5, 6)).square().sum() * random.random() + np.random.rand()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+class Picture:
+    """All that a train step can change: values as copies, and which objects hold them."""
+
+    def __init__(self, trainee: Any) -> None:
+        model, optimizer = trainee.model, trainee.optimizer
+        self.tensors = {f"model.{name}": tensor for name, tensor in model.named_parameters()}
+        self.tensors |= {f"model.{name}": tensor for name, tensor in model.named_buffers()}
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self.options: dict[str, Any] = {"stepped": vars(optimizer).get("_opt_called")}
+        stores = {f"state.{names[parameter]}": values for parameter, values in optimizer.state.items()}
+        stores |= {f"group.{index}": group for index, group in enumerate(optimizer.param_groups)}
+        for place, values in stores.items():
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    self.tensors[f"{place}.{key}"] = value
+                elif key != "params":
+                    self.options[f"{place}.{key}"] = copy.deepcopy(value)
+        self.values = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
+        self.places = {name: (id(tensor), tensor.data_ptr()) for name, tensor in self.tensors.items()}
+        self.params = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+        self.generators = (random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist())
+
+
+def differences(before: Picture, after: Picture) -> list[str]:
+    """What is not as it was."""
+    found = [f"{name} came or went" for name in before.tensors.keys() ^ after.tensors.keys()]
+    common = before.tensors.keys() & after.tensors.keys()
+    found += [f"{name} differs" for name in common if not torch.equal(before.values[name], after.values[name])]
+    found += [f"{name} is another object" for name in common if before.places[name] != after.places[name]]
+    for name in ("options", "params", "generators"):
+        found += [f"{name} differ"] if getattr(before, name) != getattr(after, name) else []
+    return sorted(found)
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+# ---- one process
+
+
+@pytest.mark.parametrize("warm_steps", [0, 2], ids=["fresh", "warm"])
+def test_train_steps_leave_no_trace(kind: str, warm_steps: int) -> None:
+    trainee = Trainee(kind, warm_steps=warm_steps)
+    before = Picture(trainee)
+    with leave_no_trace(trainee.model, trainee.optimizer):
+        trainee.step()
+        trainee.step()
+        assert differences(before, Picture(trainee)) != []
+    assert differences(before, Picture(trainee)) == []
+    assert all(parameter.grad is None for parameter in trainee.model.parameters())
+
+
+@pytest.mark.parametrize("warm_steps", [0, 2], ids=["fresh", "warm"])
+def test_training_goes_on_as_if_nothing_had_been_tried(kind: str, warm_steps: int) -> None:
+    untouched, tried = Trainee(kind, warm_steps=warm_steps), Trainee(kind, warm_steps=warm_steps)
+    losses: list[list[float]] = []
+    for trainee in (untouched, tried):
+        seed_all(1)
+        if trainee is tried:
+            with leave_no_trace(trainee.model, trainee.optimizer):
+                trainee.step()
+                trainee.step()
+        losses.append([trainee.step() for _ in range(20)])
+    assert losses[0] == losses[1]
+    assert same_bits(list(untouched.model.state_dict().values()), list(tried.model.state_dict().values()))
+
+
+def fail_in_forward(trainee: Trainee) -> None:
+    handle = trainee.model.register_forward_hook(lambda *_: out_of_memory())
+    try:
+        trainee.step()
+    finally:
+        handle.remove()
+
+
+def fail_in_backward(trainee: Trainee) -> None:
+    first_weight = next(trainee.model.parameters())
+    handle = first_weight.register_post_accumulate_grad_hook(lambda _: out_of_memory())
+    try:
+        trainee.step()
+    finally:
+        handle.remove()
+
+
+def fail_in_mid_optimizer(trainee: Trainee) -> None:
+    trainee.model(torch.randn(5, 6)).sum().backward()
+    with FailsAt(7):
+        trainee.optimizer.step()
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("injected")
+
+
+@pytest.mark.parametrize("fail", [fail_in_forward, fail_in_backward, fail_in_mid_optimizer])
+@pytest.mark.parametrize("warm_steps", [0, 2], ids=["fresh", "warm"])
+def test_a_step_that_fails_leaves_no_trace(fail: Callable[[Trainee], None], warm_steps: int) -> None:
+    trainee = Trainee(warm_steps=warm_steps)
+    before = Picture(trainee)
+
+    def try_it() -> None:
+        with leave_no_trace(trainee.model, trainee.optimizer):
+            trainee.step()
+            fail(trainee)
+
+    with pytest.raises(torch.OutOfMemoryError, match="injected"):
+        try_it()
+    assert differences(before, Picture(trainee)) == []
+    assert all(parameter.grad is None for parameter in trainee.model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw, rate a tensor"])
+def test_options_changed_added_or_removed_are_as_before(kind: str) -> None:
+    trainee = Trainee(kind)
+    trainee.optimizer.param_groups[0]["note"] = ["a list"]
+    before = Picture(trainee)
+    with leave_no_trace(trainee.model, trainee.optimizer):
+        group = trainee.optimizer.param_groups[0]
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(0.5)
+        group |= {"lr": 0.25, "initial_lr": 0.25, "weight_decay": 7}
+        group["note"].append("more")
+        del group["eps"]
+    assert differences(before, Picture(trainee)) == []
+    assert trainee.optimizer.param_groups[0]["note"] == ["a list"]
+
+
+def test_state_that_was_cleared_or_replaced_is_as_before() -> None:
+    trainee = Trainee(warm_steps=1)
+    before = Picture(trainee)
+    with leave_no_trace(trainee.model, trainee.optimizer):
+        trainee.optimizer.state.clear()
+        trainee.step()
+    assert differences(before, Picture(trainee)) == []
+
+
+def test_a_scheduler_does_not_learn_of_the_steps() -> None:
+    """It warns if it is stepped before the optimizer, and must still do so."""
+    trainee = Trainee()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(trainee.optimizer, lambda step: 1 / (1 + step))
+    before = Picture(trainee), scheduler.state_dict()
+    with leave_no_trace(trainee.model, trainee.optimizer):
+        trainee.step()
+        scheduler.step()
+        scheduler.load_state_dict(before[1])  # the schedule itself is the caller's to protect
+    assert differences(before[0], Picture(trainee)) == []
+    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
+        scheduler.step()
+
+
+def test_frozen_parameters_are_not_even_written() -> None:
+    trainee = Trainee()
+    before = [(parameter.data_ptr(), parameter._version) for parameter in trainee.frozen.parameters()]
+    with leave_no_trace(trainee.model, trainee.optimizer):
+        trainee.step()
+    assert [(parameter.data_ptr(), parameter._version) for parameter in trainee.frozen.parameters()] == before
+
+
+def test_gradients_that_were_there_are_gone() -> None:
+    trainee = Trainee()
+    trainee.model(torch.randn(5, 6)).sum().backward()
+    with leave_no_trace(trainee.model, trainee.optimizer):
+        pass
+    assert all(parameter.grad is None for parameter in trainee.model.parameters())
+
+
+def test_a_lora_model_of_torchtune_is_left_without_a_trace() -> None:
+    from torchtune.models.llama3_2 import lora_llama3_2
+    from torchtune.modules.peft import get_adapter_params, set_trainable_params
+
+    class Lora:
+        def __init__(self) -> None:
+            torch.manual_seed(0)
+            self.model = lora_llama3_2(
+                ["q_proj", "v_proj"],
+                vocab_size=64,
+                num_layers=2,
+                num_heads=2,
+                num_kv_heads=1,
+                embed_dim=16,
+                max_seq_len=16,
+                intermediate_dim=16,
+                lora_rank=2,
+                lora_alpha=4,
+                lora_dropout=0.1,
+            )
+            set_trainable_params(self.model, get_adapter_params(self.model))
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, fused=True)
+
+        def step(self) -> float:
+            tokens = torch.randint(0, 64, (2, 16))
+            loss = F.cross_entropy(self.model(tokens).reshape(-1, 64), tokens.reshape(-1))
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return loss.item()
+
+    trainee = Lora()
+    before = Picture(trainee)
+    frozen = [p for p in trainee.model.parameters() if not p.requires_grad]
+    versions = [p._version for p in frozen]
+    with leave_no_trace(trainee.model, trainee.optimizer):
+        losses = [trainee.step() for _ in range(3)]
+    assert differences(before, Picture(trainee)) == []
+    assert [p._version for p in frozen] == versions
+    assert [trainee.step() for _ in range(3)] == losses
+
+
+# ---- FSDP2 on two ranks
+
+
+def faults_of_a_sharded_model(rank: int, warm_steps: int) -> list[tuple[int, str, bool, bool, bool]]:
+    """For operations all over a step, failing on both ranks: (operation, error, as before, next step right, graded)."""
+    trainee = ShardedTrainee(warm_steps=warm_steps)
+    model, optimizer = trainee.model, trainee.optimizer
+    before = trainee.state()
+    with leave_no_trace(model, optimizer):
+        trainee.step()
+        after_a_step = trainee.state()
+    counting = FailsAt(None)  # only now: a first step has operations of setting up
+    with leave_no_trace(model, optimizer), counting:
+        trainee.step()
+    found: list[tuple[int, str, bool, bool, bool]] = []
+    for point in range(0, counting.operations, counting.operations // 45):
+        error = "none"
+        try:
+            with leave_no_trace(model, optimizer), FailsAt(point):
+                trainee.step()
+        except torch.OutOfMemoryError as failure:
+            error = str(failure)
+        free_memory(torch.device("cpu"))
+        as_before = same_bits(trainee.state(), before)
+        graded = any(parameter.grad is not None for parameter in model.parameters())
+        dist.barrier()
+        with leave_no_trace(model, optimizer):
+            trainee.step()
+            next_step_right = same_bits(trainee.state(), after_a_step)
+        found.append((point, error, as_before, next_step_right, graded))
+    fresh = ShardedTrainee(warm_steps=warm_steps)
+    losses = [[one.step(seed=seed) for seed in range(5)] for one in (fresh, trainee)]
+    found.append((-1, "end", losses[0] == losses[1], same_bits(fresh.state(), trainee.state()), False))
+    return found
+
+
+def faults_on_ranks(rank: int) -> dict[str, list[tuple[int, str, bool, bool, bool]]]:
+    return {name: faults_of_a_sharded_model(rank, warm_steps) for name, warm_steps in (("fresh", 0), ("warm", 1))}
+
+
+@pytest.fixture(scope="module")
+def faults() -> list[dict[str, list[tuple[int, str, bool, bool, bool]]]]:
+    return run_on_ranks(faults_on_ranks, 2)
+
+
+@pytest.mark.parametrize("state", ["fresh", "warm"])
+def test_a_sharded_step_that_fails_anywhere_leaves_no_trace(faults: list[Any], state: str) -> None:
+    for ranks in faults:
+        *points, _ = ranks[state]
+        assert len(points) >= 45
+        assert {error for _, error, *_ in points} == {"injected: CUDA out of memory"}
+        assert [point for point, _, as_before, _, graded in points if not as_before or graded] == []
+
+
+@pytest.mark.parametrize("state", ["fresh", "warm"])
+def test_a_sharded_model_trains_on_like_a_fresh_copy_after_failing_anywhere(faults: list[Any], state: str) -> None:
+    for ranks in faults:
+        assert [point for point, _, _, next_step_right, _ in ranks[state] if not next_step_right] == []
+        assert ranks[state][-1][2], "losses of the next five steps differ"
