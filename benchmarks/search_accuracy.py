@@ -177,7 +177,7 @@ def _report(rows: list[list[str]], *, seconds: float) -> None:
         f"`python -m benchmarks.search_accuracy`, {time.strftime('%Y-%m-%d')}, commit {commit.strip()}, {machine},"
         f" Python {platform.python_version()}, torch {torch.__version__}, torchtune {version('torchtune')};"
         f" {seconds:.0f} s. Margin 0.05, no rounding. Probes are whole train steps; each search also takes one"
-        " step of one row before its first probe.",
+        " step of two rows before its first probe.",
         "",
         f"{len(rows) * len(STRATEGIES) - wrong} of {len(rows) * len(STRATEGIES)} searches exact.",
         "",

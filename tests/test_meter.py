@@ -173,7 +173,6 @@ def test_what_dies_while_nobody_watches_is_forgotten() -> None:
     assert meter.live_bytes == 0
 
 
-@pytest.mark.xfail(strict=True, reason="bug: `_forget` reads live bytes, calls, and then writes what it has read")
 def test_a_tensor_that_dies_in_another_thread_meanwhile_is_forgotten_too() -> None:
     """The threads of gloo give back a collective's tensors while the step goes on."""
 

@@ -210,7 +210,7 @@ def test_the_rate_is_one_function_of_the_fraction_of_training(growth: tuple[dict
     from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
-    rate = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=5, num_training_steps=48).lr_lambdas[0]
+    rate: Any = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=5, num_training_steps=48).lr_lambdas[0]
     per_epoch = [12] * 12 + [6] * 6 + [4] * 8
     epochs_done, expected = 0.0, []
     for steps_per_epoch in per_epoch:

@@ -281,7 +281,7 @@ def faults_of_a_sharded_model(rank: int, warm_steps: int) -> list[tuple[int, str
     with leave_no_trace(model, optimizer), counting:
         trainee.step()
     found: list[tuple[int, str, bool, bool, bool]] = []
-    for point in range(0, counting.operations, counting.operations // 45):
+    for point in range(0, counting.operations, counting.operations // 30):
         error = "none"
         try:
             with leave_no_trace(model, optimizer), FailsAt(point):
@@ -315,7 +315,7 @@ def faults() -> list[dict[str, list[tuple[int, str, bool, bool, bool]]]]:
 def test_a_sharded_step_that_fails_anywhere_leaves_no_trace(faults: list[Any], state: str) -> None:
     for ranks in faults:
         *points, _ = ranks[state]
-        assert len(points) >= 45
+        assert len(points) >= 30
         assert {error for _, error, *_ in points} == {"injected: CUDA out of memory"}
         assert [point for point, _, as_before, _, graded in points if not as_before or graded] == []
 
@@ -325,3 +325,20 @@ def test_a_sharded_model_trains_on_like_a_fresh_copy_after_failing_anywhere(faul
     for ranks in faults:
         assert [point for point, _, _, next_step_right, _ in ranks[state] if not next_step_right] == []
         assert ranks[state][-1][2], "losses of the next five steps differ"
+
+
+def test_a_wrapper_whose_own_copy_shares_its_memory_is_restored() -> None:
+    """torchao's 8-bit optimizer states give themselves when asked for a copy on the device where they are."""
+    low_bit = pytest.importorskip("torchao.optim.subclass_8bit")
+    state = low_bit.OptimState8bit.zeros((4096,), True, 256, torch.device("cpu"))
+    state.copy_(torch.linspace(-1, 1, 4096))
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight] = {"exp_avg": state}
+    codes, scale = state.codes.clone(), state.scale.clone()
+    with leave_no_trace(model, optimizer):
+        state.copy_(torch.linspace(3, -2, 4096))
+        assert not torch.equal(state.codes, codes)
+    assert optimizer.state[model.weight]["exp_avg"] is state
+    assert torch.equal(state.codes, codes)
+    assert torch.equal(state.scale, scale)

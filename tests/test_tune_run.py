@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -54,9 +55,16 @@ def on_tiny(kind: str, tiny_dir: Path, output_dir: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("whose", ["tiny", "llama3_2"])
+IN_EVERY_RUN = {("tiny", "full", 1), ("tiny", "lora", 2), ("llama3_2", "full", 2), ("llama3_2", "lora", 1)}
+
+
+@pytest.mark.parametrize(
+    ("whose", "kind", "ranks"),
+    [
+        pytest.param(*case, marks=() if case in IN_EVERY_RUN else pytest.mark.exhaustive)
+        for case in product(("tiny", "llama3_2"), ("full", "lora"), (1, 2))
+    ],
+)
 def test_stock_tune_run_searches_and_trains(whose: str, kind: str, ranks: int, tiny_dir: Path, tmp_path: Path) -> None:
     """One rank without torchrun's options, as on a laptop; two with them. Status 0 means every rank's."""
     name = f"adaptive_{kind}_finetune_distributed"

@@ -21,7 +21,7 @@ from torchtune_adaptive.snapshot import leave_no_trace
 from torchtune_adaptive.vote import Outcome, run_together
 
 CPU = torch.device("cpu")
-POINTS = {2: 40, 4: 12}  # by ranks: how many operations of a step are made to fail, evenly spread
+POINTS = {2: 30, 4: 9}  # by ranks: how many operations of a step are made to fail, evenly spread
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,13 @@ class Scenarios:
         spread = range(0, operations, operations // POINTS[self.world_size])
         return [self.trial({index % self.world_size: point}) for index, point in enumerate(spread)]
 
+    def one_rank_fails_everywhere(self) -> list[Trial]:
+        return [self.trial({point % self.world_size: point}) for point in range(self.operations())]
+
     def two_ranks_fail(self) -> list[Trial]:
         operations = self.operations()
-        spread = [operations * index // 6 for index in range(1, 6)]
-        pairs = [(one, other) for one in spread for other in spread if self.world_size == 2 or one + other < operations]
-        return [self.trial({0: one, self.world_size - 1: other}) for one, other in pairs]
+        spread = [operations * index // 5 for index in range(1, 5)][:: self.world_size // 2]
+        return [self.trial({0: one, self.world_size - 1: other}) for one in spread for other in spread]
 
     def other_errors(self) -> list[Trial]:
         operations = self.operations()
@@ -182,6 +184,19 @@ def test_there_is_a_vote_before_every_collective(played: list[dict[str, Any]]) -
 
 def test_nobody_waits_in_a_collective_inside_an_operation_on_dtensors(played: list[dict[str, Any]]) -> None:
     assert [ranks["before clipping"] for ranks in played] == ["OUT_OF_MEMORY"] * len(played)
+
+
+def play_everywhere(rank: int) -> list[Trial]:
+    return Scenarios(rank).one_rank_fails_everywhere()
+
+
+@pytest.mark.exhaustive
+def test_whichever_operation_fails_all_ranks_learn_of_it_and_go_on() -> None:
+    for trials in run_on_ranks(play_everywhere, 2, timeout_s=600):
+        assert len(trials) > 300
+        assert {(trial.outcome, trial.as_before, trial.next_step_right) for trial in trials} == {
+            ("OUT_OF_MEMORY", True, True)
+        }
 
 
 # ---- one process

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtune_adaptive.dispatch import is_on_wrappers
 from torchtune_adaptive.meter import MemoryMeter
+from torchtune_adaptive.wrappers import is_on_wrappers
 
 
 class CudaMeter(MemoryMeter):

@@ -15,6 +15,7 @@ from torchtune_adaptive.oom import free_memory
 from torchtune_adaptive.probe import Prober, ProgressBar
 from torchtune_adaptive.refuse import refuse_impossible_limit
 from torchtune_adaptive.search import (
+    SMALL_BATCH_SIZES,
     SearchResult,
     binary_search,
     decrease_until_oom,
@@ -53,7 +54,7 @@ def find_max_batch_size(
         train_step: a whole step on a batch: forward, loss, backward, optimizer step.
         make_batch: ``make_batch(n)`` gives a worst-case batch of n samples: the longest that training will meet.
         model: on the CPU or on CUDA; plain, FSDP2 or any other whose ranks issue the same collectives.
-        optimizer: its state is created by a step of one sample before anything is measured.
+        optimizer: its state is created by a step of two samples before anything is measured.
         memory_limit: bytes, or text such as "80GiB", that this rank may use; None for what the device has.
             On the CPU it is required.
         strategy: "linear_extrapolation", "binary_search" or "decrease_until_oom"; the last needs ``max_batch_size``.
@@ -99,7 +100,7 @@ def find_max_batch_size(
             meter=meter,
             settings=settings,
             consensus=consensus,
-            start=1,
+            start=SMALL_BATCH_SIZES[0],
             bound=max_batch_size or _NO_BOUND,
         )
 
@@ -137,7 +138,7 @@ def search(
         with leave_no_trace(model, optimizer):
             meter.limit_bytes = _usable(settings.memory_limit_bytes, settings.margin)
             free_memory(device)  # what loading the model left in the allocator's cache
-            warm = prober.warm_up()
+            warm = prober.warm_up(bound)
             # Now that context, communicators and optimizer state are there, the rest is what the device has left.
             limit_bytes = min(settings.memory_limit_bytes or meter.available_bytes, meter.available_bytes)
             meter.limit_bytes = _usable(limit_bytes, settings.margin)
@@ -185,9 +186,10 @@ def _known_to_fit(batch_size: int, prober: Prober) -> bool:
 
 
 def _nothing_fits(meter: MemoryMeter, limit_bytes: int, margin: float, consensus: Consensus) -> NothingFitsError:
-    """The error with the figures of the rank that needed the most. A collective."""
+    """The error with the greatest need and the least limit of all ranks. A collective."""
     peak_bytes = consensus.max_over_ranks(meter.peak_bytes)
-    usable_bytes = consensus.min_over_ranks(_usable(limit_bytes, margin) or 0)
+    limit_bytes = consensus.min_over_ranks(limit_bytes)
+    usable_bytes = _usable(limit_bytes, margin) or 0
     return NothingFitsError(
         f"not even one row fits: its step needs at least {format_bytes(peak_bytes)} on one rank, but"
         f" {format_bytes(usable_bytes)} may be used (limit {format_bytes(limit_bytes)} less a margin of {margin:g});"

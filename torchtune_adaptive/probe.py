@@ -52,12 +52,14 @@ class Prober:
         self._timelines: dict[int, Timeline] = {}
         self.probes: list[Probe] = []
 
-    def warm_up(self) -> bool:
-        """Take one step of one row; whether it fits. Afterwards the optimizer has its state, and lazy set-up is done.
+    def warm_up(self, bound: int) -> bool:
+        """Take one small step, of a single row only if it must be; whether one fits. A collective.
 
-        Without it the first probe would miss the optimizer's state in its forward and backward.
+        Afterwards the optimizer has its state, which the first probe would miss in its forward and backward,
+        and lazy set-up is done. Some models, with batch normalisation for example, refuse a single row.
         """
-        return self._attempt(1, timeline=False).fits
+        sizes = [size for size in (SMALL_BATCH_SIZES[0], 1) if size <= bound]
+        return any(self._attempt(size, timeline=False).fits for size in sizes)
 
     def fits(self, batch_size: int) -> bool:
         """Whether a step of ``batch_size`` rows fits on every rank. A collective; the answer is every rank's."""
@@ -69,7 +71,7 @@ class Prober:
         """Largest batch size that should fit on every rank by the probes so far; None if they allow no forecast.
 
         The operations' lines say how memory grows; the largest probe that fitted says by how much they
-        miss what the allocator really takes. A collective.
+        miss what the allocator really takes. Where they miss ever more, the next size is worth a try. A collective.
         """
         mine = self._forecast_here()
         if not self._consensus.any_rank(mine is not None):
@@ -83,9 +85,18 @@ class Prober:
         forecast = Forecast.from_timelines(*self._timelines.values())
         if forecast is None:
             return None
-        largest = max((probe for probe in self.probes if probe.fits), key=lambda probe: probe.batch_size)
-        missed_bytes = largest.peak_bytes - forecast.peak_bytes(largest.batch_size)
-        return forecast.largest_batch_size(self._meter.limit_bytes - missed_bytes)
+        missed_bytes = {
+            probe.batch_size: probe.peak_bytes - forecast.peak_bytes(probe.batch_size)
+            for probe in self.probes
+            if probe.fits
+        }
+        tried = max(missed_bytes)
+        largest = forecast.largest_batch_size(self._meter.limit_bytes - missed_bytes[tried])
+        drift_bytes = abs(missed_bytes[tried] - missed_bytes[SMALL_BATCH_SIZES[-1]])
+        row_bytes = forecast.peak_bytes(tried + 1) - forecast.peak_bytes(tried)
+        if largest is not None and drift_bytes > row_bytes / 2:
+            return max(largest, tried + 1)  # memory is no line: what lies above must be tried to be known
+        return largest
 
     def _attempt(self, batch_size: int, *, timeline: bool) -> Probe:
         started = time.perf_counter()

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.fsdp_reset import reset_after_failure
+from torchtune_adaptive.wrappers import plain_parts
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def leave_no_trace(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterat
     NumPy, the CPU and the devices in use. Not a collective: each rank saves and restores its own.
     """
     tensors = [*(p for p in model.parameters() if p.requires_grad), *model.buffers()]
-    values = [(tensor, _to_host(tensor)) for tensor in tensors]
+    copies = [_Copy(tensor) for tensor in tensors]
     saved_optimizer = _OptimizerState(optimizer)
     with keep_random_states():
         try:
@@ -34,8 +35,8 @@ def leave_no_trace(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterat
         finally:
             reset_after_failure(model)
             with torch.no_grad():
-                for tensor, value in values:
-                    _local(tensor).copy_(value)
+                for saved in copies:
+                    saved.restore()
                 saved_optimizer.restore()
 
 
@@ -89,7 +90,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 def _save(values: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Each value with a copy of it: tensors on the host, anything else copied deeply."""
     return {
-        name: (value, _to_host(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value))
+        name: (value, _Copy(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value))
         for name, value in values.items()
     }
 
@@ -98,18 +99,19 @@ def _restore(values: dict[str, Any], saved: dict[str, tuple[Any, Any]], keep: tu
     for name in [name for name in values if name not in saved and name not in keep]:
         del values[name]
     for name, (original, value) in saved.items():
-        if isinstance(original, torch.Tensor):
-            _local(original).copy_(value)
+        if isinstance(value, _Copy):
+            value.restore()
             values[name] = original
         else:
             values[name] = value
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``tensor``, sharing its memory."""
-    tensor = tensor.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
+class _Copy:
+    """A copy of a tensor on the host, part by part: a wrapper's own copy may share memory with it."""
 
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._parts = [(part.detach(), part.detach().to("cpu", copy=True)) for part in plain_parts(tensor)]
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return _local(tensor).to("cpu", copy=True)
+    def restore(self) -> None:
+        for part, value in self._parts:
+            part.copy_(value)

@@ -12,9 +12,10 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from torchtune_adaptive.collectives import is_collective, is_wait
 from torchtune_adaptive.consensus import Consensus
-from torchtune_adaptive.dispatch import is_collective, is_on_wrappers, is_wait
 from torchtune_adaptive.oom import is_out_of_memory
+from torchtune_adaptive.wrappers import is_on_wrappers
 
 
 class Outcome(IntEnum):
