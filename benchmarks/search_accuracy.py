@@ -28,7 +28,7 @@ from torchtune_adaptive.search import SearchResult
 from torchtune_adaptive.settings import STRATEGIES
 from torchtune_adaptive.snapshot import leave_no_trace
 from torchtune_adaptive.tiny import make_tiny_assets
-from torchtune_adaptive.worst_case import batch_maker, worst_case_row
+from torchtune_adaptive.worst_case import worst_case_row
 
 RESULTS = Path(__file__).parent / "results" / "search_accuracy_cpu.md"
 RANKS = 2
@@ -144,19 +144,19 @@ def _exhaustive(case: Case, usable_bytes: int, tiny_dir: Path) -> int:
     row, _ = worst_case_row(
         recipe._dataloader.dataset, seq_len=None, tokenizer_max_seq_len=case.seq_len, consensus=recipe._consensus
     )
-    make_batch = batch_maker(row, recipe._dataloader.collate_fn)
+    make_window = recipe._window_maker(row)
     peaks: list[int] = [0]
     too_large = 0
     with leave_no_trace(recipe._model, recipe._optimizer):
         with meter:
-            recipe._probe_step(make_batch(1))  # the optimizer's state is there from now on, and counted
+            recipe._probe_step(make_window(2))  # the optimizer's state is there from now on, and counted
         while too_large <= BEYOND:
-            batch = make_batch(len(peaks))
+            window = make_window(len(peaks))
             meter.reset()
-            meter.count(batch)
+            meter.count(window)
             with meter:
-                recipe._probe_step(batch)
-            del batch
+                recipe._probe_step(window)
+            del window
             peaks.append(recipe._consensus.max_over_ranks(meter.peak_bytes))
             too_large += peaks[-1] > usable_bytes
     fitting = [rows for rows, peak_bytes in enumerate(peaks) if peak_bytes <= usable_bytes]

@@ -76,7 +76,12 @@ CASES: dict[str, tuple[list[str], str]] = {
         [GROW + "tests.growth_functions.gives_two", "batch_size=64", "adaptive.memory_limit=64MiB"],
         "`batch_size` must be at most the largest that fits (3), but is 64 instead.",
     ),
-    "nothing fits": ([SEARCH, "adaptive.memory_limit=9MiB"], "not even one row fits: its step needs at least"),
+    "nothing fits": ([SEARCH, "adaptive.memory_limit=9MiB"], "not even one row fits: its step ran out of memory at"),
+    "nothing fits before the first forward": ([SEARCH, "adaptive.memory_limit=1MiB"], "not even one row fits:"),
+    "start above the bound": (
+        [GROW + "tests.growth_functions.gives_two", "batch_size=8", "adaptive.max_batch_size=4"],
+        "at most the largest that data set and max_batch_size allow (4), but is 8 instead.",
+    ),
 }
 
 

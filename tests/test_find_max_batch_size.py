@@ -303,7 +303,7 @@ def test_nothing_that_fits_is_said_with_its_figures(measured: tuple[type[Loop], 
     before = loop.state()
     with pytest.raises(NothingFitsError) as caught:
         loop.find(peaks[1] // 2, strategy=strategy, margin=0.5)
-    assert "not even one row fits: its step needs at least" in str(caught.value)
+    assert "not even one row fits: its step ran out of memory at" in str(caught.value)
     assert (
         f"{peaks[1] // 4 / 1024:.1f} KiB may be used (limit {peaks[1] // 2 / 1024:.1f} KiB less a margin of 0.5)"
         in (str(caught.value))
@@ -472,9 +472,75 @@ def test_nothing_fits_on_any_rank_if_it_does_not_on_one(on_ranks: list[dict[str,
 def test_the_figures_of_nothing_that_fits_belong_together(on_ranks: list[dict[str, Any]]) -> None:
     for ranks in on_ranks:
         for text in ranks["nothing fits on one rank"]:
-            assert "but 100 B may be used (limit 100 B less a margin of 0)" in text
+            assert "of the 100 B that may be used (limit 100 B, margin 0)" in text
 
 
 def test_an_error_on_one_rank_ends_the_search_on_all(on_ranks: list[dict[str, Any]]) -> None:
     assert on_ranks[1]["failing on rank 1"] == "ValueError: the user's own mistake"
     assert on_ranks[0]["failing on rank 1"].startswith("RuntimeError: another rank failed during a probe")
+
+
+# ---- faults that a search meets on its way
+
+
+@pytest.mark.parametrize("share", [1.1, 1.6, 2.3, 2.6, 3.0, 3.5, 4.1])
+def test_memory_that_ends_while_the_optimizer_makes_its_state_is_no_other_error(share: float) -> None:
+    """AdamW takes a state that was made by half for a whole one."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train_step(batch: torch.Tensor) -> None:
+        model(batch).square().sum().backward()
+        optimizer.step()
+
+    limit_bytes = int(share * sum(parameter.nbytes for parameter in model.parameters()))
+    with pytest.raises(NothingFitsError):
+        find_max_batch_size(
+            train_step, lambda n: torch.ones(n, 64), model=model, optimizer=optimizer, memory_limit=limit_bytes
+        )
+    assert len(optimizer.state) == 0
+
+
+def test_one_row_is_found_where_two_rows_fail_in_making_the_state() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    held: list[torch.Tensor] = []
+
+    def train_step(batch: torch.Tensor) -> None:
+        held.clear()
+        model(batch).square().sum().backward()
+        held.append(torch.zeros(len(batch), 1000))  # 4000 bytes a row, while the optimizer makes its state
+        optimizer.step()
+        held.clear()
+
+    found = find_max_batch_size(
+        train_step,
+        lambda n: torch.ones(n, 8),
+        model=model,
+        optimizer=optimizer,
+        memory_limit=4 * sum(parameter.nbytes for parameter in model.parameters()) + 4000 + 2000,
+        margin=0.0,
+        max_batch_size=4,
+        strategy="binary_search",
+    )
+    assert found.exact_batch_size == 1
+
+
+def test_a_first_step_at_a_size_that_runs_other_operations_does_not_cost_the_forecast() -> None:
+    """As compiling does: the small sizes are run once more, and the forecast stands."""
+    loop = Perceptron()
+    seen: set[int] = set()
+    train_step = loop.train_step
+
+    def tuning_step(batch: dict[str, torch.Tensor]) -> None:
+        size = len(batch["inputs"])
+        if size == 3 and size not in seen:
+            torch.zeros(1).add(1)
+        seen.add(size)
+        train_step(batch)
+
+    loop.train_step = tuning_step
+    found = loop.find("1MiB", strategy="linear_extrapolation")
+    assert [probe.batch_size for probe in found.probes[:4]] == [2, 3, 2, 3]
+    assert len(found.probes) <= 6
+    assert all(probe.fits for probe in found.probes)

@@ -126,11 +126,11 @@ def _metered_peaks(recipe: Any, batch_size: int) -> list[int]:
     peaks = []
     for rows in (1, batch_size, batch_size + 1):
         row = {"tokens": list(range(256)), "labels": list(range(256))}
-        window = [recipe._dataloader.collate_fn([row] * rows)] * 2
+        window = [recipe._dataloader.collate_fn([row] * rows) for _ in range(3)]
         meter.reset()
         meter.count(window)
         with meter, keep_random_states():
-            recipe._run_window(window)
+            recipe._run_window(window[:2])
         peaks.append(meter.peak_bytes)
     return peaks[1:]
 
@@ -149,6 +149,42 @@ def test_every_strategy_finds_the_largest_batch_that_a_metered_step_fits(tiny_di
         assert result.batch_size & (result.batch_size - 1) == 0
     assert len(ranks[0]["found"]["linear_extrapolation"].probes) <= 4
     assert all(probe.fits for probe in ranks[0]["found"]["linear_extrapolation"].probes)
+
+
+def _train_packed(rank: int, tiny_dir: Path, output_dir: Path) -> tuple[int, list[float]]:
+    """Many micro-batches with masks, held together, and a limit without any margin that just allows the search."""
+    common: dict[str, Any] = {"dataset__packed": True, "gradient_accumulation_steps": 12, "epochs": 2, "batch_size": 2}
+    common |= {"tokenizer__max_seq_len": 256, "use_maximum_batch_size": True}
+    settings = {"max_batch_size": 2, "power_of_two": False, "margin": 0.0}
+    probed = _set_up("full", tiny_dir, output_dir, **common, adaptive=settings | {"memory_limit": "2GiB"})
+    peak_bytes = max(probe.peak_bytes for probe in probed._report.result.probes)
+    cfg = tiny_config("full", tiny_dir, output_dir, **common, adaptive=settings | {"memory_limit": peak_bytes})
+    steps, _, recipe = finished(adaptive_recipe("full"), cfg)
+    return recipe._report.result.batch_size, [step["peak_memory_bytes"] / peak_bytes for step in steps]
+
+
+def test_training_never_needs_more_than_the_probe_did(tiny_dir: Path, tmp_path: Path) -> None:
+    ((batch_size, shares),) = run_on_ranks(_train_packed, 1, tiny_dir, tmp_path, timeout_s=120)
+    assert batch_size == 2
+    assert len(shares) >= 2
+    assert 0.9 < max(shares) <= 1.0
+
+
+def _tensor_rate(rank: int, tiny_dir: Path, output_dir: Path) -> list[float]:
+    """The options of an optimizer whose rate is a tensor, as torchao's are, after a search and some steps."""
+    cfg = tiny_config(
+        "full", tiny_dir, output_dir, use_maximum_batch_size=True, adaptive__memory_limit="64MiB", epochs=1
+    )
+    cfg.max_steps_per_epoch = 3
+    cfg.optimizer = {"_component_": "tests.recipe_runs.adamw_with_tensor_rate", "lr": 1e-3}
+    _, _, recipe = finished(adaptive_recipe("full"), cfg)
+    group = recipe._optimizer.param_groups[0]
+    return [float(group["lr"]), float(group["initial_lr"])]
+
+
+def test_a_rate_that_is_a_tensor_keeps_its_initial_value(tiny_dir: Path, tmp_path: Path) -> None:
+    ((rate, initial_rate),) = run_on_ranks(_tensor_rate, 1, tiny_dir, tmp_path)
+    assert rate < initial_rate == pytest.approx(1e-3)
 
 
 def _grow(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:

@@ -244,3 +244,15 @@ def test_after_a_failure_nothing_refers_to_its_tensors() -> None:
     assert run(fail) is Outcome.OUT_OF_MEMORY
     gc.collect()
     assert [reference() for reference in alive] == [None]
+
+
+def test_out_of_memory_behind_an_error_of_a_context_that_could_not_close_is_out_of_memory() -> None:
+    """torchtune's activation offloading raises one of its own on its way out."""
+
+    def work() -> None:
+        try:
+            out_of_memory()
+        finally:
+            raise RuntimeError("INTERNAL ASSERT FAILED")
+
+    assert run_together(work, Consensus()) is Outcome.OUT_OF_MEMORY

@@ -1,5 +1,6 @@
 """The batch size of a recipe: searched for before training, grown at epoch boundaries, set in one place."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -18,17 +19,18 @@ from torchtune_adaptive.meter import MemoryMeter, meter_for
 from torchtune_adaptive.rate import follow
 from torchtune_adaptive.refuse import (
     refuse_impossible_limit,
+    refuse_large_start,
     refuse_long_rows,
     refuse_small_data,
     refuse_unsearchable,
     samples_per_step,
 )
-from torchtune_adaptive.report import AdaptiveReport, probe_table, summary
+from torchtune_adaptive.report import AdaptiveReport, past_history, probe_table, summary
 from torchtune_adaptive.schedule import Growth, next_batch_size, rehearse
 from torchtune_adaptive.search import SearchResult
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.snapshot import keep_random_states
-from torchtune_adaptive.worst_case import batch_maker, worst_case_row
+from torchtune_adaptive.worst_case import Row, window_maker, worst_case_row
 
 log = utils.get_logger("DEBUG")
 
@@ -116,7 +118,7 @@ class AdaptiveBatch:
             )
         result = search(
             self._probe_step,
-            batch_maker(row, self._dataloader.collate_fn),
+            self._window_maker(row),
             model=self._model,
             optimizer=self._optimizer,
             device=self._device,
@@ -127,14 +129,19 @@ class AdaptiveBatch:
             bound=min(bound, self._adaptive.max_batch_size or bound),
         )
         self._renew_offloading()
-        self._report = AdaptiveReport(result, seq_len)
+        history = past_history(self._output_dir, before_epoch=self.epochs_run)
+        self._report = AdaptiveReport(result, seq_len, history)
         utils.log_rank_zero(log, f"Probes as rank 0 saw them:\n{probe_table(result)}\n{summary(result, seq_len)}")
         return result
 
-    def _probe_step(self, batch: dict[str, Any]) -> None:
-        """One optimizer step on ``batch``; twice over it if gradients accumulate, which then lie in memory."""
+    def _window_maker(self, row: Row) -> Callable[[int], list[dict[str, Any]]]:
+        """Windows of as many micro-batches as training may hold: one optimizer step's, and an epoch's left over."""
+        return window_maker(row, self._dataloader.collate_fn, micro_batches=2 * self._gradient_accumulation_steps - 1)
+
+    def _probe_step(self, window: list[dict[str, Any]]) -> None:
+        """One optimizer step; over two micro-batches of ``window`` if there are more: then gradients lie in memory."""
         self._renew_offloading()
-        self._run_window([batch] * min(self._gradient_accumulation_steps, 2))
+        self._run_window(window[:2])
 
     def _run_window(self, window: list[dict[str, Any]]) -> Any:
         """One optimizer step over a window of micro-batches. A collective."""
@@ -147,9 +154,7 @@ class AdaptiveBatch:
     def _start_from(self, result: SearchResult, cfg: DictConfig) -> None:
         """Take up the batch size the search or the config gives, and where the schedule has brought it on resuming."""
         first = result.batch_size if self._adaptive.use_maximum_batch_size else cfg.batch_size
-        largest = result.exact_batch_size
-        if first > largest:
-            raise InputError(f"`batch_size` must be at most the largest that fits ({largest}), but is {first} instead.")
+        refuse_large_start(first, result.exact_batch_size, bound=result.bound)
         self._maximum = result.batch_size
         growths = self._rehearse(first, maximum=self._maximum)
         sizes = [growth.batch_size for growth in growths] or [first] * self.total_epochs
@@ -166,7 +171,7 @@ class AdaptiveBatch:
         self.global_step = sum(self._steps_at(size) for size in past_sizes)
         if self._lr_scheduler is not None:
             for group in self._optimizer.param_groups:
-                group["lr"] = group["initial_lr"]
+                group["lr"] = copy.deepcopy(group["initial_lr"])  # a tensor is changed in place: not to be shared
             self._lr_scheduler = self._setup_lr_scheduler(
                 cfg_lr_scheduler=cfg.lr_scheduler,
                 num_training_steps=self.total_epochs * first_steps,

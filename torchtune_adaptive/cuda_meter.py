@@ -101,7 +101,7 @@ class CudaMeter(MemoryMeter):
 
 
 class _RecordAllocated(TorchDispatchMode):
-    """Reports each operation to a meter. Inside compiled layers nothing is seen: they count as one stretch."""
+    """Reports each operation to a meter; of compiled layers it sees only the kernels that are not fused."""
 
     supports_higher_order_operators = True
 

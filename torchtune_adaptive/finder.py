@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.consensus import Consensus
 from torchtune_adaptive.errors import InputError, NothingFitsError
@@ -86,9 +87,7 @@ def find_max_batch_size(
     )
     if strategy == "decrease_until_oom" and max_batch_size is None:
         raise InputError("`max_batch_size` must be a number for strategy 'decrease_until_oom', but is None instead.")
-    device = next((parameter.device for parameter in model.parameters()), None)
-    if device is None:
-        raise InputError("`model` must have parameters, but has none.")
+    device = _computing_device(model)
     meter = meter_for(device, model, optimizer)
     with _phases_by_hooks(model, optimizer, meter), contextlib.closing(Consensus()) as consensus:
         return search(
@@ -103,6 +102,17 @@ def find_max_batch_size(
             start=SMALL_BATCH_SIZES[0],
             bound=max_batch_size or _NO_BOUND,
         )
+
+
+def _computing_device(model: nn.Module) -> torch.device:
+    """Where ``model`` computes: where its parameters are, or with FSDP2's CPU offload where they are brought to."""
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        raise InputError("`model` must have parameters, but has none.")
+    mesh_type = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
+    if mesh_type == parameter.device.type:
+        return parameter.device
+    return torch.device(mesh_type, torch.get_device_module(mesh_type).current_device())
 
 
 def search(
@@ -135,10 +145,10 @@ def search(
     )
     progress = ProgressBar(prober, consensus)
     try:
-        with leave_no_trace(model, optimizer):
+        with leave_no_trace(model, optimizer) as restore_optimizer:
             meter.limit_bytes = _usable(settings.memory_limit_bytes, settings.margin)
             free_memory(device)  # what loading the model left in the allocator's cache
-            warm = prober.warm_up(bound)
+            warm = prober.warm_up(bound, after_failure=restore_optimizer)
             # Now that context, communicators and optimizer state are there, the rest is what the device has left.
             limit_bytes = min(settings.memory_limit_bytes or meter.available_bytes, meter.available_bytes)
             meter.limit_bytes = _usable(limit_bytes, settings.margin)
@@ -191,8 +201,8 @@ def _nothing_fits(meter: MemoryMeter, limit_bytes: int, margin: float, consensus
     limit_bytes = consensus.min_over_ranks(limit_bytes)
     usable_bytes = _usable(limit_bytes, margin) or 0
     return NothingFitsError(
-        f"not even one row fits: its step needs at least {format_bytes(peak_bytes)} on one rank, but"
-        f" {format_bytes(usable_bytes)} may be used (limit {format_bytes(limit_bytes)} less a margin of {margin:g});"
+        f"not even one row fits: its step ran out of memory at {format_bytes(peak_bytes)} on one rank, of the"
+        f" {format_bytes(usable_bytes)} that may be used (limit {format_bytes(limit_bytes)}, margin {margin:g});"
         " shorter rows, activation checkpointing, LoRA or more ranks would need less."
     )
 

@@ -21,6 +21,7 @@ def reset_after_failure(model: nn.Module) -> None:
     block, on every rank that stopped in mid-step.
     """
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    states = [state for state in states if state._is_root is not None]  # before its first forward nothing is set up
     for state in states:
         if state._is_root and hasattr(FSDPModule, "reset_iter_state"):
             state._reset_iter_state()

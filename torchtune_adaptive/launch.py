@@ -4,6 +4,7 @@ import atexit
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -131,10 +132,12 @@ def _leave(status: int) -> NoReturn:
     """Exit with ``status``; with several ranks without the interpreter's tear-down.
 
     A gloo thread that gives back a tensor while the interpreter finalises aborts the process, and the
-    launcher reports a failed run that was complete. Exit hooks have run and output is flushed by then.
+    launcher reports a failed run that was complete. Threads have ended, exit hooks have run and output is
+    flushed by then, as in any exit.
     """
     if int(os.environ["WORLD_SIZE"]) == 1:
         sys.exit(status)
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # a checkpoint may still be written
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -79,7 +79,9 @@ class AdaptiveLoop(AdaptiveBatch):
         self._dataloader.sampler.set_epoch(epoch)
         started = time.perf_counter()
         for step, window in enumerate(self._windows(), start=1):
-            self._record_memory_history(epoch, step)
+            records_memory = self._records_memory_history(epoch)
+            if records_memory and step == self._first_active_step():
+                torch.cuda.memory._record_memory_history()
             totals = self._train_step(window)
             self.global_step += 1
             if self._lr_scheduler is not None:
@@ -88,6 +90,8 @@ class AdaptiveLoop(AdaptiveBatch):
             progress.set_description(f"{epoch + 1}|{self.global_step}|Loss: {totals.loss}")
             self._log_step(totals, seconds=time.perf_counter() - started)
             started = time.perf_counter()
+            if records_memory and step == self._first_active_step() + self.profiler_active_steps:
+                torch.cuda.memory._record_memory_history(enabled=None)
             self._profiler.step()
             if step == self.max_steps_per_epoch:
                 break
@@ -206,15 +210,13 @@ class AdaptiveLoop(AdaptiveBatch):
         if self._device.type != "cpu":
             training.cleanup_before_training()
 
-    def _record_memory_history(self, epoch: int, step: int) -> None:
-        """Record CUDA's memory history during the profiler's active steps of the first epoch, as stock does."""
-        if not self._is_rank_zero or epoch or self._device.type != "cuda" or not self.profiler_profile_memory:
-            return
-        first = self.profiler_wait_steps + self.profiler_warmup_steps + 1
-        if step == first:
-            torch.cuda.memory._record_memory_history()
-        elif step == first + self.profiler_active_steps:
-            torch.cuda.memory._record_memory_history(enabled=None)
+    def _records_memory_history(self, epoch: int) -> bool:
+        """Whether the profiler is to record CUDA's memory history, as in stock in the first epoch and on rank 0."""
+        return self._is_rank_zero and epoch == 0 and self._device.type == "cuda" and self.profiler_profile_memory
+
+    def _first_active_step(self) -> int:
+        """The first step (from 1) that the profiler records; it goes on for its active steps and one more."""
+        return self.profiler_wait_steps + self.profiler_warmup_steps + 1
 
     def _save(self, epoch: int) -> None:
         """Save a checkpoint after ``epoch``. A collective."""

@@ -50,16 +50,21 @@ class Prober:
         self._consensus = consensus
         self._timeline_sizes = SMALL_BATCH_SIZES if forecasts else ()
         self._timelines: dict[int, Timeline] = {}
+        self._traced_again = False
         self.probes: list[Probe] = []
 
-    def warm_up(self, bound: int) -> bool:
+    def warm_up(self, bound: int, *, after_failure: Callable[[], None]) -> bool:
         """Take one small step, of a single row only if it must be; whether one fits. A collective.
 
         Afterwards the optimizer has its state, which the first probe would miss in its forward and backward,
         and lazy set-up is done. Some models, with batch normalisation for example, refuse a single row.
         """
-        sizes = [size for size in (SMALL_BATCH_SIZES[0], 1) if size <= bound]
-        return any(self._attempt(size, timeline=False).fits for size in sizes)
+        for batch_size in (SMALL_BATCH_SIZES[0], 1):
+            if batch_size <= bound:
+                if self._attempt(batch_size, timeline=False).fits:
+                    return True
+                after_failure()
+        return False
 
     def fits(self, batch_size: int) -> bool:
         """Whether a step of ``batch_size`` rows fits on every rank. A collective; the answer is every rank's."""
@@ -73,17 +78,30 @@ class Prober:
         The operations' lines say how memory grows; the largest probe that fitted says by how much they
         miss what the allocator really takes. Where they miss ever more, the next size is worth a try. A collective.
         """
+        if self._consensus.any_rank(self._must_trace_again()):
+            self._traced_again = True
+            for batch_size in self._timeline_sizes:
+                self.fits(batch_size)
         mine = self._forecast_here()
         if not self._consensus.any_rank(mine is not None):
             return None
         largest = self._consensus.min_over_ranks(-1 if mine is None else mine)
         return None if largest < 0 else largest
 
+    def _must_trace_again(self) -> bool:
+        """Whether the small sizes ran different operations, once: the first step at a size may compile kernels."""
+        return self._has_timelines() and not self._traced_again and self._forecast() is None
+
+    def _has_timelines(self) -> bool:
+        return len(self._timelines) == len(SMALL_BATCH_SIZES)
+
+    def _forecast(self) -> Forecast | None:
+        small, large = (self._timelines[batch_size] for batch_size in SMALL_BATCH_SIZES)
+        return Forecast.from_timelines(small, large)
+
     def _forecast_here(self) -> int | None:
-        if self._meter.limit_bytes is None or len(self._timelines) < len(SMALL_BATCH_SIZES):
-            return None
-        forecast = Forecast.from_timelines(*self._timelines.values())
-        if forecast is None:
+        forecast = self._forecast() if self._has_timelines() else None
+        if forecast is None or self._meter.limit_bytes is None:
             return None
         missed_bytes = {
             probe.batch_size: probe.peak_bytes - forecast.peak_bytes(probe.batch_size)

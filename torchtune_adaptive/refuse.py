@@ -60,6 +60,17 @@ def refuse_small_data(num_samples: int, *, batch_size: int, micro_steps: int, ra
     )
 
 
+def refuse_large_start(batch_size: int, largest: int, *, bound: int) -> None:
+    """Refuse to train with a ``batch_size`` above the ``largest`` that a search up to ``bound`` found.
+
+    Raises:
+        InputError: it is above.
+    """
+    if batch_size > largest:
+        what = "that data set and max_batch_size allow" if largest == bound else "that fits"
+        raise InputError(f"`batch_size` must be at most the largest {what} ({largest}), but is {batch_size} instead.")
+
+
 def refuse_long_rows(seq_len: int, model: torch.nn.Module) -> None:
     """Refuse rows of ``seq_len`` tokens that ``model`` has no positions for.
 

@@ -35,6 +35,17 @@ class AdaptiveReport:
         return path
 
 
+def past_history(output_dir: str | Path, *, before_epoch: int) -> list[dict[str, Any]]:
+    """What an earlier part of the run decided for the epochs before ``before_epoch``; nothing for a run that starts."""
+    path = Path(output_dir) / REPORT_NAME
+    if before_epoch == 0:
+        return []
+    try:
+        return [entry for entry in json.loads(path.read_text())["history"] if entry["epoch"] < before_epoch]
+    except (OSError, ValueError, KeyError, TypeError):  # no report, or another program's
+        return []
+
+
 def probe_table(result: SearchResult) -> str:
     """The probes as a table with the figures of this rank, and a line with the sizes found.
 

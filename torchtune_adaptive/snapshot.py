@@ -8,7 +8,7 @@ parameters are not saved, because nothing writes to them.
 import copy
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,24 +20,26 @@ from torchtune_adaptive.wrappers import plain_parts
 
 
 @contextmanager
-def leave_no_trace(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def leave_no_trace(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Callable[[], None]]:
     """On leaving, also by an exception, everything is as it was on entering, bit for bit, and gradients are None.
+
+    Gives a function that puts the optimizer back alone, for when a step failed while it made the optimizer's
+    state: the next one would take the half for the whole.
 
     Covers parameters, buffers, the optimizer's state and options, and the random generators of Python,
     NumPy, the CPU and the devices in use. Not a collective: each rank saves and restores its own.
     """
     tensors = [*(p for p in model.parameters() if p.requires_grad), *model.buffers()]
     copies = [_Copy(tensor) for tensor in tensors]
-    saved_optimizer = _OptimizerState(optimizer)
+    saved_optimizer = _SavedOptimizer(optimizer)
     with keep_random_states():
         try:
-            yield
+            yield saved_optimizer.restore
         finally:
             reset_after_failure(model)
-            with torch.no_grad():
-                for saved in copies:
-                    saved.restore()
-                saved_optimizer.restore()
+            for saved in copies:
+                saved.restore()
+            saved_optimizer.restore()
 
 
 @contextmanager
@@ -59,7 +61,7 @@ def keep_random_states() -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda_states)
 
 
-class _OptimizerState:
+class _SavedOptimizer:
     """An optimizer's state and options. Tensors that were there keep their identity; what a step added is removed."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -112,6 +114,7 @@ class _Copy:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._parts = [(part.detach(), part.detach().to("cpu", copy=True)) for part in plain_parts(tensor)]
 
+    @torch.no_grad()
     def restore(self) -> None:
         for part, value in self._parts:
             part.copy_(value)

@@ -53,6 +53,21 @@ class _VoteBeforeCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _why_stopped(error: BaseException | None) -> tuple[Outcome, bool] | None:
+    """The outcome that ``error`` means and whether it arose here; None if it is neither out of memory nor a peer's.
+
+    Looks behind errors that arose while another was on its way: torchtune's activation offloading cannot
+    close its context in mid-forward, and raises one of its own.
+    """
+    while error is not None:
+        if isinstance(error, _PeerStopped):
+            return error.outcome, False
+        if is_out_of_memory(error):
+            return Outcome.OUT_OF_MEMORY, True
+        error = error.__context__
+    return None
+
+
 def run_together(work: Callable[[], object], consensus: Consensus) -> Outcome:
     """Run ``work`` on every rank; all ranks return the same outcome, whichever of them ran out of memory and where.
 
@@ -69,13 +84,12 @@ def run_together(work: Callable[[], object], consensus: Consensus) -> Outcome:
         else:
             with _VoteBeforeCollectives(consensus):
                 work()
-    except _PeerStopped as stop:
-        outcome, failed_here = stop.outcome, False
     except Exception as error:
-        if not is_out_of_memory(error):
+        stopped = _why_stopped(error)
+        if stopped is None:
             consensus.max_over_ranks(Outcome.FAILED)
             raise
-        outcome = Outcome.OUT_OF_MEMORY  # only the fact leaves this block: the traceback pins every tensor
+        outcome, failed_here = stopped  # only the fact leaves this block: the traceback pins every tensor
     if failed_here:  # or done: either way the peers wait for this rank's vote
         outcome = Outcome(consensus.max_over_ranks(outcome))
     if outcome is Outcome.FAILED:

@@ -46,9 +46,11 @@ def longest_sample(dataset: Any, consensus: Consensus) -> int:
     return consensus.max_over_ranks(max(lengths, default=0))
 
 
-def batch_maker(row: Row, collate: Callable[[list[Row]], dict[str, Any]]) -> Callable[[int], dict[str, Any]]:
-    """``make_batch(n)``: a batch of n times ``row``, put together by the data loader's own ``collate``."""
-    return lambda batch_size: collate([row] * batch_size)
+def window_maker(
+    row: Row, collate: Callable[[list[Row]], dict[str, Any]], *, micro_batches: int
+) -> Callable[[int], list[dict[str, Any]]]:
+    """``make_window(n)``: micro-batches of n times ``row``, put together by the data loader's own ``collate``."""
+    return lambda batch_size: [collate([row] * batch_size) for _ in range(micro_batches)]
 
 
 def _is_packed(dataset: Any) -> bool:
