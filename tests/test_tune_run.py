@@ -9,16 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from torchtune_adaptive.tiny import MODEL_GEOMETRY
+
 REPOSITORY = Path(__file__).parent.parent
-GEOMETRY = {
-    "vocab_size": 2048,
-    "num_layers": 4,
-    "num_heads": 4,
-    "num_kv_heads": 4,
-    "embed_dim": 128,
-    "intermediate_dim": 384,
-    "max_seq_len": 512,
-}
 SHORT = ["epochs=1", "max_steps_per_epoch=2", "adaptive.memory_limit=128MiB", "tokenizer.max_seq_len=128"]
 
 
@@ -40,7 +33,7 @@ def on_tiny(kind: str, tiny_dir: Path, output_dir: Path) -> list[str]:
         "dtype=fp32",
         f"output_dir={output_dir}",
         f"model=torchtune.models.llama2.{builder}",
-        *(f"model.{name}={value}" for name, value in GEOMETRY.items()),
+        *(f"model.{name}={value}" for name, value in MODEL_GEOMETRY.items()),
         "tokenizer=torchtune.models.llama2.llama2_tokenizer",
         f"tokenizer.path={tiny_dir}/tokenizer.model",
         "dataset=torchtune.datasets.instruct_dataset",
@@ -96,3 +89,19 @@ def test_a_config_that_is_missing_is_named_before_anything_starts(tmp_path: Path
     run = tune_run("--nproc_per_node", "2", recipe, "--config", "no/such", directory=tmp_path)
     assert run.returncode != 0
     assert run.stderr.count("`--config` must be the name or path of a config, but is 'no/such'.") == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_thirty_launches_end_with_status_zero_on_every_rank(ranks: int, tiny_dir: Path, tmp_path: Path) -> None:
+    """A gloo thread that outlives the interpreter aborts a rank now and then: one clean exit proves nothing."""
+    launcher = [] if ranks == 1 else ["--nproc_per_node", str(ranks)]
+    statuses = []
+    for launch in range(30):
+        kind = ("full", "lora")[launch % 2]
+        overrides = [f"tiny_dir={tiny_dir}", f"output_dir={tmp_path / 'out'}", "use_maximum_batch_size=True", *SHORT]
+        recipe = f"adaptive_{kind}_finetune_distributed"
+        run = tune_run(*launcher, recipe, "--config", f"tiny/{kind}", *overrides, directory=tmp_path)
+        statuses.append(run.returncode)
+    print(f"{ranks} ranks: {statuses.count(0)} of {len(statuses)} launches ended with status 0")
+    assert statuses == [0] * 30
