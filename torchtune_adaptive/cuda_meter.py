@@ -62,8 +62,7 @@ class CudaMeter(MemoryMeter):
 
     def __enter__(self) -> "CudaMeter":
         if self.limit_bytes is not None:
-            read_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # from torch 2.8 on
-            self._fraction_outside = read_fraction(self._device) if read_fraction else 1.0
+            self._fraction_outside = torch.cuda.get_per_process_memory_fraction(self._device)
             fraction = min(self._fraction_outside, self.limit_bytes / self._total_bytes)
             torch.cuda.set_per_process_memory_fraction(fraction, self._device)
         if self._recording is not None:

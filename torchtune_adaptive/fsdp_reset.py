@@ -1,8 +1,9 @@
 """Bring an FSDP2 model that an exception left in mid-step back to where it stands between steps.
 
-The only room that touches FSDP2's private state. ``FSDPModule.reset_iter_state`` (torch 2.13) is used
-where it exists, but is not enough: it keeps unsharded gradients, which the next backward adds to its own,
-and buffers of an all-gather that failed while it was copied out. Nothing here communicates.
+The only room that touches FSDP2's private state; its names were looked up in torch 2.9.1, 2.11 and 2.13,
+and run with 2.13. ``FSDPModule.reset_iter_state`` (from 2.13 on) is used where it exists, but is not
+enough: it keeps unsharded gradients, which the next backward adds to its own, and buffers of an
+all-gather that failed while it was copied out. Nothing here communicates.
 """
 
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ def reset_after_failure(model: nn.Module) -> None:
 
 def _param_groups(states: list[Any]) -> Iterator[Any]:
     for state in states:
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.9 has one group per module, at most
+        groups = getattr(state, "_fsdp_param_groups", None)  # before torch 2.13 one group per module, at most
         if groups is None:
             groups = [state._fsdp_param_group] if state._fsdp_param_group else []
         yield from groups
@@ -48,21 +49,19 @@ def _reset_state(state: Any) -> None:
     state._state_ctx.post_backward_final_callback_queued = False
     state._comm_ctx.all_gather_state = None
     state._comm_ctx.post_forward_order.clear()
-    if hasattr(state._comm_ctx, "reduce_scatter_state"):
+    state._modules_to_run_forward.clear()
+    if hasattr(state._comm_ctx, "reduce_scatter_state"):  # torch 2.13 has a list instead, which its own method clears
         state._comm_ctx.reduce_scatter_state = None
-    for owner, name in ((state, "_modules_to_run_forward"), (state._comm_ctx, "reduce_scatter_states")):
-        if hasattr(owner, name):
-            getattr(owner, name).clear()
 
 
 def _reset_group(group: Any) -> None:
     group._training_state = TrainingState.IDLE
     group._post_forward_indices.clear()
-    for name in ("_all_gather_result", "_post_reduce_event", "_reshard_after_forward_event"):
-        setattr(group, name, None)
-    for name in ("_partial_reduce_output", "_all_reduce_state"):
-        if hasattr(group, name):
-            setattr(group, name, None)
+    group._all_gather_result = None
+    group._post_reduce_event = None
+    group._reshard_after_forward_event = None
+    group._partial_reduce_output = None
+    group._all_reduce_state = None
     for parameter in group.fsdp_params:
         parameter.unsharded_accumulated_grad = None
         parameter.grad_offload_event = None

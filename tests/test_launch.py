@@ -1,0 +1,86 @@
+"""A refusal is said once, whichever ranks refuse, and a launch without torchrun is a launch of one."""
+
+import os
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from torchtune_adaptive import launch
+from torchtune_adaptive.errors import InputError
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
+    """The store that torchrun's agent holds, and the environment it gives its ranks."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(launch, "_WAIT_FOR_RANK_ZERO", timedelta(seconds=0.5))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    return store
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_rank_zero_says_it_and_the_others_are_silent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in ("0", "1", "2"):
+        monkeypatch.setenv("RANK", rank)
+        launch._say_once("`margin` is wrong.")
+    assert capsys.readouterr().err == "`margin` is wrong.\n"
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_a_rank_that_refuses_alone_says_it_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    launch._say_once("this rank's data set is missing.")
+    assert capsys.readouterr().err == "this rank's data set is missing.\n"
+
+
+def test_without_torchrun_the_process_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that the test's end takes back what the function sets
+        monkeypatch.delenv(name)
+    launch._run_alone_without_torchrun()
+    assert [os.environ[name] for name in names[:4]] == ["0", "1", "0", "127.0.0.1"]
+    assert int(os.environ["MASTER_PORT"]) > 0
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_torchruns_ranks_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    before = dict(os.environ)
+    launch._run_alone_without_torchrun()
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "status"), [(InputError("`x` is wrong."), 1), (SystemExit(0), 0), (SystemExit(None), 0)]
+)
+def test_the_exit_status_says_whether_the_run_was_complete(
+    ended_by: BaseException, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def recipe_main() -> None:
+        raise ended_by
+
+    monkeypatch.setattr("sys.argv", ["recipe", "--config", "tiny/full"])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit) as end:
+        launch.launch(recipe_main)
+    assert (end.value.code or 0) == status
+    assert ("recipe: `x` is wrong." in capsys.readouterr().err) == (status == 1)
+
+
+def test_an_error_that_is_no_refusal_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def recipe_main() -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("sys.argv", ["recipe", "--config", "tiny/full"])
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(KeyError, match="a bug"):
+        launch.launch(recipe_main)
