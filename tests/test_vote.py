@@ -13,6 +13,7 @@ import torch.distributed as dist
 from faults import FailsAt, ShardedTrainee, same_bits
 from ranks import run_on_ranks
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 
 from torchtune_adaptive.consensus import Consensus
@@ -184,6 +185,18 @@ def test_there_is_a_vote_before_every_collective(played: list[dict[str, Any]]) -
 
 def test_nobody_waits_in_a_collective_inside_an_operation_on_dtensors(played: list[dict[str, Any]]) -> None:
     assert [ranks["before clipping"] for ranks in played] == ["OUT_OF_MEMORY"] * len(played)
+
+
+def play_without_reset_iter_state(rank: int) -> list[Trial]:
+    """As on a torch before 2.13."""
+    del FSDPModule.reset_iter_state
+    return Scenarios(rank).one_rank_fails()
+
+
+def test_fsdp_is_reset_without_its_own_method_too() -> None:
+    for trials in run_on_ranks(play_without_reset_iter_state, 2):
+        assert len(trials) >= POINTS[2]
+        assert [trial for trial in trials if not (trial.as_before and trial.next_step_right)] == []
 
 
 def play_everywhere(rank: int) -> list[Trial]:

@@ -50,8 +50,10 @@ def _reset_state(state: Any) -> None:
     state._comm_ctx.all_gather_state = None
     state._comm_ctx.post_forward_order.clear()
     state._modules_to_run_forward.clear()
-    if hasattr(state._comm_ctx, "reduce_scatter_state"):  # torch 2.13 has a list instead, which its own method clears
+    if hasattr(state._comm_ctx, "reduce_scatter_state"):  # up to torch 2.11; then came two containers
         state._comm_ctx.reduce_scatter_state = None
+    for name in ("reduce_scatter_states", "_last_post_reduce_events"):
+        getattr(state._comm_ctx, name, []).clear()
 
 
 def _reset_group(group: Any) -> None:
