@@ -15,8 +15,8 @@ from torchtune_adaptive.consensus import Consensus
 from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.finder import search
 from torchtune_adaptive.horizon import Horizon
-from torchtune_adaptive.meter import MemoryMeter, meter_for
-from torchtune_adaptive.rate import follow
+from torchtune_adaptive.meter import meter_for
+from torchtune_adaptive.rate import follow, refuse_unfollowing
 from torchtune_adaptive.refuse import (
     refuse_impossible_limit,
     refuse_large_start,
@@ -79,8 +79,12 @@ class AdaptiveBatch:
 
     def _adapt(self, cfg: DictConfig) -> None:
         """Set up the meter, and search for the batch size if the config asks for it. A collective."""
-        self._meter = self._training_meter()
+        limited = self._device.type == "cpu" and self._adaptive.memory_limit_bytes is not None  # there it costs time
+        metered = limited or self._device.type == "cuda"
+        self._meter = meter_for(self._device, self._model, self._optimizer) if metered else None
         self._report: AdaptiveReport | None = None
+        if self._adaptive.batch_increase_function is not None and self._lr_scheduler is not None:
+            refuse_unfollowing(self._lr_scheduler)
         if self._adaptive.searches:
             with keep_random_states():  # the data set's transforms and the user's function may draw from them
                 self._rehearse(cfg.batch_size, maximum=None)
@@ -91,12 +95,6 @@ class AdaptiveBatch:
             self._meter.limit_bytes = self._adaptive.memory_limit_bytes
             self._meter.exact = False
             self._meter.reset()
-
-    def _training_meter(self) -> MemoryMeter | None:
-        """The device's meter; on the CPU only with a limit, because there it costs time."""
-        if self._device.type == "cpu" and self._adaptive.memory_limit_bytes is None:
-            return None
-        return meter_for(self._device, self._model, self._optimizer) if self._device.type in ("cpu", "cuda") else None
 
     def _search(self, cfg: DictConfig) -> SearchResult:
         """The largest batch size that fits, by whole train steps on the longest rows. A collective."""

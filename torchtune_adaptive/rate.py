@@ -14,15 +14,24 @@ def follow(scheduler: Any, horizon: Horizon, *, step: int) -> None:
     on its schedule each of them lies.
 
     Raises:
-        InputError: the scheduler is no ``LambdaLR``, as torchtune's are, and can be asked for whole steps only.
+        InputError: the scheduler cannot follow.
+    """
+    refuse_unfollowing(scheduler)
+    scheduler.lr_lambdas = [_at_place(rate, horizon) for rate in scheduler.lr_lambdas]
+    scheduler.last_epoch = step
+
+
+def refuse_unfollowing(scheduler: Any) -> None:
+    """Refuse a scheduler that can be asked for the rate of whole steps only, in order.
+
+    Raises:
+        InputError: it is no ``LambdaLR``, as torchtune's are.
     """
     if not isinstance(scheduler, LambdaLR):
         raise InputError(
             "`lr_scheduler` must make a torch.optim.lr_scheduler.LambdaLR for the batch size to grow,"
             f" but makes a {type(scheduler).__name__} instead."
         )
-    scheduler.lr_lambdas = [_at_place(rate, horizon) for rate in scheduler.lr_lambdas]
-    scheduler.last_epoch = step
 
 
 def _at_place(rate: Callable[[Any], float], horizon: Horizon) -> Callable[[int], float]:

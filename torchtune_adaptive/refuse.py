@@ -18,7 +18,7 @@ def refuse_unsearchable(cfg: DictConfig) -> None:
     if cfg.get("optimizer_in_bwd", False):
         raise InputError(
             "`optimizer_in_bwd` must be False for a search of the batch size, but is True instead;"
-            " an 8-bit or paged optimizer with optimizer_in_bwd=False saves memory too, and can be searched with."
+            " with optimizer_in_bwd=False an 8-bit optimizer such as torchao.optim.AdamW8bit saves memory too."
         )
     tensor_parallel_dim = cfg.get("tensor_parallel_dim", 1)
     if tensor_parallel_dim > 1:
