@@ -99,7 +99,7 @@ def main() -> None:
 
 def _row(case: Case, tiny_dir: Path) -> list[str]:
     results = {strategy: _search(case, strategy, tiny_dir) for strategy in STRATEGIES}
-    usable_bytes = int(results[STRATEGIES[0]].memory_limit_bytes * (1 - results[STRATEGIES[0]].margin))
+    usable_bytes = results[STRATEGIES[0]].usable_bytes
     largest = _exhaustive(case, usable_bytes, tiny_dir)
     cells = [case.name, case.limit, str(largest)]
     for result in results.values():

@@ -99,7 +99,7 @@ class CpuMeter(MemoryMeter):
         self._after_collective = is_collective(func)
         if self._recording is not None:
             self._recording.append((str(func), self.live_bytes))
-        self._check(str(func))
+        self._check(func)
 
     def after_resize(self, storage: torch.UntypedStorage) -> None:
         """Count a storage's new size; FSDP2 allocates and frees its gathered parameters by resizing.
@@ -134,7 +134,7 @@ class CpuMeter(MemoryMeter):
     def _forget(self, key: int) -> None:
         self._freed_bytes.append(self._storages.pop(key)[0])
 
-    def _check(self, name: str) -> None:
+    def _check(self, operation: object) -> None:
         limit_bytes = self.limit_bytes
         if limit_bytes is not None and self.live_bytes > limit_bytes:
             time.sleep(_MOMENT_BEFORE_FAILING_S)
@@ -142,7 +142,7 @@ class CpuMeter(MemoryMeter):
         self._note(self.live_bytes)
         if limit_bytes is not None and self.live_bytes > limit_bytes:
             raise torch.OutOfMemoryError(
-                f"CPU meter out of memory: {format_bytes(self.live_bytes)} live after {name}"
+                f"CPU meter out of memory: {format_bytes(self.live_bytes)} live after {operation}"
                 f" in phase {self._phase or 'unnamed'!r}, limit {format_bytes(limit_bytes)}"
             )
 

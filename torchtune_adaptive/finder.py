@@ -22,6 +22,7 @@ from torchtune_adaptive.search import (
     decrease_until_oom,
     linear_extrapolation,
     round_down_to_power_of_two,
+    usable_bytes,
 )
 from torchtune_adaptive.settings import AdaptiveSettings, Strategy, parse_memory
 from torchtune_adaptive.snapshot import leave_no_trace
@@ -146,12 +147,13 @@ def search(
     progress = ProgressBar(prober, consensus)
     try:
         with leave_no_trace(model, optimizer) as restore_optimizer:
-            meter.limit_bytes = _usable(settings.memory_limit_bytes, settings.margin)
+            if settings.memory_limit_bytes is not None:
+                meter.limit_bytes = usable_bytes(settings.memory_limit_bytes, settings.margin)
             free_memory(device)  # what loading the model left in the allocator's cache
             warm = prober.warm_up(bound, after_failure=restore_optimizer)
             # Now that context, communicators and optimizer state are there, the rest is what the device has left.
             limit_bytes = min(settings.memory_limit_bytes or meter.available_bytes, meter.available_bytes)
-            meter.limit_bytes = _usable(limit_bytes, settings.margin)
+            meter.limit_bytes = usable_bytes(limit_bytes, settings.margin)
             exact = _by_strategy(settings.strategy, prober, progress, start=start, bound=bound) if warm else 0
             if exact == 0:
                 raise _nothing_fits(meter, limit_bytes, settings.margin, consensus)
@@ -169,10 +171,6 @@ def search(
         world_size=consensus.world_size,
         probes=tuple(prober.probes),
     )
-
-
-def _usable(limit_bytes: int | None, margin: float) -> int | None:
-    return None if limit_bytes is None else int(limit_bytes * (1 - margin))
 
 
 def _by_strategy(strategy: Strategy, prober: Prober, progress: ProgressBar, *, start: int, bound: int) -> int:
@@ -199,10 +197,10 @@ def _nothing_fits(meter: MemoryMeter, limit_bytes: int, margin: float, consensus
     """The error with the greatest need and the least limit of all ranks. A collective."""
     peak_bytes = consensus.max_over_ranks(meter.peak_bytes)
     limit_bytes = consensus.min_over_ranks(limit_bytes)
-    usable_bytes = _usable(limit_bytes, margin) or 0
     return NothingFitsError(
         f"not even one row fits: its step ran out of memory at {format_bytes(peak_bytes)} on one rank, of the"
-        f" {format_bytes(usable_bytes)} that may be used (limit {format_bytes(limit_bytes)}, margin {margin:g});"
+        f" {format_bytes(usable_bytes(limit_bytes, margin))} that may be used"
+        f" (limit {format_bytes(limit_bytes)}, margin {margin:g});"
         " shorter rows, activation checkpointing, LoRA or more ranks would need less."
     )
 

@@ -52,12 +52,11 @@ def probe_table(result: SearchResult) -> str:
     A column per phase gives its peak; a phase that a failed probe did not reach is left blank.
     """
     phases = list(dict.fromkeys(phase for probe in result.probes for phase in probe.phase_peak_bytes if phase))
-    usable_bytes = int(result.memory_limit_bytes * (1 - result.margin))
     rows = [["batch_size", *phases, "peak", "may use", "fits", "seconds"]]
     for probe in result.probes:
         peaks = [_cell(probe.phase_peak_bytes.get(phase)) for phase in phases]
         verdict = "yes" if probe.fits else "no"
-        figures = [format_bytes(probe.peak_bytes), format_bytes(usable_bytes), verdict, f"{probe.seconds:.2f}"]
+        figures = [format_bytes(probe.peak_bytes), format_bytes(result.usable_bytes), verdict, f"{probe.seconds:.2f}"]
         rows.append([str(probe.batch_size), *peaks, *figures])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -48,6 +48,16 @@ class SearchResult:
     world_size: int
     probes: tuple[Probe, ...]
 
+    @property
+    def usable_bytes(self) -> int:
+        """What this rank's probes were allowed to use."""
+        return usable_bytes(self.memory_limit_bytes, self.margin)
+
+
+def usable_bytes(limit_bytes: int, margin: float) -> int:
+    """What of ``limit_bytes`` may be used when the fraction ``margin`` of it is held back."""
+    return int(limit_bytes * (1 - margin))
+
 
 def decrease_until_oom(fits: Fits, *, max_batch_size: int) -> int:
     """Largest size in [1, max_batch_size] that fits, from above: halves until a size fits, then bisects."""
