@@ -28,7 +28,7 @@ from torchtune_adaptive.search import SearchResult
 from torchtune_adaptive.settings import STRATEGIES
 from torchtune_adaptive.snapshot import leave_no_trace
 from torchtune_adaptive.tiny import make_tiny_assets
-from torchtune_adaptive.worst_case import worst_case_row
+from torchtune_adaptive.worst_case import window_maker, worst_case_row
 
 RESULTS = Path(__file__).parent / "results" / "search_accuracy_cpu.md"
 RANKS = 2
@@ -144,7 +144,7 @@ def _exhaustive(case: Case, usable_bytes: int, tiny_dir: Path) -> int:
     row, _ = worst_case_row(
         recipe._dataloader.dataset, seq_len=None, tokenizer_max_seq_len=case.seq_len, consensus=recipe._consensus
     )
-    make_window = recipe._window_maker(row)
+    make_window = window_maker(row, micro_batches=recipe._gradient_accumulation_steps)
     peaks: list[int] = [0]
     too_large = 0
     with leave_no_trace(recipe._model, recipe._optimizer):
@@ -153,7 +153,6 @@ def _exhaustive(case: Case, usable_bytes: int, tiny_dir: Path) -> int:
         while too_large <= BEYOND:
             window = make_window(len(peaks))
             meter.reset()
-            meter.count(window)
             with meter:
                 recipe._probe_step(window)
             del window

@@ -71,7 +71,7 @@ def adaptive_recipe(kind: str) -> type:
 
 def stock_recipe(kind: str) -> Any:
     """The stock recipe class below ours."""
-    return adaptive_recipe(kind).__mro__[3]
+    return adaptive_recipe(kind).__bases__[1]
 
 
 def finished(recipe_class: Any, cfg: DictConfig) -> tuple[list[Step], dict[str, torch.Tensor], Any]:

@@ -96,6 +96,9 @@ class FakeCuda(TorchDispatchMode):
             "reserved_bytes.all.peak": self.reserved_peak,
         }
 
+    def memory_stats_as_nested_dict(self, device: torch.device) -> dict[str, int]:
+        return {"num_alloc_retries": self.memory_stats(device)["num_alloc_retries"]}
+
     def reset_peak_memory_stats(self, device: torch.device) -> None:
         self.peak_resets += 1
         self.allocated_peak, self.reserved_peak = self.allocated, self.reserved
@@ -119,6 +122,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "mem_get_info",
         "memory_reserved",
         "memory_stats",
+        "memory_stats_as_nested_dict",
         "reset_peak_memory_stats",
         "get_per_process_memory_fraction",
         "set_per_process_memory_fraction",

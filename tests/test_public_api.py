@@ -65,5 +65,6 @@ def test_the_defaults_of_the_keys_are_the_documented_ones() -> None:
         "memory_limit_bytes": None,
         "margin": 0.05,
         "seq_len": None,
+        "oom_recovery": True,
     }
     assert not settings.searches

@@ -126,11 +126,9 @@ def _metered_peaks(recipe: Any, batch_size: int) -> list[int]:
     peaks = []
     for rows in (1, batch_size, batch_size + 1):
         row = {"tokens": list(range(256)), "labels": list(range(256))}
-        window = [recipe._dataloader.collate_fn([row] * rows) for _ in range(3)]
         meter.reset()
-        meter.count(window)
         with meter, keep_random_states():
-            recipe._run_window(window[:2])
+            recipe._run_window([[row] * rows] * 2)
         peaks.append(meter.peak_bytes)
     return peaks[1:]
 
@@ -262,21 +260,20 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(growth: tuple[dict[str, 
     assert resumed == whole
 
 
-def _train_beyond_the_limit(rank: int, tiny_dir: Path, output_dir: Path) -> str:
-    """A batch_size by hand that the limit of this "device" does not allow."""
-    cfg = tiny_config(
-        "full", tiny_dir, output_dir, batch_size=32, adaptive__memory_limit="16MiB", max_steps_per_epoch=2
-    )
-    try:
-        finished(adaptive_recipe("full"), cfg)
-    except torch.OutOfMemoryError as error:
-        return str(error)
-    except InputError as error:
-        return f"refused: {error}"
-    return "trained"
+def _train_beyond_the_limit(rank: int, tiny_dir: Path, output_dir: Path) -> tuple[str, list[dict[str, float]]]:
+    """A batch_size by hand that this "device" does not allow, and one on a device that allows no row at all."""
+    common: dict[str, Any] = {"batch_size": 32, "max_steps_per_epoch": 2, "epochs": 1}
+    with pytest.raises(InputError) as refusal:
+        _set_up("full", tiny_dir, output_dir, **common, adaptive__memory_limit="16MiB")
+    cfg = tiny_config("full", tiny_dir, output_dir, **common, adaptive__memory_limit="128MiB")
+    steps, _, _ = finished(adaptive_recipe("full"), cfg)
+    return str(refusal.value), steps
 
 
-def test_training_by_hand_beyond_the_limit_runs_out_of_memory_as_on_a_gpu(tiny_dir: Path, tmp_path: Path) -> None:
-    (message,) = run_on_ranks(_train_beyond_the_limit, 1, tiny_dir, tmp_path)
-    assert "out of memory" in message
-    assert "16.0 MiB" in message
+def test_training_by_hand_beyond_the_limit_takes_smaller_micro_batches(tiny_dir: Path, tmp_path: Path) -> None:
+    ((refusal, steps),) = run_on_ranks(_train_beyond_the_limit, 1, tiny_dir, tmp_path)
+    assert "the first rows of the data set must fit" in refusal
+    assert "limit 16.0 MiB" in refusal
+    assert [step["batch_size"] for step in steps] == [32, 32]
+    assert 1 <= steps[-1]["micro_batch_size"] < 32
+    assert steps[-1]["oom_retries"] >= 1

@@ -134,8 +134,8 @@ def test_a_write_that_fails_leaves_the_former_file_whole(
 # ---- the table
 
 
-def test_the_columns_of_the_table_align(report: AdaptiveReport) -> None:
-    header, rule, *rows = probe_table(report.result).splitlines()
+def test_the_columns_of_the_table_align() -> None:
+    header, rule, *rows = probe_table(result_of()).splitlines()
     assert len(rows) == len(PROBES)
     assert {len(line) for line in (header, rule, *rows)} == {len(header)}
     ends = [index for index, (mark, following) in enumerate(zip(rule, rule[1:] + " ", strict=True)) if mark > following]
@@ -145,14 +145,14 @@ def test_the_columns_of_the_table_align(report: AdaptiveReport) -> None:
     assert all(header[index] != " " for index in ends)  # right-aligned
 
 
-def test_the_table_has_a_column_for_each_phase_and_the_figures_of_each_probe(report: AdaptiveReport) -> None:
-    header, _, first, _ = (line.split() for line in probe_table(report.result).splitlines())
+def test_the_table_has_a_column_for_each_phase_and_the_figures_of_each_probe() -> None:
+    header, _, first, _ = (line.split() for line in probe_table(result_of()).splitlines())
     assert header == ["batch_size", "forward", "backward", "optimizer", "peak", "may", "use", "fits", "seconds"]
     assert first == ["2", "1.0", "MiB", "3.0", "MiB", "2.0", "MiB", "3.0", "MiB", "95.0", "MiB", "yes", "0.25"]
 
 
-def test_a_phase_that_was_not_reached_is_a_blank_cell(report: AdaptiveReport) -> None:
-    header, _, _, failed = probe_table(report.result).splitlines()
+def test_a_phase_that_was_not_reached_is_a_blank_cell() -> None:
+    header, _, _, failed = probe_table(result_of()).splitlines()
     for phase in ("backward", "optimizer"):
         end = header.index(phase) + len(phase)
         assert failed[end - 9 : end].strip() == ""
@@ -175,8 +175,8 @@ def test_a_table_without_probes_is_its_header() -> None:
 # ---- the summary
 
 
-def test_the_summary_says_in_one_line_what_was_found_and_from_what(report: AdaptiveReport) -> None:
-    assert summary(report.result, 128) == (
+def test_the_summary_says_in_one_line_what_was_found_and_from_what() -> None:
+    assert summary(result_of(), 128) == (
         "binary_search: largest batch_size that fits 2, used 2 (rows of 128 tokens, limit 100.0 MiB per rank,"
         " margin 0.05, 2 ranks, 2 probes, 1 out of memory)"
     )

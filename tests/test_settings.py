@@ -18,7 +18,7 @@ from torchtune_adaptive.schedule import at_epochs, geometric, rehearse
 from torchtune_adaptive.settings import STRATEGIES, AdaptiveSettings, parse_memory
 
 HERE = __name__
-BLOCK_KEYS = "strategy, power_of_two, max_batch_size, memory_limit, margin, seq_len"
+BLOCK_KEYS = "strategy, power_of_two, max_batch_size, memory_limit, margin, seq_len, oom_recovery"
 COMPONENT = "torchtune_adaptive.schedule"
 
 

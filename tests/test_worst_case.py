@@ -3,13 +3,12 @@
 from typing import Any
 
 import pytest
-import torch
-from torchtune.data import padded_collate_packed, padded_collate_sft
+from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset, PackedDataset
 
 from torchtune_adaptive.consensus import Consensus
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.worst_case import longest_sample, window_maker, worst_case_row
+from torchtune_adaptive.worst_case import longest_sample, small_batches, window_maker, worst_case_row
 
 
 class Samples:
@@ -76,9 +75,9 @@ def test_a_pack_is_as_long_as_it_is() -> None:
     for dataset in (packs, ConcatDataset([packs, packs])):
         row, length = worst_case_row(dataset, seq_len=None, tokenizer_max_seq_len=99, consensus=Consensus())
         assert length == len(row["tokens"]) == 8
-        window = window_maker(row, padded_collate_packed, micro_batches=2)(3)
-        assert [tuple(batch["tokens"].shape) for batch in window] == [(3, 8), (3, 8)]
-        assert tuple(window[0]["mask"].shape) == (3, 8, 8)
+        batch = padded_collate_packed(window_maker(row, micro_batches=1)(3)[0])
+        assert tuple(batch["tokens"].shape) == (3, 8)
+        assert tuple(batch["mask"].shape) == (3, 8, 8)
 
 
 def test_another_length_than_the_packs_is_refused() -> None:
@@ -88,9 +87,14 @@ def test_another_length_than_the_packs_is_refused() -> None:
     assert str(refusal.value) == "`seq_len` must be null or the packs' length (8), but is 4 instead."
 
 
-def test_micro_batches_of_a_window_do_not_share_their_memory() -> None:
-    row, _ = worst_case_row(Samples(3), seq_len=5, tokenizer_max_seq_len=None, consensus=Consensus())
-    window = window_maker(row, padded_collate_sft, micro_batches=3)(4)
-    assert [tuple(batch["labels"].shape) for batch in window] == [(4, 5)] * 3
-    assert len({batch["tokens"].untyped_storage().data_ptr() for batch in window}) == 3
-    assert torch.equal(window[0]["tokens"], window[2]["tokens"])
+def test_a_window_has_micro_batches_of_the_row_and_no_more_than_two() -> None:
+    assert [window_maker({"tokens": [1]}, micro_batches=number)(3) for number in (1, 2, 5)] == [
+        [[{"tokens": [1]}] * 3] * number for number in (1, 2, 2)
+    ]
+
+
+def test_small_batches_differ_in_rows_unless_the_batch_has_but_one() -> None:
+    first, second = {"tokens": [1]}, {"tokens": [2, 3]}
+    assert small_batches([first, second, first], 4) == [[first], [first, second]]
+    assert small_batches([first, second, first], 1) == [[first], [second]]
+    assert small_batches([first], 2) == [[first], [first, first]]

@@ -5,14 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from datasets.exceptions import DatasetsError
 from omegaconf import DictConfig
 from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtune import utils
 
 from torchtune_adaptive.consensus import Consensus
-from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.finder import search
 from torchtune_adaptive.horizon import Horizon
 from torchtune_adaptive.meter import meter_for
@@ -68,21 +66,13 @@ class AdaptiveBatch:
             refuse_impossible_limit(self._adaptive, self._device)
         self._consensus = Consensus()
 
-    def _setup_data(self, *args: Any, **kwargs: Any) -> StatefulDataLoader:
-        try:
-            dataloader = super()._setup_data(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        except (DatasetsError, OSError, StopIteration, ValueError) as error:  # the last but one: an empty JSON file
-            raise InputError(f"`dataset` must be loadable and not empty, but failed: {reason_of(error)}.") from error
-        if len(dataloader.dataset) == 0:
-            raise InputError("`dataset` must have samples, but has 0.")
-        return dataloader
-
     def _adapt(self, cfg: DictConfig) -> None:
         """Set up the meter, and search for the batch size if the config asks for it. A collective."""
         limited = self._device.type == "cpu" and self._adaptive.memory_limit_bytes is not None  # there it costs time
         metered = limited or self._device.type == "cuda"
         self._meter = meter_for(self._device, self._model, self._optimizer) if metered else None
-        self._report: AdaptiveReport | None = None
+        self._report = AdaptiveReport(history=past_history(self._output_dir, before_epoch=self.epochs_run))
+        self._probe_row: tuple[Row, int] | None = None
         if self._adaptive.batch_increase_function is not None and self._lr_scheduler is not None:
             refuse_unfollowing(self._lr_scheduler)
         if self._adaptive.searches:
@@ -102,21 +92,10 @@ class AdaptiveBatch:
         bound = self._samples_per_rank() // self._gradient_accumulation_steps
         if bound == 0:
             self._refuse_small_data(1)
-        longest = getattr(self._tokenizer, "max_seq_len", None)
-        row, seq_len = worst_case_row(
-            self._dataloader.dataset,
-            seq_len=self._adaptive.seq_len,
-            tokenizer_max_seq_len=longest,
-            consensus=self._consensus,
-        )
-        refuse_long_rows(seq_len, self._model)
-        if longest is not None and seq_len < longest:
-            utils.log_rank_zero(
-                log, f"Rows may have {longest} tokens, but probes have {seq_len}: longer ones may not fit."
-            )
+        row, seq_len = self._worst_row()
         result = search(
             self._probe_step,
-            self._window_maker(row),
+            window_maker(row, micro_batches=self._gradient_accumulation_steps),
             model=self._model,
             optimizer=self._optimizer,
             device=self._device,
@@ -127,22 +106,35 @@ class AdaptiveBatch:
             bound=min(bound, self._adaptive.max_batch_size or bound),
         )
         self._renew_offloading()
-        history = past_history(self._output_dir, before_epoch=self.epochs_run)
-        self._report = AdaptiveReport(result, seq_len, history)
+        self._report.result, self._report.seq_len = result, seq_len
         utils.log_rank_zero(log, f"Probes as rank 0 saw them:\n{probe_table(result)}\n{summary(result, seq_len)}")
         return result
 
-    def _window_maker(self, row: Row) -> Callable[[int], list[dict[str, Any]]]:
-        """Windows of as many micro-batches as training may hold: one optimizer step's, and an epoch's left over."""
-        return window_maker(row, self._dataloader.collate_fn, micro_batches=2 * self._gradient_accumulation_steps - 1)
+    def _worst_row(self) -> tuple[Row, int]:
+        """The longest row that training can meet and its tokens, looked for once. A collective."""
+        if self._probe_row is None:
+            longest = getattr(self._tokenizer, "max_seq_len", None)
+            self._probe_row = worst_case_row(
+                self._dataloader.dataset,
+                seq_len=self._adaptive.seq_len,
+                tokenizer_max_seq_len=longest,
+                consensus=self._consensus,
+            )
+            seq_len = self._probe_row[1]
+            refuse_long_rows(seq_len, self._model)
+            if longest is not None and seq_len < longest:
+                utils.log_rank_zero(
+                    log, f"Rows may have {longest} tokens, but probes have {seq_len}: longer ones may not fit."
+                )
+        return self._probe_row
 
-    def _probe_step(self, window: list[dict[str, Any]]) -> None:
-        """One optimizer step; over two micro-batches of ``window`` if there are more: then gradients lie in memory."""
+    def _probe_step(self, window: list[list[Row]]) -> None:
+        """One optimizer step over ``window``."""
         self._renew_offloading()
-        self._run_window(window[:2])
+        self._run_window(window)
 
-    def _run_window(self, window: list[dict[str, Any]]) -> Any:
-        """One optimizer step over a window of micro-batches. A collective."""
+    def _run_window(self, window: list[list[Row]]) -> Any:
+        """One optimizer step over a window of micro-batches, come what may. A collective."""
         raise NotImplementedError
 
     def _renew_offloading(self) -> None:
@@ -230,15 +222,18 @@ class AdaptiveBatch:
         return len(self._dataloader.sampler)
 
     def _decide(self, batch_size: int, reason: str, epoch: int | None = None) -> None:
-        """Note a decision in the report, aloud and on disk."""
-        assert self._report is not None
-        self._report.decided(epoch=self.epochs_run if epoch is None else epoch, batch_size=batch_size, reason=reason)
+        """Note a decision on the batch size in the report, aloud and on disk."""
         utils.log_rank_zero(
             log, f"batch_size {batch_size} ({reason}): {samples_per_step(batch_size, *self._micro_steps_and_ranks())}"
         )
+        self._note(reason, epoch=epoch)
+
+    def _note(self, reason: str, *, epoch: int | None = None, **figures: int) -> None:
+        """Add an entry to the report's history, and write it."""
+        epoch = self.epochs_run if epoch is None else epoch
+        self._report.decided(epoch=epoch, batch_size=self._dataloader.batch_size, reason=reason, **figures)
         if self._is_rank_zero:
-            path = self._report.write(self._output_dir)
-            log.info(f"Report written to {path}")
+            log.info(f"Report written to {self._report.write(self._output_dir)}")
 
     def _refuse_small_data(self, batch_size: int) -> None:
         micro_steps, ranks = self._micro_steps_and_ranks()

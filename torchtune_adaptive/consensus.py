@@ -1,6 +1,6 @@
 """What all ranks agree on. The only room that exchanges decisions between ranks.
 
-| process group         | any_rank, min/max_over_ranks, from_rank_zero           |
+| process group         | any_rank, min/max_over_ranks, from_rank_zero/all_ranks |
 |-----------------------|--------------------------------------------------------|
 | none, or one process  | this process's own answer, nothing is communicated     |
 | several processes     | one collective on a CPU (gloo) group per call          |
@@ -64,6 +64,14 @@ class Consensus:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
+
+    def from_all_ranks(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` (anything that can be pickled), by rank."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def ask_rank_zero(self, ask: Callable[[], Answer]) -> Answer:
         """Rank 0's answer, on every rank; what it refuses, every rank refuses.

@@ -33,10 +33,18 @@ _MOMENT_BEFORE_FAILING_S = 0.02
 
 
 class CpuMeter(MemoryMeter):
-    """Counts bytes of CPU storages that operations inside ``with meter:`` made, and those given to ``count``."""
+    """Counts bytes of CPU storages that operations inside ``with meter:`` made, and those given to ``count``.
+
+    Attributes:
+        cache_limit_bytes: plays a caching allocator that finds no more room in its cache above so many live
+            bytes: each time they rise above it counts as a retry. None: there is no cache, and nothing to retry.
+    """
 
     def __init__(self) -> None:
+        self._total_retries = 0
         super().__init__()
+        self.cache_limit_bytes: int | None = None
+        self._is_above_cache = False
         self._live_bytes = 0
         self._freed_bytes: deque[int] = deque()  # by any thread; subtracted by the one that meters
         self._peak_bytes = 0
@@ -58,6 +66,10 @@ class CpuMeter(MemoryMeter):
     @property
     def peak_bytes(self) -> int:
         return self._peak_bytes
+
+    @property
+    def total_retries(self) -> int:
+        return self._total_retries
 
     def reset(self) -> None:
         super().reset()
@@ -140,11 +152,17 @@ class CpuMeter(MemoryMeter):
             time.sleep(_MOMENT_BEFORE_FAILING_S)
         self._peak_bytes = max(self._peak_bytes, self.live_bytes)
         self._note(self.live_bytes)
+        self._play_cache()
         if limit_bytes is not None and self.live_bytes > limit_bytes:
             raise torch.OutOfMemoryError(
                 f"CPU meter out of memory: {format_bytes(self.live_bytes)} live after {operation}"
                 f" in phase {self._phase or 'unnamed'!r}, limit {format_bytes(limit_bytes)}"
             )
+
+    def _play_cache(self) -> None:
+        was_above = self._is_above_cache
+        self._is_above_cache = self.cache_limit_bytes is not None and self.live_bytes > self.cache_limit_bytes
+        self._total_retries += self._is_above_cache and not was_above
 
 
 def _is_imaginary(value: Any) -> bool:

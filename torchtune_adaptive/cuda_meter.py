@@ -23,7 +23,6 @@ class CudaMeter(MemoryMeter):
         self._device = device
         self._total_bytes = torch.cuda.mem_get_info(device)[1]
         self._reserved_peak_bytes = 0
-        self._retries_at_reset = 0
         self._fraction_outside = 1.0
         self._mode: _RecordAllocated | None = None
 
@@ -38,8 +37,8 @@ class CudaMeter(MemoryMeter):
         return self._reserved_peak_bytes
 
     @property
-    def allocator_retries(self) -> int:
-        return self._stats().get("num_alloc_retries", 0) - self._retries_at_reset
+    def total_retries(self) -> int:
+        return torch.cuda.memory_stats_as_nested_dict(self._device).get("num_alloc_retries", 0)
 
     @property
     def phase_peak_bytes(self) -> dict[str, int]:
@@ -50,7 +49,6 @@ class CudaMeter(MemoryMeter):
         super().reset()
         torch.cuda.reset_peak_memory_stats(self._device)
         self._reserved_peak_bytes = 0
-        self._retries_at_reset = self._stats().get("num_alloc_retries", 0)
 
     def enter_phase(self, name: str) -> None:
         if self.exact:

@@ -1,7 +1,7 @@
 """Search for the largest batch that fits: the one road behind the recipes and ``find_max_batch_size``."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -171,6 +171,36 @@ def search(
         world_size=consensus.world_size,
         probes=tuple(prober.probes),
     )
+
+
+def first_that_fits(
+    sizes: Iterable[int],
+    train_step: Callable[[Any], object],
+    make_batch: Callable[[int], Any],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    meter: MemoryMeter,
+    settings: AdaptiveSettings,
+    consensus: Consensus,
+) -> int | None:
+    """The first of ``sizes`` whose whole train step fits on every rank, in the midst of training; None if none does.
+
+    Leaves no trace, as ``search`` does. The optimizer must have its state. A collective.
+    """
+    prober = Prober(
+        train_step, make_batch, model=model, device=device, meter=meter, consensus=consensus, forecasts=False
+    )
+    outside = meter.limit_bytes, meter.exact
+    try:
+        with leave_no_trace(model, optimizer):
+            free_memory(device)
+            limit_bytes = min(settings.memory_limit_bytes or meter.available_bytes, meter.available_bytes)
+            meter.limit_bytes, meter.exact = usable_bytes(limit_bytes, settings.margin), True
+            return next((size for size in sizes if prober.fits(size)), None)
+    finally:
+        meter.limit_bytes, meter.exact = outside
 
 
 def _by_strategy(strategy: Strategy, prober: Prober, progress: ProgressBar, *, start: int, bound: int) -> int:

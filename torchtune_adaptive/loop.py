@@ -5,9 +5,9 @@ Shapes in comments: B rows of a micro-batch, S tokens of a row.
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,11 @@ from torchtune import training, utils
 from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
 
-from torchtune_adaptive.adaptation import AdaptiveBatch
+from torchtune_adaptive.micro_batch import AdaptiveMicroBatch, MicroStep
+from torchtune_adaptive.oom import comes_from_out_of_memory
+from torchtune_adaptive.worst_case import Row
 
 log = utils.get_logger("DEBUG")
-
-
-class MicroStep(NamedTuple):
-    """What one forward and backward leaves: the loss summed over its unmasked tokens, and their number."""
-
-    loss_sum: torch.Tensor
-    num_tokens: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -39,7 +34,7 @@ class StepTotals:
     grad_norm: float | None
 
 
-class AdaptiveLoop(AdaptiveBatch):
+class AdaptiveLoop(AdaptiveMicroBatch):
     """``train`` for a stock recipe below it, which brings model, optimizer, data and checkpoints.
 
     Seams: ``_micro_step`` (forward to backward of one micro-batch), ``_finish_window`` (what follows the
@@ -66,7 +61,7 @@ class AdaptiveLoop(AdaptiveBatch):
         self._free_before_training()
         self._zero_gradients()
         self._profiler.start()
-        self._pending: list[dict[str, Any]] = []
+        self._pending: list[list[Row]] = []
         for epoch in range(self.epochs_run, self.total_epochs):
             self._before_epoch(epoch)
             self._train_epoch(epoch)
@@ -82,7 +77,7 @@ class AdaptiveLoop(AdaptiveBatch):
             records_memory = self._records_memory_history(epoch)
             if records_memory and step == self._first_active_step():
                 torch.cuda.memory._record_memory_history()
-            totals = self._train_step(window)
+            totals = self._metered(self._train_step, window)
             self.global_step += 1
             if self._lr_scheduler is not None:
                 self._lr_scheduler.step()
@@ -97,8 +92,8 @@ class AdaptiveLoop(AdaptiveBatch):
                 break
         progress.close()
 
-    def _windows(self) -> Iterator[list[dict[str, Any]]]:
-        """The micro-batches of each optimizer step of an epoch.
+    def _windows(self) -> Iterator[list[list[Row]]]:
+        """The samples of each optimizer step of an epoch, by the batches of the data loader.
 
         As in stock, those left over at an epoch's end open the next epoch's first window.
         """
@@ -108,21 +103,31 @@ class AdaptiveLoop(AdaptiveBatch):
                 window, self._pending = self._pending, []
                 yield window
 
-    def _train_step(self, window: list[dict[str, Any]]) -> StepTotals:
-        """One optimizer step over ``window``; under a meter if there is one. A collective."""
-        if self._meter is None:
-            return self._run_window(window)
-        self._meter.count(window)
-        with self._meter:
-            return self._run_window(window)
+    def _train_step(self, window: list[list[Row]]) -> StepTotals:
+        """One optimizer step over ``window``, whatever memory there is for its micro-batches. A collective.
 
-    def _run_window(self, window: list[dict[str, Any]]) -> StepTotals:
-        micro_steps = [self._micro_step(dict(batch)) for batch in window]
-        return self._finish_window(micro_steps)
+        Raises:
+            RuntimeError: out of memory after all ranks had agreed that the micro-steps went well.
+        """
+        micro_steps = self._survive(window)
+        try:
+            return self._finish_window(micro_steps)
+        except Exception as error:
+            if not comes_from_out_of_memory(error):
+                raise
+            raise RuntimeError(
+                f"out of memory in phase {self._phase!r} of step {self.global_step + 1}, when parameters and optimizer"
+                " state may be half updated: the run must end, and may resume from its last checkpoint;"
+                " an 8-bit optimizer, LoRA or more ranks would need less"
+            ) from error
 
-    def _micro_step(self, batch: dict[str, Any]) -> MicroStep:
-        """Forward, loss and backward of one micro-batch; ``batch`` is used up."""
+    def _run_window(self, window: list[list[Row]]) -> StepTotals:
+        return self._finish_window(self._sum_of_micro_steps(window))
+
+    def _micro_step(self, rows: Sequence[Row]) -> MicroStep:
+        """Forward, loss and backward of one micro-batch."""
         self._enter_phase("forward")
+        batch = self._collated(rows)
         utils.batch_to_device(batch, self._device)
         labels = batch.pop("labels")  # [B, S]
         num_tokens = (labels != self._loss_fn.ignore_index).sum()
@@ -142,8 +147,8 @@ class AdaptiveLoop(AdaptiveBatch):
     def _backward(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor) -> None:
         loss_sum.backward()
 
-    def _finish_window(self, micro_steps: list[MicroStep]) -> StepTotals:
-        """Add up over micro-steps and ranks, normalise the gradients by all tokens, clip, and step. A collective."""
+    def _finish_window(self, micro_steps: MicroStep) -> StepTotals:
+        """Add up over ranks, normalise the gradients by all tokens, clip, and step. A collective."""
         loss_sum, num_tokens = self._totals(micro_steps)
         self._enter_phase("clip")
         # FSDP2 divides gradients by the number of ranks; this multiplies them back.
@@ -158,15 +163,14 @@ class AdaptiveLoop(AdaptiveBatch):
         self._optimizer.zero_grad(set_to_none=True)
         return self._step_totals(loss_sum, num_tokens, grad_norm)
 
-    def _totals(self, micro_steps: list[MicroStep]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss sum and token count over all micro-steps and ranks, in one all-reduce. A collective.
+    def _totals(self, micro_steps: MicroStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss sum and token count over all ranks, in one all-reduce. A collective.
 
         In float64, which holds token counts exactly and rounds two ranks' sum as their own type would.
         """
-        loss_sum, num_tokens = (sum(column) for column in zip(*micro_steps, strict=True))
-        totals = torch.stack((loss_sum.double(), num_tokens.double()))  # pyright: ignore[reportAttributeAccessIssue]
+        totals = torch.stack((micro_steps.loss_sum.double(), micro_steps.num_tokens.double()))
         dist.all_reduce(totals)
-        return totals[0].to(micro_steps[0].loss_sum.dtype), totals[1].long()
+        return totals[0].to(micro_steps.loss_sum.dtype), totals[1].long()
 
     def _step_totals(
         self, loss_sum: torch.Tensor, num_tokens: torch.Tensor, grad_norm: torch.Tensor | None
@@ -185,6 +189,8 @@ class AdaptiveLoop(AdaptiveBatch):
             "lr": self._learning_rate(),
             "tokens_per_second_per_gpu": totals.num_tokens / (seconds * self.world_size),
             "batch_size": self._dataloader.batch_size,
+            "micro_batch_size": self._micro_batch_size,
+            "oom_retries": self._oom_retries,
         }
         if self._meter is not None:
             metrics["peak_memory_bytes"] = self._meter.peak_bytes
@@ -201,10 +207,6 @@ class AdaptiveLoop(AdaptiveBatch):
 
     def _zero_gradients(self) -> None:
         self._optimizer.zero_grad()
-
-    def _enter_phase(self, name: str) -> None:
-        if self._meter is not None:
-            self._meter.enter_phase(name)
 
     def _free_before_training(self) -> None:
         if self._device.type != "cpu":

@@ -32,6 +32,7 @@ class MemoryMeter(ABC):
         self.exact = True
         self._phase = ""
         self._phase_peak_bytes: dict[str, int] = {}
+        self._retries_at_reset = 0
         self._recording: list[tuple[str, int]] | None = None
 
     @property
@@ -45,9 +46,14 @@ class MemoryMeter(ABC):
         """Peak since ``reset``: live bytes on the CPU, bytes reserved by the caching allocator on CUDA."""
 
     @property
-    def allocator_retries(self) -> int:
-        """How often since ``reset`` the allocator had to give back its cache to find room. 0 without a caching one."""
+    def total_retries(self) -> int:
+        """How often the allocator has had to give back its cache to find room. 0 without a caching one."""
         return 0
+
+    @property
+    def allocator_retries(self) -> int:
+        """``total_retries`` since ``reset``."""
+        return self.total_retries - self._retries_at_reset
 
     @property
     def phase_peak_bytes(self) -> dict[str, int]:
@@ -58,6 +64,7 @@ class MemoryMeter(ABC):
         """Forget peaks and phases; what is live stays counted."""
         self._phase = ""
         self._phase_peak_bytes = {}
+        self._retries_at_reset = self.total_retries
 
     def enter_phase(self, name: str) -> None:
         """What follows counts as phase ``name``, for example "forward"."""

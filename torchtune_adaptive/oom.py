@@ -1,15 +1,17 @@
 """Recognise an out-of-memory error and free what it left behind. The only room that reads error texts."""
 
 import gc
+from collections.abc import Iterator
 
 import torch
 
-# Each text as its backend prints it. Errors of the collective library are left out on purpose: after them
-# nobody knows whether the collective was issued, so they must end the process.
+# Each text as its backend prints it.
 _TEXTS = (
     "CUDA out of memory",  # caching allocator, when re-raised as a plain RuntimeError
     "CUDA error: out of memory",  # driver
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input",  # no workspace
     "Failed to CUDA calloc",
     "HIP out of memory",
     "XPU out of memory",
@@ -23,8 +25,34 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that a device or the host had no memory left for an allocation."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    is_collective = isinstance(error, torch.distributed.DistBackendError) or "NCCL" in str(error)
-    return isinstance(error, RuntimeError) and not is_collective and any(text in str(error) for text in _TEXTS)
+    return (
+        isinstance(error, RuntimeError) and not _is_of_collective(error) and any(text in str(error) for text in _TEXTS)
+    )
+
+
+def is_out_of_memory_in_collective(error: BaseException) -> bool:
+    """Whether the collective library had no memory left: then nobody knows whether the collective was issued."""
+    texts = (*_TEXTS, "out of memory")  # NCCL: "Cuda failure 2 'out of memory'"
+    return _is_of_collective(error) and any(text in str(error) for text in texts)
+
+
+def comes_from_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is out of memory, or arose while such an error was on its way.
+
+    torchtune's activation offloading, for one, cannot close its context in mid-forward and raises one of its own.
+    """
+    return any(is_out_of_memory(one) for one in errors_behind(error))
+
+
+def errors_behind(error: BaseException | None) -> Iterator[BaseException]:
+    """``error``, the one that was on its way when it arose, and so on."""
+    while error is not None:
+        yield error
+        error = error.__context__
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    return isinstance(error, torch.distributed.DistBackendError) or "NCCL" in str(error)
 
 
 def free_memory(device: torch.device) -> None:

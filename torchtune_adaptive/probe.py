@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from torchtune_adaptive.consensus import Consensus
 from torchtune_adaptive.forecast import Forecast, Timeline
-from torchtune_adaptive.fsdp_reset import reset_after_failure
+from torchtune_adaptive.fsdp_state import reset_after_failure
 from torchtune_adaptive.meter import MemoryMeter
 from torchtune_adaptive.oom import free_memory
 from torchtune_adaptive.search import SMALL_BATCH_SIZES, Probe

@@ -32,6 +32,15 @@ def refuse_unsearchable(cfg: DictConfig) -> None:
         )
 
 
+def why_unrecoverable(cfg: DictConfig) -> str:
+    """Why training with these options cannot take up again after out of memory, in a sentence's part; "" if it can."""
+    if cfg.get("optimizer_in_bwd", False):
+        return "with `optimizer_in_bwd` parameters change before the ranks can agree on a step"
+    if cfg.get("tensor_parallel_dim", 1) > 1:
+        return "with `tensor_parallel_dim` above 1 collectives depend on the batch"
+    return ""
+
+
 def refuse_impossible_limit(settings: AdaptiveSettings, device: torch.device) -> None:
     """Refuse a search on a CPU without a limit, and a limit above what the device has.
 

@@ -14,21 +14,25 @@ REPORT_NAME = "adaptive_batch.json"
 
 @dataclass
 class AdaptiveReport:
-    """The content of ``adaptive_batch.json``; ``history`` has an entry for each batch size that was decided on."""
+    """The content of ``adaptive_batch.json``; ``result`` and ``seq_len`` are None without a search.
 
-    result: SearchResult
-    seq_len: int
+    ``history`` has an entry for each batch size and micro-batch size that was decided on.
+    """
+
+    result: SearchResult | None = None
+    seq_len: int | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
 
-    def decided(self, *, epoch: int, batch_size: int, reason: str) -> None:
-        """Note that from ``epoch`` on ``batch_size`` rows per rank are used, and why."""
-        self.history.append({"epoch": epoch, "batch_size": batch_size, "reason": reason})
+    def decided(self, *, epoch: int, batch_size: int, reason: str, **figures: int) -> None:
+        """Note that from ``epoch`` on ``batch_size`` rows per rank are used, and why, with more ``figures``."""
+        self.history.append({"epoch": epoch, "batch_size": batch_size} | figures | {"reason": reason})
 
     def write(self, output_dir: str | Path) -> Path:
         """Write the report into ``output_dir`` and return its path. A reader never sees half of it."""
         path = Path(output_dir) / REPORT_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = asdict(self.result) | {"seq_len": self.seq_len, "history": self.history}
+        found = {} if self.result is None else asdict(self.result) | {"seq_len": self.seq_len}
+        content = found | {"history": self.history}
         unfinished = path.with_suffix(".json.tmp")
         unfinished.write_text(json.dumps(content, indent=2) + "\n")
         os.replace(unfinished, path)

@@ -20,7 +20,7 @@ from torchtune_adaptive.schedule import BatchIncreaseFunction, check_function
 Strategy: TypeAlias = Literal["linear_extrapolation", "binary_search", "decrease_until_oom"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
-_BLOCK_KEYS = ("strategy", "power_of_two", "max_batch_size", "memory_limit", "margin", "seq_len")
+_BLOCK_KEYS = ("strategy", "power_of_two", "max_batch_size", "memory_limit", "margin", "seq_len", "oom_recovery")
 # How alike (difflib ratio) a stranger's top-level key must be to one of ours to be taken for a slip of the pen: high
 # enough for a config's other keys (`adapter`, `forward_batch_size`) to pass.
 _LIKENESS = {"use_maximum_batch_size": 0.8, "batch_increase_function": 0.75, "adaptive": 0.85}
@@ -37,7 +37,8 @@ _BYTES_PER_UNIT = {"": 1, "b": 1} | {
 class AdaptiveSettings:
     """What the user asked for, checked: sizes in samples per rank, the limit in bytes per rank.
 
-    ``margin`` is the fraction of the limit held back, ``seq_len`` the tokens of a probe's row (None: the worst case).
+    ``margin`` is the fraction of the limit held back, ``seq_len`` the tokens of a probe's row (None: the worst case),
+    ``oom_recovery`` whether training survives out-of-memory errors.
 
     Raises:
         InputError: a value is out of its range or of another type; the sentence quotes it.
@@ -54,9 +55,10 @@ class AdaptiveSettings:
     memory_limit_bytes: int | None = None
     margin: float = 0.05
     seq_len: int | None = None
+    oom_recovery: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("use_maximum_batch_size", "power_of_two"):
+        for name in ("use_maximum_batch_size", "power_of_two", "oom_recovery"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"`{name}` must be True or False, but is {quote(getattr(self, name))} instead.")
         if self.strategy not in STRATEGIES:

@@ -8,14 +8,14 @@ parameters are not saved, because nothing writes to them.
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchtune_adaptive.fsdp_reset import reset_after_failure
+from torchtune_adaptive.fsdp_state import reset_after_failure
 from torchtune_adaptive.wrappers import plain_parts
 
 
@@ -45,20 +45,47 @@ def leave_no_trace(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterat
 @contextmanager
 def keep_random_states() -> Iterator[None]:
     """On leaving, the random generators of Python, NumPy, the CPU and the CUDA devices are as on entering."""
-    numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    python_state = random.getstate()
-    numpy_state = numpy_random.get_state() if numpy_random else None
-    cpu_state = torch.get_rng_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    states = RandomStates()
     try:
         yield
     finally:
-        random.setstate(python_state)
-        if numpy_random:
-            numpy_random.set_state(numpy_state)
-        torch.set_rng_state(cpu_state)
-        if cuda_states:
-            torch.cuda.set_rng_state_all(cuda_states)
+        states.restore()
+
+
+class RandomStates:
+    """The states of the random generators of Python, NumPy, the CPU and the CUDA devices when it is made."""
+
+    def __init__(self) -> None:
+        self._numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
+        self._python_state = random.getstate()
+        self._numpy_state = self._numpy_random.get_state() if self._numpy_random else None
+        self._cpu_state = torch.get_rng_state()
+        self._cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore(self) -> None:
+        """Bring the generators back to these states."""
+        random.setstate(self._python_state)
+        if self._numpy_random:
+            self._numpy_random.set_state(self._numpy_state)
+        torch.set_rng_state(self._cpu_state)
+        if self._cuda_states:
+            torch.cuda.set_rng_state_all(self._cuda_states)
+
+
+class KeptBuffers:
+    """Copies of a model's buffers on the host."""
+
+    def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
+        self._buffers = [(buffer, buffer._version, _Copy(buffer)) for buffer in buffers]
+
+    def changed(self) -> list[torch.Tensor]:
+        """Those that were written to since they were copied, whatever with."""
+        return [buffer for buffer, version, _ in self._buffers if buffer._version != version]
+
+    def restore(self) -> None:
+        """Bring the buffers back to their copies."""
+        for _, _, copied in self._buffers:
+            copied.restore()
 
 
 class _SavedOptimizer:

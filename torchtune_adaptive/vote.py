@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from torchtune_adaptive.collectives import is_collective, is_wait
 from torchtune_adaptive.consensus import Consensus
-from torchtune_adaptive.oom import is_out_of_memory
+from torchtune_adaptive.oom import errors_behind, is_out_of_memory
 from torchtune_adaptive.wrappers import is_on_wrappers
 
 
@@ -53,18 +53,13 @@ class _VoteBeforeCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _why_stopped(error: BaseException | None) -> tuple[Outcome, bool] | None:
-    """The outcome that ``error`` means and whether it arose here; None if it is neither out of memory nor a peer's.
-
-    Looks behind errors that arose while another was on its way: torchtune's activation offloading cannot
-    close its context in mid-forward, and raises one of its own.
-    """
-    while error is not None:
-        if isinstance(error, _PeerStopped):
-            return error.outcome, False
-        if is_out_of_memory(error):
+def _why_stopped(error: BaseException) -> tuple[Outcome, bool] | None:
+    """The outcome that ``error`` means and whether it arose here; None if it is neither out of memory nor a peer's."""
+    for one in errors_behind(error):
+        if isinstance(one, _PeerStopped):
+            return one.outcome, False
+        if is_out_of_memory(one):
             return Outcome.OUT_OF_MEMORY, True
-        error = error.__context__
     return None
 
 

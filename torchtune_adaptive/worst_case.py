@@ -46,11 +46,15 @@ def longest_sample(dataset: Any, consensus: Consensus) -> int:
     return consensus.max_over_ranks(max(lengths, default=0))
 
 
-def window_maker(
-    row: Row, collate: Callable[[list[Row]], dict[str, Any]], *, micro_batches: int
-) -> Callable[[int], list[dict[str, Any]]]:
-    """``make_window(n)``: micro-batches of n times ``row``, put together by the data loader's own ``collate``."""
-    return lambda batch_size: [collate([row] * batch_size) for _ in range(micro_batches)]
+def window_maker(row: Row, *, micro_batches: int) -> Callable[[int], list[list[Row]]]:
+    """``make_window(n)``: micro-batches of n times ``row``; at most two: the second finds gradients there."""
+    return lambda batch_size: [[row] * batch_size] * min(2, micro_batches)
+
+
+def small_batches(dataset: Any, batch_size: int) -> list[list[Row]]:
+    """Two batches of the first samples that differ in shape if they can, neither above ``batch_size`` rows."""
+    first, second = dataset[0], dataset[min(1, len(dataset) - 1)]
+    return [[first], [first, second] if batch_size > 1 else [second]]
 
 
 def _is_packed(dataset: Any) -> bool:

@@ -1,25 +1,80 @@
-"""Bring an FSDP2 model that an exception left in mid-step back to where it stands between steps.
+"""FSDP2's private state: the only room that touches it. Nothing here communicates.
 
-The only room that touches FSDP2's private state; its names were looked up in torch 2.9.1, 2.11 and 2.13,
-and run with 2.13. ``FSDPModule.reset_iter_state`` (from 2.13 on) is used where it exists, but is not
-enough: it keeps unsharded gradients, which the next backward adds to its own, and buffers of an
-all-gather that failed while it was copied out. Nothing here communicates.
+Its names were looked up in torch 2.9.1, 2.11 and 2.13, and run with 2.13.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
+__all__ = ["AllGather", "CannotRecordError", "Communicators", "ReduceScatter", "communicators", "reset_after_failure"]
+
+
+class CannotRecordError(ValueError):
+    """A model's collectives cannot be recorded; the message says why."""
+
+
+class Communicators(NamedTuple):
+    """How an FSDP2 module with parameters of its own communicates.
+
+    ``shard_group`` gathers its parameters; ``replicate_group`` is None but for HSDP, whose gradients it adds up.
+    """
+
+    module: FSDPModule
+    all_gather: AllGather
+    reduce_scatter: ReduceScatter
+    all_reduce_hook: Any
+    shard_group: dist.ProcessGroup | None
+    replicate_group: dist.ProcessGroup | None
+
+
+def communicators(model: nn.Module) -> list[Communicators]:
+    """Those of all FSDP2 modules of ``model``, in the model's order.
+
+    Raises:
+        CannotRecordError: a module is sharded over several meshes, or HSDP does not divide gradients by default.
+    """
+    found = []
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        groups = list(_param_groups([module._get_fsdp_state()]))
+        if len(groups) > 1:
+            raise CannotRecordError(f"a module of type {type(module).__name__} is sharded over several meshes")
+        for group in groups:
+            replicate_group = getattr(group.mesh_info, "replicate_process_group", None)
+            own_division = group.gradient_divide_factor is not None or group.force_sum_reduction_for_comms
+            if replicate_group is not None and own_division:
+                raise CannotRecordError("HSDP is told to divide gradients in another way than its default")
+            found.append(
+                Communicators(
+                    module,
+                    group._all_gather_comm,
+                    group._reduce_scatter_comm,
+                    group._all_reduce_hook,
+                    getattr(group.mesh_info, "shard_process_group", None),
+                    replicate_group,
+                )
+            )
+    return found
+
 
 def reset_after_failure(model: nn.Module) -> None:
-    """Drop what an aborted forward or backward left in FSDP2's state; gradients that it made are lost.
+    """Bring ``model``, which an exception left in mid-step, back to where it stands between steps.
 
+    What an aborted forward or backward left in FSDP2's state is dropped; gradients that it made are lost.
     Does nothing to a model without FSDP2 but set its gradients to None. Call it outside the ``except``
     block, on every rank that stopped in mid-step.
+
+    ``FSDPModule.reset_iter_state`` (from torch 2.13 on) is used where it exists, but is not enough: it keeps
+    unsharded gradients, which the next backward adds to its own, and buffers of an all-gather that failed
+    while it was copied out.
     """
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
     states = [state for state in states if state._is_root is not None]  # before its first forward nothing is set up

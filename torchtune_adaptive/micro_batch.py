@@ -1,0 +1,219 @@
+"""The micro-batch of a recipe: made smaller after out-of-memory errors, and larger again at an epoch's start."""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from datasets.exceptions import DatasetsError
+from omegaconf import DictConfig
+from torch.utils._python_dispatch import _disable_current_modes
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchtune import utils
+
+from torchtune_adaptive.adaptation import AdaptiveBatch
+from torchtune_adaptive.batching import cut, halvings
+from torchtune_adaptive.errors import InputError, NothingFitsError, reason_of
+from torchtune_adaptive.finder import first_that_fits
+from torchtune_adaptive.meter import meter_for
+from torchtune_adaptive.optimizer_state import allocate_state
+from torchtune_adaptive.recovery import Attempt, Recovery, Strain
+from torchtune_adaptive.refuse import why_unrecoverable
+from torchtune_adaptive.rehearsal import rehearse
+from torchtune_adaptive.snapshot import keep_random_states
+from torchtune_adaptive.thrashing import RetryWatch
+from torchtune_adaptive.units import format_bytes
+from torchtune_adaptive.vote import Outcome, run_together
+from torchtune_adaptive.worst_case import Row, small_batches, window_maker
+
+log = utils.get_logger("DEBUG")
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """What one forward and backward leaves, or several: the loss summed over its unmasked tokens, and their number."""
+
+    loss_sum: torch.Tensor
+    num_tokens: torch.Tensor
+
+    def __add__(self, other: "MicroStep") -> "MicroStep":
+        return MicroStep(self.loss_sum + other.loss_sum, self.num_tokens + other.num_tokens)
+
+
+class AdaptiveMicroBatch(AdaptiveBatch):
+    """Keeps the rows that a micro-step computes with: the batch size, or fewer once that did not fit."""
+
+    _collate: Callable[[Sequence[Row]], dict[str, Any]]  # the data loader's own
+    _phase = ""
+    _largest_micro_batch: int | None = None  # None: as large as the batch
+    _oom_retries = 0
+
+    @property
+    def _micro_batch_size(self) -> int:
+        batch_size = self._dataloader.batch_size
+        return min(batch_size, self._largest_micro_batch or batch_size)
+
+    def _setup_data(self, *args: Any, **kwargs: Any) -> StatefulDataLoader:
+        """Stock's data loader, but that it gives lists of samples: they may have to be cut into other micro-batches."""
+        try:
+            dataloader = super()._setup_data(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        except (DatasetsError, OSError, StopIteration, ValueError) as error:  # the last but one: an empty JSON file
+            raise InputError(f"`dataset` must be loadable and not empty, but failed: {reason_of(error)}.") from error
+        if len(dataloader.dataset) == 0:
+            raise InputError("`dataset` must have samples, but has 0.")
+        self._collate, dataloader.collate_fn = dataloader.collate_fn, list
+        return dataloader
+
+    def _collated(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """A batch of ``rows`` on the host. Unseen by the meter, because its operations are as many as its rows."""
+        with _disable_current_modes():
+            batch = self._collate(rows)
+        if self._meter is not None:
+            self._meter.count(batch)
+        return batch
+
+    def _micro_step(self, rows: Sequence[Row]) -> MicroStep:
+        """Forward, loss and backward of one micro-batch. A collective."""
+        raise NotImplementedError
+
+    def _adapt(self, cfg: DictConfig) -> None:
+        super()._adapt(cfg)
+        meter = self._meter
+        self._watch = RetryWatch(lambda: 0 if meter is None else meter.total_retries)
+        self._recovery = self._prepare_recovery(cfg) if self._adaptive.oom_recovery else None
+
+    def _prepare_recovery(self, cfg: DictConfig) -> Recovery | None:
+        """Make the optimizer's state and rehearse a micro-step, while memory is free. A collective."""
+        reason = why_unrecoverable(cfg)
+        if not reason:
+            if run_together(self._allocate_state, self._consensus) is Outcome.OUT_OF_MEMORY:
+                raise NothingFitsError(
+                    f"the optimizer's state must fit beside model and gradients, but does not ({self._figures()});"
+                    " an 8-bit optimizer, LoRA or more ranks would need less."
+                )
+            with keep_random_states():  # the data set's transforms may draw from them
+                batches = small_batches(self._dataloader.dataset, self._dataloader.batch_size)
+            micro_steps = [partial(self._metered, self._micro_step, rows) for rows in batches]
+            found = rehearse(micro_steps, model=self._model, device=self._device, consensus=self._consensus)
+            self._renew_offloading()
+            if isinstance(found, Recovery):
+                return found
+            if found is Outcome.OUT_OF_MEMORY:
+                raise NothingFitsError(
+                    "the first rows of the data set must fit, but their forward and backward ran out of memory"
+                    f" ({self._figures()}); shorter rows, activation checkpointing, LoRA or more ranks would need less."
+                )
+            reason = found
+        utils.log_rank_zero(log, f"An out-of-memory error in training will end the run: {reason}.")
+        return None
+
+    def _allocate_state(self) -> None:
+        if allocate_state(self._optimizer) and self._meter is not None:
+            self._meter.count([list(values.values()) for values in self._optimizer.state.values()])
+
+    def _survive(self, window: Sequence[Sequence[Row]]) -> MicroStep:
+        """The sum of the micro-steps of ``window``, made smaller if a rank runs out of memory. A collective.
+
+        Raises:
+            NothingFitsError: not even single rows fit; on every rank, with the same sentence.
+        """
+        if self._recovery is None:
+            return self._sum_of_micro_steps(cut(window, self._micro_batch_size))
+        restore = self._recovery.keep()
+        while True:
+            micro_steps = [partial(self._micro_step, rows) for rows in cut(window, self._micro_batch_size)]
+            attempt = self._recovery.attempt(micro_steps, is_thrashing=self._watch.is_thrashing)
+            if attempt.strain is not Strain.NONE:
+                self._shrink(attempt)
+            if attempt.result is not None:
+                return attempt.result
+            self._renew_offloading()
+            restore()
+
+    def _sum_of_micro_steps(self, micro_batches: Sequence[Sequence[Row]]) -> MicroStep:
+        return functools.reduce(operator.add, map(self._micro_step, micro_batches))
+
+    def _shrink(self, attempt: Attempt[Any]) -> None:
+        """Halve the micro-batch, from now on if a step failed, from the next step on if it was slow. A collective."""
+        before, after = self._micro_batch_size, self._micro_batch_size // 2
+        cause = self._cause(attempt)
+        self._watch.start_over()
+        if attempt.strain is Strain.OUT_OF_MEMORY:
+            self._oom_retries += 1
+            if after == 0:
+                raise NothingFitsError(
+                    f"a single row per micro-step must fit, but in step {self.global_step + 1} {cause};"
+                    " shorter rows, activation checkpointing, LoRA or more ranks would need less."
+                )
+        elif after == 0:
+            utils.log_rank_zero(log, f"micro-batch stays at a single row, although {cause}")
+            return
+        self._largest_micro_batch = after
+        self._note_micro_batch(f"micro-batch {before} -> {after}: in step {self.global_step + 1} {cause}")
+
+    def _cause(self, attempt: Attempt[Any]) -> str:
+        """Which ranks had what strain, and the figures of the first of them. A collective; the same on every rank."""
+        own = (attempt.own_strain, self._phase, self._figures(), attempt.error)
+        by_rank = list(enumerate(self._consensus.from_all_ranks(own)))
+        strained = [(rank, told) for rank, (strain, *told) in by_rank if strain is attempt.strain]
+        ranks = "rank " + ", ".join(str(rank) for rank, _ in strained)
+        _, (phase, figures, error) = strained[0]
+        if attempt.strain is Strain.THRASHING:
+            return f"{ranks} gave back the allocator's cache in two steps in a row ({figures})"
+        return f"{ranks} ran out of memory in {phase} ({figures}: {error})"
+
+    def _figures(self) -> str:
+        """Peak and limit of this rank's device, as text."""
+        if self._meter is None:
+            return "not metered"
+        limit_bytes = self._meter.limit_bytes or self._meter.available_bytes
+        return f"peak {format_bytes(self._meter.peak_bytes)}, limit {format_bytes(limit_bytes)}"
+
+    def _before_epoch(self, epoch: int) -> None:
+        """Beside the growth of the batch: try larger micro-batches again, if errors made them small. A collective."""
+        super()._before_epoch(epoch)
+        before, batch_size = self._micro_batch_size, self._dataloader.batch_size
+        if before == batch_size:
+            return
+        self._renew_offloading()
+        found = first_that_fits(
+            halvings(batch_size, above=before),
+            self._probe_step,
+            lambda rows: window_maker(self._worst_row()[0], micro_batches=self._micro_steps_at(rows))(rows),
+            model=self._model,
+            optimizer=self._optimizer,
+            device=self._device,
+            meter=self._meter or meter_for(self._device, self._model, self._optimizer),
+            settings=self._adaptive,
+            consensus=self._consensus,
+        )
+        self._renew_offloading()
+        self._watch.start_over()
+        if self._meter is not None:
+            self._meter.reset()
+        if found is not None:
+            self._largest_micro_batch = None if found == batch_size else found
+            self._note_micro_batch(f"micro-batch {before} -> {found}: fits again at the start of epoch {epoch}")
+
+    def _micro_steps_at(self, micro_batch_size: int) -> int:
+        """Micro-steps of an optimizer step, each of ``micro_batch_size`` rows or fewer."""
+        return self._gradient_accumulation_steps * -(-self._dataloader.batch_size // micro_batch_size)
+
+    def _note_micro_batch(self, reason: str) -> None:
+        self._note(reason, step=self.global_step + 1, micro_batch_size=self._micro_batch_size)
+        utils.log_rank_zero(log, reason)
+
+    def _metered(self, work: Any, *args: Any) -> Any:
+        """``work(*args)`` under the meter, if there is one."""
+        if self._meter is None:
+            return work(*args)
+        with self._meter:
+            return work(*args)
+
+    def _enter_phase(self, name: str) -> None:
+        self._phase = name
+        if self._meter is not None:
+            self._meter.enter_phase(name)

@@ -1,0 +1,197 @@
+"""Faults on purpose: prove that a model survives running out of memory at any operation, on any rank.
+
+    class MyRecipe(AdaptiveFullFinetuneRecipeDistributed): ...
+
+    faults = {(20, 0): Fault(300, ranks=[1]), (40, 1): Fault(0, ranks=[0], kind="all-gather allocation")}
+    with faults_in(MyRecipe, faults):
+        run_recipe(MyRecipe, cfg)  # optimizer steps 20 and 40, counted from 0, are run again on smaller micro-batches
+
+A ``Fault`` works around any other code too: ``with Fault(3): loss.backward()``.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, NoReturn
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtune_adaptive.collectives import is_collective, is_wait
+from torchtune_adaptive.ledger import RecordedAllGather, RecordedReduceScatter
+from torchtune_adaptive.meter import MemoryMeter
+from torchtune_adaptive.wrappers import is_on_wrappers
+
+Kind = Literal["operation", "storage growth", "all-gather allocation", "collective"]
+
+
+def out_of_memory() -> NoReturn:
+    """Raise what the allocator raises."""
+    raise torch.OutOfMemoryError("CUDA out of memory (a fault on purpose)")
+
+
+def kill_process() -> None:
+    """End this process as the system's out-of-memory killer does: nothing is cleaned up."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Fault(TorchDispatchMode):
+    """Strikes once, in place of number ``place`` (from 0) of what happens inside ``with fault:``.
+
+    What counts, by ``kind``:
+
+    - "operation": an operation on plain tensors, FSDP2's own among them, or the growth of a storage; not a
+      collective, nor what happens within the call of one;
+    - "storage growth": by it FSDP2 makes room for gathered parameters;
+    - "all-gather allocation": of FSDP2's buffer for one, where recovery is on;
+    - "collective": before it is issued, which its caller cannot know.
+
+    Args:
+        place: None strikes never: the fault only counts.
+        ranks: of the default process group; None for every rank.
+        phase: count in this phase of a recipe's step only, for example "backward".
+        strike: ``out_of_memory``, ``kill_process``, or any other function.
+
+    Attributes:
+        count: how many have happened.
+        has_struck: whether it has.
+
+    >>> with Fault(None) as fault:
+    ...     total = torch.ones(3) + torch.ones(3)
+    >>> fault.count, fault.has_struck
+    (3, False)
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        place: int | None,
+        *,
+        ranks: Collection[int] | None = None,
+        kind: Kind = "operation",
+        phase: str | None = None,
+        strike: Callable[[], object] = out_of_memory,
+    ) -> None:
+        super().__init__()
+        self.count = 0
+        self.has_struck = False
+        self.phase_now: Callable[[], str] = lambda: ""
+        self._place = place
+        self._ranks = ranks
+        self._kind = kind
+        self._phase = phase
+        self._strike = strike
+        self._is_in_collective = False
+        self._patches = ExitStack()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __enter__(self) -> "Fault":
+        resize = torch.UntypedStorage.resize_  # no dispatch mode sees it
+
+        def resize_and_count(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            if nbytes > storage.nbytes():
+                self._happens("storage growth", "operation")
+            return resize(storage, nbytes)
+
+        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_and_count))
+        for communicator in (RecordedAllGather, RecordedReduceScatter):
+            self._patches.enter_context(mock.patch.object(communicator, "__call__", self._sparing(communicator)))
+        allocate = RecordedAllGather.allocate
+
+        def allocate_and_count(communicator: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self._happens("all-gather allocation")
+            return allocate(communicator, *args, **kwargs)
+
+        self._patches.enter_context(mock.patch.object(RecordedAllGather, "allocate", allocate_and_count))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_on_wrappers(types):
+            return NotImplemented
+        if not is_collective(func):
+            self._happens("operation")
+        elif not is_wait(func):
+            self._happens("collective")
+        return func(*args, **(kwargs or {}))
+
+    def _sparing(self, communicator: Any) -> Callable[..., Any]:
+        """The call of ``communicator``, within which no operation counts."""
+        call = communicator.__call__
+
+        def spared(*args: Any, **kwargs: Any) -> Any:
+            self._is_in_collective = True
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._is_in_collective = False
+
+        return spared
+
+    def _happens(self, *kinds: Kind) -> None:
+        if self._kind not in kinds or (self._is_in_collective and self._kind != "collective"):
+            return
+        if self._phase not in (None, self.phase_now()):
+            return
+        self.count += 1
+        if self.count - 1 == self._place and self._is_here():
+            self.has_struck = True
+            self._strike()
+
+    def _is_here(self) -> bool:
+        return self._ranks is None or (dist.get_rank() if dist.is_initialized() else 0) in self._ranks
+
+
+@contextmanager
+def faults_in(recipe_class: Any, faults: Mapping[tuple[int, int], Fault]) -> Iterator[None]:
+    """Inside, training by ``recipe_class`` runs micro-steps under faults: key (20, 1) is step 20's second micro-step.
+
+    Steps and micro-steps are counted from 0; those of a step that is run again go on counting. Searches and
+    rehearsals have no faults.
+    """
+    survive, micro_step = recipe_class._survive, recipe_class._micro_step
+    numbers: list[int] = []
+
+    def counting_survive(recipe: Any, window: Any) -> Any:
+        numbers.append(0)
+        try:
+            return survive(recipe, window)
+        finally:
+            numbers.clear()
+
+    def faulty_micro_step(recipe: Any, rows: Any) -> Any:
+        fault = faults.get((recipe.global_step, numbers[0])) if numbers else None
+        if numbers:
+            numbers[0] += 1
+        if fault is None:
+            return micro_step(recipe, rows)
+        fault.phase_now = lambda: recipe._phase
+        with fault:
+            return micro_step(recipe, rows)
+
+    with (
+        mock.patch.object(recipe_class, "_survive", counting_survive),
+        mock.patch.object(recipe_class, "_micro_step", faulty_micro_step),
+    ):
+        yield
+
+
+@contextmanager
+def ballast(num_bytes: int, device: torch.device, *, meter: MemoryMeter | None = None) -> Iterator[torch.Tensor]:
+    """Inside, ``num_bytes`` of ``device`` are taken, as by a neighbour; a CPU's ``meter`` has to be told of them."""
+    weight = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    if meter is not None:
+        meter.count(weight)
+    yield weight
+    del weight
