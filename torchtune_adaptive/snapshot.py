@@ -76,15 +76,15 @@ class KeptBuffers:
     """Copies of a model's buffers on the host."""
 
     def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
-        self._buffers = [(buffer, buffer._version, _Copy(buffer)) for buffer in buffers]
+        self._buffers = [(buffer, _Copy(buffer)) for buffer in buffers]
 
     def changed(self) -> list[torch.Tensor]:
-        """Those that were written to since they were copied, whatever with."""
-        return [buffer for buffer, version, _ in self._buffers if buffer._version != version]
+        """Those that differ from their copies. Version counters do not tell: batch normalisation leaves them alone."""
+        return [buffer for buffer, copied in self._buffers if not copied.is_same()]
 
     def restore(self) -> None:
         """Bring the buffers back to their copies."""
-        for _, _, copied in self._buffers:
+        for _, copied in self._buffers:
             copied.restore()
 
 
@@ -140,6 +140,10 @@ class _Copy:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._parts = [(part.detach(), part.detach().to("cpu", copy=True)) for part in plain_parts(tensor)]
+
+    def is_same(self) -> bool:
+        """Whether the tensor is still equal to its copy; never if it holds a NaN."""
+        return all(torch.equal(part.cpu(), value) for part, value in self._parts)
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -1,0 +1,245 @@
+"""What does our training loop cost while nothing happens?
+
+    OMP_NUM_THREADS=1 python -m benchmarks.steady_state
+
+Trains by the stock recipe and by ours, with recovery from out-of-memory errors and without, on two CPU ranks,
+all in the same processes: in each round every recipe trains a few steps, in an order that turns from round to
+round, so that a noisy machine hits all alike. A second stock recipe shows how far equal loops seem to differ.
+All must log the same losses, rates and gradient norms. Prints a table and writes it to
+``results/steady_state_cpu.md``.
+"""
+
+import contextlib
+import gc
+import logging
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torchtune import training
+from torchtune.training.metric_logging import MetricLoggerInterface
+
+from tests.recipe_runs import adaptive_recipe, stock_recipe, tiny_config
+from torchtune_adaptive.tiny import make_tiny_assets
+
+RESULTS = Path(__file__).parent / "results" / "steady_state_cpu.md"
+RANKS = 2
+STOCK, ON, OFF, STOCK_AGAIN = VARIANTS = ("stock", "recovery on", "recovery off", "stock again")
+RATIOS = ((ON, STOCK), (OFF, STOCK), (ON, OFF), (STOCK_AGAIN, STOCK))
+SAVING = {"full": "_checkpoint_client", "lora": "save_checkpoint"}  # what a stock recipe saves by
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a step consists of, and how many steps of each recipe are timed in how many rounds."""
+
+    kind: str
+    batch_size: int
+    seq_len: int
+    gradient_accumulation_steps: int
+    rounds: int
+    timed_steps: int
+
+    @property
+    def name(self) -> str:
+        """The step in words."""
+        rows = f"{self.gradient_accumulation_steps} x {self.batch_size} row{'s' * (self.batch_size > 1)}"
+        return f"{self.kind}, {rows} of up to {self.seq_len} tokens"
+
+
+SHORT = {"batch_size": 1, "seq_len": 32, "gradient_accumulation_steps": 1, "rounds": 28, "timed_steps": 6}
+LONG = {"batch_size": 4, "seq_len": 256, "gradient_accumulation_steps": 2, "rounds": 16, "timed_steps": 2}
+CASES = [Case(kind, **size) for size in (SHORT, LONG) for kind in ("full", "lora")]
+
+
+@dataclass(frozen=True)
+class Block:
+    """The timed steps of one recipe in one round: unmasked tokens over all ranks, and rank 0's time."""
+
+    num_tokens: int
+    steps: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all ranks."""
+        return self.num_tokens / self.seconds
+
+
+class StepClock(MetricLoggerInterface):
+    """Notes when a step was logged, and what, unread: to read a tensor is to wait for it."""
+
+    def __init__(self, **_: Any) -> None:
+        self.moments: list[float] = []
+        self.payloads: list[Any] = []
+
+    def log(self, name: str, data: Any, step: int) -> None:
+        raise AssertionError("recipes log dictionaries")
+
+    def log_config(self, config: DictConfig) -> None: ...
+
+    def log_dict(self, payload: Any, step: int) -> None:
+        self.moments.append(time.perf_counter())
+        self.payloads.append(payload)
+
+    def close(self) -> None: ...
+
+
+def live_recipe(variant: str, kind: str, tiny_dir: Path, output_dir: Path, **overrides: Any) -> Any:
+    """A recipe ready to train, without a memory limit, whose checkpoints go nowhere. A collective."""
+    is_stock = variant in (STOCK, STOCK_AGAIN)
+    recipe_class = stock_recipe(kind) if is_stock else adaptive_recipe(kind)
+    logger = {"_component_": "benchmarks.steady_state.StepClock"}
+    adaptive = {"adaptive__memory_limit": None, "adaptive__oom_recovery": variant == ON}
+    cfg = tiny_config(kind, tiny_dir, output_dir, metric_logger=logger, **adaptive, **overrides)
+    training.set_seed(seed=cfg.seed)
+    recipe = recipe_class(cfg=cfg)
+    recipe.setup(cfg=cfg)
+    assert is_stock or (recipe._recovery is not None) == (variant == ON)
+    setattr(recipe, SAVING[kind], mock.Mock())
+    return recipe
+
+
+def train_epoch(recipe: Any) -> None:
+    """The recipe's next epoch, with its progress bar drawn nowhere. A collective."""
+    recipe.total_epochs = recipe.epochs_run + 1
+    with contextlib.ExitStack() as stack:
+        # Stock clears a device cache before it trains, which the CPU has not; our loop does not ask for it there.
+        stack.enter_context(mock.patch.object(training, "cleanup_before_training"))
+        stack.enter_context(contextlib.redirect_stderr(stack.enter_context(open(os.devnull, "w"))))
+        recipe.train()
+
+
+def main() -> None:
+    """Measure every case and write the table; starts the ranks if it is not one of them."""
+    if "RANK" not in os.environ:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
+        raise SystemExit(subprocess.run([*launcher, "-m", "benchmarks.steady_state"], check=False).returncode)
+    dist.init_process_group("gloo")
+    logging.disable(logging.WARNING)
+    started, load = time.perf_counter(), os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as directory:
+        if dist.get_rank() == 0:
+            make_tiny_assets(Path(directory) / "tiny", num_samples=2000)
+        shared = [directory]
+        dist.broadcast_object_list(shared)
+        rows = [_row(case, _measure(case, Path(shared[0]) / "tiny")) for case in CASES]
+        dist.barrier()
+    if dist.get_rank() == 0:
+        _report(rows, seconds=time.perf_counter() - started, load=load)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads can abort an interpreter that shuts down
+
+
+def _measure(case: Case, tiny_dir: Path) -> dict[str, list[Block]]:
+    """Each variant's blocks by round, on rank 0; no blocks elsewhere. A collective."""
+    steps = 1 + case.timed_steps  # the first step of an epoch is not timed: the data loader starts in it
+    overrides = {
+        "batch_size": case.batch_size,
+        "tokenizer__max_seq_len": case.seq_len,
+        "gradient_accumulation_steps": case.gradient_accumulation_steps,
+        "epochs": 1 + case.rounds,  # the first epoch is not timed: what is set up lazily is set up in it
+        "max_steps_per_epoch": steps,
+    }
+    output_dir = tiny_dir.parent / "out"
+    recipes = {variant: live_recipe(variant, case.kind, tiny_dir, output_dir, **overrides) for variant in VARIANTS}
+    gc.freeze()  # a garbage collection need not go through all that imports and set-up have made
+    blocks: dict[str, list[Block]] = {variant: [] for variant in VARIANTS}
+    for epoch in range(1 + case.rounds):
+        num_tokens = _timed_tokens(recipes[STOCK], epoch, case)
+        turned = VARIANTS[epoch % len(VARIANTS) :] + VARIANTS[: epoch % len(VARIANTS)]
+        for variant in turned if epoch // len(VARIANTS) % 2 else turned[::-1]:
+            gc.collect()
+            dist.barrier()
+            train_epoch(recipes[variant])
+            if epoch > 0 and dist.get_rank() == 0:
+                moments = recipes[variant]._metric_logger.moments[-steps:]
+                blocks[variant].append(Block(num_tokens, case.timed_steps, moments[-1] - moments[0]))
+    if dist.get_rank() == 0:
+        _compare([_figures(recipe) for recipe in recipes.values()], epochs=1 + case.rounds, steps=steps)
+    return blocks
+
+
+def _timed_tokens(recipe: Any, epoch: int, case: Case) -> int:
+    """Unmasked tokens over all ranks in the timed steps of ``epoch``. A collective."""
+    micro_steps = case.gradient_accumulation_steps
+    recipe._dataloader.sampler.set_epoch(epoch)
+    num_tokens = torch.zeros((), dtype=torch.int64)
+    for index, batch in zip(range(micro_steps * (1 + case.timed_steps)), recipe._dataloader, strict=False):
+        if index >= micro_steps:
+            num_tokens += (batch["labels"] != recipe._loss_fn.ignore_index).sum()
+    dist.all_reduce(num_tokens)
+    return int(num_tokens)
+
+
+def _figures(recipe: Any) -> list[tuple[float, ...]]:
+    names = ("loss", "lr", "grad_norm")
+    return [tuple(float(payload[name]) for name in names) for payload in recipe._metric_logger.payloads]
+
+
+def _compare(logged: list[list[tuple[float, ...]]], *, epochs: int, steps: int) -> None:
+    if any(figures != logged[0] for figures in logged) or len(logged[0]) != epochs * steps:
+        raise RuntimeError("the variants logged different steps, so that they did not do the same work")
+
+
+def _row(case: Case, blocks: dict[str, list[Block]]) -> list[str]:
+    if dist.get_rank() != 0:
+        return []
+    speeds = {variant: [block.tokens_per_second for block in blocks[variant]] for variant in VARIANTS}
+    step_ms = {variant: [1e3 * block.seconds / block.steps for block in blocks[variant]] for variant in VARIANTS}
+    cells = [case.name, f"{case.rounds} x {case.timed_steps}", f"{median(step_ms[STOCK]):.0f}"]
+    cells += [f"{median(speeds[variant]):.0f}" for variant in (STOCK, ON, OFF)]
+    for one, other in RATIOS:
+        cells.append(_spread([a / b for a, b in zip(speeds[one], speeds[other], strict=True)], digits=3))
+    cells.append(_spread([a - b for a, b in zip(step_ms[ON], step_ms[STOCK], strict=True)], digits=1))
+    print(" | ".join(cells), flush=True)
+    return cells
+
+
+def _spread(values: list[float], *, digits: int) -> str:
+    first, _, third = quantiles(values, n=4, method="inclusive")
+    return f"{median(values):.{digits}f} [{first:.{digits}f}, {third:.{digits}f}]"
+
+
+def _report(rows: list[list[str]], *, seconds: float, load: float) -> None:
+    header = ["step", "rounds x steps", "stock ms/step", *(f"{name} tokens/s" for name in (STOCK, ON, OFF))]
+    header += [f"{one} / {other}" for one, other in RATIOS]
+    header += [f"{ON} - {STOCK}, ms/step"]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {RANKS} gloo ranks of {torch.get_num_threads()} thread"
+    lines = [
+        "# Speed of the training loop without out-of-memory errors against the stock recipes, CPU",
+        "",
+        f"`OMP_NUM_THREADS=1 python -m benchmarks.steady_state`, {time.strftime('%Y-%m-%d')}, commit {commit.strip()},"
+        f" {machine}, Python {platform.python_version()}, torch {torch.__version__}, torchtune {version('torchtune')};"
+        f" {seconds:.0f} s. The machine's load was {load:.2f} before the first step.",
+        "",
+        "All recipes live in the same processes and take turns in every round; loss, learning rate and gradient norm"
+        " of every step are equal, bit for bit. Set-up, rehearsal, saving, the first epoch and the first step of each"
+        " turn are not timed. Tokens are those not masked, over all ranks. Ratios are of tokens per second, larger"
+        f" than 1 where the first is faster, taken in each round; median [quartiles] over the rounds. {STOCK_AGAIN!r}"
+        " is a second stock recipe: its ratio shows how far equal loops seem to differ. Collectives and reads of"
+        " scalars per step are counted by `tests/test_steady_state.py`.",
+        "",
+        *("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)),
+    ]
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines), f"\nWritten to {RESULTS}", sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""Out of memory on any rank at any operation of a step: none hangs, and the result is that of a run without it."""
+
+import logging
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import run_on_ranks
+from tests.recovery_trials import CPU, ROWS, Case, Tally, Trials, every
+from torchtune_adaptive.consensus import Consensus
+from torchtune_adaptive.ledger import CollectiveInDoubtError, Ledger
+from torchtune_adaptive.recovery import Recovery, Strain
+from torchtune_adaptive.rehearsal import rehearse
+from torchtune_adaptive.testing import Fault
+
+CASES = [
+    Case(),
+    Case(checkpointing=True, accumulation=2),
+    Case(reshard_after_forward=False, lora=True),
+    Case(checkpointing=True, bf16=True, lora=True),
+]
+GRID = [
+    Case(reshard, checkpointing=checkpointing, accumulation=accumulation, lora=lora, bf16=bf16, layers=1)
+    for reshard, checkpointing, accumulation, lora, bf16 in product(
+        (True, False), (False, True), (1, 2), (False, True), (False, True)
+    )
+]
+
+
+def _tallies(case: Case, patterns: str, stride: int, *kinds: Any) -> dict[str, Tally]:
+    """A fault at every ``stride``-th place of each micro-step, by each of ``patterns`` and of ``kinds``."""
+    trials = Trials(case)
+    tallies = {}
+    for kind, micro_step, pattern in product(kinds or ["operation"], range(case.accumulation), patterns.split()):
+        points = every(trials.operations(micro_step, kind=kind), pattern, stride)
+        tallies[f"{case}, {kind}, micro-step {micro_step}, {pattern}"] = trials.tally(points, micro_step, kind=kind)
+    return tallies
+
+
+def _assert_clean(ranks: list[dict[str, Tally]], *, points: int) -> None:
+    print("\n".join(f"{name}: {tally.points} points, {tally.struck} struck" for name, tally in ranks[0].items()))
+    for tallies in ranks:
+        assert {name: tally for name, tally in tallies.items() if not tally.is_clean} == {}
+        assert all(tally.struck == tally.points for tally in tallies.values())
+    assert sum(tally.points for tally in ranks[0].values()) >= points
+
+
+# ---- two ranks
+
+
+def _a_few_faults(rank: int) -> dict[str, Tally]:
+    tallies = {}
+    for case in CASES:
+        tallies |= _tallies(case, "turns", 53)
+    return (
+        tallies
+        | _tallies(CASES[0], "turns", 5, "storage growth")
+        | _tallies(CASES[0], "turns", 1, "all-gather allocation")
+    )
+
+
+def test_whichever_operation_fails_the_result_is_that_of_a_run_told_the_same_micro_batches() -> None:
+    _assert_clean(run_on_ranks(_a_few_faults, 2, timeout_s=120), points=100)
+
+
+def _without_parts(rank: int) -> dict[str, Any]:
+    """The same faults with a part of the recovery taken away; those that break the group of the ranks come last."""
+    trials = Trials(Case())
+    points = every(trials.operations(0), "0", 29)
+
+    def as_documented(model: Any) -> None:
+        model.reset_iter_state()
+        trials.optimizer.zero_grad(set_to_none=True)
+
+    with mock.patch("torchtune_adaptive.recovery.reset_after_failure", as_documented):
+        tally = trials.tally(points)
+    drifted = _drifted()
+    hung = [_hangs(place) for place in (5, 400, 700)]  # in forward, in the loss, in backward
+    return {"hung": hung, "by reset_iter_state alone": tally, "drifted": drifted}
+
+
+def _hangs(place: int) -> bool:
+    """Whether this rank waits in vain for rank 0, which has failed and issues no more collectives."""
+    trials = Trials(Case(timeout_s=2.0))
+    with mock.patch.object(Ledger, "replay_rest"):
+        try:
+            trials.attempt(trials.windows[0], ROWS, {0: Fault(place, ranks=[0])})
+        except RuntimeError as error:
+            trials.consensus.max_over_ranks(Strain.NONE)  # for which the rank that failed waits
+            return "imed out" in str(error)
+    return False
+
+
+def _drifted() -> list[str]:
+    """A model whose collectives change after the rehearsal, and then an error at the same place on both ranks."""
+    trials = Trials(Case())
+    trials.model.set_reshard_after_forward(False)
+    said = []
+    with mock.patch.object(logging.Logger, "warning", lambda logger, text: said.append(text)):
+        for _ in range(2):
+            trials.attempt(trials.windows[0], ROWS, {})
+        try:
+            trials.attempt(trials.windows[0], ROWS, {0: Fault(5)})
+        except CollectiveInDoubtError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.fixture(scope="module")
+def without_parts() -> list[dict[str, Any]]:
+    return run_on_ranks(_without_parts, 2, timeout_s=90)
+
+
+def test_without_the_replay_the_peers_hang(without_parts: list[dict[str, Any]]) -> None:
+    assert without_parts[1]["hung"] == [True, True, True]
+
+
+def test_with_reset_iter_state_alone_parameters_are_wrong_and_memory_is_kept(
+    without_parts: list[dict[str, Any]],
+) -> None:
+    tallies = [parts["by reset_iter_state alone"] for parts in without_parts]
+    assert all(tally.struck > 20 for tally in tallies)
+    assert all(len(tally.wrong) >= 5 for tally in tallies)
+    assert any(tally.left_behind for tally in tallies)
+
+
+def test_a_model_that_changes_its_collectives_is_said_once_and_an_error_then_ends_the_run(
+    without_parts: list[dict[str, Any]],
+) -> None:
+    for parts in without_parts:
+        warning, error = parts["drifted"]
+        assert "from now on an out-of-memory error ends the run" in warning
+        assert "micro-steps no longer issue the collectives of the rehearsal" in error
+        assert "a fault on purpose" in error
+
+
+# ---- four ranks
+
+
+def _on_four_ranks(rank: int) -> dict[str, Tally]:
+    return _tallies(Case(), "all 0", 199) | _tallies(Case(hsdp=True, bf16=True), "all turns", 199)
+
+
+def test_four_ranks_and_hsdp_recover_too() -> None:
+    _assert_clean(run_on_ranks(_on_four_ranks, 4, timeout_s=120), points=16)
+
+
+# ---- every operation
+
+
+def _everywhere(rank: int, cases: list[Case], patterns: str, stride: int) -> dict[str, Tally]:
+    tallies = {}
+    for case in cases:
+        tallies |= _tallies(case, patterns, stride)
+    return tallies
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_every_operation_of_every_configuration_may_fail(case: Case) -> None:
+    _assert_clean(run_on_ranks(_everywhere, 2, [case], "turns", 1, timeout_s=1200), points=400)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("pattern", ["0", "1", "both"])
+def test_every_operation_may_fail_on_either_rank_and_on_both(pattern: str) -> None:
+    cases = [Case(), Case(checkpointing=True)]
+    _assert_clean(run_on_ranks(_everywhere, 2, cases, pattern, 1, timeout_s=2400), points=2000)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", [Case(), Case(hsdp=True), Case(hsdp=True, bf16=True, accumulation=2)], ids=str)
+def test_four_ranks_recover_at_many_operations(case: Case) -> None:
+    _assert_clean(run_on_ranks(_everywhere, 4, [case], "0 all", 13, timeout_s=1200), points=100)
+
+
+# ---- one process
+
+
+def _alone(model: nn.Module) -> Recovery:
+    rows = [torch.ones(1, 4), torch.ones(2, 4)]
+    micro_steps = [lambda batch=batch: model(batch).sum().backward() for batch in rows]
+    recovery = rehearse(micro_steps, model=model, device=CPU, consensus=Consensus())
+    assert isinstance(recovery, Recovery)
+    return recovery
+
+
+def _fail(error: Exception) -> Any:
+    def micro_step() -> Any:
+        raise error
+
+    return micro_step
+
+
+def test_alone_results_are_added_up_and_strain_is_none() -> None:
+    attempt = _alone(nn.Linear(4, 4)).attempt([lambda: 1, lambda: 2, lambda: 4], is_thrashing=lambda: False)
+    assert (attempt.result, attempt.strain, attempt.error) == (7, Strain.NONE, None)
+
+
+def test_alone_a_later_micro_step_out_of_memory_takes_the_whole_step_and_its_gradients_along() -> None:
+    model = nn.Linear(4, 4)
+    recovery = _alone(model)
+    ran = []
+
+    def good() -> int:
+        ran.append(1)
+        model(torch.ones(1, 4)).sum().backward()
+        return 1
+
+    micro_steps = [good, _fail(torch.OutOfMemoryError("too much")), good]
+    attempt = recovery.attempt(micro_steps, is_thrashing=lambda: True)
+    assert (attempt.result, attempt.strain, attempt.own_strain) == (None, *[Strain.OUT_OF_MEMORY] * 2)
+    assert attempt.error == "OutOfMemoryError: too much"
+    assert ran == [1]
+    assert model.weight.grad is None
+
+
+def test_alone_thrashing_leaves_the_step_as_it_is() -> None:
+    attempt = _alone(nn.Linear(4, 4)).attempt([lambda: 3], is_thrashing=lambda: True)
+    assert (attempt.result, attempt.strain) == (3, Strain.THRASHING)
+
+
+def test_alone_another_error_comes_through() -> None:
+    with pytest.raises(ValueError, match="not of memory"):
+        _alone(nn.Linear(4, 4)).attempt([_fail(ValueError("not of memory"))], is_thrashing=lambda: False)
+
+
+def test_a_collective_librarys_own_lack_of_memory_is_named_and_ends_the_run() -> None:
+    error = RuntimeError("NCCL error in: ProcessGroupNCCL.cpp, Cuda failure 2 'out of memory'")
+    with pytest.raises(CollectiveInDoubtError, match="out of memory inside a collective") as raised:
+        _alone(nn.Linear(4, 4)).attempt([_fail(error)], is_thrashing=lambda: False)
+    assert "Cuda failure 2" in str(raised.value)
+
+
+def test_before_a_step_is_run_again_random_states_and_changing_buffers_are_as_before() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.Dropout())
+    micro_steps = [lambda rows=rows: model(torch.randn(rows, 4)).sum().backward() for rows in (2, 3)]
+    before = [buffer.clone() for buffer in model.buffers()]
+    recovery = rehearse(micro_steps, model=model, device=CPU, consensus=Consensus())
+    assert isinstance(recovery, Recovery)
+    assert all(map(torch.equal, model.buffers(), before))
+    random_state = torch.get_rng_state()
+    restore = recovery.keep()
+    micro_steps[0]()
+    assert not all(map(torch.equal, model.buffers(), before))
+    restore()
+    assert all(map(torch.equal, model.buffers(), before))
+    assert torch.equal(torch.get_rng_state(), random_state)

@@ -1,0 +1,328 @@
+"""A fault strikes where, when and on whom it was told to, once, and is gone afterwards."""
+
+import gc
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchtune_adaptive.cpu_meter import CpuMeter
+from torchtune_adaptive.ledger import RecordedAllGather, RecordedReduceScatter
+from torchtune_adaptive.oom import free_memory
+from torchtune_adaptive.testing import Fault, ballast, faults_in, out_of_memory
+
+CPU = torch.device("cpu")
+PATCHED = [
+    (torch.UntypedStorage, "resize_"),
+    (RecordedAllGather, "__call__"),
+    (RecordedAllGather, "allocate"),
+    (RecordedReduceScatter, "__call__"),
+]
+
+
+def patched() -> list[Any]:
+    """What now stands in the places that a fault patches."""
+    return [vars(owner).get(name) for owner, name in PATCHED]
+
+
+def doubled(times: int) -> torch.Tensor:
+    """The result of so many operations and one more."""
+    values = torch.ones(1)
+    for _ in range(times):
+        values = values * 2
+    return values
+
+
+# ---- where it strikes
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_fault_strikes_in_place_of_its_operation(place: int) -> None:
+    values = torch.zeros(2)
+
+    def add_four() -> None:
+        for _ in range(4):
+            values.add_(1)
+
+    with pytest.raises(torch.OutOfMemoryError, match="on purpose"), Fault(place) as fault:
+        add_four()
+    assert values.tolist() == [place] * 2
+    assert fault.has_struck
+    assert fault.count == place + 1
+
+
+def test_a_fault_without_a_place_only_counts() -> None:
+    with Fault(None) as fault:
+        assert doubled(4).item() == 16
+    assert fault.count == 6  # `item` is one
+    assert not fault.has_struck
+
+
+def test_a_fault_after_the_last_operation_does_not_strike() -> None:
+    with Fault(5) as fault:
+        doubled(4)
+    assert (fault.count, fault.has_struck) == (5, False)
+
+
+def test_a_fault_strikes_once_and_goes_on_counting_when_it_is_used_again() -> None:
+    struck: list[int] = []
+    fault = Fault(7, strike=lambda: struck.append(fault.count))
+    for _ in range(3):
+        with fault:
+            doubled(4)
+    assert fault.count == 15
+    assert struck == [8]
+
+
+def test_the_operations_of_a_backward_count_too() -> None:
+    model = nn.Linear(3, 2)
+    loss = model(torch.ones(4, 3)).square().sum()
+    with pytest.raises(torch.OutOfMemoryError, match="on purpose"), Fault(3):
+        loss.backward()
+    free_memory(CPU)
+    assert model.weight.grad is None
+
+
+def test_the_growth_of_a_storage_counts_and_its_shrinking_does_not() -> None:
+    values = torch.ones(2)
+    with Fault(None, kind="storage growth") as growths, Fault(None) as operations:
+        for nbytes in (40, 40, 0, 8):
+            values.untyped_storage().resize_(nbytes)
+        doubled(3)
+    assert growths.count == 2
+    assert operations.count == 2 + 4
+
+
+def test_a_fault_of_storage_growth_leaves_the_storage_as_it_is() -> None:
+    storages = [torch.ones(2).untyped_storage() for _ in range(2)]
+
+    def grow() -> None:
+        for storage in storages:
+            storage.resize_(80)
+
+    with pytest.raises(torch.OutOfMemoryError, match="on purpose"), Fault(1, kind="storage growth"):
+        grow()
+    assert [storage.nbytes() for storage in storages] == [80, 8]
+
+
+# ---- on whom, and when
+
+
+@pytest.mark.parametrize(("ranks", "strikes"), [(None, True), ([0], True), ({0, 3}, True), ([1], False), ([], False)])
+def test_a_process_without_peers_is_rank_zero(ranks: Any, strikes: bool) -> None:
+    struck: list[str] = []
+    with Fault(1, ranks=ranks, strike=lambda: struck.append("here")) as fault:
+        doubled(2)
+    assert struck == ["here"] * strikes
+    assert fault.has_struck is strikes
+    assert fault.count == 3  # counted on every rank
+
+
+def test_only_what_happens_in_its_phase_counts() -> None:
+    phase = "forward"
+    fault = Fault(1, phase="backward")
+    fault.phase_now = lambda: phase
+    with fault:
+        doubled(5)
+    assert fault.count == 0
+    phase = "backward"
+    with pytest.raises(torch.OutOfMemoryError, match="on purpose"), fault:
+        doubled(5)
+    assert fault.count == 2
+
+
+# ---- how it strikes
+
+
+def test_out_of_memory_is_the_allocators_error() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        out_of_memory()
+
+
+def test_a_strike_that_returns_lets_the_operation_happen() -> None:
+    struck: list[str] = []
+    with Fault(2, strike=lambda: struck.append("here")):
+        assert doubled(4).item() == 16
+    assert struck == ["here"]
+
+
+def test_a_process_that_is_killed_has_no_time_for_anything() -> None:
+    code = """
+import atexit, torch
+from torchtune_adaptive.testing import Fault, kill_process
+atexit.register(print, "cleaned up", flush=True)
+with Fault(1, strike=kill_process):
+    torch.ones(1)
+    print("alive", flush=True)
+    torch.ones(1)
+print("still alive", flush=True)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120)
+    assert ended.returncode == -9
+    assert ended.stdout == "alive\n"
+
+
+# ---- what is left of it
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_afterwards_everything_is_as_before(fails: bool) -> None:
+    before = patched()
+
+    def work() -> None:
+        with Fault(1 if fails else None):
+            assert all(now is not then for now, then in zip(patched(), before, strict=True))
+            doubled(3)
+
+    if fails:
+        with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
+            work()
+    else:
+        work()
+    assert all(now is then for now, then in zip(patched(), before, strict=True))
+    assert doubled(3).item() == 8
+
+
+def test_faults_within_faults_count_each_for_itself() -> None:
+    before = patched()
+    struck: list[str] = []
+    values = torch.ones(2)
+    with Fault(3, strike=lambda: struck.append("outer")) as outer:
+        doubled(1)
+        with Fault(1, strike=lambda: struck.append("inner")) as inner:
+            values.untyped_storage().resize_(80)
+            doubled(1)
+        values.untyped_storage().resize_(160)
+    assert (outer.count, inner.count) == (6, 3)
+    assert struck == ["inner", "outer"]
+    assert all(now is then for now, then in zip(patched(), before, strict=True))
+
+
+# ---- in a recipe
+
+
+class Base:
+    """Trains as a recipe does, on windows of numbers: a micro-step adds up the twofold of its rows."""
+
+    def __init__(self) -> None:
+        self.global_step = 0
+        self.retries = 0
+        self._phase = ""
+
+    def _survive(self, window: Sequence[Sequence[int]]) -> float:
+        while True:
+            try:
+                return sum(self._micro_step(rows) for rows in window)
+            except torch.OutOfMemoryError:
+                self.retries += 1
+
+    def _micro_step(self, rows: Sequence[int]) -> float:
+        self._phase = "forward"
+        doubled = torch.tensor(rows) * 2
+        self._phase = "backward"
+        return doubled.sum().item()
+
+    def train(self, windows: Sequence[Sequence[Sequence[int]]]) -> list[float]:
+        totals = []
+        for window in windows:
+            totals.append(self._survive(window))
+            self.global_step += 1
+        return totals
+
+
+class Recipe(Base):
+    """A user's, which leaves the training to what is below it."""
+
+
+WINDOWS = [[[1, 2], [3, 4]], [[5, 6], [7, 8]], [[9, 10], [11, 12]]]
+TOTALS = [20, 52, 84]
+
+
+def test_a_recipe_meets_a_fault_in_the_micro_step_that_it_is_for() -> None:
+    recipe, fault = Recipe(), Fault(0)
+    with faults_in(Recipe, {(1, 1): fault}):
+        assert recipe.train(WINDOWS) == TOTALS
+    assert recipe.retries == 1
+    assert (fault.count, fault.has_struck) == (1, True)
+
+
+def test_micro_steps_of_a_step_that_is_run_again_go_on_counting() -> None:
+    recipe = Recipe()
+    faults = {(0, number): Fault(0 if number in (1, 2, 4) else None) for number in range(9)}
+    with faults_in(Recipe, faults):
+        assert recipe.train(WINDOWS) == TOTALS
+    assert recipe.retries == 3  # 1 fails; the step is run again as 2, which fails; as 3 and 4, which fails; as 5 and 6
+    assert [fault.count > 0 for fault in faults.values()] == [True] * 7 + [False] * 2
+
+
+def test_each_step_counts_its_micro_steps_from_zero_whatever_became_of_the_one_before() -> None:
+    faults = {(step, number): Fault(0 if (step, number) == (0, 0) else None) for step in range(3) for number in (0, 1)}
+    with faults_in(Recipe, faults):
+        Recipe().train(WINDOWS)
+    operations = faults[1, 1].count
+    assert operations > 0
+    assert [fault.count for fault in faults.values()] == [1, operations, operations, operations, operations, operations]
+
+
+def test_a_fault_in_a_recipe_knows_its_phase() -> None:
+    recipe = Recipe()
+    phases: list[str] = []
+    whole, part = Fault(None), Fault(0, phase="backward", strike=lambda: phases.append(recipe._phase))
+    with faults_in(Recipe, {(0, 0): whole, (1, 0): part}):
+        recipe.train(WINDOWS)
+    assert phases == ["backward"]
+    assert 0 < part.count < whole.count
+
+
+def test_micro_steps_outside_of_training_have_no_faults() -> None:
+    recipe = Recipe()
+    with faults_in(Recipe, {(0, 0): Fault(0)}):
+        assert recipe._micro_step([1, 2]) == 6
+        assert recipe.train(WINDOWS) == TOTALS
+        assert recipe._micro_step([1, 2]) == 6
+    assert recipe.retries == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_recipes_class_is_afterwards_as_before(fails: bool) -> None:
+    before = dict(vars(Recipe)), dict(vars(Base))
+    fault = Fault(0, strike=lambda: [].pop() if fails else None)
+
+    def work() -> None:
+        with faults_in(Recipe, {(1, 0): fault}):
+            Recipe().train(WINDOWS)
+
+    if fails:
+        with pytest.raises(IndexError):
+            work()
+    else:
+        work()
+    assert fault.has_struck
+    assert (dict(vars(Recipe)), dict(vars(Base))) == before
+
+
+# ---- a neighbour
+
+
+def test_ballast_takes_memory_that_the_meter_sees_and_gives_it_back() -> None:
+    meter = CpuMeter()
+    meter.limit_bytes = 1500
+    with ballast(1000, CPU, meter=meter):
+        assert meter.live_bytes == 1000
+        with meter:
+            torch.zeros(100)
+        with pytest.raises(torch.OutOfMemoryError, match="CPU meter out of memory"), meter:
+            torch.zeros(200)
+    gc.collect()
+    assert meter.live_bytes == 0
+    with meter:
+        torch.zeros(200)
+
+
+def test_ballast_without_a_meter_is_there_while_it_is_needed() -> None:
+    with ballast(1000, CPU) as weight:
+        assert weight.untyped_storage().nbytes() == 1000
