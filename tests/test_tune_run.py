@@ -16,9 +16,12 @@ SHORT = ["epochs=1", "max_steps_per_epoch=2", "adaptive.memory_limit=128MiB", "t
 
 
 def tune_run(*arguments: str, directory: Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """``tune run ARGUMENTS`` in ``directory``, with the recipes on the path as an installed package has them."""
+    """``tune run ARGUMENTS`` in ``directory``, with the recipes on the path as an installed package has them.
+
+    So are the tests' own.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "recipes")])
+    environment["PYTHONPATH"] = os.pathsep.join(str(REPOSITORY / name) for name in ("", "recipes", "tests"))
     command = [str(Path(sys.executable).parent / "tune"), "run", *arguments]
     return subprocess.run(
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False

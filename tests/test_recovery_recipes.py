@@ -1,0 +1,362 @@
+"""The recipes go on after out of memory: the same result, a smaller micro-batch, a line, a count and a record of it."""
+
+import itertools
+import json
+import os
+import random
+import re
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_on_ranks
+from tests.recipe_runs import RecordingLogger, adaptive_recipe, finished, same_bits, tiny_config
+from tests.test_tune_run import tune_run
+from torchtune_adaptive.errors import NothingFitsError
+from torchtune_adaptive.testing import Fault, ballast, faults_in
+
+SMALL = {"tokenizer__max_seq_len": 64, "optimizer__lr": 1e-2}
+UNMETERED = SMALL | {"adaptive__memory_limit": None, "log_every_n_steps": 1}
+
+
+def _told(recipe_class: Any, rows_at: Any) -> Any:
+    """The recipe with its micro-batches told: ``rows_at(step)``."""
+
+    class Told(recipe_class):
+        def _survive(self, window: Any) -> Any:
+            self._largest_micro_batch = rows_at(self.global_step)
+            return super()._survive(window)
+
+        def _before_epoch(self, epoch: int) -> None:
+            self._largest_micro_batch = None
+            super()._before_epoch(epoch)
+
+    return Told
+
+
+def _figures(steps: list[dict[str, float]]) -> list[tuple[float, ...]]:
+    return [tuple(step[name] for name in ("step", "loss", "lr", "grad_norm", "micro_batch_size")) for step in steps]
+
+
+def _faulty_and_told(rank: int, kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    """Two epochs of four steps; rank 1 fails in backward of the first, rank 0 twice in forward of the second."""
+    dropout = {"model__lora_dropout": 0.1} if kind == "lora" else {"model__attn_dropout": 0.1}
+    common: dict[str, Any] = UNMETERED | dropout | {"epochs": 2, "max_steps_per_epoch": 4, "batch_size": 4}
+    common["gradient_accumulation_steps"] = 2
+    recipe_class = adaptive_recipe(kind)
+    faults = {
+        (1, 1): Fault(30, ranks=[1], phase="backward"),
+        (5, 0): Fault(30, ranks=[0], phase="forward"),
+        (5, 2): Fault(3, ranks=[0], phase="loss"),
+    }
+    with faults_in(recipe_class, faults):
+        steps, parameters, recipe = finished(recipe_class, tiny_config(kind, tiny_dir, output_dir, **common))
+    told = _told(recipe_class, lambda step: None if step in (0, 4) else 2 if step < 4 else 1)
+    told_steps, told_parameters, _ = finished(told, tiny_config(kind, tiny_dir, output_dir / "told", **common))
+    return {
+        "struck": [fault.has_struck for fault in faults.values()],
+        "steps": (_figures(steps), _figures(told_steps)),
+        "retries": [step["oom_retries"] for step in steps],
+        "parameters equal": same_bits(parameters, told_parameters),
+        "history": recipe._report.history,
+        "on disk": json.loads((output_dir / "adaptive_batch.json").read_text()) if rank == 0 else None,
+    }
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_recipe_with_faults_equals_one_told_the_same_micro_batches(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
+    ranks = run_on_ranks(_faulty_and_told, 2, kind, tiny_dir, tmp_path, timeout_s=120)
+    assert [rank["struck"] for rank in ranks] == [[False, True, True], [True, False, False]]
+    steps, told = ranks[0]["steps"]
+    assert len(told) == 8
+    assert steps == told
+    assert [step[-1] for step in steps] == [4, 2, 2, 2, 4, 1, 1, 1]
+    assert ranks[0]["retries"] == [0, 1, 1, 1, 1, 3, 3, 3]
+    assert all(rank["parameters equal"] for rank in ranks)
+    history = ranks[0]["history"]
+    assert [(entry["epoch"], entry["step"], entry["batch_size"], entry["micro_batch_size"]) for entry in history] == [
+        (0, 2, 4, 2),
+        (1, 5, 4, 4),
+        (1, 6, 4, 2),
+        (1, 6, 4, 1),
+    ]
+    assert history[0]["reason"].startswith("micro-batch 4 -> 2: in step 2 rank 1 ran out of memory in backward (")
+    assert history[1]["reason"] == "micro-batch 2 -> 4: fits again at the start of epoch 1"
+    assert ranks[0]["on disk"] == {"history": history}
+    assert ranks[1]["history"] == history
+
+
+# ---- one spawn for what two ranks do when something goes on being wrong
+
+
+def _troubles(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    names = itertools.count()
+
+    def config(**overrides: Any) -> Any:
+        common: dict[str, Any] = UNMETERED | {"epochs": 1, "max_steps_per_epoch": 4, "batch_size": 4}
+        return tiny_config("full", tiny_dir, output_dir / str(next(names)), **(common | overrides))
+
+    return {
+        "single rows": _single_rows_fail(config(batch_size=2)),
+        "in the optimizer": _optimizer_fails(config()),
+        "thrashing": _thrashing(config),
+        "ballast": _ballast(config, rank),
+        "unequal limits": _unequal_limits(config, rank),
+        "off": _recovery_is_off(config),
+    }
+
+
+def _single_rows_fail(cfg: Any) -> tuple[str, int]:
+    recipe_class = adaptive_recipe("full")
+    faults = {(2, micro_step): Fault(9, ranks=[1]) for micro_step in (0, 1)}
+    with faults_in(recipe_class, faults), pytest.raises(NothingFitsError) as failure:
+        finished(recipe_class, cfg)
+    return str(failure.value), len(RecordingLogger.last.steps) if dist.get_rank() == 0 else 0
+
+
+def _optimizer_fails(cfg: Any) -> str:
+    def step(optimizer: Any, *_: Any) -> Any:
+        if optimizer.state:  # it is there when training begins
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(optimizer)
+
+    original = torch.optim.AdamW.step
+    with mock.patch.object(torch.optim.AdamW, "step", step), pytest.raises(RuntimeError) as failure:
+        finished(adaptive_recipe("full"), cfg)
+    return str(failure.value)
+
+
+def _thrashing(config: Any) -> dict[str, Any]:
+    """A cache on rank 1 that is too small for steps of four rows, and rows at the right size told."""
+    recipe_class = adaptive_recipe("full")
+
+    class Thrashing(recipe_class):
+        def _before_epoch(self, epoch: int) -> None:
+            if dist.get_rank() == 1:
+                self._meter.cache_limit_bytes = self._meter.live_bytes + 2**20
+            super()._before_epoch(epoch)
+
+        def _shrink(self, attempt: Any) -> None:
+            super()._shrink(attempt)
+            self._meter.cache_limit_bytes = None
+
+    limited = {"adaptive__memory_limit": "2GiB"}
+    steps, parameters, recipe = finished(Thrashing, config(**limited))
+    told = _told(recipe_class, lambda step: None if step < 2 else 2)
+    told_steps, told_parameters, _ = finished(told, config(**limited))
+    return {
+        "micro-batches": [step["micro_batch_size"] for step in steps],
+        "retries": [step["oom_retries"] for step in steps],
+        "reason": [entry["reason"] for entry in recipe._report.history],
+        "losses equal": [step["loss"] for step in steps] == [step["loss"] for step in told_steps],
+        "parameters equal": same_bits(parameters, told_parameters),
+    }
+
+
+def _ballast(config: Any, rank: int) -> dict[str, Any]:
+    """A neighbour on rank 1 takes the memory of steps 2 and 3 of the first epoch."""
+    held: list[Any] = []
+
+    class WithNeighbour(adaptive_recipe("full")):
+        def _survive(self, window: Any) -> Any:
+            if rank == 1 and self.global_step == 2:
+                room_bytes = self._meter.limit_bytes - self._meter.live_bytes
+                held.append(ballast(room_bytes * 3 // 5, self._device, meter=self._meter))
+                held[0].__enter__()
+            return super()._survive(window)
+
+        def _save(self, epoch: int) -> None:
+            if held:
+                held.pop().__exit__(None, None, None)
+
+    limit = {"adaptive__memory_limit": "48MiB", "epochs": 2, "batch_size": 4}
+    steps, _, recipe = finished(WithNeighbour, config(**limit))
+    return {
+        "micro-batches": [step["micro_batch_size"] for step in steps],
+        "reasons": [entry["reason"] for entry in recipe._report.history],
+    }
+
+
+def _unequal_limits(config: Any, rank: int) -> dict[str, tuple[int, int]]:
+    """What each strategy finds if rank 1 may use half of what rank 0 may, and if both may use that half."""
+    found = {}
+    for name, limit in (("unequal", ("96MiB", "48MiB")), ("equal", ("48MiB", "48MiB"))):
+        for strategy in ("linear_extrapolation", "binary_search", "decrease_until_oom"):
+            settings = {"memory_limit": limit[rank], "strategy": strategy, "max_batch_size": 48}
+            cfg = config(use_maximum_batch_size=True, adaptive=settings)
+            recipe = adaptive_recipe("full")(cfg=cfg)
+            recipe.setup(cfg=cfg)
+            found[f"{name} {strategy}"] = (recipe._report.result.exact_batch_size, recipe._report.result.batch_size)
+    return found
+
+
+def _recovery_is_off(config: Any) -> list[str]:
+    """What an error in training is where it cannot be recovered from, or may not be."""
+    recipe_class = adaptive_recipe("full")
+    ways: list[dict[str, Any]] = [{"adaptive__oom_recovery": False}, {"optimizer_in_bwd": True, "clip_grad_norm": None}]
+    kinds = []
+    for overrides in ways:
+        with faults_in(recipe_class, {(1, 0): Fault(9)}), pytest.raises(torch.OutOfMemoryError) as failure:
+            finished(recipe_class, config(**overrides))
+        kinds.append(str(failure.value))
+    return kinds
+
+
+@pytest.fixture(scope="module")
+def troubles(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_on_ranks(_troubles, 2, tiny_dir, tmp_path_factory.mktemp("troubles"), timeout_s=200)
+
+
+def test_when_single_rows_do_not_fit_every_rank_says_the_same(troubles: list[dict[str, Any]]) -> None:
+    (sentence, steps), (other, _) = (rank["single rows"] for rank in troubles)
+    assert sentence == other
+    assert sentence.startswith("a single row per micro-step must fit, but in step 3 rank 1 ran out of memory in ")
+    assert "a fault on purpose" in sentence
+    assert steps == 2
+
+
+def test_out_of_memory_in_the_optimizer_ends_the_run_and_says_why(troubles: list[dict[str, Any]]) -> None:
+    for rank in troubles:
+        assert "out of memory in phase 'optimizer' of step 1" in rank["in the optimizer"]
+        assert "may be half updated" in rank["in the optimizer"]
+
+
+def test_thrashing_on_one_rank_makes_the_next_step_smaller_and_repeats_none(troubles: list[dict[str, Any]]) -> None:
+    for rank in troubles:
+        thrashing = rank["thrashing"]
+        assert thrashing["parameters equal"]
+        assert thrashing["losses equal"]
+        (reason,) = thrashing["reason"]
+        assert reason.startswith("micro-batch 4 -> 2: in step 2 rank 1 gave back the allocator's cache in two steps")
+    assert troubles[0]["thrashing"]["micro-batches"] == [4, 2, 2, 2]
+    assert troubles[0]["thrashing"]["retries"] == [0] * 4
+
+
+def test_a_neighbours_memory_makes_micro_batches_small_until_it_is_gone(troubles: list[dict[str, Any]]) -> None:
+    sizes = troubles[0]["ballast"]["micro-batches"]
+    assert sizes[:2] == [4, 4]
+    assert sizes[2] == sizes[3] < 4
+    assert sizes[4:] == [4] * 4
+    first, *_, last = troubles[0]["ballast"]["reasons"]
+    assert "in step 3 rank 1 ran out of memory in" in first
+    assert "limit 48.0 MiB" in first
+    assert last == f"micro-batch {sizes[3]:.0f} -> 4: fits again at the start of epoch 1"
+
+
+def test_with_unequal_limits_every_strategy_finds_what_fits_the_smaller_rank(troubles: list[dict[str, Any]]) -> None:
+    for rank in troubles:
+        found = rank["unequal limits"]
+        assert len(found) == 6
+        assert set(found.values()) == {found["equal binary_search"]}
+        assert found["equal binary_search"][0] > 1
+
+
+def test_where_recovery_is_off_an_error_ends_the_run_as_in_stock(troubles: list[dict[str, Any]]) -> None:
+    for rank in troubles:
+        assert rank["off"] == ["CUDA out of memory (a fault on purpose)"] * 2
+
+
+# ---- long runs
+
+
+def _soak(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    """Fifty epochs of twenty steps, in each a fault at a random place of a random step on a random rank."""
+    choose = random.Random(0)  # on every rank the same
+    recipe_class = adaptive_recipe("full")
+    live_bytes: list[int] = []
+    faults = {}
+    for epoch in range(50):
+        ranks = [choose.randrange(2)]
+        faults[20 * epoch + choose.randrange(20), 0] = Fault(choose.randrange(900), ranks=ranks)
+
+    class Watched(recipe_class):
+        def _save(self, epoch: int) -> None:
+            live_bytes.append(self._meter.live_bytes)
+
+    class Told(_told(recipe_class, lambda step: 1 if step >= fault_step[step // 20] else None)):
+        def _save(self, epoch: int) -> None: ...
+
+    fault_step = {step // 20: step for step, _ in faults}
+    common: dict[str, Any] = SMALL | {"adaptive__memory_limit": "2GiB", "epochs": 50, "max_steps_per_epoch": 20}
+    common |= {"batch_size": 2, "tokenizer__max_seq_len": 32, "lr_scheduler__num_warmup_steps": 5}
+    with faults_in(Watched, faults):
+        steps, parameters, recipe = finished(Watched, tiny_config("full", tiny_dir, output_dir, **common))
+    told_steps, told_parameters, _ = finished(Told, tiny_config("full", tiny_dir, output_dir / "told", **common))
+    return {
+        "struck": sum(fault.has_struck for fault in faults.values()),
+        "steps": len(steps),
+        "retries": recipe._oom_retries,
+        "losses equal": [step["loss"] for step in steps] == [step["loss"] for step in told_steps],
+        "parameters equal": same_bits(parameters, told_parameters),
+        "live bytes": live_bytes,
+    }
+
+
+@pytest.mark.exhaustive
+def test_a_thousand_steps_with_fifty_faults_neither_hang_nor_leak_nor_change_the_result(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    ranks = run_on_ranks(_soak, 2, tiny_dir, tmp_path, timeout_s=1500)
+    print(f"{ranks[0]['steps']} steps, {ranks[0]['retries']} retries, live bytes {ranks[0]['live bytes']}")
+    assert ranks[0]["steps"] == 1000
+    assert sum(rank["struck"] for rank in ranks) == ranks[0]["retries"] == 50
+    for rank in ranks:
+        assert rank["losses equal"]
+        assert rank["parameters equal"]
+        assert max(rank["live bytes"][1:]) <= rank["live bytes"][0]
+
+
+# ---- by the stock command line
+
+
+def _tune_run_with_faults(
+    plan: dict[str, Any], ranks: int, *overrides: str, tiny_dir: Path, directory: Path
+) -> tuple[Any, list[float]]:
+    """The finished launch, and the losses it logged."""
+    environment = {"FAULTY_RECIPE": json.dumps(plan)}
+    arguments = [f"tiny_dir={tiny_dir}", f"output_dir={directory}", "adaptive.memory_limit=null", *overrides]
+    with mock.patch.dict(os.environ, environment):
+        run = tune_run(
+            *("--nproc_per_node", str(ranks), "faulty_recipe", "--config", f"tiny/{plan['kind']}"),
+            *arguments,
+            directory=directory,
+        )
+    logged = "".join(path.read_text() for path in sorted((directory / "logs").glob("*.txt")))
+    return run, [float(line.partition(" loss:")[2].split()[0]) for line in logged.splitlines() if " loss:" in line]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_tune_run_ends_well_with_a_fault_in_each_epoch(kind: str, ranks: int, tiny_dir: Path, tmp_path: Path) -> None:
+    faults = [[2, 0, ranks - 1, 500], [7, 0, 0, 900]]
+    losses = {}
+    for name, planned in (("faulty", faults), ("fault-free", [])):
+        directory = tmp_path / name
+        directory.mkdir()
+        plan = {"kind": kind, "strike": "out_of_memory", "faults": planned}
+        short = ("epochs=2", "max_steps_per_epoch=5")
+        run, losses[name] = _tune_run_with_faults(plan, ranks, *short, tiny_dir=tiny_dir, directory=directory)
+        assert run.returncode == 0, run.stderr[-3000:]
+        assert run.stderr.count("ran out of memory in") == len(planned)
+    print(f"{kind}, {ranks} ranks: {losses}")
+    assert len(losses["fault-free"]) == 10
+    assert losses["faulty"] == pytest.approx(losses["fault-free"], rel=1e-5)
+
+
+def test_when_a_rank_is_killed_the_others_end_within_seconds_and_it_is_named(tiny_dir: Path, tmp_path: Path) -> None:
+    plan = {"kind": "full", "strike": "kill_process", "faults": [[3, 0, 1, 700]]}
+    run, losses = _tune_run_with_faults(plan, 2, "epochs=1", tiny_dir=tiny_dir, directory=tmp_path)
+    assert losses, run.stderr[-3000:]
+    (log_file,) = (tmp_path / "logs").glob("*.txt")
+    seconds = time.time() - log_file.stat().st_mtime
+    print(f"ended {seconds:.1f} s after the last step that was logged")
+    assert run.returncode != 0
+    assert len(losses) == 3
+    assert seconds < 20
+    assert re.search(r"rank +: 1 .*\n +exitcode +: -9 ", run.stderr)
