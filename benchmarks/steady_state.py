@@ -66,23 +66,24 @@ CASES = [Case(kind, **size) for size in (SHORT, LONG) for kind in ("full", "lora
 
 @dataclass(frozen=True)
 class Block:
-    """The timed steps of one recipe in one round: unmasked tokens over all ranks, and rank 0's time."""
+    """The timed steps of one recipe in one round: unmasked tokens over all ranks, and rank 0's time per step."""
 
     num_tokens: int
     steps: int
-    seconds: float
+    wall_ms: float
+    cpu_ms: float
 
     @property
     def tokens_per_second(self) -> float:
         """Over all ranks."""
-        return self.num_tokens / self.seconds
+        return 1e3 * self.num_tokens / (self.steps * self.wall_ms)
 
 
 class StepClock(MetricLoggerInterface):
     """Notes when a step was logged, and what, unread: to read a tensor is to wait for it."""
 
     def __init__(self, **_: Any) -> None:
-        self.moments: list[float] = []
+        self.moments: list[tuple[float, float]] = []  # seconds on the wall's clock, and on this process's of CPU time
         self.payloads: list[Any] = []
 
     def log(self, name: str, data: Any, step: int) -> None:
@@ -91,7 +92,7 @@ class StepClock(MetricLoggerInterface):
     def log_config(self, config: DictConfig) -> None: ...
 
     def log_dict(self, payload: Any, step: int) -> None:
-        self.moments.append(time.perf_counter())
+        self.moments.append((time.perf_counter(), time.process_time()))
         self.payloads.append(payload)
 
     def close(self) -> None: ...
@@ -101,9 +102,13 @@ def live_recipe(variant: str, kind: str, tiny_dir: Path, output_dir: Path, **ove
     """A recipe ready to train, without a memory limit, whose checkpoints go nowhere. A collective."""
     is_stock = variant in (STOCK, STOCK_AGAIN)
     recipe_class = stock_recipe(kind) if is_stock else adaptive_recipe(kind)
-    logger = {"_component_": "benchmarks.steady_state.StepClock"}
-    adaptive = {"adaptive__memory_limit": None, "adaptive__oom_recovery": variant == ON}
-    cfg = tiny_config(kind, tiny_dir, output_dir, metric_logger=logger, **adaptive, **overrides)
+    options = {
+        "metric_logger": {"_component_": "benchmarks.steady_state.StepClock"},
+        "dataset__train_on_input": True,  # of a short row nothing else may be left
+        "adaptive__memory_limit": None,
+        "adaptive__oom_recovery": variant == ON,
+    }
+    cfg = tiny_config(kind, tiny_dir, output_dir, **options, **overrides)
     training.set_seed(seed=cfg.seed)
     recipe = recipe_class(cfg=cfg)
     recipe.setup(cfg=cfg)
@@ -135,10 +140,10 @@ def main() -> None:
             make_tiny_assets(Path(directory) / "tiny", num_samples=2000)
         shared = [directory]
         dist.broadcast_object_list(shared)
-        rows = [_row(case, _measure(case, Path(shared[0]) / "tiny")) for case in CASES]
+        measured = [(case, _measure(case, Path(shared[0]) / "tiny")) for case in CASES]
         dist.barrier()
     if dist.get_rank() == 0:
-        _report(rows, seconds=time.perf_counter() - started, load=load)
+        _report(measured, seconds=time.perf_counter() - started, load=load)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads can abort an interpreter that shuts down
@@ -166,8 +171,9 @@ def _measure(case: Case, tiny_dir: Path) -> dict[str, list[Block]]:
             dist.barrier()
             train_epoch(recipes[variant])
             if epoch > 0 and dist.get_rank() == 0:
-                moments = recipes[variant]._metric_logger.moments[-steps:]
-                blocks[variant].append(Block(num_tokens, case.timed_steps, moments[-1] - moments[0]))
+                first, *_, last = recipes[variant]._metric_logger.moments[-steps:]
+                wall_ms, cpu_ms = (1e3 * (b - a) / case.timed_steps for a, b in zip(first, last, strict=True))
+                blocks[variant].append(Block(num_tokens, case.timed_steps, wall_ms, cpu_ms))
     if dist.get_rank() == 0:
         _compare([_figures(recipe) for recipe in recipes.values()], epochs=1 + case.rounds, steps=steps)
     return blocks
@@ -195,18 +201,19 @@ def _compare(logged: list[list[tuple[float, ...]]], *, epochs: int, steps: int) 
         raise RuntimeError("the variants logged different steps, so that they did not do the same work")
 
 
-def _row(case: Case, blocks: dict[str, list[Block]]) -> list[str]:
-    if dist.get_rank() != 0:
-        return []
-    speeds = {variant: [block.tokens_per_second for block in blocks[variant]] for variant in VARIANTS}
-    step_ms = {variant: [1e3 * block.seconds / block.steps for block in blocks[variant]] for variant in VARIANTS}
-    cells = [case.name, f"{case.rounds} x {case.timed_steps}", f"{median(step_ms[STOCK]):.0f}"]
-    cells += [f"{median(speeds[variant]):.0f}" for variant in (STOCK, ON, OFF)]
+def _speeds(case: Case, blocks: dict[str, list[Block]]) -> list[str]:
+    times = [median(block.wall_ms for block in blocks[variant]) for variant in (STOCK, ON, OFF)]
+    speeds = [median(block.tokens_per_second for block in blocks[variant]) for variant in (STOCK, ON, OFF)]
+    return [case.name, f"{case.rounds} x {case.timed_steps}", *(f"{value:.0f}" for value in (*times, *speeds))]
+
+
+def _ratios(case: Case, blocks: dict[str, list[Block]], clock: str) -> list[str]:
+    """How many times faster the first of each pair is than the second, and how many ms per step slower ours is."""
+    step_ms = {variant: [getattr(block, f"{clock}_ms") for block in blocks[variant]] for variant in VARIANTS}
+    cells = [case.name, clock]
     for one, other in RATIOS:
-        cells.append(_spread([a / b for a, b in zip(speeds[one], speeds[other], strict=True)], digits=3))
-    cells.append(_spread([a - b for a, b in zip(step_ms[ON], step_ms[STOCK], strict=True)], digits=1))
-    print(" | ".join(cells), flush=True)
-    return cells
+        cells.append(_spread([b / a for a, b in zip(step_ms[one], step_ms[other], strict=True)], digits=3))
+    return [*cells, _spread([a - b for a, b in zip(step_ms[ON], step_ms[STOCK], strict=True)], digits=1)]
 
 
 def _spread(values: list[float], *, digits: int) -> str:
@@ -214,31 +221,40 @@ def _spread(values: list[float], *, digits: int) -> str:
     return f"{median(values):.{digits}f} [{first:.{digits}f}, {third:.{digits}f}]"
 
 
-def _report(rows: list[list[str]], *, seconds: float, load: float) -> None:
-    header = ["step", "rounds x steps", "stock ms/step", *(f"{name} tokens/s" for name in (STOCK, ON, OFF))]
-    header += [f"{one} / {other}" for one, other in RATIOS]
-    header += [f"{ON} - {STOCK}, ms/step"]
+def _report(measured: list[tuple[Case, dict[str, list[Block]]]], *, seconds: float, load: float) -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {RANKS} gloo ranks of {torch.get_num_threads()} thread"
+    names = (STOCK, ON, OFF)
+    speeds = ["step", "rounds x steps", *(f"{name}, ms" for name in names), *(f"{name}, tokens/s" for name in names)]
+    ratios = ["step", "clock", *(f"{one} / {other}" for one, other in RATIOS), f"{ON} - {STOCK}, ms"]
     lines = [
         "# Speed of the training loop without out-of-memory errors against the stock recipes, CPU",
         "",
         f"`OMP_NUM_THREADS=1 python -m benchmarks.steady_state`, {time.strftime('%Y-%m-%d')}, commit {commit.strip()},"
         f" {machine}, Python {platform.python_version()}, torch {torch.__version__}, torchtune {version('torchtune')};"
-        f" {seconds:.0f} s. The machine's load was {load:.2f} before the first step.",
+        f" {seconds:.0f} s. The machine's load was {load:.1f} before and {os.getloadavg()[0]:.1f} after.",
         "",
         "All recipes live in the same processes and take turns in every round; loss, learning rate and gradient norm"
         " of every step are equal, bit for bit. Set-up, rehearsal, saving, the first epoch and the first step of each"
-        " turn are not timed. Tokens are those not masked, over all ranks. Ratios are of tokens per second, larger"
-        f" than 1 where the first is faster, taken in each round; median [quartiles] over the rounds. {STOCK_AGAIN!r}"
-        " is a second stock recipe: its ratio shows how far equal loops seem to differ. Collectives and reads of"
-        " scalars per step are counted by `tests/test_steady_state.py`.",
+        " turn are not timed. Tokens are those not masked, over all ranks. Medians over the rounds:",
         "",
-        *("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)),
+        *_table(speeds, [_speeds(case, blocks) for case, blocks in measured]),
+        "",
+        "Ratios of speeds in each round, larger than 1 where the first is faster, and the difference of times per step;"
+        " median [quartiles] over the rounds. By the wall's clock, and by the CPU time of rank 0, which other load on"
+        f" the machine disturbs less. '{STOCK_AGAIN}' is a second stock recipe: how far equal loops seem to differ.",
+        "",
+        *_table(ratios, [_ratios(case, blocks, clock) for case, blocks in measured for clock in ("wall", "cpu")]),
+        "",
+        "Collectives and reads of tensors per step are counted in `tests/test_steady_state.py`.",
     ]
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text("\n".join(lines) + "\n")
     print("\n".join(lines), f"\nWritten to {RESULTS}", sep="\n")
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
 
 
 if __name__ == "__main__":

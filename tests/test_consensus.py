@@ -48,6 +48,8 @@ def answers_of(rank: int) -> dict[str, Any]:
         "min of huge": consensus.min_over_ranks(-HUGE + rank),
         "mapping": consensus.from_rank_zero({"rank": rank, "nest": [1, None]}),
         "nothing": consensus.from_rank_zero(None if rank == 0 else "ignored"),
+        "from all": consensus.from_all_ranks({"rank": rank, "number": numbers[rank]}),
+        "from all of different sizes": consensus.from_all_ranks("x" * 1000 * rank),
         "answered": answered,
         "asked": asked,
         "refusal": refusal,
@@ -92,6 +94,13 @@ def test_anything_that_can_be_pickled_comes_from_rank_zero(answers: list[dict[st
     assert answers[0]["nothing"] is None
 
 
+def test_anything_that_can_be_pickled_comes_from_all_ranks_in_their_order(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        assert [one["rank"] for one in answer["from all"]] == list(range(len(answers)))
+        assert [one["number"] for one in answer["from all"]] == [7, -3, HUGE, 0][: len(answers)]
+        assert [len(one) for one in answer["from all of different sizes"]] == [1000 * r for r in range(len(answers))]
+
+
 def test_only_rank_zero_is_asked_and_what_it_refuses_all_refuse(answers: list[dict[str, Any]]) -> None:
     assert [answer["asked"] for answer in answers] == [[0]] + [[]] * (len(answers) - 1)
     assert [answer["answered"] for answer in answers] == ["answer of rank 0"] * len(answers)
@@ -110,5 +119,7 @@ def test_without_a_process_group_it_is_this_processs_own_answer() -> None:
     assert consensus.max_over_ranks(HUGE) == consensus.min_over_ranks(HUGE) == HUGE
     value = object()
     assert consensus.from_rank_zero(value) is consensus.ask_rank_zero(lambda: value) is value
+    (own,) = consensus.from_all_ranks(value)
+    assert own is value
     consensus.close()
     assert consensus.any_rank(True)

@@ -76,11 +76,18 @@ def test_the_exit_status_says_whether_the_run_was_complete(
     assert ("recipe: `x` is wrong." in capsys.readouterr().err) == (status == 1)
 
 
-def test_an_error_that_is_no_refusal_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_is_no_refusal_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def recipe_main() -> None:
         raise KeyError("a bug")
 
     monkeypatch.setattr("sys.argv", ["recipe", "--config", "tiny/full"])
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(KeyError, match="a bug"):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit) as end:
         launch.launch(recipe_main)
+    assert end.value.code == 1
+    said = capsys.readouterr().err
+    assert "in recipe_main" in said
+    assert said.endswith("KeyError: 'a bug'\n")

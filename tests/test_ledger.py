@@ -1,5 +1,6 @@
 """A micro-step's collectives are known one by one, and a rank that failed alone can issue those that it left out."""
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from faults import WIDTH, ShardedTrainee, same_bits
 from ranks import run_on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, _fully_shard, fully_shard
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 from torch.profiler import ProfilerActivity, profile
 
@@ -33,7 +35,6 @@ KINDS = {
     "c10d::_reduce_scatter_base_": "reduce-scatter",
     "c10d::allreduce_": "all-reduce",
 }
-_common = _fully_shard._fsdp_common
 
 
 def micro_step(model: nn.Module, rows: int = 4) -> float:
@@ -52,8 +53,8 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return copies
 
 
-def prepared(model: nn.Module) -> Ledger:
-    """A ledger that knows the micro-steps of ``model``."""
+def ledger_of(model: nn.Module) -> Ledger:
+    """A ledger whose template is a micro-step of ``model``."""
     ledger = Ledger(model, CPU)
     micro_step(model)  # a first one sets up
     ledger.begin()
@@ -63,8 +64,8 @@ def prepared(model: nn.Module) -> Ledger:
     return ledger
 
 
-def fails(model: nn.Module, fault: Fault) -> float | None:
-    """The loss of a micro-step with ``fault``; None if it failed, the model then stands between steps."""
+def loss_under(fault: Fault, model: nn.Module) -> float | None:
+    """The loss of a micro-step; None if ``fault`` struck, and the model then stands between steps."""
     loss: float | None = None
     try:
         with fault:
@@ -86,43 +87,38 @@ def refusal(ledger: Ledger) -> str:
     return "none"
 
 
-# ---- what a ledger does, for models sharded in several ways; every function is a collective
+# ---- of models sharded in several ways, on two ranks and four; every function is a collective
 
 
 def recorded_and_issued(model: nn.Module) -> list[list[tuple[str, int | None]]]:
     """A micro-step's collectives by the ledger, and by the profiler, which sees into operations, as no mode does.
 
-    Each with this rank's elements, but that the profiler does not tell those of an all-reduce.
+    Each with this rank's part in elements, but those of an all-reduce, which the profiler does not tell.
     """
-    ledger = prepared(model)
+    ledger = ledger_of(model)
     ledger.begin()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         micro_step(model)
-    model.zero_grad(set_to_none=True)
     events = [event for event in profiler.events() or [] if event.name.startswith("c10d::")]
     events.sort(key=lambda event: event.time_range.start)
-    issued = [
-        (KINDS[event.name], min((size for (size,) in event.input_shapes[:2] if size), default=None))
-        if event.input_shapes[0]
-        else (KINDS[event.name], None)
-        for event in events
-    ]
+    numels = [[math.prod(shape) for shape in event.input_shapes[:2] if shape] for event in events]
+    issued = [(KINDS[event.name], min(sizes, default=None)) for event, sizes in zip(events, numels, strict=True)]
     recorded = [(one.kind, None if one.kind == "all-reduce" else one.numel) for one in ledger.issued]
     return [recorded, issued]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A micro-step in which one rank failed at an operation and made up for the rest."""
+    """A micro-step in which one rank failed at an operation and made up for the rest, and the next one."""
 
     place: int
     agrees: bool
     loss_right: bool
-    next_right: bool
+    next_gradients_right: bool
 
 
 def one_rank_fails(model: nn.Module) -> list[Trial]:
-    ledger = prepared(model)
+    ledger = ledger_of(model)
     loss = micro_step(model)
     expected = gradients(model)
     with Fault(None) as operations:
@@ -132,7 +128,7 @@ def one_rank_fails(model: nn.Module) -> list[Trial]:
     for index, place in enumerate(range(0, operations.count, operations.count // POINTS)):
         failing = index % dist.get_world_size()
         ledger.begin()
-        loss_here = fails(model, Fault(place, ranks=[failing]))
+        loss_here = loss_under(Fault(place, ranks=[failing]), model)
         if loss_here is None:
             ledger.replay_rest()
         agrees, loss_right = ledger.agrees, loss_here == (None if dist.get_rank() == failing else loss)
@@ -144,24 +140,382 @@ def one_rank_fails(model: nn.Module) -> list[Trial]:
 
 def sharded(mesh: DeviceMesh, *, reshard_after_forward: bool | int = True) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, 4))
-    for layer in model[:2]:
+    layers = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, 4))
+    for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh)
     return model
 
 
-def hsdp(mesh_shape: tuple[int, int]) -> nn.Module:
+def hsdp(*mesh_shape: int) -> nn.Module:
     return sharded(init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")))
 
 
-def partly_freed_after_forward() -> nn.Module:
-    return sharded(init_device_mesh("cpu", (4,)), reshard_after_forward=2)
+MODELS: dict[int, dict[str, Callable[[], nn.Module]]] = {
+    2: {"sharded": lambda: ShardedTrainee().model},
+    4: {
+        "HSDP": lambda: hsdp(2, 2),
+        "partly freed": lambda: sharded(init_device_mesh("cpu", (4,)), reshard_after_forward=2),
+    },
+}
+
+
+def play_models() -> dict[str, dict[str, Any]]:
+    return {
+        name: {"recorded and issued": recorded_and_issued(make()), "one rank fails": one_rank_fails(make())}
+        for name, make in MODELS[dist.get_world_size()].items()
+    }
 
 
 def play_on_four(rank: int) -> dict[str, Any]:
-    models = {"HSDP": lambda: hsdp((2, 2)), "partly freed after forward": partly_freed_after_forward}
-    return {
-        name: {"recorded and issued": recorded_and_issued(make()), "one rank fails": one_rank_fails(make())}
-        for name, make in models.items()
-    }
+    return {"models": play_models()}
+
+
+# ---- of one model on two ranks
+
+
+class Scenarios:
+    """Every method is a collective."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.consensus = Consensus()
+
+    def rehearse(self, model: nn.Module, *micro_steps: Callable[[], object]) -> str:
+        """What comes of a rehearsal."""
+        steps = micro_steps or (lambda: micro_step(model, 2), lambda: micro_step(model, 3))
+        found = rehearse(steps, model=model, device=CPU, consensus=self.consensus)
+        if isinstance(found, Outcome):
+            return found.name
+        return found if isinstance(found, str) else "recovery"
+
+    def a_rehearsal_leaves_no_trace(self) -> dict[str, bool]:
+        trainee = ShardedTrainee()
+        model = trainee.model
+        model.register_buffer("seen", torch.zeros(2))
+        model.register_buffer("constant", torch.ones(2))
+        seen, constant = model.get_buffer("seen"), model.get_buffer("constant")
+
+        def draw_and_count(*_: Any) -> None:
+            seen.add_(torch.rand(2) + random.random() + np.random.rand())
+
+        def generators() -> tuple[Any, ...]:
+            return random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
+
+        model.register_forward_pre_hook(draw_and_count)
+        micro_step(model)
+        before = [*trainee.state(), seen.clone(), constant.clone()], generators()
+        steps = [lambda: micro_step(model, 2), lambda: micro_step(model, 3)]
+        recovery = rehearse(steps, model=model, device=CPU, consensus=self.consensus)
+        found = {
+            "recovery": isinstance(recovery, Recovery),
+            "tensors as before": same_bits([*trainee.state(), seen, constant], before[0]),
+            "generators as before": generators() == before[1],
+            "no gradients": all(parameter.grad is None for parameter in model.parameters()),
+        }
+        assert isinstance(recovery, Recovery)
+        restore = recovery.keep()
+        micro_step(model)
+        constant.fill_(7)
+        counted = seen.clone()
+        restore()
+        found["changing buffer kept"] = not torch.equal(counted, seen) and torch.equal(seen, before[0][-2])
+        found["other buffer not kept"] = constant.tolist() == [7, 7]
+        return found
+
+    def with_a_collective_of_its_own(self) -> str:
+        model = ShardedTrainee().model
+
+        def step() -> None:
+            micro_step(model)
+            dist.all_reduce(torch.zeros(1))
+
+        return self.rehearse(model, step, step)
+
+    def with_other_collectives_for_the_second_batch(self) -> str:
+        model = ShardedTrainee().model
+
+        def step() -> None:
+            model(torch.zeros(2, WIDTH))
+            micro_step(model)
+
+        return self.rehearse(model, lambda: micro_step(model), step)
+
+    def with_ranks_that_take_the_layers_in_different_order(self) -> str:
+        """The layers are of equal size, so that nobody waits, and each rank computes with the other's parameters."""
+        model = ShardedTrainee().model
+        if self.rank == 1:
+            take_layers_in_turned_order(model)
+        return self.rehearse(model)
+
+    def with_another_division_on_one_rank(self) -> str:
+        model: Any = hsdp(2, 1)
+        if self.rank == 1:
+            model.set_gradient_divide_factor(3.0)
+        return self.rehearse(model)
+
+    def with_several_meshes(self) -> str:
+        """Or why that cannot be tried."""
+        if not hasattr(_fsdp_common, "ShardPlacementResult"):
+            return "torch < 2.13"
+        other = _fsdp_common.FSDPMeshInfo(group_mesh(), shard_mesh_dim=0)
+        model = nn.Linear(WIDTH, WIDTH)
+        elsewhere = _fsdp_common.ShardPlacementResult(Shard(0), other)
+        fully_shard(model, mesh=group_mesh(), shard_placement_fn=lambda one: elsewhere if one is model.bias else None)
+        return self.rehearse(model)
+
+    def out_of_memory_on_one_rank(self) -> list[Any]:
+        """What comes of such rehearsals and of one after them, and whether parameters and generator are as before."""
+        trainee = ShardedTrainee()
+        model = trainee.model
+        before, random_state = trainee.state(), torch.get_rng_state()
+        found = []
+        for place in (0, 60, 120):
+            fault = Fault(place, ranks=[place // 60 % 2])
+
+            def step(fault: Fault = fault) -> None:
+                torch.rand(1)
+                with fault:
+                    micro_step(model)
+
+            found.append(self.rehearse(model, step, step))
+        as_before = same_bits(trainee.state(), before) and torch.equal(torch.get_rng_state(), random_state)
+        return [found, self.rehearse(model), as_before]
+
+    def another_error_on_one_rank(self) -> str:
+        model = ShardedTrainee().model
+
+        def strike() -> None:
+            raise ValueError("not of memory")
+
+        def step() -> None:
+            with Fault(60, ranks=[1], strike=strike):
+                micro_step(model)
+
+        try:
+            return self.rehearse(model, step, step)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    def a_collective_fails_in_itself(self) -> list[Any]:
+        """Why the rest is not made up for, by the collective that failed; whether the next micro-step is right."""
+        model = ShardedTrainee().model
+        ledger = ledger_of(model)
+        loss = micro_step(model)
+        refusals = []
+        for place in range(len(ledger.template)):
+            ledger.begin()
+            loss_under(Fault(place, kind="collective"), model)
+            assert ledger.issued == ledger.template[:place]
+            refusals.append(refusal(ledger))
+        ledger.begin()
+        return [refusals, micro_step(model) == loss and ledger.agrees]
+
+    def other_collectives_than_in_the_template(self) -> list[str]:
+        """Why the rest is not made up for after layers in another order, and after too many micro-steps."""
+        model = ShardedTrainee().model
+        ledger = ledger_of(model)
+        ledger.begin()
+        micro_step(model)
+        micro_step(model)
+        refusals = [refusal(ledger)]
+        take_layers_in_turned_order(model)
+        ledger.begin()
+        loss_under(Fault(60), model)
+        assert 0 < len(ledger.issued) < len(ledger.template)
+        return [*refusals, refusal(ledger)]
+
+    def a_collective_made_up_for_fails(self) -> list[str]:
+        """Its buffer finds no memory; it is another one than in the template."""
+        model = ShardedTrainee().model
+        ledger = ledger_of(model)
+        ledger.begin()
+        with Fault(2, kind="all-gather allocation"):
+            refusals = [refusal(ledger)]
+        reset_after_failure(model)
+        first, *rest = ledger.template
+        ledger.template = (first._replace(numel=first.numel + 1), *rest)
+        ledger.begin()
+        return [*refusals, refusal(ledger)]
+
+    def all_gather_allocations(self) -> list[Any]:
+        """How many all-gathers a micro-step has, and were issued when the buffer for the next found no memory."""
+        model = ShardedTrainee().model
+        ledger = ledger_of(model)
+        number = [one.kind for one in ledger.template].count("all-gather")
+        issued = []
+        with Fault(None, kind="all-gather allocation") as allocations:
+            micro_step(model)
+        for place in range(allocations.count):
+            ledger.begin()
+            fault = Fault(place, ranks=[place % 2], kind="all-gather allocation")
+            if loss_under(fault, model) is None:
+                issued.append([one.kind for one in ledger.issued].count("all-gather"))
+                ledger.replay_rest()
+            else:
+                issued.append(place)
+            assert ledger.agrees
+        return [number, issued]
+
+    def collectives_by_a_fault(self) -> list[int]:
+        """How many a micro-step has, by a fault and in the template."""
+        model = ShardedTrainee().model
+        ledger = ledger_of(model)
+        with Fault(None, kind="collective") as collectives:
+            micro_step(model)
+        return [collectives.count, len(ledger.template)]
+
+
+def group_mesh() -> DeviceMesh:
+    """All ranks, in a group of its own."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    return DeviceMesh.from_group(group, "cpu")
+
+
+def take_layers_in_turned_order(model: Any) -> None:
+    model.forward = lambda inputs: model[3](model[2](model[0](model[1](inputs))))
+
+
+def play_on_two(rank: int) -> dict[str, Any]:
+    scenarios = Scenarios(rank)
+    names = [name for name in vars(Scenarios) if not name.startswith("_") and name != "rehearse"]
+    return {"models": play_models()} | {name: getattr(scenarios, name)() for name in names}
+
+
+@pytest.fixture(scope="module")
+def on_two() -> list[dict[str, Any]]:
+    return run_on_ranks(play_on_two, 2)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+def models(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """What was found with each model on each rank."""
+    played = request.getfixturevalue("on_two") if request.param == 2 else run_on_ranks(play_on_four, 4)
+    return {f"{name}, rank {rank}": found for rank, one in enumerate(played) for name, found in one["models"].items()}
+
+
+# ---- recording and making up for the rest
+
+
+def test_the_record_of_a_micro_step_is_what_was_issued(models: dict[str, dict[str, Any]]) -> None:
+    for name, found in models.items():
+        recorded, issued = found["recorded and issued"]
+        assert len(recorded) > 6, name
+        assert recorded == issued, name
+
+
+def test_a_rank_that_failed_anywhere_issues_the_rest_as_its_peers_do(models: dict[str, dict[str, Any]]) -> None:
+    for name, found in models.items():
+        trials = found["one rank fails"]
+        assert len(trials) >= POINTS, name
+        assert [trial for trial in trials if not trial.agrees] == [], name
+
+
+def test_the_peers_of_a_rank_that_failed_compute_with_the_real_parameters(models: dict[str, dict[str, Any]]) -> None:
+    for name, found in models.items():
+        assert [trial for trial in found["one rank fails"] if not trial.loss_right] == [], name
+
+
+def test_after_the_rest_was_made_up_for_the_next_micro_step_is_right(models: dict[str, dict[str, Any]]) -> None:
+    for name, found in models.items():
+        assert [trial for trial in found["one rank fails"] if not trial.next_gradients_right] == [], name
+
+
+def test_after_a_collective_that_failed_in_itself_nothing_is_made_up_for(on_two: list[dict[str, Any]]) -> None:
+    for ranks in on_two:
+        refusals, next_right = ranks["a_collective_fails_in_itself"]
+        assert len(refusals) > 6
+        assert set(refusals) == {"a collective failed in itself, so that nobody knows whether it was issued"}
+        assert next_right
+
+
+def test_after_other_collectives_than_the_templates_nothing_is_made_up_for(on_two: list[dict[str, Any]]) -> None:
+    expected = "the collectives issued are not those with which the rehearsal began"
+    assert [ranks["other_collectives_than_in_the_template"] for ranks in on_two] == [[expected] * 2] * 2
+
+
+def test_a_rank_that_cannot_make_up_for_a_collective_says_so(on_two: list[dict[str, Any]]) -> None:
+    for ranks in on_two:
+        no_memory, another = ranks["a_collective_made_up_for_fails"]
+        assert no_memory.startswith("an all-gather made up for failed: CUDA out of memory")
+        assert another == "an all-gather made up for was not issued as in the rehearsal"
+
+
+# ---- faults on collectives
+
+
+def test_a_fault_of_an_all_gathers_allocation_strikes_before_each_all_gather_and_nowhere_else(
+    on_two: list[dict[str, Any]],
+) -> None:
+    for ranks in on_two:
+        number, issued = ranks["all_gather_allocations"]
+        assert number > 3
+        assert issued == list(range(number))
+
+
+def test_a_fault_counts_every_collective(on_two: list[dict[str, Any]]) -> None:
+    for ranks in on_two:
+        counted, recorded = ranks["collectives_by_a_fault"]
+        assert counted == recorded > 6
+
+
+# ---- rehearsals
+
+
+def test_a_rehearsal_gives_a_recovery_and_leaves_no_trace(on_two: list[dict[str, Any]]) -> None:
+    for ranks in on_two:
+        assert [what for what, holds in ranks["a_rehearsal_leaves_no_trace"].items() if not holds] == []
+
+
+@pytest.mark.parametrize(
+    ("scenario", "reason"),
+    [
+        ("with_a_collective_of_its_own", "a micro-step issues 9 collectives, but FSDP2 only 8 of them"),
+        ("with_other_collectives_for_the_second_batch", "micro-steps on different batches issue different collectives"),
+        (
+            "with_ranks_that_take_the_layers_in_different_order",
+            "ranks issue different collectives in a micro-step",
+        ),
+        ("with_another_division_on_one_rank", "HSDP is told to divide gradients in another way"),
+        ("with_several_meshes", "a module of type FSDPLinear is sharded over several meshes"),
+    ],
+)
+def test_every_rank_has_the_same_reason_why_there_is_no_recovery(
+    on_two: list[dict[str, Any]], scenario: str, reason: str
+) -> None:
+    reasons = [ranks[scenario] for ranks in on_two]
+    if reasons == ["torch < 2.13"] * 2:
+        pytest.skip("a module can be sharded over several meshes from torch 2.13 on")
+    assert reasons == [reasons[0]] * 2
+    assert reasons[0].startswith(reason)
+
+
+def test_all_ranks_learn_of_a_rehearsal_that_ran_out_of_memory_on_one(on_two: list[dict[str, Any]]) -> None:
+    for ranks in on_two:
+        outcomes, next_one, as_before = ranks["out_of_memory_on_one_rank"]
+        assert outcomes == ["OUT_OF_MEMORY"] * 3
+        assert next_one == "recovery"
+        assert as_before
+
+
+def test_another_error_in_a_rehearsal_stays_itself_and_stops_the_peer(on_two: list[dict[str, Any]]) -> None:
+    assert [ranks["another_error_on_one_rank"] for ranks in on_two] == [
+        "RuntimeError: another rank failed during a probe; its own message says why",
+        "ValueError: not of memory",
+    ]
+
+
+def test_alone_and_without_fsdp_there_are_no_collectives_to_make_up_for() -> None:
+    model = nn.Linear(WIDTH, 4)
+    ledger = Ledger(model, CPU)
+    ledger.begin()
+    model(torch.zeros(2, WIDTH)).sum().backward()
+    assert ledger.issued == ()
+    assert ledger.agrees
+    ledger.replay_rest()
+    model.zero_grad(set_to_none=True)
+    steps = [lambda: model(torch.zeros(1, WIDTH)).sum().backward()] * 2
+    assert isinstance(rehearse(steps, model=model, device=CPU, consensus=Consensus()), Recovery)
+    assert model.weight.grad is None

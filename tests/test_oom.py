@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtune_adaptive.oom import free_memory, is_out_of_memory
+from torchtune_adaptive.oom import (
+    comes_from_out_of_memory,
+    errors_behind,
+    free_memory,
+    is_out_of_memory,
+    is_out_of_memory_in_collective,
+)
 
 CPU = torch.device("cpu")
 
@@ -19,6 +25,8 @@ OUT_OF_MEMORY_TEXTS = (
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB",
     "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
     "Failed to CUDA calloc 42 bytes",
     "HIP out of memory. Tried to allocate 2.00 GiB",
     "XPU out of memory. Tried to allocate 2.00 GiB",
@@ -30,6 +38,9 @@ OTHER_TEXTS = (
     "mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)",
     "CUDA error: device-side assert triggered",
     "CUDA error: an illegal memory access was encountered",
+    "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx(handle)`",
+    "cuDNN error: CUDNN_STATUS_BAD_PARAM",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer",
     "Trying to backward through the graph a second time",
     "out of memory",
@@ -38,6 +49,12 @@ OTHER_TEXTS = (
 COLLECTIVE_TEXTS = (
     "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version 2.27.3\nCUDA out of memory.",
     "NCCL Error 1: unhandled cuda error. Last error: Failed to CUDA calloc 8388608 bytes",
+    "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+)
+OTHER_COLLECTIVE_TEXTS = (
+    "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error, NCCL version 2.27.3",
+    "NCCL communicator was aborted on rank 1.",
+    "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer",
 )
 
 
@@ -66,6 +83,82 @@ def test_a_text_in_an_error_of_another_type_does_not_count(kind: type[Exception]
 def test_errors_of_the_collective_library_never_count(text: str) -> None:
     assert not is_out_of_memory(dist.DistBackendError(text))
     assert not is_out_of_memory(RuntimeError(f"NCCL error: {text}"))
+
+
+@pytest.mark.parametrize("text", [*COLLECTIVE_TEXTS, *OUT_OF_MEMORY_TEXTS])
+def test_the_collective_library_itself_can_run_out_of_memory(text: str) -> None:
+    assert is_out_of_memory_in_collective(dist.DistBackendError(text))
+    assert is_out_of_memory_in_collective(RuntimeError(f"NCCL error: {text}"))
+
+
+@pytest.mark.parametrize("text", OTHER_COLLECTIVE_TEXTS)
+def test_another_error_of_the_collective_library_is_not_out_of_memory(text: str) -> None:
+    assert not is_out_of_memory_in_collective(dist.DistBackendError(text))
+    assert not is_out_of_memory(dist.DistBackendError(text))
+
+
+@pytest.mark.parametrize("text", [*OUT_OF_MEMORY_TEXTS, *OTHER_TEXTS])
+def test_out_of_memory_elsewhere_is_not_of_the_collective_library(text: str) -> None:
+    assert not is_out_of_memory_in_collective(RuntimeError(text))
+    assert not is_out_of_memory_in_collective(torch.OutOfMemoryError(text))
+
+
+def chain(*errors: BaseException) -> BaseException:
+    """The last of ``errors``, each of which arose while the one before it was on its way."""
+    *before, last = errors
+    try:
+        try:
+            if before:
+                raise chain(*before)
+        finally:
+            raise last
+    except BaseException as error:
+        return error
+
+
+def test_behind_an_error_are_all_that_were_on_their_way() -> None:
+    errors = [torch.OutOfMemoryError("first"), KeyError("second"), RuntimeError("third")]
+    assert list(errors_behind(chain(*errors))) == errors[::-1]
+    assert list(errors_behind(errors[0])) == errors[:1]
+    assert list(errors_behind(None)) == []
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        [torch.OutOfMemoryError("alone")],
+        [RuntimeError(OUT_OF_MEMORY_TEXTS[0])],
+        [torch.OutOfMemoryError("first"), RuntimeError("INTERNAL ASSERT FAILED")],
+        [torch.OutOfMemoryError("first"), KeyError("second"), RuntimeError("third")],
+        [ValueError("first"), torch.OutOfMemoryError("second")],
+    ],
+)
+def test_an_error_comes_from_out_of_memory_if_any_behind_it_is(errors: list[BaseException]) -> None:
+    assert comes_from_out_of_memory(chain(*errors))
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        [RuntimeError("INTERNAL ASSERT FAILED")],
+        [ValueError("first"), RuntimeError("second")],
+        [dist.DistBackendError(COLLECTIVE_TEXTS[0]), RuntimeError("second")],
+    ],
+)
+def test_an_error_with_none_behind_it_does_not(errors: list[BaseException]) -> None:
+    assert not comes_from_out_of_memory(chain(*errors))
+
+
+def test_an_error_that_hides_the_one_before_it_still_comes_from_it() -> None:
+    caught: list[bool] = []
+    try:
+        try:
+            raise torch.OutOfMemoryError("first")
+        except torch.OutOfMemoryError:
+            raise RuntimeError("second") from None
+    except RuntimeError as error:
+        caught.append(comes_from_out_of_memory(error))
+    assert caught == [True]
 
 
 def test_what_the_allocator_of_the_cpu_raises_counts() -> None:

@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((REPOSITORY / "configs").rglob("*.yaml"))
 # Not the changelog: it tells of what was.
 DOCUMENTS = sorted({*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")} - {REPOSITORY / "CHANGELOG.md"})
-BLOCK_KEYS = {"strategy", "power_of_two", "max_batch_size", "memory_limit", "margin", "seq_len"}
+BLOCK_KEYS = {"strategy", "power_of_two", "max_batch_size", "memory_limit", "margin", "seq_len", "oom_recovery"}
 
 
 def load(path: Path) -> DictConfig:

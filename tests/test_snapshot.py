@@ -2,6 +2,7 @@
 
 import copy
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from ranks import run_on_ranks
 from torch import nn
 
 from torchtune_adaptive.oom import free_memory
-from torchtune_adaptive.snapshot import leave_no_trace
+from torchtune_adaptive.snapshot import KeptBuffers, RandomStates, keep_random_states, leave_no_trace
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
@@ -264,6 +265,85 @@ def test_a_lora_model_of_torchtune_is_left_without_a_trace() -> None:
     assert differences(before, Picture(trainee)) == []
     assert [p._version for p in frozen] == versions
     assert [trainee.step() for _ in range(3)] == losses
+
+
+# ---- random generators and buffers alone
+
+
+def draw() -> list[float]:
+    """A number from each random generator."""
+    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()]
+
+
+def test_random_generators_come_back_to_where_they_were_as_often_as_asked() -> None:
+    seed_all(0)
+    draw()
+    states = RandomStates()
+    drawn = [draw() for _ in range(3)]
+    for _ in range(2):
+        states.restore()
+        assert [draw() for _ in range(3)] == drawn
+    assert draw() not in drawn
+
+
+def test_random_generators_are_kept_where_numpy_was_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "numpy")
+    states = RandomStates()
+    drawn = random.random(), torch.rand(1).item()
+    states.restore()
+    assert (random.random(), torch.rand(1).item()) == drawn
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_random_generators_are_as_before_also_after_a_failure(fails: bool) -> None:
+    states = RandomStates()
+    drawn = draw()
+    states.restore()
+
+    def work() -> None:
+        with keep_random_states():
+            draw()
+            if fails:
+                out_of_memory()
+
+    if fails:
+        with pytest.raises(torch.OutOfMemoryError, match="injected"):
+            work()
+    else:
+        work()
+    assert draw() == drawn
+
+
+def test_buffers_that_changed_are_known_whatever_changed_them() -> None:
+    written, through_a_view, unseen, read = (torch.ones(3) for _ in range(4))
+    kept = KeptBuffers([read, written, through_a_view, unseen])
+    assert kept.changed() == []
+    written.add_(1)
+    through_a_view[1:].zero_()
+    unseen.data.mul_(2)  # no version counter tells of it
+    read.sum()
+    assert [id(buffer) for buffer in kept.changed()] == [id(buffer) for buffer in (written, through_a_view, unseen)]
+    kept.restore()
+    assert kept.changed() == []
+
+
+def test_buffers_come_back_to_their_copies_as_often_as_asked() -> None:
+    buffers = [torch.arange(3.0), torch.tensor(7), torch.tensor([True, False])]
+    places = [buffer.data_ptr() for buffer in buffers]
+    kept = KeptBuffers(buffers)
+    for _ in range(2):
+        for buffer in buffers:
+            buffer.zero_()
+        kept.restore()
+        assert [buffer.tolist() for buffer in buffers] == [[0, 1, 2], 7, [True, False]]
+    assert [buffer.data_ptr() for buffer in buffers] == places
+
+
+def test_all_buffers_that_batch_norm_writes_are_known() -> None:
+    layer = nn.BatchNorm1d(6)
+    kept = KeptBuffers(layer.buffers())
+    layer(torch.randn(5, 6))
+    assert [id(buffer) for buffer in kept.changed()] == [id(buffer) for buffer in layer.buffers()]
 
 
 # ---- FSDP2 on two ranks

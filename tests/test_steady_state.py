@@ -1,6 +1,5 @@
-"""While nothing happens, a step of our loop communicates and waits for the device no more often than a stock one."""
+"""While nothing happens, a step of our loop communicates and reads tensors no more often than a stock one."""
 
-from collections import Counter
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,10 +8,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.steady_state import OFF, ON, STOCK, live_recipe, train_epoch
 from tests.ranks import run_on_ranks
+from torchtune_adaptive.wrappers import is_on_wrappers
 
 VARIANTS = (STOCK, ON, OFF)
 STEPS = 2  # counted; the first step of an epoch is not
@@ -25,15 +25,44 @@ CASES = [
 class Counts(NamedTuple):
     """Of ``STEPS`` steps on one rank.
 
-    Collectives on the training group and on the CPU group of ``Consensus``, those on any group as the
-    profiler saw them, and tensors read by Python: on a CPU a stand-in for waits for the device. One read is
-    of the answer on the CPU group, which on any device waits for the peers but not for the device.
+    ``agreement`` collectives were issued on the CPU group of ``Consensus``, ``training`` ones on all others;
+    ``reads`` are tensors whose values Python asked for. On the training device each of these is a wait for it.
     """
 
     training: int
     agreement: int
-    on_any_group: int
     reads: int
+
+
+class CountReads(TorchDispatchMode):
+    """Counts the tensors whose values Python asks for."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+        read_list = torch.Tensor.tolist
+
+        def tolist(tensor: torch.Tensor) -> Any:  # the one way to ask that no mode sees
+            self.reads += 1
+            return read_list(tensor)
+
+        self._patch = mock.patch.object(torch.Tensor, "tolist", tolist)
+
+    def __enter__(self) -> "CountReads":
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._patch.stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_on_wrappers(types):
+            return NotImplemented
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
 
 
 class StepCounter:
@@ -41,10 +70,9 @@ class StepCounter:
 
     def __init__(self, recipe: Any) -> None:
         consensus = vars(recipe).get("_consensus")  # stock has none
-        self._groups = [dist.group.WORLD, *([consensus._group] if consensus else [])]
-        self._tolist = torch.Tensor.tolist
+        self._agreement = consensus and consensus._group
+        self._reads = CountReads()
         self._steps = 0
-        self.counts: Counts | None = None
 
     def start(self) -> None: ...
 
@@ -53,65 +81,85 @@ class StepCounter:
     def step(self) -> None:
         self._steps += 1
         if self._steps == 1:
-            self._begin()
+            self._before = self._issued()
+            self._reads.__enter__()
         if self._steps == 1 + STEPS:
-            self._end()
-
-    def _begin(self) -> None:
-        self._lists = Counter[str]()
-
-        def tolist(tensor: torch.Tensor) -> Any:  # the one way to read a tensor that the profiler does not see
-            self._lists["read"] += 1
-            return self._tolist(tensor)
-
-        self._patch = mock.patch.object(torch.Tensor, "tolist", tolist)
-        self._patch.start()
-        self._before = self._issued()
-        self._profile = profile(activities=[ProfilerActivity.CPU])
-        self._profile.__enter__()
-
-    def _end(self) -> None:
-        self._profile.__exit__(None, None, None)
-        self._patch.stop()
-        names = [event.name for event in self._profile.events() or []]
-        training, agreement = (after - before for after, before in zip(self._issued(), self._before, strict=True))
-        on_any_group = sum(name.startswith("c10d::") for name in names)
-        reads = names.count("aten::_local_scalar_dense") + self._lists["read"]
-        self.counts = Counts(training, agreement, on_any_group, reads)
+            self._reads.__exit__(None, None, None)
+            training, agreement = (now - before for now, before in zip(self._issued(), self._before, strict=True))
+            self.counts = Counts(training, agreement, self._reads.reads)
 
     def _issued(self) -> tuple[int, int]:
-        """Collectives so far on the training group and on the CPU group."""
-        training, agreement, *_ = [group._get_sequence_number_for_group() for group in self._groups if group] + [0]
-        return training, agreement
+        """Collectives so far; gloo numbers those of each group, as many as the profiler has events named c10d::."""
+        numbers = {
+            group: group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
+            for group in dist.distributed_c10d._world.pg_map
+        }
+        agreement = numbers.get(self._agreement, 0)
+        return sum(numbers.values()) - agreement, agreement
 
 
 def _name(case: dict[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in case.items())
 
 
-def _count(rank: int, tiny_dir: Path, output_dir: Path) -> dict[tuple[str, str], Counts]:
-    found = {}
+def _count(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, dict[str, Counts]]:
+    found: dict[str, dict[str, Counts]] = {_name(case): {} for case in CASES}
     for kind, variant in product(("full", "lora"), VARIANTS):
         options = {"batch_size": 1, "tokenizer__max_seq_len": 32, "dataset__split": "train[:60]"}
         options |= {"max_steps_per_epoch": 1 + STEPS, "epochs": len(CASES)}
         recipe = live_recipe(variant, kind, tiny_dir, output_dir, **options)
         for case in (case for case in CASES if case["kind"] == kind):
-            # Set-up takes far longer than these steps, and depends on neither.
+            # Set-up, which takes longer than these steps, has no part in these options; stock and we read them here.
             recipe._gradient_accumulation_steps = case["gradient_accumulation_steps"]
             recipe._clip_grad_norm = case["clip_grad_norm"]
             recipe._profiler = counter = StepCounter(recipe)
             train_epoch(recipe)
-            assert counter.counts is not None
-            found[_name(case), variant] = counter.counts
+            found[_name(case)][variant] = counter.counts
     return found
 
 
 @pytest.fixture(scope="module")
-def counted(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Counts]]:
+def counted(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Counts]]]:
     return run_on_ranks(_count, 2, tiny_dir, tmp_path_factory.mktemp("steady_state"))
 
 
-@pytest.mark.parametrize("case", [_name(case) for case in CASES])
-def test_counts(case: str, counted: list[dict[tuple[str, str], Counts]]) -> None:
-    for rank in counted:
-        print(case, {variant: tuple(rank[case, variant]) for variant in VARIANTS})
+@pytest.fixture(params=[_name(case) for case in CASES])
+def by_variant(request: pytest.FixtureRequest, counted: list[dict[str, dict[str, Counts]]]) -> dict[str, Counts]:
+    first, second = (rank[request.param] for rank in counted)
+    assert first == second
+    return first
+
+
+def test_a_step_has_no_more_collectives_than_a_stock_one(by_variant: dict[str, Counts]) -> None:
+    in_all = {variant: counts.training + counts.agreement for variant, counts in by_variant.items()}
+    assert in_all[ON] == in_all[STOCK] == in_all[OFF] + STEPS
+    assert in_all[OFF] > 10 * STEPS
+
+
+def test_loss_and_tokens_share_the_one_collective_that_a_stock_step_has_more(by_variant: dict[str, Counts]) -> None:
+    assert by_variant[ON].training == by_variant[OFF].training == by_variant[STOCK].training - STEPS
+
+
+def test_recovery_adds_one_collective_on_the_cpu_group_and_the_reading_of_its_answer(
+    by_variant: dict[str, Counts],
+) -> None:
+    training, agreement, reads = by_variant[OFF]
+    assert agreement == 0
+    assert by_variant[ON] == (training, STEPS, reads + STEPS)
+
+
+def test_a_step_reads_one_tensor_and_a_stock_one_two(by_variant: dict[str, Counts]) -> None:
+    assert by_variant[STOCK].reads == 2 * STEPS
+    assert by_variant[OFF].reads == STEPS
+    assert by_variant[ON].reads - by_variant[ON].agreement == STEPS  # the answer lies in host memory, on any device
+
+
+def test_each_micro_step_has_its_collectives_and_clipping_one(counted: list[dict[str, dict[str, Counts]]]) -> None:
+    """The counter sees what it should."""
+    for variant in VARIANTS:
+        for kind in ("full", "lora"):
+            once, once_clipped, twice, twice_clipped = (
+                counted[0][_name(case)][variant].training for case in CASES if case["kind"] == kind
+            )
+            assert once_clipped - once == twice_clipped - twice == STEPS
+            assert twice > once + 10 * STEPS

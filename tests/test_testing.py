@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.cpu_meter import CpuMeter
-from torchtune_adaptive.ledger import RecordedAllGather, RecordedReduceScatter
+from torchtune_adaptive.fsdp_state import AllGather
+from torchtune_adaptive.ledger import Ledger, RecordedAllGather, RecordedReduceScatter
 from torchtune_adaptive.oom import free_memory
 from torchtune_adaptive.testing import Fault, ballast, faults_in, out_of_memory
 
@@ -107,6 +108,30 @@ def test_a_fault_of_storage_growth_leaves_the_storage_as_it_is() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="on purpose"), Fault(1, kind="storage growth"):
         grow()
     assert [storage.nbytes() for storage in storages] == [80, 8]
+
+
+class AllGatherAlone(AllGather):
+    """An all-gather of one rank, by operations on plain tensors."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> None:
+        output_tensor.copy_(input_tensor)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("operation", 2), ("all-gather allocation", 1), ("collective", 0)])
+def test_a_buffers_allocation_counts_and_what_happens_within_a_collective_does_not(kind: Any, expected: int) -> None:
+    all_gather: Any = RecordedAllGather(Ledger(nn.Linear(1, 1), CPU), 0, AllGatherAlone())
+    values = torch.ones(3)
+    with Fault(None, kind=kind) as fault:
+        gathered = all_gather.allocate((3,), dtype=torch.float32, device=CPU)
+        all_gather(gathered, values, group=None)
+        gathered += 1
+    assert fault.count == expected
+    assert gathered.tolist() == [2, 2, 2]
 
 
 # ---- on whom, and when

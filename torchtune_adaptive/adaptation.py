@@ -11,6 +11,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtune import utils
 
 from torchtune_adaptive.consensus import Consensus
+from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.finder import search
 from torchtune_adaptive.horizon import Horizon
 from torchtune_adaptive.meter import meter_for
@@ -233,7 +234,10 @@ class AdaptiveBatch:
         epoch = self.epochs_run if epoch is None else epoch
         self._report.decided(epoch=epoch, batch_size=self._dataloader.batch_size, reason=reason, **figures)
         if self._is_rank_zero:
-            log.info(f"Report written to {self._report.write(self._output_dir)}")
+            try:
+                log.info(f"Report written to {self._report.write(self._output_dir)}")
+            except OSError as error:  # on this rank alone, perhaps in mid-training, which need not end for it
+                log.warning(f"Report not written: {reason_of(error)}")
 
     def _refuse_small_data(self, batch_size: int) -> None:
         micro_steps, ranks = self._micro_steps_and_ranks()

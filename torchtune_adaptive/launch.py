@@ -28,7 +28,7 @@ _WAIT_FOR_RANK_ZERO = timedelta(seconds=10)
 def launch(recipe_main: Callable[[], Any]) -> NoReturn:
     """Run a recipe's ``recipe_main`` (decorated by ``torchtune.config.parse``) as the whole program.
 
-    A refused value ends it with one sentence on one rank and status 1. Any other error passes through.
+    A refused value ends it with one sentence on one rank and status 1, any other error with its traceback.
     """
     _run_alone_without_torchrun()
     try:
@@ -40,6 +40,9 @@ def launch(recipe_main: Callable[[], Any]) -> NoReturn:
     except SystemExit as end:
         if end.code:
             raise
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # pyright: ignore[reportArgumentType]  # torch's names the rank on every line
+        _leave(1)  # tearing the interpreter down may mean to wait for collectives that will never be
     _leave(0)
 
 

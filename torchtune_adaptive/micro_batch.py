@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -94,11 +95,9 @@ class AdaptiveMicroBatch(AdaptiveBatch):
                     f"the optimizer's state must fit beside model and gradients, but does not ({self._figures()});"
                     " an 8-bit optimizer, LoRA or more ranks would need less."
                 )
-            with keep_random_states():  # the data set's transforms may draw from them
-                batches = small_batches(self._dataloader.dataset, self._dataloader.batch_size)
-            micro_steps = [partial(self._metered, self._micro_step, rows) for rows in batches]
-            found = rehearse(micro_steps, model=self._model, device=self._device, consensus=self._consensus)
-            self._renew_offloading()
+            found = self._rehearse_micro_steps(self._dataloader.batch_size)
+            if found is Outcome.OUT_OF_MEMORY:
+                found = self._rehearse_micro_steps(1)
             if isinstance(found, Recovery):
                 return found
             if found is Outcome.OUT_OF_MEMORY:
@@ -109,6 +108,15 @@ class AdaptiveMicroBatch(AdaptiveBatch):
             reason = found
         utils.log_rank_zero(log, f"An out-of-memory error in training will end the run: {reason}.")
         return None
+
+    def _rehearse_micro_steps(self, batch_size: int) -> Recovery | str | Outcome:
+        """As ``rehearse``, on first samples of the data set. A collective."""
+        with keep_random_states():  # the data set's transforms may draw from them
+            batches = small_batches(self._dataloader.dataset, batch_size)
+        micro_steps = [partial(self._metered, self._micro_step, rows) for rows in batches]
+        found = rehearse(micro_steps, model=self._model, device=self._device, consensus=self._consensus)
+        self._renew_offloading()
+        return found
 
     def _allocate_state(self) -> None:
         if allocate_state(self._optimizer) and self._meter is not None:
@@ -163,7 +171,7 @@ class AdaptiveMicroBatch(AdaptiveBatch):
         _, (phase, figures, error) = strained[0]
         if attempt.strain is Strain.THRASHING:
             return f"{ranks} gave back the allocator's cache in two steps in a row ({figures})"
-        return f"{ranks} ran out of memory in {phase} ({figures}: {error})"
+        return f"{ranks} ran out of memory in {phase} ({figures}: {textwrap.shorten(error, 200, placeholder='...')})"
 
     def _figures(self) -> str:
         """Peak and limit of this rank's device, as text."""
