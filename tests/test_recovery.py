@@ -32,11 +32,11 @@ GRID = [
 
 
 def _tallies(case: Case, patterns: str, stride: int, *kinds: Any) -> dict[str, Tally]:
-    """A fault at every ``stride``-th place of each micro-step, by each of ``patterns`` and of ``kinds``."""
+    """A fault at every ``stride``-th place by each of ``patterns`` and of ``kinds``; micro-steps take turns."""
     trials = Trials(case)
     tallies = {}
     for kind, micro_step, pattern in product(kinds or ["operation"], range(case.accumulation), patterns.split()):
-        points = every(trials.operations(micro_step, kind=kind), pattern, stride)
+        points = every(trials.operations(micro_step, kind=kind), pattern, stride)[micro_step :: case.accumulation]
         tallies[f"{case}, {kind}, micro-step {micro_step}, {pattern}"] = trials.tally(points, micro_step, kind=kind)
     return tallies
 
