@@ -108,6 +108,7 @@ def _troubles(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
         "ballast": _ballast(config, rank),
         "unequal limits": _unequal_limits(config, rank),
         "off": _recovery_is_off(config),
+        "masked rows": _masked_rows(config),
     }
 
 
@@ -207,6 +208,21 @@ def _recovery_is_off(config: Any) -> list[str]:
     return kinds
 
 
+def _masked_rows(config: Any) -> tuple[int, list[float], list[float]]:
+    """Samples cut so short that some have no token to learn from, in batches and as single rows; how many there are."""
+    cut_short = {"tokenizer__max_seq_len": 32, "batch_size": 8, "optimizer__lr": 1e-4}
+    recipe_class = adaptive_recipe("full")
+    steps, _, recipe = finished(recipe_class, config(**cut_short))
+    told_steps, _, _ = finished(_told(recipe_class, lambda step: 1), config(**cut_short))
+    empty = [
+        sample
+        for batch in recipe._dataloader
+        for sample in batch
+        if all(label == recipe._loss_fn.ignore_index for label in sample["labels"][1:])
+    ]
+    return len(empty), [step["loss"] for step in steps], [step["loss"] for step in told_steps]
+
+
 @pytest.fixture(scope="module")
 def troubles(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_on_ranks(_troubles, 2, tiny_dir, tmp_path_factory.mktemp("troubles"), timeout_s=200)
@@ -259,6 +275,14 @@ def test_with_unequal_limits_every_strategy_finds_what_fits_the_smaller_rank(tro
 def test_where_recovery_is_off_an_error_ends_the_run_as_in_stock(troubles: list[dict[str, Any]]) -> None:
     for rank in troubles:
         assert rank["off"] == ["CUDA out of memory (a fault on purpose)"] * 2
+
+
+def test_rows_without_a_token_to_learn_from_do_not_make_the_loss_of_small_micro_batches_nan(
+    troubles: list[dict[str, Any]],
+) -> None:
+    num_empty, losses, losses_by_row = troubles[0]["masked rows"]
+    assert num_empty > 10
+    assert losses_by_row == pytest.approx(losses, rel=1e-5)
 
 
 # ---- long runs

@@ -142,7 +142,8 @@ class AdaptiveLoop(AdaptiveMicroBatch):
         del logits, shifted
         self._enter_phase("backward")
         self._backward(loss_sum, num_tokens)
-        return MicroStep(loss_sum.detach(), num_tokens)
+        # The mean over no tokens is not a number; smaller micro-batches may have rows that are masked throughout.
+        return MicroStep(torch.where(num_tokens > 0, loss_sum.detach(), 0.0), num_tokens)
 
     def _backward(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor) -> None:
         loss_sum.backward()
