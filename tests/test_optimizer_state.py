@@ -167,12 +167,11 @@ def adamw_with_eps_zero_in_one_group(groups: Any, *, lr: float) -> torch.optim.O
 @pytest.mark.parametrize("kind", [sgd, OwnAdamW, adamw_with_eps_zero_in_one_group])
 def test_an_optimizer_that_could_come_out_otherwise_is_left_alone(kind: Callable[..., torch.optim.Optimizer]) -> None:
     trainee = Trainee(kind)
-    before = trainee.bits()
-    with Fault(None) as operations:
-        assert not allocate_state(trainee.optimizer)
-    assert operations.count == 0
+    before, versions = trainee.bits(), [parameter._version for parameter in trainee.parameters]
+    assert not allocate_state(trainee.optimizer)
     assert len(trainee.optimizer.state) == 0
     assert trainee.bits() == before
+    assert [parameter._version for parameter in trainee.parameters] == versions
     assert trainee.has_its_rates()
 
 
@@ -186,9 +185,6 @@ def test_an_optimizer_that_has_state_is_left_alone() -> None:
     assert [value._version for value in state] == versions
 
 
-@pytest.mark.xfail(
-    reason="0 / 0: with an eps that rounds to 0 in the parameters' type all of them become NaN", strict=True
-)
 @pytest.mark.parametrize(("dtype", "eps"), [(torch.float16, 1e-8), (torch.float32, 1e-50)], ids=["float16", "tiny"])
 def test_parameters_stay_if_eps_is_zero_in_their_own_type(dtype: torch.dtype, eps: float) -> None:
     trainee = Trainee(dtype=dtype, eps=eps)

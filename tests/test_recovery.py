@@ -1,12 +1,14 @@
 """Out of memory on any rank at any operation of a step: none hangs, and the result is that of a run without it."""
 
 import logging
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import run_on_ranks
@@ -141,12 +143,38 @@ def test_a_model_that_changes_its_collectives_is_said_once_and_an_error_then_end
 # ---- four ranks
 
 
-def _on_four_ranks(rank: int) -> dict[str, Tally]:
-    return _tallies(Case(), "all 0", 199) | _tallies(Case(hsdp=True, bf16=True), "all turns", 199)
+def _on_four_ranks(rank: int) -> tuple[dict[str, Tally], str]:
+    tallies = _tallies(Case(), "all 0", 199) | _tallies(Case(hsdp=True, bf16=True), "all turns", 199)
+    return tallies, _fails_after_an_all_reduce(Trials(Case(hsdp=True, layers=1)))
 
 
-def test_four_ranks_and_hsdp_recover_too() -> None:
-    _assert_clean(run_on_ranks(_on_four_ranks, 4, timeout_s=120), points=16)
+def _fails_after_an_all_reduce(trials: Trials) -> str:
+    """What every rank says when all run out of memory in HSDP's all-reduce, after it was issued."""
+    all_reduce = dist.all_reduce
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        all_reduce(*args, **kwargs)
+        raise torch.OutOfMemoryError("within the all-reduce")
+
+    micro_steps = [partial(trials.micro_step, trials.windows[0][0])]
+    with mock.patch.object(dist, "all_reduce", failing), pytest.raises(CollectiveInDoubtError) as raised:
+        trials.recovery.attempt(micro_steps, is_thrashing=lambda: False)
+    return str(raised.value)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[tuple[dict[str, Tally], str]]:
+    return run_on_ranks(_on_four_ranks, 4, timeout_s=120)
+
+
+def test_four_ranks_and_hsdp_recover_too(four_ranks: list[tuple[dict[str, Tally], str]]) -> None:
+    _assert_clean([tallies for tallies, _ in four_ranks], points=16)
+
+
+def test_an_error_within_an_all_reduce_of_hsdp_is_in_doubt(four_ranks: list[tuple[dict[str, Tally], str]]) -> None:
+    for _, sentence in four_ranks:
+        assert "nobody knows whether it was issued" in sentence
+        assert "within the all-reduce" in sentence
 
 
 # ---- every operation

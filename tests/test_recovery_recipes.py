@@ -52,7 +52,7 @@ def _faulty_and_told(rank: int, kind: str, tiny_dir: Path, output_dir: Path) -> 
     faults = {
         (1, 1): Fault(30, ranks=[1], phase="backward"),
         (5, 0): Fault(30, ranks=[0], phase="forward"),
-        (5, 2): Fault(3, ranks=[0], phase="loss"),
+        (5, 3): Fault(3, ranks=[0], phase="loss"),  # of its second attempt, with four micro-steps
     }
     with faults_in(recipe_class, faults):
         steps, parameters, recipe = finished(recipe_class, tiny_config(kind, tiny_dir, output_dir, **common))

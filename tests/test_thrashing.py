@@ -60,3 +60,13 @@ def test_starting_over_forgets_retries_that_nobody_asked_about() -> None:
     watch.start_over()
     assert list(allocator.thrashing(watch, [0, 1, 0])) == [False, False, False]
     assert list(allocator.thrashing(watch, [1, 1])) == [False, True]
+
+
+def test_after_it_was_stopped_nothing_is_thrashing() -> None:
+    allocator = Allocator()
+    watch = RetryWatch(lambda: allocator.retries)
+    assert list(allocator.thrashing(watch, [1, 1])) == [False, True]
+    watch.stop()
+    assert list(allocator.thrashing(watch, [1, 1, 1])) == [False, False, False]
+    watch.start_over()
+    assert list(allocator.thrashing(watch, [1, 1])) == [False, False]

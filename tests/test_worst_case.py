@@ -93,8 +93,14 @@ def test_a_window_has_micro_batches_of_the_row_and_no_more_than_two() -> None:
     ]
 
 
-def test_small_batches_differ_in_rows_unless_the_batch_has_but_one() -> None:
-    first, second = {"tokens": [1]}, {"tokens": [2, 3]}
-    assert small_batches([first, second, first], 4) == [[first], [first, second]]
-    assert small_batches([first, second, first], 1) == [[first], [second]]
-    assert small_batches([first], 2) == [[first], [first, first]]
+def test_small_batches_differ_in_shape_and_keep_to_the_batch_size() -> None:
+    first, second = ({"tokens": [number] * 40, "labels": [number] * 40} for number in (1, 2))
+    assert [[len(row["tokens"]) for row in batch] for batch in small_batches([first, second], 4)] == [[16], [24, 24]]
+    assert [[len(row["labels"]) for row in batch] for batch in small_batches([first, second], 1)] == [[16], [24]]
+    assert [batch[-1]["tokens"][0] for batch in small_batches([first, second], 1)] == [1, 2]
+    assert [len(batch) for batch in small_batches([first], 2)] == [1, 2]
+
+
+def test_small_batches_leave_rows_of_another_kind_as_they_are() -> None:
+    packs = PackedDataset(Samples(3, 4, 2, 5), max_seq_len=64)  # pyright: ignore[reportArgumentType]
+    assert [len(row["tokens"]) for batch in small_batches(packs, 1) for row in batch] == [64, 64]

@@ -78,7 +78,7 @@ class AdaptiveBatch:
             refuse_unfollowing(self._lr_scheduler)
         if self._adaptive.searches:
             with keep_random_states():  # the data set's transforms and the user's function may draw from them
-                self._rehearse(cfg.batch_size, maximum=None)
+                self._rehearse_growth(cfg.batch_size, maximum=None)
                 self._start_from(self._search(cfg), cfg)
         if self._steps_per_epoch == 0:
             self._refuse_small_data(self._dataloader.batch_size)
@@ -147,7 +147,7 @@ class AdaptiveBatch:
         first = result.batch_size if self._adaptive.use_maximum_batch_size else cfg.batch_size
         refuse_large_start(first, result.exact_batch_size, bound=result.bound)
         self._maximum = result.batch_size
-        growths = self._rehearse(first, maximum=self._maximum)
+        growths = self._rehearse_growth(first, maximum=self._maximum)
         sizes = [growth.batch_size for growth in growths] or [first] * self.total_epochs
         present = sizes[self.epochs_run - 1] if self.epochs_run else first
         self._set_batch_size(first)
@@ -192,7 +192,7 @@ class AdaptiveBatch:
             self._horizon.change(epoch=epoch, step=self.global_step, steps_per_epoch=self._steps_per_epoch)
             self._decide(growth.batch_size, growth.reason, epoch=epoch)
 
-    def _rehearse(self, batch_size: int, *, maximum: int | None) -> list[Growth]:
+    def _rehearse_growth(self, batch_size: int, *, maximum: int | None) -> list[Growth]:
         """What the user's function, if there is one, will answer for every epoch. A collective."""
         function = self._adaptive.batch_increase_function
         if function is None:

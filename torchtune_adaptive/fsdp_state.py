@@ -38,7 +38,7 @@ def communicators(model: nn.Module) -> list[Communicators]:
     """Those of all FSDP2 modules of ``model``, in the model's order.
 
     Raises:
-        CannotRecordError: a module is sharded over several meshes, or HSDP does not divide gradients by default.
+        CannotRecordError: a module is sharded over several meshes, or HSDP is not as by default.
     """
     found = []
     for module in model.modules():
@@ -52,13 +52,16 @@ def communicators(model: nn.Module) -> list[Communicators]:
             own_division = group.gradient_divide_factor is not None or group.force_sum_reduction_for_comms
             if replicate_group is not None and own_division:
                 raise CannotRecordError("HSDP is told to divide gradients in another way than its default")
+            shard_group = getattr(group.mesh_info, "shard_process_group", None)
+            if replicate_group is not None and (shard_group is None or shard_group.size() == 1):
+                raise CannotRecordError("parameters are replicated without being sharded")
             found.append(
                 Communicators(
                     module,
                     group._all_gather_comm,
                     group._reduce_scatter_comm,
                     group._all_reduce_hook,
-                    getattr(group.mesh_info, "shard_process_group", None),
+                    shard_group,
                     replicate_group,
                 )
             )
@@ -91,7 +94,7 @@ def reset_after_failure(model: nn.Module) -> None:
 
 def _param_groups(states: list[Any]) -> Iterator[Any]:
     for state in states:
-        groups = getattr(state, "_fsdp_param_groups", None)  # before torch 2.13 one group per module, at most
+        groups = getattr(state, "_fsdp_param_groups", None)  # older torch has one group per module, at most
         if groups is None:
             groups = [state._fsdp_param_group] if state._fsdp_param_group else []
         yield from groups

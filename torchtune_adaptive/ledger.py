@@ -32,7 +32,8 @@ class Collective(NamedTuple):
 
     def description(self) -> str:
         """What must be the same on every rank; the groups of HSDP are not."""
-        return f"{self.kind} of {self.numel} {self.dtype} among {self.group.size()} ranks at {self.place} by {self.op}"
+        op = self.op if isinstance(self.op, dist.ReduceOp.RedOpType) else type(self.op).__name__
+        return f"{self.kind} of {self.numel} {self.dtype} among {self.group.size()} ranks at {self.place} by {op}"
 
 
 class Ledger:
@@ -48,26 +49,34 @@ class Ledger:
         Raises:
             CannotRecordError: the model communicates in a way that cannot be recorded.
         """
-        self.template: tuple[Collective, ...] = ()
+        self.template: list[Collective] = []
         self._device = device
         self._issued: list[Collective] = []
         self._in_doubt = False
         self._communicators = communicators(model)
         for place, found in enumerate(self._communicators):
             found.module.set_custom_all_gather(RecordedAllGather(self, place, found.all_gather))
-            found.module.set_custom_reduce_scatter(RecordedReduceScatter(self, place, found.reduce_scatter))
+            found.module.set_custom_reduce_scatter(RecordedReduceScatter(self, place, found))
             if found.replicate_group is not None:
                 found.module.set_all_reduce_hook(_RecordAllReduce(self, place, found))
 
+    def detach(self) -> None:
+        """Leave the collectives as they were before."""
+        for found in self._communicators:
+            found.module.set_custom_all_gather(found.all_gather)
+            found.module.set_custom_reduce_scatter(found.reduce_scatter)
+            if found.replicate_group is not None:
+                found.module.set_all_reduce_hook(found.all_reduce_hook)
+
     @property
-    def issued(self) -> tuple[Collective, ...]:
-        """The collectives since ``begin``."""
-        return tuple(self._issued)
+    def issued(self) -> list[Collective]:
+        """A copy of the collectives since ``begin``."""
+        return list(self._issued)
 
     @property
     def agrees(self) -> bool:
         """Whether the collectives since ``begin`` are those of the template."""
-        return self.issued == self.template
+        return self._issued == self.template
 
     def begin(self) -> None:
         """A micro-step begins."""
@@ -96,15 +105,17 @@ class Ledger:
         if self._in_doubt:
             raise CollectiveInDoubtError("a collective failed in itself, so that nobody knows whether it was issued")
         done = len(self._issued)
-        if self.issued != self.template[:done]:
+        if self._issued != self.template[:done]:
             raise CollectiveInDoubtError("the collectives issued are not those with which the rehearsal began")
         for collective in self.template[done:]:
             try:
                 self._replay(collective)
             except Exception as error:
-                raise CollectiveInDoubtError(f"an {collective.kind} made up for failed: {error}") from error
+                raise CollectiveInDoubtError(
+                    f"issuing this rank's {collective.kind} without computing failed: {error}"
+                ) from error
             if self._issued[-1:] != [collective]:
-                raise CollectiveInDoubtError(f"an {collective.kind} made up for was not issued as in the rehearsal")
+                raise CollectiveInDoubtError(f"this rank's {collective.kind} was not issued as in the rehearsal")
 
     def _replay(self, collective: Collective) -> None:
         """Issue ``collective`` and record it."""
@@ -151,10 +162,11 @@ class RecordedAllGather(AllGather):
 class RecordedReduceScatter(ReduceScatter):
     """FSDP2's own reduce-scatter, recorded."""
 
-    def __init__(self, ledger: Ledger, place: int, inner: ReduceScatter) -> None:
+    def __init__(self, ledger: Ledger, place: int, found: Communicators) -> None:
         self._ledger = ledger
         self._place = place
-        self._inner = inner
+        self._inner = found.reduce_scatter
+        self._all_reduce_follows = found.replicate_group is not None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._inner.allocate(size, dtype=dtype, device=device)
@@ -173,6 +185,8 @@ class RecordedReduceScatter(ReduceScatter):
         )
         numel, dtype = output_tensor.numel(), output_tensor.dtype
         self._ledger.record(Collective("reduce-scatter", self._place, numel, dtype, group, op))
+        if self._all_reduce_follows:
+            self._ledger.issuing()  # nothing but FSDP2's own call lies before the hook that records it
         return work
 
 

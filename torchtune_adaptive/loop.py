@@ -19,7 +19,7 @@ from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
 
 from torchtune_adaptive.micro_batch import AdaptiveMicroBatch, MicroStep
-from torchtune_adaptive.oom import comes_from_out_of_memory
+from torchtune_adaptive.oom import comes_from_out_of_memory, is_out_of_memory_in_collective
 from torchtune_adaptive.worst_case import Row
 
 log = utils.get_logger("DEBUG")
@@ -113,7 +113,7 @@ class AdaptiveLoop(AdaptiveMicroBatch):
         try:
             return self._finish_window(micro_steps)
         except Exception as error:
-            if not comes_from_out_of_memory(error):
+            if not comes_from_out_of_memory(error) and not is_out_of_memory_in_collective(error):
                 raise
             raise RuntimeError(
                 f"out of memory in phase {self._phase!r} of step {self.global_step + 1}, when parameters and optimizer"
@@ -150,8 +150,8 @@ class AdaptiveLoop(AdaptiveMicroBatch):
 
     def _finish_window(self, micro_steps: MicroStep) -> StepTotals:
         """Add up over ranks, normalise the gradients by all tokens, clip, and step. A collective."""
-        loss_sum, num_tokens = self._totals(micro_steps)
         self._enter_phase("clip")
+        loss_sum, num_tokens = self._totals(micro_steps)
         # FSDP2 divides gradients by the number of ranks; this multiplies them back.
         training.scale_grads(self._model, self.world_size / num_tokens)
         grad_norm = None

@@ -24,6 +24,7 @@ from torchtune_adaptive.optimizer_state import allocate_state
 from torchtune_adaptive.recovery import Attempt, Recovery, Strain
 from torchtune_adaptive.refuse import why_unrecoverable
 from torchtune_adaptive.rehearsal import rehearse
+from torchtune_adaptive.report import said_of
 from torchtune_adaptive.snapshot import keep_random_states
 from torchtune_adaptive.thrashing import RetryWatch
 from torchtune_adaptive.units import format_bytes
@@ -51,6 +52,7 @@ class AdaptiveMicroBatch(AdaptiveBatch):
     _phase = ""
     _largest_micro_batch: int | None = None  # None: as large as the batch
     _oom_retries = 0
+    _longest_row: Row | None = None
 
     @property
     def _micro_batch_size(self) -> int:
@@ -70,6 +72,7 @@ class AdaptiveMicroBatch(AdaptiveBatch):
 
     def _collated(self, rows: Sequence[Row]) -> dict[str, Any]:
         """A batch of ``rows`` on the host. Unseen by the meter, because its operations are as many as its rows."""
+        self._longest_row = max(rows if self._longest_row is None else [self._longest_row, *rows], key=_num_tokens)
         with _disable_current_modes():
             batch = self._collate(rows)
         if self._meter is not None:
@@ -85,6 +88,8 @@ class AdaptiveMicroBatch(AdaptiveBatch):
         meter = self._meter
         self._watch = RetryWatch(lambda: 0 if meter is None else meter.total_retries)
         self._recovery = self._prepare_recovery(cfg) if self._adaptive.oom_recovery else None
+        if cfg.get("compile", False):
+            torch.compiler.reset()  # what was compiled for probes would make training's own sizes dynamic ones
 
     def _prepare_recovery(self, cfg: DictConfig) -> Recovery | None:
         """Make the optimizer's state and rehearse a micro-step, while memory is free. A collective."""
@@ -92,18 +97,19 @@ class AdaptiveMicroBatch(AdaptiveBatch):
         if not reason:
             if run_together(self._allocate_state, self._consensus) is Outcome.OUT_OF_MEMORY:
                 raise NothingFitsError(
-                    f"the optimizer's state must fit beside model and gradients, but does not ({self._figures()});"
-                    " an 8-bit optimizer, LoRA or more ranks would need less."
+                    "the optimizer's state must fit beside model and gradients, but does not"
+                    f" ({self._all_figures()}); an 8-bit optimizer, LoRA or more ranks would need less."
                 )
             found = self._rehearse_micro_steps(self._dataloader.batch_size)
-            if found is Outcome.OUT_OF_MEMORY:
+            if found is Outcome.OUT_OF_MEMORY and self._dataloader.batch_size > 1:
                 found = self._rehearse_micro_steps(1)
             if isinstance(found, Recovery):
                 return found
             if found is Outcome.OUT_OF_MEMORY:
                 raise NothingFitsError(
                     "the first rows of the data set must fit, but their forward and backward ran out of memory"
-                    f" ({self._figures()}); shorter rows, activation checkpointing, LoRA or more ranks would need less."
+                    f" ({self._all_figures()});"
+                    " shorter rows, activation checkpointing, LoRA or more ranks would need less."
                 )
             reason = found
         utils.log_rank_zero(log, f"An out-of-memory error in training will end the run: {reason}.")
@@ -114,9 +120,13 @@ class AdaptiveMicroBatch(AdaptiveBatch):
         with keep_random_states():  # the data set's transforms may draw from them
             batches = small_batches(self._dataloader.dataset, batch_size)
         micro_steps = [partial(self._metered, self._micro_step, rows) for rows in batches]
-        found = rehearse(micro_steps, model=self._model, device=self._device, consensus=self._consensus)
-        self._renew_offloading()
-        return found
+        return rehearse(
+            micro_steps,
+            model=self._model,
+            device=self._device,
+            consensus=self._consensus,
+            forget=self._renew_offloading,
+        )
 
     def _allocate_state(self) -> None:
         if allocate_state(self._optimizer) and self._meter is not None:
@@ -138,7 +148,6 @@ class AdaptiveMicroBatch(AdaptiveBatch):
                 self._shrink(attempt)
             if attempt.result is not None:
                 return attempt.result
-            self._renew_offloading()
             restore()
 
     def _sum_of_micro_steps(self, micro_batches: Sequence[Sequence[Row]]) -> MicroStep:
@@ -156,22 +165,21 @@ class AdaptiveMicroBatch(AdaptiveBatch):
                     f"a single row per micro-step must fit, but in step {self.global_step + 1} {cause};"
                     " shorter rows, activation checkpointing, LoRA or more ranks would need less."
                 )
-        elif after == 0:
+        if after == 0:
             utils.log_rank_zero(log, f"micro-batch stays at a single row, although {cause}")
+            self._watch.stop()  # nothing more can be done
             return
         self._largest_micro_batch = after
         self._note_micro_batch(f"micro-batch {before} -> {after}: in step {self.global_step + 1} {cause}")
 
     def _cause(self, attempt: Attempt[Any]) -> str:
         """Which ranks had what strain, and the figures of the first of them. A collective; the same on every rank."""
-        own = (attempt.own_strain, self._phase, self._figures(), attempt.error)
-        by_rank = list(enumerate(self._consensus.from_all_ranks(own)))
-        strained = [(rank, told) for rank, (strain, *told) in by_rank if strain is attempt.strain]
-        ranks = "rank " + ", ".join(str(rank) for rank, _ in strained)
-        _, (phase, figures, error) = strained[0]
+        told = self._consensus.from_all_ranks((attempt.own_strain, self._phase, self._figures(), attempt.error))
+        strained = {rank: figures for rank, (strain, *figures) in enumerate(told) if strain is attempt.strain}
+        phase, figures, error = next(iter(strained.values()))
         if attempt.strain is Strain.THRASHING:
-            return f"{ranks} gave back the allocator's cache in two steps in a row ({figures})"
-        return f"{ranks} ran out of memory in {phase} ({figures}: {textwrap.shorten(error, 200, placeholder='...')})"
+            return f"{said_of(strained)} gave back the allocator's cache in two steps in a row ({figures})"
+        return f"{said_of(strained)} ran out of memory in {phase} ({figures}: {textwrap.shorten(error, 200)})"
 
     def _figures(self) -> str:
         """Peak and limit of this rank's device, as text."""
@@ -180,17 +188,24 @@ class AdaptiveMicroBatch(AdaptiveBatch):
         limit_bytes = self._meter.limit_bytes or self._meter.available_bytes
         return f"peak {format_bytes(self._meter.peak_bytes)}, limit {format_bytes(limit_bytes)}"
 
+    def _all_figures(self) -> str:
+        """The figures of the ranks, equal ones once, three at most. A collective."""
+        told = list(dict.fromkeys(self._consensus.from_all_ranks(self._figures())))
+        return "; ".join(told[:3])
+
     def _before_epoch(self, epoch: int) -> None:
         """Beside the growth of the batch: try larger micro-batches again, if errors made them small. A collective."""
         super()._before_epoch(epoch)
         before, batch_size = self._micro_batch_size, self._dataloader.batch_size
         if before == batch_size:
             return
-        self._renew_offloading()
+        # Without a search the longest row is the longest so far: looking for it might take the whole data set.
+        row = self._probe_row[0] if self._probe_row is not None else self._longest_row
+        assert row is not None
         found = first_that_fits(
             halvings(batch_size, above=before),
             self._probe_step,
-            lambda rows: window_maker(self._worst_row()[0], micro_batches=self._micro_steps_at(rows))(rows),
+            lambda rows: window_maker(row, micro_batches=self._micro_steps_at(rows))(rows),
             model=self._model,
             optimizer=self._optimizer,
             device=self._device,
@@ -225,3 +240,7 @@ class AdaptiveMicroBatch(AdaptiveBatch):
         self._phase = name
         if self._meter is not None:
             self._meter.enter_phase(name)
+
+
+def _num_tokens(row: Row) -> int:
+    return len(row["tokens"])

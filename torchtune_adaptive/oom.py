@@ -9,11 +9,15 @@ import torch
 _TEXTS = (
     "CUDA out of memory",  # caching allocator, when re-raised as a plain RuntimeError
     "CUDA error: out of memory",  # driver
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "_STATUS_ALLOC_FAILED",  # CUBLAS, CUDNN, CUSOLVER, HIPBLAS
+    "CUFFT_ALLOC_FAILED",
+    "_ALLOCATION_FAILED",  # CUDNN_STATUS_INTERNAL_ERROR_HOST, _DEVICE
     "CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input",  # no workspace
     "Failed to CUDA calloc",
     "HIP out of memory",
+    "HIP error: out of memory",
     "XPU out of memory",
     "MPS backend out of memory",
     "DefaultCPUAllocator: can't allocate memory",
@@ -33,15 +37,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_out_of_memory_in_collective(error: BaseException) -> bool:
     """Whether the collective library had no memory left: then nobody knows whether the collective was issued."""
     texts = (*_TEXTS, "out of memory")  # NCCL: "Cuda failure 2 'out of memory'"
-    return _is_of_collective(error) and any(text in str(error) for text in texts)
+    return any(_is_of_collective(one) and any(text in str(one) for text in texts) for one in errors_behind(error))
 
 
 def comes_from_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` is out of memory, or arose while such an error was on its way.
 
     torchtune's activation offloading, for one, cannot close its context in mid-forward and raises one of its own.
+    Not if a collective failed on the way.
     """
-    return any(is_out_of_memory(one) for one in errors_behind(error))
+    chain = list(errors_behind(error))
+    return any(map(is_out_of_memory, chain)) and not any(map(_is_of_collective, chain))
 
 
 def errors_behind(error: BaseException | None) -> Iterator[BaseException]:
@@ -61,8 +67,13 @@ def free_memory(device: torch.device) -> None:
     The backward of a scalar empties the autograd engine's queue, in which a failed backward leaves tasks
     that hold the whole graph.
     """
+    _collect(device)  # lest there be no room for the scalar
     with torch.inference_mode(False), torch.enable_grad():
         torch.zeros(1, device=device, requires_grad=True).sum().backward()
+    _collect(device)
+
+
+def _collect(device: torch.device) -> None:
     gc.collect()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()

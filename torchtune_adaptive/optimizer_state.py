@@ -1,7 +1,5 @@
 """Make an optimizer's state before training, so that the first real step needs no more memory than any other."""
 
-import math
-
 import torch
 
 
@@ -16,10 +14,11 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> bool:
         torch.OutOfMemoryError: there is no memory for the state; what was made of it is gone again.
     """
     groups = optimizer.param_groups
-    begins_at_zero = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-    if optimizer.state or not begins_at_zero or any(not 0 < group["eps"] < math.inf for group in groups):
-        return False
     trained = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+    if optimizer.state or type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
+    if not all(_divides(group["eps"], parameter.dtype) for group in groups for parameter in group["params"]):
+        return False
     rates = [group["lr"] for group in groups]
     stepped = vars(optimizer).get("_opt_called")
     try:
@@ -43,3 +42,8 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> bool:
         if stepped is None:
             vars(optimizer).pop("_opt_called", None)
     return True
+
+
+def _divides(eps: float, dtype: torch.dtype) -> bool:
+    """Whether zero divided by ``eps`` is zero; not if ``eps`` is zero itself, or too small for its type."""
+    return (torch.zeros((), dtype=dtype) / torch.tensor(eps, dtype=dtype)).item() == 0

@@ -18,7 +18,13 @@ from torchtune_adaptive.consensus import Consensus
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.fsdp_state import reset_after_failure
 from torchtune_adaptive.ledger import CollectiveInDoubtError, Ledger
-from torchtune_adaptive.oom import comes_from_out_of_memory, free_memory, is_out_of_memory_in_collective
+from torchtune_adaptive.oom import (
+    comes_from_out_of_memory,
+    errors_behind,
+    free_memory,
+    is_out_of_memory,
+    is_out_of_memory_in_collective,
+)
 from torchtune_adaptive.snapshot import KeptBuffers, RandomStates
 
 log = utils.get_logger("DEBUG")
@@ -60,6 +66,7 @@ class Recovery:
     Args:
         ledger: attached to ``model``; its template is that of every micro-step.
         changing_buffers: those that a micro-step changes, to be put back when it is run again.
+        forget: drops what an aborted micro-step has left outside of ``model``.
     """
 
     def __init__(
@@ -70,12 +77,14 @@ class Recovery:
         consensus: Consensus,
         ledger: Ledger,
         changing_buffers: list[torch.Tensor],
+        forget: Callable[[], object],
     ) -> None:
         self._model = model
         self._device = device
         self._consensus = consensus
         self._ledger = ledger
         self._changing_buffers = changing_buffers
+        self._forget = forget
         self._is_in_step = True
 
     def keep(self) -> Callable[[], None]:
@@ -106,7 +115,7 @@ class Recovery:
             if error is None:
                 result, error = self._run(micro_step, result)
                 if error is not None:
-                    self._clean()
+                    self._clean_up_after(error)
             if error is not None:
                 self._replay_rest(error)
             elif not self._ledger.agrees:
@@ -129,14 +138,22 @@ class Recovery:
                 ) from error
             if not comes_from_out_of_memory(error):
                 raise
-            return None, reason_of(error)
+            return None, reason_of(next(one for one in errors_behind(error) if is_out_of_memory(one)))
         return (result if before is None else before + result), None
 
     def _clean(self) -> None:
+        """Stand between steps again, with nothing left of this one. Outside of any ``except`` block."""
+        self._forget()
         if self._device.type != "cpu":  # collectives under way may still read what is dropped; peers issue them too
             torch.get_device_module(self._device).synchronize(self._device)
         reset_after_failure(self._model)
         free_memory(self._device)
+
+    def _clean_up_after(self, error: str) -> None:
+        try:
+            self._clean()
+        except Exception as failure:
+            raise CollectiveInDoubtError(f"this rank could not clean up: {failure}; {error}") from failure
 
     def _replay_rest(self, error: str) -> None:
         if not self._is_in_step:

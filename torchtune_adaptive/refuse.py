@@ -38,6 +38,8 @@ def why_unrecoverable(cfg: DictConfig) -> str:
         return "with `optimizer_in_bwd` parameters change before the ranks can agree on a step"
     if cfg.get("tensor_parallel_dim", 1) > 1:
         return "with `tensor_parallel_dim` above 1 collectives depend on the batch"
+    if str(cfg.device).partition(":")[0] not in ("cpu", "cuda"):
+        return f"it is built for the CPU and CUDA, not for `device` {cfg.device}"
     return ""
 
 

@@ -18,14 +18,20 @@ from torchtune_adaptive.vote import Outcome, run_together
 
 
 def rehearse(
-    micro_steps: Sequence[Callable[[], object]], *, model: nn.Module, device: torch.device, consensus: Consensus
+    micro_steps: Sequence[Callable[[], object]],
+    *,
+    model: nn.Module,
+    device: torch.device,
+    consensus: Consensus,
+    forget: Callable[[], object] = lambda: None,
 ) -> Recovery | str | Literal[Outcome.OUT_OF_MEMORY]:
     """A ``Recovery`` for ``model`` whose ledger knows its micro-steps, or in a sentence's part why there is none.
 
     Runs ``micro_steps``, forward to backward on batches of different shapes, with a vote before each
     collective. Random generators and buffers are afterwards as before, and gradients are None. It also does
     FSDP2's and the communicators' lazy set-up while memory is free. A collective; the answer is every rank's,
-    ``Outcome.OUT_OF_MEMORY`` if a micro-step ran out of memory on one of them.
+    ``Outcome.OUT_OF_MEMORY`` if a micro-step ran out of memory on one of them. Without a ``Recovery`` the model's
+    collectives are left as they were. ``forget`` drops what an aborted micro-step has left outside of the model.
 
     Raises:
         RuntimeError: a micro-step failed otherwise on another rank; its own error on the rank it hit.
@@ -36,9 +42,11 @@ def rehearse(
     except CannotRecordError as error:
         reason = str(error)
     if consensus.any_rank(ledger is None):
+        if ledger is not None:
+            ledger.detach()
         return _first(consensus.from_all_ranks(reason))
     assert ledger is not None
-    recorded: list[tuple[Collective, ...]] = []
+    recorded: list[list[Collective]] = []
     issued: list[int] = []
     buffers = KeptBuffers(model.buffers())
 
@@ -52,31 +60,35 @@ def rehearse(
 
     with keep_random_states():
         outcome = run_together(play, consensus)
+    forget()
     changing = buffers.changed()
     buffers.restore()
     reset_after_failure(model)
     free_memory(device)
     if outcome is Outcome.OUT_OF_MEMORY:
+        ledger.detach()
         return outcome
     reason = _first(consensus.from_all_ranks(_why_not_covered(recorded, issued))) or _difference(recorded[0], consensus)
     if reason:
+        ledger.detach()
         return reason
     ledger.template = recorded[0]
-    return Recovery(model, device, consensus=consensus, ledger=ledger, changing_buffers=changing)
+    return Recovery(model, device, consensus=consensus, ledger=ledger, changing_buffers=changing, forget=forget)
 
 
-def _why_not_covered(recorded: list[tuple[Collective, ...]], issued: list[int]) -> str:
-    if any(number != len(collectives) for number, collectives in zip(issued, recorded, strict=True)):
-        return (
-            f"a micro-step issues {issued[0]} collectives, but FSDP2 only {len(recorded[0])} of them:"
-            " the rest, such as those of tensor or context parallelism, may depend on the batch"
-        )
+def _why_not_covered(recorded: list[list[Collective]], issued: list[int]) -> str:
+    for number, collectives in zip(issued, recorded, strict=True):
+        if number != len(collectives):
+            return (
+                f"a micro-step issues {number} collectives, but FSDP2 only {len(collectives)} of them:"
+                " the rest, such as those of tensor or context parallelism, may depend on the batch"
+            )
     if any(collectives != recorded[0] for collectives in recorded):
         return "micro-steps on different batches issue different collectives"
     return ""
 
 
-def _difference(collectives: tuple[Collective, ...], consensus: Consensus) -> str:
+def _difference(collectives: list[Collective], consensus: Consensus) -> str:
     text = "\n".join(collective.description() for collective in collectives)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     if consensus.min_over_ranks(digest) != consensus.max_over_ranks(digest):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,15 @@ def summary(result: SearchResult, seq_len: int) -> str:
         f" margin {result.margin:g}, {result.world_size} ranks, {len(result.probes)} probes,"
         f" {sum(not probe.fits for probe in result.probes)} out of memory)"
     )
+
+
+def said_of(ranks: Collection[int]) -> str:
+    """The ranks, as the subject of a sentence.
+
+    >>> said_of([1]), said_of([0, 2])
+    ('rank 1', 'ranks 0, 2')
+    """
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _cell(num_bytes: int | None) -> str:

@@ -73,19 +73,26 @@ class RandomStates:
 
 
 class KeptBuffers:
-    """Copies of a model's buffers on the host."""
+    """Copies of a model's buffers, where they are: making them does not wait for the device."""
 
     def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
-        self._buffers = [(buffer, _Copy(buffer)) for buffer in buffers]
+        self._copies = [
+            (buffer, part.detach(), part.detach().clone()) for buffer in buffers for part in plain_parts(buffer)
+        ]
 
     def changed(self) -> list[torch.Tensor]:
-        """Those that differ from their copies. Version counters do not tell: batch normalisation leaves them alone."""
-        return [buffer for buffer, copied in self._buffers if not copied.is_same()]
+        """Those that differ from their copies, or hold a NaN.
 
+        Version counters do not tell: batch normalisation leaves them alone.
+        """
+        changed = {id(buffer): buffer for buffer, part, copied in self._copies if not torch.equal(part, copied)}
+        return list(changed.values())
+
+    @torch.no_grad()
     def restore(self) -> None:
         """Bring the buffers back to their copies."""
-        for _, copied in self._buffers:
-            copied.restore()
+        for _, part, copied in self._copies:
+            part.copy_(copied)
 
 
 class _SavedOptimizer:
@@ -140,10 +147,6 @@ class _Copy:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._parts = [(part.detach(), part.detach().to("cpu", copy=True)) for part in plain_parts(tensor)]
-
-    def is_same(self) -> bool:
-        """Whether the tensor is still equal to its copy; never if it holds a NaN."""
-        return all(torch.equal(part.cpu(), value) for part, value in self._parts)
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -11,7 +11,7 @@ A ``Fault`` works around any other code too: ``with Fault(3): loss.backward()``.
 
 import os
 import signal
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NoReturn
 from unittest import mock
@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtune_adaptive.collectives import is_collective, is_wait
-from torchtune_adaptive.ledger import RecordedAllGather, RecordedReduceScatter
+from torchtune_adaptive.ledger import Ledger, RecordedAllGather
 from torchtune_adaptive.meter import MemoryMeter
+from torchtune_adaptive.recovery import Recovery
 from torchtune_adaptive.wrappers import is_on_wrappers
 
 Kind = Literal["operation", "storage growth", "all-gather allocation", "collective"]
@@ -39,7 +40,7 @@ def kill_process() -> None:
 
 
 class Fault(TorchDispatchMode):
-    """Strikes once, in place of number ``place`` (from 0) of what happens inside ``with fault:``.
+    """Strikes once, in place of number ``place`` (from 0) of what happens inside ``with fault:``, in any thread.
 
     What counts, by ``kind``:
 
@@ -85,6 +86,7 @@ class Fault(TorchDispatchMode):
         self._kind = kind
         self._phase = phase
         self._strike = strike
+        self._is_active = False
         self._is_in_collective = False
         self._patches = ExitStack()
 
@@ -93,6 +95,9 @@ class Fault(TorchDispatchMode):
         return True
 
     def __enter__(self) -> "Fault":
+        if self._is_active:
+            raise RuntimeError("a fault must not be entered while it is active")
+        self._is_active = True
         resize = torch.UntypedStorage.resize_  # no dispatch mode sees it
 
         def resize_and_count(storage: torch.UntypedStorage, nbytes: int) -> Any:
@@ -101,8 +106,8 @@ class Fault(TorchDispatchMode):
             return resize(storage, nbytes)
 
         self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_and_count))
-        for communicator in (RecordedAllGather, RecordedReduceScatter):
-            self._patches.enter_context(mock.patch.object(communicator, "__call__", self._sparing(communicator)))
+        for name, is_under_way in (("issuing", True), ("record", False), ("begin", False)):
+            self._patches.enter_context(mock.patch.object(Ledger, name, self._noting(name, is_under_way)))
         allocate = RecordedAllGather.allocate
 
         def allocate_and_count(communicator: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -116,6 +121,7 @@ class Fault(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._patches.close()
+        self._is_active = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_on_wrappers(types):
@@ -126,18 +132,15 @@ class Fault(TorchDispatchMode):
             self._happens("collective")
         return func(*args, **(kwargs or {}))
 
-    def _sparing(self, communicator: Any) -> Callable[..., Any]:
-        """The call of ``communicator``, within which no operation counts."""
-        call = communicator.__call__
+    def _noting(self, name: str, is_under_way: bool) -> Callable[..., Any]:
+        """The ledger's method ``name``, after which a collective is under way, or none is."""
+        method = getattr(Ledger, name)
 
-        def spared(*args: Any, **kwargs: Any) -> Any:
-            self._is_in_collective = True
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self._is_in_collective = False
+        def noted(*args: Any) -> Any:
+            method(*args)
+            self._is_in_collective = is_under_way
 
-        return spared
+        return noted
 
     def _happens(self, *kinds: Kind) -> None:
         if self._kind not in kinds or (self._is_in_collective and self._kind != "collective"):
@@ -157,23 +160,32 @@ class Fault(TorchDispatchMode):
 def faults_in(recipe_class: Any, faults: Mapping[tuple[int, int], Fault]) -> Iterator[None]:
     """Inside, training by ``recipe_class`` runs micro-steps under faults: key (20, 1) is step 20's second micro-step.
 
-    Steps and micro-steps are counted from 0; those of a step that is run again go on counting. Searches and
-    rehearsals have no faults.
+    Steps and micro-steps are counted from 0; those of a step that is run again go on counting, on every rank
+    alike. Searches and rehearsals have no faults.
     """
-    survive, micro_step = recipe_class._survive, recipe_class._micro_step
-    numbers: list[int] = []
+    survive, micro_step, attempt = recipe_class._survive, recipe_class._micro_step, Recovery.attempt
+    next_number: list[int] = []  # empty outside of training
+    present_number: list[int] = []  # empty where there is no recovery
 
     def counting_survive(recipe: Any, window: Any) -> Any:
-        numbers.append(0)
+        next_number.append(0)
         try:
             return survive(recipe, window)
         finally:
-            numbers.clear()
+            next_number.clear()
+
+    def numbered_attempt(recovery: Any, micro_steps: Iterable[Callable[[], Any]], **options: Any) -> Any:
+        numbered = [_numbered(run, number, present_number) for number, run in enumerate(micro_steps, next_number[0])]
+        next_number[0] += len(numbered)
+        return attempt(recovery, numbered, **options)
 
     def faulty_micro_step(recipe: Any, rows: Any) -> Any:
-        fault = faults.get((recipe.global_step, numbers[0])) if numbers else None
-        if numbers:
-            numbers[0] += 1
+        if not next_number:
+            return micro_step(recipe, rows)
+        if not present_number:
+            present_number.append(next_number[0])
+            next_number[0] += 1
+        fault = faults.get((recipe.global_step, present_number.pop()))
         if fault is None:
             return micro_step(recipe, rows)
         fault.phase_now = lambda: recipe._phase
@@ -183,15 +195,26 @@ def faults_in(recipe_class: Any, faults: Mapping[tuple[int, int], Fault]) -> Ite
     with (
         mock.patch.object(recipe_class, "_survive", counting_survive),
         mock.patch.object(recipe_class, "_micro_step", faulty_micro_step),
+        mock.patch.object(Recovery, "attempt", numbered_attempt),
     ):
         yield
 
 
+def _numbered(run: Callable[[], Any], number: int, present_number: list[int]) -> Callable[[], Any]:
+    def run_with_number() -> Any:
+        present_number.append(number)
+        return run()
+
+    return run_with_number
+
+
 @contextmanager
-def ballast(num_bytes: int, device: torch.device, *, meter: MemoryMeter | None = None) -> Iterator[torch.Tensor]:
+def ballast(num_bytes: int, device: torch.device, *, meter: MemoryMeter | None = None) -> Iterator[None]:
     """Inside, ``num_bytes`` of ``device`` are taken, as by a neighbour; a CPU's ``meter`` has to be told of them."""
     weight = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     if meter is not None:
         meter.count(weight)
-    yield weight
-    del weight
+    try:
+        yield
+    finally:
+        del weight

@@ -19,6 +19,11 @@ class RetryWatch:
         self._seen = self._retries()
         self._grew = False
 
+    def stop(self) -> None:
+        """From now on nothing counts."""
+        self._retries = lambda: 0
+        self.start_over()
+
     def is_thrashing(self) -> bool:
         """Whether there were retries since the last call, and before it too. Ask once in each optimizer step."""
         grew_before, retries = self._grew, self._retries()

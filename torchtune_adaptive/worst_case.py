@@ -12,6 +12,8 @@ from torchtune_adaptive.errors import InputError
 
 Row = dict[str, Any]
 
+_REHEARSED_TOKENS = (16, 24)
+
 
 def worst_case_row(
     dataset: Any, *, seq_len: int | None, tokenizer_max_seq_len: int | None, consensus: Consensus
@@ -52,9 +54,18 @@ def window_maker(row: Row, *, micro_batches: int) -> Callable[[int], list[list[R
 
 
 def small_batches(dataset: Any, batch_size: int) -> list[list[Row]]:
-    """Two batches of the first samples that differ in shape if they can, neither above ``batch_size`` rows."""
+    """Two batches of the first samples that differ in shape, neither above ``batch_size`` rows.
+
+    Rows of tokens and labels are cut to a few; others, packs among them, are as long as they are.
+    """
     first, second = dataset[0], dataset[min(1, len(dataset) - 1)]
-    return [[first], [first, second] if batch_size > 1 else [second]]
+    small, large = _REHEARSED_TOKENS
+    return [[_cut(first, small)], [_cut(row, large) for row in ([first, second] if batch_size > 1 else [second])]]
+
+
+def _cut(row: Row, length: int) -> Row:
+    is_plain = set(row) <= {"tokens", "labels", "mask"} and isinstance(row["tokens"], list)
+    return {name: values[:length] for name, values in row.items()} if is_plain else row
 
 
 def _is_packed(dataset: Any) -> bool:
