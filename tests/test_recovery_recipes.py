@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torchtune import training
 
 from tests.ranks import run_on_ranks
 from tests.recipe_runs import RecordingLogger, adaptive_recipe, finished, same_bits, tiny_config
@@ -109,6 +110,7 @@ def _troubles(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
         "unequal limits": _unequal_limits(config, rank),
         "off": _recovery_is_off(config),
         "masked rows": _masked_rows(config),
+        "compiler resets": _compiler_resets(config),
     }
 
 
@@ -223,6 +225,21 @@ def _masked_rows(config: Any) -> tuple[int, list[float], list[float]]:
     return len(empty), [step["loss"] for step in steps], [step["loss"] for step in told_steps]
 
 
+def _compiler_resets(config: Any) -> list[int]:
+    """How often the compiler is reset in a set-up with compilation, and in one without; nothing is really compiled."""
+    resets = []
+    for compiles in (True, False):
+        with (
+            mock.patch.object(training, "compile_model"),
+            mock.patch.object(training, "compile_loss", lambda loss, **_: loss),
+            mock.patch.object(torch.compiler, "reset") as reset,
+        ):
+            cfg = config(compile=compiles)
+            adaptive_recipe("full")(cfg=cfg).setup(cfg=cfg)
+        resets.append(reset.call_count)
+    return resets
+
+
 @pytest.fixture(scope="module")
 def troubles(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_on_ranks(_troubles, 2, tiny_dir, tmp_path_factory.mktemp("troubles"), timeout_s=200)
@@ -283,6 +300,10 @@ def test_rows_without_a_token_to_learn_from_do_not_make_the_loss_of_small_micro_
     num_empty, losses, losses_by_row = troubles[0]["masked rows"]
     assert num_empty > 10
     assert losses_by_row == pytest.approx(losses, rel=1e-5)
+
+
+def test_what_was_compiled_before_training_is_dropped(troubles: list[dict[str, Any]]) -> None:
+    assert [rank["compiler resets"] for rank in troubles] == [[1, 0], [1, 0]]
 
 
 # ---- long runs

@@ -131,6 +131,7 @@ class Recovery:
         """The sum so far, or what ran out of memory. Only the text leaves: the traceback pins every tensor."""
         try:
             result = micro_step()
+            return (result if before is None else before + result), None
         except Exception as error:
             if is_out_of_memory_in_collective(error):
                 raise CollectiveInDoubtError(
@@ -139,7 +140,6 @@ class Recovery:
             if not comes_from_out_of_memory(error):
                 raise
             return None, reason_of(next(one for one in errors_behind(error) if is_out_of_memory(one)))
-        return (result if before is None else before + result), None
 
     def _clean(self) -> None:
         """Stand between steps again, with nothing left of this one. Outside of any ``except`` block."""
