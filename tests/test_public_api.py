@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 
 import torchtune_adaptive
-from torchtune_adaptive import Probe, SearchResult, find_max_batch_size
+from torchtune_adaptive import Probe, SearchResult, find_max_batch_size, testing
 from torchtune_adaptive.settings import AdaptiveSettings
 
 
@@ -16,6 +16,14 @@ def test_the_package_offers_these_names() -> None:
         "SearchResult",
         "find_max_batch_size",
     ]
+
+
+def test_the_test_tool_offers_these_names() -> None:
+    assert sorted(testing.__all__) == ["Fault", "ballast", "faults_in", "kill_process", "out_of_memory"]
+    assert all(inspect.getdoc(getattr(testing, name)) for name in testing.__all__)
+    parameters = inspect.signature(testing.Fault).parameters
+    assert list(parameters) == ["place", "ranks", "kind", "phase", "strike"]
+    assert list(inspect.signature(testing.faults_in).parameters) == ["recipe_class", "faults"]
 
 
 def test_find_max_batch_size_has_the_signature_that_is_promised() -> None:

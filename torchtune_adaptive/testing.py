@@ -26,6 +26,8 @@ from torchtune_adaptive.meter import MemoryMeter
 from torchtune_adaptive.recovery import Recovery
 from torchtune_adaptive.wrappers import is_on_wrappers
 
+__all__ = ["Fault", "ballast", "faults_in", "kill_process", "out_of_memory"]
+
 Kind = Literal["operation", "storage growth", "all-gather allocation", "collective"]
 
 
