@@ -13,6 +13,7 @@ demo: $(STAMP)
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.search_accuracy
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.steady_state
 
 exhaustive: $(STAMP)
 	$(IN_VENV) scripts/test -m exhaustive

@@ -241,8 +241,8 @@ def _report(measured: list[tuple[Case, dict[str, list[Block]]]], *, seconds: flo
         *_table(speeds, [_speeds(case, blocks) for case, blocks in measured]),
         "",
         "Ratios of speeds in each round, larger than 1 where the first is faster, and the difference of times per step;"
-        " median [quartiles] over the rounds. By the wall's clock, and by the CPU time of rank 0's training thread, which"
-        " leaves out its waits for the other rank and which other load on the machine disturbs less."
+        " median [quartiles] over the rounds. By the wall's clock, and by the CPU time of rank 0's training thread,"
+        " which leaves out its waits for the other rank and which other load on the machine disturbs less."
         f" '{STOCK_AGAIN}' is a second stock recipe: how far equal loops seem to differ.",
         "",
         *_table(ratios, [_ratios(case, blocks, clock) for case, blocks in measured for clock in ("wall", "cpu")]),

@@ -73,10 +73,11 @@ class AdaptiveMicroBatch(AdaptiveBatch):
     def _collated(self, rows: Sequence[Row]) -> dict[str, Any]:
         """A batch of ``rows`` on the host. Unseen by the meter, because its operations are as many as its rows."""
         self._longest_row = max(rows if self._longest_row is None else [self._longest_row, *rows], key=_num_tokens)
+        if self._meter is None:
+            return self._collate(rows)
         with _disable_current_modes():
             batch = self._collate(rows)
-        if self._meter is not None:
-            self._meter.count(batch)
+        self._meter.count(batch)
         return batch
 
     def _micro_step(self, rows: Sequence[Row]) -> MicroStep:

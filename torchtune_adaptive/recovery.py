@@ -89,7 +89,7 @@ class Recovery:
 
     def keep(self) -> Callable[[], None]:
         """A function that brings random generators and changing buffers back to where they are now."""
-        random_states, buffers = RandomStates(), KeptBuffers(self._changing_buffers)
+        random_states, buffers = RandomStates(self._device), KeptBuffers(self._changing_buffers)
 
         def restore() -> None:
             random_states.restore()

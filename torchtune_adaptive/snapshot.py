@@ -53,14 +53,18 @@ def keep_random_states() -> Iterator[None]:
 
 
 class RandomStates:
-    """The states of the random generators of Python, NumPy, the CPU and the CUDA devices when it is made."""
+    """The states of the random generators of Python, NumPy, the CPU and the CUDA devices when it is made.
 
-    def __init__(self) -> None:
+    Of CUDA devices all are asked, or ``device`` alone.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
         self._numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
         self._python_state = random.getstate()
         self._numpy_state = self._numpy_random.get_state() if self._numpy_random else None
         self._cpu_state = torch.get_rng_state()
-        self._cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        devices = range(torch.cuda.device_count()) if device is None else [device] if device.type == "cuda" else []
+        self._cuda_states = [(one, torch.cuda.get_rng_state(one)) for one in devices if torch.cuda.is_initialized()]
 
     def restore(self) -> None:
         """Bring the generators back to these states."""
@@ -68,8 +72,8 @@ class RandomStates:
         if self._numpy_random:
             self._numpy_random.set_state(self._numpy_state)
         torch.set_rng_state(self._cpu_state)
-        if self._cuda_states:
-            torch.cuda.set_rng_state_all(self._cuda_states)
+        for device, state in self._cuda_states:
+            torch.cuda.set_rng_state(state, device)
 
 
 class KeptBuffers:
