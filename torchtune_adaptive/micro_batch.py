@@ -158,7 +158,7 @@ class AdaptiveMicroBatch(AdaptiveBatch):
         """Halve the micro-batch, from now on if a step failed, from the next step on if it was slow. A collective."""
         before, after = self._micro_batch_size, self._micro_batch_size // 2
         cause = self._cause(attempt)
-        self._watch.start_over()
+        self._begin_anew()
         if attempt.strain is Strain.OUT_OF_MEMORY:
             self._oom_retries += 1
             if after == 0:
@@ -191,8 +191,7 @@ class AdaptiveMicroBatch(AdaptiveBatch):
 
     def _all_figures(self) -> str:
         """The figures of the ranks, equal ones once, three at most. A collective."""
-        told = list(dict.fromkeys(self._consensus.from_all_ranks(self._figures())))
-        return "; ".join(told[:3])
+        return "; ".join(list(dict.fromkeys(self._consensus.from_all_ranks(self._figures())))[:3])
 
     def _before_epoch(self, epoch: int) -> None:
         """Beside the growth of the batch: try larger micro-batches again, if errors made them small. A collective."""
@@ -215,12 +214,16 @@ class AdaptiveMicroBatch(AdaptiveBatch):
             consensus=self._consensus,
         )
         self._renew_offloading()
-        self._watch.start_over()
-        if self._meter is not None:
-            self._meter.reset()
+        self._begin_anew()
         if found is not None:
             self._largest_micro_batch = None if found == batch_size else found
             self._note_micro_batch(f"micro-batch {before} -> {found}: fits again at the start of epoch {epoch}")
+
+    def _begin_anew(self) -> None:
+        """What was metered until now says nothing of what comes."""
+        self._watch.start_over()
+        if self._meter is not None:
+            self._meter.reset()
 
     def _micro_steps_at(self, micro_batch_size: int) -> int:
         """Micro-steps of an optimizer step, each of ``micro_batch_size`` rows or fewer."""
