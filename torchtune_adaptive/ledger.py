@@ -55,9 +55,11 @@ class Ledger:
         self._in_doubt = False
         self._communicators = communicators(model)
         for place, found in enumerate(self._communicators):
+            replicated = found.replicate_group is not None
+            reduce_scatter = RecordedReduceScatter(self, place, found.reduce_scatter, all_reduce_follows=replicated)
             found.module.set_custom_all_gather(RecordedAllGather(self, place, found.all_gather))
-            found.module.set_custom_reduce_scatter(RecordedReduceScatter(self, place, found))
-            if found.replicate_group is not None:
+            found.module.set_custom_reduce_scatter(reduce_scatter)
+            if replicated:
                 found.module.set_all_reduce_hook(_RecordAllReduce(self, place, found))
 
     def detach(self) -> None:
@@ -138,16 +140,21 @@ class Ledger:
         self.record(collective)
 
 
-class RecordedAllGather(AllGather):
-    """FSDP2's own all-gather, recorded."""
+class _Recorded:
+    """What both kinds have: a place, and FSDP2's own communication, whose buffers they use."""
 
-    def __init__(self, ledger: Ledger, place: int, inner: AllGather) -> None:
+    def __init__(self, ledger: Ledger, place: int, inner: Any, *, all_reduce_follows: bool = False) -> None:
         self._ledger = ledger
         self._place = place
         self._inner = inner
+        self._all_reduce_follows = all_reduce_follows
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._inner.allocate(size, dtype=dtype, device=device)
+
+
+class RecordedAllGather(_Recorded, AllGather):
+    """FSDP2's own all-gather, recorded."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -159,17 +166,8 @@ class RecordedAllGather(AllGather):
         return work
 
 
-class RecordedReduceScatter(ReduceScatter):
+class RecordedReduceScatter(_Recorded, ReduceScatter):
     """FSDP2's own reduce-scatter, recorded."""
-
-    def __init__(self, ledger: Ledger, place: int, found: Communicators) -> None:
-        self._ledger = ledger
-        self._place = place
-        self._inner = found.reduce_scatter
-        self._all_reduce_follows = found.replicate_group is not None
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self._inner.allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,
