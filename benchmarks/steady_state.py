@@ -59,7 +59,7 @@ class Case:
         return f"{self.kind}, {rows} of up to {self.seq_len} tokens"
 
 
-SHORT = {"batch_size": 1, "seq_len": 32, "gradient_accumulation_steps": 1, "rounds": 32, "timed_steps": 6}
+SHORT = {"batch_size": 1, "seq_len": 32, "gradient_accumulation_steps": 1, "rounds": 80, "timed_steps": 6}
 LONG = {"batch_size": 4, "seq_len": 256, "gradient_accumulation_steps": 2, "rounds": 16, "timed_steps": 2}
 CASES = [Case(kind, **size) for size in (SHORT, LONG) for kind in ("full", "lora")]
 
