@@ -73,7 +73,7 @@ class AdaptiveBatch:
         metered = limited or self._device.type == "cuda"
         self._meter = meter_for(self._device, self._model, self._optimizer) if metered else None
         self._report = AdaptiveReport(history=past_history(self._output_dir, before_epoch=self.epochs_run))
-        self._probe_row: tuple[Row, int] | None = None
+        self._probe_row: Row | None = None
         if self._adaptive.batch_increase_function is not None and self._lr_scheduler is not None:
             refuse_unfollowing(self._lr_scheduler)
         if self._adaptive.searches:
@@ -93,10 +93,10 @@ class AdaptiveBatch:
         bound = self._samples_per_rank() // self._gradient_accumulation_steps
         if bound == 0:
             self._refuse_small_data(1)
-        row, seq_len = self._worst_row()
+        self._probe_row, seq_len = self._worst_row()
         result = search(
             self._probe_step,
-            window_maker(row, micro_batches=self._gradient_accumulation_steps),
+            window_maker(self._probe_row, micro_batches=self._gradient_accumulation_steps),
             model=self._model,
             optimizer=self._optimizer,
             device=self._device,
@@ -112,22 +112,20 @@ class AdaptiveBatch:
         return result
 
     def _worst_row(self) -> tuple[Row, int]:
-        """The longest row that training can meet and its tokens, looked for once. A collective."""
-        if self._probe_row is None:
-            longest = getattr(self._tokenizer, "max_seq_len", None)
-            self._probe_row = worst_case_row(
-                self._dataloader.dataset,
-                seq_len=self._adaptive.seq_len,
-                tokenizer_max_seq_len=longest,
-                consensus=self._consensus,
+        """The longest row that training can meet, and its tokens. A collective."""
+        longest = getattr(self._tokenizer, "max_seq_len", None)
+        row, seq_len = worst_case_row(
+            self._dataloader.dataset,
+            seq_len=self._adaptive.seq_len,
+            tokenizer_max_seq_len=longest,
+            consensus=self._consensus,
+        )
+        refuse_long_rows(seq_len, self._model)
+        if longest is not None and seq_len < longest:
+            utils.log_rank_zero(
+                log, f"Rows may have {longest} tokens, but probes have {seq_len}: longer ones may not fit."
             )
-            seq_len = self._probe_row[1]
-            refuse_long_rows(seq_len, self._model)
-            if longest is not None and seq_len < longest:
-                utils.log_rank_zero(
-                    log, f"Rows may have {longest} tokens, but probes have {seq_len}: longer ones may not fit."
-                )
-        return self._probe_row
+        return row, seq_len
 
     def _probe_step(self, window: list[list[Row]]) -> None:
         """One optimizer step over ``window``."""

@@ -200,7 +200,7 @@ class AdaptiveMicroBatch(AdaptiveBatch):
         if before == batch_size:
             return
         # Without a search the longest row is the longest so far: looking for it might take the whole data set.
-        row = self._probe_row[0] if self._probe_row is not None else self._longest_row
+        row = self._probe_row or self._longest_row
         assert row is not None
         found = first_that_fits(
             halvings(batch_size, above=before),
