@@ -8,9 +8,12 @@ CONFIG is any stock config of LoRA finetuning, or one of ours. The keys are thos
 
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
+from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import config, training
 
+from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.launch import launch, run_recipe
 from torchtune_adaptive.loop import AdaptiveLoop
 from torchtune_adaptive.stock import load_stock_recipe
@@ -21,8 +24,28 @@ StockRecipe: Any = load_stock_recipe("lora_finetune_distributed").LoRAFinetuneRe
 class AdaptiveLoRAFinetuneRecipeDistributed(AdaptiveLoop, StockRecipe):
     """The stock recipe with our loop."""
 
+    def setup(self, cfg: DictConfig) -> None:
+        """Refuse what one rank cannot load, then set up. A collective."""
+        if self.world_size == 1 and cfg.get("fsdp_cpu_offload", False):
+            _refuse_quantized(cfg.model)
+        super().setup(cfg)
+
     def _save(self, epoch: int) -> None:
         self.save_checkpoint(epoch=epoch)
+
+
+def _refuse_quantized(cfg_model: DictConfig) -> None:
+    """Refuse an NF4 model where one rank would shard it to offload it: FSDP2 cannot gather it there.
+
+    Delete with the last torch that lacks https://github.com/pytorch/pytorch/pull/197999.
+
+    Raises:
+        InputError: the model has NF4 weights.
+    """
+    with torch.device("meta"):
+        model = config.instantiate(cfg_model)
+    if any(isinstance(parameter, NF4Tensor) for parameter in model.parameters()):
+        raise InputError("`fsdp_cpu_offload` must be False for a quantized model on one rank, but is True instead.")
 
 
 @config.parse

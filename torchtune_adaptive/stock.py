@@ -1,12 +1,13 @@
 """Load a stock recipe of the installed torchtune by file: its ``recipes`` package cannot be imported, on purpose.
 
 The loaded module is a private copy. Two of the names it uses are replaced there, and nowhere else:
-``training.get_memory_stats``, which raises on the CPU, and ``init_process_group``, which would start the
-group a second time.
+``training``, some of whose functions fail on the CPU or with one rank, and ``init_process_group``, which
+would start the group a second time.
 """
 
 import importlib.util
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchtune
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
+from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchtune import training
 
 SUPPORTED_TORCHTUNE = "0.6.1"
@@ -34,7 +38,7 @@ def load_stock_recipe(name: str) -> ModuleType:
     assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    vars(module)["training"] = _TrainingOnAnyDevice()
+    vars(module)["training"] = _TrainingAnywhere()
     vars(module)["init_process_group"] = start_process_group
     return module
 
@@ -54,8 +58,8 @@ def _recipe_dir() -> Path:
     return Path(torchtune.__file__).parent.parent / "recipes"
 
 
-class _TrainingOnAnyDevice:
-    """``torchtune.training``, but for memory statistics on the CPU, which are empty and not logged."""
+class _TrainingAnywhere:
+    """``torchtune.training``, but that it works on the CPU too, where memory statistics are empty, and on one rank."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(training, name)
@@ -66,3 +70,56 @@ class _TrainingOnAnyDevice:
     def log_memory_stats(self, stats: dict[str, float]) -> None:
         if stats:
             training.log_memory_stats(stats)
+
+    def shard_model(self, model: Any, *args: Any, cpu_offload: bool, **kwargs: Any) -> None:
+        """As torchtune, but that one rank shards only to offload: otherwise it would copy parameters to use them.
+
+        It could not even copy NF4 weights: for one rank FSDP2 (torch 2.9.1 to 2.13) hands over one of their three
+        parts (https://github.com/pytorch/pytorch/pull/197999), so that QLoRA would fail in its first forward.
+        """
+        if not _is_alone(cpu_offload=cpu_offload):
+            training.shard_model(model, *args, cpu_offload=cpu_offload, **kwargs)
+
+    def load_from_full_model_state_dict(
+        self,
+        model: nn.Module,
+        full_sd: dict[str, torch.Tensor],
+        device: torch.device,
+        strict: bool = False,
+        cpu_offload: bool = False,
+    ) -> Any:
+        """As torchtune, whose way without shards leaves NF4 weights plain and, on the CPU, all of them in their files.
+
+        They are mapped, so that a run which writes these files again would change or kill this one.
+        """
+        if not _is_alone(cpu_offload=cpu_offload):
+            return training.load_from_full_model_state_dict(model, full_sd, device, strict, cpu_offload)
+        # Not its state_dict(): torchtune's hook for NF4 takes it to the CPU, where a model still on meta cannot go.
+        own = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        places = {name.replace(_CHECKPOINT_PREFIX, ""): place for name, place in own}
+        loaded = {name: _alike(places.get(name), value, device) for name, value in full_sd.items()}
+        return model.load_state_dict(loaded, strict=strict, assign=True)
+
+    def gather_cpu_state_dict(
+        self, model: nn.Module, is_rank_zero: bool, device: torch.device, adapter_weights_only: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """As torchtune, but never the model's own weights, into which one rank on the CPU would merge the adapters."""
+        gathered = training.gather_cpu_state_dict(model, is_rank_zero, device, adapter_weights_only)
+        if dist.get_world_size() > 1 or device.type != "cpu":
+            return gathered
+        return {name: value.clone() for name, value in gathered.items()}
+
+
+def _is_alone(*, cpu_offload: bool) -> bool:
+    """Whether a model needs no shards: there is one rank, and FSDP2 is not wanted for its offloading."""
+    return dist.get_world_size() == 1 and not cpu_offload
+
+
+def _alike(place: torch.Tensor | None, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of ``value`` on ``device`` as ``place`` holds it; as it is if the model has no such place."""
+    if place is None:
+        return value
+    if isinstance(place, NF4Tensor):
+        value = value.to(device, place.dtype)
+        return to_nf4(value, block_size=place.block_size, scaler_block_size=place.scaler_block_size)
+    return value.to(device, place.dtype, copy=True)
