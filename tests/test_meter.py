@@ -185,7 +185,7 @@ def test_a_tensor_that_dies_in_another_thread_meanwhile_is_forgotten_too() -> No
     meter = CpuMeter()
     here, elsewhere = [torch.zeros(10)], [torch.zeros(10)]
     meter.count([here, elsewhere])
-    meter._storages = OtherThreadsTurn(meter._storages)
+    meter._storages._seen = OtherThreadsTurn(meter._storages._seen)
     here.clear()
     assert (elsewhere, meter.live_bytes) == ([], 0)
 

@@ -12,7 +12,6 @@ waits before it says that memory is out.
 """
 
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterable
 from types import TracebackType
@@ -20,13 +19,13 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchtune_adaptive.collectives import is_collective
 from torchtune_adaptive.meter import MemoryMeter, device_memory_bytes
+from torchtune_adaptive.storages import Storages, WatchOperations
 from torchtune_adaptive.units import format_bytes
-from torchtune_adaptive.wrappers import is_on_wrappers, plain_parts
+from torchtune_adaptive.wrappers import plain_parts
 
 _MOMENT_S = 0.002
 _MOMENT_BEFORE_FAILING_S = 0.02
@@ -46,17 +45,17 @@ class CpuMeter(MemoryMeter):
         self.cache_limit_bytes: int | None = None
         self._is_above_cache = False
         self._live_bytes = 0
-        self._freed_bytes: deque[int] = deque()  # by any thread; subtracted by the one that meters
+        self._changes_bytes: deque[int] = deque()  # by any thread; added up by the one that meters
         self._peak_bytes = 0
-        self._storages: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
-        self._mode = _Watch(self)
+        self._storages = Storages(lambda _, change_bytes: self._changes_bytes.append(change_bytes))
+        self._mode = WatchOperations(self.after_operation, self.after_resize)
         self._after_collective = False
 
     @property
     def live_bytes(self) -> int:
         """Bytes of the storages that are counted and still there."""
-        while self._freed_bytes:
-            self._live_bytes -= self._freed_bytes.popleft()
+        while self._changes_bytes:
+            self._live_bytes += self._changes_bytes.popleft()
         return self._live_bytes
 
     @property
@@ -84,10 +83,7 @@ class CpuMeter(MemoryMeter):
         self._peak_bytes = max(self._peak_bytes, self.live_bytes)
 
     def __enter__(self) -> "CpuMeter":
-        for key, (_, reference) in list(self._storages.items()):
-            storage = reference()
-            if storage is not None:
-                self._set_size(key, storage)  # resized while nobody watched
+        self._storages.see_again()
         self._mode.__enter__()
         return self
 
@@ -96,7 +92,7 @@ class CpuMeter(MemoryMeter):
     ) -> None:
         self._mode.__exit__(kind, error, traceback)
 
-    def after_operation(self, func: Any, outputs: Any) -> None:
+    def after_operation(self, func: Any, inputs: Any, outputs: Any) -> None:
         """Count the ``outputs`` of the operation ``func``.
 
         Raises:
@@ -119,32 +115,15 @@ class CpuMeter(MemoryMeter):
         Raises:
             torch.OutOfMemoryError: live bytes are above the limit.
         """
-        if storage._cdata in self._storages:
-            self._set_size(storage._cdata, storage)
+        if storage in self._storages:
+            self._storages.see(storage)
             self._check("resize_")
 
     def _see(self, values: Iterable[Any]) -> None:
         for value in values:
             for tensor in plain_parts(value):
                 if tensor.device.type == "cpu" and tensor.layout is torch.strided:
-                    self._see_storage(tensor.untyped_storage())
-
-    def _see_storage(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._storages:
-            reference = weakref.ref(storage, lambda _: self._forget(key))
-            self._storages[key] = (0, reference)
-        self._set_size(key, storage)
-
-    def _set_size(self, key: int, storage: torch.UntypedStorage) -> None:
-        counted_bytes, reference = self._storages[key]
-        nbytes = storage.nbytes()
-        if nbytes != counted_bytes:
-            self._storages[key] = (nbytes, reference)
-            self._live_bytes += nbytes - counted_bytes
-
-    def _forget(self, key: int) -> None:
-        self._freed_bytes.append(self._storages.pop(key)[0])
+                    self._storages.see(tensor.untyped_storage())
 
     def _check(self, operation: object) -> None:
         limit_bytes = self.limit_bytes
@@ -167,46 +146,3 @@ class CpuMeter(MemoryMeter):
 
 def _is_imaginary(value: Any) -> bool:
     return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.device.type == "meta")
-
-
-class _Watch(TorchDispatchMode):
-    """Reports operations and resizes to a meter.
-
-    No dispatch mode sees ``UntypedStorage.resize_``, so this wraps it while it is active. Delete when FSDP2
-    allocates its gathered parameters by an operation.
-    """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # torchao's 8-bit optimizers insist on being compiled
-
-    def __init__(self, meter: CpuMeter) -> None:
-        super().__init__()
-        self._meter = meter
-        self._resizes: list[Any] = []
-
-    def __enter__(self) -> "_Watch":
-        resize = torch.UntypedStorage.resize_
-        meter = self._meter
-
-        def resize_and_report(storage: torch.UntypedStorage, nbytes: int) -> Any:
-            result = resize(storage, nbytes)
-            meter.after_resize(storage)
-            return result
-
-        self._resizes.append(resize)
-        torch.UntypedStorage.resize_ = resize_and_report  # pyright: ignore[reportAttributeAccessIssue]
-        return super().__enter__()
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resizes.pop()
-        super().__exit__(kind, error, traceback)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_on_wrappers(types):
-            return NotImplemented
-        outputs = func(*args, **(kwargs or {}))
-        self._meter.after_operation(func, outputs)
-        return outputs
