@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from torchtune_adaptive.launch import resolve_config_argument
+from torchtune_adaptive.configs import resolve_config_argument
 from torchtune_adaptive.search import SearchResult
 from torchtune_adaptive.settings import STRATEGIES
 from torchtune_adaptive.snapshot import leave_no_trace

@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-import yaml
 from omegaconf import DictConfig
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not re-exported
 from torchtune import config, training
-from torchtune._recipe_registry import get_all_recipes
 
-from torchtune_adaptive.errors import InputError, reason_of
+from torchtune_adaptive.configs import resolve_config_argument
+from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.loop import AdaptiveLoop
-from torchtune_adaptive.stock import start_process_group, stock_config_dir
+from torchtune_adaptive.stock import start_process_group
 
 _SAID_KEY = "torchtune_adaptive/refused"
 _WAIT_FOR_RANK_ZERO = timedelta(seconds=10)
@@ -56,42 +55,6 @@ def run_recipe(recipe_class: type[AdaptiveLoop], cfg: DictConfig) -> None:
     recipe.setup(cfg=cfg)
     recipe.train()
     recipe.cleanup()
-
-
-def resolve_config_argument(arguments: list[str]) -> list[str]:
-    """The arguments with the config's name replaced by its path: our own configs', then stock's, else a path as it is.
-
-    Raises:
-        InputError: no such config, a file that is not a YAML mapping, or an override that is not ``key=value``.
-    """
-    if "--config" not in arguments or arguments[-1] == "--config":
-        raise InputError("`--config` must be followed by the name or path of a config, but is missing.")
-    place = arguments.index("--config") + 1
-    path = _config_path(arguments[place])
-    try:
-        content = yaml.safe_load(path.read_text())
-    except FileNotFoundError as error:
-        raise InputError(f"`--config` must be the name or path of a config, but is {arguments[place]!r}.") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"`--config` must be a YAML file, but {str(path)!r} is not: {reason_of(error)}.") from error
-    if not isinstance(content, dict):
-        raise InputError(f"`--config` must be a YAML mapping, but {str(path)!r} holds {type(content).__name__}.")
-    for override in arguments[: place - 1] + arguments[place + 1 :]:
-        if override.count("=") != 1 and not override.startswith(("~", "-")):
-            raise InputError(f"An override must have the form key=value, but is {override!r} instead.")
-    return [*arguments[:place], str(path), *arguments[place + 1 :]]
-
-
-def _config_path(name: str) -> Path:
-    package = Path(__file__).parent
-    for directory in (package / "configs", package.parent / "configs"):  # installed, or a checkout
-        if (directory / f"{name}.yaml").is_file():
-            return directory / f"{name}.yaml"
-    for recipe in get_all_recipes():
-        for stock in recipe.configs:
-            if stock.name == name:
-                return stock_config_dir() / stock.file_path
-    return Path(name)
 
 
 def _run_alone_without_torchrun() -> None:
