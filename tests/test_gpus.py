@@ -1,0 +1,109 @@
+"""Names and sizes of GPUs: every spelling finds the same card, and nothing is guessed."""
+
+import re
+
+import pytest
+
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.gpus import KNOWN_GPUS, memory_of
+
+GB, GIB = 10**9, 2**30
+
+
+@pytest.mark.parametrize("name", KNOWN_GPUS)
+def test_every_known_name_is_found_in_any_case_and_with_any_separator(name: str) -> None:
+    expected = KNOWN_GPUS[name].memory_bytes
+    spellings = [name, name.lower(), name.replace(" ", ""), name.replace(" ", "-"), f" NVIDIA_{name.upper()} "]
+    assert [memory_of(spelling) for spelling in spellings] == [expected] * len(spellings)
+
+
+@pytest.mark.parametrize(
+    ("torchs_name", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100 80GB"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("Tesla V100-SXM2-16GB", "V100 16GB"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("4090", "RTX 4090"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("h100", "H100 80GB"),
+    ],
+)
+def test_the_name_that_torch_gives_a_card_is_known(torchs_name: str, name: str) -> None:
+    assert memory_of(torchs_name) == KNOWN_GPUS[name].memory_bytes
+
+
+@pytest.mark.parametrize("name", KNOWN_GPUS)
+def test_no_card_is_said_to_have_more_than_its_name_in_binary_units_and_each_has_a_source(name: str) -> None:
+    gpu = KNOWN_GPUS[name]
+    sold_gb = {"T4": 16, "A10": 24, "A10G": 24, "A30": 24, "A40": 48, "RTX 3090": 24, "RTX 4090": 24, "RTX 5090": 32}
+    sold_gb |= {"RTX 6000 Ada": 48, "L4": 24, "L40": 48, "L40S": 48, "H100 NVL": 94, "H200": 141, "B200": 180}
+    named = re.search(r"([0-9]+)GB$", name)
+    sold = int(named[1]) if named else sold_gb[name]
+    assert 0.95 * sold * GB < gpu.memory_bytes < sold * GIB
+    assert re.fullmatch(r"(seen by CUDA|reported by the driver, less [0-9]+ MiB): https://[^ ]+", gpu.source)
+
+
+def test_a_figure_of_the_driver_is_lowered_by_what_the_driver_may_hold_back() -> None:
+    """Each pair of figures in the sources: what `nvidia-smi` reports and what CUDA saw."""
+    reported_mib = {
+        "T4": 15360,
+        "A100 40GB": 40960,
+        "A100 80GB": 81920,
+        "RTX 4090": 24564,
+        "A10": 23028,
+        "B200": 183359,
+    }
+    held_back = max(mib * 2**20 - KNOWN_GPUS[name].memory_bytes for name, mib in reported_mib.items())
+    assert KNOWN_GPUS["H200"].memory_bytes <= 143771 * 2**20 - held_back
+    assert KNOWN_GPUS["L4"].memory_bytes <= 23034 * 2**20 - held_back
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("80GiB", 80 * GIB),
+        ("80 GB", 80 * GB),
+        ("1.5gib", 3 * GIB // 2),
+        ("64MiB", 64 * 2**20),
+        ("85899345920", 80 * GIB),
+    ],
+)
+def test_a_size_is_taken_as_it_stands(text: str, expected: int) -> None:
+    assert memory_of(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"), [("A100", ["A100 40GB", "A100 80GB"]), ("tesla v100", ["V100 16GB", "V100 32GB"])]
+)
+def test_a_name_of_several_sizes_is_refused_with_their_names(text: str, sizes: list[str]) -> None:
+    with pytest.raises(InputError, match="must name its memory") as caught:
+        memory_of(text)
+    assert repr(text) in str(caught.value)
+    assert all(size in str(caught.value) for size in sizes)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"), [("H101", "H100 80GB"), ("rtx 4080", "RTX 4090"), ("a100-81gb", "A100 80GB")]
+)
+def test_an_unknown_name_is_quoted_and_a_close_one_is_suggested(text: str, meant: str) -> None:
+    with pytest.raises(InputError, match="did you mean") as caught:
+        memory_of(text)
+    assert f"but is {text!r} instead; did you mean" in str(caught.value)
+    assert f"`{meant}`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "abacus", "-5GiB", "0", "80", "24.5", "80 parsecs", "5 GiBs of it", "NVIDIA"]
+)
+def test_what_is_neither_name_nor_size_is_refused_in_one_sentence(text: str) -> None:
+    with pytest.raises(InputError) as caught:
+        memory_of(text)
+    message = str(caught.value)
+    assert message.startswith("`gpu` must be a size like 80GiB or one of T4, ")
+    assert f"but is {text!r} instead" in message
+    assert message.endswith((".", "?"))
+    assert "\n" not in message

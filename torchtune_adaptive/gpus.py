@@ -1,0 +1,115 @@
+"""Memory of known GPUs, as CUDA tells a process of it.
+
+A vendor's "80 GB", what `nvidia-smi` reports and what CUDA lets a process use are three sizes: of an A100 80GB the
+second is 81920 MiB, which is 85.9 decimal GB, and the third some 700 MiB less. A forecast needs the third, torch's
+"total capacity". Where several were found, the table has the smallest.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from torchtune_adaptive.errors import InputError, quote
+from torchtune_adaptive.settings import parse_memory
+
+_MIB = 2**20
+_GIB = 2**30
+# A judgement: what the driver holds back of the memory that `nvidia-smi` reports. Where both figures were found it is
+# 451 MiB (T4) to 881 MiB (A100 80GB), neither a fixed size nor a fixed share, so that the largest is taken.
+_DRIVER_BYTES = 896 * _MIB
+# A judgement: a size without unit below this is no memory of a GPU, but a unit forgotten.
+_SMALLEST_BARE_BYTES = _MIB
+# What a name may have or lack: the maker, the brand, the form and the kind of memory.
+_ADORNMENT = re.compile(r"nvidia|geforce|tesla|rtx|generation|sxm[0-9]?|pcie|hbm[0-9]?e?|[^a-z0-9]")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU: ``memory_bytes`` that a process can use, and the address and kind of the figure they are from."""
+
+    memory_bytes: int
+    source: str
+
+
+def _seen_by_cuda(memory_bytes: float, source: str) -> Gpu:
+    return Gpu(int(memory_bytes), f"seen by CUDA: {source}")
+
+
+def _reported(memory_bytes: int, source: str) -> Gpu:
+    """A GPU of which only the driver's own figure was found, less what the driver may hold back."""
+    return Gpu(memory_bytes - _DRIVER_BYTES, f"reported by the driver, less {_DRIVER_BYTES // _MIB} MiB: {source}")
+
+
+_GITHUB = "https://github.com/"
+_BLOG = "https://thundergolfer.com/blog/nvidia-gpu-memory-capacity"
+
+KNOWN_GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {
+        "T4": _seen_by_cuda(14.56 * _GIB, _GITHUB + "Zheng-Chong/CatVTON/issues/133"),
+        "V100 16GB": _reported(16384 * _MIB, _GITHUB + "huggingface/text-generation-inference/issues/424"),
+        "V100 32GB": _seen_by_cuda(32501 * _MIB, _GITHUB + "ollama/ollama/issues/16533"),
+        "A10": _seen_by_cuda(21.99 * _GIB, _GITHUB + "zai-org/CogVLM/issues/236"),
+        # Printed there as 22.0 GiB, of which the smallest that rounds to it.
+        "A10G": _seen_by_cuda(21.95 * _GIB, _GITHUB + "batteries-included/batteries-included/pull/1663"),
+        "A30": _seen_by_cuda(23.53 * _GIB, _GITHUB + "google/RB-Modulation/issues/5"),
+        # Printed there as 44.4 GiB.
+        "A40": _seen_by_cuda(44.35 * _GIB, _GITHUB + "ollama/ollama/issues/9858"),
+        "A100 40GB": _seen_by_cuda(42298834944, _GITHUB + "bottlerocket-os/bottlerocket/pull/3873"),
+        "A100 80GB": _seen_by_cuda(79.14 * _GIB, _GITHUB + "lianqi1008/Control-GIC/issues/6"),
+        "RTX 3090": _seen_by_cuda(24123 * _MIB, _GITHUB + "ggml-org/llama.cpp/issues/24608"),
+        "RTX 4090": _seen_by_cuda(23.52 * _GIB, _GITHUB + "vllm-project/vllm/issues/42049"),
+        "RTX 5090": _seen_by_cuda(32106 * _MIB, _GITHUB + "ggml-org/llama.cpp/issues/17536"),
+        # With ECC on; without it 50865307648 bytes (github.com/unslothai/unsloth-zoo/pull/1053).
+        "RTX 6000 Ada": _seen_by_cuda(44.43 * _GIB, _GITHUB + "DINGYANB/MTVCrafter/issues/21"),
+        "L4": _reported(23034 * _MIB, _BLOG),
+        "L40": _seen_by_cuda(44.40 * _GIB, _GITHUB + "QwenLM/Qwen3-VL/issues/2097"),
+        "L40S": _seen_by_cuda(44.42 * _GIB, _GITHUB + "stepfun-ai/Step-Video-T2V/issues/8"),
+        "H100 80GB": _seen_by_cuda(79.11 * _GIB, _GITHUB + "vllm-project/vllm/issues/27508"),
+        "H100 NVL": _reported(99961274368, _GITHUB + "fastfetch-cli/fastfetch/issues/1658"),
+        "H200": _reported(143771 * _MIB, _BLOG),
+        # Printed there as "GB"; it is binary, for `nvidia-smi` reports 183359 MiB (NVIDIA/TensorRT-LLM/issues/10278).
+        "B200": _seen_by_cuda(178.35 * _GIB, _GITHUB + "pytorch/ao/pull/4002"),
+    }
+)
+_AMBIGUOUS = {"v100": ("V100 16GB", "V100 32GB"), "a100": ("A100 40GB", "A100 80GB")}
+
+
+def _key(name: str) -> str:
+    return _ADORNMENT.sub("", name.lower())
+
+
+_NAMES = {_key(name): name for name in KNOWN_GPUS} | {"h100": "H100 80GB"}  # an H100 94GB is always called NVL
+
+
+def memory_of(text: str) -> int:
+    """Bytes that a process can use on a GPU, given by its name or as a size with a unit.
+
+    Case, separators, maker and form do not matter: "NVIDIA A100-SXM4-80GB" is "a100 80gb". "H100" is that of 80 GB;
+    of A100 and V100 the name must say the size. A size is taken as it stands, whatever a driver would hold back.
+
+    Raises:
+        InputError: neither a size nor a known name, or a name of several sizes; the sentence quotes it.
+
+    >>> memory_of("80GiB") / 2**30, memory_of("h100") == memory_of("H100 80GB HBM3")
+    (80.0, True)
+    """
+    key = _key(text)
+    if key in _NAMES:
+        return KNOWN_GPUS[_NAMES[key]].memory_bytes
+    if key in _AMBIGUOUS:
+        raise InputError(
+            f"`gpu` must name its memory, as in {' or '.join(_AMBIGUOUS[key])}, but is {quote(text)} instead."
+        )
+    try:
+        memory_bytes = parse_memory(text)
+    except InputError:
+        memory_bytes = 0
+    if memory_bytes == 0 or (memory_bytes < _SMALLEST_BARE_BYTES and not re.search("[a-z]", text, re.IGNORECASE)):
+        nearest = difflib.get_close_matches(key, _NAMES, n=2)
+        hint = f"; did you mean {' or '.join(f'`{_NAMES[found]}`' for found in nearest)}?" if nearest else "."
+        raise InputError(
+            f"`gpu` must be a size like 80GiB or one of {', '.join(KNOWN_GPUS)}, but is {quote(text)} instead{hint}"
+        )
+    return memory_bytes

@@ -1,0 +1,215 @@
+"""What a GPU adds to the live bytes that a trace counts.
+
+    reserved by the allocator = (traced + workspaces + scratch per token) * (1 + fragmentation)
+    used of the card          = outside the allocator (CUDA context, NCCL) + reserved
+
+The constants are for a GPU that nobody has calibrated: taken from others' measurements, each with its source, or judged
+where it says so. None was measured for this project; ``tune-adaptive calibrate`` replaces them by measurements.
+"""
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torchtune_adaptive.errors import InputError, quote, reason_of, require_integer
+
+_MIB = 2**20
+CALIBRATION_VERSION = 1
+
+# CUDA context and the kernels loaded into it. Right after its creation 426 MiB (RTX 6000 Ada, torch 2.10 for CUDA 13:
+# github.com/unslothai/unsloth-zoo/pull/1053) or 616 MiB (github.com/LMCache/LMCache/issues/4019). It grows as kernels
+# are loaded at their first use, by an amount for which no source was found: 152 MiB above the larger is a judgement.
+CONTEXT_BYTES = 768 * _MIB
+# A communicator of a single rank: NCCL 2.28 on B300, one allocation of 536870912 bytes at the first collective
+# (github.com/NVIDIA/nccl/issues/2363). A recipe that trains in a single process forms such a group as well.
+ONE_RANK_NCCL_BYTES = 512 * _MIB
+# A communicator of more ranks: 544 to 688 MiB on four A100 (github.com/NVIDIA/nccl/issues/964); about 1.6 GB, it seems
+# with all else that a process holds (github.com/NVIDIA/nccl/issues/864). Judged between; more groups take more.
+NCCL_BYTES = 1024 * _MIB
+# cuBLAS: 8.125 MiB, and 32 MiB on compute capability 9 and, by torch's version, 10 and 12 (CublasHandlePool.cpp;
+# github.com/pytorch/pytorch/pull/175344 and 182669). cublasLt: at most as much, in a buffer of its own
+# (ATen/cuda/CUDAContextLight.h of 2.13). One of each per thread, and backward has its own: 4 times the largest.
+WORKSPACE_BYTES = 4 * 32 * _MIB
+# Flash attention's backward: a float32 accumulator [B, S, heads, head_dim] for the queries' gradient and [B, heads, S]
+# for the softmax, with S rounded up to 128 (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp); so for
+# each token 4 * heads * (head_dim + 1) bytes, of which head_dim is at least 32. Deterministic algorithms take more.
+SCRATCH_BYTES_PER_TOKEN_AND_WIDTH = 4 * (1 + 1 / 32)
+# Reserved above allocated bytes, both judged. Eight language models fine-tuned with recomputation, offloading and LoRA
+# had 15 % of fragmentation to lose on average, at most 33 % (GMLake, arxiv.org/abs/2401.08156); steps that are all
+# alike should have less. Expandable segments made 10.83 GiB of 16.39 (github.com/meta-pytorch/torchtune/issues/1185).
+FRAGMENTATION = 0.10
+EXPANDABLE_FRAGMENTATION = 0.03
+# How far the forecast may be off: judged, until a GPU is calibrated, and for other models than the calibration's after.
+UNCERTAINTY_BYTES, UNCERTAINTY_FRACTION = 1024 * _MIB, 0.04
+CALIBRATED_UNCERTAINTY_BYTES, CALIBRATED_UNCERTAINTY_FRACTION = 256 * _MIB, 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What was measured on one GPU with one version of torch, in bytes, as ``tune-adaptive calibrate`` writes it.
+
+    ``bytes_per_token`` is that of a model whose heads times head dimension is ``attention_width``; ``fragmentation``
+    is reserved over allocated bytes, less 1; ``misfit_bytes`` the largest miss of the figures on the steps measured.
+    """
+
+    gpu: str
+    driver: str
+    torch: str
+    backend: str
+    context_bytes: int
+    nccl_bytes: int
+    workspace_bytes: int
+    bytes_per_token: float
+    attention_width: int
+    fragmentation: float
+    misfit_bytes: int
+
+    def write(self, path: Path) -> None:
+        """Write the figures as JSON to ``path``; a reader never sees half of it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(path.name + ".tmp")
+        unfinished.write_text(json.dumps({"version": CALIBRATION_VERSION} | asdict(self), indent=2) + "\n")
+        os.replace(unfinished, path)
+
+    @classmethod
+    def read(cls, path: Path) -> "Calibration":
+        """The figures in the file at ``path``.
+
+        Raises:
+            InputError: the file cannot be read, is of another version, or its values are not those of a calibration.
+        """
+        name = quote(str(path))
+        try:
+            content = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise InputError(f"`calibration` must be a readable file, but is {name}: {reason_of(error)}.") from error
+        version = content.get("version") if isinstance(content, dict) else None
+        if version != CALIBRATION_VERSION:
+            raise InputError(
+                f"`calibration` must be of version {CALIBRATION_VERSION}, but {name} is of {quote(version)} instead."
+            )
+        values: dict[str, Any] = {field.name: content.get(field.name) for field in fields(cls)}
+        for field in fields(cls):
+            is_text, value = field.type is str, values[field.name]
+            if not (isinstance(value, str) if is_text else _is_amount(value)):
+                raise InputError(
+                    f"`{field.name}` of a calibration must be {'text' if is_text else 'a number from 0 up'}, "
+                    f"but is {quote(value)} in {name} instead."
+                )
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """What a GPU adds to traced bytes; all zero where nothing is added.
+
+    Attributes:
+        outside_bytes: held by the process outside the allocator.
+        workspace_bytes: allocated by libraries, the same at every size.
+        bytes_per_token: allocated within kernels, for each token of a micro-step with its rows rounded up to 128.
+        fragmentation: bytes reserved above those allocated, as a fraction of these.
+        uncertainty_bytes, uncertainty_fraction: the forecast may be off by the larger of the two.
+        source: where the figures are from, for a log line.
+
+    Raises:
+        InputError: a figure is below zero or not finite.
+    """
+
+    outside_bytes: float = 0
+    workspace_bytes: float = 0
+    bytes_per_token: float = 0
+    fragmentation: float = 0
+    uncertainty_bytes: float = 0
+    uncertainty_fraction: float = 0
+    source: str = "nothing added"
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if name != "source" and not _is_amount(value):
+                raise InputError(f"`{name}` must be a number from 0 up, but is {quote(value)} instead.")
+
+    @classmethod
+    def none(cls) -> "Overhead":
+        """What the CPU adds: nothing, for a trace there is exact."""
+        return cls()
+
+    @classmethod
+    def default(cls, world_size: int, *, attention_width: int = 0, expandable_segments: bool = False) -> "Overhead":
+        """What a GPU that nobody has calibrated is taken to add, for one of ``world_size`` ranks.
+
+        ``attention_width`` is the model's heads times head dimension, 0 to leave out flash attention's scratch.
+
+        Raises:
+            InputError: ``world_size`` is below 1 or ``attention_width`` below 0.
+        """
+        world_size = require_integer("world_size", world_size, minimum=1)
+        return cls(
+            outside_bytes=CONTEXT_BYTES + (ONE_RANK_NCCL_BYTES if world_size == 1 else NCCL_BYTES),
+            workspace_bytes=WORKSPACE_BYTES,
+            bytes_per_token=SCRATCH_BYTES_PER_TOKEN_AND_WIDTH
+            * require_integer("attention_width", attention_width, minimum=0),
+            fragmentation=EXPANDABLE_FRAGMENTATION if expandable_segments else FRAGMENTATION,
+            uncertainty_bytes=UNCERTAINTY_BYTES,
+            uncertainty_fraction=UNCERTAINTY_FRACTION,
+            source="not calibrated: others' measurements and judgements",
+        )
+
+    @classmethod
+    def from_calibration(cls, path: Path, world_size: int, *, attention_width: int = 0) -> "Overhead":
+        """What the GPU whose calibration is at ``path`` adds, for one of ``world_size`` ranks.
+
+        NCCL is measured on a single rank: for more, the larger of that and the default is taken.
+
+        Raises:
+            InputError: the file is refused, or ``world_size`` or ``attention_width`` is out of range.
+        """
+        measured = Calibration.read(path)
+        world_size = require_integer("world_size", world_size, minimum=1)
+        attention_width = require_integer("attention_width", attention_width, minimum=0)
+        nccl_bytes = measured.nccl_bytes if world_size == 1 else max(measured.nccl_bytes, NCCL_BYTES)
+        return cls(
+            outside_bytes=measured.context_bytes + nccl_bytes,
+            workspace_bytes=measured.workspace_bytes,
+            bytes_per_token=measured.bytes_per_token * attention_width / max(1, measured.attention_width),
+            fragmentation=measured.fragmentation,
+            uncertainty_bytes=max(measured.misfit_bytes, CALIBRATED_UNCERTAINTY_BYTES),
+            uncertainty_fraction=CALIBRATED_UNCERTAINTY_FRACTION,
+            source=f"calibrated on {measured.gpu} ({measured.driver}, torch {measured.torch}, {measured.backend})",
+        )
+
+    def added_bytes(self, traced_bytes: float, *, num_tokens: int = 0) -> float:
+        """What the allocator reserves above ``traced_bytes`` at the peak of a micro-step of ``num_tokens`` tokens.
+
+        >>> Overhead(workspace_bytes=50, bytes_per_token=2, fragmentation=0.5).added_bytes(1000, num_tokens=25)
+        650.0
+        """
+        allocated_bytes = traced_bytes + self.workspace_bytes + self.bytes_per_token * num_tokens
+        return allocated_bytes * (1 + self.fragmentation) - traced_bytes
+
+    def uncertainty_bytes_at(self, traced_bytes: float) -> float:
+        """By how much the forecast may be off at ``traced_bytes``, either way: a judgement, see above."""
+        return max(self.uncertainty_bytes, self.uncertainty_fraction * traced_bytes)
+
+    def largest_traced_bytes(self, limit_bytes: float, margin: float, *, num_tokens: int = 0) -> float:
+        """The most traced bytes with which a process stays within ``limit_bytes`` of a card; 0 if nothing does.
+
+        The fraction ``margin`` is held back of what the allocator may reserve.
+
+        Raises:
+            InputError: ``margin`` is not in [0, 1).
+
+        >>> Overhead(outside_bytes=300, workspace_bytes=100, fragmentation=0.5).largest_traced_bytes(2700, 0.25)
+        1100.0
+        """
+        if not 0 <= margin < 1:
+            raise InputError(f"`margin` must be in [0, 1), but is {quote(margin)} instead.")
+        reservable_bytes = (limit_bytes - self.outside_bytes) * (1 - margin)
+        allocated_bytes = reservable_bytes / (1 + self.fragmentation)
+        return max(0.0, allocated_bytes - self.workspace_bytes - self.bytes_per_token * num_tokens)
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
