@@ -13,11 +13,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Timeline:
-    """Live bytes of one rank after every operation of one train step at ``batch_size``, in order."""
+    """Live bytes of one rank after every operation of one train step at ``batch_size``, in order.
+
+    ``phases`` names each operation's phase of the step, or is empty.
+    """
 
     batch_size: int
     operations: tuple[str, ...]
     live_bytes: tuple[int, ...]
+    phases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,14 +45,8 @@ class Forecast:
     @classmethod
     def from_timelines(cls, small: Timeline, large: Timeline) -> "Forecast | None":
         """The forecast from one step each at two different batch sizes, or None if they ran different operations."""
-        if small.operations != large.operations:
-            return None
-        sizes = large.batch_size - small.batch_size
-        slopes = [(high - low) / sizes for low, high in zip(small.live_bytes, large.live_bytes, strict=True)]
-        lines = [
-            Line(low - slope * small.batch_size, slope) for low, slope in zip(small.live_bytes, slopes, strict=True)
-        ]
-        return cls(upper_envelope(lines))
+        lines = operation_lines(small, large)
+        return None if lines is None else cls(upper_envelope(lines))
 
     def peak_bytes(self, batch_size: int) -> float:
         """Forecast peak in bytes at ``batch_size``."""
@@ -66,10 +64,32 @@ class Forecast:
         return largest if largest > 0 and self.peak_bytes(largest) <= limit_bytes + 0.5 else 0
 
 
+def operation_lines(small: Timeline, large: Timeline) -> list[Line] | None:
+    """The line of every operation, in order, from two batch sizes; None if their steps ran different operations."""
+    if small.operations != large.operations:
+        return None
+    sizes = large.batch_size - small.batch_size
+    slopes = [(high - low) / sizes for low, high in zip(small.live_bytes, large.live_bytes, strict=True)]
+    return [Line(low - slope * small.batch_size, slope) for low, slope in zip(small.live_bytes, slopes, strict=True)]
+
+
+def sum_of_timelines(timelines: Iterable[Timeline]) -> Timeline:
+    """The timeline whose live bytes are those of all ``timelines`` of the same step together."""
+    some, *others = timelines
+    live_bytes = (sum(live) for live in zip(some.live_bytes, *(other.live_bytes for other in others), strict=True))
+    return Timeline(some.batch_size, some.operations, tuple(live_bytes), some.phases)
+
+
+def sum_of(lines: Iterable[Line]) -> Line:
+    """The line whose bytes are those of all ``lines`` together."""
+    lines = list(lines)
+    return Line(sum(line.intercept_bytes for line in lines), sum(line.slope_bytes for line in lines))
+
+
 def upper_envelope(lines: Iterable[Line]) -> tuple[Line, ...]:
     """The lines that are the highest at some batch size >= 0, by rising slope. At most a handful in practice.
 
-    >>> upper_envelope([Line(10, 0), Line(4, 1), Line(0, 2), Line(9, 0), Line(3, 1.5)])
+    >>> upper_envelope([Line(10, 0), Line(4, 1), Line(0, 2), Line(9, 0), Line(2, 1.5)])
     (Line(intercept_bytes=10, slope_bytes=0), Line(intercept_bytes=0, slope_bytes=2))
     """
     highest: dict[float, float] = {}

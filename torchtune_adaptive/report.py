@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,17 @@ def probe_table(result: SearchResult) -> str:
         verdict = "yes" if probe.fits else "no"
         figures = [format_bytes(probe.peak_bytes), format_bytes(result.usable_bytes), verdict, f"{probe.seconds:.2f}"]
         rows.append([str(probe.batch_size), *peaks, *figures])
+    return text_table(rows)
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Cells in aligned columns, the first row ruled off as their names.
+
+    >>> print(text_table([["size", "fits"], ["16", "no"]]))
+    size  fits
+    ----  ----
+      16    no
+    """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))

@@ -1,0 +1,185 @@
+"""From a config to its step's peaks, over fake tensors and few layers: the process that ``planner`` starts.
+
+``python -m torchtune_adaptive.fake_plan OUTPUT`` reads a request as JSON from standard input, and writes its answer as
+JSON to the file OUTPUT: peaks, or why there are none.
+"""
+
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch._subclasses.fake_tensor import FakeTensorMode
+from tqdm import tqdm
+
+from torchtune_adaptive.calibration import make_trainer
+from torchtune_adaptive.errors import InputError, reason_of
+from torchtune_adaptive.fake_recipe import FakeRecipe
+from torchtune_adaptive.forecast import Timeline, sum_of_timelines
+from torchtune_adaptive.layers import of_more_layers
+from torchtune_adaptive.peaks import StepPeaks, TracedStep
+from torchtune_adaptive.refuse import refuse_long_rows
+from torchtune_adaptive.trace import CUDA_GRANULARITY_BYTES, StepTrace
+
+# First and last layers differ from those between, and in some models every second one does.
+_FEWEST_LAYERS, _PERIOD = 4, 2
+_BATCH_SIZES = (1, 2, 3)
+
+Timelines = dict[str, Timeline]
+
+
+def trace_config(
+    cfg: DictConfig, *, world_size: int, seq_lens: Sequence[int], shows_progress: bool = False
+) -> TracedStep:
+    """Peaks of the first rank's step for rows of each of ``seq_lens`` tokens.
+
+    Layers repeat: two models of a few layers give the one of all, and a third one shows whether they do. If not, the
+    whole model is traced.
+
+    Raises:
+        InputError: the config cannot be planned; the message says why.
+    """
+    with _Steps(cfg, world_size=world_size, shows_progress=shows_progress) as steps:
+        layers = steps.layers_that_tell(seq_lens[0])
+        steps.expect(len(seq_lens) * len(_BATCH_SIZES) * len(layers))
+        figures = steps.figures(layers)
+        peaks = tuple(steps.peaks(seq_len, layers) for seq_len in seq_lens)
+    return TracedStep(peaks, num_layers=steps.num_layers, traced_layers=layers, **figures)
+
+
+class _Steps:
+    """Traces steps of one config's model, built with more or fewer layers.
+
+    Attributes:
+        num_layers: layers of the whole model.
+    """
+
+    def __init__(self, cfg: DictConfig, *, world_size: int, shows_progress: bool) -> None:
+        self._cfg = cfg
+        self._world_size = world_size
+        self._recipes: dict[int, FakeRecipe] = {}
+        self._progress = tqdm(desc="tracing", unit=" steps", disable=not shows_progress)
+        self.num_layers = self._recipe(_FEWEST_LAYERS).true_num_layers
+
+    def __enter__(self) -> "_Steps":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.close()
+
+    def expect(self, more: int) -> None:
+        """Show that so many more steps will be traced."""
+        self._progress.total = self._progress.n + more
+
+    def layers_that_tell(self, seq_len: int) -> tuple[int, ...]:
+        """Two numbers of layers from which that of the whole model follows, or that one alone."""
+        few = _FEWEST_LAYERS + self.num_layers % _PERIOD
+        layers = few, few + _PERIOD
+        third = few + 2 * _PERIOD
+        if third >= self.num_layers or self._recipe(few).num_layers != few:
+            return (self.num_layers,)
+        batch_size = _BATCH_SIZES[1]
+        told = self._extrapolated(layers, third, batch_size, seq_len)
+        if told is None or _peaks(told) != _peaks(self._timelines(third, batch_size, seq_len)):
+            return (self.num_layers,)
+        return layers
+
+    def peaks(self, seq_len: int, layers: tuple[int, ...]) -> StepPeaks:
+        """Peaks of the whole model's step, told by models of so many ``layers``."""
+        steps: list[Timelines] = []
+        for batch_size in _BATCH_SIZES:
+            told = self._extrapolated(layers, self.num_layers, batch_size, seq_len) if len(layers) > 1 else None
+            steps.append(told or self._timelines(self.num_layers, batch_size, seq_len))
+        single, small, large = steps
+        found = StepPeaks.from_timelines(seq_len, single=single, small=small, large=large)
+        if found is None:
+            raise InputError(
+                f"The model must run the same operations at batch sizes {_BATCH_SIZES[1]} and {_BATCH_SIZES[2]}"
+                f" to be planned, but does not (rows of {seq_len} tokens)."
+            )
+        return found
+
+    def figures(self, layers: tuple[int, ...]) -> dict[str, int]:
+        """What else is a line in the number of layers, for the whole model."""
+        few, more = self._recipe(layers[0]).figures(), self._recipe(layers[-1]).figures()
+        periods = (self.num_layers - layers[0]) // _PERIOD
+        return {name: few[name] + periods * (more[name] - few[name]) for name in few}
+
+    def _extrapolated(
+        self, layers: tuple[int, ...], num_layers: int, batch_size: int, seq_len: int
+    ) -> Timelines | None:
+        few, more = (self._timelines(count, batch_size, seq_len) for count in layers)
+        told: Timelines = {}
+        for kind in few:
+            timeline = of_more_layers(few[kind], more[kind], layers=(layers[0], layers[1]), num_layers=num_layers)
+            if timeline is None:
+                return None
+            told[kind] = timeline
+        return told
+
+    def _timelines(self, num_layers: int, batch_size: int, seq_len: int) -> Timelines:
+        refuse_long_rows(seq_len, self._recipe(num_layers).model)
+        self._progress.set_postfix_str(f"{num_layers} layers, batch {batch_size} of {seq_len} tokens")
+        timelines = self._recipe(num_layers).trace(batch_size, seq_len).timelines(batch_size)
+        self._progress.update()
+        return timelines
+
+    def _recipe(self, num_layers: int) -> FakeRecipe:
+        if num_layers not in self._recipes:
+            try:
+                recipe = FakeRecipe(self._cfg, world_size=self._world_size, num_layers=num_layers)
+            except InputError:
+                raise
+            except Exception as error:  # the config's components are anyone's code: whatever it raises is reported
+                raise InputError(
+                    f"The config must be one that its recipe can set up, but failed: {reason_of(error)}."
+                ) from error
+            self._recipes[num_layers] = recipe
+        return self._recipes[num_layers]
+
+
+def _peaks(timelines: Timelines) -> dict[str, int]:
+    """Peak of each phase."""
+    total = sum_of_timelines(timelines.values())
+    peaks: dict[str, int] = {}
+    for phase, live_bytes in zip(total.phases, total.live_bytes, strict=True):
+        peaks[phase] = max(live_bytes, peaks.get(phase, 0))
+    return peaks
+
+
+def trace_calibration(batch_size: int, seq_len: int) -> int:
+    """Peak bytes of a steady train step of the model that a calibration trains."""
+    trace = StepTrace(granularity_bytes=CUDA_GRANULARITY_BYTES)
+    with FakeTensorMode():
+        trainer = make_trainer(torch.device("cpu"))
+        tokens_BS = torch.zeros(batch_size, seq_len, dtype=torch.long)
+        trainer.train_step(tokens_BS)
+        trace.mark([list(trainer.model.parameters()), list(trainer.model.buffers()), tokens_BS], "parameters")
+        trace.mark([list(state.values()) for state in trainer.optimizer.state.values()], "optimizer state")
+        with trace:
+            trainer.train_step(tokens_BS)
+    return max(sum_of_timelines(trace.timelines(batch_size).values()).live_bytes)
+
+
+def main() -> None:
+    """Answer the request on standard input."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    request: dict[str, Any] = json.load(sys.stdin)
+    try:
+        if "config" in request:
+            answer = trace_config(OmegaConf.create(request.pop("config")), **request).as_json()
+        else:
+            answer = {"peak_bytes": trace_calibration(**request)}
+    except InputError as error:
+        answer = {"refused": str(error)}
+    Path(sys.argv[1]).write_text(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
