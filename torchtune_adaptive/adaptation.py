@@ -12,6 +12,7 @@ from torchtune import utils
 
 from torchtune_adaptive.consensus import Consensus
 from torchtune_adaptive.errors import reason_of
+from torchtune_adaptive.expectation import expected_batch_size
 from torchtune_adaptive.finder import search
 from torchtune_adaptive.horizon import Horizon
 from torchtune_adaptive.meter import meter_for
@@ -105,6 +106,9 @@ class AdaptiveBatch:
             consensus=self._consensus,
             start=cfg.batch_size,
             bound=min(bound, self._adaptive.max_batch_size or bound),
+            expected=expected_batch_size(
+                cfg, seq_len=seq_len, settings=self._adaptive, meter=self._meter, consensus=self._consensus
+            ),
         )
         self._renew_offloading()
         self._report.result, self._report.seq_len = result, seq_len

@@ -22,7 +22,7 @@ from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.fake_recipe import FakeRecipe
 from torchtune_adaptive.forecast import Timeline, sum_of_timelines
 from torchtune_adaptive.layers import of_more_layers
-from torchtune_adaptive.peaks import StepPeaks, TracedStep
+from torchtune_adaptive.peaks import Lines, StepPeaks, TracedStep
 from torchtune_adaptive.refuse import refuse_long_rows
 from torchtune_adaptive.trace import CUDA_GRANULARITY_BYTES, StepTrace
 
@@ -46,9 +46,10 @@ def trace_config(
     """
     with _Steps(cfg, world_size=world_size, shows_progress=shows_progress) as steps:
         layers = steps.layers_that_tell(seq_lens[0])
-        steps.expect(len(seq_lens) * len(_BATCH_SIZES) * len(layers))
-        figures = steps.figures(layers)
-        peaks = tuple(steps.peaks(seq_len, layers) for seq_len in seq_lens)
+        lengths = len(set(seq_lens))
+        steps.expect((lengths + min(lengths, 2) * len(_BATCH_SIZES[1:])) * len(layers))
+        peaks = steps.peaks(seq_lens, layers)
+        figures = steps.figures(layers)  # after steps, which made the optimizers' state
     return TracedStep(peaks, num_layers=steps.num_layers, traced_layers=layers, **figures)
 
 
@@ -89,20 +90,38 @@ class _Steps:
             return (self.num_layers,)
         return layers
 
-    def peaks(self, seq_len: int, layers: tuple[int, ...]) -> StepPeaks:
-        """Peaks of the whole model's step, told by models of so many ``layers``."""
-        steps: list[Timelines] = []
-        for batch_size in _BATCH_SIZES:
-            told = self._extrapolated(layers, self.num_layers, batch_size, seq_len) if len(layers) > 1 else None
-            steps.append(told or self._timelines(self.num_layers, batch_size, seq_len))
-        single, small, large = steps
-        found = StepPeaks.from_timelines(seq_len, single=single, small=small, large=large)
-        if found is None:
+    def peaks(self, seq_lens: Sequence[int], layers: tuple[int, ...]) -> tuple[StepPeaks, ...]:
+        """Peaks of the whole model's step by the length of rows, told by models of so many ``layers``.
+
+        The shortest and the longest length tell those between.
+        """
+        short_len, long_len = min(seq_lens), max(seq_lens)
+        ends = {seq_len: self._lines(seq_len, layers) for seq_len in (short_len, long_len)}
+        found: list[StepPeaks] = []
+        for seq_len in seq_lens:
+            lines = ends.get(seq_len)
+            if lines is None:
+                short, long = ends[short_len], ends[long_len]
+                lines = short.between(seq_len, own_len=short_len, other=long, other_len=long_len)
+            lines = lines or self._lines(seq_len, layers)
+            single = self._told(layers, _BATCH_SIZES[0], seq_len)
+            found.append(StepPeaks.from_lines(seq_len, single=single, growing=lines))
+        return tuple(found)
+
+    def _lines(self, seq_len: int, layers: tuple[int, ...]) -> Lines:
+        small, large = (self._told(layers, batch_size, seq_len) for batch_size in _BATCH_SIZES[1:])
+        lines = Lines.from_timelines(small, large)
+        if lines is None:
             raise InputError(
                 f"The model must run the same operations at batch sizes {_BATCH_SIZES[1]} and {_BATCH_SIZES[2]}"
                 f" to be planned, but does not (rows of {seq_len} tokens)."
             )
-        return found
+        return lines
+
+    def _told(self, layers: tuple[int, ...], batch_size: int, seq_len: int) -> Timelines:
+        """The whole model's timelines."""
+        told = self._extrapolated(layers, self.num_layers, batch_size, seq_len) if len(layers) > 1 else None
+        return told or self._timelines(self.num_layers, batch_size, seq_len)
 
     def figures(self, layers: tuple[int, ...]) -> dict[str, int]:
         """What else is a line in the number of layers, for the whole model."""

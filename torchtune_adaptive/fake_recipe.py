@@ -17,17 +17,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchtune.training._activation_offloading as torchtune_offloading
-from omegaconf import DictConfig, OmegaConf
+import torchtune.training.activations as torchtune_activations
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune import config
+from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import DoRALinear
 
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.stand_ins import OffloadedActivations, stand_in_for_optimizer
 from torchtune_adaptive.trace import CUDA_GRANULARITY_BYTES, ON_HOST, StepTrace
 
@@ -51,7 +53,7 @@ class FakeRecipe:
         self._like_cuda = str(cfg.device).startswith("cuda")
         self._keeps_on_host = bool(cfg.get("fsdp_cpu_offload", False))
         start_fake_process_group(world_size)
-        self._recipe = _recipe_class(self.cfg)()
+        self._recipe = _recipe_class(self.cfg, like_cuda=self._like_cuda)()
         with _layers_limited_to(num_layers, str(cfg.model._component_)) as true_counts:
             self._recipe.set_up_model()
         self.model: Any = self._recipe._model
@@ -106,6 +108,12 @@ def is_lora(cfg: DictConfig) -> bool:
     return "lora_attn_modules" in cfg.model
 
 
+def _is_packed(dataset: Any) -> bool:
+    """Whether the config's `dataset` gives packs; of several all do, or none."""
+    one = dataset[0] if isinstance(dataset, ListConfig) else dataset
+    return bool(one.get("packed", False))
+
+
 def start_fake_process_group(world_size: int) -> None:
     """Be rank 0 of ``world_size`` ranks of which no other exists; a group that there is ends."""
     if dist.is_initialized():
@@ -114,13 +122,14 @@ def start_fake_process_group(world_size: int) -> None:
 
 
 def _on_fake_device(cfg: DictConfig) -> DictConfig:
-    cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))  # pyright: ignore[reportArgumentType]
-    cfg.wants_offloading = cfg.get("enable_activation_offloading", False)
-    cfg.optimizer = stand_in_for_optimizer(cfg.optimizer)
-    return OmegaConf.merge(cfg, {"device": "cpu", "enable_activation_offloading": False, "compile": False})  # pyright: ignore[reportReturnType]
+    content: Any = OmegaConf.to_container(cfg, resolve=True)
+    wants_offloading = bool(content.get("enable_activation_offloading", False))
+    changes = {"device": "cpu", "enable_activation_offloading": False, "compile": False}
+    optimizer = stand_in_for_optimizer(cfg.optimizer)
+    return DictConfig(content | changes | {"wants_offloading": wants_offloading, "optimizer": optimizer})
 
 
-def _recipe_class(cfg: DictConfig) -> Any:
+def _recipe_class(cfg: DictConfig, *, like_cuda: bool) -> Any:
     """Our recipe of the method, but that it has no data, reads no checkpoint and takes no tensor's value."""
     lora = is_lora(cfg)
     module: Any = importlib.import_module(f"adaptive_{'lora' if lora else 'full'}_finetune_distributed")
@@ -141,6 +150,8 @@ def _recipe_class(cfg: DictConfig) -> Any:
             self._optimizer_in_bwd = cfg.get("optimizer_in_bwd", False)
 
         def set_up_model(self) -> None:
+            # Selective checkpointing counts layers over all models of a process: delete when torchtune begins anew.
+            vars(torchtune_activations.checkpoint_wrapper).pop("_count", None)
             weights = {"base_model_state_dict": {}, "lora_weights_state_dict": {"any": None}}
             more = {"ac_mode": cfg.get("ac_mode", None), "ac_option": cfg.get("ac_option", None)}
             self._model = self._setup_model(
@@ -164,7 +175,12 @@ def _recipe_class(cfg: DictConfig) -> Any:
             return list(self._optim_ckpt_wrapper.optim_map.values()) if self._optimizer_in_bwd else [self._optimizer]
 
         def _collated(self, rows: tuple[int, int]) -> dict[str, torch.Tensor]:
-            return {name: torch.zeros(rows, dtype=torch.long) for name in ("tokens", "labels")}
+            names = ("tokens", "labels", "input_pos") if _is_packed(cfg.dataset) else ("tokens", "labels")
+            batch = {name: torch.zeros(rows, dtype=torch.long) for name in names}
+            if "input_pos" in batch and not like_cuda:
+                # CUDA has a block mask for flex attention instead, whose memory is taken for that of causal attention.
+                batch["mask"] = torch.zeros(*rows, rows[1], dtype=torch.bool)
+            return batch
 
         def _enter_phase(self, name: str) -> None:
             if self.tracer is not None:
@@ -243,9 +259,11 @@ def _import_builders(component: str) -> None:
     """
     try:
         _get_component_from_path(component)
-    except config.InstantiationError as error:
+    except InstantiationError as error:
         reason = reason_of(error.__cause__ or error)
-        raise InputError(f"`model` must be one that can be imported, but {quote(component)} is not: {reason}.") from error
+        raise InputError(
+            f"`model` must be one that can be imported, but {quote(component)} is not: {reason}."
+        ) from error
 
 
 def _make_fake(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ wrong by 80 %. Two timelines give each operation's line, and thereby the envelop
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -71,6 +71,29 @@ def operation_lines(small: Timeline, large: Timeline) -> list[Line] | None:
     sizes = large.batch_size - small.batch_size
     slopes = [(high - low) / sizes for low, high in zip(small.live_bytes, large.live_bytes, strict=True)]
     return [Line(low - slope * small.batch_size, slope) for low, slope in zip(small.live_bytes, slopes, strict=True)]
+
+
+def lines_between(seq_len: int, short: tuple[int, Sequence[Line]], long: tuple[int, Sequence[Line]]) -> list[Line]:
+    """Every operation's line for rows of ``seq_len`` tokens, from those for two other lengths.
+
+    With rows of s tokens an operation's live bytes are ``c + e * s**2 + batch_size * (a * s + d * s**2)``. Without a
+    dense mask and dense attention the squares are 0, and what counts is the number of tokens.
+
+    Args:
+        short, long: the length, and the lines of the same operations.
+
+    >>> lines_between(4, (2, [Line(14, 8)]), (8, [Line(74, 80)]))  # c = 10, e = 1, a = 2, d = 1
+    [Line(intercept_bytes=26.0, slope_bytes=24.0)]
+    """
+    (short_len, short_lines), (long_len, long_lines) = short, long
+    told: list[Line] = []
+    for low, high in zip(short_lines, long_lines, strict=True):
+        per_pair = (high.slope_bytes / long_len - low.slope_bytes / short_len) / (long_len - short_len)
+        per_token = low.slope_bytes / short_len - per_pair * short_len
+        per_square = (high.intercept_bytes - low.intercept_bytes) / (long_len**2 - short_len**2)
+        intercept_bytes = low.intercept_bytes + per_square * (seq_len**2 - short_len**2)
+        told.append(Line(intercept_bytes, per_token * seq_len + per_pair * seq_len**2))
+    return told
 
 
 def sum_of_timelines(timelines: Iterable[Timeline]) -> Timeline:

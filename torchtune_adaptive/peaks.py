@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune_adaptive.forecast import Forecast, Line, Timeline, operation_lines, sum_of, upper_envelope
+from torchtune_adaptive.forecast import Forecast, Line, Timeline, lines_between, operation_lines, sum_of, upper_envelope
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,33 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class Lines:
+    """The line of each kind of bytes at every operation of a step, with its phase and its name, in order."""
+
+    phases: tuple[str, ...]
+    operations: tuple[str, ...]
+    of_kind: dict[str, list[Line]]
+
+    @classmethod
+    def from_timelines(cls, small: Mapping[str, Timeline], large: Mapping[str, Timeline]) -> "Lines | None":
+        """From the timelines of each kind at two batch sizes; None if their steps ran different operations."""
+        of_kind = {kind: operation_lines(small[kind], large[kind]) for kind in small}
+        some = next(iter(small.values()))
+        found = {kind: lines for kind, lines in of_kind.items() if lines is not None}
+        return cls(some.phases, some.operations, found) if len(found) == len(of_kind) else None
+
+    def between(self, seq_len: int, *, own_len: int, other: "Lines", other_len: int) -> "Lines | None":
+        """Those for rows of ``seq_len`` tokens, from these and those of another length; None if operations differ."""
+        if self.operations != other.operations:
+            return None
+        of_kind = {
+            kind: lines_between(seq_len, (own_len, lines), (other_len, other.of_kind[kind]))
+            for kind, lines in self.of_kind.items()
+        }
+        return Lines(self.phases, self.operations, of_kind)
+
+
+@dataclass(frozen=True)
 class StepPeaks:
     """Peaks of a step with rows of ``seq_len`` tokens.
 
@@ -37,27 +64,12 @@ class StepPeaks:
     single_row: tuple[Moment, ...]
 
     @classmethod
-    def from_timelines(
-        cls,
-        seq_len: int,
-        *,
-        single: Mapping[str, Timeline],
-        small: Mapping[str, Timeline],
-        large: Mapping[str, Timeline],
-    ) -> "StepPeaks | None":
-        """From the timelines of each kind at three batch sizes; None if the last two ran different operations.
-
-        Args:
-            single: of a batch of one row.
-            small: of a batch of more.
-            large: of a batch of still more.
-        """
-        growing = {kind: operation_lines(small[kind], large[kind]) for kind in small}
-        if any(lines is None for lines in growing.values()):
-            return None
+    def from_lines(cls, seq_len: int, *, single: Mapping[str, Timeline], growing: "Lines") -> "StepPeaks":
+        """From the timelines of each kind at a batch of one row, and the lines of each at more."""
         flat = {kind: [Line(live, 0.0) for live in timeline.live_bytes] for kind, timeline in single.items()}
-        moments, single_row = _highest(next(iter(small.values())), growing), _highest(next(iter(single.values())), flat)
-        return cls(seq_len, moments, single_row)
+        some = next(iter(single.values()))
+        alone = Lines(some.phases, some.operations, flat)
+        return cls(seq_len, _highest(growing), _highest(alone))
 
     def moment(self, batch_size: int, phase: str | None = None) -> Moment:
         """The operation that holds the peak at ``batch_size``; of ``phase`` if one is given."""
@@ -130,13 +142,13 @@ class TracedStep:
         return cls(**content | {"peaks": peaks, "traced_layers": tuple(content["traced_layers"])})
 
 
-def _highest(timeline: Timeline, lines: Mapping[str, Any]) -> tuple[Moment, ...]:
-    """Each phase's operations that are its highest at some batch size; ``lines`` has those of each kind."""
+def _highest(lines: Lines) -> tuple[Moment, ...]:
+    """Each phase's operations that are its highest at some batch size."""
     places: dict[str, dict[Line, int]] = {}
-    for place, (phase, *kinds) in enumerate(zip(timeline.phases, *lines.values(), strict=True)):
+    for place, (phase, *kinds) in enumerate(zip(lines.phases, *lines.of_kind.values(), strict=True)):
         places.setdefault(phase, {}).setdefault(sum_of(kinds), place)
     return tuple(
-        Moment(phase, timeline.operations[place], {kind: lines[kind][place] for kind in lines})
+        Moment(phase, lines.operations[place], {kind: lines.of_kind[kind][place] for kind in lines.of_kind})
         for phase, place_of in places.items()
         for place in (place_of[line] for line in upper_envelope(place_of))
     )

@@ -1,0 +1,174 @@
+"""A config's peaks over fake tensors: told by few layers as by all, and of the right kinds."""
+
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+
+from tests.ranks import run_on_ranks
+from torchtune_adaptive.configs import load_config
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.fake_plan import trace_config
+from torchtune_adaptive.fake_recipe import FakeRecipe
+from torchtune_adaptive.forecast import sum_of_timelines
+from torchtune_adaptive.peaks import StepPeaks
+
+SEQ_LEN = 64
+SHALLOW = "model.num_layers=1"  # what holds for one layer need not be traced for more
+CUDA = ("device=cuda", "dtype=bf16", SHALLOW)
+
+
+def _cfg(kind: str, *overrides: str) -> DictConfig:
+    return load_config(f"tiny/{kind}", overrides)
+
+
+def _model(component: str, **arguments: int) -> list[str]:
+    """Overrides by which a model of our own takes the place of the config's."""
+    removed = ["vocab_size", "num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim", "max_seq_len"]
+    return [
+        *(f"~model.{name}" for name in removed if name not in arguments),
+        f"model._component_=tests.fake_models.{component}",
+        *(f"model.{name}={value}" for name, value in arguments.items()),
+    ]
+
+
+REFUSED = {
+    "`model` must be a text model": _model("of_images"),
+    "The config must be one that its recipe can set up": ["optimizer_in_bwd=True"],  # and clips gradients
+    "`optimizer` of bitsandbytes must be one of its Adam family": ["optimizer=bitsandbytes.optim.Lion"],
+    "Rows must have at most the model's max_seq_len": ["model.max_seq_len=32"],
+}
+
+
+def _peaks(cfg: DictConfig, *, world_size: int = 1, seq_len: int = SEQ_LEN) -> StepPeaks:
+    return trace_config(cfg, world_size=world_size, seq_lens=[seq_len]).peaks[0]
+
+
+def _whole(cfg: DictConfig, batch_sizes: tuple[int, ...], *, world_size: int = 1) -> dict[int, dict[str, float]]:
+    """Peaks of each phase of the whole model's step, traced at these very batch sizes."""
+    recipe = FakeRecipe(cfg, world_size=world_size)
+    found: dict[int, dict[str, float]] = {}
+    for batch_size in batch_sizes:
+        total = sum_of_timelines(recipe.trace(batch_size, SEQ_LEN).timelines(batch_size).values())
+        peaks = found.setdefault(batch_size, {})
+        for phase, live_bytes in zip(total.phases, total.live_bytes, strict=True):
+            peaks[phase] = max(live_bytes, peaks.get(phase, 0))
+    return found
+
+
+def _few_layers(_: int) -> dict[str, Any]:
+    cfgs = {
+        "usual": _cfg("full", "model.num_layers=10", "gradient_accumulation_steps=2", "optimizer.fused=False"),
+        "another builder": _cfg("full", *_model("of_another_builder", depth=9)),
+        "one wide layer": _cfg("full", *_model("with_one_wide_layer", num_layers=10, wide=6)),
+    }
+    seen: dict[str, Any] = {}
+    for name, cfg in cfgs.items():
+        step = trace_config(cfg, world_size=2, seq_lens=[SEQ_LEN])
+        true = _whole(cfg, (1, 5) if name == "usual" else (5,), world_size=2)
+        seen[name] = step.traced_layers, {batch_size: step.peaks[0].phases(batch_size) for batch_size in true}, true
+    return seen
+
+
+@pytest.fixture(scope="module")
+def few_layers() -> dict[str, Any]:
+    return run_on_ranks(_few_layers, 1, timeout_s=180.0)[0]
+
+
+def test_few_layers_tell_the_whole_models_peaks_to_the_byte(few_layers: dict[str, Any]) -> None:
+    layers, told, true = few_layers["usual"]
+    assert layers == (4, 6)
+    assert told == true
+
+
+@pytest.mark.parametrize("name", ["another builder", "one wide layer"])
+def test_where_layers_differ_or_cannot_be_left_out_the_whole_model_is_traced(
+    few_layers: dict[str, Any], name: str
+) -> None:
+    layers, told, true = few_layers[name]
+    assert len(layers) == 1
+    assert told == true
+
+
+def _kinds(_: int) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    sharded = trace_config(_cfg("full"), world_size=4, seq_lens=[SEQ_LEN])
+    seen["parameters"], seen["sharded"] = sharded.num_parameters, sharded.peaks[0].moment(2, "clip").at(2)
+    seen["alone"] = _peaks(_cfg("full")).moment(2, "clip").at(2)
+    seen["gathered"] = sharded.peaks[0].moment(2, "forward").at(2)["gathered parameters"]
+    offloaded = _peaks(_cfg("full", *CUDA, "fsdp_cpu_offload=True"), world_size=4)
+    seen["offloaded"] = {phase: offloaded.moment(2, phase).at(2) for phase in ("backward", "optimizer")}
+    plain = ["~clip_grad_norm", *CUDA, "model.num_layers=8"]
+    seen["at once"] = _peaks(_cfg("full", *plain), seq_len=8).phases(2)["backward"]
+    seen["in backward"] = _peaks(_cfg("full", *plain, "optimizer_in_bwd=True"), seq_len=8).phases(2)["backward"]
+    paged = _cfg("full", *CUDA, "~optimizer.fused", "optimizer=bitsandbytes.optim.PagedAdamW8bit")
+    step = trace_config(paged, world_size=1, seq_lens=[SEQ_LEN])
+    seen["paged"] = step.paged_bytes, step.peaks[0].moment(2, "clip").at(2)["optimizer state"]
+    checkpointed = [*CUDA, "model.num_layers=3", "enable_activation_checkpointing=True"]
+    seen["activations"] = [
+        _peaks(_cfg("full", *overrides)).moment(8, "forward").at(8)["activations"]
+        for overrides in (
+            [*CUDA, "model.num_layers=3"],
+            checkpointed,
+            [*checkpointed, "enable_activation_offloading=True", "model.num_layers=8"],
+            [*checkpointed, "model.num_layers=8"],
+        )
+    ]
+    lengths = _cfg("full", SHALLOW, "dataset.packed=True")  # a dense mask
+    between = trace_config(lengths, world_size=2, seq_lens=[32, 80, 128]).peaks[1]
+    seen["between"], seen["there"] = between.phases(5), _peaks(lengths, world_size=2, seq_len=80).phases(5)
+    for name, overrides in REFUSED.items():
+        try:
+            trace_config(_cfg("full", *overrides), world_size=1, seq_lens=[SEQ_LEN])
+        except InputError as error:
+            seen[name] = str(error)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def kinds() -> dict[str, Any]:
+    return run_on_ranks(_kinds, 1, timeout_s=180.0)[0]
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("alone", 1), ("sharded", 4)])
+def test_parameters_gradients_and_state_are_those_of_a_rank(kinds: dict[str, Any], name: str, ranks: int) -> None:
+    of_rank = 4 * kinds["parameters"] / ranks
+    found = kinds[name]
+    assert found["gradients"] == of_rank
+    assert of_rank <= found["parameters"] <= 1.3 * of_rank + 2**20  # the buffers beside them are whole on each rank
+    assert 2 * of_rank <= found["optimizer state"] <= 2 * of_rank + 4 * 100  # a count of steps for each parameter
+
+
+def test_a_layers_parameters_are_gathered_and_not_all(kinds: dict[str, Any]) -> None:
+    assert 0 < kinds["gathered"] < 4 * kinds["parameters"]
+
+
+def test_what_is_offloaded_is_not_on_the_device(kinds: dict[str, Any]) -> None:
+    backward, optimizer = kinds["offloaded"]["backward"], kinds["offloaded"]["optimizer"]
+    assert backward["optimizer state"] == optimizer["optimizer state"] == optimizer["gradients"] == 0
+    assert optimizer["temporaries"] == 0  # the step is taken on the host
+    assert backward["gathered parameters"] > 0
+
+
+def test_an_optimizer_in_backward_never_has_all_gradients_at_once(kinds: dict[str, Any]) -> None:
+    assert kinds["in backward"] < kinds["at once"]
+
+
+def test_paged_state_is_told_apart_from_what_is_held(kinds: dict[str, Any]) -> None:
+    paged_bytes, held_bytes = kinds["paged"]
+    assert 0 < held_bytes < paged_bytes < 2 * kinds["parameters"]
+
+
+def test_checkpointing_keeps_less_and_offloading_does_not_grow_with_the_layers(kinds: dict[str, Any]) -> None:
+    without, checkpointed, offloaded_deep, checkpointed_deep = kinds["activations"]
+    assert checkpointed < without
+    assert offloaded_deep < checkpointed_deep
+
+
+def test_the_shortest_and_the_longest_rows_tell_those_between_with_a_dense_mask_too(kinds: dict[str, Any]) -> None:
+    assert kinds["between"] == pytest.approx(kinds["there"], rel=1e-9)
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_cannot_be_planned_is_refused_with_the_reason(kinds: dict[str, Any], sentence: str) -> None:
+    assert kinds.get(sentence, "").startswith(sentence)
