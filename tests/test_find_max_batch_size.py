@@ -540,3 +540,21 @@ def test_a_first_step_at_a_size_that_runs_other_operations_does_not_cost_the_for
     assert [probe.batch_size for probe in found.probes[:4]] == [2, 3, 2, 3]
     assert len(found.probes) <= 6
     assert all(probe.fits for probe in found.probes)
+
+
+def test_steps_that_always_run_different_operations_are_searched_without_a_forecast_and_it_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop = Perceptron()
+    train_step = loop.train_step
+
+    def step_with_an_operation_per_row(batch: dict[str, torch.Tensor]) -> None:
+        for row in batch["inputs"]:
+            row.sum()
+        train_step(batch)
+
+    loop.train_step = step_with_an_operation_per_row
+    found = loop.find("64KiB", strategy="linear_extrapolation")
+    assert [probe.batch_size for probe in found.probes[:5]] == [2, 3, 2, 3, 6]
+    assert found.exact_batch_size == loop.find("64KiB", strategy="binary_search").exact_batch_size > 6
+    assert caplog.text.count("ran different operations: no forecast, the search doubles and bisects") == 1

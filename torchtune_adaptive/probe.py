@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchtune import utils
 from tqdm import tqdm
 
 from torchtune_adaptive.consensus import Consensus
@@ -15,6 +16,8 @@ from torchtune_adaptive.meter import MemoryMeter
 from torchtune_adaptive.oom import free_memory
 from torchtune_adaptive.search import SMALL_BATCH_SIZES, Probe
 from torchtune_adaptive.vote import Outcome, run_together
+
+log = utils.get_logger("DEBUG")
 
 
 class Prober:
@@ -51,6 +54,7 @@ class Prober:
         self._timeline_sizes = SMALL_BATCH_SIZES if forecasts else ()
         self._timelines: dict[int, Timeline] = {}
         self._traced_again = False
+        self._said_why_not = False
         self.probes: list[Probe] = []
 
     def warm_up(self, bound: int, *, after_failure: Callable[[], None]) -> bool:
@@ -84,9 +88,18 @@ class Prober:
                 self.fits(batch_size)
         mine = self._forecast_here()
         if not self._consensus.any_rank(mine is not None):
+            self._say_why_not()
             return None
         largest = self._consensus.min_over_ranks(-1 if mine is None else mine)
         return None if largest < 0 else largest
+
+    def _say_why_not(self) -> None:
+        if self._has_timelines() and self._forecast() is None and not self._said_why_not:
+            self._said_why_not = True
+            sizes = " and ".join(map(str, self._timeline_sizes))
+            utils.log_rank_zero(
+                log, f"Steps of {sizes} rows ran different operations: no forecast, the search doubles and bisects."
+            )
 
     def _must_trace_again(self) -> bool:
         """Whether the small sizes ran different operations, once: the first step at a size may compile kernels."""
