@@ -2,7 +2,7 @@ PYTHON ?= python3
 STAMP := .venv/stamp
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
-.PHONY: test demo bench exhaustive format clean
+.PHONY: test demo bench plans exhaustive format clean
 
 test: $(STAMP)
 	$(IN_VENV) scripts/check
@@ -14,6 +14,10 @@ demo: $(STAMP)
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.search_accuracy
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.steady_state
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.forecast_accuracy
+
+plans: $(STAMP)
+	.venv/bin/python -m benchmarks.stock_configs
 
 exhaustive: $(STAMP)
 	$(IN_VENV) scripts/test -m exhaustive

@@ -14,19 +14,22 @@ _GIB = 2**30
 
 
 def plan_text(plan: Plan, *, title: str) -> str:
-    """Two tables, of what fits and of what the peak holds, with what they rest on."""
+    """Tables of what fits, of the phases' peaks and of what the highest holds, with what they rest on."""
     step = plan.step
     layers = " and ".join(map(str, step.traced_layers))
     traced = "" if step.traced_layers == (step.num_layers,) else f", told by models of {layers} layers"
     ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
     lines = [
-        f"{title}: {step.num_parameters / 1e9:.2f} B parameters in {step.num_layers} layers{traced}",
+        f"{title}: {_count(step.num_parameters)} parameters in {step.num_layers} layers{traced}",
         f"{ranks} of {format_bytes(plan.card.memory_bytes)}, of which a fraction of {plan.margin:g} is held back",
         "",
         text_table([_SIZES, *map(_sizes, plan.lengths)]),
         "",
-        "Peak of each phase, and what the highest of them holds, in GiB:",
-        text_table([_names(plan.lengths), *map(_peaks, plan.lengths)]),
+        "Traced peak of each phase, in GiB:",
+        text_table(_in_gib([(length, length.phases) for length in plan.lengths])),
+        "",
+        "What the highest of them holds, in GiB:",
+        text_table(_in_gib([(length, length.kinds) for length in plan.lengths])),
         "",
         _source(plan),
     ]
@@ -78,17 +81,20 @@ def _sizes(length: LengthPlan) -> list[str]:
     return [f"{length.seq_len}", *sizes, used, f"{length.tokens_per_step:,}", *map(format_bytes, figures)]
 
 
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
+
+
 def _size(batch_size: int | None) -> str:
     return "any" if batch_size is None else str(batch_size)
 
 
-def _names(lengths: Sequence[LengthPlan]) -> list[str]:
-    return ["rows of", "batch", *lengths[0].phases, *lengths[0].kinds]
-
-
-def _peaks(length: LengthPlan) -> list[str]:
-    figures = [*length.phases.values(), *length.kinds.values()]
-    return [str(length.seq_len), str(length.batch_size), *(f"{num_bytes / _GIB:.2f}" for num_bytes in figures)]
+def _in_gib(rows: Sequence[tuple[LengthPlan, dict[str, float]]]) -> list[list[str]]:
+    names = ["rows of", "batch", *rows[0][1]]
+    return [names] + [
+        [str(length.seq_len), str(length.batch_size), *(f"{num_bytes / _GIB:.2f}" for num_bytes in figures.values())]
+        for length, figures in rows
+    ]
 
 
 def _source(plan: Plan) -> str:
