@@ -78,7 +78,7 @@ def _report(rows: list[list[str]]) -> None:
         "",
         f"`python -m benchmarks.plan_cost`, {time.strftime('%Y-%m-%d')}, commit {commit.strip()}, {machine}, Python"
         f" {platform.python_version()}, torch {torch.__version__}, torchtune {version('torchtune')}. Wall seconds of"
-        " the whole program, imports included; rows of 2048 tokens; the batch with what a GPU that nobody calibrated adds.",
+        " the whole program, imports included; rows of 2048 tokens; the batch with what a GPU adds by the defaults.",
         "",
         *("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)),
     ]
