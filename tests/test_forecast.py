@@ -6,7 +6,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from torchtune_adaptive.forecast import Forecast, Line, Timeline, upper_envelope
+from torchtune_adaptive.forecast import (
+    Forecast,
+    Line,
+    Timeline,
+    lines_between,
+    operation_lines,
+    sum_of,
+    sum_of_timelines,
+    upper_envelope,
+)
 
 MOST_ROWS = 300
 SIZES = range(MOST_ROWS + 1)
@@ -129,3 +138,60 @@ def test_an_operation_whose_memory_falls_does_not_hide_the_size_that_fits() -> N
     falling, growing = Line(36, -3), Line(20, 1)
     fitting = [size for size in SIZES if highest([falling, growing], size) <= 30]
     assert forecast_of([falling, growing]).largest_batch_size(30) == max(fitting) == 10
+
+
+# ---- lines and timelines of several kinds of bytes
+
+
+@properties
+@given(any_lines, st.sampled_from([(2, 3), (2, 4), (1, 9)]))
+def test_two_timelines_give_each_operation_its_own_line_in_order(lines: list[Line], sizes: tuple[int, int]) -> None:
+    assert operation_lines(timeline(sizes[0], lines), timeline(sizes[1], lines)) == lines
+
+
+def test_steps_with_different_operations_give_no_lines() -> None:
+    assert operation_lines(Timeline(2, ("mm", "add"), (10, 20)), Timeline(3, ("mm", "mul"), (10, 20))) is None
+
+
+@properties
+@given(any_lines)
+def test_the_line_of_all_kinds_is_their_sum_at_every_size(lines: list[Line]) -> None:
+    total = sum_of(iter(lines))
+    assert [total.at(size) for size in SIZES] == [sum(line.at(size) for line in lines) for size in SIZES]
+
+
+@properties
+@given(st.lists(st.lists(st.integers(-(10**12), 10**12), min_size=3, max_size=3), min_size=1, max_size=6))
+def test_the_timeline_of_all_kinds_is_their_sum_at_every_operation(kinds: list[list[int]]) -> None:
+    operations, phases = ("mm", "add", "mm"), ("forward", "forward", "backward")
+    together = sum_of_timelines(iter([Timeline(7, operations, tuple(live), phases) for live in kinds]))
+    live_bytes = tuple(sum(live[place] for live in kinds) for place in range(3))
+    assert together == Timeline(7, operations, live_bytes, phases)
+
+
+@properties
+@given(st.lists(any_lines.filter(lambda lines: len(lines) >= 2).map(lambda lines: lines[:2]), min_size=1, max_size=4))
+def test_the_lines_of_all_kinds_together_are_those_of_their_timelines_together(kinds: list[list[Line]]) -> None:
+    small, large = (sum_of_timelines(timeline(size, lines) for lines in kinds) for size in (2, 3))
+    assert operation_lines(small, large) == [sum_of(operation) for operation in zip(*kinds, strict=True)]
+
+
+@properties
+@given(
+    st.lists(st.tuples(*[st.integers(0, 10**5)] * 4), min_size=1, max_size=5),
+    st.lists(st.integers(1, 10**5), min_size=3, max_size=3, unique=True),
+)
+def test_the_lines_at_two_lengths_of_rows_give_those_at_any_other(
+    figures: list[tuple[int, int, int, int]], lengths: list[int]
+) -> None:
+    """Whatever of the bytes grows with the tokens of a row, and what with their square."""
+
+    def lines_at(s: int) -> list[Line]:
+        return [Line(c + e * s**2, a * s + d * s**2) for c, e, a, d in figures]
+
+    wanted, one, other = lengths
+    told = lines_between(wanted, (one, lines_at(one)), (other, lines_at(other)))
+    scale = max(lengths) ** 2  # what cancels can be so much larger than what is left
+    for line, true, (c, e, a, d) in zip(told, lines_at(wanted), figures, strict=True):
+        assert line.intercept_bytes == pytest.approx(true.intercept_bytes, abs=1e-12 * (c + e * scale))
+        assert line.slope_bytes == pytest.approx(true.slope_bytes, abs=1e-12 * (a + d * scale) * max(lengths))

@@ -14,6 +14,7 @@ from torchtune_adaptive.search import (
     decrease_until_oom,
     linear_extrapolation,
     round_down_to_power_of_two,
+    within,
 )
 
 LIMITS = range(201)
@@ -181,6 +182,63 @@ def test_decrease_until_oom_starts_at_the_top_and_halves() -> None:
     device = FitsUpTo(37)
     decrease_until_oom(device, max_batch_size=1000)
     assert device.asked[:6] == [1000, 500, 250, 125, 62, 31]
+
+
+# ---- with an expectation
+
+EXPECTATIONS = (None, 0, 1, 2, 3, 7, 36, 37, 38, 60, 100, 101, 5000)
+
+
+def run_within(strategy: Search, limit: int, bound: int, expected: int | None) -> Run:
+    device = FitsUpTo(limit)
+    answer = within(lambda most: strategy(device, most), device, expected=expected, max_batch_size=bound)
+    return Run(limit, bound, answer, device)
+
+
+@pytest.fixture(scope="module", params=STRATEGIES.values(), ids=list(STRATEGIES))
+def expectant(request: pytest.FixtureRequest) -> list[tuple[int | None, Run]]:
+    """The strategy with every expectation, right or wrong."""
+    return [
+        (expected, run_within(request.param, limit, bound, expected))
+        for limit in (*range(40), 59, 60, 99, 100, 101, 200)
+        for bound in (1, 2, 3, 37, 100)
+        for expected in EXPECTATIONS
+    ]
+
+
+def test_any_expectation_leaves_the_answer_exact_and_tried(expectant: list[tuple[int | None, Run]]) -> None:
+    assert [run for _, run in expectant if run.answer != min(run.limit, run.bound)] == []
+    assert [run for _, run in expectant if run.answer and run.answer not in run.device.asked] == []
+    assert [run for _, run in expectant if not all(1 <= size <= run.bound for size in run.device.asked)] == []
+    assert [run for _, run in expectant if len(set(run.device.asked)) < len(run.device.asked)] == []
+
+
+def test_no_size_beyond_the_next_above_what_is_expected_is_asked_unless_that_fits(
+    expectant: list[tuple[int | None, Run]],
+) -> None:
+    bounded = [(expected, run) for expected, run in expectant if expected and expected < run.bound]
+    assert [run for expected, run in bounded if run.limit <= expected < max(run.device.asked) - 1] == []
+    assert [run for expected, run in bounded if run.limit < expected < max(run.device.asked)] == []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
+@pytest.mark.parametrize("expected", [None, 0, -1, 100, 101, 5000])
+def test_an_expectation_that_bounds_nothing_changes_nothing(strategy: Search, expected: int | None) -> None:
+    for limit in (0, 1, 2, 37, 99, 100, 101):
+        device = FitsUpTo(limit)
+        strategy(device, 100)
+        assert run_within(strategy, limit, 100, expected).device.asked == device.asked
+
+
+def test_from_above_a_right_expectation_takes_one_try_and_one_above_it_that_fails() -> None:
+    for limit in range(1, 1000):
+        assert run_within(STRATEGIES["decrease"], limit, 1000, limit).device.asked == [limit, limit + 1]
+
+
+def test_an_expectation_too_low_costs_no_more_than_doubling_from_it() -> None:
+    for limit in range(38, 1000):
+        run = run_within(STRATEGIES["decrease"], limit, 1000, 37)
+        assert len(run.device.asked) <= 2 + 2 * (limit // 37).bit_length() + (37).bit_length()
 
 
 def test_rounding_goes_to_a_power_of_two_and_never_up() -> None:

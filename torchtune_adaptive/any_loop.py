@@ -65,7 +65,7 @@ def find_max_batch_size(
     ...     train_step, lambda n: torch.ones(n, 8), model=model, optimizer=optimizer, memory_limit="64KiB", margin=0.0
     ... )
     >>> found.batch_size
-    494
+    1019
     """
     settings = AdaptiveSettings(
         strategy=strategy,

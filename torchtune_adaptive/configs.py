@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
-from torchtune_adaptive.errors import InputError, reason_of
+from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.stock import stock_config_dir
 
 
@@ -40,10 +40,29 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
     _refuse_unreadable(path, name=name)
     _refuse_malformed(overrides)
     try:
-        content: Any = OmegaConf.load(path)  # reads 2e-5 as a number, which YAML itself does not
-        return _merge_yaml_and_cli_args(Namespace(**content), list(overrides))
-    except (ValueError, OmegaConfBaseException) as error:
-        raise InputError(f"The overrides must fit the config, but do not: {reason_of(error)}.") from error
+        # Reads 2e-5 as a number, which YAML itself does not; what refers to other keys goes on doing so.
+        content: Any = OmegaConf.to_container(OmegaConf.load(path))
+        arguments = Namespace(**content)
+    except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:
+        raise InputError(f"`--config` must be a config, but {str(path)!r} is not: {reason_of(error)}.") from error
+    try:
+        return _merge_yaml_and_cli_args(arguments, list(overrides))
+    except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:
+        given = quote(" ".join(overrides))
+        raise InputError(f"Overrides must fit the config, but {given} do not: {reason_of(error)}.") from error
+
+
+def resolved(cfg: DictConfig) -> dict[str, Any]:
+    """The config as plain containers, with what refers to other keys in place.
+
+    Raises:
+        InputError: something refers to a key that there is not, or a value is missing.
+    """
+    try:
+        content: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise InputError(f"The config must be complete, but is not: {reason_of(error)}.") from error
+    return content
 
 
 def stock_recipes_of(name: str) -> list[str]:

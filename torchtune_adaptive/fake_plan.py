@@ -64,8 +64,12 @@ class _Steps:
         self._cfg = cfg
         self._world_size = world_size
         self._recipes: dict[int, FakeRecipe] = {}
+        self._traced: dict[tuple[int, int, int], Timelines] = {}  # some are asked for twice
         self._progress = tqdm(desc="tracing", unit=" steps", disable=not shows_progress)
-        self.num_layers = self._recipe(_FEWEST_LAYERS).true_num_layers
+        try:
+            self.num_layers = self._recipe(_FEWEST_LAYERS).true_num_layers
+        except InputError:  # of a model that cannot be built with few layers, or not at all
+            self.num_layers = self._recipe(None).num_layers
 
     def __enter__(self) -> "_Steps":
         return self
@@ -82,13 +86,19 @@ class _Steps:
         few = _FEWEST_LAYERS + self.num_layers % _PERIOD
         layers = few, few + _PERIOD
         third = few + 2 * _PERIOD
-        if third >= self.num_layers or self._recipe(few).num_layers != few:
+        buildable = _FEWEST_LAYERS in self._recipes
+        if not buildable or third >= self.num_layers or self._recipe(few).num_layers != few:
             return (self.num_layers,)
         batch_size = _BATCH_SIZES[1]
         told = self._extrapolated(layers, third, batch_size, seq_len)
         if told is None or _peaks(told) != _peaks(self._timelines(third, batch_size, seq_len)):
             return (self.num_layers,)
-        return layers
+        # Two other models must tell the same of the whole: the first two might tell only what they have themselves.
+        whole, others = (
+            self._extrapolated(pair, self.num_layers, batch_size, seq_len) for pair in (layers, (layers[1], third))
+        )
+        alike = whole is not None and others is not None and _peaks(whole) == _peaks(others)
+        return layers if alike else (self.num_layers,)
 
     def peaks(self, seq_lens: Sequence[int], layers: tuple[int, ...]) -> tuple[StepPeaks, ...]:
         """Peaks of the whole model's step by the length of rows, told by models of so many ``layers``.
@@ -142,14 +152,21 @@ class _Steps:
         return told
 
     def _timelines(self, num_layers: int, batch_size: int, seq_len: int) -> Timelines:
+        key = num_layers, batch_size, seq_len
+        if key not in self._traced:
+            self._traced[key] = self._trace(*key)
+        return self._traced[key]
+
+    def _trace(self, num_layers: int, batch_size: int, seq_len: int) -> Timelines:
         refuse_long_rows(seq_len, self._recipe(num_layers).model)
         self._progress.set_postfix_str(f"{num_layers} layers, batch {batch_size} of {seq_len} tokens")
         timelines = self._recipe(num_layers).trace(batch_size, seq_len).timelines(batch_size)
         self._progress.update()
         return timelines
 
-    def _recipe(self, num_layers: int) -> FakeRecipe:
-        if num_layers not in self._recipes:
+    def _recipe(self, num_layers: int | None) -> FakeRecipe:
+        """The recipe with so many layers; None: all."""
+        if num_layers is None or num_layers not in self._recipes:
             try:
                 recipe = FakeRecipe(self._cfg, world_size=self._world_size, num_layers=num_layers)
             except InputError:
@@ -158,6 +175,7 @@ class _Steps:
                 raise InputError(
                     f"The config must be one that its recipe can set up, but failed: {reason_of(error)}."
                 ) from error
+            num_layers = num_layers or recipe.num_layers
             self._recipes[num_layers] = recipe
         return self._recipes[num_layers]
 

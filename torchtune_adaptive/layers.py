@@ -44,18 +44,37 @@ def of_more_layers(few: Timeline, more: Timeline, *, layers: tuple[int, int], nu
 
 
 def _aligned_places(few: Timeline, more: Timeline) -> list[tuple[int, int]] | None:
-    """Pairs of places of the same operation in both: in each phase's first half from its start, then from its end."""
+    """Pairs of places of the same operation in both: in each phase first from its start, then from its end."""
     runs_of_few, runs_of_more = list(_runs(few.phases)), list(_runs(more.phases))
     if [phase for phase, _ in runs_of_few] != [phase for phase, _ in runs_of_more]:
         return None
     places: list[tuple[int, int]] = []
     for run, longer in _stretches(few, runs_of_few, more, runs_of_more):
-        middle = len(run) // 2 if len(run) < len(longer) else len(run)
+        operations = [few.operations[place] for place in run], [more.operations[place] for place in longer]
+        middle = _middle(*operations)
+        if middle is None:
+            return None
         places += zip(run[:middle], longer[:middle], strict=True)
-        if middle < len(run):
-            places += zip(run[middle:], longer[middle - len(run) :], strict=True)
-    same = all(few.operations[place] == more.operations[other] for place, other in places)
-    return places if same else None
+        places += zip(run[middle:], longer[len(longer) - len(run) + middle :], strict=True)
+    return places
+
+
+def _middle(run: list[str], longer: list[str]) -> int | None:
+    """Up to where operations of ``run``, the shorter one, are counted from the start; None if layers do not repeat.
+
+    It is in the midst of those that are alike counted from either end: layers with others like them on both sides.
+    They are a period of layers at least, as many operations as ``longer`` has more.
+    """
+    alike = _num_alike(run, longer)
+    begin = len(run) - _num_alike(run[::-1], longer[::-1])
+    return (begin + alike) // 2 if 0 <= len(longer) - len(run) <= alike - begin else None
+
+
+def _num_alike(some: list[str], others: list[str]) -> int:
+    """How many operations the two have in common before they differ."""
+    return next(
+        (place for place, (one, other) in enumerate(zip(some, others, strict=False)) if one != other), len(some)
+    )
 
 
 def _stretches(

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.overhead import Overhead
+from torchtune_adaptive.errors import require_integer
+from torchtune_adaptive.overhead import Calibration, Overhead
 from torchtune_adaptive.peaks import StepPeaks, TracedStep
 from torchtune_adaptive.planner import trace
 from torchtune_adaptive.search import binary_search, round_down_to_power_of_two
@@ -77,15 +78,18 @@ def plan(cfg: DictConfig, *, world_size: int, card: Card, seq_lens: Sequence[int
         InputError: the config or the calibration is refused.
     """
     settings = AdaptiveSettings.from_cfg(cfg)
+    micro_steps = require_integer("gradient_accumulation_steps", cfg.get("gradient_accumulation_steps", 1), minimum=1)
+    if card.calibration is not None:
+        Calibration.read(card.calibration)  # refused before anything is traced
     step = traced_by(cfg, world_size=world_size, seq_lens=seq_lens)
     overhead = _overhead(cfg, card, world_size, step.attention_width)
     limit_bytes = min(card.memory_bytes, (settings.memory_limit_bytes or card.memory_bytes) + overhead.outside_bytes)
-    samples_per_row = world_size * cfg.get("gradient_accumulation_steps", 1)
     lengths: list[LengthPlan] = []
     for peaks in step.peaks:
         exact = _largest(peaks, overhead, limit_bytes, settings.margin, certain=False)
         certain = _largest(peaks, overhead, limit_bytes, settings.margin, certain=True)
-        used = max(1, min(exact or 1, settings.max_batch_size or _UNBOUNDED))
+        largest = (settings.max_batch_size or 1) if exact is None else exact
+        used = max(1, min(largest, settings.max_batch_size or largest))
         used = round_down_to_power_of_two(used) if settings.power_of_two else used
         moment = peaks.moment(used)
         peak_bytes = moment.total.at(used)
@@ -101,7 +105,7 @@ def plan(cfg: DictConfig, *, world_size: int, card: Card, seq_lens: Sequence[int
                 kinds=moment.at(used),
                 added_bytes=added_bytes + overhead.outside_bytes,
                 uncertainty_bytes=overhead.uncertainty_bytes_at(peak_bytes),
-                tokens_per_step=used * peaks.seq_len * samples_per_row,
+                tokens_per_step=used * peaks.seq_len * micro_steps * world_size,
             )
         )
     return Plan(
@@ -118,7 +122,7 @@ def _largest(peaks: StepPeaks, overhead: Overhead, limit_bytes: float, margin: f
         needed_bytes = peak_bytes + (overhead.uncertainty_bytes_at(peak_bytes) if certain else 0)
         return needed_bytes <= overhead.largest_traced_bytes(limit_bytes, margin, num_tokens=num_tokens)
 
-    largest = binary_search(fits, start=1, max_batch_size=_UNBOUNDED)
+    largest = binary_search(fits, start=2, max_batch_size=_UNBOUNDED)  # where 2 rows fit, a single one may not
     return None if largest == _UNBOUNDED else largest
 
 

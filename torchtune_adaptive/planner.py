@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from torchtune_adaptive.configs import resolved
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.peaks import TracedStep
 
@@ -37,7 +38,7 @@ def trace(
         TimeoutError: it took longer than ``timeout_s``.
     """
     request = {
-        "config": OmegaConf.to_container(cfg, resolve=True),
+        "config": resolved(cfg),
         "world_size": world_size,
         "seq_lens": list(seq_lens),
         "shows_progress": shows_progress,

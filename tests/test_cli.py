@@ -1,0 +1,329 @@
+"""`tune-adaptive` in process, with a fake in place of the process that traces: what it prints, and what it refuses."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torchtune._recipe_registry import get_all_recipes
+
+from tests.test_calibration import FakeCard, traced
+from tests.test_plan import CALIBRATION, GIB, MIB, peaks, step_of, tables
+from torchtune_adaptive import calibration, planner
+from torchtune_adaptive.cli import main
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.gpus import memory_of
+from torchtune_adaptive.overhead import Calibration
+
+FULL = ("plan", "--config", "tiny/full")
+CUDA = ("device=cuda", "adaptive.memory_limit=null")  # as the stock configs are
+
+
+class FakeTracing:
+    """The process that traces: a step of which 2 GiB are held and 2 MiB are for each token, whatever is asked.
+
+    Remembers its requests. ``refuses`` is a sentence with which it answers instead, ``held_gib`` what is held.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.held_gib = 2
+        self.refuses: str | None = None
+
+    def __call__(self, request: dict[str, Any], **_: object) -> dict[str, Any]:
+        self.requests.append(request)
+        if self.refuses is not None:
+            raise InputError(self.refuses)
+        if "config" not in request:
+            return {"peak_bytes": traced(**request)}
+        lengths = (
+            peaks(seq_len, held_bytes=self.held_gib * GIB, bytes_per_row=2 * MIB * seq_len)
+            for seq_len in request["seq_lens"]
+        )
+        return step_of(*lengths).as_json()
+
+    @property
+    def only(self) -> dict[str, Any]:
+        (request,) = self.requests
+        return request
+
+
+class Ended(NamedTuple):
+    """How the program ended: what a shell sees of it."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def tracing(monkeypatch: pytest.MonkeyPatch) -> FakeTracing:
+    """In place of the process that every trace starts: nothing else of the program is another one."""
+    fake = FakeTracing()
+    monkeypatch.setattr(planner, "_ask", fake)
+    return fake
+
+
+class Program:
+    """Runs ``tune-adaptive`` in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> Ended:
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        out, err = self._capsys.readouterr()
+        if isinstance(end.value.code, str):  # which the interpreter prints as it ends
+            return Ended(1, out, f"{err}{end.value.code}\n")
+        return Ended(end.value.code or 0, out, err)
+
+
+@pytest.fixture
+def program(capsys: pytest.CaptureFixture[str]) -> Program:
+    return Program(capsys)
+
+
+# ---- plan
+
+
+def test_a_plan_is_printed_as_tables(program: Program, tracing: FakeTracing) -> None:
+    ended = program(*FULL, "--memory", "80GiB", "--seq-len", "1024,4096", "adaptive.power_of_two=False")
+    assert (ended.status, ended.err) == (0, "")
+    assert ended.out.startswith("tiny/full: ")
+    sizes = tables(ended.out)[0]
+    # 2 GiB are held, of the 512 MiB to which the config limits it
+    assert [row[:4] for row in sizes[1:]] == [["1024", "0", "0", "(1)"], ["4096", "0", "0", "(1)"]]
+    assert tracing.requests[0]["seq_lens"] == [1024, 4096]
+
+
+def test_a_plan_for_a_cpu_is_the_inequality_itself(program: Program, tracing: FakeTracing) -> None:
+    ended = program(*FULL, "--memory", "10GiB", "--seq-len", "1024", "~adaptive.memory_limit", "adaptive.margin=0")
+    assert tables(ended.out)[0][1][:5] == ["1024", "4", "4", "4", "4,096"]
+    assert "Nothing fits" not in ended.out
+    assert len(tracing.requests) == 1
+
+
+def test_ranks_of_all_machines_are_planned_with_the_overrides(program: Program, tracing: FakeTracing) -> None:
+    program(*FULL, "--memory", "H100", "--nproc_per_node", "4", "--nnodes", "2", *CUDA, "batch_size=7")
+    assert tracing.only["world_size"] == 8
+    assert tracing.only["config"]["batch_size"] == 7
+    assert tracing.only["shows_progress"] is True
+
+
+def test_the_order_of_overrides_and_options_does_not_matter(program: Program, tracing: FakeTracing) -> None:
+    """As for `tune run`."""
+    last = program(*FULL, "--memory", "H100", *CUDA, "batch_size=7")
+    mixed = program("plan", CUDA[0], "--config", "tiny/full", CUDA[1], "--memory", "H100", "batch_size=7")
+    assert (mixed, last.status) == (last, 0)
+    assert tracing.requests[0] == tracing.requests[1]
+
+
+def test_a_gpu_is_known_by_its_name(program: Program, tracing: FakeTracing) -> None:
+    content = json.loads(program(*FULL, "--memory", "NVIDIA A100-SXM4-80GB", *CUDA, "--json").out)
+    assert content["memory_bytes"] == memory_of("A100 80GB")
+
+
+def test_the_configs_limit_is_the_memory_where_none_is_given(program: Program, tracing: FakeTracing) -> None:
+    content = json.loads(program(*FULL, "adaptive.memory_limit=3GiB", "--json").out)
+    assert content["memory_bytes"] == 3 * GIB
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seq_lens"),
+    [
+        (["adaptive.seq_len=300"], [300]),
+        ([], [256]),  # the tokenizer's max_seq_len
+        (["~tokenizer.max_seq_len"], [512]),  # the model's, which is shorter than what is usual
+        (["tokenizer.max_seq_len=null", "model.max_seq_len=4096"], [2048, 4096]),
+        (["tokenizer.max_seq_len=null", "model.max_seq_len=131072"], [2048, 4096, 8192]),
+        (["tokenizer.max_seq_len=null", "~model.max_seq_len"], [2048, 4096, 8192]),
+    ],
+)
+def test_rows_are_as_long_as_the_config_says_else_as_usual(
+    overrides: Sequence[str], seq_lens: list[int], program: Program, tracing: FakeTracing
+) -> None:
+    program(*FULL, "--memory", "H100", *CUDA, *overrides)
+    assert tracing.only["seq_lens"] == seq_lens
+
+
+def test_json_is_all_that_is_printed(program: Program, tracing: FakeTracing) -> None:
+    ended = program(*FULL, "--memory", "H100", *CUDA, "--json")
+    content = json.loads(ended.out)
+    assert (ended.status, ended.err) == (0, "")
+    assert content["lengths"][0]["exact_batch_size"] > 0
+    assert content["suggestions"] == []
+
+
+def test_a_calibration_changes_what_fits(program: Program, tracing: FakeTracing, tmp_path: Path) -> None:
+    CALIBRATION.write(tmp_path / "h100.json")
+    usual = json.loads(program(*FULL, "--memory", "H100", *CUDA, "--json").out)
+    measured = program(*FULL, "--memory", "H100", "--calibration", str(tmp_path / "h100.json"), *CUDA, "--json")
+    content = json.loads(measured.out)
+    assert "calibrated on H100" in content["overhead"]["source"]
+    assert content["lengths"][0]["exact_batch_size"] < usual["lengths"][0]["exact_batch_size"]
+
+
+def test_where_nothing_fits_suggestions_follow_each_with_its_plan(program: Program, tracing: FakeTracing) -> None:
+    ended = program(*FULL, "--memory", "10GiB", "--seq-len", "8192,16384", *CUDA)
+    assert ended.status == 0
+    plan, _, after = ended.out.partition("\nNothing fits. With rows of 8192 tokens:\n")
+    assert len(tables(plan)[0]) == 3
+    changes = [line.removeprefix("- ").partition(": ")[0] for line in after.splitlines()]
+    assert changes == [
+        "enable_activation_checkpointing=True",
+        "LoRA and checkpointing",
+        "512 ranks",
+        "rows of 2048 tokens",
+    ]
+    assert after.splitlines()[-1] == "- rows of 2048 tokens: largest batch_size 1 (rows of 2048 tokens)"
+    first, *others = tracing.requests
+    assert first["seq_lens"] == [8192, 16384]
+    assert {tuple(request["seq_lens"]) for request in others} == {(8192,), (4096,), (2048,)}
+
+
+def test_suggestions_are_part_of_the_json(program: Program, tracing: FakeTracing) -> None:
+    content = json.loads(program(*FULL, "--memory", "10GiB", "--seq-len", "8192", *CUDA, "--json").out)
+    assert [suggestion["change"] for suggestion in content["suggestions"]][-1] == "rows of 2048 tokens"
+    assert content["suggestions"][-1]["length"]["exact_batch_size"] == 1
+
+
+def test_what_the_tracer_refuses_is_said(program: Program, tracing: FakeTracing) -> None:
+    tracing.refuses = "`model` must be a text model, but is an image instead."
+    ended = program(*FULL, "--memory", "H100", *CUDA)
+    assert ended == Ended(1, "", f"tune-adaptive plan: {tracing.refuses}\n")
+
+
+# ---- what is refused
+
+OF_OTHER_RECIPES = {
+    recipe.name: recipe.configs[0].name
+    for recipe in get_all_recipes()
+    if recipe.configs and not recipe.name.startswith(("full_finetune", "lora_finetune"))
+}
+MEMORY = ("--memory", "80GiB")
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "unknown GPU": (["--memory", "H1000"], "but is 'H1000' instead; did you mean `H100 80GB`"),
+    "unreadable memory": (["--memory", "80bananas"], "`gpu` must be a size like 80GiB or one of"),
+    "a size without unit": (["--memory", "80"], "but is '80' instead"),
+    "no size": (["--memory", ""], "but is '' instead"),
+    "a GPU of several sizes": (["--memory", "A100"], "as in A100 40GB or A100 80GB, but is 'A100' instead."),
+    "missing memory": (["~adaptive.memory_limit"], "`--memory` must be a GPU's name or a size"),
+    "unreadable memory_limit": (["adaptive.memory_limit=80bananas"], "'80bananas'"),
+    "memory_limit refers to nothing": (["adaptive.memory_limit=${nosuchkey}"], "nosuchkey"),
+    "no ranks": ([*MEMORY, "--nproc_per_node", "0"], "`nproc_per_node` must be at least 1, but is 0 instead."),
+    "negative ranks": ([*MEMORY, "--nproc_per_node", "-2"], "`nproc_per_node` must be at least 1, but is -2 instead."),
+    "ranks in words": ([*MEMORY, "--nproc_per_node", "eight"], "`nproc_per_node` must be an integer, but is 'eight'"),
+    "no machines": ([*MEMORY, "--nnodes", "0"], "`nnodes` must be at least 1, but is 0 instead."),
+    "rows of no tokens": ([*MEMORY, "--seq-len", "0"], "`seq_len` must be at least 1, but is 0 instead."),
+    "one of two lengths": ([*MEMORY, "--seq-len", "4096,-1"], "`seq_len` must be at least 1, but is -1 instead."),
+    "rows in words": ([*MEMORY, "--seq-len", "4k"], "`seq_len` must be an integer, but is '4k' instead."),
+    "empty length": ([*MEMORY, "--seq-len", ""], "`seq_len` must be an integer, but is '' instead."),
+    "a comma at the end": ([*MEMORY, "--seq-len", "4096,"], "`seq_len` must be an integer, but is '' instead."),
+    "config's own length": ([*MEMORY, "tokenizer.max_seq_len=4k"], "`tokenizer.max_seq_len` must be an integer"),
+    "model's length in words": (
+        [*MEMORY, "~tokenizer.max_seq_len", "model.max_seq_len=4k"],
+        "`model.max_seq_len` must be an integer, but is '4k' instead.",
+    ),
+    "model's length below zero": (
+        [*MEMORY, "~tokenizer.max_seq_len", "model.max_seq_len=-5"],
+        "`model.max_seq_len` must be at least 1, but is -5 instead.",
+    ),
+    "length refers to nothing": ([*MEMORY, "tokenizer.max_seq_len=${nosuchkey}"], "nosuchkey"),
+    "override without value": ([*MEMORY, "batch_size"], "must have the form key=value, but is 'batch_size' instead."),
+    "override of two values": ([*MEMORY, "a=b=c"], "must have the form key=value, but is 'a=b=c' instead."),
+    "override of no YAML": ([*MEMORY, "model.layers=[1, 2"], "[1, 2"),
+    "removal of no key": ([*MEMORY, "~nosuchkey"], "nosuchkey"),
+    "removal of a component": ([*MEMORY, "~model"], "model"),
+    "block as a value": ([*MEMORY, "adaptive=5"], "`adaptive` must be a mapping, but is 5 instead."),
+    "block as a list": ([*MEMORY, "adaptive=[1]"], "adaptive"),
+    "margin above one": ([*MEMORY, "adaptive.margin=2"], "`margin` must be in [0, 1), but is 2 instead."),
+    "unknown strategy": ([*MEMORY, "adaptive.strategy=fast"], "`strategy` must be one of"),
+    "misspelt key": ([*MEMORY, "adaptive.margn=0.1"], "did you mean `adaptive.margin`?"),
+    "value that refers to nothing": ([*MEMORY, "output_dir=${nosuchkey}"], "nosuchkey"),
+    "no accumulation": ([*MEMORY, "gradient_accumulation_steps=0"], "`gradient_accumulation_steps` must be at least 1"),
+    "accumulation in words": ([*MEMORY, "gradient_accumulation_steps=many"], "but is 'many' instead."),
+    "calibration missing": (
+        [*MEMORY, *CUDA, "--calibration", "no_such.json"],
+        "`calibration` must be a readable file, but is 'no_such.json'",
+    ),
+    "calibration of nothing for a CPU": ([*MEMORY, "--calibration", "no_such.json"], "'no_such.json'"),
+}
+
+
+def assert_refused(ended: Ended, tracing: FakeTracing, sentence: str) -> None:
+    """It ended with exactly one sentence on standard error, which says so, before anything was traced."""
+    assert sentence in ended.err
+    assert ended.err.startswith("tune-adaptive ")
+    assert ended.err.count("\n") == 1
+    assert ended.err.rstrip()[-1] in ".?"
+    assert (ended.status, ended.out, tracing.requests) == (1, "", [])
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_a_bad_value_is_refused_in_one_sentence_before_anything_is_traced(
+    case: str, program: Program, tracing: FakeTracing
+) -> None:
+    arguments, sentence = REFUSED[case]
+    assert_refused(program(*FULL, *arguments), tracing, sentence)
+
+
+@pytest.mark.parametrize("name", OF_OTHER_RECIPES.values(), ids=list(OF_OTHER_RECIPES))
+def test_a_config_of_another_recipe_is_refused(name: str, program: Program, tracing: FakeTracing) -> None:
+    ended = program("plan", "--config", name, *MEMORY)
+    assert_refused(ended, tracing, f"`--config` must be one of full or LoRA finetuning, but '{name}' is of")
+
+
+def test_an_unknown_config_is_refused(program: Program, tracing: FakeTracing) -> None:
+    ended = program("plan", "--config", "llama9/8B", *MEMORY)
+    assert_refused(ended, tracing, "`--config` must be the name or path of a config, but is 'llama9/8B'.")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: [1, 2\nb: }", "- 1\n- 2\n", "", "a: 1\na: 2\n", "1: 2\n", "a: \x00"],
+    ids=["broken", "list", "empty", "a key twice", "key of a number", "binary"],
+)
+def test_a_file_that_is_no_config_is_refused(text: str, program: Program, tracing: FakeTracing, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    assert_refused(program("plan", "--config", str(path), *MEMORY), tracing, str(path))
+
+
+# ---- calibrate
+
+
+def test_a_calibration_without_cuda_is_refused(
+    program: Program, tracing: FakeTracing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ended = program("calibrate", "--output", str(tmp_path / "card.json"))
+    assert_refused(ended, tracing, "must run on a machine with CUDA, but this one has no CUDA device.")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("index", ["-1", "first"])
+def test_a_device_that_is_no_number_from_zero_up_is_refused(
+    index: str, program: Program, tracing: FakeTracing, tmp_path: Path
+) -> None:
+    ended = program("calibrate", "--output", str(tmp_path / "card.json"), "--device-index", index)
+    assert_refused(ended, tracing, "`device_index` must be ")
+    assert index in ended.err
+
+
+def test_a_calibration_says_what_it_measured_and_where_it_is(
+    program: Program, tracing: FakeTracing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[int] = []
+
+    def card_of(index: int) -> FakeCard:
+        asked.append(index)
+        return FakeCard()
+
+    monkeypatch.setattr(calibration, "_cuda_card", card_of)
+    path = tmp_path / "card.json"
+    ended = program("calibrate", "--output", str(path), "--device-index", "3")
+    assert (ended.status, ended.err, asked) == (0, "", [3])
+    assert ended.out == f"Calibration of fake written to {path}: {Calibration.read(path)}\n"

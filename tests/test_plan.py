@@ -1,0 +1,659 @@
+"""What fits, by a step made by hand: against the card's inequality, with suggestions each planned, and as text."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.forecast import Line
+from torchtune_adaptive.overhead import EXPANDABLE_FRAGMENTATION, FRAGMENTATION, NCCL_BYTES, Calibration, Overhead
+from torchtune_adaptive.peaks import Moment, StepPeaks, TracedStep
+from torchtune_adaptive.plan import Card, LengthPlan, Plan, plan
+from torchtune_adaptive.plan_report import plan_json, plan_text, suggestion_text
+from torchtune_adaptive.suggestions import Suggestion, suggestions
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+ATTENTION_WIDTH = 4096
+properties = settings(derandomize=True, deadline=None, max_examples=60)
+
+CALIBRATION = Calibration(
+    gpu="H100",
+    driver="1",
+    torch="2",
+    backend="native",
+    context_bytes=3 * GIB,
+    nccl_bytes=2 * NCCL_BYTES,
+    workspace_bytes=GIB,
+    bytes_per_token=100_000,
+    attention_width=2048,
+    fragmentation=0.5,
+    misfit_bytes=GIB,
+)
+
+
+@pytest.fixture(autouse=True)
+def usual_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator's settings are none of the machine that runs the tests."""
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+
+
+def peaks(seq_len: int, *, held_bytes: float, bytes_per_row: float, single_row_bytes: float | None = None) -> StepPeaks:
+    """A step of two phases: the optimizer's has what is held alone, backward the rows' activations on top of half."""
+
+    def moment(phase: str, parameters: Line, activations: Line) -> Moment:
+        return Moment(phase, "mm", {"parameters": parameters, "activations": activations})
+
+    single = held_bytes + bytes_per_row if single_row_bytes is None else single_row_bytes
+    grown = Line(held_bytes / 2, 0), Line(held_bytes / 2, bytes_per_row)
+    alone = Line(held_bytes / 2, 0), Line(single - held_bytes / 2, 0)
+    optimizer = moment("optimizer", Line(held_bytes, 0), Line(0, 0))
+    return StepPeaks(
+        seq_len, (moment("backward", *grown), optimizer), single_row=(moment("backward", *alone), optimizer)
+    )
+
+
+def step_of(*lengths: StepPeaks, **changes: Any) -> TracedStep:
+    figures: dict[str, Any] = {
+        "num_layers": 32,
+        "traced_layers": (4, 6),
+        "num_parameters": 8_030_000_000,
+        "paged_bytes": 0,
+        "attention_width": ATTENTION_WIDTH,
+    }
+    return TracedStep(lengths, **(figures | changes))
+
+
+class Asked(NamedTuple):
+    cfg: DictConfig
+    world_size: int
+    seq_lens: tuple[int, ...]
+
+
+class FakeTracer:
+    """Gives the step that ``told`` makes of what it is asked, and remembers that."""
+
+    def __init__(self, told: Callable[[Asked], TracedStep]) -> None:
+        self._told = told
+        self.asked: list[Asked] = []
+
+    def __call__(self, cfg: DictConfig, *, world_size: int, seq_lens: Sequence[int], **_: object) -> TracedStep:
+        asked = Asked(cfg, world_size, tuple(seq_lens))
+        self.asked.append(asked)
+        return self._told(asked)
+
+
+def gives(step: TracedStep) -> FakeTracer:
+    return FakeTracer(lambda _: step)
+
+
+def cfg_of(*, device: str = "cuda", gradient_accumulation_steps: int = 1, **adaptive: Any) -> DictConfig:
+    return OmegaConf.create(
+        {"device": device, "gradient_accumulation_steps": gradient_accumulation_steps, "adaptive": adaptive}
+    )
+
+
+def planned(
+    cfg: DictConfig,
+    step: TracedStep,
+    *,
+    memory_bytes: int = 80 * GIB,
+    world_size: int = 1,
+    calibration: Path | None = None,
+) -> Plan:
+    card = Card(memory_bytes=memory_bytes, calibration=calibration)
+    seq_lens = [length.seq_len for length in step.peaks]
+    return plan(cfg, world_size=world_size, card=card, seq_lens=seq_lens, traced_by=gives(step))
+
+
+# ---- sizes
+
+
+class Case(NamedTuple):
+    """A step and a card, as drawn."""
+
+    seq_len: int
+    held_bytes: int
+    bytes_per_row: int
+    memory_bytes: int
+    memory_limit: int | None
+    margin: float
+    world_size: int
+
+    @property
+    def step(self) -> TracedStep:
+        return step_of(peaks(self.seq_len, held_bytes=self.held_bytes, bytes_per_row=self.bytes_per_row))
+
+    def cfg(self, **more: Any) -> DictConfig:
+        return cfg_of(memory_limit=self.memory_limit, margin=self.margin, **more)
+
+    def plan(self, **more: Any) -> Plan:
+        return planned(self.cfg(**more), self.step, memory_bytes=self.memory_bytes, world_size=self.world_size)
+
+    def peak_bytes(self, batch_size: int) -> int:
+        return self.held_bytes + self.bytes_per_row * batch_size
+
+    def excess_bytes(self, batch_size: int, *, certain: bool) -> float:
+        """By how much a batch would be above what the card may give."""
+        overhead = Overhead.default(self.world_size, attention_width=ATTENTION_WIDTH)
+        outside = overhead.outside_bytes
+        limit = self.memory_bytes if self.memory_limit is None else min(self.memory_bytes, self.memory_limit + outside)
+        peak = self.peak_bytes(batch_size)
+        traced = peak + (overhead.uncertainty_bytes_at(peak) if certain else 0)
+        tokens = batch_size * 128 * -(-self.seq_len // 128)
+        return traced + overhead.added_bytes(traced, num_tokens=tokens) - (limit - outside) * (1 - self.margin)
+
+
+cases = st.builds(
+    Case,
+    seq_len=st.integers(1, 8192),
+    held_bytes=st.integers(0, 90 * GIB),
+    bytes_per_row=st.integers(MIB, 4 * GIB),
+    memory_bytes=st.integers(GIB, 200 * GIB),
+    memory_limit=st.none() | st.integers(GIB, 200 * GIB),
+    margin=st.sampled_from([0.0, 0.05, 0.5]),
+    world_size=st.sampled_from([1, 8]),
+)
+
+
+@properties
+@given(cases)
+def test_the_largest_size_fits_the_card_and_the_next_one_does_not(case: Case) -> None:
+    length = case.plan().lengths[0]
+    for size, certain in ((length.exact_batch_size, False), (length.certain_batch_size, True)):
+        assert size is not None
+        rounding = 1e-9 * 200 * GIB
+        assert size == 0 or case.excess_bytes(size, certain=certain) <= rounding
+        assert case.excess_bytes(size + 1, certain=certain) > -rounding
+
+
+@properties
+@given(cases)
+def test_what_is_certain_is_never_above_what_is_expected(case: Case) -> None:
+    length = case.plan().lengths[0]
+    assert length.exact_batch_size is not None
+    assert length.certain_batch_size is not None
+    assert length.certain_batch_size <= length.exact_batch_size
+
+
+@properties
+@given(cases, st.booleans(), st.none() | st.integers(1, 300))
+def test_the_size_used_is_within_the_exact_one_the_bound_and_a_power_of_two_if_wanted(
+    case: Case, power_of_two: bool, max_batch_size: int | None
+) -> None:
+    length = case.plan(power_of_two=power_of_two, max_batch_size=max_batch_size).lengths[0]
+    used, exact = length.batch_size, length.exact_batch_size
+    assert exact is not None
+    most = max(1, min(exact, max_batch_size or exact))
+    assert used in {2**exponent for exponent in range(20)} if power_of_two else used == most
+    assert used <= most < 2 * used
+    assert exact == case.plan().lengths[0].exact_batch_size  # which is of the card, not of the wish
+
+
+@properties
+@given(cases)
+def test_the_figures_of_a_plan_are_those_of_the_size_used(case: Case) -> None:
+    found = case.plan()
+    length = found.lengths[0]
+    assert length.peak_bytes == case.peak_bytes(length.batch_size)
+    assert length.phases == {"backward": length.peak_bytes, "optimizer": case.held_bytes}
+    assert sum(length.kinds.values()) == length.peak_bytes
+    tokens = length.batch_size * 128 * -(-case.seq_len // 128)
+    added = found.overhead.outside_bytes + found.overhead.added_bytes(length.peak_bytes, num_tokens=tokens)
+    assert length.added_bytes == added
+    assert length.uncertainty_bytes == found.overhead.uncertainty_bytes_at(length.peak_bytes)
+
+
+@properties
+@given(st.integers(0, 5000), st.integers(1, 300), st.integers(1, 20_000), st.sampled_from([0.0, 0.25]))
+def test_on_a_cpu_nothing_is_added(held: int, per_row: int, limit: int, margin: float) -> None:
+    step = step_of(peaks(100, held_bytes=2 * held, bytes_per_row=per_row))
+    length = planned(cfg_of(device="cpu", margin=margin), step, memory_bytes=limit).lengths[0]
+    fitting = [size for size in range(1, 20_001) if 2 * held + per_row * size <= limit * (1 - margin)]
+    assert length.exact_batch_size == length.certain_batch_size == max(fitting, default=0)
+    assert (length.added_bytes, length.uncertainty_bytes) == (0, 0)
+
+
+def test_a_single_row_is_told_by_its_own_step() -> None:
+    step = step_of(peaks(128, held_bytes=100, bytes_per_row=50, single_row_bytes=120))
+    sizes = [
+        planned(cfg_of(device="cpu", margin=0), step, memory_bytes=limit).lengths[0].exact_batch_size
+        for limit in (119, 120, 199, 200)
+    ]
+    assert sizes == [0, 1, 1, 2]
+
+
+def test_a_size_fits_though_a_single_row_takes_more() -> None:
+    step = step_of(peaks(128, held_bytes=100, bytes_per_row=10, single_row_bytes=200))
+    assert planned(cfg_of(device="cpu", margin=0), step, memory_bytes=150).lengths[0].exact_batch_size == 5
+
+
+def test_memory_that_does_not_grow_bounds_nothing() -> None:
+    step = step_of(peaks(128, held_bytes=100, bytes_per_row=0))
+    length = planned(cfg_of(device="cpu"), step, memory_bytes=GIB).lengths[0]
+    assert (length.exact_batch_size, length.certain_batch_size) == (None, None)
+
+
+def test_a_plan_of_which_nothing_fits_has_the_figures_of_one_row() -> None:
+    found = planned(cfg_of(), step_of(peaks(128, held_bytes=90 * GIB, bytes_per_row=GIB)))
+    assert not found.fits
+    assert (found.lengths[0].exact_batch_size, found.lengths[0].batch_size) == (0, 1)
+    assert found.lengths[0].peak_bytes == 91 * GIB
+
+
+def test_a_plan_fits_if_rows_of_any_length_do() -> None:
+    lengths = [peaks(seq_len, held_bytes=GIB, bytes_per_row=seq_len * 10 * MIB) for seq_len in (2048, 8192)]
+    found = planned(cfg_of(), step_of(*lengths))
+    assert [length.exact_batch_size != 0 for length in found.lengths] == [True, False]
+    assert found.fits
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("larger", [{"margin": 0.2}, {"memory_limit": "30GiB"}], ids=["margin", "memory_limit"])
+def test_margin_and_memory_limit_leave_fewer_rows(device: str, larger: dict[str, Any]) -> None:
+    step = step_of(peaks(2048, held_bytes=10 * GIB, bytes_per_row=GIB))
+    usual = planned(cfg_of(device=device), step).lengths[0].exact_batch_size
+    fewer = planned(cfg_of(device=device, **larger), step).lengths[0].exact_batch_size
+    assert usual is not None
+    assert fewer is not None
+    assert 0 < fewer < usual
+
+
+def test_a_memory_limit_above_the_card_changes_nothing() -> None:
+    step = step_of(peaks(2048, held_bytes=10 * GIB, bytes_per_row=GIB))
+    assert planned(cfg_of(memory_limit="900GiB"), step).lengths == planned(cfg_of(), step).lengths
+
+
+def test_a_step_has_the_tokens_of_all_ranks_and_micro_steps() -> None:
+    step = step_of(*(peaks(seq_len, held_bytes=GIB, bytes_per_row=seq_len * MIB) for seq_len in (500, 1024)))
+    found = planned(cfg_of(gradient_accumulation_steps=3), step, world_size=8)
+    assert [length.tokens_per_step for length in found.lengths] == [
+        length.batch_size * length.seq_len * 8 * 3 for length in found.lengths
+    ]
+    assert found.lengths[0].batch_size > 1
+
+
+def test_a_config_without_accumulation_takes_one_micro_step() -> None:
+    cfg = OmegaConf.create({"device": "cpu"})
+    length = planned(cfg, step_of(peaks(512, held_bytes=100, bytes_per_row=10)), memory_bytes=300).lengths[0]
+    assert length.tokens_per_step == length.batch_size * 512
+
+
+# ---- what the card adds
+
+
+def test_a_calibration_takes_the_place_of_the_judged_figures(tmp_path: Path) -> None:
+    path = tmp_path / "h100.json"
+    CALIBRATION.write(path)
+    step = step_of(peaks(2048, held_bytes=10 * GIB, bytes_per_row=GIB))
+    judged, measured = (planned(cfg_of(), step, calibration=calibration) for calibration in (None, path))
+    assert measured.overhead == Overhead.from_calibration(path, 1, attention_width=ATTENTION_WIDTH)
+    assert "calibrated on H100" in measured.overhead.source
+    few, usual = measured.lengths[0].exact_batch_size, judged.lengths[0].exact_batch_size
+    assert few is not None
+    assert usual is not None
+    assert few < usual
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments_leave_less_unused(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = step_of(peaks(2048, held_bytes=10 * GIB, bytes_per_row=GIB))
+    assert planned(cfg_of(), step).overhead.fragmentation == FRAGMENTATION
+    monkeypatch.setenv(variable, "expandable_segments:True")
+    assert planned(cfg_of(), step).overhead.fragmentation == EXPANDABLE_FRAGMENTATION
+
+
+def test_an_unreadable_calibration_is_refused_before_anything_is_traced(tmp_path: Path) -> None:
+    tracer = gives(step_of(peaks(2048, held_bytes=GIB, bytes_per_row=GIB)))
+    card = Card(memory_bytes=80 * GIB, calibration=tmp_path / "no_such.json")
+    with pytest.raises(InputError, match=r"`calibration` must be a readable file, but is '.*no_such\.json'"):
+        plan(cfg_of(), world_size=1, card=card, seq_lens=[2048], traced_by=tracer)
+    assert tracer.asked == []
+
+
+# ---- suggestions
+
+
+FULL_CFG = {
+    "device": "cuda",
+    "optimizer_in_bwd": True,
+    "model": {"_component_": "torchtune.models.llama2.llama2", "num_layers": 32, "embed_dim": 4096},
+    "enable_activation_checkpointing": False,
+    "ac_mode": "selective",
+}
+LORA_MODEL = {"_component_": "torchtune.models.llama2.lora_llama2", "lora_attn_modules": ["q_proj"], "lora_rank": 4}
+
+
+def full_cfg(**changes: Any) -> DictConfig:
+    return OmegaConf.create(FULL_CFG | changes)
+
+
+def lora_cfg(**changes: Any) -> DictConfig:
+    return full_cfg(model=LORA_MODEL, **changes)
+
+
+def as_a_model_would(asked: Asked) -> TracedStep:
+    """Memory as it goes: parameters and state shared by ranks and little with LoRA, rows cheaper with checkpointing."""
+    trained = 2 * GIB if "lora_attn_modules" in asked.cfg.model else 100 * GIB
+    checkpointed = asked.cfg.get("enable_activation_checkpointing", False)
+    bytes_per_token = MIB if checkpointed else 8 * MIB
+    return step_of(
+        *(
+            peaks(seq_len, held_bytes=(trained + 14 * GIB) / asked.world_size, bytes_per_row=seq_len * bytes_per_token)
+            for seq_len in asked.seq_lens
+        )
+    )
+
+
+class Helped(NamedTuple):
+    """What was suggested, and what the tracer was asked for it."""
+
+    found: list[Suggestion]
+    asked: list[Asked]
+
+    @property
+    def changes(self) -> list[str]:
+        return [suggestion.change for suggestion in self.found]
+
+
+def helped(
+    cfg: DictConfig,
+    told: Callable[[Asked], TracedStep] = as_a_model_would,
+    *,
+    world_size: int = 1,
+    seq_len: int = 4096,
+    memory_bytes: int = 80 * GIB,
+) -> Helped:
+    tracer = FakeTracer(told)
+    card = Card(memory_bytes=memory_bytes)
+    found = suggestions(cfg, world_size=world_size, card=card, seq_len=seq_len, traced_by=tracer)
+    return Helped(list(found), tracer.asked)
+
+
+def ranks_asked(told: Helped) -> list[int]:
+    return [asked.world_size for asked in told.asked if asked.world_size > 1]
+
+
+def lengths_asked(told: Helped) -> list[int]:
+    return [asked.seq_lens[0] for asked in told.asked if asked.seq_lens != (4096,)]
+
+
+def test_every_suggestion_is_planned_with_the_change_that_it_names() -> None:
+    told = helped(full_cfg())
+    as_it_is = full_cfg()
+    checkpointed = full_cfg(enable_activation_checkpointing=True, ac_mode=None)
+    lora = told.asked[1].cfg
+    assert told.changes == [
+        "enable_activation_checkpointing=True",
+        "LoRA and checkpointing: model=torchtune.models.llama2.lora_llama2, rank 8",
+        "4 ranks",
+        "rows of 512 tokens",
+    ]
+    assert told.asked == [
+        Asked(checkpointed, 1, (4096,)),
+        Asked(lora, 1, (4096,)),
+        *(Asked(as_it_is, ranks, (4096,)) for ranks in (2, 4)),
+        *(Asked(as_it_is, 1, (seq_len,)) for seq_len in (2048, 1024, 512)),
+    ]
+    for suggestion, asked in zip(told.found, [*told.asked[:2], told.asked[3], told.asked[-1]], strict=True):
+        card = Card(memory_bytes=80 * GIB)
+        again = gives(as_a_model_would(asked))
+        own = plan(asked.cfg, world_size=asked.world_size, card=card, seq_lens=asked.seq_lens, traced_by=again)
+        assert suggestion.length == own.lengths[0]
+
+
+def test_lora_is_planned_with_the_arguments_of_the_model_and_as_its_recipe_takes_it() -> None:
+    cfg = helped(full_cfg()).asked[1].cfg
+    assert cfg.model.items() >= (FULL_CFG["model"] | {"_component_": "torchtune.models.llama2.lora_llama2"}).items()
+    assert list(cfg.model.lora_attn_modules) == ["q_proj", "v_proj", "output_proj"]
+    assert (cfg.enable_activation_checkpointing, cfg.ac_mode, cfg.optimizer_in_bwd) == (True, None, False)
+
+
+@pytest.mark.parametrize(("held_gib", "ranks"), [(100, 2), (200, 4), (1000, 16), (10**6, 512)])
+def test_of_more_ranks_the_first_number_that_fits_is_told_else_the_last(held_gib: int, ranks: int) -> None:
+    def shared(asked: Asked) -> TracedStep:
+        return step_of(peaks(asked.seq_lens[0], held_bytes=held_gib * GIB / asked.world_size, bytes_per_row=GIB))
+
+    told = helped(full_cfg(), shared, seq_len=512)
+    assert told.changes[-1] == f"{ranks} ranks"
+    assert ranks_asked(told) == [2**exponent for exponent in range(1, ranks.bit_length())]
+    length = told.found[-1].length
+    assert length is not None
+    assert (length.exact_batch_size == 0) == (held_gib == 10**6)
+
+
+@pytest.mark.parametrize(("gib_per_row_of_512", "tokens"), [(20, 1024), (8, 2048), (40, 512)])
+def test_of_shorter_rows_the_longest_that_fit_are_told(gib_per_row_of_512: int, tokens: int) -> None:
+    def per_token(asked: Asked) -> TracedStep:
+        seq_len = asked.seq_lens[0]
+        return step_of(peaks(seq_len, held_bytes=GIB, bytes_per_row=gib_per_row_of_512 * GIB * seq_len / 512))
+
+    told = helped(full_cfg(), per_token)
+    assert told.changes[-1] == f"rows of {tokens} tokens"
+    assert lengths_asked(told) == [length for length in (2048, 1024, 512) if length >= tokens]
+
+
+@pytest.mark.parametrize(("seq_len", "lengths"), [(512, []), (1023, []), (1024, [512]), (3000, [1500, 750])])
+def test_rows_are_not_made_shorter_than_of_any_use(seq_len: int, lengths: list[int]) -> None:
+    def never(asked: Asked) -> TracedStep:
+        return step_of(peaks(asked.seq_lens[0], held_bytes=10**6 * GIB, bytes_per_row=GIB))
+
+    asked = helped(full_cfg(), never, seq_len=seq_len).asked
+    assert [again.seq_lens[0] for again in asked if again.seq_lens[0] != seq_len] == lengths
+
+
+def test_more_ranks_than_anyone_has_are_not_suggested() -> None:
+    assert not any("ranks" in change for change in helped(full_cfg(), world_size=512).changes)
+
+
+def test_what_cannot_be_planned_carries_the_reason_and_the_rest_is_planned_nevertheless() -> None:
+    def without_lora(asked: Asked) -> TracedStep:
+        if "lora_attn_modules" in asked.cfg.model:
+            raise InputError("`model` must be anything else.")
+        return as_a_model_would(asked)
+
+    told, usual = helped(full_cfg(), without_lora), helped(full_cfg())
+    assert told.found[1] == Suggestion(usual.changes[1], None, "`model` must be anything else.")
+    assert [told.found[0], *told.found[2:]] == [usual.found[0], *usual.found[2:]]
+
+
+def test_more_ranks_are_not_tried_where_one_number_of_them_is_refused() -> None:
+    def on_two_ranks(asked: Asked) -> TracedStep:
+        if asked.world_size > 2:
+            raise InputError("too many.")
+        return step_of(peaks(asked.seq_lens[0], held_bytes=10**6 * GIB, bytes_per_row=GIB))
+
+    told = helped(full_cfg(), on_two_ranks, seq_len=512)
+    assert ranks_asked(told) == [2, 4]
+    assert told.found[-1] == Suggestion("4 ranks", None, "too many.")
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        lora_cfg(),
+        full_cfg(model={"_component_": "tests.test_plan.full_cfg"}),
+        full_cfg(model={"_component_": "torchtune.models.llama2.no_such_model"}),
+    ],
+    ids=["LoRA already", "another's model", "no LoRA of it"],
+)
+def test_lora_is_suggested_only_where_there_is_one_and_it_is_not_used(cfg: DictConfig) -> None:
+    assert not any("LoRA" in change for change in helped(cfg).changes)
+
+
+@pytest.mark.parametrize("cfg", [full_cfg, lora_cfg])
+def test_checkpointing_is_not_suggested_where_it_is_on(cfg: Callable[..., DictConfig]) -> None:
+    checkpointing = "enable_activation_checkpointing=True"
+    assert checkpointing in helped(cfg()).changes
+    assert checkpointing not in helped(cfg(enable_activation_checkpointing=True)).changes
+
+
+def test_each_suggestion_is_told_before_the_next_is_traced() -> None:
+    tracer = FakeTracer(as_a_model_would)
+    card = Card(memory_bytes=80 * GIB)
+    found = suggestions(full_cfg(), world_size=1, card=card, seq_len=4096, traced_by=tracer)
+    assert tracer.asked == []
+    assert next(found).change == "enable_activation_checkpointing=True"
+    assert len(tracer.asked) == 1
+
+
+def test_the_config_is_left_as_it_is() -> None:
+    cfg = full_cfg()
+    list(suggestions(cfg, world_size=1, card=Card(memory_bytes=GIB), seq_len=4096, traced_by=as_asked))
+    assert cfg == full_cfg()
+
+
+def as_asked(cfg: DictConfig, *, world_size: int, seq_lens: Sequence[int], **_: object) -> TracedStep:
+    return as_a_model_would(Asked(cfg, world_size, tuple(seq_lens)))
+
+
+# ---- as text
+
+
+def cells(line: str) -> list[str]:
+    return re.split(r" {2,}", line.strip())
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """The cells of each table's rows, its header first."""
+    lines = text.splitlines()
+    found: list[list[list[str]]] = []
+    for place, line in enumerate(lines):
+        if line and set(line) == {"-", " "}:
+            end = next(index for index in range(place, len(lines) + 1) if index == len(lines) or not lines[index])
+            found.append([cells(row) for row in (lines[place - 1], *lines[place + 1 : end])])
+    return found
+
+
+def some_plan(**changes: Any) -> Plan:
+    """Rows of two lengths on eight ranks; the longer ones do not fit."""
+    lengths = [
+        peaks(2048, held_bytes=10 * GIB, bytes_per_row=5 * GIB),
+        peaks(8192, held_bytes=10 * GIB, bytes_per_row=90 * GIB),
+    ]
+    return planned(cfg_of(margin=0.05), step_of(*lengths, **changes), world_size=8)
+
+
+def test_the_text_begins_with_the_model_and_the_card() -> None:
+    first, second, *_ = plan_text(some_plan(), title="llama3_1/8B_full").splitlines()
+    assert first == "llama3_1/8B_full: 8.03 B parameters in 32 layers, told by models of 4 and 6 layers"
+    assert second == "8 ranks of 80.0 GiB, of which a fraction of 0.05 is held back"
+
+
+def test_the_text_says_nothing_of_smaller_models_where_the_whole_was_traced() -> None:
+    step = step_of(peaks(64, held_bytes=1, bytes_per_row=1), num_layers=2, traced_layers=(2,))
+    first, second, *_ = plan_text(planned(cfg_of(), step), title="tiny").splitlines()
+    assert first == "tiny: 8.03 B parameters in 2 layers"
+    assert second.startswith("1 rank of 80.0 GiB")
+
+
+@pytest.mark.parametrize(("number", "text"), [(8_030_000_000, "8.03 B"), (494_030_000, "494.03 M")])
+def test_parameters_are_counted_in_billions_or_millions(number: int, text: str) -> None:
+    assert f"any: {text} parameters in " in plan_text(some_plan(num_parameters=number), title="any")
+
+
+def test_the_table_of_sizes_has_the_figures_of_each_length_of_rows() -> None:
+    found = some_plan()
+    header, fits, not_one = tables(plan_text(found, title="any"))[0]
+    assert header[:5] == ["rows of", "largest batch", "at least", "used", "tokens per step"]
+    assert header[5:] == ["traced peak", "GPU adds", "give or take", "together"]
+    short, long = found.lengths
+    assert fits[:5] == [
+        "2048",
+        str(short.exact_batch_size),
+        str(short.certain_batch_size),
+        str(short.batch_size),
+        f"{short.tokens_per_step:,}",
+    ]
+    assert not_one[:5] == ["8192", "0", "0", "(1)", f"{8192 * 8:,}"]
+    for row, length in ((fits, short), (not_one, long)):
+        figures = (length.peak_bytes, length.added_bytes, length.uncertainty_bytes)
+        for cell, num_bytes in zip(row[5:], (*figures, length.peak_bytes + length.added_bytes), strict=True):
+            assert cell == f"{num_bytes / GIB:.1f} GiB"
+
+
+def test_two_tables_have_the_peak_of_each_phase_and_what_the_highest_holds() -> None:
+    found = some_plan()
+    _, phases, kinds = tables(plan_text(found, title="any"))
+    assert phases[0] == ["rows of", "batch", "backward", "optimizer"]
+    assert kinds[0] == ["rows of", "batch", "parameters", "activations"]
+    for table, figures in ((phases, "phases"), (kinds, "kinds")):
+        for row, length in zip(table[1:], found.lengths, strict=True):
+            in_gib = [f"{num_bytes / GIB:.2f}" for num_bytes in getattr(length, figures).values()]
+            assert row == [str(length.seq_len), str(length.batch_size), *in_gib]
+
+
+def test_memory_that_does_not_grow_is_said_to_fit_any_batch() -> None:
+    text = plan_text(planned(cfg_of(device="cpu"), step_of(peaks(64, held_bytes=GIB, bytes_per_row=0))), title="any")
+    assert tables(text)[0][1][1:3] == ["any", "any"]
+
+
+def test_the_text_says_what_the_card_adds_and_from_where_it_is_known(tmp_path: Path) -> None:
+    CALIBRATION.write(tmp_path / "h100.json")
+    step = step_of(peaks(64, held_bytes=GIB, bytes_per_row=GIB))
+    judged = plan_text(planned(cfg_of(), step), title="any")
+    measured = plan_text(planned(cfg_of(), step, calibration=tmp_path / "h100.json"), title="any")
+    on_cpu = plan_text(planned(cfg_of(device="cpu"), step), title="any")
+    assert "What the GPU adds is not traced (not calibrated: " in judged
+    assert "fragmentation 10%." in judged
+    assert "(calibrated on H100 (1, torch 2, native)): outside the allocator 5.0 GiB, workspaces 1.0 GiB," in measured
+    assert "attention 200000 bytes per token, fragmentation 50%." in measured
+    assert on_cpu.splitlines()[-1] == "On a CPU nothing is added to what is traced."
+
+
+def test_the_text_says_what_is_not_counted_if_anything_is_not() -> None:
+    said = "Optimizer state of 3.0 GiB is in paged memory, which gives way to all else: not counted."
+    assert plan_text(some_plan(paged_bytes=3 * GIB), title="any").splitlines()[-1] == said
+    assert "paged" not in plan_text(some_plan(), title="any")
+
+
+def test_a_suggestion_says_in_one_line_what_it_brings() -> None:
+    fits, not_one = some_plan().lengths
+    needed = (not_one.peak_bytes + not_one.added_bytes) / GIB
+    assert suggestion_text(Suggestion("2 ranks", fits)) == "2 ranks: largest batch_size 11 (rows of 2048 tokens)"
+    assert suggestion_text(Suggestion("2 ranks", not_one)) == (
+        f"2 ranks: does not fit either, one row of 8192 tokens would need {needed:.1f} GiB"
+    )
+    assert suggestion_text(Suggestion("2 ranks", None, "`x` is wrong.")) == "2 ranks: not planned, `x` is wrong."
+    without_end = dataclasses.replace(fits, exact_batch_size=None)
+    assert "largest batch_size any" in suggestion_text(Suggestion("2 ranks", without_end))
+
+
+# ---- as JSON
+
+
+def test_the_json_holds_all_of_a_plan_and_its_suggestions() -> None:
+    found = some_plan(paged_bytes=7)
+    suggested = [Suggestion("2 ranks", found.lengths[0]), Suggestion("LoRA", None, "`model` is wrong.")]
+    content = json.loads(json.dumps(plan_json(found, iter(suggested))))
+    assert {key: value for key, value in content.items() if not isinstance(value, list | dict)} == {
+        "world_size": 8,
+        "memory_bytes": 80 * GIB,
+        "margin": 0.05,
+        "num_parameters": 8_030_000_000,
+        "num_layers": 32,
+        "paged_bytes": 7,
+    }
+    assert content["traced_layers"] == [4, 6]
+    assert content["overhead"] == dataclasses.asdict(found.overhead)
+    assert content["lengths"] == [dataclasses.asdict(length) for length in found.lengths]
+    assert set(content["lengths"][0]) == {field.name for field in dataclasses.fields(LengthPlan)}
+    assert content["suggestions"] == [
+        {"change": "2 ranks", "length": content["lengths"][0], "refused": ""},
+        {"change": "LoRA", "length": None, "refused": "`model` is wrong."},
+    ]
+
+
+def test_the_json_of_memory_that_does_not_grow_has_no_size() -> None:
+    found = planned(cfg_of(device="cpu"), step_of(peaks(64, held_bytes=GIB, bytes_per_row=0)))
+    content = json.loads(json.dumps(plan_json(found, [])))
+    assert content["lengths"][0]["exact_batch_size"] is None
+    assert content["suggestions"] == []
