@@ -5,13 +5,10 @@ Works on a process of its own: it starts a process group of which only one rank 
 """
 
 import contextlib
-import functools
 import importlib
-import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,15 +18,13 @@ import torchtune.training.activations as torchtune_activations
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune import config
-from torchtune.config._errors import InstantiationError
-from torchtune.config._utils import _get_component_from_path
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import DoRALinear
 
-from torchtune_adaptive.errors import InputError, quote, reason_of
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.fake_model import layers_limited_to, make_fake
 from torchtune_adaptive.stand_ins import OffloadedActivations, stand_in_for_optimizer
 from torchtune_adaptive.trace import CUDA_GRANULARITY_BYTES, ON_HOST, StepTrace
 
@@ -54,7 +49,7 @@ class FakeRecipe:
         self._keeps_on_host = bool(cfg.get("fsdp_cpu_offload", False))
         start_fake_process_group(world_size)
         self._recipe = _recipe_class(self.cfg, like_cuda=self._like_cuda)()
-        with _layers_limited_to(num_layers, str(cfg.model._component_)) as true_counts:
+        with layers_limited_to(num_layers, str(cfg.model._component_)) as true_counts:
             self._recipe.set_up_model()
         self.model: Any = self._recipe._model
         if not isinstance(self.model, TransformerDecoder):
@@ -64,7 +59,7 @@ class FakeRecipe:
         self.true_num_layers = true_counts[0] if true_counts else self.num_layers
         self._fake_mode = FakeTensorMode()
         with self._as_on_device():
-            _make_fake(self.model)
+            make_fake(self.model)
             self._recipe.set_up_step()
         self._warm = False
 
@@ -73,10 +68,15 @@ class FakeRecipe:
         recipe = self._recipe
         micro_batches = [(batch_size, seq_len)] * min(2, recipe._gradient_accumulation_steps)
         on_host = self._keeps_on_host
-        trace = StepTrace(granularity_bytes=CUDA_GRANULARITY_BYTES if self._like_cuda else 1, steps_on_host=on_host)
+        trace = StepTrace(
+            granularity_bytes=CUDA_GRANULARITY_BYTES if self._like_cuda else 1,
+            steps_on_host=on_host,
+            by_gloo=not self._like_cuda,
+        )
         with self._as_on_device():
             if not self._warm:  # makes the optimizer's state, and lets DTensor work out shardings on global shapes
                 recipe._run_window(micro_batches)
+                recipe._run_window(micro_batches)  # some optimizers take other operations once their state is there
                 self._warm = True
             trace.mark(list(self.model.buffers()), "parameters")
             trace.mark(list(self.model.parameters()), ON_HOST if on_host else "parameters")
@@ -115,8 +115,10 @@ def _is_packed(dataset: Any) -> bool:
 
 
 def start_fake_process_group(world_size: int) -> None:
-    """Be rank 0 of ``world_size`` ranks of which no other exists; a group that there is ends."""
+    """Be rank 0 of ``world_size`` ranks of which no other exists; another group that there is ends."""
     if dist.is_initialized():
+        if dist.get_backend() == "fake" and dist.get_world_size() == world_size:
+            return
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
 
@@ -216,83 +218,6 @@ class _TrainingOnFakes:
     def get_act_offloading_ctx_manager(self, model: nn.Module, enabled: bool) -> Any:
         torchtune_offloading.OffloadActivations = OffloadedActivations  # pyright: ignore[reportAttributeAccessIssue]
         return self._training.get_act_offloading_ctx_manager(model, enabled)
-
-
-@contextmanager
-def _layers_limited_to(num_layers: int | None, component: str) -> Iterator[list[int]]:
-    """Let ``component`` make a model of ``num_layers`` layers; gives a list that the true number is put into.
-
-    A config names a whole model, such as ``llama3_1_70b``, which calls a builder with its number of layers.
-    """
-    _import_builders(component)
-    true_counts: list[int] = []
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
-
-    def limited(builder: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
-        @functools.wraps(builder)
-        def build(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            true_counts.append(bound.arguments["num_layers"])
-            bound.arguments["num_layers"] = num_layers or bound.arguments["num_layers"]
-            return builder(*bound.args, **bound.kwargs)
-
-        return build
-
-    try:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("torchtune.models."):
-                for key, value in list(vars(module).items()):
-                    if inspect.isfunction(value) and "num_layers" in (signature := inspect.signature(value)).parameters:
-                        replaced.append((vars(module), key, value))
-                        vars(module)[key] = limited(value, signature)
-        yield true_counts
-    finally:
-        for names, key, value in replaced:
-            names[key] = value
-
-
-def _import_builders(component: str) -> None:
-    """Import the modules of a ``component`` of torchtune.
-
-    Raises:
-        InputError: it cannot be imported; the message says why.
-    """
-    try:
-        _get_component_from_path(component)
-    except InstantiationError as error:
-        reason = reason_of(error.__cause__ or error)
-        raise InputError(
-            f"`model` must be one that can be imported, but {quote(component)} is not: {reason}."
-        ) from error
-
-
-def _make_fake(model: nn.Module) -> None:
-    """Replace parameters and buffers by fake ones; under the fake mode. What modules share they go on sharing."""
-    made: dict[int, Any] = {}
-    for module in model.modules():
-        for tensors, wrap in ((module._parameters, _fake_parameter), (module._buffers, _fake_like)):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    key = id(tensor)
-                    made[key] = made.get(key, (tensor, None))[1] or wrap(tensor)  # pyright: ignore[reportArgumentType]
-                    tensors[name] = made[key]
-
-
-def _fake_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(_fake_like(parameter), requires_grad=parameter.requires_grad)
-
-
-def _fake_like(tensor: Any) -> Any:
-    """A fake tensor on the CPU for a real or meta ``tensor``, which may wrap others."""
-    if isinstance(tensor, DTensor):
-        return DTensor(_fake_like(tensor._local_tensor), tensor._spec, requires_grad=False)
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, context = tensor.__tensor_flatten__()
-        if "tensor_meta" in context:  # NF4 keeps its device there
-            context = context | {"tensor_meta": replace(context["tensor_meta"], device=torch.device("cpu"))}
-        parts = {name: _fake_like(getattr(tensor, name)) for name in names}
-        return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
 @contextmanager

@@ -29,10 +29,12 @@ class StepTrace:
     Args:
         granularity_bytes: what the device's allocator rounds an allocation up to.
         steps_on_host: clipping and the optimizer's step are on the host.
+        by_gloo: collectives are gloo's, which reduces and scatters in a copy of what it is given.
     """
 
-    def __init__(self, *, granularity_bytes: int = 1, steps_on_host: bool = False) -> None:
+    def __init__(self, *, granularity_bytes: int = 1, steps_on_host: bool = False, by_gloo: bool = False) -> None:
         self._born_late: Kind | Literal["on the host"] = ON_HOST if steps_on_host else "temporaries"
+        self._by_gloo = by_gloo
         self._storages = Storages(self._note, granularity_bytes=granularity_bytes)
         self._watch = WatchOperations(self._after_operation, self._after_resize)
         self._changes: list[tuple[int, int, int]] = []  # operation, storage, bytes
@@ -90,6 +92,10 @@ class StepTrace:
         if func.namespace == "fsdp":
             self._mark_of_fsdp(func.__name__, inputs, outputs)
         self._end_operation(str(func))
+        if self._by_gloo and func is torch.ops.c10d._reduce_scatter_base_.default:
+            copied = torch.empty_like(inputs[0][1])  # held until this rank has taken its part
+            self.mark(copied, "gradients")
+            self._end_operation("gloo's copy")
 
     def _after_resize(self, storage: torch.UntypedStorage) -> None:
         if storage in self._storages:

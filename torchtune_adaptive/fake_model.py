@@ -1,0 +1,94 @@
+"""A config's model with few of its layers, and with tensors that take no memory."""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtune.config._errors import InstantiationError
+from torchtune.config._utils import _get_component_from_path
+
+from torchtune_adaptive.errors import InputError, quote, reason_of
+
+
+@contextmanager
+def layers_limited_to(num_layers: int | None, component: str) -> Iterator[list[int]]:
+    """Let ``component`` make a model of ``num_layers`` layers; gives a list that the true number is put into.
+
+    A config names a whole model, such as ``llama3_1_70b``, which calls a builder with its number of layers.
+    """
+    _import_builders(component)
+    true_counts: list[int] = []
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+
+    def limited(builder: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+        @functools.wraps(builder)
+        def build(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            true_counts.append(bound.arguments["num_layers"])
+            bound.arguments["num_layers"] = num_layers or bound.arguments["num_layers"]
+            return builder(*bound.args, **bound.kwargs)
+
+        return build
+
+    try:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torchtune.models."):
+                for key, value in list(vars(module).items()):
+                    if inspect.isfunction(value) and "num_layers" in (signature := inspect.signature(value)).parameters:
+                        replaced.append((vars(module), key, value))
+                        vars(module)[key] = limited(value, signature)
+        yield true_counts
+    finally:
+        for names, key, value in replaced:
+            names[key] = value
+
+
+def _import_builders(component: str) -> None:
+    """Import the modules of a ``component`` of torchtune.
+
+    Raises:
+        InputError: it cannot be imported; the message says why.
+    """
+    try:
+        _get_component_from_path(component)
+    except InstantiationError as error:
+        reason = reason_of(error.__cause__ or error)
+        raise InputError(
+            f"`model` must be one that can be imported, but {quote(component)} is not: {reason}."
+        ) from error
+
+
+def make_fake(model: nn.Module) -> None:
+    """Replace parameters and buffers by fake ones; under the fake mode. What modules share they go on sharing."""
+    made: dict[int, tuple[Any, Any]] = {}  # by the real one's identity, which is kept so that no other has it
+    for module in model.modules():
+        for tensors, wrap in ((module._parameters, _fake_parameter), (module._buffers, _fake_like)):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = tensor, wrap(tensor)  # pyright: ignore[reportArgumentType]
+                    tensors[name] = made[id(tensor)][1]
+
+
+def _fake_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(_fake_like(parameter), requires_grad=parameter.requires_grad)
+
+
+def _fake_like(tensor: Any) -> Any:
+    """A fake tensor on the CPU for a real or meta ``tensor``, which may wrap others."""
+    if isinstance(tensor, DTensor):
+        return DTensor(_fake_like(tensor._local_tensor), tensor._spec, requires_grad=False)
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, context = tensor.__tensor_flatten__()
+        if "tensor_meta" in context:  # NF4 keeps its device there
+            context = context | {"tensor_meta": replace(context["tensor_meta"], device=torch.device("cpu"))}
+        parts = {name: _fake_like(getattr(tensor, name)) for name in names}
+        return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
