@@ -28,6 +28,7 @@ from torchtune_adaptive.trace import CUDA_GRANULARITY_BYTES, StepTrace
 
 # First and last layers differ from those between, and in some models every second one does.
 _FEWEST_LAYERS, _PERIOD = 4, 2
+_FEWEST_LAYERS_OFFLOADING = 8  # the stash of activations holds those of five
 _BATCH_SIZES = (1, 2, 3)
 
 Timelines = dict[str, Timeline]
@@ -66,8 +67,10 @@ class _Steps:
         self._recipes: dict[int, FakeRecipe] = {}
         self._traced: dict[tuple[int, int, int], Timelines] = {}  # some are asked for twice
         self._progress = tqdm(desc="tracing", unit=" steps", disable=not shows_progress)
+        offloading = cfg.get("enable_activation_offloading", False)
+        self._fewest_layers = _FEWEST_LAYERS_OFFLOADING if offloading else _FEWEST_LAYERS
         try:
-            self.num_layers = self._recipe(_FEWEST_LAYERS).true_num_layers
+            self.num_layers = self._recipe(self._fewest_layers).true_num_layers
         except InputError:  # of a model that cannot be built with few layers, or not at all
             self.num_layers = self._recipe(None).num_layers
 
@@ -83,10 +86,10 @@ class _Steps:
 
     def layers_that_tell(self, seq_len: int) -> tuple[int, ...]:
         """Two numbers of layers from which that of the whole model follows, or that one alone."""
-        few = _FEWEST_LAYERS + self.num_layers % _PERIOD
+        few = self._fewest_layers + self.num_layers % _PERIOD
         layers = few, few + _PERIOD
         third = few + 2 * _PERIOD
-        buildable = _FEWEST_LAYERS in self._recipes
+        buildable = self._fewest_layers in self._recipes
         if not buildable or third >= self.num_layers or self._recipe(few).num_layers != few:
             return (self.num_layers,)
         batch_size = _BATCH_SIZES[1]
