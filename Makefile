@@ -15,6 +15,7 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.search_accuracy
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.steady_state
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.forecast_accuracy
+	.venv/bin/python -m benchmarks.plan_cost
 
 plans: $(STAMP)
 	.venv/bin/python -m benchmarks.stock_configs
