@@ -1,4 +1,4 @@
-"""A config's peaks over fake tensors: told by few layers as by all, and of the right kinds."""
+"""A config's peaks over fake tensors: told by few layers where they repeat, and of the right kinds."""
 
 from typing import Any
 
@@ -8,9 +8,7 @@ from omegaconf import DictConfig
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.configs import load_config
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.fake_plan import trace_config
-from torchtune_adaptive.fake_recipe import FakeRecipe
-from torchtune_adaptive.forecast import sum_of_timelines
+from torchtune_adaptive.fake_plan import trace_config, trace_layers
 from torchtune_adaptive.peaks import StepPeaks
 
 SEQ_LEN = 64
@@ -44,50 +42,30 @@ def _peaks(cfg: DictConfig, *, world_size: int = 1, seq_len: int = SEQ_LEN) -> S
     return trace_config(cfg, world_size=world_size, seq_lens=[seq_len]).peaks[0]
 
 
-def _whole(cfg: DictConfig, batch_sizes: tuple[int, ...], *, world_size: int = 1) -> dict[int, dict[str, float]]:
-    """Peaks of each phase of the whole model's step, traced at these very batch sizes."""
-    recipe = FakeRecipe(cfg, world_size=world_size)
-    found: dict[int, dict[str, float]] = {}
-    for batch_size in batch_sizes:
-        total = sum_of_timelines(recipe.trace(batch_size, SEQ_LEN).timelines(batch_size).values())
-        peaks = found.setdefault(batch_size, {})
-        for phase, live_bytes in zip(total.phases, total.live_bytes, strict=True):
-            peaks[phase] = max(live_bytes, peaks.get(phase, 0))
-    return found
-
-
-def _few_layers(_: int) -> dict[str, Any]:
+def _layers_traced(_: int) -> dict[str, tuple[int, ...]]:
     cfgs = {
-        "usual": _cfg("full", "model.num_layers=10", "gradient_accumulation_steps=2", "optimizer.fused=False"),
-        "another builder": _cfg("full", *_model("of_another_builder", depth=9)),
+        "alike": _cfg("full", "model.num_layers=10"),
+        "another builder": _cfg("full", *_model("of_another_builder", depth=10)),
         "one wide layer": _cfg("full", *_model("with_one_wide_layer", num_layers=10, wide=6)),
+        "every fourth checkpointed": _cfg("full", "model.num_layers=10", "ac_mode=selective", "ac_option=4"),
     }
-    seen: dict[str, Any] = {}
-    for name, cfg in cfgs.items():
-        step = trace_config(cfg, world_size=2, seq_lens=[SEQ_LEN])
-        true = _whole(cfg, (1, 5) if name == "usual" else (5,), world_size=2)
-        seen[name] = step.traced_layers, {batch_size: step.peaks[0].phases(batch_size) for batch_size in true}, true
-    return seen
+    return {name: trace_layers(cfg, world_size=2, seq_len=SEQ_LEN) for name, cfg in cfgs.items()}
 
 
 @pytest.fixture(scope="module")
-def few_layers() -> dict[str, Any]:
-    return run_on_ranks(_few_layers, 1, timeout_s=180.0)[0]
+def layers_traced() -> dict[str, tuple[int, ...]]:
+    return run_on_ranks(_layers_traced, 1, timeout_s=180.0)[0]
 
 
-def test_few_layers_tell_the_whole_models_peaks_to_the_byte(few_layers: dict[str, Any]) -> None:
-    layers, told, true = few_layers["usual"]
-    assert layers == (4, 6)
-    assert told == true
+def test_few_layers_are_traced_where_they_tell_the_whole(layers_traced: dict[str, tuple[int, ...]]) -> None:
+    assert layers_traced["alike"] == (4, 6)
 
 
-@pytest.mark.parametrize("name", ["another builder", "one wide layer"])
+@pytest.mark.parametrize("name", ["another builder", "one wide layer", "every fourth checkpointed"])
 def test_where_layers_differ_or_cannot_be_left_out_the_whole_model_is_traced(
-    few_layers: dict[str, Any], name: str
+    layers_traced: dict[str, tuple[int, ...]], name: str
 ) -> None:
-    layers, told, true = few_layers[name]
-    assert len(layers) == 1
-    assert told == true
+    assert layers_traced[name] == (10,)
 
 
 def _kinds(_: int) -> dict[str, Any]:

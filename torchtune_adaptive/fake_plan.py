@@ -54,6 +54,12 @@ def trace_config(
     return TracedStep(peaks, num_layers=steps.num_layers, traced_layers=layers, **figures)
 
 
+def trace_layers(cfg: DictConfig, *, world_size: int, seq_len: int) -> tuple[int, ...]:
+    """The numbers of layers of the models by which ``trace_config`` tells the whole one, or its own number alone."""
+    with _Steps(cfg, world_size=world_size, shows_progress=False) as steps:
+        return steps.layers_that_tell(seq_len)
+
+
 class _Steps:
     """Traces steps of one config's model, built with more or fewer layers.
 
