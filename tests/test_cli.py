@@ -206,7 +206,7 @@ OF_OTHER_RECIPES = {
 MEMORY = ("--memory", "80GiB")
 REFUSED: dict[str, tuple[list[str], str]] = {
     "unknown GPU": (["--memory", "H1000"], "but is 'H1000' instead; did you mean `H100 80GB`"),
-    "unreadable memory": (["--memory", "80bananas"], "`gpu` must be a size like 80GiB or one of"),
+    "unreadable memory": (["--memory", "80bananas"], "`memory` must be a size like 80GiB or one of"),
     "a size without unit": (["--memory", "80"], "but is '80' instead"),
     "no size": (["--memory", ""], "but is '' instead"),
     "a GPU of several sizes": (["--memory", "A100"], "as in A100 40GB or A100 80GB, but is 'A100' instead."),

@@ -103,7 +103,7 @@ def test_what_is_neither_name_nor_size_is_refused_in_one_sentence(text: str) -> 
     with pytest.raises(InputError) as caught:
         memory_of(text)
     message = str(caught.value)
-    assert message.startswith("`gpu` must be a size like 80GiB or one of T4, ")
+    assert message.startswith("`memory` must be a size like 80GiB or one of T4, ")
     assert f"but is {text!r} instead" in message
     assert message.endswith((".", "?"))
     assert "\n" not in message

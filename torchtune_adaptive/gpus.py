@@ -100,7 +100,7 @@ def memory_of(text: str) -> int:
         return KNOWN_GPUS[_NAMES[key]].memory_bytes
     if key in _AMBIGUOUS:
         raise InputError(
-            f"`gpu` must name its memory, as in {' or '.join(_AMBIGUOUS[key])}, but is {quote(text)} instead."
+            f"`memory` must name its memory, as in {' or '.join(_AMBIGUOUS[key])}, but is {quote(text)} instead."
         )
     try:
         memory_bytes = parse_memory(text)
@@ -110,6 +110,6 @@ def memory_of(text: str) -> int:
         nearest = difflib.get_close_matches(key, _NAMES, n=2)
         hint = f"; did you mean {' or '.join(f'`{_NAMES[found]}`' for found in nearest)}?" if nearest else "."
         raise InputError(
-            f"`gpu` must be a size like 80GiB or one of {', '.join(KNOWN_GPUS)}, but is {quote(text)} instead{hint}"
+            f"`memory` must be a size like 80GiB or one of {', '.join(KNOWN_GPUS)}, but is {quote(text)} instead{hint}"
         )
     return memory_bytes
