@@ -47,7 +47,7 @@ def _layers_traced(_: int) -> dict[str, tuple[int, ...]]:
         "alike": _cfg("full", "model.num_layers=10"),
         "another builder": _cfg("full", *_model("of_another_builder", depth=10)),
         "one wide layer": _cfg("full", *_model("with_one_wide_layer", num_layers=10, wide=6)),
-        "every fourth checkpointed": _cfg("full", "model.num_layers=10", "ac_mode=selective", "ac_option=4"),
+        "every ninth checkpointed": _cfg("full", "model.num_layers=10", "ac_mode=selective", "ac_option=9"),
     }
     return {name: trace_layers(cfg, world_size=2, seq_len=SEQ_LEN) for name, cfg in cfgs.items()}
 
@@ -61,7 +61,7 @@ def test_few_layers_are_traced_where_they_tell_the_whole(layers_traced: dict[str
     assert layers_traced["alike"] == (4, 6)
 
 
-@pytest.mark.parametrize("name", ["another builder", "one wide layer", "every fourth checkpointed"])
+@pytest.mark.parametrize("name", ["another builder", "one wide layer", "every ninth checkpointed"])
 def test_where_layers_differ_or_cannot_be_left_out_the_whole_model_is_traced(
     layers_traced: dict[str, tuple[int, ...]], name: str
 ) -> None:

@@ -95,7 +95,8 @@ class _Steps:
         few = self._fewest_layers + self.num_layers % _PERIOD
         layers = few, few + _PERIOD
         third = few + 2 * _PERIOD
-        buildable = self._fewest_layers in self._recipes
+        # Selective checkpointing wraps every n-th layer, of which few layers may have none.
+        buildable = self._fewest_layers in self._recipes and self._cfg.get("ac_mode", None) is None
         if not buildable or third >= self.num_layers or self._recipe(few).num_layers != few:
             return (self.num_layers,)
         batch_size = _BATCH_SIZES[1]
