@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 from torchtune._recipe_registry import get_all_recipes
 from tqdm import tqdm
 
-from torchtune_adaptive.configs import load_config
+from torchtune_adaptive.configs import is_lora, load_config
 from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.peaks import TracedStep
 from torchtune_adaptive.planner import trace
@@ -74,7 +74,7 @@ class StockConfig:
     def method(self) -> str:
         """What of the model is trained."""
         model = self.cfg.model
-        if "lora_attn_modules" not in model:
+        if not is_lora(self.cfg):
             return "full"
         quantized = model.get("quantize_base", False) or str(model._component_).rpartition(".")[2].startswith("qlora")
         return ("Q" if quantized else "") + ("DoRA" if model.get("use_dora", False) else "LoRA")

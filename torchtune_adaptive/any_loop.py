@@ -13,12 +13,8 @@ from torchtune_adaptive.consensus import Consensus
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.finder import search
 from torchtune_adaptive.meter import MemoryMeter, meter_for
-from torchtune_adaptive.search import SMALL_BATCH_SIZES, SearchResult
+from torchtune_adaptive.search import NO_BOUND, SMALL_BATCH_SIZES, SearchResult
 from torchtune_adaptive.settings import AdaptiveSettings, Strategy, parse_memory
-
-# Where neither the user nor a data set bounds the search: far above any batch, so that a step whose memory
-# does not grow with the batch ends the search.
-_NO_BOUND = 2**20
 
 
 def find_max_batch_size(
@@ -89,7 +85,7 @@ def find_max_batch_size(
             settings=settings,
             consensus=consensus,
             start=SMALL_BATCH_SIZES[0],
-            bound=max_batch_size or _NO_BOUND,
+            bound=max_batch_size or NO_BOUND,
         )
 
 

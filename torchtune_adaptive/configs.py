@@ -65,6 +65,11 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
     return content
 
 
+def is_lora(cfg: DictConfig) -> bool:
+    """Whether ``cfg`` is one of LoRA finetuning, else of full finetuning."""
+    return "lora_attn_modules" in cfg.model
+
+
 def stock_recipes_of(name: str) -> list[str]:
     """The stock recipes whose registered config has that name; none for a config that is not stock."""
     return [recipe.name for recipe in get_all_recipes() for config in recipe.configs if config.name == name]

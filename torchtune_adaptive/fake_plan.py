@@ -24,12 +24,12 @@ from torchtune_adaptive.forecast import Timeline, sum_of_timelines
 from torchtune_adaptive.layers import of_more_layers
 from torchtune_adaptive.peaks import Lines, StepPeaks, TracedStep
 from torchtune_adaptive.refuse import refuse_long_rows
+from torchtune_adaptive.search import SMALL_BATCH_SIZES
 from torchtune_adaptive.trace import CUDA_GRANULARITY_BYTES, StepTrace
 
 # First and last layers differ from those between, and in some models every second one does.
 _FEWEST_LAYERS, _PERIOD = 4, 2
 _FEWEST_LAYERS_OFFLOADING = 8  # the stash of activations holds those of five
-_BATCH_SIZES = (1, 2, 3)
 
 Timelines = dict[str, Timeline]
 
@@ -48,7 +48,7 @@ def trace_config(
     with _Steps(cfg, world_size=world_size, shows_progress=shows_progress) as steps:
         layers = steps.layers_that_tell(seq_lens[0])
         lengths = len(set(seq_lens))
-        steps.expect((lengths + min(lengths, 2) * len(_BATCH_SIZES[1:])) * len(layers))
+        steps.expect((lengths + min(lengths, 2) * len(SMALL_BATCH_SIZES)) * len(layers))
         peaks = steps.peaks(seq_lens, layers)
         figures = steps.figures(layers)  # after steps, which made the optimizers' state
     return TracedStep(peaks, num_layers=steps.num_layers, traced_layers=layers, **figures)
@@ -99,7 +99,7 @@ class _Steps:
         buildable = self._fewest_layers in self._recipes and self._cfg.get("ac_mode", None) is None
         if not buildable or third >= self.num_layers or self._recipe(few).num_layers != few:
             return (self.num_layers,)
-        batch_size = _BATCH_SIZES[1]
+        batch_size = SMALL_BATCH_SIZES[0]
         told = self._extrapolated(layers, third, batch_size, seq_len)
         if told is None or _peaks(told) != _peaks(self._timelines(third, batch_size, seq_len)):
             return (self.num_layers,)
@@ -124,16 +124,16 @@ class _Steps:
                 short, long = ends[short_len], ends[long_len]
                 lines = short.between(seq_len, own_len=short_len, other=long, other_len=long_len)
             lines = lines or self._lines(seq_len, layers)
-            single = self._told(layers, _BATCH_SIZES[0], seq_len)
+            single = self._told(layers, 1, seq_len)
             found.append(StepPeaks.from_lines(seq_len, single=single, growing=lines))
         return tuple(found)
 
     def _lines(self, seq_len: int, layers: tuple[int, ...]) -> Lines:
-        small, large = (self._told(layers, batch_size, seq_len) for batch_size in _BATCH_SIZES[1:])
+        small, large = (self._told(layers, batch_size, seq_len) for batch_size in SMALL_BATCH_SIZES)
         lines = Lines.from_timelines(small, large)
         if lines is None:
             raise InputError(
-                f"The model must run the same operations at batch sizes {_BATCH_SIZES[1]} and {_BATCH_SIZES[2]}"
+                f"The model must run the same operations at batch sizes {' and '.join(map(str, SMALL_BATCH_SIZES))}"
                 f" to be planned, but does not (rows of {seq_len} tokens)."
             )
         return lines

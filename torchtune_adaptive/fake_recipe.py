@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torchtune.training._activation_offloading as torchtune_offloading
 import torchtune.training.activations as torchtune_activations
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -23,6 +23,7 @@ from torchtune import config
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import DoRALinear
 
+from torchtune_adaptive.configs import is_lora, resolved
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.fake_model import layers_limited_to, make_fake
 from torchtune_adaptive.stand_ins import OffloadedActivations, stand_in_for_optimizer
@@ -103,11 +104,6 @@ class FakeRecipe:
             yield
 
 
-def is_lora(cfg: DictConfig) -> bool:
-    """Whether ``cfg`` is one of LoRA finetuning, else of full finetuning."""
-    return "lora_attn_modules" in cfg.model
-
-
 def _is_packed(dataset: Any) -> bool:
     """Whether the config's `dataset` gives packs; of several all do, or none."""
     one = dataset[0] if isinstance(dataset, ListConfig) else dataset
@@ -124,7 +120,7 @@ def start_fake_process_group(world_size: int) -> None:
 
 
 def _on_fake_device(cfg: DictConfig) -> DictConfig:
-    content: Any = OmegaConf.to_container(cfg, resolve=True)
+    content = resolved(cfg)
     wants_offloading = bool(content.get("enable_activation_offloading", False))
     changes = {"device": "cpu", "enable_activation_offloading": False, "compile": False}
     optimizer = stand_in_for_optimizer(cfg.optimizer)

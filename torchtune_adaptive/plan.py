@@ -11,12 +11,11 @@ from torchtune_adaptive.errors import require_integer
 from torchtune_adaptive.overhead import Calibration, Overhead
 from torchtune_adaptive.peaks import StepPeaks, TracedStep
 from torchtune_adaptive.planner import trace
-from torchtune_adaptive.search import binary_search, round_down_to_power_of_two
+from torchtune_adaptive.search import NO_BOUND, binary_search, round_down_to_power_of_two
 from torchtune_adaptive.settings import AdaptiveSettings
 
 # Rows of a plan where neither the user nor the config says how long they are.
 USUAL_SEQ_LENS = (2048, 4096, 8192)
-_UNBOUNDED = 2**20  # a batch size above any: memory does not grow with it
 
 Trace = Callable[..., TracedStep]  # as ``planner.trace``
 
@@ -122,8 +121,8 @@ def _largest(peaks: StepPeaks, overhead: Overhead, limit_bytes: float, margin: f
         needed_bytes = peak_bytes + (overhead.uncertainty_bytes_at(peak_bytes) if certain else 0)
         return needed_bytes <= overhead.largest_traced_bytes(limit_bytes, margin, num_tokens=num_tokens)
 
-    largest = binary_search(fits, start=2, max_batch_size=_UNBOUNDED)  # where 2 rows fit, a single one may not
-    return None if largest == _UNBOUNDED else largest
+    largest = binary_search(fits, start=2, max_batch_size=NO_BOUND)  # where 2 rows fit, a single one may not
+    return None if largest == NO_BOUND else largest
 
 
 def _overhead(cfg: DictConfig, card: Card, world_size: int, attention_width: int) -> Overhead:

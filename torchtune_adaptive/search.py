@@ -14,6 +14,9 @@ Fits = Callable[[int], bool]
 # Two small sizes give every operation's line. Not 1: dimensions of size 1 have other strides and other operations.
 SMALL_BATCH_SIZES = (2, 3)
 
+# Where nothing bounds a search: far above any batch, so that a step whose memory does not grow with the batch ends it.
+NO_BOUND = 2**20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:

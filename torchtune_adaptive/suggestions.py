@@ -4,8 +4,9 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from torchtune_adaptive.configs import is_lora, resolved
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan import Card, LengthPlan, Trace, plan
 from torchtune_adaptive.planner import trace
@@ -47,7 +48,7 @@ def suggestions(
     checkpointed = _with(cfg, {"enable_activation_checkpointing": True, "ac_mode": None})
     if not cfg.get("enable_activation_checkpointing", False):
         yield planned("enable_activation_checkpointing=True", checkpointed)
-    lora = None if "lora_attn_modules" in cfg.model else _lora_of(checkpointed)
+    lora = None if is_lora(cfg) else _lora_of(checkpointed)
     if lora is not None:
         yield planned(f"LoRA and checkpointing: model={lora.model._component_}, rank {lora.model.lora_rank}", lora)
     yield from _first_that_fits(
@@ -79,9 +80,7 @@ def _halvings(number: int, least: int) -> Iterator[int]:
 
 def _with(cfg: DictConfig, changes: dict[str, object]) -> DictConfig:
     """A copy of ``cfg`` with other top-level values."""
-    content = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(content, dict), type(content)
-    return OmegaConf.create({str(key): value for key, value in content.items()} | changes)
+    return DictConfig(resolved(cfg) | changes)
 
 
 def _lora_of(cfg: DictConfig) -> DictConfig | None:

@@ -16,7 +16,8 @@ Kind: TypeAlias = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 CUDA_GRANULARITY_BYTES = 512  # of its caching allocator (kMinBlockSize in c10/core/AllocatorConfig.h of torch 2.13)
-ON_HOST: Literal["on the host"] = "on the host"  # not on the device, and not counted
+ON_HOST = "on the host"  # marks what is not on the device, and not counted
+Mark: TypeAlias = Kind | Literal["on the host"]
 
 
 class StepTrace:
@@ -33,7 +34,7 @@ class StepTrace:
     """
 
     def __init__(self, *, granularity_bytes: int = 1, steps_on_host: bool = False, by_gloo: bool = False) -> None:
-        self._born_late: Kind | Literal["on the host"] = ON_HOST if steps_on_host else "temporaries"
+        self._born_late: Mark = ON_HOST if steps_on_host else "temporaries"
         self._by_gloo = by_gloo
         self._storages = Storages(self._note, granularity_bytes=granularity_bytes)
         self._watch = WatchOperations(self._after_operation, self._after_resize)
@@ -41,9 +42,9 @@ class StepTrace:
         self._operations: list[str] = []
         self._phases: list[str] = []
         self._phase = ""
-        self._kinds: dict[int, Kind | Literal["on the host"]] = {}
+        self._kinds: dict[int, Mark] = {}
 
-    def mark(self, values: Any, kind: Kind | Literal["on the host"]) -> None:
+    def mark(self, values: Any, kind: Mark) -> None:
         """Count the storages of the tensors in ``values`` (any nest of containers), as ``kind``."""
         for value in tree_leaves(values):
             for tensor in plain_parts(value):
