@@ -17,7 +17,6 @@ import math
 import os
 import platform
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ from torchtune import config, training
 from torchtune.training.activations import checkpoint_wrapper
 from tqdm import tqdm
 
+from benchmarks.provenance import commit
 from tests.ranks import run_on_ranks
 from tests.recipe_runs import adaptive_recipe, tiny_config
 from torchtune_adaptive.errors import InputError
@@ -437,7 +437,7 @@ def _report(compared: list[Comparison], *, seed: int, seconds: float) -> None:
         "# Forecast of a step's memory from fake tensors against real steps, CPU",
         "",
         f"`python -m benchmarks.forecast_accuracy --seed {seed} --cases {len(compared)}`, {time.strftime('%Y-%m-%d')},"
-        f" commit {_commit()}, {machine}, Python {platform.python_version()}, torch {torch.__version__},"
+        f" commit {commit()}, {machine}, Python {platform.python_version()}, torch {torch.__version__},"
         f" torchtune {version('torchtune')}; {seconds:.0f} s.",
         "",
         "Each case is drawn at random. Its limit lies where a drawn number of rows just fits, a byte short of one row"
@@ -500,13 +500,6 @@ def _costs(result: SearchResult) -> tuple[int, int, int]:
     probes = result.probes
     full = sum(probe.batch_size > SMALL_BATCH_SIZES[-1] for probe in probes)
     return len(probes), full, sum(not probe.fits for probe in probes)
-
-
-def _commit() -> str:
-    def said(*command: str) -> str:
-        return subprocess.run(["git", *command], capture_output=True, text=True, check=False).stdout.strip()
-
-    return said("rev-parse", "--short", "HEAD") + (" with changes" if said("status", "--porcelain") else "")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
+from benchmarks.provenance import commit
+
 RESULTS = Path(__file__).parent / "results" / "plan_cost_cpu.md"
 CASES = [
     ("llama3_2/1B_full", 8),
@@ -71,12 +73,11 @@ def _run(command: list[str]) -> tuple[str, Cost]:
 
 def _report(rows: list[list[str]]) -> None:
     header = ["config", "ranks", "layers traced", "seconds", "resident GiB", "largest batch at 80 GiB"]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
     lines = [
         "# What a plan costs",
         "",
-        f"`python -m benchmarks.plan_cost`, {time.strftime('%Y-%m-%d')}, commit {commit.strip()}, {machine}, Python"
+        f"`python -m benchmarks.plan_cost`, {time.strftime('%Y-%m-%d')}, commit {commit()}, {machine}, Python"
         f" {platform.python_version()}, torch {torch.__version__}, torchtune {version('torchtune')}. Wall seconds of"
         " the whole program, imports included; rows of 2048 tokens; the batch with what a GPU adds by the defaults.",
         "",

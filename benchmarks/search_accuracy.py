@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
+from benchmarks.provenance import commit
 from torchtune_adaptive.configs import resolve_config_argument
 from torchtune_adaptive.search import SearchResult
 from torchtune_adaptive.settings import STRATEGIES
@@ -167,13 +168,12 @@ def _report(rows: list[list[str]], *, seconds: float) -> None:
     header = ["case", "limit", "exhaustive"]
     for strategy in STRATEGIES:
         header += [strategy, "probes", "OOMs"]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     wrong = sum("WRONG" in cell for row in rows for cell in row)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {RANKS} gloo ranks of {torch.get_num_threads()} thread"
     lines = [
         "# Largest batch size by each strategy against exhaustive search, CPU",
         "",
-        f"`python -m benchmarks.search_accuracy`, {time.strftime('%Y-%m-%d')}, commit {commit.strip()}, {machine},"
+        f"`python -m benchmarks.search_accuracy`, {time.strftime('%Y-%m-%d')}, commit {commit()}, {machine},"
         f" Python {platform.python_version()}, torch {torch.__version__}, torchtune {version('torchtune')};"
         f" {seconds:.0f} s. Margin 0.05, no rounding. Probes are whole train steps; each search also takes one"
         " step of two rows before its first probe.",

@@ -31,6 +31,7 @@ from omegaconf import DictConfig
 from torchtune import training
 from torchtune.training.metric_logging import MetricLoggerInterface
 
+from benchmarks.provenance import commit
 from tests.recipe_runs import adaptive_recipe, stock_recipe, tiny_config
 from torchtune_adaptive.tiny import make_tiny_assets
 
@@ -222,7 +223,6 @@ def _spread(values: list[float], *, digits: int) -> str:
 
 
 def _report(measured: list[tuple[Case, dict[str, list[Block]]]], *, seconds: float, load: float) -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {RANKS} gloo ranks of {torch.get_num_threads()} thread"
     names = (STOCK, ON, OFF)
     speeds = ["step", "rounds x steps", *(f"{name}, ms" for name in names), *(f"{name}, tokens/s" for name in names)]
@@ -230,7 +230,7 @@ def _report(measured: list[tuple[Case, dict[str, list[Block]]]], *, seconds: flo
     lines = [
         "# Speed of the training loop without out-of-memory errors against the stock recipes, CPU",
         "",
-        f"`OMP_NUM_THREADS=1 python -m benchmarks.steady_state`, {time.strftime('%Y-%m-%d')}, commit {commit.strip()},"
+        f"`OMP_NUM_THREADS=1 python -m benchmarks.steady_state`, {time.strftime('%Y-%m-%d')}, commit {commit()},"
         f" {machine}, Python {platform.python_version()}, torch {torch.__version__}, torchtune {version('torchtune')};"
         f" {seconds:.0f} s. The machine's load was {load:.1f} before and {os.getloadavg()[0]:.1f} after.",
         "",

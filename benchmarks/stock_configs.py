@@ -10,7 +10,6 @@ config was neither planned nor refused.
 import argparse
 import platform
 import re
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from omegaconf import DictConfig
 from torchtune._recipe_registry import get_all_recipes
 from tqdm import tqdm
 
+from benchmarks.provenance import commit
 from torchtune_adaptive.configs import is_lora, load_config
 from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.peaks import TracedStep
@@ -143,12 +143,11 @@ def plan(config: StockConfig) -> Planned:
 
 def document(planned: Sequence[Planned]) -> str:
     """The text of ``docs/stock_configs.md``."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     margin = AdaptiveSettings().margin
     lines = [
         "# The stock configs' batch sizes, told without a GPU",
         "",
-        f"`python -m benchmarks.stock_configs`, {time.strftime('%Y-%m-%d')}, commit {commit.strip()},"
+        f"`python -m benchmarks.stock_configs`, {time.strftime('%Y-%m-%d')}, commit {commit()},"
         f" {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__},"
         f" torchtune {version('torchtune')}.",
         "",
