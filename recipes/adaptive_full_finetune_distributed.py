@@ -16,7 +16,7 @@ from torchtune.training.lr_schedulers import get_lr
 
 from torchtune_adaptive.launch import launch, run_recipe
 from torchtune_adaptive.loop import AdaptiveLoop, StepTotals
-from torchtune_adaptive.micro_batch import MicroStep
+from torchtune_adaptive.micro_step import MicroStep
 from torchtune_adaptive.stock import load_stock_recipe
 
 StockRecipe: Any = load_stock_recipe("full_finetune_distributed").FullFinetuneRecipeDistributed
@@ -27,13 +27,13 @@ class AdaptiveFullFinetuneRecipeDistributed(AdaptiveLoop, StockRecipe):
 
     def _backward(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor) -> None:
         if self._optimizer_in_bwd:
-            _, all_tokens = self._totals(MicroStep(loss_sum.detach(), num_tokens))
-            loss_sum = loss_sum * (self.world_size / all_tokens)
+            sums = self._totals(MicroStep(loss_sum.detach(), num_tokens))
+            loss_sum = loss_sum * (self.world_size / sums.num_tokens)
         super()._backward(loss_sum, num_tokens)
 
     def _finish_window(self, micro_steps: MicroStep) -> StepTotals:
         if self._optimizer_in_bwd:
-            return self._step_totals(*self._totals(micro_steps), grad_norm=None)
+            return self._step_totals(self._totals(micro_steps), grad_norm=None)
         return super()._finish_window(micro_steps)
 
     def _zero_gradients(self) -> None:

@@ -20,9 +20,8 @@ from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from tests.faults import same_bits
-from torchtune_adaptive.batching import cut
 from torchtune_adaptive.consensus import Consensus
-from torchtune_adaptive.micro_batch import MicroStep
+from torchtune_adaptive.micro_step import MicroStep
 from torchtune_adaptive.optimizer_state import allocate_state
 from torchtune_adaptive.recovery import Recovery, Strain
 from torchtune_adaptive.rehearsal import rehearse
@@ -151,7 +150,8 @@ class Trials:
             with faults[number]:
                 return self.micro_step(micro_batch)
 
-        micro_steps = [partial(run, number, rows) for number, rows in enumerate(cut(window, rows))]
+        cuts = (batch[start : start + rows] for batch in window for start in range(0, len(batch), rows))
+        micro_steps = [partial(run, number, rows) for number, rows in enumerate(cuts)]
         attempt = self.recovery.attempt(micro_steps, is_thrashing=lambda: False)
         assert (attempt.result is None) == (attempt.strain is Strain.OUT_OF_MEMORY)
         return attempt.result

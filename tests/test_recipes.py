@@ -128,7 +128,7 @@ def _metered_peaks(recipe: Any, batch_size: int) -> list[int]:
         row = {"tokens": list(range(256)), "labels": list(range(256))}
         meter.reset()
         with meter, keep_random_states():
-            recipe._run_window([[row] * rows] * 2)
+            recipe._run_micro_batches([[row] * rows] * 2)
         peaks.append(meter.peak_bytes)
     return peaks[1:]
 

@@ -86,8 +86,8 @@ def test_a_recipe_with_faults_equals_one_told_the_same_micro_batches(kind: str, 
         (1, 6, 4, 2),
         (1, 6, 4, 1),
     ]
-    assert history[0]["reason"].startswith("micro-batch 4 -> 2: in step 2 rank 1 ran out of memory in backward (")
-    assert history[1]["reason"] == "micro-batch 2 -> 4: fits again at the start of epoch 1"
+    assert history[0]["reason"].startswith("micro-batch 4 -> 2 rows: in step 2 rank 1 ran out of memory in backward (")
+    assert history[1]["reason"] == "micro-batch 2 -> 4 rows: fits again at the start of epoch 1"
     assert ranks[0]["on disk"] == {"history": history}
     assert ranks[1]["history"] == history
 
@@ -144,8 +144,8 @@ def _thrashing(config: Any) -> dict[str, Any]:
                 self._meter.cache_limit_bytes = self._meter.live_bytes + 2**20
             super()._before_epoch(epoch)
 
-        def _shrink(self, attempt: Any) -> None:
-            super()._shrink(attempt)
+        def _shrink(self, *args: Any) -> None:
+            super()._shrink(*args)
             self._meter.cache_limit_bytes = None
 
     limited = {"adaptive__memory_limit": "2GiB"}
@@ -265,7 +265,7 @@ def test_thrashing_on_one_rank_makes_the_next_step_smaller_and_repeats_none(trou
         assert thrashing["parameters equal"]
         assert thrashing["losses equal"]
         (reason,) = thrashing["reason"]
-        assert reason.startswith("micro-batch 4 -> 2: in step 2 rank 1 gave back the allocator's cache in two steps")
+        assert reason.startswith("micro-batch 4 -> 2 rows: in step 2 rank 1 gave back the allocator's cache in two steps")
     assert troubles[0]["thrashing"]["micro-batches"] == [4, 2, 2, 2]
     assert troubles[0]["thrashing"]["retries"] == [0] * 4
 
@@ -278,7 +278,7 @@ def test_a_neighbours_memory_makes_micro_batches_small_until_it_is_gone(troubles
     first, *_, last = troubles[0]["ballast"]["reasons"]
     assert "in step 3 rank 1 ran out of memory in" in first
     assert "limit 48.0 MiB" in first
-    assert last == f"micro-batch {sizes[3]:.0f} -> 4: fits again at the start of epoch 1"
+    assert last == f"micro-batch {sizes[3]:.0f} -> 4 rows: fits again at the start of epoch 1"
 
 
 def test_with_unequal_limits_every_strategy_finds_what_fits_the_smaller_rank(troubles: list[dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ PACKAGE = REPOSITORY / "torchtune_adaptive"
 ROOMS = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
 LONGEST_FILE_LINES = 250
 PLAIN_ROOMS = ["search", "forecast", "layers", "peaks", "horizon", "thrashing", "batching", "schedule", "settings"]
-PLAIN_ROOMS += ["errors", "units", "gpus", "overhead"]
+PLAIN_ROOMS += ["errors", "units", "gpus", "overhead", "components", "noise_scale", "token_budget"]
 
 
 def _documented() -> dict[str, set[str]]:

@@ -1,167 +1,126 @@
-"""The batch size of a recipe: searched for before training, grown at epoch boundaries, set in one place."""
+"""The batch size of a recipe: what the search or the config gives, grown at epoch boundaries, kept over a resume."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
-from torch import nn
-from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtune import utils
 
 from torchtune_adaptive.consensus import Consensus
-from torchtune_adaptive.errors import reason_of
-from torchtune_adaptive.expectation import expected_batch_size
-from torchtune_adaptive.finder import search
 from torchtune_adaptive.horizon import Horizon
 from torchtune_adaptive.meter import meter_for
-from torchtune_adaptive.rate import follow, refuse_unfollowing
+from torchtune_adaptive.micro_step import gradient_norms
+from torchtune_adaptive.noise_scale import MeasuredSchedule
+from torchtune_adaptive.rate import follow, refuse_unfollowing, scale_of, set_rates
+from torchtune_adaptive.record import AdaptiveRecord
 from torchtune_adaptive.refuse import (
     refuse_impossible_limit,
     refuse_large_start,
-    refuse_long_rows,
-    refuse_small_data,
+    refuse_stepping_in_backward,
     refuse_unsearchable,
-    samples_per_step,
 )
-from torchtune_adaptive.report import AdaptiveReport, past_history, probe_table, summary
 from torchtune_adaptive.schedule import Growth, next_batch_size, rehearse
-from torchtune_adaptive.search import SearchResult
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.snapshot import keep_random_states
-from torchtune_adaptive.worst_case import Row, window_maker, worst_case_row
 
 log = utils.get_logger("DEBUG")
 
 
-class AdaptiveBatch:
-    """Keeps the batch size of the stock recipe below it, and all that depends on it.
+class AdaptiveBatch(AdaptiveRecord):
+    """Keeps the batch size of the stock recipe below it, and the learning rate that goes with it.
 
     The annotated attributes are the stock recipe's own, as its ``setup`` leaves them.
     """
 
-    world_size: int
-    epochs_run: int
     total_epochs: int
-    max_steps_per_epoch: int | None
-    global_step: int
-    _device: torch.device
-    _is_rank_zero: bool
-    _model: nn.Module
-    _optimizer: torch.optim.Optimizer
-    _loss_fn: Any
-    _tokenizer: Any
-    _dataloader: Any  # a StatefulDataLoader over a StatefulDistributedSampler
     _lr_scheduler: Any
-    _gradient_accumulation_steps: int
-    _steps_per_epoch: int
-    _output_dir: str
     _setup_lr_scheduler: Callable[..., Any]
 
     def __init__(self, cfg: DictConfig) -> None:
         self._adaptive = AdaptiveSettings.from_cfg(cfg)
         if self._adaptive.searches:
             refuse_unsearchable(cfg)
-        super().__init__(cfg=cfg)  # pyright: ignore[reportCallIssue]
+        refuse_stepping_in_backward(cfg, self._adaptive)
+        super().__init__(cfg=cfg)
         if self._adaptive.searches:
             refuse_impossible_limit(self._adaptive, self._device)
         self._consensus = Consensus()
+        self._checkpoint_dir = cfg.checkpointer.get("output_dir", cfg.output_dir)
 
     def _adapt(self, cfg: DictConfig) -> None:
-        """Set up the meter, and search for the batch size if the config asks for it. A collective."""
+        """Set up the meter, find the sizes that the config asks for, and take them up. A collective."""
         limited = self._device.type == "cpu" and self._adaptive.memory_limit_bytes is not None  # there it costs time
         metered = limited or self._device.type == "cuda"
         self._meter = meter_for(self._device, self._model, self._optimizer) if metered else None
-        self._report = AdaptiveReport(history=past_history(self._output_dir, before_epoch=self.epochs_run))
-        self._probe_row: Row | None = None
-        if self._adaptive.batch_increase_function is not None and self._lr_scheduler is not None:
+        self._wanted_rows = cfg.batch_size
+        self._reference_samples = cfg.batch_size * cfg.gradient_accumulation_steps * self._ranks
+        self._begin_record()
+        if (self._grows or self._adaptive.lr_scaling != "none") and self._lr_scheduler is not None:
             refuse_unfollowing(self._lr_scheduler)
-        if self._adaptive.searches:
-            with keep_random_states():  # the data set's transforms and the user's function may draw from them
-                self._rehearse_growth(cfg.batch_size, maximum=None)
-                self._start_from(self._search(cfg), cfg)
+        with keep_random_states():  # the data set's transforms and the user's function may draw from them
+            self._rehearse_growth(self._batch_size, maximum=None)
+            self._size(cfg)
+            self._take_up(cfg)
         if self._steps_per_epoch == 0:
-            self._refuse_small_data(self._dataloader.batch_size)
+            self._refuse_small_data(self._batch_size)
         if self._meter is not None:
             self._meter.limit_bytes = self._adaptive.memory_limit_bytes
             self._meter.exact = False
             self._meter.reset()
 
-    def _search(self, cfg: DictConfig) -> SearchResult:
-        """The largest batch size that fits, by whole train steps on the longest rows. A collective."""
-        assert self._meter is not None
-        bound = self._samples_per_rank() // self._gradient_accumulation_steps
-        if bound == 0:
-            self._refuse_small_data(1)
-        self._probe_row, seq_len = self._worst_row()
-        result = search(
-            self._probe_step,
-            window_maker(self._probe_row, micro_batches=self._gradient_accumulation_steps),
-            model=self._model,
-            optimizer=self._optimizer,
-            device=self._device,
-            meter=self._meter,
-            settings=self._adaptive,
-            consensus=self._consensus,
-            start=cfg.batch_size,
-            bound=min(bound, self._adaptive.max_batch_size or bound),
-            expected=expected_batch_size(
-                cfg, seq_len=seq_len, settings=self._adaptive, meter=self._meter, consensus=self._consensus
-            ),
-        )
-        self._renew_offloading()
-        self._report.result, self._report.seq_len = result, seq_len
-        utils.log_rank_zero(log, f"Probes as rank 0 saw them:\n{probe_table(result)}\n{summary(result, seq_len)}")
-        return result
+    @property
+    def _grows(self) -> bool:
+        return self._adaptive.batch_increase_function is not None
 
-    def _worst_row(self) -> tuple[Row, int]:
-        """The longest row that training can meet, and its tokens. A collective."""
-        longest = getattr(self._tokenizer, "max_seq_len", None)
-        row, seq_len = worst_case_row(
-            self._dataloader.dataset,
-            seq_len=self._adaptive.seq_len,
-            tokenizer_max_seq_len=longest,
-            consensus=self._consensus,
-        )
-        refuse_long_rows(seq_len, self._model)
-        if longest is not None and seq_len < longest:
-            utils.log_rank_zero(
-                log, f"Rows may have {longest} tokens, but probes have {seq_len}: longer ones may not fit."
-            )
-        return row, seq_len
+    @property
+    def _decides(self) -> bool:
+        """Whether a step's samples are ours to choose or to cut, rather than by stock keys alone."""
+        settings = self._adaptive
+        return settings.searches or self._is_global or settings.max_tokens_per_micro_batch is not None
 
-    def _probe_step(self, window: list[list[Row]]) -> None:
-        """One optimizer step over ``window``."""
-        self._renew_offloading()
-        self._run_window(window)
-
-    def _run_window(self, window: list[list[Row]]) -> Any:
-        """One optimizer step over a window of micro-batches, come what may. A collective."""
-        raise NotImplementedError
-
-    def _renew_offloading(self) -> None:
-        """Activation offloading keeps a step's tensors in its context, which a failed step leaves unusable."""
-        self.activations_handling_ctx = type(self.activations_handling_ctx)()
-
-    def _start_from(self, result: SearchResult, cfg: DictConfig) -> None:
-        """Take up the batch size the search or the config gives, and where the schedule has brought it on resuming."""
-        first = result.batch_size if self._adaptive.use_maximum_batch_size else cfg.batch_size
-        refuse_large_start(first, result.exact_batch_size, bound=result.bound)
-        self._maximum = result.batch_size
-        growths = self._rehearse_growth(first, maximum=self._maximum)
-        sizes = [growth.batch_size for growth in growths] or [first] * self.total_epochs
+    def _take_up(self, cfg: DictConfig) -> None:
+        """Begin with the batch size that search or config give; on resuming, where the run has brought it."""
+        first = self._batch_size
+        if self._result is not None and self._adaptive.use_maximum_batch_size and not self._is_global:
+            assert self._fitting_rows is not None
+            first = self._fitting_rows
+        self._maximum = self._growth_maximum(first)
+        sizes = [growth.batch_size for growth in self._rehearse_growth(first, maximum=self._maximum)]
+        sizes = sizes or [first] * self.total_epochs
         present = sizes[self.epochs_run - 1] if self.epochs_run else first
-        self._set_batch_size(first)
-        self._restart_schedule(cfg, sizes[: self.epochs_run], present)
-        reason = f"{result.strategy} search" if self._adaptive.use_maximum_batch_size else "config"
-        self._decide(present, reason if not self.epochs_run else f"{reason}, resumed at epoch {self.epochs_run}")
+        steps_done = sum(map(self._steps_at, sizes[: self.epochs_run]))
+        saved = self._saved
+        if saved is not None:
+            steps_done, self._reference_samples = saved.global_step, saved.reference_samples
+            if (self._grows or self._adaptive.use_maximum_batch_size) and saved.is_global == self._is_global:
+                first, present = saved.first_batch_size, saved.batch_size
+        self._first_batch_size = first
+        if self._decides or self._adaptive.lr_scaling != "none":
+            self._restart_schedule(cfg, first, present, steps_done)
+        self.global_step = steps_done
+        if saved is not None:
+            self._go_on_from(saved)
+        if self._decides:
+            reason = f"{self._adaptive.strategy} search" if self._adaptive.use_maximum_batch_size else "config"
+            self._decide(reason if not self.epochs_run else f"{reason}, resumed at epoch {self.epochs_run}")
 
-    def _restart_schedule(self, cfg: DictConfig, past_sizes: list[int], present: int) -> None:
+    def _growth_maximum(self, first: int) -> int:
+        """How large the batch may become, growing from ``first``."""
+        limit, largest = self._adaptive.growth_limit, self._largest_batch_size()
+        if limit != "memory":
+            return min(limit, largest) if isinstance(limit, int) else largest
+        if self._result is None:
+            return largest
+        if self._grows:
+            refuse_large_start(first, self._result.exact_batch_size, bound=self._result.bound)
+        return self._result.batch_size
+
+    def _restart_schedule(self, cfg: DictConfig, first: int, present: int, steps_done: int) -> None:
         """Build the learning rate schedule for the first batch size, and go to where past epochs have brought it."""
+        self._set_batch_size(first)
         first_steps = self._steps_per_epoch
         self._horizon = Horizon(first_steps)
-        self.global_step = sum(self._steps_at(size) for size in past_sizes)
         if self._lr_scheduler is not None:
             for group in self._optimizer.param_groups:
                 group["lr"] = copy.deepcopy(group["initial_lr"])  # a tensor is changed in place: not to be shared
@@ -170,20 +129,31 @@ class AdaptiveBatch:
                 num_training_steps=self.total_epochs * first_steps,
                 last_epoch=self.epochs_run * first_steps - 1,
             )
-        if self._adaptive.batch_increase_function is None:
-            return
-        if self._lr_scheduler is not None:
-            follow(self._lr_scheduler, self._horizon, step=self.global_step)
         self._set_batch_size(present)
+        if self._lr_scheduler is not None and (self._grows or self._adaptive.lr_scaling != "none"):
+            follow(self._lr_scheduler, self._horizon, step=steps_done, scale=lambda: self._rate_scale)
         if self.epochs_run:
-            self._horizon.change(epoch=self.epochs_run, step=self.global_step, steps_per_epoch=self._steps_per_epoch)
+            self._horizon.change(epoch=self.epochs_run, step=steps_done, steps_per_epoch=self._steps_per_epoch)
+        self._scale_rate()
+
+    def _scale_rate(self) -> None:
+        """Scale the learning rate to the present batch."""
+        rule, samples = self._adaptive.lr_scaling, self._samples_per_step_at(self._batch_size)
+        self._rate_scale = scale_of(rule, samples=samples, reference_samples=self._reference_samples)
+        if rule != "none":
+            set_rates(self._optimizer, self._lr_scheduler, self._rate_scale)
+            utils.log_rank_zero(
+                log,
+                f"learning rate * {self._rate_scale:.6g}: {rule} scaling to {samples} samples per optimizer step,"
+                f" from the config's {self._reference_samples}",
+            )
 
     def _before_epoch(self, epoch: int) -> None:
         """Ask the user's function for this epoch's increase, and follow it up to the maximum. A collective."""
         function = self._adaptive.batch_increase_function
         if function is None:
             return
-        batch_size = self._dataloader.batch_size
+        batch_size = self._batch_size
         growth = self._consensus.ask_rank_zero(
             lambda: next_batch_size(function, epoch=epoch, batch_size=batch_size, maximum=self._maximum)
         )
@@ -192,7 +162,8 @@ class AdaptiveBatch:
         if growth.granted:
             self._set_batch_size(growth.batch_size)
             self._horizon.change(epoch=epoch, step=self.global_step, steps_per_epoch=self._steps_per_epoch)
-            self._decide(growth.batch_size, growth.reason, epoch=epoch)
+            self._scale_rate()
+            self._decide(growth.reason, epoch=epoch)
 
     def _rehearse_growth(self, batch_size: int, *, maximum: int | None) -> list[Growth]:
         """What the user's function, if there is one, will answer for every epoch. A collective."""
@@ -203,47 +174,20 @@ class AdaptiveBatch:
             lambda: rehearse(function, total_epochs=self.total_epochs, batch_size=batch_size, maximum=maximum)
         )
 
-    def _set_batch_size(self, batch_size: int) -> None:
-        """The only writer of the batch size: data loader, steps per epoch and torchtune's label cache follow it."""
-        loader = self._dataloader
-        self._dataloader = StatefulDataLoader(
-            loader.dataset,
-            batch_size=batch_size,
-            sampler=loader.sampler,
-            collate_fn=loader.collate_fn,
-            drop_last=loader.drop_last,
-        )
-        self._steps_per_epoch = self._steps_at(batch_size)
-        self.ignore_labels_cache = torch.full((batch_size, 1), self._loss_fn.ignore_index, device=self._device)
+    def _measures(self) -> bool:
+        """Whether the schedule wants to know of the next optimizer step's gradients."""
+        function = self._adaptive.batch_increase_function
+        return isinstance(function, MeasuredSchedule) and self.global_step % function.every_steps == 0
 
-    def _steps_at(self, batch_size: int) -> int:
-        """Optimizer steps per epoch at ``batch_size`` rows per rank."""
-        steps = self._samples_per_rank() // batch_size // self._gradient_accumulation_steps
-        return steps if self.max_steps_per_epoch is None else min(steps, self.max_steps_per_epoch)
+    def _measured(self) -> dict[str, float]:
+        """What the schedule has learned from training so far."""
+        function = self._adaptive.batch_increase_function
+        return function.figures() if isinstance(function, MeasuredSchedule) else {}
 
-    def _samples_per_rank(self) -> int:
-        return len(self._dataloader.sampler)
-
-    def _decide(self, batch_size: int, reason: str, epoch: int | None = None) -> None:
-        """Note a decision on the batch size in the report, aloud and on disk."""
-        utils.log_rank_zero(
-            log, f"batch_size {batch_size} ({reason}): {samples_per_step(batch_size, *self._micro_steps_and_ranks())}"
-        )
-        self._note(reason, epoch=epoch)
-
-    def _note(self, reason: str, *, epoch: int | None = None, **figures: int) -> None:
-        """Add an entry to the report's history, and write it."""
-        epoch = self.epochs_run if epoch is None else epoch
-        self._report.decided(epoch=epoch, batch_size=self._dataloader.batch_size, reason=reason, **figures)
-        if self._is_rank_zero:
-            try:
-                log.info(f"Report written to {self._report.write(self._output_dir)}")
-            except OSError as error:  # on this rank alone, perhaps in mid-training, which need not end for it
-                log.warning(f"Report not written: {reason_of(error)}")
-
-    def _refuse_small_data(self, batch_size: int) -> None:
-        micro_steps, ranks = self._micro_steps_and_ranks()
-        refuse_small_data(len(self._dataloader.dataset), batch_size=batch_size, micro_steps=micro_steps, ranks=ranks)
-
-    def _micro_steps_and_ranks(self) -> tuple[int, int]:
-        return self._gradient_accumulation_steps, self._dataloader.sampler.num_replicas
+    def _observe(self, measured: Sequence[float], *, num_tokens: int, samples: int) -> None:
+        """Tell the schedule of an optimizer step's gradients."""
+        function = self._adaptive.batch_increase_function
+        assert isinstance(function, MeasuredSchedule)
+        norms = gradient_norms(measured, num_tokens=num_tokens, samples=samples, ranks=self._ranks)
+        if norms is not None:
+            function.observe(norms)

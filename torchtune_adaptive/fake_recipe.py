@@ -76,8 +76,10 @@ class FakeRecipe:
         )
         with self._as_on_device():
             if not self._warm:  # makes the optimizer's state, and lets DTensor work out shardings on global shapes
-                recipe._run_window(micro_batches)
-                recipe._run_window(micro_batches)  # some optimizers take other operations once their state is there
+                recipe._run_micro_batches(micro_batches)
+                recipe._run_micro_batches(
+                    micro_batches
+                )  # some optimizers take other operations once their state is there
                 self._warm = True
             trace.mark(list(self.model.buffers()), "parameters")
             trace.mark(list(self.model.parameters()), ON_HOST if on_host else "parameters")
@@ -85,7 +87,7 @@ class FakeRecipe:
             trace.mark(states, ON_HOST if on_host else "optimizer state")
             recipe.tracer = trace
             with trace:
-                recipe._run_window(micro_batches)
+                recipe._run_micro_batches(micro_batches)
             recipe.tracer = None
         return trace
 

@@ -73,6 +73,7 @@ def search(
             exact = within(by_strategy, progress.fits, expected=expected, max_batch_size=bound) if warm else 0
             if exact == 0:
                 raise _nothing_fits(meter, limit_bytes, settings.margin, consensus)
+            forecast_rows = prober.rows_by_forecast(exact) if exact < bound else None
             batch_size = _rounded(exact, progress, prober) if settings.power_of_two else exact
     finally:
         meter.limit_bytes = None
@@ -86,6 +87,7 @@ def search(
         margin=settings.margin,
         world_size=consensus.world_size,
         probes=tuple(prober.probes),
+        forecast_rows=forecast_rows,
     )
 
 

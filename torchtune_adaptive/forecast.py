@@ -56,12 +56,19 @@ class Forecast:
         """Largest batch size whose forecast peak is at most ``limit_bytes``; None if memory does not grow with it."""
         if any(line.slope_bytes == 0 and line.intercept_bytes > limit_bytes for line in self.envelope):
             return 0
+        crossing = self.crossing(limit_bytes)
+        if crossing is None:
+            return None
+        largest = math.floor(crossing)
+        # Bytes are whole: half of one is rounding. An operation whose memory falls may still be above the limit here.
+        return largest if largest > 0 and self.peak_bytes(largest) <= limit_bytes + 0.5 else 0
+
+    def crossing(self, limit_bytes: float) -> float | None:
+        """Where, in rows and parts of one, the first growing line reaches ``limit_bytes``; None if none grows."""
         growing = [line for line in self.envelope if line.slope_bytes > 0]
         if not growing:
             return None
-        largest = min(math.floor((limit_bytes - line.intercept_bytes) / line.slope_bytes) for line in growing)
-        # Bytes are whole: half of one is rounding. An operation whose memory falls may still be above the limit here.
-        return largest if largest > 0 and self.peak_bytes(largest) <= limit_bytes + 0.5 else 0
+        return min((limit_bytes - line.intercept_bytes) / line.slope_bytes for line in growing)
 
 
 def operation_lines(small: Timeline, large: Timeline) -> list[Line] | None:

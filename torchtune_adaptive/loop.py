@@ -3,9 +3,11 @@
 Shapes in comments: B rows of a micro-batch, S tokens of a row.
 """
 
+import functools
 import gc
+import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,8 @@ from torchtune import training, utils
 from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
 
-from torchtune_adaptive.micro_batch import AdaptiveMicroBatch, MicroStep
+from torchtune_adaptive.micro_batch import AdaptiveMicroBatch
+from torchtune_adaptive.micro_step import MicroStep, own_norm_squared
 from torchtune_adaptive.oom import comes_from_out_of_memory, is_out_of_memory_in_collective
 from torchtune_adaptive.worst_case import Row
 
@@ -27,11 +30,22 @@ log = utils.get_logger("DEBUG")
 
 @dataclass(frozen=True)
 class StepTotals:
-    """One optimizer step over all ranks. ``grad_norm`` is None without clipping."""
+    """One optimizer step over all ranks. ``grad_norm`` is None without clipping, ``measured`` empty but for measured
+    steps."""
 
     loss: float
     num_tokens: int
     grad_norm: float | None
+    measured: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of an optimizer step, over all ranks. ``measured`` holds the sums of ``gradient_norms`` in measured steps."""
+
+    loss_sum: torch.Tensor
+    num_tokens: torch.Tensor
+    measured: torch.Tensor
 
 
 class AdaptiveLoop(AdaptiveMicroBatch):
@@ -41,6 +55,7 @@ class AdaptiveLoop(AdaptiveMicroBatch):
     last micro-step of an optimizer step), ``_save``.
     """
 
+    world_size: int
     _metric_logger: Any
     _profiler: Any
     _clip_grad_norm: float | str | None
@@ -61,11 +76,11 @@ class AdaptiveLoop(AdaptiveMicroBatch):
         self._free_before_training()
         self._zero_gradients()
         self._profiler.start()
-        self._pending: list[list[Row]] = []
         for epoch in range(self.epochs_run, self.total_epochs):
             self._before_epoch(epoch)
             self._train_epoch(epoch)
             self.epochs_run += 1
+            self._save_state()
             self._save(epoch)
         self._profiler.stop()
 
@@ -79,6 +94,8 @@ class AdaptiveLoop(AdaptiveMicroBatch):
                 torch.cuda.memory._record_memory_history()
             totals = self._metered(self._train_step, window)
             self.global_step += 1
+            if totals.measured:
+                self._observe(totals.measured, num_tokens=totals.num_tokens, samples=self._samples_in(window))
             if self._lr_scheduler is not None:
                 self._lr_scheduler.step()
             progress.update(1)
@@ -92,18 +109,7 @@ class AdaptiveLoop(AdaptiveMicroBatch):
                 break
         progress.close()
 
-    def _windows(self) -> Iterator[list[list[Row]]]:
-        """The samples of each optimizer step of an epoch, by the batches of the data loader.
-
-        As in stock, those left over at an epoch's end open the next epoch's first window.
-        """
-        for index, batch in enumerate(self._dataloader, start=1):
-            self._pending.append(batch)
-            if index % self._gradient_accumulation_steps == 0:
-                window, self._pending = self._pending, []
-                yield window
-
-    def _train_step(self, window: list[list[Row]]) -> StepTotals:
+    def _train_step(self, window: list[Row]) -> StepTotals:
         """One optimizer step over ``window``, whatever memory there is for its micro-batches. A collective.
 
         Raises:
@@ -121,8 +127,8 @@ class AdaptiveLoop(AdaptiveMicroBatch):
                 " an 8-bit optimizer, LoRA or more ranks would need less"
             ) from error
 
-    def _run_window(self, window: list[list[Row]]) -> StepTotals:
-        return self._finish_window(self._sum_of_micro_steps(window))
+    def _run_micro_batches(self, micro_batches: list[list[Row]]) -> StepTotals:
+        return self._finish_window(functools.reduce(operator.add, map(self._micro_step, micro_batches)))
 
     def _micro_step(self, rows: Sequence[Row]) -> MicroStep:
         """Forward, loss and backward of one micro-batch."""
@@ -151,9 +157,9 @@ class AdaptiveLoop(AdaptiveMicroBatch):
     def _finish_window(self, micro_steps: MicroStep) -> StepTotals:
         """Add up over ranks, normalise the gradients by all tokens, clip, and step. A collective."""
         self._enter_phase("clip")
-        loss_sum, num_tokens = self._totals(micro_steps)
+        sums = self._totals(micro_steps)
         # FSDP2 divides gradients by the number of ranks; this multiplies them back.
-        training.scale_grads(self._model, self.world_size / num_tokens)
+        training.scale_grads(self._model, self.world_size / sums.num_tokens)
         grad_norm = None
         if self._clip_grad_norm is not None:
             grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm=float(self._clip_grad_norm))
@@ -162,25 +168,27 @@ class AdaptiveLoop(AdaptiveMicroBatch):
         self._enter_phase("optimizer")
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return self._step_totals(loss_sum, num_tokens, grad_norm)
+        return self._step_totals(sums, grad_norm)
 
-    def _totals(self, micro_steps: MicroStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss sum and token count over all ranks, in one all-reduce. A collective.
+    def _totals(self, micro_steps: MicroStep) -> Sums:
+        """Loss sum, token count and what is measured over all ranks, in one all-reduce. A collective.
 
         In float64, which holds token counts exactly and rounds two ranks' sum as their own type would.
         """
         totals = torch.stack((micro_steps.loss_sum.double(), micro_steps.num_tokens.double()))
+        if micro_steps.small_batch is not None:
+            norm_squared = own_norm_squared(self._model).to(totals.device)
+            totals = torch.cat((totals, micro_steps.small_batch, norm_squared[None]))
         dist.all_reduce(totals)
-        return totals[0].to(micro_steps.loss_sum.dtype), totals[1].long()
+        return Sums(totals[0].to(micro_steps.loss_sum.dtype), totals[1].long(), totals[2:])
 
-    def _step_totals(
-        self, loss_sum: torch.Tensor, num_tokens: torch.Tensor, grad_norm: torch.Tensor | None
-    ) -> StepTotals:
+    def _step_totals(self, sums: Sums, grad_norm: torch.Tensor | None) -> StepTotals:
         """The figures on the host, at the price of one wait for the device."""
-        loss = (num_tokens.reciprocal() * loss_sum).double()  # rounded as stock's number divided by a tensor is
+        loss = (sums.num_tokens.reciprocal() * sums.loss_sum).double()  # rounded as stock's number over a tensor is
         norm = loss if grad_norm is None else grad_norm.to(loss)
-        loss_here, tokens_here, norm_here = torch.stack((loss, num_tokens.double(), norm)).tolist()
-        return StepTotals(loss_here, int(tokens_here), None if grad_norm is None else norm_here)
+        figures = torch.stack((loss, sums.num_tokens.double(), norm))
+        loss_here, num_tokens, norm_here, *measured = torch.cat((figures, sums.measured)).tolist()
+        return StepTotals(loss_here, int(num_tokens), None if grad_norm is None else norm_here, tuple(measured))
 
     def _log_step(self, totals: StepTotals, *, seconds: float) -> None:
         if self.global_step % self._log_every_n_steps or not self._is_rank_zero:
@@ -189,10 +197,14 @@ class AdaptiveLoop(AdaptiveMicroBatch):
             "loss": totals.loss,
             "lr": self._learning_rate(),
             "tokens_per_second_per_gpu": totals.num_tokens / (seconds * self.world_size),
-            "batch_size": self._dataloader.batch_size,
-            "micro_batch_size": self._micro_batch_size,
+            "global_batch_size": self._samples_per_step_at(self._batch_size),
+            self._limit.key: self._limit.size,
+            "padding": self._padding(),
             "oom_retries": self._oom_retries,
         }
+        metrics |= self._measured()
+        if not self._is_global:
+            metrics["batch_size"] = self._batch_size
         if self._meter is not None:
             metrics["peak_memory_bytes"] = self._meter.peak_bytes
         if self._log_peak_memory_stats:

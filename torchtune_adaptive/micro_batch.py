@@ -3,23 +3,21 @@
 import functools
 import operator
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from datasets.exceptions import DatasetsError
 from omegaconf import DictConfig
-from torch.utils._python_dispatch import _disable_current_modes
-from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtune import utils
 
-from torchtune_adaptive.adaptation import AdaptiveBatch
-from torchtune_adaptive.batching import cut, halvings
-from torchtune_adaptive.errors import InputError, NothingFitsError, reason_of
+from torchtune_adaptive.batching import halvings
+from torchtune_adaptive.cutting import AdaptiveCutting
+from torchtune_adaptive.data import num_tokens
+from torchtune_adaptive.errors import NothingFitsError
 from torchtune_adaptive.finder import first_that_fits
 from torchtune_adaptive.meter import meter_for
+from torchtune_adaptive.micro_step import MicroStep
 from torchtune_adaptive.optimizer_state import allocate_state
 from torchtune_adaptive.recovery import Attempt, Recovery, Strain
 from torchtune_adaptive.refuse import why_unrecoverable
@@ -34,55 +32,11 @@ from torchtune_adaptive.worst_case import Row, small_batches, window_maker
 log = utils.get_logger("DEBUG")
 
 
-@dataclass(frozen=True)
-class MicroStep:
-    """What one forward and backward leaves, or several: the loss summed over its unmasked tokens, and their number."""
+class AdaptiveMicroBatch(AdaptiveCutting):
+    """Keeps training within memory: micro-batches become smaller once they did not fit."""
 
-    loss_sum: torch.Tensor
-    num_tokens: torch.Tensor
-
-    def __add__(self, other: "MicroStep") -> "MicroStep":
-        return MicroStep(self.loss_sum + other.loss_sum, self.num_tokens + other.num_tokens)
-
-
-class AdaptiveMicroBatch(AdaptiveBatch):
-    """Keeps the rows that a micro-step computes with: the batch size, or fewer once that did not fit."""
-
-    _collate: Callable[[Sequence[Row]], dict[str, Any]]  # the data loader's own
     _phase = ""
-    _largest_micro_batch: int | None = None  # None: as large as the batch
     _oom_retries = 0
-    _longest_row: Row | None = None
-
-    @property
-    def _micro_batch_size(self) -> int:
-        batch_size = self._dataloader.batch_size
-        return min(batch_size, self._largest_micro_batch or batch_size)
-
-    def _setup_data(self, *args: Any, **kwargs: Any) -> StatefulDataLoader:
-        """Stock's data loader, but that it gives lists of samples: they may have to be cut into other micro-batches."""
-        try:
-            dataloader = super()._setup_data(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        except (DatasetsError, OSError, StopIteration, ValueError) as error:  # the last but one: an empty JSON file
-            raise InputError(f"`dataset` must be loadable and not empty, but failed: {reason_of(error)}.") from error
-        if len(dataloader.dataset) == 0:
-            raise InputError("`dataset` must have samples, but has 0.")
-        self._collate, dataloader.collate_fn = dataloader.collate_fn, list
-        return dataloader
-
-    def _collated(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """A batch of ``rows`` on the host. Unseen by the meter, because its operations are as many as its rows."""
-        self._longest_row = max(rows if self._longest_row is None else [self._longest_row, *rows], key=_num_tokens)
-        if self._meter is None:
-            return self._collate(rows)
-        with _disable_current_modes():
-            batch = self._collate(rows)
-        self._meter.count(batch)
-        return batch
-
-    def _micro_step(self, rows: Sequence[Row]) -> MicroStep:
-        """Forward, loss and backward of one micro-batch. A collective."""
-        raise NotImplementedError
 
     def _adapt(self, cfg: DictConfig) -> None:
         super()._adapt(cfg)
@@ -133,45 +87,43 @@ class AdaptiveMicroBatch(AdaptiveBatch):
         if allocate_state(self._optimizer) and self._meter is not None:
             self._meter.count([list(values.values()) for values in self._optimizer.state.values()])
 
-    def _survive(self, window: Sequence[Sequence[Row]]) -> MicroStep:
-        """The sum of the micro-steps of ``window``, made smaller if a rank runs out of memory. A collective.
+    def _survive(self, window: Sequence[Row]) -> MicroStep:
+        """The sum of the micro-steps over ``window``, in smaller ones if a rank runs out of memory. A collective.
 
         Raises:
             NothingFitsError: not even single rows fit; on every rank, with the same sentence.
         """
         if self._recovery is None:
-            return self._sum_of_micro_steps(cut(window, self._micro_batch_size))
+            return functools.reduce(operator.add, (run() for run in self._micro_steps(window)))
         restore = self._recovery.keep()
         while True:
-            micro_steps = [partial(self._micro_step, rows) for rows in cut(window, self._micro_batch_size)]
-            attempt = self._recovery.attempt(micro_steps, is_thrashing=self._watch.is_thrashing)
+            attempt = self._recovery.attempt(self._micro_steps(window), is_thrashing=self._watch.is_thrashing)
             if attempt.strain is not Strain.NONE:
-                self._shrink(attempt)
+                self._shrink(attempt, window)
             if attempt.result is not None:
                 return attempt.result
             restore()
 
-    def _sum_of_micro_steps(self, micro_batches: Sequence[Sequence[Row]]) -> MicroStep:
-        return functools.reduce(operator.add, map(self._micro_step, micro_batches))
-
-    def _shrink(self, attempt: Attempt[Any]) -> None:
+    def _shrink(self, attempt: Attempt[Any], window: Sequence[Row]) -> None:
         """Halve the micro-batch, from now on if a step failed, from the next step on if it was slow. A collective."""
-        before, after = self._micro_batch_size, self._micro_batch_size // 2
+        before = self._limit
+        cuts = before.cut([num_tokens(row) for row in window])
+        can_shrink = self._consensus.any_rank(any(len(cut) > 1 for cut in cuts))
         cause = self._cause(attempt)
         self._begin_anew()
         if attempt.strain is Strain.OUT_OF_MEMORY:
             self._oom_retries += 1
-            if after == 0:
+            if not can_shrink:
                 raise NothingFitsError(
                     f"a single row per micro-step must fit, but in step {self.global_step + 1} {cause};"
                     " shorter rows, activation checkpointing, LoRA or more ranks would need less."
                 )
-        if after == 0:
+        if not can_shrink:
             utils.log_rank_zero(log, f"micro-batch stays at a single row, although {cause}")
             self._watch.stop()  # nothing more can be done
             return
-        self._largest_micro_batch = after
-        self._note_micro_batch(f"micro-batch {before} -> {after}: in step {self.global_step + 1} {cause}")
+        self._largest_micro_batch = before.size // 2
+        self._note_micro_batch(f"micro-batch {before.size} -> {self._limit}: in step {self.global_step + 1} {cause}")
 
     def _cause(self, attempt: Attempt[Any]) -> str:
         """Which ranks had what strain, and the figures of the first of them. A collective; the same on every rank."""
@@ -196,16 +148,22 @@ class AdaptiveMicroBatch(AdaptiveBatch):
     def _before_epoch(self, epoch: int) -> None:
         """Beside the growth of the batch: try larger micro-batches again, if errors made them small. A collective."""
         super()._before_epoch(epoch)
-        before, batch_size = self._micro_batch_size, self._dataloader.batch_size
-        if before == batch_size:
+        before, largest = self._limit, self._largest_limit()
+        if before == largest:
             return
         # Without a search the longest row is the longest so far: looking for it might take the whole data set.
         row = self._probe_row or self._longest_row
         assert row is not None
+        window_rows = self._rows_at(self._batch_size)
+
+        def make_window(size: int) -> list[list[Row]]:
+            rows = min(largest.of_size(size).rows_of(num_tokens(row)), window_rows)
+            return window_maker(row, micro_batches=-(-window_rows // rows))(rows)
+
         found = first_that_fits(
-            halvings(batch_size, above=before),
+            halvings(largest.size, above=before.size),
             self._probe_step,
-            lambda rows: window_maker(row, micro_batches=self._micro_steps_at(rows))(rows),
+            make_window,
             model=self._model,
             optimizer=self._optimizer,
             device=self._device,
@@ -216,8 +174,8 @@ class AdaptiveMicroBatch(AdaptiveBatch):
         self._renew_offloading()
         self._begin_anew()
         if found is not None:
-            self._largest_micro_batch = None if found == batch_size else found
-            self._note_micro_batch(f"micro-batch {before} -> {found}: fits again at the start of epoch {epoch}")
+            self._largest_micro_batch = None if found == largest.size else found
+            self._note_micro_batch(f"micro-batch {before.size} -> {self._limit}: fits again at the start of epoch {epoch}")
 
     def _begin_anew(self) -> None:
         """What was metered until now says nothing of what comes."""
@@ -225,12 +183,8 @@ class AdaptiveMicroBatch(AdaptiveBatch):
         if self._meter is not None:
             self._meter.reset()
 
-    def _micro_steps_at(self, micro_batch_size: int) -> int:
-        """Micro-steps of an optimizer step, each of ``micro_batch_size`` rows or fewer."""
-        return self._gradient_accumulation_steps * -(-self._dataloader.batch_size // micro_batch_size)
-
     def _note_micro_batch(self, reason: str) -> None:
-        self._note(reason, step=self.global_step + 1, micro_batch_size=self._micro_batch_size)
+        self._note(reason, step=self.global_step + 1, **{self._limit.key: self._limit.size})
         utils.log_rank_zero(log, reason)
 
     def _metered(self, work: Any, *args: Any) -> Any:
@@ -244,7 +198,3 @@ class AdaptiveMicroBatch(AdaptiveBatch):
         self._phase = name
         if self._meter is not None:
             self._meter.enter_phase(name)
-
-
-def _num_tokens(row: Row) -> int:
-    return len(row["tokens"])

@@ -93,6 +93,21 @@ class Prober:
         largest = self._consensus.min_over_ranks(-1 if mine is None else mine)
         return None if largest < 0 else largest
 
+    def rows_by_forecast(self, fitted: int) -> float | None:
+        """The largest batch size before rounding down to whole rows, on the rank that has least, where ``fitted`` is
+        the largest whole one; None without a forecast on some rank. A collective.
+        """
+        forecast = self._forecast() if self._has_timelines() else None
+        peak_bytes = next((probe.peak_bytes for probe in self.probes if probe.batch_size == fitted), None)
+        crossing = None
+        if forecast is not None and peak_bytes is not None and self._meter.limit_bytes is not None:
+            missed_bytes = peak_bytes - forecast.peak_bytes(fitted)
+            crossing = forecast.crossing(self._meter.limit_bytes - missed_bytes)
+        crossings = [one for one in self._consensus.from_all_ranks(crossing) if one is not None]
+        if len(crossings) < self._consensus.world_size:
+            return None
+        return min(max(min(crossings), fitted), fitted + 1)
+
     def _say_why_not(self) -> None:
         if self._has_timelines() and self._forecast() is None and not self._said_why_not:
             self._said_why_not = True

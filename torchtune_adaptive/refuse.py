@@ -1,5 +1,7 @@
 """What cannot be searched or trained with, said in one sentence before any training. Nothing here communicates."""
 
+from typing import Any
+
 import torch
 from omegaconf import DictConfig
 
@@ -7,6 +9,7 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.meter import device_memory_bytes
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.units import format_bytes
+from torchtune_adaptive.worst_case import is_packed
 
 
 def refuse_unsearchable(cfg: DictConfig) -> None:
@@ -43,6 +46,32 @@ def why_unrecoverable(cfg: DictConfig) -> str:
     return ""
 
 
+def refuse_stepping_in_backward(cfg: DictConfig, settings: AdaptiveSettings) -> None:
+    """Refuse what needs an optimizer step of its own where each backward is one.
+
+    Raises:
+        InputError: optimizer in backward with several micro-steps to a step, or with a rate that scales.
+    """
+    defaults = AdaptiveSettings()
+    for name in ("global_batch_size", "max_tokens_per_micro_batch", "lr_scaling"):
+        value = getattr(settings, name)
+        if cfg.get("optimizer_in_bwd", False) and value != getattr(defaults, name):
+            raise InputError(f"`optimizer_in_bwd` must be False with `{name}` {value}, but is True instead.")
+
+
+def refuse_packs(dataset: Any) -> None:
+    """Refuse packed data where rows are to be grouped by length.
+
+    Raises:
+        InputError: ``dataset`` gives packs.
+    """
+    if is_packed(dataset):
+        raise InputError(
+            "`dataset.packed` must be False for `max_tokens_per_micro_batch`, because packs are all of one length,"
+            " but is True instead."
+        )
+
+
 def refuse_impossible_limit(settings: AdaptiveSettings, device: torch.device) -> None:
     """Refuse a search on a CPU without a limit, and a limit above what the device has.
 
@@ -59,16 +88,25 @@ def refuse_impossible_limit(settings: AdaptiveSettings, device: torch.device) ->
         )
 
 
-def refuse_small_data(num_samples: int, *, batch_size: int, micro_steps: int, ranks: int) -> None:
-    """Refuse a data set that does not fill one optimizer step.
+def refuse_small_data(num_samples: int, *, needed: str) -> None:
+    """Refuse a data set that does not fill one optimizer step; ``needed`` says what that is.
 
     Raises:
         InputError: always; call it when an epoch would have no step.
     """
-    raise InputError(
-        f"`dataset` must fill an optimizer step ({samples_per_step(batch_size, micro_steps, ranks)}),"
-        f" but has {num_samples} samples."
-    )
+    raise InputError(f"`dataset` must fill an optimizer step ({needed}), but has {num_samples} samples.")
+
+
+def refuse_few_samples_per_step(samples_per_step: int, *, ranks: int) -> None:
+    """Refuse an optimizer step of which some rank has no sample.
+
+    Raises:
+        InputError: there are fewer samples than ranks.
+    """
+    if samples_per_step < ranks:
+        raise InputError(
+            f"`global_batch_size` must be at least the number of ranks ({ranks}), but is {samples_per_step} instead."
+        )
 
 
 def refuse_large_start(batch_size: int, largest: int, *, bound: int) -> None:
@@ -91,13 +129,3 @@ def refuse_long_rows(seq_len: int, model: torch.nn.Module) -> None:
     longest = getattr(model, "max_seq_len", None)
     if longest is not None and seq_len > longest:
         raise InputError(f"Rows must have at most the model's max_seq_len ({longest} tokens), but have {seq_len}.")
-
-
-def samples_per_step(batch_size: int, micro_steps: int, ranks: int) -> str:
-    """The arithmetic of an optimizer step, said aloud.
-
-    >>> samples_per_step(8, 4, 2)
-    '8 rows * 4 micro-steps * 2 ranks = 64 samples per optimizer step'
-    """
-    total = batch_size * micro_steps * ranks
-    return f"{batch_size} rows * {micro_steps} micro-steps * {ranks} ranks = {total} samples per optimizer step"

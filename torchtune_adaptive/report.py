@@ -2,12 +2,12 @@
 
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtune_adaptive.search import SearchResult
+from torchtune_adaptive.search import Probe, SearchResult
 from torchtune_adaptive.units import format_bytes
 
 REPORT_NAME = "adaptive_batch.json"
@@ -17,11 +17,14 @@ REPORT_NAME = "adaptive_batch.json"
 class AdaptiveReport:
     """The content of ``adaptive_batch.json``; ``result`` and ``seq_len`` are None without a search.
 
-    ``history`` has an entry for each batch size and micro-batch size that was decided on.
+    ``history`` has an entry for each batch size and micro-batch size that was decided on, ``tokens_per_second`` the
+    rates of the sizes that were timed, ``token_budget`` the padded tokens of a micro-batch that were found to fit.
     """
 
     result: SearchResult | None = None
     seq_len: int | None = None
+    token_budget: int | None = None
+    tokens_per_second: dict[int, float] | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
 
     def decided(self, *, epoch: int, batch_size: int, reason: str, **figures: int) -> None:
@@ -33,22 +36,13 @@ class AdaptiveReport:
         path = Path(output_dir) / REPORT_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         found = {} if self.result is None else asdict(self.result) | {"seq_len": self.seq_len}
+        more = {"token_budget": self.token_budget, "tokens_per_second": self.tokens_per_second}
+        found |= {name: value for name, value in more.items() if value is not None}
         content = found | {"history": self.history}
         unfinished = path.with_suffix(".json.tmp")
         unfinished.write_text(json.dumps(content, indent=2) + "\n")
         os.replace(unfinished, path)
         return path
-
-
-def past_history(output_dir: str | Path, *, before_epoch: int) -> list[dict[str, Any]]:
-    """What an earlier part of the run decided for the epochs before ``before_epoch``; nothing for a run that starts."""
-    path = Path(output_dir) / REPORT_NAME
-    if before_epoch == 0:
-        return []
-    try:
-        return [entry for entry in json.loads(path.read_text())["history"] if entry["epoch"] < before_epoch]
-    except (OSError, ValueError, KeyError, TypeError):  # no report, or another program's
-        return []
 
 
 def probe_table(result: SearchResult) -> str:
@@ -63,6 +57,31 @@ def probe_table(result: SearchResult) -> str:
         verdict = "yes" if probe.fits else "no"
         figures = [format_bytes(probe.peak_bytes), format_bytes(result.usable_bytes), verdict, f"{probe.seconds:.2f}"]
         rows.append([str(probe.batch_size), *peaks, *figures])
+    return text_table(rows)
+
+
+def length_table(tried: Sequence[tuple[int, Probe]]) -> str:
+    """Probes of rows of several lengths, with the figures of this rank."""
+    rows = [["rows of", "rows", "tokens", "peak", "fits", "seconds"]]
+    for length, probe in tried:
+        figures = [format_bytes(probe.peak_bytes), "yes" if probe.fits else "no", f"{probe.seconds:.2f}"]
+        rows.append([str(length), str(probe.batch_size), str(length * probe.batch_size), *figures])
+    return text_table(rows)
+
+
+def rate_table(rates: Mapping[int, float], *, chosen: int) -> str:
+    """Tokens per second of each size, of which one was chosen.
+
+    >>> print(rate_table({8: 990.0, 16: 1000.0}, chosen=8))
+    batch_size  tokens/s  of best  chosen
+    ----------  --------  -------  ------
+             8       990    99.0%     yes
+            16      1000   100.0%       -
+    """
+    best = max(rates.values())
+    rows = [["batch_size", "tokens/s", "of best", "chosen"]]
+    for size, rate in sorted(rates.items()):
+        rows.append([str(size), f"{rate:.0f}", f"{rate / best:.1%}", "yes" if size == chosen else "-"])
     return text_table(rows)
 
 

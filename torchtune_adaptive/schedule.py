@@ -9,6 +9,20 @@ from dataclasses import dataclass, is_dataclass
 from typing import TypeAlias, cast
 
 from torchtune_adaptive.errors import InputError, as_integer, quote, reason_of, require_integer
+from torchtune_adaptive.noise_scale import MeasuredSchedule, gradient_noise_scale
+
+__all__ = [
+    "BatchIncreaseFunction",
+    "Growth",
+    "at_epochs",
+    "check_function",
+    "function_name",
+    "geometric",
+    "gradient_noise_scale",
+    "linear",
+    "next_batch_size",
+    "rehearse",
+]
 
 # f(epoch, current_batch_size) -> increment, asked at the start of every epoch, epoch 0 included.
 BatchIncreaseFunction: TypeAlias = Callable[[int, int], int]
@@ -69,8 +83,8 @@ def check_function(function: object, *, name: str | None = None) -> BatchIncreas
 def next_batch_size(function: BatchIncreaseFunction, *, epoch: int, batch_size: int, maximum: int) -> Growth:
     """Batch size of ``epoch``: ``batch_size`` plus the function's increment, if the sum is at most ``maximum``.
 
-    An increase that would pass the maximum is refused as a whole, and the reason carries its figures. All sizes
-    are samples per rank.
+    An increase that would pass the maximum is refused as a whole, that of a ``MeasuredSchedule`` cut to it; the reason
+    carries the figures. All sizes are in the unit of the size that the config names.
 
     Raises:
         InputError: the function raised, or its answer is no integer or is negative.
@@ -79,6 +93,8 @@ def next_batch_size(function: BatchIncreaseFunction, *, epoch: int, batch_size: 
     'epoch 2: increase of 8 refused, 16 + 8 = 24 is above the maximum of 20'
     """
     increment = _ask(function, epoch=epoch, batch_size=batch_size)
+    if isinstance(function, MeasuredSchedule):
+        increment = max(0, min(increment, maximum - batch_size))
     wanted = batch_size + increment
     if not increment:
         return Growth(epoch, batch_size, 0, False, f"epoch {epoch}: no increase, batch_size stays {batch_size}")

@@ -39,7 +39,8 @@ class SearchResult:
 
     ``exact_batch_size`` is the largest size that fits within the margin, ``batch_size`` the one to use:
     the same, or the power of two at or below it. ``bound`` is the size above which the search was not
-    allowed to look. ``probes`` are in the order in which they were tried.
+    allowed to look. ``probes`` are in the order in which they were tried. ``forecast_rows`` is the largest size before
+    it is rounded down to whole rows, on the rank that has least, or None without a forecast.
     """
 
     strategy: str
@@ -50,6 +51,7 @@ class SearchResult:
     margin: float
     world_size: int
     probes: tuple[Probe, ...]
+    forecast_rows: float | None = None
 
     @property
     def usable_bytes(self) -> int:

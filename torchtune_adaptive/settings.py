@@ -1,12 +1,8 @@
 """The only reader of our config keys."""
 
 import difflib
-import importlib
 import math
-import os
 import re
-import sys
-import types
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias, get_args
@@ -14,13 +10,29 @@ from typing import Any, Literal, TypeAlias, get_args
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from torchtune_adaptive.components import load_function
 from torchtune_adaptive.errors import InputError, as_integer, quote, reason_of, require_integer
 from torchtune_adaptive.schedule import BatchIncreaseFunction, check_function
 
 Strategy: TypeAlias = Literal["linear_extrapolation", "binary_search", "decrease_until_oom"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+LearningRateScaling: TypeAlias = Literal["none", "sqrt", "linear"]
+Objective: TypeAlias = Literal["memory", "throughput"]
 
-_BLOCK_KEYS = ("strategy", "power_of_two", "max_batch_size", "memory_limit", "margin", "seq_len", "oom_recovery")
+_BLOCK_KEYS = (
+    "strategy",
+    "power_of_two",
+    "max_batch_size",
+    "memory_limit",
+    "margin",
+    "seq_len",
+    "oom_recovery",
+    "global_batch_size",
+    "max_tokens_per_micro_batch",
+    "growth_limit",
+    "lr_scaling",
+    "objective",
+)
 # How alike (difflib ratio) a stranger's top-level key must be to one of ours to be taken for a slip of the pen: high
 # enough for a config's other keys (`adapter`, `forward_batch_size`) to pass.
 _LIKENESS = {"use_maximum_batch_size": 0.8, "batch_increase_function": 0.75, "adaptive": 0.85}
@@ -38,10 +50,12 @@ class AdaptiveSettings:
     """What the user asked for, checked: sizes in samples per rank, the limit in bytes per rank.
 
     ``margin`` is the fraction of the limit held back, ``seq_len`` the tokens of a probe's row (None: the worst case),
-    ``oom_recovery`` whether training survives out-of-memory errors.
+    ``oom_recovery`` whether training survives out-of-memory errors, ``global_batch_size`` the samples per optimizer
+    step over all ranks (None: by torchtune's own keys), ``max_tokens_per_micro_batch`` the tokens with padding per
+    rank and micro-step (None: rows count), ``growth_limit`` how far a batch may grow, in the unit of what grows.
 
     Raises:
-        InputError: a value is out of its range or of another type; the sentence quotes it.
+        InputError: a value is out of its range or of another type, or contradicts another; the sentence quotes it.
 
     >>> AdaptiveSettings(use_maximum_batch_size=True).searches
     True
@@ -56,24 +70,51 @@ class AdaptiveSettings:
     margin: float = 0.05
     seq_len: int | None = None
     oom_recovery: bool = True
+    global_batch_size: int | None = None
+    max_tokens_per_micro_batch: int | Literal["auto"] | None = None
+    growth_limit: int | Literal["memory", "none"] = "memory"
+    lr_scaling: LearningRateScaling = "none"
+    objective: Objective = "memory"
 
     def __post_init__(self) -> None:
         for name in ("use_maximum_batch_size", "power_of_two", "oom_recovery"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"`{name}` must be True or False, but is {quote(getattr(self, name))} instead.")
-        if self.strategy not in STRATEGIES:
-            hint = _did_you_mean(self.strategy, {name: name for name in STRATEGIES})
-            raise InputError(
-                f"`strategy` must be one of {', '.join(STRATEGIES)}, but is {quote(self.strategy)} instead{hint}"
-            )
-        for name in ("max_batch_size", "memory_limit_bytes", "seq_len"):
+        for name, values in (
+            ("strategy", STRATEGIES),
+            ("lr_scaling", get_args(LearningRateScaling)),
+            ("objective", get_args(Objective)),
+        ):
+            _require_one_of(name, getattr(self, name), values)
+        for name in ("max_batch_size", "memory_limit_bytes", "seq_len", "global_batch_size"):
             if getattr(self, name) is not None:
                 require_integer(name, getattr(self, name), minimum=1)
+        for name, words in (("max_tokens_per_micro_batch", (None, "auto")), ("growth_limit", ("memory", "none"))):
+            if (value := getattr(self, name)) not in words or isinstance(value, bool):
+                _require_integer_or(name, value, words)
         is_number = isinstance(self.margin, int | float) and not isinstance(self.margin, bool)
         if not is_number or not 0 <= self.margin < 1:  # nan fails the comparison
             raise InputError(f"`margin` must be in [0, 1), but is {quote(self.margin)} instead.")
         if self.batch_increase_function is not None:
             check_function(self.batch_increase_function)
+        self._refuse_contradictions()
+
+    def _refuse_contradictions(self) -> None:
+        grows = self.batch_increase_function is not None
+        if grows and self.global_batch_size is not None and self.growth_limit == "memory":
+            raise InputError(
+                "`growth_limit` must be none or a number where `global_batch_size` grows, because memory bounds its"
+                " micro-batches alone, but is memory instead."
+            )
+        if self.objective == "throughput" and not self.use_maximum_batch_size:
+            raise InputError(
+                "`use_maximum_batch_size` must be True for the objective throughput, which chooses among the sizes"
+                " that a search found, but is False instead."
+            )
+        if self.objective == "throughput" and self.max_tokens_per_micro_batch == "auto":
+            raise InputError(
+                "`objective` must be memory where `max_tokens_per_micro_batch` is auto, but is throughput instead."
+            )
 
     @classmethod
     def from_cfg(cls, cfg: DictConfig) -> "AdaptiveSettings":
@@ -92,13 +133,17 @@ class AdaptiveSettings:
         values |= _checked_block(values.pop("adaptive", None))
         limit = values.pop("memory_limit", None)
         values["memory_limit_bytes"] = None if limit is None else parse_memory(limit)
-        values["batch_increase_function"] = _load_function(values.get("batch_increase_function"))
+        values["batch_increase_function"] = load_function(values.get("batch_increase_function"))
         return cls(**values)
 
     @property
     def searches(self) -> bool:
         """Whether a search for the largest batch size runs before training: growth needs it as its bound."""
-        return self.use_maximum_batch_size or self.batch_increase_function is not None
+        return (
+            self.use_maximum_batch_size
+            or self.batch_increase_function is not None
+            or self.max_tokens_per_micro_batch == "auto"
+        )
 
 
 def parse_memory(value: object) -> int:
@@ -148,6 +193,19 @@ def _checked_block(block: object) -> dict[str, Any]:
     return block
 
 
+def _require_one_of(name: str, value: object, values: tuple[str, ...]) -> None:
+    if value not in values:
+        hint = _did_you_mean(value, {one: one for one in values})
+        raise InputError(f"`{name}` must be one of {', '.join(values)}, but is {quote(value)} instead{hint}")
+
+
+def _require_integer_or(name: str, value: object, words: tuple[str | None, ...]) -> None:
+    if as_integer(value) is None:
+        named = ", ".join("null" if word is None else word for word in words)
+        raise InputError(f"`{name}` must be {named} or an integer, but is {quote(value)} instead.")
+    require_integer(name, value, minimum=1)
+
+
 def _did_you_mean(value: object, places: dict[str, str]) -> str:
     nearest = difflib.get_close_matches(str(value).lower(), places, n=1)
     return f"; did you mean `{places[nearest[0]]}`?" if nearest else "."
@@ -159,44 +217,3 @@ def _read(cfg: DictConfig, key: str) -> Any:
         return OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if OmegaConf.is_config(node) else node
     except OmegaConfBaseException as error:
         raise InputError(f"`{key}` must have a value, but has none: {reason_of(error)}.") from error
-
-
-def _load_function(value: object) -> BatchIncreaseFunction | None:
-    """The function whose dotted path is ``value``, or that the `_component_` of ``value`` makes; None for null."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return check_function(_import(value), name=quote(value))
-    if not isinstance(value, dict) or not isinstance(value.get("_component_"), str):
-        raise InputError(
-            "`batch_increase_function` must be a dotted path or a mapping with a `_component_`, "
-            f"but is {quote(value)} instead."
-        )
-    arguments = {str(key): argument for key, argument in value.items() if key != "_component_"}
-    path = value["_component_"]
-    component = _import(path)
-    try:
-        made = component(**arguments)
-    except Exception as error:  # the user's own code and arguments: whatever it raises is reported
-        raise InputError(
-            f"`batch_increase_function` must be made by its `_component_`, but {quote(path)} "
-            f"with {quote(arguments)} failed instead: {reason_of(error)}."
-        ) from error
-    return check_function(made, name=f"what {quote(path)} makes")
-
-
-def _import(path: str) -> Any:
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # as stock does for its components: a user's module lies beside the config
-    found: Any = None
-    try:
-        for end, part in enumerate(path.split("."), start=1):
-            if end > 1 and (hasattr(found, part) or not isinstance(found, types.ModuleType)):
-                found = getattr(found, part)
-            else:
-                found = importlib.import_module(".".join(path.split(".")[:end]))
-    except Exception as error:  # importing runs the user's own module: whatever it raises is reported
-        raise InputError(
-            f"`batch_increase_function` must be importable, but {quote(path)} is not: {reason_of(error)}."
-        ) from error
-    return found

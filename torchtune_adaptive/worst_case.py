@@ -27,15 +27,13 @@ def worst_case_row(
         InputError: ``seq_len`` differs from the length of the packs.
     """
     row = dict(dataset[0])
-    if _is_packed(dataset):
+    if is_packed(dataset):
         packed_len = len(row["tokens"])
         if seq_len not in (None, packed_len):
             raise InputError(f"`seq_len` must be null or the packs' length ({packed_len}), but is {seq_len} instead.")
         return row, packed_len
     length = seq_len or tokenizer_max_seq_len or longest_sample(dataset, consensus)
-    row["tokens"] = _stretched(row["tokens"], length)
-    row["labels"] = list(row["tokens"])
-    return row, length
+    return stretched_row(row, length), length
 
 
 def longest_sample(dataset: Any, consensus: Consensus) -> int:
@@ -63,12 +61,48 @@ def small_batches(dataset: Any, batch_size: int) -> list[list[Row]]:
     return [[_cut(first, small)], [_cut(row, large) for row in ([first, second] if batch_size > 1 else [second])]]
 
 
+def silent_row(row: Row, ignore_index: int) -> Row:
+    """A few tokens of ``row`` of which none counts in the loss: what a rank computes with that has nothing left."""
+    few = _cut(row, _REHEARSED_TOKENS[0])
+    labels = few["labels"]
+    silence = (
+        torch.full_like(labels, ignore_index) if isinstance(labels, torch.Tensor) else [ignore_index] * len(labels)
+    )
+    return few | {"labels": silence}
+
+
+def refuse_long_samples(dataset: Any, *, max_tokens: int, consensus: Consensus) -> None:
+    """Read ``dataset`` once, each rank its share, and refuse a sample of more than ``max_tokens``. A collective.
+
+    Raises:
+        InputError: there is one; on every rank, with the first one's index and length.
+    """
+    share = range(consensus.rank, len(dataset), consensus.world_size)
+    progress = tqdm(share, desc="looking for samples above the token budget", disable=consensus.rank != 0)
+    lengths = ((index, len(dataset[index]["tokens"])) for index in progress)
+    mine = next(((index, length) for index, length in lengths if length > max_tokens), None)
+    found = [one for one in consensus.from_all_ranks(mine) if one is not None]
+    if found:
+        index, length = min(found)
+        raise InputError(
+            f"`max_tokens_per_micro_batch` must be at least every sample's length, but is {max_tokens},"
+            f" and sample {index} has {length} tokens."
+        )
+
+
+def stretched_row(row: Row, length: int) -> Row:
+    """``row`` repeated or cut to ``length`` tokens that all count in the loss."""
+    tokens = _stretched(row["tokens"], length)
+    return row | {"tokens": tokens, "labels": list(tokens)}
+
+
 def _cut(row: Row, length: int) -> Row:
     is_plain = set(row) <= {"tokens", "labels", "mask"} and isinstance(row["tokens"], list)
     return {name: values[:length] for name, values in row.items()} if is_plain else row
 
 
-def _is_packed(dataset: Any) -> bool:
+def is_packed(dataset: Any) -> bool:
+    """Whether the rows of ``dataset`` are packs, all of one length."""
     return isinstance(dataset, PackedDataset) or (isinstance(dataset, ConcatDataset) and dataset.packed)
 
 

@@ -1,0 +1,123 @@
+"""What a run needs beside torchtune's recipe state to go on as if it had never ended."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchtune_adaptive.errors import InputError, reason_of
+
+STATE_NAME = "adaptive_state.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveState:
+    """Of a run after ``epochs_run`` epochs. Batch sizes are in the unit of the key that the config gives them by.
+
+    Attributes:
+        first_batch_size: that the learning rate schedule was built for.
+        is_global: whether batch sizes count the samples of an optimizer step over all ranks.
+        reference_samples: samples per optimizer step of the batch that the config was written for.
+        samples_per_step: over all ranks, at ``batch_size``.
+        global_step: optimizer steps done.
+        micro_batch: the largest micro-batch since memory ran out, in ``micro_batch_unit``; None if it did not.
+        longest_row_tokens: of the rows that were trained with.
+        left_over: the places of a rank's samples in its order of the last epoch that open the next one.
+        dataset_samples, ranks, memory_limit_bytes: what the run had; the limit is the least of the ranks' limits.
+        schedule: what a measured schedule gave, or the user's function if it has a ``state_dict``.
+        history: of the report.
+    """
+
+    epochs_run: int
+    first_batch_size: int
+    batch_size: int
+    is_global: bool
+    reference_samples: int
+    samples_per_step: int
+    global_step: int
+    micro_batch: int | None
+    micro_batch_unit: str
+    longest_row_tokens: int
+    left_over: tuple[int, int]
+    dataset_samples: int
+    ranks: int
+    memory_limit_bytes: int
+    schedule: Any = None
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    def changes(self, other: "AdaptiveState") -> list[str]:
+        """What is not the same in ``other``, a clause each: ranks, data, memory, and the batch that comes of them."""
+        told: list[str] = []
+        for name, words in (
+            ("ranks", "ranks"),
+            ("dataset_samples", "samples in the data set"),
+            ("memory_limit_bytes", "bytes of memory per rank"),
+            ("samples_per_step", "samples per optimizer step"),
+        ):
+            before, after = getattr(self, name), getattr(other, name)
+            if before != after:
+                told.append(f"{words} {before} -> {after}")
+        return told
+
+
+def state_path(checkpoint_dir: str | Path) -> Path:
+    """Where the state lies: beside torchtune's recipe state, in the directory that checkpoints are written to."""
+    return Path(checkpoint_dir) / "recipe_state" / STATE_NAME
+
+
+def read_state(path: Path, *, epochs_run: int) -> AdaptiveState | None:
+    """The state after ``epochs_run`` epochs, or None where there is none, as after a stock recipe.
+
+    Raises:
+        InputError: the file is not what ``write_state`` writes.
+    """
+    try:
+        content = json.loads(path.read_text())[str(epochs_run)]
+    except (FileNotFoundError, KeyError):
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise _unreadable(path, error) from error
+    try:
+        return AdaptiveState(**content | {"left_over": tuple(content["left_over"])})
+    except (TypeError, KeyError) as error:
+        raise _unreadable(path, error) from error
+
+
+def write_state(path: Path, state: AdaptiveState) -> Path:
+    """Add ``state`` to those of the epochs before it, and return ``path``. A reader never sees half of it.
+
+    Write it before torchtune's recipe state: whichever of these a killed run leaves, its state is there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        kept = {epochs: one for epochs, one in json.loads(path.read_text()).items() if int(epochs) < state.epochs_run}
+    except (OSError, ValueError, AttributeError):  # none yet, or another program's
+        kept = {}
+    unfinished = path.with_suffix(".json.tmp")
+    unfinished.write_text(json.dumps(kept | {str(state.epochs_run): asdict(state)}, indent=2) + "\n")
+    os.replace(unfinished, path)
+    return path
+
+
+def refuse_unsavable(function: object) -> None:
+    """Refuse a user's function whose state could not be saved.
+
+    Raises:
+        InputError: its ``state_dict()`` is not what JSON can hold.
+    """
+    if isinstance(function, Stateful):
+        try:
+            json.dumps(function.state_dict())
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"`batch_increase_function.state_dict()` must give what JSON can hold, but gives {reason_of(error)}."
+            ) from error
+
+
+def _unreadable(path: Path, error: Exception) -> InputError:
+    return InputError(
+        f"{path} must be as a run wrote it for its checkpoint to be resumed, but failed: {reason_of(error)}."
+    )
