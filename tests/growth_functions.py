@@ -31,3 +31,16 @@ def gives_bool(epoch: int, current_batch_size: int) -> bool:
 
 def gives_two(epoch: int, current_batch_size: int) -> int:
     return 2
+
+
+class _Unsavable:
+    def __call__(self, epoch: int, current_batch_size: int) -> int:
+        return 0
+
+    def state_dict(self) -> dict[str, object]:
+        return {"seen": object()}
+
+    def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+
+UNSAVABLE = _Unsavable()

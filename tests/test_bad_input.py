@@ -82,6 +82,43 @@ CASES: dict[str, tuple[list[str], str]] = {
         [GROW + "tests.growth_functions.gives_two", "batch_size=8", "adaptive.max_batch_size=4"],
         "at most the largest that data set and max_batch_size allow (4), but is 8 instead.",
     ),
+    "fewer samples than ranks": (
+        ["adaptive.global_batch_size=1"],
+        "`global_batch_size` must be at least the number of ranks (2), but is 1 instead.",
+    ),
+    "data below a global batch": (
+        ["adaptive.global_batch_size=401"],
+        "`dataset` must fill an optimizer step (401 samples per optimizer step on 2 ranks), but has 400 samples.",
+    ),
+    "search on data below a global batch": ([SEARCH, "adaptive.global_batch_size=401"], "but has 400 samples."),
+    "global batch in backward": (
+        ["adaptive.global_batch_size=8", "optimizer_in_bwd=True", "clip_grad_norm=null"],
+        "`optimizer_in_bwd` must be False with `global_batch_size` 8, but is True instead.",
+    ),
+    "global batch that memory bounds": (
+        [GROW + "tests.growth_functions.gives_two", "adaptive.global_batch_size=8"],
+        "`growth_limit` must be none or a number where `global_batch_size` grows,",
+    ),
+    "tokens of packs": (
+        ["adaptive.max_tokens_per_micro_batch=512", "dataset.packed=True"],
+        "`dataset.packed` must be False for `max_tokens_per_micro_batch`,",
+    ),
+    "sample above the tokens": (
+        ["adaptive.max_tokens_per_micro_batch=128"],
+        "`max_tokens_per_micro_batch` must be at least every sample's length, but is 128, and sample ",
+    ),
+    "throughput of nothing": (
+        ["adaptive.objective=throughput"],
+        "`use_maximum_batch_size` must be True for the objective throughput,",
+    ),
+    "unknown scaling": (
+        ["adaptive.lr_scaling=root"],
+        "`lr_scaling` must be one of none, sqrt, linear, but is 'root' instead.",
+    ),
+    "state that cannot be saved": (
+        [GROW + "tests.growth_functions.UNSAVABLE"],
+        "`batch_increase_function.state_dict()` must give what JSON can hold, but gives TypeError",
+    ),
 }
 
 

@@ -74,9 +74,8 @@ class AdaptiveCutting(AdaptiveBatch):
         self._num_tokens = self._num_padded = 0
         return share
 
-    def _arithmetic(self, batch_size: int) -> str:
-        """What an optimizer step is made of, and how it is cut, said aloud."""
-        whole, limit = super()._arithmetic(batch_size), self._largest_limit()
-        if isinstance(limit, RowLimit) and not self._is_global and limit.size >= batch_size:
-            return whole
-        return f"{whole}, in micro-steps of at most {limit} per rank"
+    def _cut_aloud(self) -> str:
+        limit = self._largest_limit()
+        if isinstance(limit, RowLimit) and not self._is_global and limit.size >= self._batch_size:
+            return ""
+        return f", in micro-steps of at most {limit} per rank"

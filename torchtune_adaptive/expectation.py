@@ -26,7 +26,9 @@ def expected_batch_size(
     if not _pays(cfg, settings):
         return None
     limit_bytes = usable_bytes(settings.memory_limit_bytes or meter.available_bytes, settings.margin)
-    planned = _planned(cfg, consensus.world_size, seq_len, limit_bytes) if consensus.rank == 0 else None
+    planned = (
+        _planned(settings.traced(cfg), consensus.world_size, seq_len, limit_bytes) if consensus.rank == 0 else None
+    )
     return consensus.from_rank_zero(planned)
 
 

@@ -175,7 +175,9 @@ class AdaptiveMicroBatch(AdaptiveCutting):
         self._begin_anew()
         if found is not None:
             self._largest_micro_batch = None if found == largest.size else found
-            self._note_micro_batch(f"micro-batch {before.size} -> {self._limit}: fits again at the start of epoch {epoch}")
+            self._note_micro_batch(
+                f"micro-batch {before.size} -> {self._limit}: fits again at the start of epoch {epoch}"
+            )
 
     def _begin_anew(self) -> None:
         """What was metered until now says nothing of what comes."""

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from torchtune_adaptive.dealing import most_rows
 from torchtune_adaptive.errors import require_integer
 from torchtune_adaptive.overhead import Calibration, Overhead
 from torchtune_adaptive.peaks import StepPeaks, TracedStep
 from torchtune_adaptive.planner import trace
+from torchtune_adaptive.refuse import refuse_few_samples_per_step
 from torchtune_adaptive.search import NO_BOUND, binary_search, round_down_to_power_of_two
 from torchtune_adaptive.settings import AdaptiveSettings
 
@@ -80,7 +82,10 @@ def plan(cfg: DictConfig, *, world_size: int, card: Card, seq_lens: Sequence[int
     micro_steps = require_integer("gradient_accumulation_steps", cfg.get("gradient_accumulation_steps", 1), minimum=1)
     if card.calibration is not None:
         Calibration.read(card.calibration)  # refused before anything is traced
-    step = traced_by(cfg, world_size=world_size, seq_lens=seq_lens)
+    samples = settings.global_batch_size
+    if samples is not None:
+        refuse_few_samples_per_step(samples, ranks=world_size)
+    step = traced_by(settings.traced(cfg), world_size=world_size, seq_lens=seq_lens)
     overhead = _overhead(cfg, card, world_size, step.attention_width)
     limit_bytes = min(card.memory_bytes, (settings.memory_limit_bytes or card.memory_bytes) + overhead.outside_bytes)
     lengths: list[LengthPlan] = []
@@ -88,7 +93,8 @@ def plan(cfg: DictConfig, *, world_size: int, card: Card, seq_lens: Sequence[int
         exact = _largest(peaks, overhead, limit_bytes, settings.margin, certain=False)
         certain = _largest(peaks, overhead, limit_bytes, settings.margin, certain=True)
         largest = (settings.max_batch_size or 1) if exact is None else exact
-        used = max(1, min(largest, settings.max_batch_size or largest))
+        rows = largest if samples is None else most_rows(samples, ranks=world_size)
+        used = max(1, min(largest, settings.max_batch_size or largest, rows))
         used = round_down_to_power_of_two(used) if settings.power_of_two else used
         moment = peaks.moment(used)
         peak_bytes = moment.total.at(used)
@@ -104,7 +110,7 @@ def plan(cfg: DictConfig, *, world_size: int, card: Card, seq_lens: Sequence[int
                 kinds=moment.at(used),
                 added_bytes=added_bytes + overhead.outside_bytes,
                 uncertainty_bytes=overhead.uncertainty_bytes_at(peak_bytes),
-                tokens_per_step=used * peaks.seq_len * micro_steps * world_size,
+                tokens_per_step=(samples or used * micro_steps * world_size) * peaks.seq_len,
             )
         )
     return Plan(

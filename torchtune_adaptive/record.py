@@ -96,8 +96,13 @@ class AdaptiveRecord(AdaptiveSizing):
     def _decide(self, reason: str, epoch: int | None = None) -> None:
         """Note the batch size in the report, aloud and on disk, and why it is."""
         name = "global_batch_size" if self._is_global else "batch_size"
-        utils.log_rank_zero(log, f"{name} {self._batch_size} ({reason}): {self._arithmetic(self._batch_size)}")
+        made_of = self._arithmetic(self._batch_size) + self._cut_aloud()
+        utils.log_rank_zero(log, f"{name} {self._batch_size} ({reason}): {made_of}")
         self._note(reason, epoch=epoch, samples_per_step=self._samples_per_step_at(self._batch_size))
+
+    def _cut_aloud(self) -> str:
+        """How an optimizer step is cut into micro-steps, if that is not told by the batch size."""
+        raise NotImplementedError
 
     def _note(self, reason: str, *, epoch: int | None = None, **figures: int) -> None:
         """Add an entry to the report's history, and write it."""

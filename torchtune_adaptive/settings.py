@@ -145,6 +145,17 @@ class AdaptiveSettings:
             or self.max_tokens_per_micro_batch == "auto"
         )
 
+    def traced(self, cfg: DictConfig) -> DictConfig:
+        """``cfg`` with as many micro-steps as a step must have for its memory to be that of training.
+
+        The second micro-step finds gradients there; more need no more memory.
+        """
+        if not (self.global_batch_size or self.max_tokens_per_micro_batch or self.growth_limit != "memory"):
+            return cfg
+        traced = OmegaConf.merge(cfg, {"gradient_accumulation_steps": 2})
+        assert isinstance(traced, DictConfig)
+        return traced
+
 
 def parse_memory(value: object) -> int:
     """Bytes, from whole bytes or a text with a unit; KiB to TiB are binary, KB to TB decimal.

@@ -1,0 +1,129 @@
+"""A run that is killed goes on from its last checkpoint as if nothing had been; what is not as it was is said."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import RanksFailedError, run_on_ranks
+from tests.recipe_runs import adaptive_recipe, finished, local_parameters, same_bits, stock_recipe, tiny_config
+
+# 34 samples a rank are 17 micro-batches of 2 rows: with an accumulation of 2 one is left over at the first epoch's end.
+MEASURING = {"_component_": "torchtune_adaptive.schedule.gradient_noise_scale", "every_steps": 2, "min_measurements": 2}
+RUN: dict[str, Any] = {
+    "epochs": 4,
+    "batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "dataset__split": "train[:68]",
+    "tokenizer__max_seq_len": 64,
+    "lr_scheduler__num_warmup_steps": 5,
+    "batch_increase_function": MEASURING,
+    "adaptive": {"memory_limit": "96MiB", "growth_limit": "none", "lr_scaling": "sqrt", "max_batch_size": 3},
+}
+PLAIN: dict[str, Any] = {"epochs": 3, "max_steps_per_epoch": 2, "batch_size": 2, "tokenizer__max_seq_len": 64}
+FIGURES = ("step", "batch_size", "global_batch_size", "micro_batch_size", "lr", "loss", "grad_norm", "padding")
+SECOND_CHECKPOINT = "epoch_1/model-00001-of-00001.bin"
+
+
+def _die(rank: int, tiny_dir: Path, output_dir: Path) -> None:
+    """Killed in the midst of the third epoch."""
+
+    class Dying(adaptive_recipe("full")):
+        def _train_step(self, window: Any) -> Any:
+            if self.epochs_run == 2 and self.global_step > 14:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super()._train_step(window)
+
+    finished(Dying, tiny_config("full", tiny_dir, output_dir, **RUN))
+
+
+def _resumed(tiny_dir: Path, output_dir: Path, *, after_epoch: int = 1, **overrides: Any) -> Any:
+    cfg = tiny_config("full", tiny_dir, output_dir, resume_from_checkpoint=True, **overrides)
+    cfg.checkpointer.checkpoint_files = [f"epoch_{after_epoch}/model-00001-of-00001.bin"]
+    return cfg
+
+
+def _go_on(rank: int, tiny_dir: Path, died_in: Path, output_dir: Path) -> dict[str, Any]:
+    """The killed run and a whole one; the killed one with other data and memory; stock after us, and we after it."""
+    ours, stock = adaptive_recipe("full"), stock_recipe("full")
+    whole, whole_parameters, _ = finished(ours, tiny_config("full", tiny_dir, output_dir, **RUN))
+    changed = RUN | {"dataset__split": "train[:60]", "epochs": 3}
+    changed["adaptive"] = changed["adaptive"] | {"memory_limit": "128MiB"}
+    changed_steps, _, changed_recipe = finished(ours, _resumed(tiny_dir, died_in, **changed))
+    resumed, parameters, _ = finished(ours, _resumed(tiny_dir, died_in, **RUN))
+    opened = []
+    for recipe_class in (stock, ours):
+        cfg = _resumed(tiny_dir, died_in, **PLAIN)
+        recipe = recipe_class(cfg=cfg)
+        recipe.setup(cfg=cfg)
+        opened.append(local_parameters(recipe._model))
+    finished(stock, tiny_config("full", tiny_dir, output_dir / "stock", **PLAIN))
+    after_stock = [finished(one, _resumed(tiny_dir, output_dir / "stock", **PLAIN))[0] for one in (stock, ours)]
+    return {
+        "whole": [[step[name] for name in FIGURES] for step in whole],
+        "resumed": [[step[name] for name in FIGURES] for step in resumed],
+        "parameters equal": same_bits(whole_parameters, parameters),
+        "changed": (changed_recipe._report.history, [step["global_batch_size"] for step in changed_steps]),
+        "opened by stock": same_bits(*opened),
+        "after stock": [[(step["step"], step["lr"], step["loss"]) for step in steps] for steps in after_stock],
+    }
+
+
+@pytest.fixture(scope="module")
+def died_in(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("died")
+    with pytest.raises(RanksFailedError) as failure:
+        run_on_ranks(_die, 2, tiny_dir, directory, timeout_s=120)
+    assert "died with exit status -9" in str(failure.value)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_dir: Path, died_in: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_on_ranks(_go_on, 2, tiny_dir, died_in, tmp_path_factory.mktemp("whole"), timeout_s=240)
+
+
+def test_a_killed_run_goes_on_as_the_uninterrupted_one(ranks: list[dict[str, Any]]) -> None:
+    """Each figure and each bit, with growth by a schedule that measures, and with samples left over by an epoch."""
+    whole, resumed = ranks[0]["whole"], ranks[0]["resumed"]
+    assert len({step[FIGURES.index("batch_size")] for step in whole}) > 1
+    assert len(resumed) == 8
+    assert resumed == whole[-8:]
+    assert all(rank["parameters equal"] for rank in ranks)
+
+
+def test_other_data_and_another_limit_are_noticed_and_the_batch_stays(ranks: list[dict[str, Any]]) -> None:
+    history, sizes = ranks[0]["changed"]
+    assert history[-2]["reason"] == (
+        "resumed with changes: samples in the data set 68 -> 60; bytes of memory per rank 100663296 -> 134217728"
+    )
+    assert history[-1]["reason"] == "config, resumed at epoch 2"
+    assert sizes == [16] * 3  # 30 samples a rank
+
+
+def test_stock_opens_our_checkpoints_and_we_those_of_stock(ranks: list[dict[str, Any]]) -> None:
+    assert all(rank["opened by stock"] for rank in ranks)
+    by_stock, by_ours = ranks[0]["after stock"]
+    assert [step for step, *_ in by_stock] == [5, 6]
+    assert by_ours == by_stock
+
+
+def _resume_alone(rank: int, tiny_dir: Path, died_in: Path) -> tuple[list[str], list[dict[str, float]]]:
+    steps, _, recipe = finished(adaptive_recipe("full"), _resumed(tiny_dir, died_in, after_epoch=2, **RUN))
+    return [entry["reason"] for entry in recipe._report.history], steps
+
+
+def test_another_number_of_ranks_is_noticed_and_the_rate_goes_with_the_batch(
+    ranks: list[dict[str, Any]], tiny_dir: Path, died_in: Path
+) -> None:
+    """A single rank takes half the samples a step, those that the config was written for: its rate is the config's."""
+    ((reasons, steps),) = run_on_ranks(_resume_alone, 1, tiny_dir, died_in, timeout_s=120)
+    assert reasons[-2] == "resumed with changes: ranks 2 -> 1; samples per optimizer step 16 -> 8"
+    assert {step["global_batch_size"] for step in steps} == {8}
+    # after a quarter of the last epoch, which is its first step on two ranks and its second on one
+    (together,) = (step[FIGURES.index("lr")] for step in ranks[0]["whole"] if step[0] == 17)
+    assert len(steps) == 8
+    assert steps[1]["lr"] == pytest.approx(together / 2**0.5, rel=1e-9)
+    assert steps[-1]["lr"] == pytest.approx(0, abs=1e-12)
