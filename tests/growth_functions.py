@@ -1,5 +1,9 @@
 """Functions that a config can name as `batch_increase_function`, most of them wrong in one way each."""
 
+from typing import Any
+
+from torchtune_adaptive.noise_scale import GradientNorms, MeasuredSchedule
+
 NOT_CALLABLE = 3
 
 
@@ -44,3 +48,28 @@ class _Unsavable:
 
 
 UNSAVABLE = _Unsavable()
+
+
+class Recording(MeasuredSchedule):
+    """Keeps what it is told of every step; the last one made is ``Recording.last``. Never grows."""
+
+    last: "Recording"
+    every_steps = 1
+
+    def __init__(self) -> None:
+        self.seen: list[GradientNorms] = []
+        Recording.last = self
+
+    def observe(self, norms: GradientNorms) -> None:
+        self.seen.append(norms)
+
+    def __call__(self, epoch: int, current_batch_size: int) -> int:
+        return 0
+
+    def figures(self) -> dict[str, float]:
+        return {"seen": float(len(self.seen))}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

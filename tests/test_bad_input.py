@@ -117,7 +117,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     ),
     "state that cannot be saved": (
         [GROW + "tests.growth_functions.UNSAVABLE"],
-        "`batch_increase_function.state_dict()` must give what JSON can hold, but gives TypeError",
+        "`batch_increase_function.state_dict()` must give what JSON can hold, but fails: TypeError",
     ),
 }
 

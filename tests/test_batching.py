@@ -1,47 +1,159 @@
-"""Cutting loses no sample and keeps their order; halving goes on down to the bound."""
+"""Every row is in one micro-batch, none is above its limit, and a token budget is cut as cheaply as can be."""
 
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_adaptive.batching import cut, halvings
+from torchtune_adaptive.batching import MicroBatchLimit, Places, RowLimit, TokenLimit, halvings, spread
 
-windows = st.lists(st.lists(st.integers(), max_size=20), max_size=5)  # ragged, and batches without a sample
-
-
-@settings(derandomize=True, deadline=None, max_examples=200)
-@given(window=windows, rows=st.integers(1, 25))
-def test_cutting_keeps_every_sample_in_its_place(window: list[list[int]], rows: int) -> None:
-    samples = [sample for batch in window for sample in batch]
-    assert [sample for piece in cut(window, rows) for sample in piece] == samples
+properties = settings(derandomize=True, deadline=None, max_examples=150)
+windows = st.lists(st.integers(1, 40), max_size=24)
+limits = st.builds(RowLimit, st.integers(1, 25)) | st.builds(TokenLimit, st.integers(1, 200))
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
-@given(window=windows, rows=st.integers(1, 25))
-def test_no_piece_is_empty_or_above_the_rows_and_there_are_as_few_as_can_be(window: list[list[int]], rows: int) -> None:
-    sizes = [len(piece) for piece in cut(window, rows)]
-    assert all(0 < size <= rows for size in sizes)
-    assert len(sizes) == sum(-(-len(batch) // rows) for batch in window)
+def padded_tokens(lengths: Sequence[int], places: Sequence[int]) -> int:
+    return len(places) * max(lengths[place] for place in places)
 
 
-def test_a_piece_is_of_one_batch() -> None:
-    assert cut([[1, 2, 3], [4], [5, 6]], 2) == [[1, 2], [3], [4], [5, 6]]
+def is_within(limit: MicroBatchLimit, lengths: Sequence[int], places: Sequence[int]) -> bool:
+    """Whether a micro-batch may be as it is: by rows, or by padded tokens unless it is a single row."""
+    if isinstance(limit, RowLimit):
+        return len(places) <= limit.size
+    return len(places) <= 1 or padded_tokens(lengths, places) <= limit.size
 
 
-def test_batches_that_are_small_enough_stay_as_they_are() -> None:
-    window = [[1, 2, 3], [4, 5]]
-    assert cut(window, 3) == cut(window, 100) == window
+def cost(limit: TokenLimit, lengths: Sequence[int], cuts: Places) -> float:
+    """What a window costs: its padded tokens, and for each micro-step 1/64 of the limit."""
+    return sum(padded_tokens(lengths, places) + limit.size / 64 for places in cuts)
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+def every_partition(places: Sequence[int]) -> list[Places]:
+    """All ways to cut ``places`` without changing their order."""
+    inner = range(1, len(places))
+    bounds = (
+        [0, *marks, len(places)] for count in range(len(places)) for marks in itertools.combinations(inner, count)
+    )
+    return [[list(places[start:end]) for start, end in itertools.pairwise(marks)] for marks in bounds]
+
+
+# ---- cutting
+
+
+@properties
+@given(lengths=windows, limit=limits)
+def test_every_row_is_in_one_micro_batch_and_none_is_empty_or_above_the_limit(
+    lengths: list[int], limit: MicroBatchLimit
+) -> None:
+    cuts = limit.cut(lengths)
+    assert sorted(itertools.chain(*cuts)) == list(range(len(lengths)))
+    assert all(cuts)
+    assert [places for places in cuts if not is_within(limit, lengths, places)] == []
+
+
+@properties
+@given(lengths=windows, rows=st.integers(1, 25))
+def test_a_limit_in_rows_keeps_their_order_and_takes_as_few_micro_batches_as_can_be(
+    lengths: list[int], rows: int
+) -> None:
+    cuts = RowLimit(rows).cut(lengths)
+    assert list(itertools.chain(*cuts)) == list(range(len(lengths)))
+    assert len(cuts) == -(-len(lengths) // rows)
+
+
+@settings(properties, max_examples=80)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8), tokens=st.integers(1, 400))
+def test_a_token_limit_is_cut_at_the_least_cost_of_all_ways_to_cut_the_rows_by_length(
+    lengths: list[int], tokens: int
+) -> None:
+    limit = TokenLimit(tokens)
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    allowed = [cuts for cuts in every_partition(order) if all(is_within(limit, lengths, places) for places in cuts)]
+    assert cost(limit, lengths, limit.cut(lengths)) == pytest.approx(
+        min(cost(limit, lengths, cuts) for cuts in allowed), rel=1e-12
+    )
+
+
+@pytest.mark.parametrize(("rows", "most_padding"), [(64, 0.05), (256, 0.04)])
+def test_lengths_that_are_skewed_leave_little_padding(rows: int, most_padding: float) -> None:
+    """Log-normal lengths, a few of them ten times as long as most: in order, as many rows each, nearly half is it."""
+    lengths = np.random.default_rng(0).lognormal(5, 0.8, rows).clip(8, 2048).astype(int).tolist()
+    by_length = TokenLimit(8192).cut(lengths)
+    in_order = RowLimit(-(-rows // len(by_length))).cut(lengths)
+    padding = [
+        1 - sum(lengths) / sum(padded_tokens(lengths, places) for places in cuts) for cuts in (by_length, in_order)
+    ]
+    assert padding[0] < most_padding
+    assert padding[1] > 0.4
+
+
+@properties
+@given(limit=limits, length=st.integers(1, 300))
+def test_as_many_rows_of_a_length_as_are_told_are_one_micro_batch_and_one_more_is_not(
+    limit: MicroBatchLimit, length: int
+) -> None:
+    rows = limit.rows_of(length)
+    assert len(limit.cut([length] * rows)) == 1
+    assert len(limit.cut([length] * (rows + 1))) > 1
+
+
+@properties
+@given(limit=limits, size=st.integers(1, 10**6))
+def test_a_limit_of_another_size_is_of_the_same_kind(limit: MicroBatchLimit, size: int) -> None:
+    other = limit.of_size(size)
+    assert (type(other), other.size, other.key) == (type(limit), size, limit.key)
+    assert str(other) == f"{size} {limit.unit}"
+
+
+# ---- as many micro-batches on every rank
+
+
+@properties
+@given(lengths=windows, limit=limits, more=st.integers(0, 30))
+def test_spreading_gives_the_count_loses_no_row_and_keeps_the_limit(
+    lengths: list[int], limit: MicroBatchLimit, more: int
+) -> None:
+    cuts = limit.cut(lengths)
+    spread_cuts = spread(cuts, len(cuts) + more)
+    assert len(spread_cuts) == len(cuts) + more
+    assert list(itertools.chain(*spread_cuts)) == list(itertools.chain(*cuts))
+    assert [places for places in spread_cuts if places and not is_within(limit, lengths, places)] == []
+    assert all(spread_cuts) or all(len(places) <= 1 for places in spread_cuts)
+
+
+@properties
+@given(lengths=windows, limit=limits)
+def test_what_is_as_many_already_is_left_as_it_is(lengths: list[int], limit: MicroBatchLimit) -> None:
+    cuts = limit.cut(lengths)
+    before = [list(places) for places in cuts]
+    assert spread(cuts, len(cuts)) == before
+    spread(cuts, len(cuts) + 9)
+    assert cuts == before
+
+
+@properties
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), more=st.integers(1, 20))
+def test_the_largest_micro_batch_is_halved_first(sizes: list[int], more: int) -> None:
+    """No halving leaves one of more than twice what the smallest of its pieces has."""
+    cuts = spread([[0] * size for size in sizes], len(sizes) + more)
+    halved = spread(cuts, len(cuts) + 1)
+    largest = max(map(len, cuts))
+    assert sorted(map(len, halved)) == sorted(
+        [*sorted(map(len, cuts))[:-1], -(-largest // 2), largest // 2] if largest > 1 else [*map(len, cuts), 0]
+    )
+
+
+# ---- halvings
+
+
+@properties
 @given(size=st.integers(1, 10**6), above=st.integers(0, 10**6))
-def test_each_halving_is_half_of_the_one_before_and_above_the_bound(size: int, above: int) -> None:
+def test_each_halving_is_half_of_the_one_before_down_to_the_bound(size: int, above: int) -> None:
     sizes = halvings(size, above=above)
     assert sizes[:1] == ([size] if size > above else [])
     assert all(one > above for one in sizes)
     assert sizes[1:] == [one // 2 for one in sizes[:-1]]
-
-
-@settings(derandomize=True, deadline=None, max_examples=200)
-@given(size=st.integers(1, 10**6), above=st.integers(0, 10**6))
-def test_halving_stops_only_where_the_next_half_is_not_above_the_bound(size: int, above: int) -> None:
-    assert (halvings(size, above=above) or [2 * size])[-1] // 2 <= above
+    assert (sizes or [2 * size])[-1] // 2 <= above

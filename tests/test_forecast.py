@@ -1,6 +1,7 @@
 """Envelope and largest batch size against brute force."""
 
 import itertools
+import math
 
 import pytest
 from hypothesis import assume, given, settings
@@ -44,7 +45,7 @@ def forecast_of(lines: list[Line], sizes: tuple[int, int] = (2, 3)) -> Forecast:
     return forecast
 
 
-def highest(lines: list[Line], batch_size: int) -> float:
+def highest(lines: list[Line], batch_size: float) -> float:
     return max(line.at(batch_size) for line in lines)
 
 
@@ -138,6 +139,25 @@ def test_an_operation_whose_memory_falls_does_not_hide_the_size_that_fits() -> N
     falling, growing = Line(36, -3), Line(20, 1)
     fitting = [size for size in SIZES if highest([falling, growing], size) <= 30]
     assert forecast_of([falling, growing]).largest_batch_size(30) == max(fitting) == 10
+
+
+@properties
+@given(st.lists(growing_or_constant, min_size=1, max_size=12), st.integers(0, 4 * 10**9))
+def test_what_fits_without_a_row_reaches_the_limit_at_the_crossing(lines: list[Line], limit_bytes: int) -> None:
+    crossing = forecast_of(lines).crossing(limit_bytes)
+    assert (crossing is None) == all(line.slope_bytes == 0 for line in lines)
+    if crossing is not None and highest(lines, 0) <= limit_bytes:
+        assert crossing >= 0
+        assert highest(lines, crossing) == pytest.approx(limit_bytes, rel=1e-9)
+
+
+@properties
+@given(st.lists(growing_or_constant, min_size=1, max_size=12), st.integers(0, 4 * 10**9))
+def test_the_largest_size_is_the_crossing_rounded_down_to_whole_rows(lines: list[Line], limit_bytes: int) -> None:
+    forecast = forecast_of(lines)
+    crossing, largest = forecast.crossing(limit_bytes), forecast.largest_batch_size(limit_bytes)
+    if crossing is not None and largest:
+        assert largest == math.floor(crossing)
 
 
 # ---- lines and timelines of several kinds of bytes

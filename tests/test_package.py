@@ -14,6 +14,7 @@ CONFIGS = sorted((REPOSITORY / "configs").rglob("*.yaml"))
 # Not the changelog: it tells of what was.
 DOCUMENTS = sorted({*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")} - {REPOSITORY / "CHANGELOG.md"})
 BLOCK_KEYS = {"strategy", "power_of_two", "max_batch_size", "memory_limit", "margin", "seq_len", "oom_recovery"}
+BLOCK_KEYS |= {"global_batch_size", "max_tokens_per_micro_batch", "growth_limit", "lr_scaling", "objective"}
 
 
 def load(path: Path) -> DictConfig:

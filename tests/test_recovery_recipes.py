@@ -265,7 +265,9 @@ def test_thrashing_on_one_rank_makes_the_next_step_smaller_and_repeats_none(trou
         assert thrashing["parameters equal"]
         assert thrashing["losses equal"]
         (reason,) = thrashing["reason"]
-        assert reason.startswith("micro-batch 4 -> 2 rows: in step 2 rank 1 gave back the allocator's cache in two steps")
+        assert reason.startswith(
+            "micro-batch 4 -> 2 rows: in step 2 rank 1 gave back the allocator's cache in two steps"
+        )
     assert troubles[0]["thrashing"]["micro-batches"] == [4, 2, 2, 2]
     assert troubles[0]["thrashing"]["retries"] == [0] * 4
 

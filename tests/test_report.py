@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchtune_adaptive.report import REPORT_NAME, AdaptiveReport, probe_table, summary
+from torchtune_adaptive.report import REPORT_NAME, AdaptiveReport, probe_table, rate_table, summary
 from torchtune_adaptive.search import Probe, SearchResult
 
 KEYS = {
@@ -106,6 +106,16 @@ def test_writing_again_replaces_the_file_and_leaves_nothing_else(report: Adaptiv
     assert len(json.loads((tmp_path / REPORT_NAME).read_text())["history"]) == 3
 
 
+def test_what_was_not_looked_for_is_not_in_the_file_and_what_was_is(tmp_path: Path) -> None:
+    assert set(json.loads(AdaptiveReport().write(tmp_path).read_text())) == {"history"}
+    report = AdaptiveReport(result_of(), seq_len=128, token_budget=1920, tokens_per_second={2: 99.5, 1: 60.0})
+    report.decided(epoch=0, batch_size=64, reason="config", samples_per_step=64)
+    content = json.loads(report.write(tmp_path).read_text())
+    assert set(content) >= KEYS
+    assert (content["token_budget"], content["tokens_per_second"]) == (1920, {"2": 99.5, "1": 60.0})
+    assert content["history"] == [{"epoch": 0, "batch_size": 64, "samples_per_step": 64, "reason": "config"}]
+
+
 @pytest.mark.parametrize("fault", ["while writing", "before replacing"])
 def test_a_write_that_fails_leaves_the_former_file_whole(
     report: AdaptiveReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
@@ -170,6 +180,16 @@ def test_a_table_without_probes_is_its_header() -> None:
     header, rule = probe_table(result_of(probes=())).splitlines()
     assert header.split() == ["batch_size", "peak", "may", "use", "fits", "seconds"]
     assert len(header) == len(rule)
+
+
+def test_the_table_of_rates_has_a_line_for_each_size_by_size_and_marks_the_one_chosen() -> None:
+    header, _, *rows = rate_table({16: 1000.0, 4: 600.4, 8: 985.6}, chosen=8).splitlines()
+    assert header.split() == ["batch_size", "tokens/s", "of", "best", "chosen"]
+    assert [row.split() for row in rows] == [
+        ["4", "600", "60.0%", "-"],
+        ["8", "986", "98.6%", "yes"],
+        ["16", "1000", "100.0%", "-"],
+    ]
 
 
 # ---- the summary

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
 from tests.ranks import RanksFailedError, run_on_ranks
 from tests.recipe_runs import adaptive_recipe, finished, local_parameters, same_bits, stock_recipe, tiny_config
@@ -92,6 +94,17 @@ def test_a_killed_run_goes_on_as_the_uninterrupted_one(ranks: list[dict[str, Any
     assert len(resumed) == 8
     assert resumed == whole[-8:]
     assert all(rank["parameters equal"] for rank in ranks)
+
+
+def test_the_rate_is_that_of_its_place_scaled_by_the_root_of_the_batch(ranks: list[dict[str, Any]]) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    rate: Any = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=5, num_training_steps=32).lr_lambdas[0]
+    names = dict(zip(FIGURES, zip(*ranks[0]["whole"], strict=True), strict=True))
+    epochs_done, expected = 0.0, []
+    for samples in names["global_batch_size"]:
+        epochs_done += samples / 64  # of 68, in whole steps of 8 or 16
+        expected.append(1e-3 * rate(8 * epochs_done) * (samples / 8) ** 0.5)
+    assert names["lr"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 def test_other_data_and_another_limit_are_noticed_and_the_batch_stays(ranks: list[dict[str, Any]]) -> None:

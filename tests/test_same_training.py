@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.growth_functions import Recording
 from tests.ranks import run_on_ranks
 from tests.recipe_runs import adaptive_recipe, finished, tiny_config
 from torchtune_adaptive.testing import Fault, faults_in
@@ -105,28 +106,51 @@ def test_every_cut_has_the_same_gradient_and_the_same_losses(
     ]
 
 
-def _train_anywhere(rank: int, tiny_dir: Path, output_dir: Path) -> list[list[float]]:
-    """Steps of 31 samples, which no number of ranks above 1 divides; as rows, and grouped by length."""
-    runs = []
-    for tokens in (None, 300):
-        cfg = tiny_config(
-            "full",
-            tiny_dir,
-            output_dir,
-            batch_size=4,
-            max_steps_per_epoch=3,
-            epochs=1,
-            tokenizer__max_seq_len=64,
-            adaptive={"global_batch_size": 31, "max_tokens_per_micro_batch": tokens},
-        )
-        steps, _, _ = finished(adaptive_recipe("full"), cfg)
-        runs.append([step["loss"] for step in steps])
-    return runs
+def _train_anywhere(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    """Steps of 31 samples, by rows and by tokens, which no number of ranks above 1 divides; and measured gradients."""
+
+    def steps_of(**overrides: Any) -> list[dict[str, float]]:
+        common = {"batch_size": 4, "max_steps_per_epoch": 3, "epochs": 1, "tokenizer__max_seq_len": 64}
+        cfg = tiny_config("full", tiny_dir, output_dir, **common | overrides)
+        return finished(adaptive_recipe("full"), cfg)[0]
+
+    measuring: dict[str, Any] = {"batch_increase_function": {"_component_": "tests.growth_functions.Recording"}}
+    limit = {"memory_limit": "256MiB", "max_batch_size": 4}
+    measured = {}
+    for name, settings in (("rows", limit), ("tokens", limit | {"max_tokens_per_micro_batch": 100})):
+        norms = [step["grad_norm"] for step in steps_of(adaptive=settings, **measuring)]
+        measured[name] = norms, Recording.last.seen
+    return {
+        "rows": [step["loss"] for step in steps_of(adaptive={"global_batch_size": 31})],
+        "tokens": [
+            step["loss"] for step in steps_of(adaptive={"global_batch_size": 31, "max_tokens_per_micro_batch": 300})
+        ],
+        "measured": measured,
+        "first halves": [step["grad_norm"] for step in steps_of(batch_size=2, adaptive={"memory_limit": None})],
+    }
 
 
-def test_a_global_batch_is_the_same_on_one_rank_and_on_three(tiny_dir: Path, tmp_path: Path) -> None:
-    (alone,) = run_on_ranks(_train_anywhere, 1, tiny_dir, tmp_path)
-    together = run_on_ranks(_train_anywhere, 3, tiny_dir, tmp_path)[0]
-    assert len(alone[0]) == 3
-    for mine, theirs in zip(together, alone, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5)
+@pytest.fixture(scope="module")
+def anywhere(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """What rank 0 saw, by the number of ranks."""
+    output_dir = tmp_path_factory.mktemp("anywhere")
+    return {ranks: run_on_ranks(_train_anywhere, ranks, tiny_dir, output_dir)[0] for ranks in (1, 3)}
+
+
+@pytest.mark.parametrize("cut", ["rows", "tokens"])
+def test_a_global_batch_is_the_same_on_one_rank_and_on_three(cut: str, anywhere: dict[int, dict[str, Any]]) -> None:
+    assert len(anywhere[1][cut]) == 3
+    assert anywhere[3][cut] == pytest.approx(anywhere[1][cut], rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("cut", ["rows", "tokens"])
+def test_what_is_measured_are_the_norms_of_the_step_and_of_its_first_half(
+    cut: str, ranks: int, anywhere: dict[int, dict[str, Any]]
+) -> None:
+    """The first half of the first step's samples is the first step of a run with half the batch."""
+    norms, seen = anywhere[ranks]["measured"][cut]
+    assert [one.norm_squared**0.5 for one in seen] == pytest.approx(norms, rel=1e-5)
+    assert [(one.small_samples, one.samples) for one in seen] == [(2 * ranks, 4 * ranks)] * 3
+    assert seen[0].small_norm_squared ** 0.5 == pytest.approx(anywhere[ranks]["first halves"][0], rel=1e-5)
+    assert seen[0].small_norm_squared != pytest.approx(seen[0].norm_squared, rel=1e-2)

@@ -18,7 +18,10 @@ from torchtune_adaptive.schedule import at_epochs, geometric, rehearse
 from torchtune_adaptive.settings import STRATEGIES, AdaptiveSettings, parse_memory
 
 HERE = __name__
-BLOCK_KEYS = "strategy, power_of_two, max_batch_size, memory_limit, margin, seq_len, oom_recovery"
+BLOCK_KEYS = (
+    "strategy, power_of_two, max_batch_size, memory_limit, margin, seq_len, oom_recovery, global_batch_size,"
+    " max_tokens_per_micro_batch, growth_limit, lr_scaling, objective"
+)
 COMPONENT = "torchtune_adaptive.schedule"
 
 
@@ -66,6 +69,8 @@ def test_config_without_our_values_gives_the_defaults(cfg):
     assert settings.strategy == "linear_extrapolation"
     assert (settings.power_of_two, settings.margin) == (True, 0.05)
     assert (settings.max_batch_size, settings.memory_limit_bytes, settings.seq_len) == (None, None, None)
+    assert (settings.global_batch_size, settings.max_tokens_per_micro_batch) == (None, None)
+    assert (settings.growth_limit, settings.lr_scaling, settings.objective) == ("memory", "none", "memory")
 
 
 def test_every_key_is_read():
@@ -79,6 +84,12 @@ def test_every_key_is_read():
             "memory_limit": "1.5GiB",
             "margin": 0.1,
             "seq_len": 2048,
+            "oom_recovery": False,
+            "global_batch_size": 256,
+            "max_tokens_per_micro_batch": 8192,
+            "growth_limit": 1024,
+            "lr_scaling": "sqrt",
+            "objective": "throughput",
         },
     )
     assert settings == AdaptiveSettings(
@@ -90,18 +101,26 @@ def test_every_key_is_read():
         memory_limit_bytes=3 * 2**29,
         margin=0.1,
         seq_len=2048,
+        oom_recovery=False,
+        global_batch_size=256,
+        max_tokens_per_micro_batch=8192,
+        growth_limit=1024,
+        lr_scaling="sqrt",
+        objective="throughput",
     )
 
 
 @pytest.mark.parametrize(
     ("keys", "searches"),
     [
+        ({"adaptive": {"max_tokens_per_micro_batch": "auto"}}, True),
+        ({"adaptive": {"max_tokens_per_micro_batch": 4096, "global_batch_size": 64, "lr_scaling": "sqrt"}}, False),
         ({"use_maximum_batch_size": True}, True),
         ({"batch_increase_function": f"{HERE}.grow_by_two"}, True),
         ({"adaptive": {"max_batch_size": 8}}, False),
     ],
 )
-def test_search_runs_for_the_largest_size_and_for_growth(keys, searches):
+def test_search_runs_for_the_largest_size_for_growth_and_for_a_budget_to_be_found(keys, searches):
     assert read(**keys).searches is searches
 
 
@@ -179,6 +198,11 @@ def test_settings_cannot_be_changed():
         ("max_batchsize", "adaptive.max_batch_size"),
         ("Strategy", "adaptive.strategy"),
         ("max_seq_len", "adaptive.seq_len"),
+        ("global_batchsize", "adaptive.global_batch_size"),
+        ("max_tokens_per_batch", "adaptive.max_tokens_per_micro_batch"),
+        ("growth_limits", "adaptive.growth_limit"),
+        ("lr_scale", "adaptive.lr_scaling"),
+        ("objectiv", "adaptive.objective"),
         ("use_maximum_batch_size", "use_maximum_batch_size"),
         ("batch_increase_function", "batch_increase_function"),
     ],
@@ -220,6 +244,11 @@ def test_block_that_is_no_mapping_is_refused(value, quoted):
         ("power_of_two", "adaptive.power_of_two"),
         ("max_batch_size", "adaptive.max_batch_size"),
         ("max-batch-size", "adaptive.max_batch_size"),
+        ("global_batch_size", "adaptive.global_batch_size"),
+        ("max_tokens_per_micro_batch", "adaptive.max_tokens_per_micro_batch"),
+        ("growth_limit", "adaptive.growth_limit"),
+        ("lr_scaling", "adaptive.lr_scaling"),
+        ("objective", "adaptive.objective"),
     ],
 )
 def test_top_level_key_that_can_only_be_meant_for_us_is_refused(key, meant):
@@ -263,7 +292,7 @@ def test_switches_must_be_bool(value, quoted):
     assert refusal(adaptive={"power_of_two": value}) == f"`power_of_two` {sentence}"
 
 
-@pytest.mark.parametrize("name", ["max_batch_size", "seq_len"])
+@pytest.mark.parametrize("name", ["max_batch_size", "seq_len", "global_batch_size"])
 @pytest.mark.parametrize(
     ("value", "rest"),
     [
@@ -309,6 +338,91 @@ def test_each_strategy_is_taken(strategy):
 def test_unknown_strategy_is_refused_with_the_nearest_name(value, ending):
     assert refusal(adaptive={"strategy": value}) == (
         f"`strategy` must be one of linear_extrapolation, binary_search, decrease_until_oom, but is {ending}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("max_tokens_per_micro_batch", [None, "auto", 1, 8192]),
+        ("growth_limit", ["memory", "none", 1, 512]),
+        ("lr_scaling", ["none", "sqrt", "linear"]),
+        ("objective", ["memory", "throughput"]),
+        ("global_batch_size", [None, 1, 4096]),
+    ],
+)
+def test_each_word_and_number_that_a_key_knows_is_taken(name, values):
+    taken = [read(use_maximum_batch_size=True, adaptive={name: value}) for value in values]
+    assert [getattr(settings, name) for settings in taken] == values
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("max_tokens_per_micro_batch", "null, auto"), ("growth_limit", "memory, none")]
+)
+@pytest.mark.parametrize(
+    "value", [True, False, 8.0, math.nan, "8", "atuo", "None", "AUTO", "Memory", "", [8], {"a": 1}]
+)
+def test_what_is_neither_a_word_that_a_key_knows_nor_an_integer_is_refused(name, words, value):
+    assert refusal(adaptive={name: value}) == f"`{name}` must be {words} or an integer, but is {value!r} instead."
+
+
+@pytest.mark.parametrize("name", ["max_tokens_per_micro_batch", "growth_limit"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_number_in_place_of_a_word_must_be_at_least_one(name, value):
+    assert refusal(adaptive={name: value}) == f"`{name}` must be at least 1, but is {value} instead."
+
+
+def test_a_limit_of_growth_may_not_be_null():
+    assert refusal(adaptive={"growth_limit": None}) == (
+        "`growth_limit` must be memory, none or an integer, but is None instead."
+    )
+
+
+@pytest.mark.parametrize(("name", "words"), [("lr_scaling", "none, sqrt, linear"), ("objective", "memory, throughput")])
+@pytest.mark.parametrize(
+    ("value", "guess"),
+    [
+        (True, None),
+        (2.0, None),
+        (None, "none"),
+        (["sqrt"], "sqrt"),
+        ("Linear", "linear"),
+        ("square", "sqrt"),
+        ("speed", None),
+        ("MEMORY", "memory"),
+    ],
+)
+def test_a_word_that_a_key_does_not_know_is_refused_with_the_nearest(name, words, value, guess):
+    hint = f"; did you mean `{guess}`?" if guess is not None and guess in words.split(", ") else "."
+    assert refusal(adaptive={name: value}) == f"`{name}` must be one of {words}, but is {value!r} instead{hint}"
+
+
+# ---- values that contradict each other
+
+
+def test_memory_does_not_bound_a_global_batch_that_grows():
+    keys: dict[str, Any] = {"global_batch_size": 64}
+    assert refusal(batch_increase_function=f"{HERE}.grow_by_two", adaptive=keys) == (
+        "`growth_limit` must be none or a number where `global_batch_size` grows, because memory bounds its"
+        " micro-batches alone, but is memory instead."
+    )
+    for limit in ("none", 512):
+        grown = read(batch_increase_function=f"{HERE}.grow_by_two", adaptive=keys | {"growth_limit": limit})
+        assert grown.growth_limit == limit
+    assert read(adaptive=keys).growth_limit == "memory"
+
+
+def test_speed_chooses_among_sizes_that_a_search_has_found():
+    assert refusal(adaptive={"objective": "throughput"}) == (
+        "`use_maximum_batch_size` must be True for the objective throughput, which chooses among the sizes"
+        " that a search found, but is False instead."
+    )
+
+
+def test_speed_does_not_choose_a_token_budget():
+    keys = {"objective": "throughput", "max_tokens_per_micro_batch": "auto"}
+    assert refusal(use_maximum_batch_size=True, adaptive=keys) == (
+        "`objective` must be memory where `max_tokens_per_micro_batch` is auto, but is throughput instead."
     )
 
 

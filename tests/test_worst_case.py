@@ -3,12 +3,23 @@
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset, PackedDataset
 
 from torchtune_adaptive.consensus import Consensus
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.worst_case import longest_sample, small_batches, window_maker, worst_case_row
+from torchtune_adaptive.worst_case import (
+    longest_sample,
+    refuse_long_samples,
+    silent_row,
+    small_batches,
+    stretched_row,
+    window_maker,
+    worst_case_row,
+)
 
 
 class Samples:
@@ -104,3 +115,67 @@ def test_small_batches_differ_in_shape_and_keep_to_the_batch_size() -> None:
 def test_small_batches_leave_rows_of_another_kind_as_they_are() -> None:
     packs = PackedDataset(Samples(3, 4, 2, 5), max_seq_len=64)  # pyright: ignore[reportArgumentType]
     assert [len(row["tokens"]) for batch in small_batches(packs, 1) for row in batch] == [64, 64]
+
+
+# ---- rows made for what a rank must compute with
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(tokens=st.lists(st.integers(0, 9), min_size=1, max_size=20), length=st.integers(1, 70), tensors=st.booleans())
+def test_a_stretched_row_begins_as_its_row_and_goes_round_to_its_length(
+    tokens: list[int], length: int, tensors: bool
+) -> None:
+    row = {"tokens": torch.tensor(tokens) if tensors else tokens, "labels": [-100] * len(tokens), "more": "kept"}
+    stretched = stretched_row(row, length)
+    assert stretched["tokens"] == stretched["labels"] == [tokens[place % len(tokens)] for place in range(length)]
+    assert stretched["more"] == "kept"
+    assert row["labels"] == [-100] * len(tokens)
+
+
+def test_a_silent_row_is_a_few_tokens_of_which_none_counts_and_leaves_its_row_as_it_is() -> None:
+    row = {"tokens": list(range(40)), "labels": list(range(40)), "mask": [False] * 40}
+    silent = silent_row(row, -100)
+    assert silent == {"tokens": list(range(16)), "labels": [-100] * 16, "mask": [False] * 16}
+    assert row["labels"] == list(range(40))
+    assert silent_row({"tokens": [1, 2], "labels": [1, 2]}, -7) == {"tokens": [1, 2], "labels": [-7, -7]}
+
+
+def test_a_silent_pack_is_as_long_as_it_is() -> None:
+    packs = PackedDataset(Samples(3, 4, 2, 5), max_seq_len=64)  # pyright: ignore[reportArgumentType]
+    pack = dict(packs[0])
+    silent = silent_row(pack, -100)
+    assert padded_collate_packed([silent])["labels"].tolist() == [[-100] * 64]
+    assert silent["tokens"] is pack["tokens"]
+    assert silent["labels"].dtype == pack["labels"].dtype
+
+
+# ---- samples above a token budget
+
+
+class Ranks(OneOf):
+    """One rank of several, of which the others have found ``others``."""
+
+    def __init__(self, rank: int, world_size: int, others: list[Any]) -> None:
+        super().__init__(rank, world_size, largest=0)
+        self._others = others
+
+    def from_all_ranks(self, value: Any) -> list[Any]:
+        return [value, *self._others]
+
+
+def test_samples_up_to_the_budget_pass_and_each_rank_reads_its_share_once() -> None:
+    samples = Samples(4, 8, 2, 3, 8)
+    for rank in range(2):
+        refuse_long_samples(samples, max_tokens=8, consensus=Ranks(rank, 2, [None]))
+    assert sorted(samples.read) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_first_sample_above_the_budget_is_refused_on_every_rank_whichever_has_found_it(rank: int) -> None:
+    found = [(6, 9), (4, 10), None]  # by rank, of samples 0 to 6: the first of each one's share
+    others = [one for other, one in enumerate(found) if other != rank]
+    with pytest.raises(InputError) as refusal:
+        refuse_long_samples(Samples(8, 1, 2, 3, 10, 5, 9), max_tokens=8, consensus=Ranks(rank, 3, others))
+    assert str(refusal.value) == (
+        "`max_tokens_per_micro_batch` must be at least every sample's length, but is 8, and sample 4 has 10 tokens."
+    )

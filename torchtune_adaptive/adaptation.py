@@ -62,8 +62,6 @@ class AdaptiveBatch(AdaptiveRecord):
             self._rehearse_growth(self._batch_size, maximum=None)
             self._size(cfg)
             self._take_up(cfg)
-        if self._steps_per_epoch == 0:
-            self._refuse_small_data(self._batch_size)
         if self._meter is not None:
             self._meter.limit_bytes = self._adaptive.memory_limit_bytes
             self._meter.exact = False
@@ -90,14 +88,20 @@ class AdaptiveBatch(AdaptiveRecord):
         sizes = sizes or [first] * self.total_epochs
         present = sizes[self.epochs_run - 1] if self.epochs_run else first
         steps_done = sum(map(self._steps_at, sizes[: self.epochs_run]))
+        self._schedule_steps = self._steps_at(first)
         saved = self._saved
         if saved is not None:
             steps_done, self._reference_samples = saved.global_step, saved.reference_samples
+            self._schedule_steps = saved.schedule_steps
             if (self._grows or self._adaptive.use_maximum_batch_size) and saved.is_global == self._is_global:
-                first, present = saved.first_batch_size, saved.batch_size
-        self._first_batch_size = first
-        if self._decides or self._adaptive.lr_scaling != "none":
-            self._restart_schedule(cfg, first, present, steps_done)
+                present = saved.batch_size
+        rate_is_ours = self._decides or self._adaptive.lr_scaling != "none"
+        if rate_is_ours:
+            self._set_batch_size(present)
+        if self._steps_per_epoch == 0:
+            self._refuse_small_data(self._batch_size)
+        if rate_is_ours:
+            self._restart_schedule(cfg, steps_done)
         self.global_step = steps_done
         if saved is not None:
             self._go_on_from(saved)
@@ -116,25 +120,25 @@ class AdaptiveBatch(AdaptiveRecord):
             refuse_large_start(first, self._result.exact_batch_size, bound=self._result.bound)
         return self._result.batch_size
 
-    def _restart_schedule(self, cfg: DictConfig, first: int, present: int, steps_done: int) -> None:
+    def _restart_schedule(self, cfg: DictConfig, steps_done: int) -> None:
         """Build the learning rate schedule for the first batch size, and go to where past epochs have brought it."""
-        self._set_batch_size(first)
-        first_steps = self._steps_per_epoch
-        self._horizon = Horizon(first_steps)
+        self._horizon = Horizon(self._schedule_steps)
         if self._lr_scheduler is not None:
             for group in self._optimizer.param_groups:
                 group["lr"] = copy.deepcopy(group["initial_lr"])  # a tensor is changed in place: not to be shared
             self._lr_scheduler = self._setup_lr_scheduler(
                 cfg_lr_scheduler=cfg.lr_scheduler,
-                num_training_steps=self.total_epochs * first_steps,
-                last_epoch=self.epochs_run * first_steps - 1,
+                num_training_steps=self.total_epochs * self._schedule_steps,
+                last_epoch=self.epochs_run * self._schedule_steps - 1,
             )
-        self._set_batch_size(present)
-        if self._lr_scheduler is not None and (self._grows or self._adaptive.lr_scaling != "none"):
+        self._horizon.change(epoch=self.epochs_run, step=steps_done, steps_per_epoch=self._steps_per_epoch)
+        if self._lr_scheduler is not None and (self._grows or self._rate_must_follow()):
             follow(self._lr_scheduler, self._horizon, step=steps_done, scale=lambda: self._rate_scale)
-        if self.epochs_run:
-            self._horizon.change(epoch=self.epochs_run, step=steps_done, steps_per_epoch=self._steps_per_epoch)
         self._scale_rate()
+
+    def _rate_must_follow(self) -> bool:
+        """Whether a step of the optimizer is not a step of the schedule, or the rate is scaled."""
+        return self._adaptive.lr_scaling != "none" or self._steps_per_epoch != self._schedule_steps
 
     def _scale_rate(self) -> None:
         """Scale the learning rate to the present batch."""

@@ -47,8 +47,11 @@ def own_norm_squared(model: nn.Module) -> torch.Tensor:
     """The squared norm of this rank's part of the gradient, in float64. Nothing is communicated."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in own])
-    return norms.double().square().sum()
+    wide = [torch.promote_types(gradient.dtype, torch.float32) for gradient in own]
+    norms = [
+        torch.linalg.vector_norm(gradient, dtype=dtype).double() for gradient, dtype in zip(own, wide, strict=True)
+    ]
+    return torch.stack(norms).square().sum()
 
 
 def small_samples(samples: int, *, ranks: int) -> int:

@@ -77,9 +77,9 @@ class gradient_noise_scale(MeasuredSchedule):
     gradient altogether, the noise scale counts as infinite.
 
     Args:
-        max_factor: above 1.
+        max_factor: above 1; a batch may always grow by one.
         every_steps: measure every so many optimizer steps.
-        smoothing: in [0, 1).
+        smoothing: in [0, 1). A reading is noisy, and a batch that has grown too far does not shrink again.
         min_measurements: at least 1.
 
     Raises:
@@ -92,7 +92,7 @@ class gradient_noise_scale(MeasuredSchedule):
     """
 
     def __init__(
-        self, *, max_factor: float = 2.0, every_steps: int = 4, smoothing: float = 0.95, min_measurements: int = 4
+        self, *, max_factor: float = 2.0, every_steps: int = 4, smoothing: float = 0.99, min_measurements: int = 8
     ) -> None:
         if not _is_number(max_factor) or not 1 < max_factor < math.inf:
             raise InputError(f"`max_factor` must be above 1 and finite, but is {quote(max_factor)} instead.")
@@ -115,6 +115,8 @@ class gradient_noise_scale(MeasuredSchedule):
         return max(self._trace, 0.0) / self._squared_mean if self._squared_mean > 0 else math.inf
 
     def observe(self, norms: GradientNorms) -> None:
+        if not math.isfinite(norms.small_norm_squared + norms.norm_squared):
+            return  # an overflow, of which the average would never recover
         weight = 1 - self.smoothing
         self._trace = self.smoothing * self._trace + weight * norms.trace_of_covariance()
         self._squared_mean = self.smoothing * self._squared_mean + weight * norms.squared_mean()
@@ -126,8 +128,8 @@ class gradient_noise_scale(MeasuredSchedule):
         if noise_scale is None or self._measurements < self.min_measurements:
             return 0
         # The noise scale counts samples over all ranks and micro-steps, `current_batch_size` perhaps of one of each.
-        factor = min(noise_scale / self._samples, self.max_factor)
-        return max(0, math.floor(current_batch_size * factor) - current_batch_size)
+        wanted = current_batch_size * min(noise_scale / self._samples, max(self.max_factor, 1 + 1 / current_batch_size))
+        return max(0, math.floor(wanted) - current_batch_size)
 
     def figures(self) -> dict[str, float]:
         return {} if self.noise_scale is None else {"gradient_noise_scale": self.noise_scale}

@@ -12,7 +12,7 @@ from torchtune_adaptive.meter import device_memory_bytes
 from torchtune_adaptive.report import AdaptiveReport
 from torchtune_adaptive.resume import AdaptiveState, read_state, refuse_unsavable, state_path, write_state
 from torchtune_adaptive.sizing import AdaptiveSizing
-from torchtune_adaptive.worst_case import stretched_row
+from torchtune_adaptive.worst_case import is_packed, stretched_row
 
 log = utils.get_logger("DEBUG")
 
@@ -27,7 +27,7 @@ class AdaptiveRecord(AdaptiveSizing):
     _checkpoint_dir: str
 
     _saved: AdaptiveState | None  # what a resumed run found
-    _first_batch_size: int
+    _schedule_steps: int  # per epoch, that the learning rate schedule was built for
     _reference_samples: int
     _largest_micro_batch: int | None = None  # since memory ran out, in rows or tokens
 
@@ -54,18 +54,19 @@ class AdaptiveRecord(AdaptiveSizing):
         """Take up what an earlier part of the run has left, and say what is not as it was."""
         if saved.micro_batch_unit == self._micro_batch_unit:
             self._largest_micro_batch = saved.micro_batch
+        dataset = self._dataloader.dataset
         if saved.longest_row_tokens:
-            self._longest_row = stretched_row(dict(self._dataloader.dataset[0]), saved.longest_row_tokens)
+            row = dict(dataset[0])
+            self._longest_row = row if is_packed(dataset) else stretched_row(row, saved.longest_row_tokens)
         schedule = self._adaptive.batch_increase_function
         if saved.schedule is not None and isinstance(schedule, Stateful):
             schedule.load_state_dict(saved.schedule)
-        changes = saved.changes(self._state())
-        if not changes:
+        if (saved.dataset_samples, saved.ranks) == (len(dataset), self._ranks):
             self._take_up_left_over(saved.left_over, epoch=saved.epochs_run - 1)
-            return
-        reason = f"resumed with changes: {'; '.join(changes)}"
-        utils.log_rank_zero(log, reason)
-        self._note(reason)
+        if changes := saved.changes(self._state()):
+            reason = f"resumed with changes: {'; '.join(changes)}"
+            utils.log_rank_zero(log, reason)
+            self._note(reason)
 
     def _save_state(self) -> None:
         """Save what a run that resumes after the epoch just done needs. Only rank 0 writes."""
@@ -76,7 +77,7 @@ class AdaptiveRecord(AdaptiveSizing):
         schedule = self._adaptive.batch_increase_function
         return AdaptiveState(
             epochs_run=self.epochs_run,
-            first_batch_size=self._first_batch_size,
+            schedule_steps=self._schedule_steps,
             batch_size=self._batch_size,
             is_global=self._is_global,
             reference_samples=self._reference_samples,

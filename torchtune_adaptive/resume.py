@@ -2,13 +2,14 @@
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_origin
 
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtune_adaptive.errors import InputError, reason_of
+from torchtune_adaptive.errors import InputError, quote, reason_of
 
 STATE_NAME = "adaptive_state.json"
 
@@ -18,7 +19,7 @@ class AdaptiveState:
     """Of a run after ``epochs_run`` epochs. Batch sizes are in the unit of the key that the config gives them by.
 
     Attributes:
-        first_batch_size: that the learning rate schedule was built for.
+        schedule_steps: per epoch, that the learning rate schedule was built for.
         is_global: whether batch sizes count the samples of an optimizer step over all ranks.
         reference_samples: samples per optimizer step of the batch that the config was written for.
         samples_per_step: over all ranks, at ``batch_size``.
@@ -32,7 +33,7 @@ class AdaptiveState:
     """
 
     epochs_run: int
-    first_batch_size: int
+    schedule_steps: int
     batch_size: int
     is_global: bool
     reference_samples: int
@@ -47,6 +48,21 @@ class AdaptiveState:
     memory_limit_bytes: int
     schedule: Any = None
     history: list[dict[str, Any]] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Refuse values of other types, as a file may have them.
+
+        Raises:
+            TypeError: a value is of another type than its field.
+        """
+        for one in fields(self):
+            value: Any = getattr(self, one.name)
+            origin = get_origin(one.type)
+            kind: Any = one.type if origin in (None, UnionType) else origin
+            if kind is not Any and not isinstance(value, kind):
+                raise TypeError(f"{one.name} is {quote(value)}")
+        if [type(place) for place in self.left_over] != [int, int]:
+            raise TypeError(f"left_over is {quote(self.left_over)}")
 
     def changes(self, other: "AdaptiveState") -> list[str]:
         """What is not the same in ``other``, a clause each: ranks, data, memory, and the batch that comes of them."""
@@ -81,9 +97,11 @@ def read_state(path: Path, *, epochs_run: int) -> AdaptiveState | None:
     except (OSError, ValueError, TypeError) as error:
         raise _unreadable(path, error) from error
     try:
-        return AdaptiveState(**content | {"left_over": tuple(content["left_over"])})
+        state = AdaptiveState(**content | {"left_over": tuple(content["left_over"])})
+        state.check()
     except (TypeError, KeyError) as error:
         raise _unreadable(path, error) from error
+    return state
 
 
 def write_state(path: Path, state: AdaptiveState) -> Path:
@@ -106,15 +124,18 @@ def refuse_unsavable(function: object) -> None:
     """Refuse a user's function whose state could not be saved.
 
     Raises:
-        InputError: its ``state_dict()`` is not what JSON can hold.
+        InputError: its ``state_dict()`` is not what JSON can hold, or comes back from it as something else.
     """
-    if isinstance(function, Stateful):
-        try:
-            json.dumps(function.state_dict())
-        except (TypeError, ValueError) as error:
-            raise InputError(
-                f"`batch_increase_function.state_dict()` must give what JSON can hold, but gives {reason_of(error)}."
-            ) from error
+    if not isinstance(function, Stateful):
+        return
+    rule = "`batch_increase_function.state_dict()` must give what JSON can hold"
+    try:
+        state = function.state_dict()
+        read_again = json.loads(json.dumps(state))
+    except Exception as error:  # the user's own code: whatever it raises is reported
+        raise InputError(f"{rule}, but fails: {reason_of(error)}.") from error
+    if read_again != state:
+        raise InputError(f"{rule}, but gives {quote(state)}, which comes back as {quote(read_again)}.")
 
 
 def _unreadable(path: Path, error: Exception) -> InputError:

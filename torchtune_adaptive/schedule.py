@@ -43,7 +43,7 @@ def function_name(function: object) -> str:
     """A readable name for logs and reports: the dotted name, with the arguments if it is a built-in schedule."""
     if isinstance(function, functools.partial):
         return function_name(function.func)
-    if is_dataclass(function) and not isinstance(function, type):
+    if isinstance(function, MeasuredSchedule) or (is_dataclass(function) and not isinstance(function, type)):
         return f"{type(function).__module__}.{quote(function)}"
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__ or 'builtins'}.{named.__qualname__}"  # pyright: ignore[reportAttributeAccessIssue]

@@ -90,7 +90,7 @@ class AdaptiveSettings:
             if getattr(self, name) is not None:
                 require_integer(name, getattr(self, name), minimum=1)
         for name, words in (("max_tokens_per_micro_batch", (None, "auto")), ("growth_limit", ("memory", "none"))):
-            if (value := getattr(self, name)) not in words or isinstance(value, bool):
+            if (value := getattr(self, name)) not in words:
                 _require_integer_or(name, value, words)
         is_number = isinstance(self.margin, int | float) and not isinstance(self.margin, bool)
         if not is_number or not 0 <= self.margin < 1:  # nan fails the comparison

@@ -21,7 +21,7 @@ def largest_token_budget(
         max_rows: the most rows that a micro-batch can have.
 
     >>> largest_token_budget(lambda length, bound: min(bound, 1930 // length),
-    ...                      seq_len=256, rows=7, forecast_rows=7.55, max_rows=1000)
+    ...                      seq_len=256, rows=7, forecast_rows=7.5, max_rows=1000)
     1920
     """
     budget = max(rows * seq_len, int(seq_len * (forecast_rows or 0)))
@@ -31,5 +31,5 @@ def largest_token_budget(
         length = seq_len // part
         bound = min(budget // max(length, 1), max_rows)
         if length >= _SHORTEST_ROW and (found := largest_rows_at(length, bound)) < bound:
-            budget = max(seq_len, found * length)
+            budget = found * length
     return budget
