@@ -196,6 +196,7 @@ def test_all_changes_are_said_and_what_a_run_itself_moves_on_is_none() -> None:
         "samples per optimizer step 32 -> 16",
     ]
     assert STATE.changes(replace(STATE, global_step=80, epochs_run=3, history=[], left_over=(0, 0))) == []
+    assert STATE.changes(replace(STATE, memory_limit_bytes=None)) == []  # not known
 
 
 # ---- functions with a state

@@ -47,8 +47,8 @@ class AdaptiveRecord(AdaptiveSizing):
             self._consensus.ask_rank_zero(lambda: read_state(path, epochs_run=epochs_run)) if epochs_run else None
         )
         self._report = AdaptiveReport(history=list(self._saved.history) if self._saved else [])
-        limit_bytes = self._adaptive.memory_limit_bytes or device_memory_bytes(self._device)
-        self._least_limit_bytes = self._consensus.min_over_ranks(limit_bytes)
+        own_bytes = device_memory_bytes(self._device) if self._device.type == "cuda" else 0
+        self._least_limit_bytes = self._consensus.min_over_ranks(self._adaptive.memory_limit_bytes or own_bytes)
 
     def _go_on_from(self, saved: AdaptiveState) -> None:
         """Take up what an earlier part of the run has left, and say what is not as it was."""
@@ -89,7 +89,7 @@ class AdaptiveRecord(AdaptiveSizing):
             left_over=self._left_over(),
             dataset_samples=len(self._dataloader.dataset),
             ranks=self._ranks,
-            memory_limit_bytes=self._least_limit_bytes,
+            memory_limit_bytes=self._least_limit_bytes or None,
             schedule=schedule.state_dict() if isinstance(schedule, Stateful) else None,
             history=self._report.history,
         )

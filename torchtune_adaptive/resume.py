@@ -27,7 +27,7 @@ class AdaptiveState:
         micro_batch: the largest micro-batch since memory ran out, in ``micro_batch_unit``; None if it did not.
         longest_row_tokens: of the rows that were trained with.
         left_over: the places of a rank's samples in its order of the last epoch that open the next one.
-        dataset_samples, ranks, memory_limit_bytes: what the run had; the limit is the least of the ranks' limits.
+        dataset_samples, ranks, memory_limit_bytes: what the run had; of the ranks' limits the least, None without one.
         schedule: what a measured schedule gave, or the user's function if it has a ``state_dict``.
         history: of the report.
     """
@@ -45,7 +45,7 @@ class AdaptiveState:
     left_over: tuple[int, int]
     dataset_samples: int
     ranks: int
-    memory_limit_bytes: int
+    memory_limit_bytes: int | None
     schedule: Any = None
     history: list[dict[str, Any]] = field(default_factory=list)
 
@@ -65,7 +65,10 @@ class AdaptiveState:
             raise TypeError(f"left_over is {quote(self.left_over)}")
 
     def changes(self, other: "AdaptiveState") -> list[str]:
-        """What is not the same in ``other``, a clause each: ranks, data, memory, and the batch that comes of them."""
+        """What is not the same in ``other``, a clause each: ranks, data, memory, and the batch that comes of them.
+
+        What one of them does not know is passed over.
+        """
         told: list[str] = []
         for name, words in (
             ("ranks", "ranks"),
@@ -74,7 +77,7 @@ class AdaptiveState:
             ("samples_per_step", "samples per optimizer step"),
         ):
             before, after = getattr(self, name), getattr(other, name)
-            if before != after:
+            if before != after and None not in (before, after):
                 told.append(f"{words} {before} -> {after}")
         return told
 
