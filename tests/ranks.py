@@ -19,6 +19,8 @@ from typing import Any
 
 _GROUP_TIMEOUT = timedelta(seconds=30)
 _IMPORT_TIMEOUT_S = 180.0  # several processes import torch at once, on a machine that others use too
+# Imported by the process that all ranks are forked from, and which does nothing else: that takes seconds, a fork none.
+_IMPORTED_ONCE = ["adaptive_full_finetune_distributed", "adaptive_lora_finetune_distributed", "tests.recipe_runs"]
 _GRACE_S = 5.0  # how long the peers of a failed rank may take to tell what happened to them
 
 
@@ -31,9 +33,9 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
 
     In each process the default process group is initialised (gloo, a file store, 30 s timeout), so that
     ``dist.get_rank()`` and collectives work. ``function`` must be a top-level function of an importable
-    module; ``args`` and the returned values (tensors are fine) are pickled. A process starts anew: it has
-    neither the fixtures and monkeypatches of the test nor its warning filters. Starting takes 5 to 8
-    seconds, mostly the imports of the module that ``function`` is in: put several scenarios into one call.
+    module; ``args`` and the returned values (tensors are fine) are pickled. A process starts anew, from one that has
+    imported the recipes: it has the test's environment, but neither its fixtures and monkeypatches nor its warning
+    filters.
 
     A rank must not end by ``sys.exit``; it ends by ``os._exit(0)`` after it sent its result, because gloo's
     threads can abort an interpreter that shuts down. Nothing is left running, whatever happens.
@@ -50,9 +52,10 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
     >>> run_on_ranks(square_of_rank, 2, 10)  # doctest: +SKIP
     [10, 11]
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_ONCE)
     with tempfile.TemporaryDirectory(prefix="ranks_") as directory:
-        task = pickle.dumps((function, args))
+        task = pickle.dumps((function, args, dict(os.environ)))
         ranks: list[_Rank] = []
         try:
             for rank in range(world_size):
@@ -130,7 +133,9 @@ def _child(connection: Connection, rank: int, world_size: int, store: str, stack
     with open(stack_path, "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         try:
-            function, args = pickle.loads(task)
+            function, args, environment = pickle.loads(task)
+            os.environ.clear()
+            os.environ.update(environment)
             import torch.distributed as dist
 
             gc.freeze()  # a garbage collection need not go through all that the imports have made

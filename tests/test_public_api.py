@@ -74,5 +74,10 @@ def test_the_defaults_of_the_keys_are_the_documented_ones() -> None:
         "margin": 0.05,
         "seq_len": None,
         "oom_recovery": True,
+        "global_batch_size": None,
+        "max_tokens_per_micro_batch": None,
+        "growth_limit": "memory",
+        "lr_scaling": "none",
+        "objective": "memory",
     }
     assert not settings.searches
