@@ -1,0 +1,162 @@
+"""What does ``adaptive.objective=throughput`` choose, against ``memory``?
+
+    OMP_NUM_THREADS=1 python -m benchmarks.objective
+
+On two CPU ranks and under a memory limit, with a model so wide and rows so long that a few of them keep the
+processor busy: more of them take more memory and train no faster. Sizes the batch once by memory and several times by
+throughput, whose choice rests on timed steps and should be the same every time. Prints tables and writes them to
+``results/objective_cpu.md``.
+"""
+
+import gc
+import logging
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtune import training
+from torchtune.models.llama2 import llama2
+
+from benchmarks.provenance import commit
+from tests.recipe_runs import adaptive_recipe, tiny_config
+from torchtune_adaptive.search import SearchResult
+from torchtune_adaptive.settings import Objective
+from torchtune_adaptive.throughput import smallest_near_best
+from torchtune_adaptive.tiny import MODEL_GEOMETRY, MODEL_NAME, make_tiny_assets
+from torchtune_adaptive.units import format_bytes
+
+RESULTS = Path(__file__).parent / "results" / "objective_cpu.md"
+RANKS = 2
+LIMIT = "768MiB"  # per rank
+SEQ_LEN = 512
+GEOMETRY = MODEL_GEOMETRY | {"num_layers": 2, "embed_dim": 256, "intermediate_dim": 1536}
+OBJECTIVES: tuple[Objective, ...] = ("memory", "throughput", "throughput", "throughput")
+
+
+@dataclass(frozen=True)
+class Sized:
+    """What a set-up has found: the batch size to train with, and what it rests on."""
+
+    objective: Objective
+    batch_size: int
+    result: SearchResult
+    tokens_per_second: dict[int, float]  # per rank, empty where memory decides
+    seconds: float
+
+
+def main() -> None:
+    """Size by both objectives and write the tables; starts the ranks if it is not one of them."""
+    if "RANK" not in os.environ:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
+        raise SystemExit(subprocess.run([*launcher, "-m", "benchmarks.objective"], check=False).returncode)
+    dist.init_process_group("gloo")
+    logging.disable(logging.WARNING)
+    started, load = time.perf_counter(), os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as directory:
+        if dist.get_rank() == 0:
+            _make_assets(Path(directory) / "tiny")
+        shared = [directory]
+        dist.broadcast_object_list(shared)
+        found = [_sized(objective, Path(shared[0]) / "tiny") for objective in OBJECTIVES]
+        dist.barrier()
+    if dist.get_rank() == 0:
+        _report(found, seconds=time.perf_counter() - started, load=load)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads can abort an interpreter that shuts down
+
+
+def _make_assets(tiny_dir: Path) -> None:
+    """The tiny world, with a larger model of random weights in the tiny one's place."""
+    make_tiny_assets(tiny_dir, num_samples=2000)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        torch.save(llama2(**GEOMETRY).state_dict(), tiny_dir / MODEL_NAME)
+
+
+def _sized(objective: Objective, tiny_dir: Path) -> Sized:
+    """Set up a recipe as for training, and keep only what it has found. A collective."""
+    options: dict[str, Any] = {f"model__{name}": value for name, value in GEOMETRY.items()}
+    options |= {"tokenizer__max_seq_len": SEQ_LEN, "adaptive__memory_limit": LIMIT, "adaptive__objective": objective}
+    cfg = tiny_config("full", tiny_dir, tiny_dir.parent / "out", use_maximum_batch_size=True, **options)
+    training.set_seed(seed=cfg.seed)
+    started = time.perf_counter()
+    recipe = adaptive_recipe("full")(cfg=cfg)
+    recipe.setup(cfg=cfg)
+    seconds = time.perf_counter() - started
+    report = recipe._report
+    found = Sized(objective, recipe._batch_size, report.result, report.tokens_per_second or {}, seconds)
+    del recipe
+    gc.collect()
+    if dist.get_rank() == 0:
+        print(f"{objective}: batch_size {found.batch_size}, {seconds:.0f} s", flush=True)
+    return found
+
+
+def _probes(result: SearchResult) -> list[list[str]]:
+    return [
+        [str(probe.batch_size), format_bytes(probe.peak_bytes), "yes" if probe.fits else "no"]
+        for probe in result.probes
+    ]
+
+
+def _speeds(sized: Sized) -> list[str]:
+    """Of each size its tokens per second, and their share of the best; the chosen one in bold."""
+    rates = sized.tokens_per_second
+    assert not rates or sized.batch_size == smallest_near_best(rates)
+    cells = [f"{rate:.0f} ({rate / max(rates.values()):.1%})" for rate in rates.values()]
+    return [f"**{cell}**" if size == sized.batch_size else cell for size, cell in zip(rates, cells, strict=True)]
+
+
+def _report(found: list[Sized], *, seconds: float, load: float) -> None:
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {RANKS} gloo ranks of {torch.get_num_threads()} thread"
+    geometry = ", ".join(f"{name} {value}" for name, value in GEOMETRY.items())
+    by_memory, *by_speed = found
+    sizes = list(by_speed[0].tokens_per_second)
+    chosen = ", ".join(str(sized.batch_size) for sized in by_speed)
+    exact = {sized.result.exact_batch_size for sized in found}
+    rows = [
+        [sized.objective, str(sized.batch_size), f"{sized.seconds:.0f}", *(_speeds(sized) or [""] * len(sizes))]
+        for sized in found
+    ]
+    lines = [
+        "# The batch size by throughput against that by memory, CPU",
+        "",
+        f"`OMP_NUM_THREADS=1 python -m benchmarks.objective`, {time.strftime('%Y-%m-%d')}, commit {commit()},"
+        f" {machine}, Python {platform.python_version()}, torch {torch.__version__}, torchtune {version('torchtune')};"
+        f" {seconds:.0f} s. The machine's load was {load:.1f} before and {os.getloadavg()[0]:.1f} after.",
+        "",
+        f"Full finetuning of a Llama of random weights ({geometry}) on rows of up to {SEQ_LEN} tokens, limit"
+        f" {LIMIT} per rank, margin {by_memory.result.margin:g}, power of two.",
+        "",
+        f"Memory chooses {by_memory.batch_size}; throughput, in {len(by_speed)} set-ups, {chosen}."
+        f" The largest size that fits was {' or '.join(map(str, sorted(exact)))} in all {len(found)} searches."
+        " The search's probes on rank 0, in their order:",
+        "",
+        *_table(["batch_size", "peak", "fits"], _probes(by_memory.result)),
+        "",
+        "Steps as in training, timed after the search: tokens per second of a rank, median of 5 interleaved steps, and"
+        " their share of the best. The smallest size within 2 % of the best is chosen, in bold:",
+        "",
+        *_table(["objective", "batch_size", "set-up, s", *(f"{size} rows" for size in sizes)], rows),
+    ]
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines), f"\nWritten to {RESULTS}", sep="\n")
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
+
+
+if __name__ == "__main__":
+    main()

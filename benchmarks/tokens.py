@@ -1,0 +1,293 @@
+"""What does a token budget gain over fixed rows, and over packed data?
+
+    OMP_NUM_THREADS=1 python -m benchmarks.tokens [--cost]
+
+Trains on two CPU ranks, with the same memory limit for all, by as many rows as fit, by the power of two below, by a
+token budget, and by packs. All live in the same processes and take turns in every round, each with one whole
+optimizer step; those without packs get the same samples, and must have the same loss. With ``--cost`` the token
+budget alone also trains with other weights of a micro-step than ``batching.py`` takes. Prints tables and writes them
+to ``results/tokens_cpu.md``.
+
+A CPU is held to a limit by a meter that watches every operation, which a GPU's allocator does for nothing. So sizes
+are searched for and peaks are measured under the meter, but steps are timed without it.
+"""
+
+import argparse
+import gc
+import itertools
+import logging
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean, median, quantiles
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torchtune import training
+from torchtune.datasets import PackedDataset
+
+from benchmarks.provenance import commit
+from tests.recipe_runs import adaptive_recipe, tiny_config
+from torchtune_adaptive import batching
+from torchtune_adaptive.tiny import make_tiny_assets
+from torchtune_adaptive.worst_case import Row
+
+RESULTS = Path(__file__).parent / "results" / "tokens_cpu.md"
+RANKS = 2
+LIMIT = "128MiB"  # per rank
+SEQ_LEN = 256
+SAMPLES_PER_STEP = (128, 512)  # over all ranks
+ROUNDS = 5  # and one before, in which what is set up lazily is set up
+_METERED = 2  # windows, which take twice their time under the meter
+ROWS, POWER, TOKENS, PACKED = VARIANTS = ("fixed rows", "fixed rows, power of two", "token budget", "packed")
+OPTIONS: dict[str, dict[str, Any]] = {
+    ROWS: {"use_maximum_batch_size": True, "adaptive__power_of_two": False},
+    POWER: {"use_maximum_batch_size": True, "adaptive__power_of_two": True},
+    TOKENS: {"adaptive__max_tokens_per_micro_batch": "auto"},
+    PACKED: {"use_maximum_batch_size": True, "adaptive__power_of_two": False, "dataset__packed": True},
+}
+TAKEN = Fraction(batching._COST_OF_MICRO_STEP).limit_denominator(1024)
+COSTS = sorted({TAKEN, *(Fraction(1, parts) for parts in (4, 8, 16, 32, 64, 128, 256))}, reverse=True)
+
+PACKS_DIFFER = (
+    "What packs change: torchtune tokenizes all samples before training and puts them, in the data set's order, one"
+    f" after the other into rows of {SEQ_LEN} tokens, a new one where the next sample does not fit; what is left of a"
+    " row is padding. Samples of a row do not see each other, for which each row has a mask of its own, on a CPU and"
+    " with SDPA a dense one. So a step has a number of packs, chosen here to hold about as many samples, but not a"
+    " number of samples; the same samples share a row in every epoch; and the batches are others than those of the"
+    " config without packs. A token budget leaves batches, order and loss as they are.",
+)
+COST_IS = (
+    "The token budget with other costs of a micro-step (`_COST_OF_MICRO_STEP`, as a share of a full micro-batch),"
+    f" which decide how finely a step is cut; {TAKEN} is taken. On a small model a micro-step costs more beside its"
+    " tokens, in proportion, than on a large one. In turn again, in rounds of their own:",
+)
+
+
+@dataclass
+class Contestant:
+    """A recipe that stays ready to train, and what was measured of it, over all ranks."""
+
+    name: str
+    recipe: Any
+    windows: list[list[Row]]
+    cost: Fraction = TAKEN
+    num_samples: list[int] = field(default_factory=list)  # by window
+    num_tokens: list[int] = field(default_factory=list)  # real ones, by window
+    micro_steps: float = 0.0  # per optimizer step
+    padding: float = 0.0  # share of the tokens computed with
+    peak: float = 0.0  # share of the limit, in the step and on the rank where it is highest
+    seconds: list[float] = field(default_factory=list)  # by window, the first one's among them
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def speeds(self) -> list[float]:
+        """Real tokens per second of each round."""
+        return [tokens / seconds for tokens, seconds in zip(self.num_tokens, self.seconds, strict=True)][1:]
+
+    def count(self) -> None:
+        """Cut every window as training will, and count what comes of it. A collective."""
+        recipe = self.recipe
+        recipe._padding()  # begins to count anew
+        with self._cost():
+            self.micro_steps = fmean(len(recipe._micro_steps(window)) for window in self.windows)
+        padded = torch.tensor(recipe._num_padded)
+        sums = torch.tensor([_total(window, recipe._tokenizer.pad_id) for window in self.windows])
+        dist.all_reduce(padded)
+        dist.all_reduce(sums)
+        self.num_samples, self.num_tokens = sums.T.tolist()
+        self.padding = 1 - sum(self.num_tokens) / int(padded)
+
+    def find_peak(self) -> None:
+        """Train on some windows under the meter, without its limit, and put the meter away. A collective."""
+        recipe, meter = self.recipe, self.recipe._meter
+        limit_bytes, meter.limit_bytes, meter.exact = meter.limit_bytes, None, True
+        meter.reset()
+        for window in self.windows[:_METERED]:
+            recipe._metered(recipe._train_step, window)
+        self.peak = recipe._consensus.max_over_ranks(meter.peak_bytes) / limit_bytes
+        recipe._meter = None
+
+    def train(self, place: int) -> None:
+        """One optimizer step on the window at ``place``, timed until all ranks are done. A collective."""
+        gc.collect()
+        with self._cost():
+            dist.barrier()
+            started = time.perf_counter()
+            totals = self.recipe._train_step(self.windows[place])
+            dist.barrier()
+            self.seconds.append(time.perf_counter() - started)
+        self.losses.append(totals.loss)
+
+    def _cost(self) -> Any:
+        return mock.patch.object(batching, "_COST_OF_MICRO_STEP", float(self.cost))
+
+
+Measured = dict[int, tuple[list[Contestant], list[Contestant]]]  # by samples per step: variants, costs
+
+
+def main() -> None:
+    """Measure everything and write the tables; starts the ranks if it is not one of them."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tokens", description="A token budget against rows.")
+    parser.add_argument("--cost", action="store_true", help="try other weights of a micro-step too")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
+        command = [*launcher, "-m", "benchmarks.tokens", *sys.argv[1:]]
+        raise SystemExit(subprocess.run(command, check=False).returncode)
+    dist.init_process_group("gloo")
+    logging.disable(logging.WARNING)
+    started, load = time.perf_counter(), os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as directory:
+        if dist.get_rank() == 0:
+            make_tiny_assets(Path(directory) / "tiny")
+        shared = [directory]
+        dist.broadcast_object_list(shared)
+        measured = {samples: _measure(samples, Path(shared[0]) / "tiny", options.cost) for samples in SAMPLES_PER_STEP}
+        dist.barrier()
+    if dist.get_rank() == 0:
+        _report(measured, seconds=time.perf_counter() - started, load=load)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads can abort an interpreter that shuts down
+
+
+def _measure(samples: int, tiny_dir: Path, tries_costs: bool) -> tuple[list[Contestant], list[Contestant]]:
+    """The variants at ``samples`` per optimizer step, and the token budget by several costs. A collective."""
+    variants = [_contestant(name, samples, tiny_dir) for name in (ROWS, POWER, TOKENS)]
+    dataset = variants[0].recipe._dataloader.dataset
+    packs_per_sample = len(PackedDataset(dataset, max_seq_len=SEQ_LEN)) / len(dataset)
+    variants.append(_contestant(PACKED, RANKS * round(samples * packs_per_sample / RANKS), tiny_dir))
+    for one in variants:
+        one.count()
+        one.find_peak()
+    budget = variants[VARIANTS.index(TOKENS)]
+    tries_costs &= samples == SAMPLES_PER_STEP[0]
+    costs = [Contestant(str(cost), budget.recipe, budget.windows, cost) for cost in COSTS if tries_costs]
+    for one in costs:
+        one.count()
+    for contestants in (variants, costs):
+        _race(contestants)
+    _compare([one.losses for one in (*variants[:-1], *costs)])
+    return variants, costs
+
+
+def _contestant(name: str, samples: int, tiny_dir: Path) -> Contestant:
+    """A recipe whose sizes are found under the limit. A collective."""
+    options = {"adaptive__memory_limit": LIMIT, "adaptive__global_batch_size": samples}
+    options |= {"tokenizer__max_seq_len": SEQ_LEN}
+    cfg = tiny_config("full", tiny_dir, tiny_dir.parent / "out", **options, **OPTIONS[name])
+    training.set_seed(seed=cfg.seed)
+    recipe = adaptive_recipe("full")(cfg=cfg)
+    recipe.setup(cfg=cfg)
+    return Contestant(name, recipe, list(itertools.islice(recipe._windows(), 1 + ROUNDS)))
+
+
+def _total(rows: Iterable[Row], pad_id: int) -> tuple[int, int]:
+    """Samples and their tokens in ``rows``, each of which is a sample, or a pack of samples and then padding."""
+    num_samples = num_tokens = 0
+    for row in rows:
+        tokens, is_pack = row["tokens"], "seq_lens" in row
+        num_samples += len(row["seq_lens"]) - int(tokens[-1] == pad_id) if is_pack else 1
+        num_tokens += int((tokens != pad_id).sum()) if is_pack else len(tokens)
+    return num_samples, num_tokens
+
+
+def _race(contestants: list[Contestant]) -> None:
+    """A step of each in every round, in an order that turns from round to round. A collective."""
+    gc.freeze()  # a garbage collection need not go through all that imports and set-up have made
+    for place in range(1 + ROUNDS if contestants else 0):
+        first = place % len(contestants)
+        for one in contestants[first:] + contestants[:first]:
+            one.train(place)
+        if dist.get_rank() == 0:
+            print(f"round {place}:", *(f"{one.name} {one.seconds[-1]:.2f} s" for one in contestants), flush=True)
+
+
+def _compare(losses: list[list[float]]) -> None:
+    """The rate is that of warm-up's first step, 0, so that all have the same weights in every step."""
+    for of_window in zip(*losses, strict=True):
+        if not all(math.isclose(loss, of_window[0], rel_tol=1e-5) for loss in of_window):
+            raise RuntimeError(f"the variants had other losses, so that they did not do the same work: {of_window}")
+
+
+def _cells(one: Contestant, baseline: Contestant) -> list[str]:
+    size = str(one.recipe._limit).replace("rows", f"packs of {SEQ_LEN}" if one.name == PACKED else "rows")
+    figures = [f"{one.micro_steps:.1f}", f"{one.padding:.1%}", f"{median(one.speeds):.0f}"]
+    first, middle, third = quantiles(_ratios(one, baseline), n=4, method="inclusive")
+    return [size, *figures, f"{middle:.2f} [{first:.2f}, {third:.2f}]"]
+
+
+def _ratios(one: Contestant, baseline: Contestant) -> list[float]:
+    """How many times faster than the baseline, by round."""
+    return [ours / theirs for ours, theirs in zip(one.speeds, baseline.speeds, strict=True)]
+
+
+def _verdict(samples: int, variants: list[Contestant]) -> str:
+    """Whether the project's aims are reached."""
+    budget = variants[VARIANTS.index(TOKENS)]
+    ratio = median(_ratios(budget, variants[0]))
+    padding, speed = (" (missed)" * missed for missed in (budget.padding > 0.05, ratio < 1.5))
+    return f"with {samples} samples per step {budget.padding:.1%}{padding} and {ratio:.2f} times{speed}"
+
+
+def _report(measured: Measured, *, seconds: float, load: float) -> None:
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {RANKS} gloo ranks of {torch.get_num_threads()} thread"
+    command = " ".join(["OMP_NUM_THREADS=1 python -m benchmarks.tokens", *sys.argv[1:]])
+    header = ["samples per step", "micro-batch", "micro-steps per step", "padding", "tokens/s"]
+    rows, cost_rows = [], []
+    for variants, costs in measured.values():
+        for one in variants:
+            samples = " to ".join(str(end) for end in sorted({min(one.num_samples), max(one.num_samples)}))
+            rows.append([one.name, samples, *_cells(one, variants[0]), f"{one.peak:.0%}"])
+        for one in costs:
+            (taken,) = (other for other in costs if other.cost == TAKEN)
+            cost_rows.append([one.name, str(one.num_samples[0]), *_cells(one, taken)])
+    verdicts = "; ".join(_verdict(samples, variants) for samples, (variants, _) in measured.items())
+    lines = [
+        "# A token budget against fixed rows and packs, CPU",
+        "",
+        f"`{command}`, {time.strftime('%Y-%m-%d')}, commit {commit()}, {machine},"
+        f" Python {platform.python_version()}, torch {torch.__version__}, torchtune {version('torchtune')};"
+        f" {seconds:.0f} s. The machine's load was {load:.1f} before and {os.getloadavg()[0]:.1f} after.",
+        "",
+        f"Config `tiny/full`, samples of up to {SEQ_LEN} tokens, limit {LIMIT} per rank of which 5 % are held back;"
+        " sizes are those that searches found under it. Steps are timed without the meter that keeps the limit on a"
+        f" CPU, {ROUNDS} rounds of one whole optimizer step of each variant in turn. Rows are not packed but in the"
+        " last variant, so that the others train on the same samples, with the same losses up to rounding.",
+        "",
+        f"Aims: at most 5 % padding, and 1.5 times the tokens per second of fixed rows. Measured: {verdicts}.",
+        "",
+        *_table(["variant", *header, f"/ {ROWS}", "peak / limit"], rows),
+        "",
+        "Micro-batches and peaks are those of a rank, the rest is of both. Padding is a share of the tokens computed"
+        " with; tokens per second are real ones, median over the rounds; ratios are taken within each round, median"
+        " [quartiles]. Peaks are the highest of"
+        f" {_METERED} of these steps once more, under the meter.",
+        "",
+        *PACKS_DIFFER,
+    ]
+    if cost_rows:
+        lines += ["", *COST_IS, "", *_table(["cost", *header, f"/ {TAKEN}"], cost_rows)]
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines), f"\nWritten to {RESULTS}", sep="\n")
+
+
+def _table(header: list[str], rows: Sequence[list[str]]) -> list[str]:
+    return ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
+
+
+if __name__ == "__main__":
+    main()
