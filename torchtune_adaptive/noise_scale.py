@@ -46,7 +46,7 @@ class MeasuredSchedule(ABC):
             over the gradients; what is measured travels with the loss.
     """
 
-    every_steps: int
+    every_steps: int = 1
 
     @abstractmethod
     def observe(self, norms: GradientNorms) -> None:

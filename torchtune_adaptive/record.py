@@ -7,7 +7,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtune import utils
 
 from torchtune_adaptive.data import num_tokens
-from torchtune_adaptive.errors import reason_of
+from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.meter import device_memory_bytes
 from torchtune_adaptive.report import AdaptiveReport
 from torchtune_adaptive.resume import AdaptiveState, read_state, refuse_unsavable, state_path, write_state
@@ -60,7 +60,7 @@ class AdaptiveRecord(AdaptiveSizing):
             self._longest_row = row if is_packed(dataset) else stretched_row(row, saved.longest_row_tokens)
         schedule = self._adaptive.batch_increase_function
         if saved.schedule is not None and isinstance(schedule, Stateful):
-            schedule.load_state_dict(saved.schedule)
+            _load(schedule, saved.schedule)
         if (saved.dataset_samples, saved.ranks) == (len(dataset), self._ranks):
             self._take_up_left_over(saved.left_over, epoch=saved.epochs_run - 1)
         if changes := saved.changes(self._state()):
@@ -118,3 +118,18 @@ class AdaptiveRecord(AdaptiveSizing):
                 log.info(f"{what} written to {write()}")
             except OSError as error:
                 log.warning(f"{what} not written: {reason_of(error)}")
+
+
+def _load(schedule: Stateful, state: dict[str, Any]) -> None:
+    """Give a schedule the state that it had.
+
+    Raises:
+        InputError: it does not take it, as another schedule's.
+    """
+    try:
+        schedule.load_state_dict(state)
+    except Exception as error:  # the user's own code: whatever it raises is reported
+        raise InputError(
+            f"`batch_increase_function` must take the state of the run that is resumed, but does not take"
+            f" {quote(state)}: {reason_of(error)}."
+        ) from error

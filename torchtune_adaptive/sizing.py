@@ -135,10 +135,11 @@ class AdaptiveSizing(AdaptiveData):
     def _most_rows_of_micro_batch(self) -> int:
         """Rows of the largest micro-batch that training can ask for."""
         settings, largest = self._adaptive, self._largest_batch_size()
+        is_found = settings.use_maximum_batch_size and not self._is_global
+        if settings.batch_increase_function is None and not is_found:
+            return self._rows_at(self._batch_size)
         if not self._is_global:
             return largest
-        if settings.batch_increase_function is None:
-            return self._rows_at(self._batch_size)
         limit = settings.growth_limit if isinstance(settings.growth_limit, int) else largest
         return self._rows_at(max(self._batch_size, min(limit, largest)))
 
