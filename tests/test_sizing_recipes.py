@@ -1,0 +1,114 @@
+"""What a recipe makes of the sizes that a search finds: as rows, as tokens, as the fastest, and beyond memory."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.ranks import run_on_ranks
+from tests.recipe_runs import adaptive_recipe, finished, tiny_config
+from torchtune_adaptive import sizing
+from torchtune_adaptive.batching import MicroBatchLimit, RowLimit, TokenLimit
+
+UNEQUAL = ("64MiB", "128MiB")  # rank 0's limit is the one that counts
+DOUBLING = {"_component_": "torchtune_adaptive.schedule.geometric"}
+RATES = {4: 1000.0, 2: 985.0, 1: 500.0}
+SEARCHED = {"use_maximum_batch_size": True}
+SET_UPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rows": (SEARCHED, {}),
+    "rows of a global batch": (SEARCHED, {"global_batch_size": 50}),
+    "a window that fits at once": (SEARCHED, {"global_batch_size": 10}),
+    "rows of a global batch by hand": ({"batch_size": 3}, {"global_batch_size": 50}),
+    "fastest": (SEARCHED, {"objective": "throughput"}),
+    "fastest of a global batch": (SEARCHED, {"objective": "throughput", "global_batch_size": 50}),
+    "fastest that grows": (SEARCHED | {"batch_increase_function": DOUBLING}, {"objective": "throughput"}),
+    "within memory": ({"batch_increase_function": DOUBLING, "batch_size": 2}, {}),
+    "beyond memory": ({"batch_increase_function": DOUBLING, "batch_size": 20}, {"growth_limit": "none"}),
+    "up to a number": ({"batch_increase_function": DOUBLING, "batch_size": 20}, {"growth_limit": 33}),
+    "tokens": (SEARCHED, {"max_tokens_per_micro_batch": "auto", "global_batch_size": 60}),
+    "tokens, no forecast": (
+        SEARCHED,
+        {"max_tokens_per_micro_batch": "auto", "global_batch_size": 60, "strategy": "binary_search"},
+    ),
+}
+
+
+def _rates(sizes: list[int], *_: Any, **__: Any) -> Mapping[int, float]:
+    return {size: RATES[size] for size in sizes}
+
+
+def _size_all(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, dict[str, Any]]:
+    found = {}
+    with mock.patch.object(sizing, "tokens_per_second", _rates):
+        for name, (keys, settings) in SET_UPS.items():
+            adaptive = {"memory_limit": UNEQUAL[rank]} | settings
+            cfg = tiny_config("full", tiny_dir, output_dir, **keys, adaptive=adaptive, tokenizer__max_seq_len=128)
+            recipe = adaptive_recipe("full")(cfg=cfg)
+            recipe.setup(cfg=cfg)
+            found[name] = {
+                "batch": recipe._batch_size,
+                "limit": recipe._limit,
+                "exact": None if recipe._result is None else recipe._result.exact_batch_size,
+                "maximum": recipe._maximum,
+                "steps": recipe._steps_per_epoch,
+            }
+    cfg = tiny_config(
+        "full",
+        tiny_dir,
+        output_dir,
+        **SEARCHED,
+        adaptive=SET_UPS["tokens"][1] | {"memory_limit": UNEQUAL[0]},
+        tokenizer__max_seq_len=128,
+        epochs=1,
+    )
+    steps, _, _ = finished(adaptive_recipe("full"), cfg)
+    found["trained"] = {"retries": steps[-1]["oom_retries"] if steps else 0.0, "steps": len(steps)}
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    return run_on_ranks(_size_all, 2, tiny_dir, tmp_path_factory.mktemp("sizing"), timeout_s=240)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "limit", "maximum"),
+    [
+        ("rows", 4, RowLimit(4), 4),
+        ("rows of a global batch", 50, RowLimit(4), None),
+        ("a window that fits at once", 10, RowLimit(5), None),
+        ("rows of a global batch by hand", 50, RowLimit(3), None),
+        ("fastest", 2, RowLimit(2), 4),
+        ("fastest of a global batch", 50, RowLimit(2), None),
+        ("fastest that grows", 2, RowLimit(2), 4),
+        ("within memory", 2, RowLimit(2), 4),
+        ("beyond memory", 20, RowLimit(4), 200),
+        ("up to a number", 20, RowLimit(4), 33),
+    ],
+)
+def test_batch_and_micro_batch_are_what_was_asked_for(
+    name: str, batch: int, limit: MicroBatchLimit, maximum: int | None, ranks: list[dict[str, dict[str, Any]]]
+) -> None:
+    """Six rows of 128 tokens fit rank 0; 400 samples are 200 for each rank."""
+    for rank in ranks:
+        assert (rank[name]["batch"], rank[name]["limit"]) == (batch, limit)
+        assert rank[name]["exact"] in (6, 5, None)  # no more than a window has
+        assert maximum in (rank[name]["maximum"], None)
+        samples = batch if "global" in name or "window" in name else 2 * batch
+        assert rank[name]["steps"] == 400 // samples
+
+
+def test_the_token_budget_is_that_of_the_rank_with_least_and_lies_above_whole_rows(
+    ranks: list[dict[str, dict[str, Any]]],
+) -> None:
+    limits = [rank["tokens"]["limit"] for rank in ranks]
+    assert limits[0] == limits[1]
+    assert isinstance(limits[0], TokenLimit)
+    assert 6 * 128 < limits[0].size < 7 * 128
+    assert [rank["tokens, no forecast"]["limit"] for rank in ranks] == [TokenLimit(6 * 128)] * 2
+
+
+def test_training_by_the_token_budget_stays_within_memory(ranks: list[dict[str, dict[str, Any]]]) -> None:
+    assert ranks[0]["trained"] == {"retries": 0.0, "steps": 400 // 60}
