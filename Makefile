@@ -16,6 +16,9 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.steady_state
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.forecast_accuracy
 	.venv/bin/python -m benchmarks.plan_cost
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.tokens --cost
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.objective
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.growth
 
 plans: $(STAMP)
 	.venv/bin/python -m benchmarks.stock_configs

@@ -66,7 +66,7 @@ PACKS_DIFFER = (
     " row is padding. Samples of a row do not see each other, for which each row has a mask of its own, on a CPU and"
     " with SDPA a dense one. So a step has a number of packs, chosen here to hold about as many samples, but not a"
     " number of samples; the same samples share a row in every epoch; and the batches are others than those of the"
-    " config without packs. A token budget leaves batches, order and loss as they are.",
+    " config without packs. A token budget leaves each step's samples as they are, and its loss up to rounding.",
 )
 COST_IS = (
     "The token budget with other costs of a micro-step (`_COST_OF_MICRO_STEP`, as a share of a full micro-batch),"

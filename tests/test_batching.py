@@ -27,8 +27,8 @@ def is_within(limit: MicroBatchLimit, lengths: Sequence[int], places: Sequence[i
 
 
 def cost(limit: TokenLimit, lengths: Sequence[int], cuts: Places) -> float:
-    """What a window costs: its padded tokens, and for each micro-step 1/64 of the limit."""
-    return sum(padded_tokens(lengths, places) + limit.size / 64 for places in cuts)
+    """What a window costs: its padded tokens, and for each micro-step 1/32 of the limit."""
+    return sum(padded_tokens(lengths, places) + limit.size / 32 for places in cuts)
 
 
 def every_partition(places: Sequence[int]) -> list[Places]:
@@ -77,7 +77,7 @@ def test_a_token_limit_is_cut_at_the_least_cost_of_all_ways_to_cut_the_rows_by_l
     )
 
 
-@pytest.mark.parametrize(("rows", "most_padding"), [(64, 0.05), (256, 0.04)])
+@pytest.mark.parametrize(("rows", "most_padding"), [(64, 0.1), (256, 0.07)])
 def test_lengths_that_are_skewed_leave_little_padding(rows: int, most_padding: float) -> None:
     """Log-normal lengths, a few of them ten times as long as most: in order, as many rows each, nearly half is it."""
     lengths = np.random.default_rng(0).lognormal(5, 0.8, rows).clip(8, 2048).astype(int).tolist()

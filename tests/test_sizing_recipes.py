@@ -17,14 +17,11 @@ DOUBLING = {"_component_": "torchtune_adaptive.schedule.geometric"}
 RATES = {4: 1000.0, 2: 985.0, 1: 500.0}
 SEARCHED = {"use_maximum_batch_size": True}
 SET_UPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "rows": (SEARCHED, {}),
     "rows of a global batch": (SEARCHED, {"global_batch_size": 50}),
     "a window that fits at once": (SEARCHED, {"global_batch_size": 10}),
     "rows of a global batch by hand": ({"batch_size": 3}, {"global_batch_size": 50}),
     "fastest": (SEARCHED, {"objective": "throughput"}),
-    "fastest of a global batch": (SEARCHED, {"objective": "throughput", "global_batch_size": 50}),
     "fastest that grows": (SEARCHED | {"batch_increase_function": DOUBLING}, {"objective": "throughput"}),
-    "within memory": ({"batch_increase_function": DOUBLING, "batch_size": 2}, {}),
     "beyond memory": ({"batch_increase_function": DOUBLING, "batch_size": 20}, {"growth_limit": "none"}),
     "up to a number": ({"batch_increase_function": DOUBLING, "batch_size": 20}, {"growth_limit": 33}),
     "tokens": (SEARCHED, {"max_tokens_per_micro_batch": "auto", "global_batch_size": 60}),
@@ -76,14 +73,11 @@ def ranks(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 @pytest.mark.parametrize(
     ("name", "batch", "limit", "maximum"),
     [
-        ("rows", 4, RowLimit(4), 4),
         ("rows of a global batch", 50, RowLimit(4), None),
         ("a window that fits at once", 10, RowLimit(5), None),
         ("rows of a global batch by hand", 50, RowLimit(3), None),
         ("fastest", 2, RowLimit(2), 4),
-        ("fastest of a global batch", 50, RowLimit(2), None),
         ("fastest that grows", 2, RowLimit(2), 4),
-        ("within memory", 2, RowLimit(2), 4),
         ("beyond memory", 20, RowLimit(4), 200),
         ("up to a number", 20, RowLimit(4), 33),
     ],

@@ -16,7 +16,7 @@ Places = list[list[int]]
 
 # A micro-step costs something beside its tokens: kernels to launch, parameters to gather. It is taken to be as much as
 # this share of a full micro-batch: cut finer, less is padded, coarser, fewer micro-steps are taken.
-_COST_OF_MICRO_STEP = 1 / 64
+_COST_OF_MICRO_STEP = 1 / 32
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class TokenLimit(MicroBatchLimit):
     """At most ``size`` tokens with padding, in rows of like length. A longer row is a micro-batch of its own.
 
     Of all ways to cut the rows, sorted by length, the cheapest is taken: tokens with padding, and for each
-    micro-step 1/64 of the limit.
+    micro-step 1/32 of the limit.
 
     >>> TokenLimit(16).cut([2, 8, 8, 3, 3])
     [[1, 2], [3, 4], [0]]
