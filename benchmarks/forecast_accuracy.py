@@ -34,6 +34,7 @@ from torchtune.training.activations import checkpoint_wrapper
 from tqdm import tqdm
 
 from benchmarks.provenance import commit
+from benchmarks.tables import table
 from tests.ranks import run_on_ranks
 from tests.recipe_runs import adaptive_recipe, tiny_config
 from torchtune_adaptive.errors import InputError
@@ -449,7 +450,7 @@ def _report(compared: list[Comparison], *, seed: int, seconds: float) -> None:
         "",
         *(f"- {line}" for line in _summary(compared)),
         "",
-        *("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *map(_row, compared))),
+        *table(header, map(_row, compared)),
     ]
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text("\n".join(lines) + "\n")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.provenance import commit
+from benchmarks.tables import publish, table
 from tests.ranks import run_on_ranks
 from tests.recipe_runs import adaptive_recipe, finished, tiny_config
 from torchtune_adaptive.tiny import make_tiny_assets
@@ -98,11 +99,8 @@ def main() -> None:
         for name, overrides in RUNS.items():
             rows = run_on_ranks(_train, RANKS, tiny_dir, Path(directory) / "run", overrides, timeout_s=300)[0]
             header = [*NAMES, "noise scale", "last loss"]
-            lines += ["", f"## {name}", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-            lines += ["| " + " | ".join(row) + " |" for row in rows]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    RESULT.write_text(text)
+            lines += ["", f"## {name}", "", *table(header, rows)]
+    publish(lines, RESULT)
 
 
 if __name__ == "__main__":

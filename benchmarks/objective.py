@@ -27,6 +27,7 @@ from torchtune import training
 from torchtune.models.llama2 import llama2
 
 from benchmarks.provenance import commit
+from benchmarks.tables import publish, table
 from tests.recipe_runs import adaptive_recipe, tiny_config
 from torchtune_adaptive.search import SearchResult
 from torchtune_adaptive.settings import Objective
@@ -142,20 +143,14 @@ def _report(found: list[Sized], *, seconds: float, load: float) -> None:
         f" The largest size that fits was {' or '.join(map(str, sorted(exact)))} in all {len(found)} searches."
         " The search's probes on rank 0, in their order:",
         "",
-        *_table(["batch_size", "peak", "fits"], _probes(by_memory.result)),
+        *table(["batch_size", "peak", "fits"], _probes(by_memory.result)),
         "",
         "Steps as in training, timed after the search: tokens per second of a rank, median of 5 interleaved steps, and"
         " their share of the best. The smallest size within 2 % of the best is chosen, in bold:",
         "",
-        *_table(["objective", "batch_size", "set-up, s", *(f"{size} rows" for size in sizes)], rows),
+        *table(["objective", "batch_size", "set-up, s", *(f"{size} rows" for size in sizes)], rows),
     ]
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines) + "\n")
-    print("\n".join(lines), f"\nWritten to {RESULTS}", sep="\n")
-
-
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    return ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
+    publish(lines, RESULTS)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.provenance import commit
+from benchmarks.tables import table
 
 RESULTS = Path(__file__).parent / "results" / "plan_cost_cpu.md"
 CASES = [
@@ -81,7 +82,7 @@ def _report(rows: list[list[str]]) -> None:
         f" {platform.python_version()}, torch {torch.__version__}, torchtune {version('torchtune')}. Wall seconds of"
         " the whole program, imports included; rows of 2048 tokens; the batch with what a GPU adds by the defaults.",
         "",
-        *("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)),
+        *table(header, rows),
     ]
     RESULTS.write_text("\n".join(lines) + "\n")
     print("\n".join(lines), f"\nWritten to {RESULTS}", sep="\n")

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from benchmarks.provenance import commit
+from benchmarks.tables import table
 from torchtune_adaptive.configs import resolve_config_argument
 from torchtune_adaptive.search import SearchResult
 from torchtune_adaptive.settings import STRATEGIES
@@ -180,7 +181,7 @@ def _report(rows: list[list[str]], *, seconds: float) -> None:
         "",
         f"{len(rows) * len(STRATEGIES) - wrong} of {len(rows) * len(STRATEGIES)} searches exact.",
         "",
-        *("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)),
+        *table(header, rows),
     ]
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text("\n".join(lines) + "\n")

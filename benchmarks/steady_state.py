@@ -32,6 +32,7 @@ from torchtune import training
 from torchtune.training.metric_logging import MetricLoggerInterface
 
 from benchmarks.provenance import commit
+from benchmarks.tables import publish, table
 from tests.recipe_runs import adaptive_recipe, stock_recipe, tiny_config
 from torchtune_adaptive.tiny import make_tiny_assets
 
@@ -238,24 +239,18 @@ def _report(measured: list[tuple[Case, dict[str, list[Block]]]], *, seconds: flo
         " of every step are equal, bit for bit. Set-up, rehearsal, saving, the first epoch and the first step of each"
         " turn are not timed. Tokens are those not masked, over all ranks. Medians over the rounds:",
         "",
-        *_table(speeds, [_speeds(case, blocks) for case, blocks in measured]),
+        *table(speeds, [_speeds(case, blocks) for case, blocks in measured]),
         "",
         "Ratios of speeds in each round, larger than 1 where the first is faster, and the difference of times per step;"
         " median [quartiles] over the rounds. By the wall's clock, and by the CPU time of rank 0's training thread,"
         " which leaves out its waits for the other rank and which other load on the machine disturbs less."
         f" '{STOCK_AGAIN}' is a second stock recipe: how far equal loops seem to differ.",
         "",
-        *_table(ratios, [_ratios(case, blocks, clock) for case, blocks in measured for clock in ("wall", "cpu")]),
+        *table(ratios, [_ratios(case, blocks, clock) for case, blocks in measured for clock in ("wall", "cpu")]),
         "",
         "Collectives and reads of tensors per step are counted in `tests/test_steady_state.py`.",
     ]
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines) + "\n")
-    print("\n".join(lines), f"\nWritten to {RESULTS}", sep="\n")
-
-
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    return ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
+    publish(lines, RESULTS)
 
 
 if __name__ == "__main__":

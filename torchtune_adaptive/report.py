@@ -1,12 +1,12 @@
 """What the search found and how the batch size went: a table for the log, JSON for the record."""
 
 import json
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtune_adaptive.files import write_whole
 from torchtune_adaptive.search import Probe, SearchResult
 from torchtune_adaptive.units import format_bytes
 
@@ -33,16 +33,11 @@ class AdaptiveReport:
 
     def write(self, output_dir: str | Path) -> Path:
         """Write the report into ``output_dir`` and return its path. A reader never sees half of it."""
-        path = Path(output_dir) / REPORT_NAME
-        path.parent.mkdir(parents=True, exist_ok=True)
         found = {} if self.result is None else asdict(self.result) | {"seq_len": self.seq_len}
         more = {"token_budget": self.token_budget, "tokens_per_second": self.tokens_per_second}
         found |= {name: value for name, value in more.items() if value is not None}
         content = found | {"history": self.history}
-        unfinished = path.with_suffix(".json.tmp")
-        unfinished.write_text(json.dumps(content, indent=2) + "\n")
-        os.replace(unfinished, path)
-        return path
+        return write_whole(Path(output_dir) / REPORT_NAME, json.dumps(content, indent=2) + "\n")
 
 
 def probe_table(result: SearchResult) -> str:

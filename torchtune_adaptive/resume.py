@@ -1,7 +1,6 @@
 """What a run needs beside torchtune's recipe state to go on as if it had never ended."""
 
 import json
-import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -10,6 +9,7 @@ from typing import Any, get_origin
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtune_adaptive.errors import InputError, quote, reason_of
+from torchtune_adaptive.files import write_whole
 
 STATE_NAME = "adaptive_state.json"
 
@@ -112,15 +112,11 @@ def write_state(path: Path, state: AdaptiveState) -> Path:
 
     Write it before torchtune's recipe state: whichever of these a killed run leaves, its state is there.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         kept = {epochs: one for epochs, one in json.loads(path.read_text()).items() if int(epochs) < state.epochs_run}
     except (OSError, ValueError, AttributeError):  # none yet, or another program's
         kept = {}
-    unfinished = path.with_suffix(".json.tmp")
-    unfinished.write_text(json.dumps(kept | {str(state.epochs_run): asdict(state)}, indent=2) + "\n")
-    os.replace(unfinished, path)
-    return path
+    return write_whole(path, json.dumps(kept | {str(state.epochs_run): asdict(state)}, indent=2) + "\n")
 
 
 def refuse_unsavable(function: object) -> None:
