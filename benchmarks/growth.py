@@ -8,12 +8,16 @@ optimizer's.
 """
 
 import argparse
+import itertools
 import platform
+import statistics
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.provenance import commit
 from benchmarks.tables import publish, table
@@ -22,6 +26,7 @@ from tests.recipe_runs import adaptive_recipe, finished, tiny_config
 from torchtune_adaptive.tiny import make_tiny_assets
 
 RANKS = 2
+ROUNDS = 15
 RESULT = Path(__file__).parent / "results" / "growth_cpu.md"
 DOUBLING = {"_component_": "torchtune_adaptive.schedule.geometric", "factor": 2}
 MEASURING = {"_component_": "torchtune_adaptive.schedule.gradient_noise_scale", "every_steps": 2}
@@ -82,6 +87,34 @@ def _train(rank: int, tiny_dir: Path, output_dir: Path, overrides: dict[str, Any
     return rows
 
 
+def _time_measuring(rank: int, tiny_dir: Path, output_dir: Path) -> list[list[str]]:
+    """What a measured step takes longer than another of the same window, if that has one micro-step, or two."""
+    rows: list[list[str]] = []
+    for micro_batch in (16, 8):
+        options: dict[str, Any] = {"batch_size": micro_batch, "batch_increase_function": MEASURING}
+        options |= {"adaptive": {"global_batch_size": 16 * RANKS, "growth_limit": "none", "memory_limit": "512MiB"}}
+        cfg = tiny_config("full", tiny_dir, output_dir, tokenizer__max_seq_len=64, **options)
+        recipe = adaptive_recipe("full")(cfg=cfg)
+        recipe.setup(cfg=cfg)
+        recipe._meter = None  # it takes time per operation on a CPU
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for window in itertools.islice(recipe._windows(), 1 + ROUNDS):
+            for measures in seconds:
+                recipe._measures = lambda measures=measures: measures
+                dist.barrier()
+                started = time.perf_counter()
+                recipe._train_step(window)
+                dist.barrier()
+                seconds[measures].append(time.perf_counter() - started)
+        ratios = [slow / quick for slow, quick in list(zip(seconds[True], seconds[False], strict=True))[1:]]
+        first, middle, third = statistics.quantiles(ratios, n=4, method="inclusive")
+        steps = str(16 // micro_batch)
+        rows.append(
+            [steps, f"{1e3 * statistics.median(seconds[False]):.0f}", f"{middle:.2f} [{first:.2f}, {third:.2f}]"]
+        )
+    return rows
+
+
 def main() -> None:
     """Train, print the tables and write them."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
@@ -100,6 +133,15 @@ def main() -> None:
             rows = run_on_ranks(_train, RANKS, tiny_dir, Path(directory) / "run", overrides, timeout_s=300)[0]
             header = [*NAMES, "noise scale", "last loss"]
             lines += ["", f"## {name}", "", *table(header, rows)]
+        timed = run_on_ranks(_time_measuring, RANKS, tiny_dir, Path(directory) / "run", timeout_s=300)[0]
+    lines += [
+        "",
+        "## What a measured step costs",
+        "",
+        f"The same {ROUNDS} windows of 16 rows a rank, measured and not in turn; ratio of times, median [quartiles].",
+        "",
+        *table(["micro-steps of a step", "ms", "measured / not"], timed),
+    ]
     publish(lines, RESULT)
 
 

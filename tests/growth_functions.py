@@ -73,3 +73,10 @@ class Recording(MeasuredSchedule):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Stubborn(Recording):
+    """Takes no state of another run."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("seen")

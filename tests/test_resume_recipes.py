@@ -11,6 +11,7 @@ from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
 from tests.ranks import RanksFailedError, run_on_ranks
 from tests.recipe_runs import adaptive_recipe, finished, local_parameters, same_bits, stock_recipe, tiny_config
+from torchtune_adaptive.errors import InputError
 
 # 34 samples a rank are 17 micro-batches of 2 rows: with an accumulation of 2 one is left over at the first epoch's end.
 MEASURING = {"_component_": "torchtune_adaptive.schedule.gradient_noise_scale", "every_steps": 2, "min_measurements": 2}
@@ -54,6 +55,10 @@ def _go_on(rank: int, tiny_dir: Path, died_in: Path, output_dir: Path) -> dict[s
     changed = RUN | {"dataset__split": "train[:60]", "epochs": 3}
     changed["adaptive"] = changed["adaptive"] | {"memory_limit": "128MiB"}
     changed_steps, _, changed_recipe = finished(ours, _resumed(tiny_dir, died_in, **changed))
+    other: dict[str, Any] = RUN | {"batch_increase_function": {"_component_": "tests.growth_functions.Stubborn"}}
+    cfg = _resumed(tiny_dir, died_in, **other)
+    with pytest.raises(InputError) as refusal:
+        ours(cfg=cfg).setup(cfg=cfg)
     resumed, parameters, _ = finished(ours, _resumed(tiny_dir, died_in, **RUN))
     opened = []
     for recipe_class in (stock, ours):
@@ -68,6 +73,7 @@ def _go_on(rank: int, tiny_dir: Path, died_in: Path, output_dir: Path) -> dict[s
         "resumed": [[step[name] for name in FIGURES] for step in resumed],
         "parameters equal": same_bits(whole_parameters, parameters),
         "changed": (changed_recipe._report.history, [step["global_batch_size"] for step in changed_steps]),
+        "refusal": str(refusal.value),
         "opened by stock": same_bits(*opened),
         "after stock": [[(step["step"], step["lr"], step["loss"]) for step in steps] for steps in after_stock],
     }
@@ -114,6 +120,12 @@ def test_other_data_and_another_limit_are_noticed_and_the_batch_stays(ranks: lis
     )
     assert history[-1]["reason"] == "config, resumed at epoch 2"
     assert sizes == [16] * 3  # 30 samples a rank
+
+
+def test_a_schedule_that_does_not_take_the_state_of_another_is_said(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "must take the state of the run that is resumed, but does not take {'measure" in rank["refusal"]
+        assert rank["refusal"].endswith(": KeyError: 'seen'.")
 
 
 def test_stock_opens_our_checkpoints_and_we_those_of_stock(ranks: list[dict[str, Any]]) -> None:
