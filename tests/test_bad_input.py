@@ -115,6 +115,10 @@ CASES: dict[str, tuple[list[str], str]] = {
         ["adaptive.lr_scaling=root"],
         "`lr_scaling` must be one of none, sqrt, linear, but is 'root' instead.",
     ),
+    "checkpoints in the background": (
+        ["enable_async_checkpointing=True"],
+        "`enable_async_checkpointing` must be False on 2 CPU ranks,",
+    ),
     "state that cannot be saved": (
         [GROW + "tests.growth_functions.UNSAVABLE"],
         "`batch_increase_function.state_dict()` must give what JSON can hold, but fails: TypeError",

@@ -15,6 +15,7 @@ from torchtune_adaptive.noise_scale import MeasuredSchedule
 from torchtune_adaptive.rate import follow, refuse_unfollowing, scale_of, set_rates
 from torchtune_adaptive.record import AdaptiveRecord
 from torchtune_adaptive.refuse import (
+    refuse_async_checkpoints,
     refuse_impossible_limit,
     refuse_large_start,
     refuse_stepping_in_backward,
@@ -34,6 +35,7 @@ class AdaptiveBatch(AdaptiveRecord):
     """
 
     total_epochs: int
+    world_size: int
     _lr_scheduler: Any
     _setup_lr_scheduler: Callable[..., Any]
 
@@ -43,6 +45,7 @@ class AdaptiveBatch(AdaptiveRecord):
             refuse_unsearchable(cfg)
         refuse_stepping_in_backward(cfg, self._adaptive)
         super().__init__(cfg=cfg)
+        refuse_async_checkpoints(cfg, ranks=self.world_size)
         if self._adaptive.searches:
             refuse_impossible_limit(self._adaptive, self._device)
         self._consensus = Consensus()

@@ -59,6 +59,21 @@ def refuse_stepping_in_backward(cfg: DictConfig, settings: AdaptiveSettings) -> 
             raise InputError(f"`optimizer_in_bwd` must be False with `{name}` {value}, but is True instead.")
 
 
+def refuse_async_checkpoints(cfg: DictConfig, *, ranks: int) -> None:
+    """Refuse to save in the background on the CPU, where its collectives would get between those of training.
+
+    torchtune gives them the group of training; on a GPU they take its CPU side, of which training makes no use.
+
+    Raises:
+        InputError: the config asks for it on several ranks.
+    """
+    if cfg.get("enable_async_checkpointing", False) and str(cfg.device).startswith("cpu") and ranks > 1:
+        raise InputError(
+            f"`enable_async_checkpointing` must be False on {ranks} CPU ranks, whose collectives in the background"
+            " would get between those of training, but is True instead."
+        )
+
+
 def refuse_packs(dataset: Any) -> None:
     """Refuse packed data where rows are to be grouped by length.
 
