@@ -135,13 +135,14 @@ class AdaptiveBatch(AdaptiveRecord):
                 last_epoch=self.epochs_run * self._schedule_steps - 1,
             )
         self._horizon.change(epoch=self.epochs_run, step=steps_done, steps_per_epoch=self._steps_per_epoch)
-        if self._lr_scheduler is not None and (self._grows or self._rate_must_follow()):
+        if self._lr_scheduler is not None and self._rate_must_follow():
             follow(self._lr_scheduler, self._horizon, step=steps_done, scale=lambda: self._rate_scale)
         self._scale_rate()
 
     def _rate_must_follow(self) -> bool:
-        """Whether a step of the optimizer is not a step of the schedule, or the rate is scaled."""
-        return self._adaptive.lr_scaling != "none" or self._steps_per_epoch != self._schedule_steps
+        """Whether a step of the optimizer is not a step of the schedule, now or later, or the rate is scaled."""
+        is_as_built = self._steps_per_epoch == self._schedule_steps and not self._grows
+        return self._adaptive.lr_scaling != "none" or not is_as_built
 
     def _scale_rate(self) -> None:
         """Scale the learning rate to the present batch."""

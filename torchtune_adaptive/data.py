@@ -90,9 +90,7 @@ class AdaptiveData:
         if self._is_global:
             loader.sampler.samples_per_step = batch_size
             rows = rows_of_rank(batch_size, rank=loader.sampler.rank, ranks=self._ranks)
-        self._dataloader = StatefulDataLoader(
-            loader.dataset, batch_size=rows, sampler=loader.sampler, collate_fn=list, drop_last=loader.drop_last
-        )
+        self._dataloader = _loader(loader.sampler, rows)
         self._steps_per_epoch = self._steps_at(batch_size)
         self.ignore_labels_cache = torch.full((rows, 1), self._loss_fn.ignore_index, device=self._device)
 
@@ -114,8 +112,7 @@ class AdaptiveData:
         refuse_few_samples_per_step(samples_per_step, ranks=ranks)
         sampler = DealtSampler(loader.dataset, ranks, stock.rank, stock.shuffle, stock.seed)
         sampler.samples_per_step = samples_per_step
-        rows = rows_of_rank(samples_per_step, rank=stock.rank, ranks=ranks)
-        return StatefulDataLoader(loader.dataset, batch_size=rows, sampler=sampler, collate_fn=list, drop_last=True)
+        return _loader(sampler, rows_of_rank(samples_per_step, rank=stock.rank, ranks=ranks))
 
     def _windows(self) -> Iterator[list[Row]]:
         """The samples of each optimizer step of an epoch.
@@ -162,6 +159,11 @@ class AdaptiveData:
             f"{batch_size} rows * {micro_steps} micro-steps * {self._ranks} ranks"
             f" = {samples} samples per optimizer step"
         )
+
+
+def _loader(sampler: Any, rows: int) -> StatefulDataLoader:
+    """Lists of ``rows`` samples of the sampler's data set; as in stock, fewer at the end are dropped."""
+    return StatefulDataLoader(sampler.dataset, batch_size=rows, sampler=sampler, collate_fn=list, drop_last=True)
 
 
 def num_tokens(row: Row) -> int:

@@ -45,8 +45,8 @@ class AdaptiveSizing(AdaptiveData):
         if settings.searches:
             self._result = self._search(cfg)
             self._fitting_rows = self._result.batch_size
-        if settings.objective == "throughput":
-            self._fitting_rows = self._fastest()
+            if settings.objective == "throughput":
+                self._fitting_rows = self._fastest(self._result)
         if isinstance(settings.max_tokens_per_micro_batch, int):
             self._token_budget = settings.max_tokens_per_micro_batch
             self._refuse_long_samples(self._token_budget)
@@ -111,11 +111,10 @@ class AdaptiveSizing(AdaptiveData):
         self._renew_offloading()
         return result
 
-    def _fastest(self) -> int:
+    def _fastest(self, result: SearchResult) -> int:
         """The smallest of the size found and its halvings that trains as fast as the best of them. A collective."""
-        result, seq_len = self._report.result, self._report.seq_len
-        assert result is not None
-        assert seq_len is not None
+        assert self._probe_row is not None
+        seq_len = num_tokens(self._probe_row)
         rates = tokens_per_second(
             halvings(result.batch_size, above=0),
             self._probe_step,
