@@ -9,12 +9,8 @@ throughput, whose choice rests on timed steps and should be the same every time.
 """
 
 import gc
-import logging
 import os
 import platform
-import subprocess
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -26,6 +22,7 @@ import torch.distributed as dist
 from torchtune import training
 from torchtune.models.llama2 import llama2
 
+from benchmarks.on_ranks import run_on_ranks_of
 from benchmarks.provenance import commit
 from benchmarks.tables import publish, table
 from tests.recipe_runs import adaptive_recipe, tiny_config
@@ -56,24 +53,13 @@ class Sized:
 
 def main() -> None:
     """Size by both objectives and write the tables; starts the ranks if it is not one of them."""
-    if "RANK" not in os.environ:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
-        raise SystemExit(subprocess.run([*launcher, "-m", "benchmarks.objective"], check=False).returncode)
-    dist.init_process_group("gloo")
-    logging.disable(logging.WARNING)
-    started, load = time.perf_counter(), os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as directory:
-        if dist.get_rank() == 0:
-            _make_assets(Path(directory) / "tiny")
-        shared = [directory]
-        dist.broadcast_object_list(shared)
-        found = [_sized(objective, Path(shared[0]) / "tiny") for objective in OBJECTIVES]
-        dist.barrier()
-    if dist.get_rank() == 0:
-        _report(found, seconds=time.perf_counter() - started, load=load)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads can abort an interpreter that shuts down
+    run_on_ranks_of(
+        "benchmarks.objective",
+        RANKS,
+        prepare=_make_assets,
+        measure=lambda tiny_dir: [_sized(objective, tiny_dir) for objective in OBJECTIVES],
+        report=lambda found, seconds, load: _report(found, seconds=seconds, load=load),
+    )
 
 
 def _make_assets(tiny_dir: Path) -> None:

@@ -7,12 +7,8 @@ exhaustive search: a metered step without any limit at 1, 2, 3, ... rows, until 
 used on a rank, and two beyond. Prints a table and writes it to ``results/search_accuracy_cpu.md``.
 """
 
-import logging
 import os
 import platform
-import subprocess
-import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -23,6 +19,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
+from benchmarks.on_ranks import run_on_ranks_of
 from benchmarks.provenance import commit
 from benchmarks.tables import table
 from torchtune_adaptive.configs import resolve_config_argument
@@ -79,24 +76,13 @@ CASES = [
 
 def main() -> None:
     """Measure every case and write the table; starts the ranks if it is not one of them."""
-    if "RANK" not in os.environ:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
-        raise SystemExit(subprocess.run([*launcher, "-m", "benchmarks.search_accuracy"], check=False).returncode)
-    dist.init_process_group("gloo")
-    logging.disable(logging.INFO)
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as directory:
-        if dist.get_rank() == 0:
-            make_tiny_assets(Path(directory) / "tiny", num_samples=2000)
-        shared = [directory]
-        dist.broadcast_object_list(shared)
-        rows = [_row(case, Path(shared[0]) / "tiny") for case in CASES]
-        dist.barrier()
-    if dist.get_rank() == 0:
-        _report(rows, seconds=time.perf_counter() - started)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads can abort an interpreter that shuts down
+    run_on_ranks_of(
+        "benchmarks.search_accuracy",
+        RANKS,
+        prepare=lambda tiny_dir: make_tiny_assets(tiny_dir, num_samples=2000),
+        measure=lambda tiny_dir: [_row(case, tiny_dir) for case in CASES],
+        report=lambda rows, seconds, _: _report(rows, seconds=seconds),
+    )
 
 
 def _row(case: Case, tiny_dir: Path) -> list[str]:

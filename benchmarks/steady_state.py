@@ -11,12 +11,8 @@ All must log the same losses, rates and gradient norms. Prints a table and write
 
 import contextlib
 import gc
-import logging
 import os
 import platform
-import subprocess
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -31,6 +27,7 @@ from omegaconf import DictConfig
 from torchtune import training
 from torchtune.training.metric_logging import MetricLoggerInterface
 
+from benchmarks.on_ranks import run_on_ranks_of
 from benchmarks.provenance import commit
 from benchmarks.tables import publish, table
 from tests.recipe_runs import adaptive_recipe, stock_recipe, tiny_config
@@ -131,24 +128,13 @@ def train_epoch(recipe: Any) -> None:
 
 def main() -> None:
     """Measure every case and write the table; starts the ranks if it is not one of them."""
-    if "RANK" not in os.environ:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
-        raise SystemExit(subprocess.run([*launcher, "-m", "benchmarks.steady_state"], check=False).returncode)
-    dist.init_process_group("gloo")
-    logging.disable(logging.WARNING)
-    started, load = time.perf_counter(), os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as directory:
-        if dist.get_rank() == 0:
-            make_tiny_assets(Path(directory) / "tiny", num_samples=2000)
-        shared = [directory]
-        dist.broadcast_object_list(shared)
-        measured = [(case, _measure(case, Path(shared[0]) / "tiny")) for case in CASES]
-        dist.barrier()
-    if dist.get_rank() == 0:
-        _report(measured, seconds=time.perf_counter() - started, load=load)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads can abort an interpreter that shuts down
+    run_on_ranks_of(
+        "benchmarks.steady_state",
+        RANKS,
+        prepare=lambda tiny_dir: make_tiny_assets(tiny_dir, num_samples=2000),
+        measure=lambda tiny_dir: [(case, _measure(case, tiny_dir)) for case in CASES],
+        report=lambda measured, seconds, load: _report(measured, seconds=seconds, load=load),
+    )
 
 
 def _measure(case: Case, tiny_dir: Path) -> dict[str, list[Block]]:

@@ -15,13 +15,10 @@ are searched for and peaks are measured under the meter, but steps are timed wit
 import argparse
 import gc
 import itertools
-import logging
 import math
 import os
 import platform
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -37,6 +34,7 @@ import torch.distributed as dist
 from torchtune import training
 from torchtune.datasets import PackedDataset
 
+from benchmarks.on_ranks import run_on_ranks_of
 from benchmarks.provenance import commit
 from benchmarks.tables import publish, table
 from tests.recipe_runs import adaptive_recipe, tiny_config
@@ -143,25 +141,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tokens", description="A token budget against rows.")
     parser.add_argument("--cost", action="store_true", help="try other weights of a micro-step too")
     options = parser.parse_args()
-    if "RANK" not in os.environ:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
-        command = [*launcher, "-m", "benchmarks.tokens", *sys.argv[1:]]
-        raise SystemExit(subprocess.run(command, check=False).returncode)
-    dist.init_process_group("gloo")
-    logging.disable(logging.WARNING)
-    started, load = time.perf_counter(), os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as directory:
-        if dist.get_rank() == 0:
-            make_tiny_assets(Path(directory) / "tiny")
-        shared = [directory]
-        dist.broadcast_object_list(shared)
-        measured = {samples: _measure(samples, Path(shared[0]) / "tiny", options.cost) for samples in SAMPLES_PER_STEP}
-        dist.barrier()
-    if dist.get_rank() == 0:
-        _report(measured, seconds=time.perf_counter() - started, load=load)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads can abort an interpreter that shuts down
+    run_on_ranks_of(
+        "benchmarks.tokens",
+        RANKS,
+        prepare=make_tiny_assets,
+        measure=lambda tiny_dir: {samples: _measure(samples, tiny_dir, options.cost) for samples in SAMPLES_PER_STEP},
+        report=lambda measured, seconds, load: _report(measured, seconds=seconds, load=load),
+    )
 
 
 def _measure(samples: int, tiny_dir: Path, tries_costs: bool) -> tuple[list[Contestant], list[Contestant]]:
