@@ -21,6 +21,7 @@ _GROUP_TIMEOUT = timedelta(seconds=30)
 _IMPORT_TIMEOUT_S = 180.0  # several processes import torch at once, on a machine that others use too
 # Imported by the process that all ranks are forked from, and which does nothing else: that takes seconds, a fork none.
 _IMPORTED_ONCE = ["adaptive_full_finetune_distributed", "adaptive_lora_finetune_distributed", "tests.recipe_runs"]
+_LAST_WORDS = 8000  # characters
 _GRACE_S = 5.0  # how long the peers of a failed rank may take to tell what happened to them
 
 
@@ -60,12 +61,12 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
         try:
             for rank in range(world_size):
                 here, there = context.Pipe()
-                stack_path = Path(directory) / f"stack_{rank}"
-                arguments = (there, rank, world_size, f"{directory}/store", str(stack_path), task)
+                stderr_path = Path(directory) / f"stderr_{rank}"
+                arguments = (there, rank, world_size, f"{directory}/store", str(stderr_path), task)
                 process = context.Process(target=_child, args=arguments, daemon=True)
                 process.start()
                 there.close()
-                ranks.append(_Rank(rank, process, here, stack_path))
+                ranks.append(_Rank(rank, process, here, stderr_path))
             _collect(ranks, timeout_s=_IMPORT_TIMEOUT_S, task="its imports")
             for rank in ranks:
                 rank.connection.send_bytes(b"go")
@@ -76,11 +77,11 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
 
 
 class _Rank:
-    def __init__(self, rank: int, process: Any, connection: Connection, stack_path: Path) -> None:
+    def __init__(self, rank: int, process: Any, connection: Connection, stderr_path: Path) -> None:
         self.rank = rank
         self.connection = connection
         self._process = process
-        self._stack_path = stack_path
+        self._stderr_path = stderr_path
 
     def receive(self) -> tuple[bool, Any]:
         """Whether the rank succeeded, and its value or its account of what happened."""
@@ -88,14 +89,19 @@ class _Rank:
             return pickle.loads(self.connection.recv_bytes())
         except EOFError:
             self._process.join(timeout=_GRACE_S)
-            return False, f"died with exit status {self._process.exitcode}"
+            return False, f"died with exit status {self._process.exitcode}; its last words:\n{self._last_words()}"
 
     def stack(self) -> str:
         """Where the process is now, by thread."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGUSR1)
             time.sleep(0.5)
-        return self._stack_path.read_text() if self._stack_path.exists() else "(no stack)"
+        return self._last_words()
+
+    def _last_words(self) -> str:
+        """What the rank has written to standard error: warnings, an abort's message, the stacks of its threads."""
+        words = self._stderr_path.read_text(errors="replace") if self._stderr_path.exists() else ""
+        return words[-_LAST_WORDS:] or "(none)"
 
     def end(self) -> None:
         self._process.join(timeout=1.0)  # it ends by itself after its result
@@ -129,9 +135,11 @@ def _collect(ranks: list[_Rank], *, timeout_s: float, task: str) -> list[Any]:
     return [values[rank.rank] for rank in ranks]
 
 
-def _child(connection: Connection, rank: int, world_size: int, store: str, stack_path: str, task: bytes) -> None:
-    with open(stack_path, "w") as stack:
-        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+def _child(connection: Connection, rank: int, world_size: int, store: str, stderr_path: str, task: bytes) -> None:
+    with open(stderr_path, "w") as stderr:
+        os.dup2(stderr.fileno(), 2)
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
         try:
             function, args, environment = pickle.loads(task)
             os.environ.clear()
