@@ -13,7 +13,7 @@ demo: $(STAMP)
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.search_accuracy
-	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.steady_state
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.loop
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.forecast_accuracy
 	.venv/bin/python -m benchmarks.plan_cost
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.tokens --cost

@@ -1,12 +1,13 @@
 """What does our training loop cost while nothing happens?
 
-    OMP_NUM_THREADS=1 python -m benchmarks.steady_state
+    OMP_NUM_THREADS=1 python -m benchmarks.loop
 
 Trains by the stock recipe and by ours, with recovery from out-of-memory errors and without, on two CPU ranks,
 all in the same processes: in each round every recipe trains a few steps, in an order that turns from round to
 round, so that a noisy machine hits all alike. A second stock recipe shows how far equal loops seem to differ.
-All must log the same losses, rates and gradient norms. Prints a table and writes it to
-``results/steady_state_cpu.md``.
+All must log the same losses, rates and gradient norms. In an epoch more, collectives and reads of tensors are
+counted. Prints a table and writes it to
+``results/loop_cpu.md``.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -29,11 +30,12 @@ from torchtune.training.metric_logging import MetricLoggerInterface
 
 from benchmarks.on_ranks import run_on_ranks_of
 from benchmarks.provenance import commit
+from benchmarks.step_counts import STEPS, Counts, StepCounter
 from benchmarks.tables import publish, table
 from tests.recipe_runs import adaptive_recipe, stock_recipe, tiny_config
 from torchtune_adaptive.tiny import make_tiny_assets
 
-RESULTS = Path(__file__).parent / "results" / "steady_state_cpu.md"
+RESULTS = Path(__file__).parent / "results" / "loop_cpu.md"
 RANKS = 2
 STOCK, ON, OFF, STOCK_AGAIN = VARIANTS = ("stock", "recovery on", "recovery off", "stock again")
 RATIOS = ((ON, STOCK), (OFF, STOCK), (ON, OFF), (STOCK_AGAIN, STOCK))
@@ -78,6 +80,13 @@ class Block:
         return 1e3 * self.num_tokens / (self.steps * self.wall_ms)
 
 
+class Measured(NamedTuple):
+    """By variant: its blocks by round, none but on rank 0, and what its steps ask of ranks and device."""
+
+    blocks: dict[str, list[Block]]
+    counts: dict[str, Counts]
+
+
 class StepClock(MetricLoggerInterface):
     """Notes when a step was logged, and what, unread: to read a tensor is to wait for it."""
 
@@ -102,7 +111,7 @@ def live_recipe(variant: str, kind: str, tiny_dir: Path, output_dir: Path, **ove
     is_stock = variant in (STOCK, STOCK_AGAIN)
     recipe_class = stock_recipe(kind) if is_stock else adaptive_recipe(kind)
     options = {
-        "metric_logger": {"_component_": "benchmarks.steady_state.StepClock"},
+        "metric_logger": {"_component_": "benchmarks.loop.StepClock"},
         "dataset__train_on_input": True,  # of a short row nothing else may be left
         "adaptive__memory_limit": None,
         "adaptive__oom_recovery": variant == ON,
@@ -129,7 +138,7 @@ def train_epoch(recipe: Any) -> None:
 def main() -> None:
     """Measure every case and write the table; starts the ranks if it is not one of them."""
     run_on_ranks_of(
-        "benchmarks.steady_state",
+        "benchmarks.loop",
         RANKS,
         prepare=lambda tiny_dir: make_tiny_assets(tiny_dir, num_samples=2000),
         measure=lambda tiny_dir: [(case, _measure(case, tiny_dir)) for case in CASES],
@@ -137,14 +146,14 @@ def main() -> None:
     )
 
 
-def _measure(case: Case, tiny_dir: Path) -> dict[str, list[Block]]:
-    """Each variant's blocks by round, on rank 0; no blocks elsewhere. A collective."""
+def _measure(case: Case, tiny_dir: Path) -> Measured:
+    """Time and count the steps of each variant. A collective."""
     steps = 1 + case.timed_steps  # the first step of an epoch is not timed: the data loader starts in it
     overrides = {
         "batch_size": case.batch_size,
         "tokenizer__max_seq_len": case.seq_len,
         "gradient_accumulation_steps": case.gradient_accumulation_steps,
-        "epochs": 1 + case.rounds,  # the first epoch is not timed: what is set up lazily is set up in it
+        "epochs": 1 + case.rounds + 1,  # not timed: the first, in which lazy set-up is done, and the last, that counts
         "max_steps_per_epoch": steps,
     }
     output_dir = tiny_dir.parent / "out"
@@ -162,9 +171,17 @@ def _measure(case: Case, tiny_dir: Path) -> dict[str, list[Block]]:
                 first, *_, last = recipes[variant]._metric_logger.moments[-steps:]
                 wall_ms, cpu_ms = (1e3 * (b - a) / case.timed_steps for a, b in zip(first, last, strict=True))
                 blocks[variant].append(Block(num_tokens, case.timed_steps, wall_ms, cpu_ms))
+    counts = {variant: _count(recipe) for variant, recipe in recipes.items()}
     if dist.get_rank() == 0:
-        _compare([_figures(recipe) for recipe in recipes.values()], epochs=1 + case.rounds, steps=steps)
-    return blocks
+        _compare([_figures(recipe) for recipe in recipes.values()], epochs=overrides["epochs"], steps=steps)
+    return Measured(blocks, counts)
+
+
+def _count(recipe: Any) -> Counts:
+    """What the steps of one more epoch ask for. A collective."""
+    recipe._profiler = counter = StepCounter(recipe)
+    train_epoch(recipe)
+    return counter.counts
 
 
 def _timed_tokens(recipe: Any, epoch: int, case: Case) -> int:
@@ -209,15 +226,21 @@ def _spread(values: list[float], *, digits: int) -> str:
     return f"{median(values):.{digits}f} [{first:.{digits}f}, {third:.{digits}f}]"
 
 
-def _report(measured: list[tuple[Case, dict[str, list[Block]]]], *, seconds: float, load: float) -> None:
+def _asked(case: Case, counts: dict[str, Counts]) -> list[list[str]]:
+    per_step = {variant: [f"{number / STEPS:g}" for number in counts[variant]] for variant in (STOCK, ON, OFF)}
+    return [[case.name, variant, *numbers] for variant, numbers in per_step.items()]
+
+
+def _report(measured: list[tuple[Case, Measured]], *, seconds: float, load: float) -> None:
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {RANKS} gloo ranks of {torch.get_num_threads()} thread"
     names = (STOCK, ON, OFF)
     speeds = ["step", "rounds x steps", *(f"{name}, ms" for name in names), *(f"{name}, tokens/s" for name in names)]
     ratios = ["step", "clock", *(f"{one} / {other}" for one, other in RATIOS), f"{ON} - {STOCK}, ms"]
+    asked = ["step", "loop", "training collectives", "agreements", "reads"]
     lines = [
         "# Speed of the training loop without out-of-memory errors against the stock recipes, CPU",
         "",
-        f"`OMP_NUM_THREADS=1 python -m benchmarks.steady_state`, {time.strftime('%Y-%m-%d')}, commit {commit()},"
+        f"`OMP_NUM_THREADS=1 python -m benchmarks.loop`, {time.strftime('%Y-%m-%d')}, commit {commit()},"
         f" {machine}, Python {platform.python_version()}, torch {torch.__version__}, torchtune {version('torchtune')};"
         f" {seconds:.0f} s. The machine's load was {load:.1f} before and {os.getloadavg()[0]:.1f} after.",
         "",
@@ -225,16 +248,20 @@ def _report(measured: list[tuple[Case, dict[str, list[Block]]]], *, seconds: flo
         " of every step are equal, bit for bit. Set-up, rehearsal, saving, the first epoch and the first step of each"
         " turn are not timed. Tokens are those not masked, over all ranks. Medians over the rounds:",
         "",
-        *table(speeds, [_speeds(case, blocks) for case, blocks in measured]),
+        *table(speeds, [_speeds(case, blocks) for case, (blocks, _) in measured]),
         "",
         "Ratios of speeds in each round, larger than 1 where the first is faster, and the difference of times per step;"
         " median [quartiles] over the rounds. By the wall's clock, and by the CPU time of rank 0's training thread,"
         " which leaves out its waits for the other rank and which other load on the machine disturbs less."
         f" '{STOCK_AGAIN}' is a second stock recipe: how far equal loops seem to differ.",
         "",
-        *table(ratios, [_ratios(case, blocks, clock) for case, blocks in measured for clock in ("wall", "cpu")]),
+        *table(ratios, [_ratios(case, blocks, clock) for case, (blocks, _) in measured for clock in ("wall", "cpu")]),
         "",
-        "Collectives and reads of tensors per step are counted in `tests/test_steady_state.py`.",
+        "What a step asks for, on rank 0: collectives of the training's groups; those by which ranks agree, on the CPU's"
+        " own group; and tensors whose values Python reads, each of which is a wait for the training device, but for the"
+        " answers of agreements, which lie in host memory.",
+        "",
+        *table(asked, [row for case, (_, counts) in measured for row in _asked(case, counts)]),
     ]
     publish(lines, RESULTS)
 
