@@ -257,9 +257,9 @@ def _report(measured: list[tuple[Case, Measured]], *, seconds: float, load: floa
         "",
         *table(ratios, [_ratios(case, blocks, clock) for case, (blocks, _) in measured for clock in ("wall", "cpu")]),
         "",
-        "What a step asks for, on rank 0: collectives of the training's groups; those by which ranks agree, on the CPU's"
-        " own group; and tensors whose values Python reads, each of which is a wait for the training device, but for the"
-        " answers of agreements, which lie in host memory.",
+        "What a step asks for, on rank 0: collectives of the training's groups; those by which ranks agree, on the"
+        " CPU's own group; and tensors whose values Python reads, each of which is a wait for the training device, but"
+        " for the answers of agreements, which lie in host memory.",
         "",
         *table(asked, [row for case, (_, counts) in measured for row in _asked(case, counts)]),
     ]
