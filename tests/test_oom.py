@@ -16,6 +16,7 @@ from torchtune_adaptive.oom import (
     free_memory,
     is_out_of_memory,
     is_out_of_memory_in_collective,
+    only_new_garbage,
 )
 
 CPU = torch.device("cpu")
@@ -237,6 +238,33 @@ def test_without_a_new_backward_the_queue_of_the_failed_one_keeps_the_graph_aliv
     assert any(reference() is not None for reference in watched)
     free_memory(CPU)
     assert all(reference() is None for reference in watched)
+
+
+def test_of_new_garbage_alone_all_is_freed_and_old_objects_are_not_looked_at() -> None:
+    old = [[] for _ in range(1000)]
+    with only_new_garbage():
+        assert gc.get_freeze_count() > len(old)
+        watched = fails(fail_in_backward)
+        free_memory(CPU)
+    assert [reference() for reference in watched if reference() is not None] == []
+    assert gc.get_freeze_count() == 0
+
+
+def test_objects_are_looked_at_again_after_an_error() -> None:
+    with pytest.raises(KeyError), only_new_garbage():
+        raise KeyError
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_somebody_else_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with only_new_garbage():
+            assert gc.get_freeze_count() == frozen
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
 
 
 def test_freeing_leaves_the_random_generator_alone() -> None:

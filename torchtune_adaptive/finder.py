@@ -9,7 +9,7 @@ from torch import nn
 from torchtune_adaptive.consensus import Consensus
 from torchtune_adaptive.errors import NothingFitsError
 from torchtune_adaptive.meter import MemoryMeter
-from torchtune_adaptive.oom import free_memory
+from torchtune_adaptive.oom import free_memory, only_new_garbage
 from torchtune_adaptive.probe import Prober, ProgressBar
 from torchtune_adaptive.refuse import refuse_impossible_limit
 from torchtune_adaptive.search import (
@@ -58,7 +58,7 @@ def search(
     )
     progress = ProgressBar(prober, consensus)
     try:
-        with leave_no_trace(model, optimizer) as restore_optimizer:
+        with leave_no_trace(model, optimizer) as restore_optimizer, only_new_garbage():
             if settings.memory_limit_bytes is not None:
                 meter.limit_bytes = usable_bytes(settings.memory_limit_bytes, settings.margin)
             free_memory(device)  # what loading the model left in the allocator's cache
@@ -112,7 +112,7 @@ def first_that_fits(
     )
     outside = meter.limit_bytes, meter.exact
     try:
-        with leave_no_trace(model, optimizer):
+        with leave_no_trace(model, optimizer), only_new_garbage():
             free_memory(device)
             limit_bytes = min(settings.memory_limit_bytes or meter.available_bytes, meter.available_bytes)
             meter.limit_bytes, meter.exact = usable_bytes(limit_bytes, settings.margin), True
