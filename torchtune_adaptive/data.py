@@ -39,11 +39,14 @@ class AdaptiveData:
     _meter: MemoryMeter | None = None
     _collate: Callable[[Sequence[Row]], dict[str, Any]]  # the data loader's own
     _longest_row: Row | None = None
+    _first_tokens_count = True  # in a micro-batch's weight, as in stock, although nothing predicts them
 
     def __init__(self, cfg: DictConfig) -> None:
         super().__init__(cfg=cfg)  # pyright: ignore[reportCallIssue]
         if self._is_global:
             self._gradient_accumulation_steps = 1  # a step's samples come as one batch, cut as memory wants it
+        # Where samples are ours to cut, the weight of each must not depend on the cut.
+        self._first_tokens_count = not self._is_global and self._adaptive.max_tokens_per_micro_batch is None
         self._pending: list[Row] = []
 
     @property

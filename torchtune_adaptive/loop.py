@@ -136,7 +136,8 @@ class AdaptiveLoop(AdaptiveMicroBatch):
         batch = self._collated(rows)
         utils.batch_to_device(batch, self._device)
         labels = batch.pop("labels")  # [B, S]
-        num_tokens = (labels != self._loss_fn.ignore_index).sum()
+        counted = labels if self._first_tokens_count else labels[..., 1:]
+        num_tokens = (counted != self._loss_fn.ignore_index).sum()
         with self.activations_handling_ctx:
             logits = self._model(**batch)
         self._enter_phase("loss")
