@@ -1,8 +1,9 @@
 PYTHON ?= python3
 STAMP := .venv/stamp
+PEERS_STAMP := .venv-peers/stamp
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
-.PHONY: test demo bench plans exhaustive format clean
+.PHONY: test demo bench gpu plans exhaustive format clean
 
 test: $(STAMP)
 	$(IN_VENV) scripts/check
@@ -11,7 +12,7 @@ test: $(STAMP)
 demo: $(STAMP)
 	$(IN_VENV) scripts/demo
 
-bench: $(STAMP)
+bench: $(STAMP) $(PEERS_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.search_accuracy
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.loop
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.forecast_accuracy
@@ -19,6 +20,13 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.tokens --cost
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.objective
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.growth
+	OMP_NUM_THREADS=1 .venv-peers/bin/python -m benchmarks.search
+	.venv/bin/python -m benchmarks.evidence
+
+# Under nine minutes on one CUDA device; without one a rehearsal of every part on the CPU.
+gpu: $(STAMP)
+	.venv/bin/python -m benchmarks.gpu
+	.venv/bin/python -m benchmarks.evidence
 
 plans: $(STAMP)
 	.venv/bin/python -m benchmarks.stock_configs
@@ -31,11 +39,16 @@ format: $(STAMP)
 	.venv/bin/ruff check --fix
 
 clean:
-	rm -rf .venv demo_output build dist .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-peers demo_output build dist .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The bound on torch picks a CPU wheel where one is at hand.
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install 'torch>=2.9,<2.14' -e '.[dev,plot]'
+	touch $@
+
+$(PEERS_STAMP): pyproject.toml benchmarks/peers.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install 'torch>=2.9,<2.14' -e . -r benchmarks/peers.txt
 	touch $@

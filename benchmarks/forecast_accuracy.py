@@ -15,7 +15,6 @@ import gc
 import logging
 import math
 import os
-import platform
 import random
 import sys
 import tempfile
@@ -23,7 +22,6 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ from torchtune import config, training
 from torchtune.training.activations import checkpoint_wrapper
 from tqdm import tqdm
 
-from benchmarks.provenance import commit
+from benchmarks.provenance import provenance
 from benchmarks.tables import table
 from tests.ranks import run_on_ranks
 from tests.recipe_runs import adaptive_recipe, tiny_config
@@ -433,13 +431,11 @@ def main() -> None:
 def _report(compared: list[Comparison], *, seed: int, seconds: float) -> None:
     header = ["", "case", "ranks", "layers traced", "limit", "may use, bytes", "largest", "forecast", "error there"]
     header += ["largest error", "in a phase, bytes", *STRATEGIES, "missed"]
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, gloo ranks of 1 thread"
+    command = f"OMP_NUM_THREADS=1 python -m benchmarks.forecast_accuracy --seed {seed} --cases {len(compared)}"
     lines = [
         "# Forecast of a step's memory from fake tensors against real steps, CPU",
         "",
-        f"`python -m benchmarks.forecast_accuracy --seed {seed} --cases {len(compared)}`, {time.strftime('%Y-%m-%d')},"
-        f" commit {commit()}, {machine}, Python {platform.python_version()}, torch {torch.__version__},"
-        f" torchtune {version('torchtune')}; {seconds:.0f} s.",
+        provenance(command, ranks="gloo ranks of 1 thread", seconds=seconds),
         "",
         "Each case is drawn at random. Its limit lies where a drawn number of rows just fits, a byte short of one row"
         f" more, or between; margin {MARGIN:g}, no size above {MOST_ROWS} rows. The largest size that fits is by"

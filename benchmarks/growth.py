@@ -9,17 +9,15 @@ optimizer's.
 
 import argparse
 import itertools
-import platform
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from benchmarks.provenance import commit
+from benchmarks.provenance import gloo_ranks, provenance
 from benchmarks.tables import publish, table
 from tests.ranks import run_on_ranks
 from tests.recipe_runs import adaptive_recipe, finished, tiny_config
@@ -121,10 +119,11 @@ def main() -> None:
     lines = [
         "# Growth on two CPU ranks",
         "",
-        f"`python -m benchmarks.growth` at {commit()}: Python {platform.python_version()}, torch {torch.__version__},",
-        f"{platform.machine()}, gloo; the tiny model of `torchtune_adaptive.tiny` on 600 samples, rows of up to 64",
-        "tokens, limit 96 MiB per rank, cosine schedule with 10 steps of warm-up at a rate of 1e-3. Rates are those",
-        'that steps used; "planned" is the progress bar\'s total, "taken" what the optimizer did.',
+        provenance("OMP_NUM_THREADS=1 python -m benchmarks.growth", ranks=gloo_ranks(RANKS)),
+        "",
+        "The tiny model of `torchtune_adaptive.tiny` on 600 samples, rows of up to 64 tokens, limit 96 MiB per rank,"
+        " cosine schedule with 10 steps of warm-up at a rate of 1e-3. Rates are those that steps used; *planned* is the"
+        " progress bar's total, *taken* what the optimizer did.",
     ]
     with tempfile.TemporaryDirectory() as directory:
         tiny_dir = Path(directory) / "tiny"

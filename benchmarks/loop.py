@@ -13,10 +13,8 @@ counted. Prints a table and writes it to
 import contextlib
 import gc
 import os
-import platform
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
@@ -29,7 +27,7 @@ from torchtune import training
 from torchtune.training.metric_logging import MetricLoggerInterface
 
 from benchmarks.on_ranks import run_on_ranks_of
-from benchmarks.provenance import commit
+from benchmarks.provenance import gloo_ranks, provenance
 from benchmarks.step_counts import STEPS, Counts, StepCounter
 from benchmarks.tables import publish, table
 from tests.recipe_runs import adaptive_recipe, stock_recipe, tiny_config
@@ -37,6 +35,7 @@ from torchtune_adaptive.tiny import make_tiny_assets
 
 RESULTS = Path(__file__).parent / "results" / "loop_cpu.md"
 RANKS = 2
+COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.loop"
 STOCK, ON, OFF, STOCK_AGAIN = VARIANTS = ("stock", "recovery on", "recovery off", "stock again")
 RATIOS = ((ON, STOCK), (OFF, STOCK), (ON, OFF), (STOCK_AGAIN, STOCK))
 SAVING = {"full": "_checkpoint_client", "lora": "save_checkpoint"}  # what a stock recipe saves by
@@ -232,7 +231,6 @@ def _asked(case: Case, counts: dict[str, Counts]) -> list[list[str]]:
 
 
 def _report(measured: list[tuple[Case, Measured]], *, seconds: float, load: float) -> None:
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, {RANKS} gloo ranks of {torch.get_num_threads()} thread"
     names = (STOCK, ON, OFF)
     speeds = ["step", "rounds x steps", *(f"{name}, ms" for name in names), *(f"{name}, tokens/s" for name in names)]
     ratios = ["step", "clock", *(f"{one} / {other}" for one, other in RATIOS), f"{ON} - {STOCK}, ms"]
@@ -240,9 +238,7 @@ def _report(measured: list[tuple[Case, Measured]], *, seconds: float, load: floa
     lines = [
         "# Speed of the training loop without out-of-memory errors against the stock recipes, CPU",
         "",
-        f"`OMP_NUM_THREADS=1 python -m benchmarks.loop`, {time.strftime('%Y-%m-%d')}, commit {commit()},"
-        f" {machine}, Python {platform.python_version()}, torch {torch.__version__}, torchtune {version('torchtune')};"
-        f" {seconds:.0f} s. The machine's load was {load:.1f} before and {os.getloadavg()[0]:.1f} after.",
+        provenance(COMMAND, ranks=gloo_ranks(RANKS), seconds=seconds, load=load),
         "",
         "All recipes live in the same processes and take turns in every round; loss, learning rate and gradient norm"
         " of every step are equal, bit for bit. Set-up, rehearsal, saving, the first epoch and the first step of each"

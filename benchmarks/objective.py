@@ -9,11 +9,8 @@ throughput, whose choice rests on timed steps and should be the same every time.
 """
 
 import gc
-import os
-import platform
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ from torchtune import training
 from torchtune.models.llama2 import llama2
 
 from benchmarks.on_ranks import run_on_ranks_of
-from benchmarks.provenance import commit
+from benchmarks.provenance import gloo_ranks, provenance
 from benchmarks.tables import publish, table
 from tests.recipe_runs import adaptive_recipe, tiny_config
 from torchtune_adaptive.search import SearchResult
@@ -34,6 +31,7 @@ from torchtune_adaptive.units import format_bytes
 
 RESULTS = Path(__file__).parent / "results" / "objective_cpu.md"
 RANKS = 2
+COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.objective"
 LIMIT = "768MiB"  # per rank
 SEQ_LEN = 512
 GEOMETRY = MODEL_GEOMETRY | {"num_layers": 2, "embed_dim": 256, "intermediate_dim": 1536}
@@ -105,7 +103,6 @@ def _speeds(sized: Sized) -> list[str]:
 
 
 def _report(found: list[Sized], *, seconds: float, load: float) -> None:
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, {RANKS} gloo ranks of {torch.get_num_threads()} thread"
     geometry = ", ".join(f"{name} {value}" for name, value in GEOMETRY.items())
     by_memory, *by_speed = found
     sizes = list(by_speed[0].tokens_per_second)
@@ -118,9 +115,7 @@ def _report(found: list[Sized], *, seconds: float, load: float) -> None:
     lines = [
         "# The batch size by throughput against that by memory, CPU",
         "",
-        f"`OMP_NUM_THREADS=1 python -m benchmarks.objective`, {time.strftime('%Y-%m-%d')}, commit {commit()},"
-        f" {machine}, Python {platform.python_version()}, torch {torch.__version__}, torchtune {version('torchtune')};"
-        f" {seconds:.0f} s. The machine's load was {load:.1f} before and {os.getloadavg()[0]:.1f} after.",
+        provenance(COMMAND, ranks=gloo_ranks(RANKS), seconds=seconds, load=load),
         "",
         f"Full finetuning of a Llama of random weights ({geometry}) on rows of up to {SEQ_LEN} tokens, limit"
         f" {LIMIT} per rank, margin {by_memory.result.margin:g}, power of two.",

@@ -8,20 +8,16 @@ and writes it to ``results/plan_cost_cpu.md``.
 """
 
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from tqdm import tqdm
 
-from benchmarks.provenance import commit
-from benchmarks.tables import table
+from benchmarks.provenance import provenance
+from benchmarks.tables import publish, table
 
 RESULTS = Path(__file__).parent / "results" / "plan_cost_cpu.md"
 CASES = [
@@ -74,18 +70,17 @@ def _run(command: list[str]) -> tuple[str, Cost]:
 
 def _report(rows: list[list[str]]) -> None:
     header = ["config", "ranks", "layers traced", "seconds", "resident GiB", "largest batch at 80 GiB"]
-    machine = f"{platform.machine()}, {os.cpu_count()} cores"
     lines = [
         "# What a plan costs",
         "",
-        f"`python -m benchmarks.plan_cost`, {time.strftime('%Y-%m-%d')}, commit {commit()}, {machine}, Python"
-        f" {platform.python_version()}, torch {torch.__version__}, torchtune {version('torchtune')}. Wall seconds of"
-        " the whole program, imports included; rows of 2048 tokens; the batch with what a GPU adds by the defaults.",
+        provenance("python -m benchmarks.plan_cost"),
+        "",
+        "Wall seconds of the whole program, imports included; rows of 2048 tokens; the batch with what a GPU adds by"
+        " the defaults.",
         "",
         *table(header, rows),
     ]
-    RESULTS.write_text("\n".join(lines) + "\n")
-    print("\n".join(lines), f"\nWritten to {RESULTS}", sep="\n")
+    publish(lines, RESULTS)
 
 
 if __name__ == "__main__":

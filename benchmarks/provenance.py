@@ -1,12 +1,57 @@
-"""Which commit a result is of."""
+"""What a result is of: command, date, commit, machine and versions."""
 
+import os
+import platform
 import subprocess
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+
+_WRITTEN = ("benchmarks/results", "docs/evidence.md", "docs/stock_configs.md")  # by benchmarks
+PACKAGES = ("torch", "torchtune", "torchao")
 
 
 def commit() -> str:
-    """The present commit's short name, and whether the working tree differs from it."""
+    """The present commit's short name, and whether the working tree differs from it, but for results."""
 
     def said(*command: str) -> str:
         return subprocess.run(["git", *command], capture_output=True, text=True, check=False).stdout.strip()
 
-    return said("rev-parse", "--short", "HEAD") + (" with changes" if said("status", "--porcelain") else "")
+    but_results = (".", *(f":(exclude){path}" for path in _WRITTEN))
+    differs = said("status", "--porcelain", "--", *but_results)
+    return said("rev-parse", "--short", "HEAD") + (" with changes" if differs else "")
+
+
+def provenance(
+    command: str,
+    *,
+    ranks: str = "",
+    seconds: float | None = None,
+    load: float | None = None,
+    commit_name: str | None = None,
+    device: str = "no GPU",
+    packages: Sequence[str] = PACKAGES,
+) -> str:
+    """All of it in a sentence or two for the head of a document.
+
+    Args:
+        ranks: how many processes took part, and of what kind.
+        seconds: that the command took.
+        load: the machine's before the command; that of now is after it.
+        commit_name: of the tree, where it is no repository.
+        packages: whose versions matter.
+    """
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {device}" + (f", {ranks}" if ranks else "")
+    versions = [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)]
+    day = time.strftime("%Y-%m-%d")
+    said = f"`{command}`, {day}, commit {commit_name or commit()}, {machine}, {', '.join(versions)}"
+    if seconds is not None:
+        said += f"; {seconds:.0f} s"
+    if load is not None:
+        said += f". The machine's load was {load:.1f} before and {os.getloadavg()[0]:.1f} after"
+    return said + "."
+
+
+def gloo_ranks(count: int) -> str:
+    """So many processes of one thread, in words."""
+    return f"{count} gloo ranks of 1 thread"

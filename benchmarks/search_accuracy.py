@@ -7,21 +7,16 @@ exhaustive search: a metered step without any limit at 1, 2, 3, ... rows, until 
 used on a rank, and two beyond. Prints a table and writes it to ``results/search_accuracy_cpu.md``.
 """
 
-import os
-import platform
-import time
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from benchmarks.on_ranks import run_on_ranks_of
-from benchmarks.provenance import commit
-from benchmarks.tables import table
+from benchmarks.provenance import gloo_ranks, provenance
+from benchmarks.tables import publish, table
 from torchtune_adaptive.configs import resolve_config_argument
 from torchtune_adaptive.search import SearchResult
 from torchtune_adaptive.settings import STRATEGIES
@@ -31,6 +26,7 @@ from torchtune_adaptive.worst_case import window_maker, worst_case_row
 
 RESULTS = Path(__file__).parent / "results" / "search_accuracy_cpu.md"
 RANKS = 2
+COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.search_accuracy"
 BEYOND = 2  # sizes tried above the first that is too large, to see that none of them fits again
 
 
@@ -156,22 +152,19 @@ def _report(rows: list[list[str]], *, seconds: float) -> None:
     for strategy in STRATEGIES:
         header += [strategy, "probes", "OOMs"]
     wrong = sum("WRONG" in cell for row in rows for cell in row)
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, {RANKS} gloo ranks of {torch.get_num_threads()} thread"
     lines = [
         "# Largest batch size by each strategy against exhaustive search, CPU",
         "",
-        f"`python -m benchmarks.search_accuracy`, {time.strftime('%Y-%m-%d')}, commit {commit()}, {machine},"
-        f" Python {platform.python_version()}, torch {torch.__version__}, torchtune {version('torchtune')};"
-        f" {seconds:.0f} s. Margin 0.05, no rounding. Probes are whole train steps; each search also takes one"
-        " step of two rows before its first probe.",
+        provenance(COMMAND, ranks=gloo_ranks(RANKS), seconds=seconds),
+        "",
+        "Margin 0.05, no rounding. Probes are whole train steps; each search also takes one step of two rows before its"
+        " first probe.",
         "",
         f"{len(rows) * len(STRATEGIES) - wrong} of {len(rows) * len(STRATEGIES)} searches exact.",
         "",
         *table(header, rows),
     ]
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines) + "\n")
-    print("\n".join(lines), f"\nWritten to {RESULTS}", sep="\n")
+    publish(lines, RESULTS)
 
 
 if __name__ == "__main__":

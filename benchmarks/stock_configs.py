@@ -8,22 +8,18 @@ config was neither planned nor refused.
 """
 
 import argparse
-import platform
 import re
-import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
-import torch
 from omegaconf import DictConfig
 from torchtune._recipe_registry import get_all_recipes
 from tqdm import tqdm
 
-from benchmarks.provenance import commit
+from benchmarks.provenance import provenance
 from torchtune_adaptive.configs import is_lora, load_config
 from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.peaks import TracedStep
@@ -147,9 +143,7 @@ def document(planned: Sequence[Planned]) -> str:
     lines = [
         "# The stock configs' batch sizes, told without a GPU",
         "",
-        f"`python -m benchmarks.stock_configs`, {time.strftime('%Y-%m-%d')}, commit {commit()},"
-        f" {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__},"
-        f" torchtune {version('torchtune')}.",
+        provenance("python -m benchmarks.stock_configs"),
         "",
         _counted(planned),
         "",

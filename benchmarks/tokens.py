@@ -16,14 +16,11 @@ import argparse
 import gc
 import itertools
 import math
-import os
-import platform
 import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
@@ -35,7 +32,7 @@ from torchtune import training
 from torchtune.datasets import PackedDataset
 
 from benchmarks.on_ranks import run_on_ranks_of
-from benchmarks.provenance import commit
+from benchmarks.provenance import gloo_ranks, provenance
 from benchmarks.tables import publish, table
 from tests.recipe_runs import adaptive_recipe, tiny_config
 from torchtune_adaptive import batching
@@ -165,8 +162,8 @@ def _measure(samples: int, tiny_dir: Path, tries_costs: bool) -> tuple[list[Cont
     for one in costs:
         one.count()
     for contestants in (variants, costs):
-        _race(contestants)
-    _compare([one.losses for one in (*variants[:-1], *costs)])
+        race(contestants)
+    compare_losses([one.losses for one in (*variants[:-1], *costs)])
     return variants, costs
 
 
@@ -191,7 +188,7 @@ def _total(rows: Iterable[Row], pad_id: int) -> tuple[int, int]:
     return num_samples, num_tokens
 
 
-def _race(contestants: list[Contestant]) -> None:
+def race(contestants: list[Contestant]) -> None:
     """A step of each in every round, in an order that turns from round to round. A collective."""
     gc.freeze()  # a garbage collection need not go through all that imports and set-up have made
     for place in range(1 + ROUNDS if contestants else 0):
@@ -202,10 +199,14 @@ def _race(contestants: list[Contestant]) -> None:
             print(f"round {place}:", *(f"{one.name} {one.seconds[-1]:.2f} s" for one in contestants), flush=True)
 
 
-def _compare(losses: list[list[float]]) -> None:
-    """The rate is that of warm-up's first step, 0, so that all have the same weights in every step."""
+def compare_losses(losses: list[list[float]], *, tolerance: float = 1e-5) -> None:
+    """Refuse losses that differ: the rate is that of warm-up's first step, 0, so that all have the same weights.
+
+    Raises:
+        RuntimeError: the variants did not do the same work.
+    """
     for of_window in zip(*losses, strict=True):
-        if not all(math.isclose(loss, of_window[0], rel_tol=1e-5) for loss in of_window):
+        if not all(math.isclose(loss, of_window[0], rel_tol=tolerance) for loss in of_window):
             raise RuntimeError(f"the variants had other losses, so that they did not do the same work: {of_window}")
 
 
@@ -230,7 +231,6 @@ def _verdict(samples: int, variants: list[Contestant]) -> str:
 
 
 def _report(measured: Measured, *, seconds: float, load: float) -> None:
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, {RANKS} gloo ranks of {torch.get_num_threads()} thread"
     command = " ".join(["OMP_NUM_THREADS=1 python -m benchmarks.tokens", *sys.argv[1:]])
     header = ["samples per step", "micro-batch", "micro-steps per step", "padding", "tokens/s"]
     rows, cost_rows = [], []
@@ -245,9 +245,7 @@ def _report(measured: Measured, *, seconds: float, load: float) -> None:
     lines = [
         "# A token budget against fixed rows and packs, CPU",
         "",
-        f"`{command}`, {time.strftime('%Y-%m-%d')}, commit {commit()}, {machine},"
-        f" Python {platform.python_version()}, torch {torch.__version__}, torchtune {version('torchtune')};"
-        f" {seconds:.0f} s. The machine's load was {load:.1f} before and {os.getloadavg()[0]:.1f} after.",
+        provenance(command, ranks=gloo_ranks(RANKS), seconds=seconds, load=load),
         "",
         f"Config `tiny/full`, samples of up to {SEQ_LEN} tokens, limit {LIMIT} per rank of which 5 % are held back;"
         " sizes are those that searches found under it. Steps are timed without the meter that keeps the limit on a"

@@ -1,0 +1,99 @@
+"""All results in one document, ``docs/evidence.md``, and what nobody has measured.
+
+    python -m benchmarks.evidence
+
+Measures nothing itself: run what it names, for example ``make bench``, and then this.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "evidence.md"
+# What each result answers, in the document's order. Those of GPUs come first, whatever their names.
+QUESTIONS = {
+    "search_cpu": "How do the searches of other projects compare with ours?",
+    "search_accuracy_cpu": "Do the recipes' searches find the largest batch that fits?",
+    "forecast_accuracy_cpu": "Is the forecast of memory right?",
+    "plan_cost_cpu": "What does a forecast cost?",
+    "recovery_cpu": "Does training survive out-of-memory errors, and rightly?",
+    "loop_cpu": "What does the loop cost while nothing happens?",
+    "tokens_cpu": "What does a token budget bring?",
+    "objective_cpu": "Is the largest batch the fastest?",
+    "growth_cpu": "What does growth do to steps and learning rate?",
+    "gpu_rehearsal_cpu": "Does what is to be measured on a GPU run?",
+}
+ABOUT_GPUS = "What holds on a GPU?"
+NO_GPU = (
+    "**Any GPU.** No CUDA device and no NCCL has run any of this. Sizes found and planned, what the device adds to a"
+    " plan, recovery from errors of CUDA's allocator, its thrashing, and speeds are measured by `python -m"
+    " benchmarks.gpu` in nine minutes on one device; until somebody has, they are not known."
+)
+NOT_MEASURED = (
+    "More than four ranks, and more than one machine; recovery with NCCL.",
+    "Pretrained weights and data sets of the world: models here are small and random, data is made up. The largest"
+    " geometry whose whole step was run is that of the forecast's cases.",
+    "`compile`, activation offloading and 8-bit optimizers in training; their plans are traced, not compared.",
+    "Whether growth by the gradient noise scale trains a better model, or sooner.",
+    "Composer's and SkyRL's searches: they need CUDA, and Ray. Peers on several ranks: those compared here have no"
+    " search that agrees between ranks.",
+    "torch before 2.13, and Python other than 3.11.",
+)
+
+
+def main() -> None:
+    """Write the document."""
+    DOCUMENT.write_text(document())
+    print(f"Written to {DOCUMENT}")
+
+
+def document() -> str:
+    """What is measured, and what is not."""
+    found = {path.stem: path.read_text() for path in sorted(RESULTS.glob("*.md"))}
+    gpus = [stem for stem in found if stem.startswith("gpu_") and stem not in QUESTIONS]
+    unasked = found.keys() - QUESTIONS.keys() - set(gpus)
+    if unasked:
+        raise SystemExit(f"results must have a question in `QUESTIONS`, but there is none for {sorted(unasked)}")
+    stems = [*gpus, *(stem for stem in QUESTIONS if stem in found)]
+    lines = [
+        "# Evidence",
+        "",
+        "What was measured, as its command printed it, with date, commit and machine. `make bench` measures all of it"
+        " again on a CPU but what `make exhaustive` does; `make gpu` is for a GPU. This document is put together by"
+        " `python -m benchmarks.evidence` from `benchmarks/results`.",
+        "",
+        "| question | of commit | result |",
+        "| --- | --- | --- |",
+        *(_entry(stem, found[stem]) for stem in stems),
+        "",
+        "## Not measured",
+        "",
+        *_bulleted(NOT_MEASURED if gpus else (NO_GPU, *NOT_MEASURED)),
+    ]
+    for stem in stems:
+        lines += ["", _one_level_down(found[stem]).rstrip()]
+    return "\n".join(lines) + "\n"
+
+
+def _entry(stem: str, text: str) -> str:
+    title = text.splitlines()[0].removeprefix("# ")
+    commits = dict.fromkeys(re.findall(r"\bcommit ([0-9a-f]{7,}(?: with changes)?)", text))
+    return f"| {QUESTIONS.get(stem, ABOUT_GPUS)} | {', '.join(commits)} | [{title}](#{_anchor(title)}) |"
+
+
+def _anchor(title: str) -> str:
+    """As GitHub makes them."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def _one_level_down(text: str) -> str:
+    return re.sub(r"^#", "##", text, flags=re.MULTILINE)
+
+
+def _bulleted(items: Iterable[str]) -> list[str]:
+    return [f"- {item}" for item in items]
+
+
+if __name__ == "__main__":
+    main()

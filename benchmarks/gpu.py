@@ -1,0 +1,153 @@
+"""Everything that needs a CUDA device, on one, in under nine minutes.
+
+    python -m benchmarks.gpu [--parts PART,...] [--minutes MINUTES] [--output STEM]
+
+Each part runs in a process of its own, with a time of its own, and can be run alone; what a part has found is written
+before the next one begins: JSON and Markdown to ``results/gpu_DEVICE``, or to STEM. Without CUDA every part is
+rehearsed on the CPU with a tiny model, which says nothing of a GPU but that the parts run; the exit status is then 0
+if they all did, as with CUDA.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.provenance import commit, provenance
+from benchmarks.tables import table
+
+RESULTS = Path(__file__).parent / "results"
+# Seconds that a part may take. A part that has to choose does the most important first.
+PARTS = {
+    "calibrate": 60,
+    "sizes": 210,
+    "recovery": 90,
+    "thrashing": 30,
+    "tokens": 45,
+    "loop": 45,
+    "strategies": 45,
+}
+_GRACE_S = 15  # after which a part that has not ended is killed
+
+Result = dict[str, Any]
+
+
+def main() -> None:
+    """Run the parts that are asked for, and write what they found."""
+    options = _options()
+    has_cuda = torch.cuda.is_available()
+    if not has_cuda:
+        print("There is no CUDA device: every part is rehearsed on the CPU, with a tiny model, and measures no GPU.")
+    name = _slug(torch.cuda.get_device_name()) if has_cuda else "rehearsal_cpu"
+    stem: Path = options.output or RESULTS / f"gpu_{name}"
+    started = time.monotonic()
+    deadline = started + 60 * options.minutes
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory() as directory:
+        for part in options.parts:
+            left = deadline - _GRACE_S - time.monotonic()
+            results.append(_play(part, Path(directory), seconds=min(PARTS[part], left)))
+            print(f"{part}: {results[-1]['ended']} after {results[-1]['seconds']:.0f} s", flush=True)
+            _write(results, stem, seconds=time.monotonic() - started, has_cuda=has_cuda, commit_name=options.commit)
+    print(stem.with_suffix(".md").read_text(), f"\nWritten to {stem}.md and .json", sep="")
+    raise SystemExit(any(result["ended"] != "done" for result in results))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Measurements on one CUDA device.")
+    parser.add_argument("--parts", type=_parts, default=list(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--minutes", type=float, default=9.0, help="no part is begun after that, none goes on after it")
+    parser.add_argument("--output", type=Path, help="where results go, without the ending")
+    parser.add_argument("--commit", default=commit() or "unknown", help="of this tree, where it is no repository")
+    return parser.parse_args()
+
+
+def _parts(names: str) -> list[str]:
+    parts = names.split(",")
+    unknown = [name for name in parts if name not in PARTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"parts must be of {', '.join(PARTS)}, but there is {unknown[0]!r}")
+    return parts
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+def _play(part: str, directory: Path, *, seconds: float) -> Result:
+    """Run a part in a process of its own; nothing of it is left."""
+    output, started = directory / f"{part}.json", time.monotonic()
+    result: Result = {"part": part, "sections": [], "seconds": 0.0}
+    if seconds <= 0:
+        return result | {"ended": "not begun, for want of time"}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    process = subprocess.Popen(_command(part, output, seconds, directory), start_new_session=True, env=environment)
+    try:
+        status = process.wait(timeout=seconds + _GRACE_S)
+        ended = "done" if status == 0 else f"failed with exit status {status}"
+    except subprocess.TimeoutExpired:
+        ended = f"killed, for it had not ended after {seconds:.0f} s"
+    finally:
+        _kill_session(process)
+    sections = json.loads(output.read_text()) if output.exists() else []
+    return result | {"ended": ended, "seconds": time.monotonic() - started, "sections": sections}
+
+
+def _command(part: str, output: Path, seconds: float, directory: Path) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.on_gpu", part, str(output), str(seconds), str(directory)]
+
+
+def _kill_session(process: "subprocess.Popen[bytes]") -> None:
+    """What is left of the part; a launcher ends its ranks if it is told to end, but not if it is killed."""
+    for number, seconds in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=seconds)
+            return
+
+
+def _write(results: list[Result], stem: Path, *, seconds: float, has_cuda: bool, commit_name: str) -> None:
+    command = " ".join(["python -m benchmarks.gpu", *sys.argv[1:]])
+    about = provenance(command, seconds=seconds, commit_name=commit_name, device=_device(has_cuda))
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".json").write_text(json.dumps({"about": about, "parts": results}, indent=1) + "\n")
+    title = "Measured on a GPU" if has_cuda else "Rehearsal on a CPU of what is to be measured on a GPU"
+    lines = [
+        f"# {title}",
+        "",
+        about,
+    ]
+    if not has_cuda:
+        lines += [
+            "",
+            "**No GPU was measured.** These figures are of a tiny model on the CPU; they show that parts run.",
+        ]
+    for result in results:
+        for section in result["sections"]:
+            lines += ["", f"## {section['title']}", "", "  \n".join(section["text"]), ""]
+            lines += table(section["header"], section["rows"])
+        if result["ended"] != "done":
+            lines += ["", f"## {result['part']}", "", f"{result['ended']}."]
+    stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+def _device(has_cuda: bool) -> str:
+    if not has_cuda:
+        return "no GPU"
+    properties = torch.cuda.get_device_properties(0)
+    return f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, CUDA {torch.version.cuda}"
+
+
+if __name__ == "__main__":
+    main()

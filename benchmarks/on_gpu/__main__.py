@@ -1,0 +1,33 @@
+"""Play one part: ``python -m benchmarks.on_gpu PART OUTPUT SECONDS DIRECTORY``.
+
+A part is a module whose ``measure(stage)`` yields its sections so far whenever there is more; they go to OUTPUT as
+JSON.
+"""
+
+import importlib
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from benchmarks.on_gpu.stage import stage_for
+from torchtune_adaptive.files import write_whole
+
+
+def main() -> None:
+    """Play the part and end at once: threads of a process group can abort an interpreter that shuts down."""
+    part, output, seconds, directory = sys.argv[1:]
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    stage = stage_for(Path(directory), seconds=float(seconds))
+    for sections in importlib.import_module(f"{__package__}.{part}").measure(stage):
+        write_whole(Path(output), json.dumps([section.as_json() for section in sections]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

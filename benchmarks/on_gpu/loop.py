@@ -1,0 +1,98 @@
+"""Our training loop against the stock one at the same batch size, in one process and in turn."""
+
+import gc
+import time
+from collections.abc import Iterator
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.loop import OFF, ON, STOCK, STOCK_AGAIN, VARIANTS, Block, train_epoch
+from benchmarks.on_gpu.random_recipe import live_recipe, logged, random_config, start_group
+from benchmarks.on_gpu.stage import Section, Stage
+
+_ROUNDS, _STEPS = 8, 5  # the first step of an epoch is not timed
+_BATCH_SIZES = (1, 4)
+HEADER = ["rows", "loop", "ms per step", "tokens/s", "/ stock", "losses"]
+
+
+def measure(stage: Stage) -> Iterator[list[Section]]:
+    """At each batch size every variant trains a few steps in each round."""
+    start_group(stage)
+    cells: list[list[str]] = []
+    data: list[dict[str, Any]] = []
+    for batch_size in _BATCH_SIZES:
+        blocks, losses = _raced(stage, batch_size)
+        for variant in (STOCK, ON, OFF, STOCK_AGAIN):
+            speeds = [block.tokens_per_second for block in blocks[variant]]
+            ratios = [
+                ours.wall_ms / theirs.wall_ms for ours, theirs in zip(blocks[STOCK], blocks[variant], strict=True)
+            ]
+            first, middle, third = quantiles(ratios, n=4, method="inclusive")
+            apart = max(abs(a - b) / abs(b) for a, b in zip(losses[variant], losses[STOCK], strict=True))
+            step_ms = median(block.wall_ms for block in blocks[variant])
+            said = "the same" if apart == 0 else f"apart by {apart:.1e}"
+            ratio = f"{middle:.3f} [{first:.3f}, {third:.3f}]"
+            cells.append([str(batch_size), variant, f"{step_ms:.1f}", f"{median(speeds):.0f}", ratio, said])
+            data.append({"rows": batch_size, "loop": variant, "step_ms": step_ms, "ratios": ratios, "apart": apart})
+    text = [
+        f"Config `{stage.lora}`, rows of {stage.seq_len} random tokens, one process without accumulation;"
+        f" {_ROUNDS} rounds of {_STEPS} timed steps of each in turn. The stock recipe is torchtune's, but that here too"
+        " a single rank does not shard. Ratios of speeds by round, median [quartiles], larger than 1 where it is"
+        " faster than stock.",
+    ]
+    yield [Section(title="The training loop while nothing happens", header=HEADER, rows=cells, text=text, data=data)]
+
+
+def _raced(stage: Stage, batch_size: int) -> tuple[dict[str, list[Block]], dict[str, list[float]]]:
+    """The blocks of each variant, and its losses."""
+    recipes: dict[str, Any] = {}
+    for variant in VARIANTS:
+        cfg = random_config(
+            stage,
+            stage.lora,
+            num_rows=4 * batch_size * (1 + _STEPS),
+            batch_size=batch_size,
+            epochs=1 + _ROUNDS,
+            max_steps_per_epoch=1 + _STEPS,
+            clip_grad_norm=None,
+            adaptive={"oom_recovery": variant == ON},
+        )
+        recipes[variant] = live_recipe(stage, cfg, stock=variant in (STOCK, STOCK_AGAIN))
+        if variant != STOCK:
+            recipes[variant]._model.load_state_dict(recipes[STOCK]._model.state_dict())
+    blocks: dict[str, list[Block]] = {variant: [] for variant in VARIANTS}
+    num_tokens = batch_size * stage.seq_len
+    for epoch in tqdm(range(1 + _ROUNDS), desc=f"rounds of {batch_size} rows"):
+        turn = epoch % len(VARIANTS)
+        for variant in VARIANTS[turn:] + VARIANTS[:turn]:
+            recipe = recipes[variant]
+            recipe._profiler = clock = _Clock(recipe._device)
+            gc.collect()
+            train_epoch(recipe)
+            if epoch > 0:
+                blocks[variant].append(Block(num_tokens * _STEPS, _STEPS, clock.ms_per_step(_STEPS), 0.0))
+    return blocks, {variant: [step["loss"] for step in logged(recipe)] for variant, recipe in recipes.items()}
+
+
+class _Clock:
+    """Takes the place of a recipe's profiler, which is told of each step's end; waits for the device there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moments: list[float] = []
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def step(self) -> None:
+        if len(self._moments) in (0, _STEPS) and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._moments.append(time.perf_counter())
+
+    def ms_per_step(self, steps: int) -> float:
+        """From the end of the first step to that of the last."""
+        return 1e3 * (self._moments[-1] - self._moments[0]) / steps

@@ -1,0 +1,157 @@
+"""Recipes, ours and the stock ones, with random weights and random rows: no file or hub has to give any."""
+
+import gc
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtune import training
+from torchtune.training.metric_logging import MetricLoggerInterface
+
+from benchmarks.on_gpu.stage import Stage
+from tests.recipe_runs import adaptive_recipe, stock_recipe
+from torchtune_adaptive.configs import is_lora, load_config
+from torchtune_adaptive.oom import free_memory
+
+_STANDARD_DEVIATION = 0.02
+_SMALLEST_VOCABULARY = 1000  # of the models that are trained here
+
+
+class Log(MetricLoggerInterface):
+    """Keeps what a recipe logs, as floats."""
+
+    def __init__(self, **_: Any) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def log(self, name: str, data: Any, step: int) -> None:
+        raise AssertionError("recipes log dictionaries")
+
+    def log_config(self, config: DictConfig) -> None: ...
+
+    def log_dict(self, payload: Any, step: int) -> None:
+        self.steps.append({"step": step} | {name: float(value) for name, value in payload.items()})
+
+    def close(self) -> None: ...
+
+
+def random_config(
+    stage: Stage, name: str, *, num_rows: int, lengths_differ: bool = False, **overrides: Any
+) -> DictConfig:
+    """The config ``name`` over random rows on the stage's device; keys of ``overrides`` may be dotted with "__"."""
+    cfg = load_config(name)
+    rows = f"{__package__}.random_rows"
+    ours: dict[str, Any] = {
+        "device": str(stage.device.type),
+        "output_dir": str(stage.directory / "out"),
+        "tokenizer": {"_component_": f"{rows}.PlainTokenizer", "max_seq_len": stage.seq_len},
+        "dataset": {
+            "_component_": f"{rows}.RandomRows",
+            "num_rows": num_rows,
+            "vocab_size": _SMALLEST_VOCABULARY,
+            "lengths_differ": lengths_differ,
+        },
+        "metric_logger": {"_component_": f"{__name__}.Log"},
+        "log_peak_memory_stats": False,
+        "gradient_accumulation_steps": 1,
+        "seed": 0,
+        "adaptive": {},
+    }
+    for key, value in (ours | overrides).items():
+        OmegaConf.update(cfg, key.replace("__", "."), value, merge=False)
+    return cfg
+
+
+def live_recipe(
+    stage: Stage, cfg: DictConfig, *, stock: bool = False, shard: Callable[[nn.Module], None] | None = None
+) -> Any:
+    """A recipe by ``cfg`` that is set up and ready to train, and whose checkpoints go nowhere. A collective.
+
+    Args:
+        shard: is given the model once it is sharded, before anything is computed with it.
+    """
+    kind = "lora" if is_lora(cfg) else "full"
+    recipe_class: Any = stock_recipe(kind) if stock else adaptive_recipe(kind)
+
+    class RandomWeights(recipe_class):
+        def load_checkpoint(self, *_: Any, **__: Any) -> dict[str, Any]:
+            return {training.MODEL_KEY: {}}
+
+        def _setup_model(self, *args: Any, **kwargs: Any) -> nn.Module:
+            names = stock_recipe(kind)._setup_model.__globals__
+            replaced: dict[str, Any] = {"training": _RandomTraining(names["training"])}
+            replaced["validate_missing_and_unexpected_for_lora"] = lambda **_: None
+            with mock.patch.dict(names, replaced):
+                model = super()._setup_model(*args, **kwargs)
+            if shard is not None:
+                shard(model)
+            return model
+
+        def save_checkpoint(self, *_: Any, **__: Any) -> None: ...
+
+        def _save(self, epoch: int) -> None: ...
+
+        def _save_state(self) -> None: ...
+
+    training.set_seed(seed=cfg.seed)
+    recipe = RandomWeights(cfg=cfg)
+    if kind == "full":
+        checkpoint = SimpleNamespace(
+            load_base_checkpoint=recipe.load_checkpoint, save_checkpoint=recipe.save_checkpoint
+        )
+        recipe._checkpoint_client = checkpoint
+    recipe.setup(cfg=cfg)
+    return recipe
+
+
+def logged(recipe: Any) -> list[dict[str, float]]:
+    """The steps that a recipe has logged and will log; none but on rank 0."""
+    return recipe._metric_logger.steps if recipe._is_rank_zero else []
+
+
+def let_go(recipe: Any) -> None:
+    """Free what a recipe holds, but for the process group, which the next one uses."""
+    device = recipe._device
+    vars(recipe).clear()
+    gc.collect()
+    free_memory(device)
+
+
+def start_group(stage: Stage) -> None:
+    """A default process group of this process alone."""
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented, but not in `__all__`
+    dist.init_process_group("gloo" if stage.is_rehearsal else "nccl", store=store, rank=0, world_size=1)
+
+
+class _RandomTraining:
+    """``torchtune.training`` as the stock recipes see it, but that weights are drawn where they would be loaded."""
+
+    def __init__(self, training: Any) -> None:
+        self._training = training
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._training, name)
+
+    def load_from_full_model_state_dict(
+        self, model: nn.Module, _: Any, device: torch.device, *__: Any, **___: Any
+    ) -> Any:
+        missing = {name: value for name, value in model.state_dict().items() if value.is_meta}
+        drawn = {name: _drawn(value, device) for name, value in missing.items()}
+        model.load_state_dict(drawn, strict=False, assign=True)
+        return [], []
+
+
+def _drawn(place: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Scales of normalisations are 1; of a shard, as many numbers as it has."""
+    value = torch.empty_like(place, device=device)
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if place.dim() == 1:
+        local.fill_(1.0)
+    else:
+        local.normal_(std=_STANDARD_DEVIATION)
+    return value

@@ -1,0 +1,40 @@
+"""Rows of random tokens: data that a config can name and no hub has to give."""
+
+import random
+from typing import Any
+
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+
+_MEDIAN_FRACTION, _SPREAD = 0.25, 0.7  # of lengths that differ, as in data for instruction tuning
+
+
+class PlainTokenizer:
+    """What recipes ask of a tokenizer."""
+
+    pad_id = 0
+
+    def __init__(self, max_seq_len: int) -> None:
+        self.max_seq_len = max_seq_len
+
+
+class RandomRows:
+    """``num_rows`` samples; all of the tokenizer's greatest length, or of different lengths, one of them that long."""
+
+    def __init__(
+        self, tokenizer: PlainTokenizer, *, num_rows: int, vocab_size: int, lengths_differ: bool = False
+    ) -> None:
+        self._vocab_size = vocab_size
+        dice, longest = random.Random(0), tokenizer.max_seq_len
+        self._lengths = [longest] * num_rows
+        if lengths_differ:
+            drawn = (dice.lognormvariate(0.0, _SPREAD) * _MEDIAN_FRACTION * longest for _ in self._lengths)
+            self._lengths = [min(longest, max(8, int(length))) for length in drawn]
+            self._lengths[dice.randrange(num_rows)] = longest
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        dice = random.Random(index)
+        tokens = dice.choices(range(1, self._vocab_size), k=self._lengths[index])
+        return {"tokens": tokens, "labels": [CROSS_ENTROPY_IGNORE_IDX, *tokens[1:]]}  # nothing foretells the first

@@ -1,0 +1,76 @@
+"""Ranks that share the device and really run out of its memory, one at a time."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+from benchmarks.on_gpu.ranks import BACKWARD_STEP, BATCH_SIZE, FORWARD_STEP, STEPS
+from benchmarks.on_gpu.stage import Section, Stage
+
+_WORLD_SIZES = (2, 4)
+HEADER = [
+    "ranks",
+    "OOMs survived",
+    "micro-batches by step",
+    "losses equal",
+    "parameters equal",
+    "usual step, s",
+    f"step {FORWARD_STEP} (OOM), s",
+    f"step {BACKWARD_STEP} (OOM), s",
+    "the same, told: s",
+]
+
+
+def measure(stage: Stage) -> Iterator[list[Section]]:
+    """Launch the ranks, as many as there shall be, one launch after the other."""
+    cells: list[list[str]] = []
+    data: list[dict[str, Any]] = []
+    text = [
+        f"Full finetuning, {BATCH_SIZE} rows per rank of {stage.seq_len} random tokens, ranks of"
+        f" {stage.said(stage.rank_limit_bytes)} on one device, FSDP2's collectives staged through gloo on the host."
+        f" Before step {FORWARD_STEP} a tensor takes memory on rank 1 until its forward no longer fits, before the"
+        f" backward of step {BACKWARD_STEP} one on rank 0; both go at the epoch's end, after step {STEPS}. *Equal*: bit"
+        " for bit with a run that has nothing in the way and is told the micro-batches, whose times are in the last"
+        " column.",
+    ]
+    section = Section(title="Out of memory on one of several ranks", header=HEADER, rows=cells, text=text, data=data)
+    failed: list[int] = []
+    for world_size in _WORLD_SIZES:
+        output = stage.directory / f"ranks_{world_size}.json"
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
+        part = ["-m", "benchmarks.on_gpu.ranks", str(output), str(stage.seconds_left), str(stage.directory)]
+        with subprocess.Popen([sys.executable, *launch, *part]) as ranks:
+            try:
+                ranks.wait(timeout=max(1.0, stage.seconds_left))
+            except subprocess.TimeoutExpired:
+                ranks.terminate()  # which ends the ranks too
+        if ranks.returncode or not output.exists():
+            text.append(f"{world_size} ranks did not come to their end: status {ranks.returncode}.")
+            yield [section]
+            failed.append(world_size)
+            continue
+        seen = json.loads(output.read_text())
+        data.append(seen)
+        cells.append(_cells(seen))
+        text += [f"{world_size} ranks: {event}." for event in seen["events"]]
+        yield [section]
+    if failed:
+        raise SystemExit(f"launches of {failed} ranks failed")
+
+
+def _cells(seen: dict[str, Any]) -> list[str]:
+    seconds, told = seen["seconds"], seen["told_seconds"]
+    failed = [seconds[step - 1] for step in (FORWARD_STEP, BACKWARD_STEP)]
+    return [
+        str(seen["ranks"]),
+        str(seen["ooms"]),
+        " ".join(str(rows) for rows in seen["micro_batches"].values()),
+        "yes" if seen["losses"] == seen["told_losses"] else "no",
+        "yes" if seen["same_parameters"] else "no",
+        f"{median(seconds[STEPS:]):.2f}",
+        *(f"{one:.2f}" for one in failed),
+        ", ".join(f"{told[step - 1]:.2f}" for step in (FORWARD_STEP, BACKWARD_STEP)),
+    ]

@@ -1,0 +1,189 @@
+"""Sizes on cards of several memories: planned, found, tried one above, and what they bring in tokens per second."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+from benchmarks.on_gpu.random_recipe import let_go, live_recipe, random_config, start_group
+from benchmarks.on_gpu.stage import Section, Stage, total_bytes
+from torchtune_adaptive.errors import InputError, NothingFitsError, reason_of
+from torchtune_adaptive.finder import first_that_fits
+from torchtune_adaptive.oom import free_memory
+from torchtune_adaptive.peaks import TracedStep
+from torchtune_adaptive.plan import Card, Plan, plan
+from torchtune_adaptive.planner import trace
+from torchtune_adaptive.throughput import tokens_per_second
+
+_NUM_ROWS = 4096
+_SECONDS_FOR_ONE = 30.0  # a case is not begun with less than that left
+_TRACES_AT_ONCE = 6
+SIZES = [
+    "config",
+    "memory",
+    "planned",
+    "found",
+    "one more fits",
+    "steps",
+    "OOMs",
+    "search, s",
+    "peak / may use",
+    "used",
+    "peak / may use",
+    "traced / measured peak",
+]
+SPEEDS = ["config", "memory", "stock batch_size", "tokens/s", "used", "tokens/s", "ratio"]
+
+
+def measure(stage: Stage) -> Iterator[list[Section]]:
+    """Every config at every limit, as long as there is time."""
+    start_group(stage)
+    cases = [(name, limit_bytes) for limit_bytes in reversed(stage.limits_bytes) for name in stage.configs]
+    sizes = Section(title="Sizes on cards of several memories", header=SIZES, rows=[], text=[], data=[])
+    speeds = Section(title="Throughput at the size used", header=SPEEDS, rows=[], text=[], data=sizes.data)
+    sizes.text.append(
+        f"Rows of {stage.seq_len} random tokens, random weights, one process, no accumulation, margin 0.05. *planned*:"
+        " by `tune-adaptive plan`, without a device; *found*: by the default search, and *used*: the power of two at"
+        " or below it; *steps*: whole train steps of the search, its warm-up included; *peak / may use*: what the"
+        " allocator reserved in the probes of the two sizes; *traced / measured peak*: of allocated bytes in the probe"
+        " of the size used, with nothing added for the device."
+    )
+    speeds.text.append(
+        "`use_maximum_batch_size=True` against the stock config's batch size, with the largest memory: medians of"
+        " interleaved steps."
+    )
+    failed: list[str] = []
+    with ThreadPoolExecutor(1 if stage.is_rehearsal else _TRACES_AT_ONCE) as pool:
+        traced = {name: pool.submit(_traced, _config(stage, name, None)) for name in stage.configs}
+        for name, limit_bytes in tqdm(cases, desc="sizes", unit=" cases"):
+            case = f"{name} at {stage.said(limit_bytes)}"
+            if stage.seconds_left < _SECONDS_FOR_ONE:
+                sizes.text.append(f"Not measured, for want of time: {case}.")
+            else:
+                try:
+                    found = _case(stage, name, limit_bytes, traced[name])
+                    sizes.data.append({"config": name, "limit_bytes": limit_bytes} | found)
+                    sizes.rows.append([name, stage.said(limit_bytes), *_sizes(found)])
+                    if "tokens_per_second" in found:
+                        speeds.rows.append([name, stage.said(limit_bytes), *_speeds(found)])
+                except Exception as error:  # what else was measured is not lost
+                    sizes.text.append(f"Failed: {case}: {reason_of(error)}.")
+                    failed.append(case)
+            yield [sizes, speeds]
+        for future in traced.values():
+            future.cancel()
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def _config(stage: Stage, name: str, limit_bytes: int | None) -> DictConfig:
+    """None: the whole device."""
+    cfg = random_config(stage, name, num_rows=_NUM_ROWS, use_maximum_batch_size=True)
+    cfg.adaptive = {"memory_limit": limit_bytes}
+    return cfg
+
+
+def _traced(cfg: DictConfig) -> TracedStep:
+    return trace(cfg, world_size=1, seq_lens=[cfg.tokenizer.max_seq_len])
+
+
+def _case(stage: Stage, name: str, limit_bytes: int, traced: "Future[TracedStep]") -> dict[str, Any]:
+    """What was found of one config under one limit."""
+    whole = not stage.is_rehearsal and limit_bytes == total_bytes(stage.device)
+    cfg = _config(stage, name, None if whole else limit_bytes)
+    found: dict[str, Any] = {"stock_batch_size": int(cfg.batch_size)}
+    try:
+        recipe = live_recipe(stage, cfg)
+    except NothingFitsError as error:
+        found["refused"] = str(error)
+        error.__traceback__ = None  # which holds the model
+        free_memory(stage.device)
+    else:
+        found |= _searched(recipe, cfg, is_timed=limit_bytes == max(stage.limits_bytes))
+        let_go(recipe)
+    try:
+        found |= _planned(stage, cfg, limit_bytes, traced.result(), found.get("used"))
+    except InputError as error:
+        found["not_planned"] = str(error)
+    return found
+
+
+def _searched(recipe: Any, cfg: DictConfig, *, is_timed: bool) -> dict[str, Any]:
+    result = recipe._result
+    exact, used = result.exact_batch_size, result.batch_size
+    probes = {probe.batch_size: probe for probe in result.probes if probe.fits}
+    found = {
+        "exact": exact,
+        "used": used,
+        "bound": result.bound,
+        "steps": 1 + len(result.probes),
+        "ooms": sum(not one.fits for one in result.probes),
+        "search_s": sum(one.seconds for one in result.probes),
+        "exact_peak_bytes": probes[exact].peak_bytes,
+        "used_peak_bytes": probes[used].peak_bytes,
+        "allocated_peak_bytes": max(probes[used].phase_peak_bytes.values()),
+        "usable_bytes": result.usable_bytes,
+    }
+    parts = {
+        "model": recipe._model,
+        "optimizer": recipe._optimizer,
+        "device": recipe._device,
+        "consensus": recipe._consensus,
+    }
+    seq_len = cfg.tokenizer.max_seq_len
+
+    def window(rows: int) -> Any:
+        return recipe._probe_window(rows, seq_len)
+
+    if exact < result.bound:
+        above = first_that_fits(
+            [exact + 1], recipe._probe_step, window, meter=recipe._meter, settings=recipe._adaptive, **parts
+        )
+        found["one_more_fits"] = above is not None
+    if is_timed:
+        sizes = sorted({min(cfg.batch_size, used), used})
+        found["tokens_per_second"] = tokens_per_second(
+            sizes, recipe._probe_step, window, lambda rows: rows * seq_len, **parts
+        )
+    return found
+
+
+def _planned(stage: Stage, cfg: DictConfig, limit_bytes: int, step: TracedStep, used: int | None) -> dict[str, Any]:
+    """What a plan says of the limit, with a calibration of this device if there is one."""
+    calibration = stage.calibration_path
+    card_bytes = limit_bytes if stage.is_rehearsal else total_bytes(stage.device)
+    card = Card(memory_bytes=card_bytes, calibration=calibration if calibration.exists() else None)
+    told: Plan = plan(cfg, world_size=1, card=card, seq_lens=[stage.seq_len], traced_by=lambda *_, **__: step)
+    (length,) = told.lengths
+    found: dict[str, Any] = {"planned": length.exact_batch_size, "certain": length.certain_batch_size}
+    if used is not None:
+        found["traced_peak_bytes"] = step.peaks[0].peak_bytes(used)
+    return found
+
+
+def _sizes(found: dict[str, Any]) -> list[str]:
+    planned = str(found.get("planned", "refused"))
+    if "refused" in found:
+        return [planned, "0", *[""] * (len(SIZES) - 4)]
+    traced_bytes, usable_bytes = found.get("traced_peak_bytes"), found["usable_bytes"]
+    return [
+        planned,
+        str(found["exact"]),
+        {True: "yes", False: "no", None: "(all data)"}[found.get("one_more_fits")],
+        str(found["steps"]),
+        str(found["ooms"]),
+        f"{found['search_s']:.1f}",
+        f"{found['exact_peak_bytes'] / usable_bytes:.1%}",
+        str(found["used"]),
+        f"{found['used_peak_bytes'] / usable_bytes:.1%}",
+        "" if traced_bytes is None else f"{traced_bytes / found['allocated_peak_bytes']:.4f}",
+    ]
+
+
+def _speeds(found: dict[str, Any]) -> list[str]:
+    stock, used, rates = found["stock_batch_size"], found["used"], found["tokens_per_second"]
+    if stock not in rates:
+        return [str(stock), "does not fit", str(used), f"{rates[used]:.0f}", ""]
+    return [str(stock), f"{rates[stock]:.0f}", str(used), f"{rates[used]:.0f}", f"{rates[used] / rates[stock]:.2f}"]

@@ -1,0 +1,129 @@
+"""Where a part plays, what it plays with there, and what it leaves."""
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtune_adaptive.units import format_bytes
+
+_GIB, _MIB = 2**30, 2**20
+# Where each card's memory ends; a limit above the card's own is the whole card.
+_CARDS_BYTES = (24 * _GIB, 40 * _GIB, 80 * _GIB)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A table of a part's results, with the sentences that it needs, and its figures for a program to read."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    text: list[str]
+    data: list[dict[str, Any]]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain containers."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A device and what is trained on it.
+
+    Attributes:
+        configs: the configs whose sizes are searched for, the most wanted first.
+        seq_len: tokens of a row.
+        limits_bytes: the memory of the cards that this one stands for.
+        lora, full: the configs that other parts train.
+        rank_model: the model that ranks train which share the device; empty for the config's own.
+        deadline: when a part should come to an end, by ``time.monotonic()``.
+        directory: for whatever is written on the way.
+    """
+
+    device: torch.device
+    configs: tuple[str, ...]
+    seq_len: int
+    limits_bytes: tuple[int, ...]
+    lora: str
+    full: str
+    rank_model: dict[str, Any]
+    rank_limit_bytes: int
+    deadline: float
+    directory: Path
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether nothing that is measured says anything of a GPU."""
+        return self.device.type == "cpu"
+
+    @property
+    def calibration_path(self) -> Path:
+        """Where a calibration of the device is, once it was made."""
+        return self.directory / "calibration.json"
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the deadline."""
+        return self.deadline - time.monotonic()
+
+    def said(self, limit_bytes: int) -> str:
+        """A limit for a table."""
+        whole = " (whole card)" if not self.is_rehearsal and limit_bytes == total_bytes(self.device) else ""
+        return format_bytes(limit_bytes) + whole
+
+
+def total_bytes(device: torch.device) -> int:
+    """Of a CUDA device."""
+    return torch.cuda.mem_get_info(device)[1]
+
+
+def stage_for(directory: Path, *, seconds: float) -> Stage:
+    """On the first CUDA device geometries of 1, 3 and 8 billion parameters, on a CPU tiny ones."""
+    deadline = time.monotonic() + seconds
+    if not torch.cuda.is_available():
+        return Stage(
+            device=torch.device("cpu"),
+            configs=("tiny/full", "tiny/lora"),
+            seq_len=64,
+            limits_bytes=(8 * _MIB, 48 * _MIB, 96 * _MIB),
+            lora="tiny/lora",
+            full="tiny/full",
+            rank_model={},
+            rank_limit_bytes=256 * _MIB,
+            deadline=deadline,
+            directory=directory,
+        )
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    card_bytes = total_bytes(device)
+    return Stage(
+        device=device,
+        configs=(
+            "llama3_2/1B_full",
+            "llama3_1/8B_lora",
+            "llama3_2/1B_lora",
+            "llama3_1/8B_full",
+            "llama3_2/3B_full",
+            "llama3_2/3B_lora",
+        ),
+        seq_len=2048,
+        limits_bytes=tuple(sorted({min(limit_bytes, card_bytes) for limit_bytes in _CARDS_BYTES})),
+        lora="llama3_2/1B_lora",
+        full="llama3_2/1B_full",
+        rank_model={
+            "_component_": "torchtune.models.llama3_2.llama3_2",
+            "vocab_size": 32_000,
+            "num_layers": 4,
+            "num_heads": 32,
+            "num_kv_heads": 8,
+            "embed_dim": 2048,
+            "max_seq_len": 4096,
+            "intermediate_dim": 8192,
+        },
+        rank_limit_bytes=15 * _GIB,
+        deadline=deadline,
+        directory=directory,
+    )

@@ -1,0 +1,111 @@
+"""What every contestant trains: the same model, optimizer and data, on the same card."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchtune.models.llama2 import llama2
+
+from benchmarks.peers.card import Card, card_on
+from benchmarks.peers.data import IGNORED, SEED, VOCAB_SIZE, Batch, Rows, padded
+from torchtune_adaptive.meter import device_memory_bytes
+
+STEPS = 20  # of the training that follows a search
+GEOMETRY = {
+    "vocab_size": VOCAB_SIZE,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "embed_dim": 64,
+    "intermediate_dim": 176,
+    "attn_dropout": 0.1,
+}
+
+
+class Model(nn.Module):
+    """A small Llama that gives the loss."""
+
+    def __init__(self, max_seq_len: int) -> None:
+        super().__init__()
+        self.decoder: Any = llama2(max_seq_len=max_seq_len, **GEOMETRY)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.decoder(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+class Task:
+    """A limit and data on a device, and what a contestant has done there so far.
+
+    Attributes:
+        card: contestants search and train inside ``with task.card:``; ours searches by its own meter.
+        steps: optimizer steps completed.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int, rows: Rows) -> None:
+        self.device = device
+        self.limit_bytes = limit_bytes
+        self.rows = rows
+        self.steps = 0
+        self.card: Card = card_on(device, device_memory_bytes(device))
+        self._warm_up()
+        self.card = card_on(device, limit_bytes)
+        self.steps = 0
+
+    def collate(self, rows: Sequence[np.ndarray]) -> Batch:
+        """Rows as a batch on the host."""
+        with self.card.on_host():
+            return padded(rows)
+
+    def take(self, start: int, rows: int) -> Batch:
+        """The batch of so many rows of the data from ``start`` on, on the card."""
+        return self.card.place(self.collate(self.rows.in_order(start, rows)))
+
+    def new_model(self) -> Model:
+        return Model(self.rows.greatest).to(self.device)
+
+    def new_optimizer(self, model: nn.Module) -> torch.optim.AdamW:
+        """AdamW as it comes, whose completed steps are counted."""
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer.register_step_post_hook(self._count_step)
+        return optimizer
+
+    def train_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+        """A whole step on a batch that is on the device."""
+        model(**batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def trained(self, size: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+        """Trains at ``size``, and says whether it survived."""
+        self.card.hold(model, optimizer)
+        for step in range(STEPS):
+            try:
+                with self.card:
+                    self.train_step(model, optimizer, self.take(step * size, size))
+            except torch.OutOfMemoryError:
+                return f"OOM at step {step + 1}"
+        return "yes"
+
+    def _count_step(self, *_: Any) -> None:
+        self.steps += 1
+
+    def _warm_up(self) -> None:
+        """Two steps of another model: what Python and PyTorch do once per process is nobody's search."""
+        seed_everything()
+        model = self.new_model()
+        optimizer = self.new_optimizer(model)
+        with self.card:
+            for _ in range(2):
+                self.train_step(model, optimizer, self.take(0, 1))
+        seed_everything()
+
+
+def seed_everything() -> None:
+    """Python's, NumPy's and PyTorch's generators begin as in every other process of this benchmark."""
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)

@@ -1,0 +1,40 @@
+"""The document of evidence says what the results say, and where each is from."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import evidence
+
+
+def test_the_document_is_that_of_the_results() -> None:
+    assert evidence.DOCUMENT.read_text() == evidence.document(), "run `python -m benchmarks.evidence`"
+
+
+@pytest.mark.parametrize("path", sorted(evidence.RESULTS.glob("*.md")), ids=lambda path: path.stem)
+def test_each_result_has_its_command_date_commit_and_machine(path: Path) -> None:
+    text = path.read_text()
+    head = "".join(text.split("\n\n")[1:3])
+    assert re.search(r"`(OMP_NUM_THREADS=1 )?(python -m|make|\.venv)", head)
+    assert re.search(r"\b20\d\d-\d\d-\d\d\b", head)
+    assert re.search(r"\b[0-9a-f]{7,}\b", text)
+    assert "x86_64" in head
+
+
+def test_it_says_that_no_gpu_was_measured_until_one_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    (tmp_path / "gpu_rehearsal_cpu.md").write_text("# Rehearsal\n\n`python -m x`, commit 0123456\n")
+    assert "No CUDA device" in evidence.document()
+    (tmp_path / "gpu_nvidia_h100.md").write_text("# Measured on a GPU\n\n`python -m x`, commit abcdef0\n\n## Sizes\n")
+    told = evidence.document()
+    assert "No CUDA device" not in told
+    assert "| What holds on a GPU? | abcdef0 | [Measured on a GPU](#measured-on-a-gpu) |" in told
+    assert told.index("## Measured on a GPU") < told.index("### Sizes") < told.index("## Rehearsal")
+
+
+def test_a_result_that_answers_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    (tmp_path / "stray.md").write_text("# Stray\n")
+    with pytest.raises(SystemExit, match="stray"):
+        evidence.document()

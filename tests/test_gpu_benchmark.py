@@ -1,0 +1,128 @@
+"""The measurements for a GPU, as far as they can go wrong without one."""
+
+import argparse
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import gpu
+from benchmarks.on_gpu.random_recipe import live_recipe, logged, random_config
+from benchmarks.on_gpu.random_rows import PlainTokenizer, RandomRows
+from benchmarks.on_gpu.stage import Section, Stage, stage_for
+from benchmarks.on_gpu.staged import StagedReduceScatter, stage_collectives
+from tests.ranks import run_on_ranks
+from tests.recipe_runs import local_parameters
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return stage_for(tmp_path, seconds=60.0)
+
+
+def _train(stage: Stage, kind: str, **options: Any) -> tuple[list[float], dict[str, Any]]:
+    cfg = random_config(stage, f"tiny/{kind}", num_rows=12, batch_size=3, epochs=1, max_steps_per_epoch=2)
+    recipe = live_recipe(stage, cfg, **options)
+    recipe.train()
+    return [step["loss"] for step in logged(recipe)], local_parameters(recipe._model)
+
+
+def _train_staged_and_not(rank: int, directory: Path) -> list[tuple[list[float], float]]:
+    """Losses, and how far parameters are apart: of full and LoRA finetuning."""
+    stage = stage_for(directory, seconds=60.0)
+    found = []
+    for kind in ("full", "lora"):
+        losses, parameters = _train(stage, kind)
+        staged_losses, staged_parameters = _train(stage, kind, shard=stage_collectives)
+        assert staged_losses == pytest.approx(losses, rel=1e-6)
+        apart = [(parameters[name] - value).abs().max().item() for name, value in staged_parameters.items()]
+        found.append((losses, max(apart)))
+    return found
+
+
+def _reduce_by_greatest(rank: int) -> str:
+    group: Any = dist.group.WORLD
+    with pytest.raises(NotImplementedError) as refusal:
+        StagedReduceScatter()(torch.empty(1), torch.empty(2), group, dist.ReduceOp.MAX)
+    return str(refusal.value)
+
+
+def test_collectives_staged_on_the_host_train_as_fsdp2s_own(tmp_path: Path) -> None:
+    for found in run_on_ranks(_train_staged_and_not, 2, tmp_path, timeout_s=120):
+        assert len(found) == 2
+        for losses, apart in found:
+            assert len(losses) in (0, 2)  # rank 0 alone logs
+            assert apart < 1e-6
+
+
+def test_a_staged_reduction_that_is_no_sum_is_refused() -> None:
+    assert "SUM or AVG" in run_on_ranks(_reduce_by_greatest, 2)[1]
+
+
+def test_rows_are_of_one_length_or_of_lengths_that_differ_one_of_them_the_greatest() -> None:
+    tokenizer = PlainTokenizer(max_seq_len=64)
+    alike = RandomRows(tokenizer, num_rows=50, vocab_size=1000)
+    differing = RandomRows(tokenizer, num_rows=50, vocab_size=1000, lengths_differ=True)
+    assert {len(row["tokens"]) for row in alike} == {64}
+    lengths = {len(row["tokens"]) for row in differing}
+    assert max(lengths) == 64
+    assert len(lengths) > 10
+    assert alike[3] == RandomRows(tokenizer, num_rows=50, vocab_size=1000)[3] != alike[4]
+
+
+def test_a_part_that_does_not_end_is_killed_with_what_it_has_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu, "_GRACE_S", 1.0)
+    _play_instead(monkeypatch, f"sleep 100 & echo $! > {tmp_path}/started; wait")
+    result = gpu._play("loop", tmp_path, seconds=0.5)
+    assert result["ended"].startswith("killed")
+    started = int((tmp_path / "started").read_text())
+    deadline = time.monotonic() + 10.0  # the system may take a moment to bury it
+    while Path(f"/proc/{started}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{started}").exists()
+
+
+def test_a_part_that_fails_is_said_and_keeps_what_it_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "loop.json").write_text('[{"title": "so far"}]')
+    _play_instead(monkeypatch, "exit 3")
+    result = gpu._play("loop", tmp_path, seconds=5.0)
+    assert result["ended"] == "failed with exit status 3"
+    assert result["sections"] == [{"title": "so far"}]
+
+
+def test_a_part_without_time_is_not_begun(tmp_path: Path) -> None:
+    assert gpu._play("loop", tmp_path, seconds=-1.0)["ended"] == "not begun, for want of time"
+
+
+def test_results_name_what_failed_and_that_no_gpu_was_measured(tmp_path: Path) -> None:
+    section = Section(title="Sizes", header=["a"], rows=[["1"]], text=["b"], data=[]).as_json()
+    results = [
+        {"part": "sizes", "ended": "done", "seconds": 1.0, "sections": [section]},
+        {"part": "loop", "ended": "failed with exit status 3", "seconds": 1.0, "sections": []},
+    ]
+    gpu._write(results, tmp_path / "found", seconds=2.0, has_cuda=False, commit_name="abc")
+    said = (tmp_path / "found.md").read_text()
+    assert "No GPU was measured" in said
+    assert "commit abc" in said
+    assert "| a |\n| --- |\n| 1 |" in said
+    assert "failed with exit status 3" in said
+
+
+def test_an_unknown_part_is_refused() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="'sises'"):
+        gpu._parts("loop,sises")
+
+
+def test_a_part_sees_how_much_time_is_left(stage: Stage) -> None:
+    assert 50 < stage.seconds_left <= 60
+    assert replace(stage, deadline=time.monotonic() - 1).seconds_left < 0
+
+
+def _play_instead(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    monkeypatch.setattr(gpu, "_command", lambda *_: ["/bin/sh", "-c", script])
