@@ -32,8 +32,8 @@ NO_GPU = (
 )
 NOT_MEASURED = (
     "More than four ranks, and more than one machine; recovery with NCCL.",
-    "Pretrained weights and data sets of the world: models here are small and random, data is made up. The largest"
-    " geometry whose whole step was run is that of the forecast's cases.",
+    "Pretrained weights and data sets of the world: models here are small and random, data is made up. Large geometries"
+    " are planned (docs/stock_configs.md), none was run.",
     "`compile`, activation offloading and 8-bit optimizers in training; their plans are traced, not compared.",
     "Whether growth by the gradient noise scale trains a better model, or sooner.",
     "Composer's and SkyRL's searches: they need CUDA, and Ray. Peers on several ranks: those compared here have no"

@@ -558,3 +558,21 @@ def test_steps_that_always_run_different_operations_are_searched_without_a_forec
     assert [probe.batch_size for probe in found.probes[:5]] == [2, 3, 2, 3, 6]
     assert found.exact_batch_size == loop.find("64KiB", strategy="binary_search").exact_batch_size > 6
     assert caplog.text.count("ran different operations: no forecast, the search doubles and bisects") == 1
+
+
+def test_probes_look_for_garbage_only_among_what_they_have_made() -> None:
+    frozen: list[int] = []
+
+    class Watching(Perceptron):
+        def train_step(self, batch: Any) -> None:
+            frozen.append(gc.get_freeze_count())
+            super().train_step(batch)
+
+    gc.unfreeze()
+    try:
+        Watching().find("1MiB")
+        assert frozen
+        assert all(frozen)
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()  # as the other tests of this module expect

@@ -12,32 +12,14 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtune import training
-from torchtune.training.metric_logging import MetricLoggerInterface
 
 from benchmarks.on_gpu.stage import Stage
-from tests.recipe_runs import adaptive_recipe, stock_recipe
+from tests.recipe_runs import RecordingLogger, adaptive_recipe, stock_recipe
 from torchtune_adaptive.configs import is_lora, load_config
 from torchtune_adaptive.oom import free_memory
 
 _STANDARD_DEVIATION = 0.02
 _SMALLEST_VOCABULARY = 1000  # of the models that are trained here
-
-
-class Log(MetricLoggerInterface):
-    """Keeps what a recipe logs, as floats."""
-
-    def __init__(self, **_: Any) -> None:
-        self.steps: list[dict[str, float]] = []
-
-    def log(self, name: str, data: Any, step: int) -> None:
-        raise AssertionError("recipes log dictionaries")
-
-    def log_config(self, config: DictConfig) -> None: ...
-
-    def log_dict(self, payload: Any, step: int) -> None:
-        self.steps.append({"step": step} | {name: float(value) for name, value in payload.items()})
-
-    def close(self) -> None: ...
 
 
 def random_config(
@@ -56,7 +38,7 @@ def random_config(
             "vocab_size": _SMALLEST_VOCABULARY,
             "lengths_differ": lengths_differ,
         },
-        "metric_logger": {"_component_": f"{__name__}.Log"},
+        "metric_logger": {"_component_": f"{RecordingLogger.__module__}.{RecordingLogger.__name__}"},
         "log_peak_memory_stats": False,
         "gradient_accumulation_steps": 1,
         "seed": 0,
