@@ -323,19 +323,20 @@ def test_a_contestant_that_fails_leaves_its_error(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_document_hides_no_round_no_failure_and_nobody_who_is_faster() -> None:
-    mine = Found(size=25, seconds=2.0, gc_seconds=1.5, survives="yes")
-    other = replace(mine, size=30, seconds=1.0, changed=["parameters", "torch RNG"])
+    mine = Found(size=25, steps=4, seconds=2.0, gc_seconds=1.5, survives="yes")
+    other = replace(mine, size=30, steps=2, ooms=7, seconds=1.0, changed=["parameters", "torch RNG"])
     found = {
         "ours": [mine, replace(mine, seconds=4.0), replace(mine, seconds=3.0)],
         "quick": [other, other, replace(other, size=31, survives="OOM at step 2")],
         "broken": [mine, Found(error="RuntimeError: a | b"), mine],
     }
     lines = document([Measured("rows", "1GiB", found, exact=Found(size=26))], default="ours", provenance="by a test")
-    assert "| ours | 25 | 26 | 0 | 0 | 3.00 [2.00, 4.00] | 1.50 | nothing | yes |" in lines
-    quick = "| quick | 30 / 31 | 26 | 0 | 0 | 1.00 [1.00, 1.00] | 1.50 | parameters, torch RNG | yes / OOM at step 2 |"
+    assert "| ours | 25 | 26 | 4 | 0 | 3.00 [2.00, 4.00] | 1.50 | nothing | yes |" in lines
+    quick = "| quick | 30 / 31 | 26 | 2 | 7 | 1.00 [1.00, 1.00] | 1.50 | parameters, torch RNG | yes / OOM at step 2 |"
     assert quick in lines
     assert "| broken | **failed** | 26 |  |  |  |  |  | RuntimeError: a / b |" in lines
     compared = next(line for line in lines if line.startswith("ours: "))
     assert compared.endswith(
-        "In less time: quick (1.00 s, 31 rows). More rows: quick (31; survives: yes / OOM at step 2)."
+        "In less time: quick (1.00 s, 31 rows). In fewer full steps: quick (2, and 7 OOMs)."
+        " More rows: quick (31; survives: yes / OOM at step 2)."
     )

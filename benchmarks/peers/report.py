@@ -100,25 +100,45 @@ def _row(name: str, found: Sequence[Found], exact: str) -> list[str]:
 
 
 def _compared(case: Measured, default: str) -> str:
-    """Who took less time than ``default``, and who found more rows, in words."""
+    """Who is before ``default`` in what, in words: in time, in steps, or by more rows, and whether these survive."""
     done = {name: found for name, found in case.found.items() if found and not any(one.error for one in found)}
     if default not in done:
         return f"{default} failed."
-    seconds = {name: median(one.seconds for one in found) for name, found in done.items()}
-    gc_seconds = median(one.gc_seconds for one in done[default])
-    sizes = {name: max(one.size for one in found) for name, found in done.items()}
-    faster = [
-        f"{name} ({seconds[name]:.2f} s, {sizes[name]} rows)" for name in done if seconds[name] < seconds[default]
-    ]
-    larger = [
-        f"{name} ({sizes[name]}; survives: {_differing(one.survives for one in found)})"
+    mine = done.pop(default)
+    told = f"{default}: {_rows(mine)} rows in {_seconds(mine):.2f} s and {_steps(mine)} full steps"
+    quicker = [
+        f"{name} ({_seconds(found):.2f} s, {_rows(found)} rows)"
         for name, found in done.items()
-        if sizes[name] > sizes[default]
+        if _seconds(found) < _seconds(mine)
     ]
-    return (
-        f"{default}: {sizes[default]} rows in {seconds[default]:.2f} s, of which {gc_seconds:.2f} s went into"
-        f" collecting garbage. In less time: {'; '.join(faster) or 'none'}. More rows: {'; '.join(larger) or 'none'}."
-    )
+    fewer_steps = [
+        f"{name} ({_steps(found)}, and {_ooms(found)} OOMs)"
+        for name, found in done.items()
+        if _steps(found) < _steps(mine)
+    ]
+    more_rows = [
+        f"{name} ({_rows(found)}; survives: {_differing(one.survives for one in found)})"
+        for name, found in done.items()
+        if _rows(found) > _rows(mine)
+    ]
+    before_us = {"In less time": quicker, "In fewer full steps": fewer_steps, "More rows": more_rows}
+    return ". ".join([told, *(f"{what}: {'; '.join(names) or 'none'}" for what, names in before_us.items())]) + "."
+
+
+def _rows(found: Sequence[Found]) -> int:
+    return max(one.size for one in found)
+
+
+def _seconds(found: Sequence[Found]) -> float:
+    return median(one.seconds for one in found)
+
+
+def _steps(found: Sequence[Found]) -> int:
+    return min(one.steps for one in found)
+
+
+def _ooms(found: Sequence[Found]) -> int:
+    return min(one.ooms for one in found)
 
 
 def _differing(values: Iterable[Any]) -> str:
