@@ -26,7 +26,8 @@ import torch
 from benchmarks.provenance import commit, provenance
 from benchmarks.tables import table
 
-RESULTS = Path(__file__).parent / "results"
+_ROOT = Path(__file__).parent.parent
+RESULTS = _ROOT / "benchmarks" / "results"
 # Seconds that a part may take. A part that has to choose does the most important first.
 PARTS = {
     "calibrate": 60,
@@ -90,8 +91,7 @@ def _play(part: str, directory: Path, *, seconds: float) -> Result:
     result: Result = {"part": part, "sections": [], "seconds": 0.0}
     if seconds <= 0:
         return result | {"ended": "not begun, for want of time"}
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    process = subprocess.Popen(_command(part, output, seconds, directory), start_new_session=True, env=environment)
+    process = subprocess.Popen(_command(part, output, seconds, directory), start_new_session=True, env=_environment())
     try:
         status = process.wait(timeout=seconds + _GRACE_S)
         ended = "done" if status == 0 else f"failed with exit status {status}"
@@ -105,6 +105,13 @@ def _play(part: str, directory: Path, *, seconds: float) -> Result:
 
 def _command(part: str, output: Path, seconds: float, directory: Path) -> list[str]:
     return [sys.executable, "-m", "benchmarks.on_gpu", part, str(output), str(seconds), str(directory)]
+
+
+def _environment() -> dict[str, str]:
+    """In which a part finds this checkout, installed or not, and asks no hub."""
+    paths = [str(_ROOT), str(_ROOT / "recipes"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads}
 
 
 def _kill_session(process: "subprocess.Popen[bytes]") -> None:

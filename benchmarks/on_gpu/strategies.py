@@ -12,7 +12,7 @@ from benchmarks.on_gpu.random_recipe import live_recipe, random_config, start_gr
 from benchmarks.on_gpu.stage import Section, Stage
 from benchmarks.peers.rfc import bisect, by_difference
 from torchtune_adaptive.cuda_meter import CudaMeter
-from torchtune_adaptive.oom import free_memory
+from torchtune_adaptive.oom import comes_from_out_of_memory, free_memory
 from torchtune_adaptive.settings import STRATEGIES
 from torchtune_adaptive.snapshot import leave_no_trace
 
@@ -67,7 +67,9 @@ def _bisection(recipe: Any) -> Answer:
         try:
             with recipe._meter:
                 recipe._probe_step(recipe._probe_window(rows, recipe._tokenizer.max_seq_len))
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not comes_from_out_of_memory(error):
+                raise
             failed = True
         recipe._optimizer.zero_grad()
         free_memory(recipe._device)
