@@ -32,7 +32,7 @@ NOTES = (
     " share of steps, restarts and garbage differs.",
     "Largest that fits: three steps in a row of that many rows of the greatest length, every size tried from 1 until"
     " three beyond the largest. The limits are round numbers whose largest size is neither a power of two nor on"
-    " accelerate's ladder 128, 115, 103, ... down by tenths.",
+    " accelerate's ladder 128, 115, 103, ... down by tenths (100MiB stands for 96MiB, whose 25 is).",
     "Full steps: optimizer steps completed in the search. Changed: bits of parameters, buffers, optimizer state or"
     " random generators in which that which training begins with differs from before the search.",
     "A search that trains (accelerate, HF Trainer, toma, the RFC's first sketch) is over when its last attempt begins;"
