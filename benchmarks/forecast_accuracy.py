@@ -309,6 +309,7 @@ def _searched(recipe: Any, strategy: Strategy, limit_bytes: int) -> SearchResult
     """What the recipe's own search finds. A collective."""
     recipe._adaptive = replace(
         recipe._adaptive,
+        use_maximum_batch_size=True,
         strategy=strategy,
         power_of_two=False,
         max_batch_size=MOST_ROWS,
