@@ -290,7 +290,7 @@ def _truth(case: Case, tiny_dir: Path, directory: Path) -> Truth:
         recipe = live_recipe(case, tiny_dir, directory)
         limit_bytes, above = _limit(recipe, case)
         probes = step_probes(recipe, range(1, MOST_ROWS + 1), limit_bytes=usable_bytes(limit_bytes, MARGIN))
-        searches = {strategy: _searched(recipe, strategy, limit_bytes) for strategy in STRATEGIES}
+        searches = {strategy: searched(recipe, strategy, limit_bytes) for strategy in STRATEGIES}
     recipe._consensus.close()
     del recipe
     gc.collect()
@@ -305,7 +305,7 @@ def _limit(recipe: Any, case: Case) -> tuple[int, Probe]:
     return limit_for(usable[case.limit]), above
 
 
-def _searched(recipe: Any, strategy: Strategy, limit_bytes: int) -> SearchResult:
+def searched(recipe: Any, strategy: Strategy, limit_bytes: int) -> SearchResult:
     """What the recipe's own search finds. A collective."""
     recipe._adaptive = replace(
         recipe._adaptive,

@@ -11,6 +11,7 @@ from benchmarks.forecast_accuracy import (
     DRAWN_WORLD_SIZES,
     LIMITS,
     MARGIN,
+    MOST_ROWS,
     Case,
     Comparison,
     Truth,
@@ -19,6 +20,7 @@ from benchmarks.forecast_accuracy import (
     forecast,
     limit_for,
     live_recipe,
+    searched,
     step_probes,
     write_checkpoint,
 )
@@ -95,6 +97,16 @@ def forecasts_and_steps(
             write_checkpoint(cfg)
         steps = run_on_ranks(_probe, RANKS, tiny_dir, directory)
         return dict(zip(CASES, told, strict=True)), steps
+
+
+def _search(rank: int, tiny_dir: Path, directory: Path) -> int:
+    return searched(live_recipe(CASES["full"], tiny_dir, directory), STRATEGIES[0], 1 << 30).exact_batch_size
+
+
+def test_searches_go_as_far_as_the_benchmark_says(tiny_dir: Path, tmp_path: Path) -> None:
+    assert config_of(CASES["full"], tiny_dir, tmp_path).batch_size < MOST_ROWS
+    write_checkpoint(config_of(CASES["full"], tiny_dir, tmp_path))
+    assert run_on_ranks(_search, RANKS, tiny_dir, tmp_path) == [MOST_ROWS] * RANKS
 
 
 @pytest.mark.parametrize("kind", CASES)
