@@ -32,7 +32,7 @@ from torchtune.training.activations import checkpoint_wrapper
 from tqdm import tqdm
 
 from benchmarks.provenance import provenance
-from benchmarks.tables import table
+from benchmarks.tables import publish, table
 from tests.ranks import run_on_ranks
 from tests.recipe_runs import adaptive_recipe, tiny_config
 from torchtune_adaptive.errors import InputError
@@ -449,9 +449,7 @@ def _report(compared: list[Comparison], *, seed: int, seconds: float) -> None:
         "",
         *table(header, map(_row, compared)),
     ]
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines) + "\n")
-    print("\n".join(lines), f"\nWritten to {RESULTS}", sep="\n")
+    publish(lines, RESULTS)
 
 
 def _summary(compared: list[Comparison]) -> list[str]:

@@ -38,7 +38,8 @@ PARTS = {
     "loop": 45,
     "strategies": 45,
 }
-_GRACE_S = 15  # after which a part that has not ended is killed
+_GRACE_S = 15  # after which a part that has not ended is told to
+_ENDING_S = 40  # and then killed; a launcher gives its ranks 30
 
 Result = dict[str, Any]
 
@@ -98,7 +99,7 @@ def _play(part: str, directory: Path, *, seconds: float) -> Result:
     except subprocess.TimeoutExpired:
         ended = f"killed, for it had not ended after {seconds:.0f} s"
     finally:
-        _kill_session(process)
+        _end(process)
     sections = json.loads(output.read_text()) if output.exists() else []
     return result | {"ended": ended, "seconds": time.monotonic() - started, "sections": sections}
 
@@ -114,14 +115,17 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads}
 
 
-def _kill_session(process: "subprocess.Popen[bytes]") -> None:
-    """What is left of the part; a launcher ends its ranks if it is told to end, but not if it is killed."""
-    for number, seconds in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, None)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=seconds)
-            return
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End what is left of a part and of what it launched: a launcher ends its ranks if it is told to, not if killed."""
+    with contextlib.suppress(ProcessLookupError):  # nothing is left
+        os.killpg(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + _ENDING_S
+        while time.monotonic() < deadline:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _write(results: list[Result], stem: Path, *, seconds: float, has_cuda: bool, commit_name: str) -> None:
@@ -130,11 +134,7 @@ def _write(results: list[Result], stem: Path, *, seconds: float, has_cuda: bool,
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps({"about": about, "parts": results}, indent=1) + "\n")
     title = "Measured on a GPU" if has_cuda else "Rehearsal on a CPU of what is to be measured on a GPU"
-    lines = [
-        f"# {title}",
-        "",
-        about,
-    ]
+    lines = [f"# {title}", "", about]
     if not has_cuda:
         lines += [
             "",

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.provenance import gloo_ranks, provenance
-from benchmarks.tables import publish, table
+from benchmarks.tables import publish, spread, table
 from tests.ranks import run_on_ranks
 from tests.recipe_runs import adaptive_recipe, finished, tiny_config
 from torchtune_adaptive.tiny import make_tiny_assets
@@ -105,11 +105,7 @@ def _time_measuring(rank: int, tiny_dir: Path, output_dir: Path) -> list[list[st
                 dist.barrier()
                 seconds[measures].append(time.perf_counter() - started)
         ratios = [slow / quick for slow, quick in list(zip(seconds[True], seconds[False], strict=True))[1:]]
-        first, middle, third = statistics.quantiles(ratios, n=4, method="inclusive")
-        steps = str(16 // micro_batch)
-        rows.append(
-            [steps, f"{1e3 * statistics.median(seconds[False]):.0f}", f"{middle:.2f} [{first:.2f}, {third:.2f}]"]
-        )
+        rows.append([str(16 // micro_batch), f"{1e3 * statistics.median(seconds[False]):.0f}", spread(ratios)])
     return rows
 
 

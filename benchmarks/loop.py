@@ -16,7 +16,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -29,7 +29,7 @@ from torchtune.training.metric_logging import MetricLoggerInterface
 from benchmarks.on_ranks import run_on_ranks_of
 from benchmarks.provenance import gloo_ranks, provenance
 from benchmarks.step_counts import STEPS, Counts, StepCounter
-from benchmarks.tables import publish, table
+from benchmarks.tables import publish, spread, table
 from tests.recipe_runs import adaptive_recipe, stock_recipe, tiny_config
 from torchtune_adaptive.tiny import make_tiny_assets
 
@@ -216,13 +216,8 @@ def _ratios(case: Case, blocks: dict[str, list[Block]], clock: str) -> list[str]
     step_ms = {variant: [getattr(block, f"{clock}_ms") for block in blocks[variant]] for variant in VARIANTS}
     cells = [case.name, clock]
     for one, other in RATIOS:
-        cells.append(_spread([b / a for a, b in zip(step_ms[one], step_ms[other], strict=True)], digits=3))
-    return [*cells, _spread([a - b for a, b in zip(step_ms[ON], step_ms[STOCK], strict=True)], digits=1)]
-
-
-def _spread(values: list[float], *, digits: int) -> str:
-    first, _, third = quantiles(values, n=4, method="inclusive")
-    return f"{median(values):.{digits}f} [{first:.{digits}f}, {third:.{digits}f}]"
+        cells.append(spread([b / a for a, b in zip(step_ms[one], step_ms[other], strict=True)], digits=3))
+    return [*cells, spread([a - b for a, b in zip(step_ms[ON], step_ms[STOCK], strict=True)], digits=1)]
 
 
 def _asked(case: Case, counts: dict[str, Counts]) -> list[list[str]]:

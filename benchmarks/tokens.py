@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from statistics import fmean, median, quantiles
+from statistics import fmean, median
 from typing import Any
 from unittest import mock
 
@@ -33,7 +33,7 @@ from torchtune.datasets import PackedDataset
 
 from benchmarks.on_ranks import run_on_ranks_of
 from benchmarks.provenance import gloo_ranks, provenance
-from benchmarks.tables import publish, table
+from benchmarks.tables import publish, spread, table
 from tests.recipe_runs import adaptive_recipe, tiny_config
 from torchtune_adaptive import batching
 from torchtune_adaptive.tiny import make_tiny_assets
@@ -213,11 +213,10 @@ def compare_losses(losses: list[list[float]], *, tolerance: float = 1e-5) -> Non
 def _cells(one: Contestant, baseline: Contestant) -> list[str]:
     size = str(one.recipe._limit).replace("rows", f"packs of {SEQ_LEN}" if one.name == PACKED else "rows")
     figures = [f"{one.micro_steps:.1f}", f"{one.padding:.1%}", f"{median(one.speeds):.0f}"]
-    first, middle, third = quantiles(_ratios(one, baseline), n=4, method="inclusive")
-    return [size, *figures, f"{middle:.2f} [{first:.2f}, {third:.2f}]"]
+    return [size, *figures, spread(ratios(one, baseline))]
 
 
-def _ratios(one: Contestant, baseline: Contestant) -> list[float]:
+def ratios(one: Contestant, baseline: Contestant) -> list[float]:
     """How many times faster than the baseline, by round."""
     return [ours / theirs for ours, theirs in zip(one.speeds, baseline.speeds, strict=True)]
 
@@ -225,7 +224,7 @@ def _ratios(one: Contestant, baseline: Contestant) -> list[float]:
 def _verdict(samples: int, variants: list[Contestant]) -> str:
     """Whether the project's aims are reached."""
     budget = variants[VARIANTS.index(TOKENS)]
-    ratio = median(_ratios(budget, variants[0]))
+    ratio = median(ratios(budget, variants[0]))
     padding, speed = (" (missed)" * missed for missed in (budget.padding > 0.05, ratio < 1.5))
     return f"with {samples} samples per step {budget.padding:.1%}{padding} and {ratio:.2f} times{speed}"
 

@@ -64,11 +64,13 @@ def test_rows_are_of_one_length_or_of_lengths_that_differ_one_of_them_the_greate
     assert alike[3] == RandomRows(tokenizer, num_rows=50, vocab_size=1000)[3] != alike[4]
 
 
+@pytest.mark.parametrize("ignores", ["", "trap '' TERM; "], ids=["ends when told", "ignores it"])
 def test_a_part_that_does_not_end_is_killed_with_what_it_has_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ignores: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(gpu, "_GRACE_S", 0.3)
-    _play_instead(monkeypatch, f"sleep 100 & echo $! > {tmp_path}/started; wait")
+    monkeypatch.setattr(gpu, "_ENDING_S", 0.5)
+    _play_instead(monkeypatch, f"({ignores}exec sleep 100) & echo $! > {tmp_path}/started; wait")
     result = gpu._play("loop", tmp_path, seconds=0.3)
     assert result["ended"].startswith("killed")
     started = int((tmp_path / "started").read_text())

@@ -9,12 +9,12 @@ where it says so. None was measured for this project; ``tune-adaptive calibrate`
 
 import json
 import math
-import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from torchtune_adaptive.errors import InputError, quote, reason_of, require_integer
+from torchtune_adaptive.files import write_whole
 
 _MIB = 2**20
 CALIBRATION_VERSION = 1
@@ -69,10 +69,7 @@ class Calibration:
 
     def write(self, path: Path) -> None:
         """Write the figures as JSON to ``path``; a reader never sees half of it."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(path.name + ".tmp")
-        unfinished.write_text(json.dumps({"version": CALIBRATION_VERSION} | asdict(self), indent=2) + "\n")
-        os.replace(unfinished, path)
+        write_whole(path, json.dumps({"version": CALIBRATION_VERSION} | asdict(self), indent=2) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> "Calibration":

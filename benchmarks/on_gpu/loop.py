@@ -3,7 +3,7 @@
 import gc
 import time
 from collections.abc import Iterator
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from tqdm import tqdm
 from benchmarks.loop import OFF, ON, STOCK, STOCK_AGAIN, VARIANTS, Block, train_epoch
 from benchmarks.on_gpu.random_recipe import live_recipe, logged, random_config, start_group
 from benchmarks.on_gpu.stage import Section, Stage
+from benchmarks.tables import spread
 
 _ROUNDS, _STEPS = 8, 5  # the first step of an epoch is not timed
 _BATCH_SIZES = (1, 4)
@@ -30,12 +31,12 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
             ratios = [
                 ours.wall_ms / theirs.wall_ms for ours, theirs in zip(blocks[STOCK], blocks[variant], strict=True)
             ]
-            first, middle, third = quantiles(ratios, n=4, method="inclusive")
             apart = max(abs(a - b) / abs(b) for a, b in zip(losses[variant], losses[STOCK], strict=True))
             step_ms = median(block.wall_ms for block in blocks[variant])
             said = "the same" if apart == 0 else f"apart by {apart:.1e}"
-            ratio = f"{middle:.3f} [{first:.3f}, {third:.3f}]"
-            cells.append([str(batch_size), variant, f"{step_ms:.1f}", f"{median(speeds):.0f}", ratio, said])
+            cells.append(
+                [str(batch_size), variant, f"{step_ms:.1f}", f"{median(speeds):.0f}", spread(ratios, digits=3), said]
+            )
             data.append({"rows": batch_size, "loop": variant, "step_ms": step_ms, "ratios": ratios, "apart": apart})
     text = [
         f"Config `{stage.lora}`, rows of {stage.seq_len} random tokens, one process without accumulation;"

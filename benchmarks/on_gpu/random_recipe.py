@@ -66,9 +66,9 @@ def live_recipe(
 
         def _setup_model(self, *args: Any, **kwargs: Any) -> nn.Module:
             names = stock_recipe(kind)._setup_model.__globals__
-            replaced: dict[str, Any] = {"training": _RandomTraining(names["training"])}
-            replaced["validate_missing_and_unexpected_for_lora"] = lambda **_: None
-            with mock.patch.dict(names, replaced):
+            loading = mock.patch.object(names["training"], "load_from_full_model_state_dict", _draw_weights)
+            validating = mock.patch.dict(names, {"validate_missing_and_unexpected_for_lora": lambda **_: None})
+            with loading, validating:
                 model = super()._setup_model(*args, **kwargs)
             if shard is not None:
                 shard(model)
@@ -110,22 +110,12 @@ def start_group(stage: Stage) -> None:
     dist.init_process_group("gloo" if stage.is_rehearsal else "nccl", store=store, rank=0, world_size=1)
 
 
-class _RandomTraining:
-    """``torchtune.training`` as the stock recipes see it, but that weights are drawn where they would be loaded."""
-
-    def __init__(self, training: Any) -> None:
-        self._training = training
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._training, name)
-
-    def load_from_full_model_state_dict(
-        self, model: nn.Module, _: Any, device: torch.device, *__: Any, **___: Any
-    ) -> Any:
-        missing = {name: value for name, value in model.state_dict().items() if value.is_meta}
-        drawn = {name: _drawn(value, device) for name, value in missing.items()}
-        model.load_state_dict(drawn, strict=False, assign=True)
-        return [], []
+def _draw_weights(model: nn.Module, _: Any, device: torch.device, *__: Any, **___: Any) -> tuple[list[str], list[str]]:
+    """In place of ``load_from_full_model_state_dict``, for what is not there yet."""
+    missing = {name: value for name, value in model.state_dict().items() if value.is_meta}
+    drawn = {name: _drawn(value, device) for name, value in missing.items()}
+    model.load_state_dict(drawn, strict=False, assign=True)
+    return [], []
 
 
 def _drawn(place: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.on_gpu.observed import Observed, live_bytes
 from benchmarks.on_gpu.random_recipe import let_go, live_recipe, logged, random_config
 from benchmarks.on_gpu.stage import Stage, stage_for
 from benchmarks.on_gpu.staged import stage_collectives
@@ -25,42 +25,6 @@ BATCH_SIZE, EPOCHS, STEPS = 8, 2, 5  # rows per rank, steps per epoch
 FORWARD_STEP, BACKWARD_STEP = 2, 4  # of the first epoch, in which the tensor comes before that phase
 _ROOM = 0.75  # of the activations that the tensor leaves no room for, so that half the rows need less
 _LITTLE_ROOM = 0.02  # of them, that it leaves in backward
-
-
-class Observed:
-    """A recipe whose every step is timed, and its device's memory noted."""
-
-    def __init__(self, recipe: Any) -> None:
-        self.recipe = recipe
-        self.seconds: list[float] = []
-        self.peak_bytes = 0
-        self._train_step = recipe._train_step
-        recipe._train_step = self._observed
-
-    @property
-    def live_bytes(self) -> int:
-        """Allocated on the device."""
-        recipe = self.recipe
-        is_cuda = recipe._device.type == "cuda"
-        return torch.cuda.memory_allocated(recipe._device) if is_cuda else recipe._meter.live_bytes
-
-    def before(self, step: int) -> None:
-        """Called before each step, the first of which is 1."""
-
-    def _observed(self, window: Any) -> Any:
-        is_cuda = self.recipe._device.type == "cuda"
-        self.before(self.recipe.global_step + 1)
-        if is_cuda:
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        totals = self._train_step(window)
-        if is_cuda:
-            torch.cuda.synchronize()
-            self.peak_bytes = torch.cuda.max_memory_allocated()
-        else:
-            self.peak_bytes = self.recipe._meter.peak_bytes
-        self.seconds.append(time.perf_counter() - started)
-        return totals
 
 
 class Crowded(Observed):
@@ -74,9 +38,9 @@ class Crowded(Observed):
 
     def before(self, step: int) -> None:
         rank = dist.get_rank()
-        self._activations_bytes = self.peak_bytes - self.live_bytes
+        self._activations_bytes = self.peak_bytes - live_bytes(self.recipe)
         if step == FORWARD_STEP and rank == 1:
-            self._fill(self._limit_bytes - self.live_bytes - round(_ROOM * self._activations_bytes))
+            self._fill(self._limit_bytes - live_bytes(self.recipe) - round(_ROOM * self._activations_bytes))
         if step == BACKWARD_STEP and rank == 0:
             self.recipe._backward = self._fill_and_go_backward
         if step > STEPS:
@@ -88,7 +52,7 @@ class Crowded(Observed):
 
     def _fill_and_go_backward(self, *args: Any) -> None:
         self.recipe._backward = self._backward
-        self._fill(self._limit_bytes - self.live_bytes - round(_LITTLE_ROOM * self._activations_bytes))
+        self._fill(self._limit_bytes - live_bytes(self.recipe) - round(_LITTLE_ROOM * self._activations_bytes))
         self._backward(*args)
 
     def _fill(self, num_bytes: int) -> None:

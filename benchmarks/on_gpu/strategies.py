@@ -6,12 +6,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
+from benchmarks.on_gpu.observed import live_bytes
 from benchmarks.on_gpu.random_recipe import live_recipe, random_config, start_group
 from benchmarks.on_gpu.stage import Section, Stage
 from benchmarks.peers.rfc import bisect, by_difference
-from torchtune_adaptive.cuda_meter import CudaMeter
 from torchtune_adaptive.oom import comes_from_out_of_memory, free_memory
 from torchtune_adaptive.settings import STRATEGIES
 from torchtune_adaptive.snapshot import leave_no_trace
@@ -89,8 +87,7 @@ def _difference(recipe: Any) -> Answer:
         del batch["labels"]
         with recipe._meter:
             logits = recipe._model(**batch)
-        is_cuda = isinstance(recipe._meter, CudaMeter)
-        allocated = torch.cuda.memory_allocated(recipe._device) if is_cuda else recipe._meter.live_bytes
+        allocated = live_bytes(recipe)
         del logits
         return allocated
 

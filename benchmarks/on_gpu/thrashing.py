@@ -7,12 +7,12 @@ from unittest import mock
 
 import torch
 
+from benchmarks.on_gpu.observed import Observed
 from benchmarks.on_gpu.random_recipe import live_recipe, random_config, start_group
-from benchmarks.on_gpu.ranks import Observed
 from benchmarks.on_gpu.stage import Section, Stage
 
 _ROWS, _STEPS = 8, 8  # rows of a micro-batch, steps of each phase
-_OPEN, _TIGHT, _GUARDED = PHASES = ("enough memory", "too little, nobody looks", "too little, as it comes")
+PHASES = ("enough memory", "too little, nobody looks", "too little, as it comes")
 _BETWEEN = 0.3  # where the limit lies, from the most that is allocated to the most that is reserved
 HEADER = ["phase", "ms per step", "steps with retries", "micro-batch at the end", "OOMs"]
 
@@ -29,20 +29,15 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
         epochs=len(PHASES),
         adaptive={"memory_limit": stage.limits_bytes[-1]},
     )
-    recipe = Watched(live_recipe(stage, cfg)).recipe
-    recipe.train()
-    seen = recipe.watched
-    cells = [
-        [
-            phase,
-            f"{1e3 * median(seen.seconds[index * _STEPS : (index + 1) * _STEPS][1:]):.0f}",
-            str(sum(map(bool, seen.retries[index * _STEPS : (index + 1) * _STEPS]))),
-            str(seen.limits[index]),
-            str(seen.ooms[index]),
-        ]
-        for index, phase in enumerate(PHASES)
-    ]
-    events = [entry["reason"] for entry in recipe._report.history if "step" in entry]
+    seen = Watched(live_recipe(stage, cfg))
+    seen.recipe.train()
+    cells: list[list[str]] = []
+    for index, phase in enumerate(PHASES):
+        steps = slice(index * _STEPS, (index + 1) * _STEPS)
+        step_ms = 1e3 * median(seen.seconds[steps][1:])
+        retries = sum(map(bool, seen.retries[steps]))
+        cells.append([phase, f"{step_ms:.0f}", str(retries), seen.limits[index], str(seen.ooms[index])])
+    events = [entry["reason"] for entry in seen.recipe._report.history if "step" in entry]
     text = [
         f"Config `{stage.lora}`, {_ROWS} rows of up to {stage.seq_len} random tokens, {_STEPS} steps a phase. From the"
         f" second phase on the limit lies {_BETWEEN:.0%} of the way from the most that was allocated in the first to"
@@ -59,7 +54,6 @@ class Watched(Observed):
 
     def __init__(self, recipe: Any) -> None:
         super().__init__(recipe)
-        recipe.watched = self
         self.retries: list[int] = []
         self.limits: list[str] = []
         self.ooms: list[int] = []

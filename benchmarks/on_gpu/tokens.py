@@ -6,13 +6,10 @@ from statistics import median
 
 from benchmarks.on_gpu.random_recipe import live_recipe, random_config, start_group
 from benchmarks.on_gpu.stage import Section, Stage
-from benchmarks.tokens import ROUNDS, ROWS, TOKENS, Contestant, compare_losses, race
+from benchmarks.tables import spread
+from benchmarks.tokens import ROUNDS, ROWS, TOKENS, Contestant, compare_losses, race, ratios
 
 _SAMPLES_PER_STEP = 64
-_OPTIONS = {
-    ROWS: {"use_maximum_batch_size": True},
-    TOKENS: {"use_maximum_batch_size": False},
-}
 HEADER = ["variant", "micro-batch", "micro-steps per step", "padding", "tokens/s", f"/ {ROWS}", "peak / limit"]
 
 
@@ -25,12 +22,10 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
         one.find_peak()
     race(contestants)
     compare_losses([one.losses for one in contestants], tolerance=1e-5 if stage.is_rehearsal else 1e-2)
-    base = contestants[0]
     cells = []
     for one in contestants:
-        ratio = median(ours / theirs for ours, theirs in zip(one.speeds, base.speeds, strict=True))
         figures = [str(one.recipe._limit), f"{one.micro_steps:.1f}", f"{one.padding:.1%}", f"{median(one.speeds):.0f}"]
-        cells.append([one.name, *figures, f"{ratio:.2f}", f"{one.peak:.0%}"])
+        cells.append([one.name, *figures, spread(ratios(one, contestants[0])), f"{one.peak:.0%}"])
     data = [
         {"variant": one.name, "padding": one.padding, "speeds": one.speeds, "peak": one.peak} for one in contestants
     ]
@@ -48,8 +43,7 @@ def _contestant(stage: Stage, name: str) -> Contestant:
     limit = {"memory_limit": stage.limits_bytes[-2]}
     settings = {"global_batch_size": _SAMPLES_PER_STEP, "power_of_two": False} | tokens | limit
     num_rows = (2 + ROUNDS) * _SAMPLES_PER_STEP
-    cfg = random_config(
-        stage, stage.lora, num_rows=num_rows, lengths_differ=True, epochs=1, adaptive=settings, **_OPTIONS[name]
-    )
+    keys = {"epochs": 1, "use_maximum_batch_size": name == ROWS, "adaptive": settings}
+    cfg = random_config(stage, stage.lora, num_rows=num_rows, lengths_differ=True, **keys)
     recipe = live_recipe(stage, cfg)
     return Contestant(name, recipe, list(itertools.islice(recipe._windows(), 1 + ROUNDS)))
