@@ -35,13 +35,13 @@ from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 from tests.ranks import run_on_ranks
 from tests.recipe_runs import adaptive_recipe, tiny_config
+from torchtune_adaptive.distributed.snapshot import leave_no_trace
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.peaks import StepPeaks, TracedStep
-from torchtune_adaptive.planner import trace
-from torchtune_adaptive.probe import Prober
-from torchtune_adaptive.search import SMALL_BATCH_SIZES, Probe, SearchResult, usable_bytes
+from torchtune_adaptive.plan.client import trace
+from torchtune_adaptive.plan.step_peaks import StepPeaks, TracedStep
+from torchtune_adaptive.search.probe import Prober
+from torchtune_adaptive.search.strategies import SMALL_BATCH_SIZES, Probe, SearchResult, usable_bytes
 from torchtune_adaptive.settings import STRATEGIES, Strategy
-from torchtune_adaptive.snapshot import leave_no_trace
 from torchtune_adaptive.tiny import MODEL_GEOMETRY, make_tiny_assets
 from torchtune_adaptive.worst_case import window_maker
 

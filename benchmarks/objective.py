@@ -23,11 +23,11 @@ from benchmarks.on_ranks import run_on_ranks_of
 from benchmarks.provenance import gloo_ranks, provenance
 from benchmarks.tables import publish, table
 from tests.recipe_runs import adaptive_recipe, tiny_config
-from torchtune_adaptive.search import SearchResult
+from torchtune_adaptive.search.strategies import SearchResult
+from torchtune_adaptive.search.throughput import smallest_near_best
 from torchtune_adaptive.settings import Objective
-from torchtune_adaptive.throughput import smallest_near_best
+from torchtune_adaptive.text import format_bytes
 from torchtune_adaptive.tiny import MODEL_GEOMETRY, MODEL_NAME, make_tiny_assets
-from torchtune_adaptive.units import format_bytes
 
 RESULTS = Path(__file__).parent / "results" / "objective_cpu.md"
 RANKS = 2

@@ -42,7 +42,7 @@ class Cost(NamedTuple):
 def main() -> None:
     rows = []
     for config, ranks in tqdm(CASES, desc="planning"):
-        command = ["-m", "torchtune_adaptive.cli", "plan", "--config", config, "--nproc_per_node", str(ranks)]
+        command = ["-m", "torchtune_adaptive.plan.cli", "plan", "--config", config, "--nproc_per_node", str(ranks)]
         answer, cost = _run([sys.executable, *command, "--memory", "80GiB", "--seq-len", "2048", "--json"])
         plan = json.loads(answer)
         length = plan["lengths"][0]

@@ -17,10 +17,10 @@ from omegaconf import OmegaConf
 from benchmarks.on_ranks import run_on_ranks_of
 from benchmarks.provenance import gloo_ranks, provenance
 from benchmarks.tables import publish, table
-from torchtune_adaptive.configs import resolve_config_argument
-from torchtune_adaptive.search import SearchResult
+from torchtune_adaptive.distributed.snapshot import leave_no_trace
+from torchtune_adaptive.search.strategies import SearchResult
 from torchtune_adaptive.settings import STRATEGIES
-from torchtune_adaptive.snapshot import leave_no_trace
+from torchtune_adaptive.stock.configs import resolve_config_argument
 from torchtune_adaptive.tiny import make_tiny_assets
 from torchtune_adaptive.worst_case import window_maker, worst_case_row
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtune_adaptive.wrappers import is_on_wrappers
+from torchtune_adaptive.memory.operations import is_on_wrappers
 
 STEPS = 2  # counted; the first step of an epoch is not
 

@@ -20,13 +20,13 @@ from torchtune._recipe_registry import get_all_recipes
 from tqdm import tqdm
 
 from benchmarks.provenance import provenance
-from torchtune_adaptive.configs import is_lora, load_config
 from torchtune_adaptive.errors import InputError, reason_of
-from torchtune_adaptive.peaks import TracedStep
-from torchtune_adaptive.planner import trace
-from torchtune_adaptive.search import usable_bytes
+from torchtune_adaptive.plan.client import trace
+from torchtune_adaptive.plan.step_peaks import TracedStep
+from torchtune_adaptive.search.strategies import usable_bytes
 from torchtune_adaptive.settings import AdaptiveSettings
-from torchtune_adaptive.stock import stock_config_dir
+from torchtune_adaptive.stock.configs import is_lora, load_config
+from torchtune_adaptive.stock.load import stock_config_dir
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "stock_configs.md"
 RECIPES = tuple(

@@ -35,7 +35,7 @@ from benchmarks.on_ranks import run_on_ranks_of
 from benchmarks.provenance import gloo_ranks, provenance
 from benchmarks.tables import publish, spread, table
 from tests.recipe_runs import adaptive_recipe, tiny_config
-from torchtune_adaptive import batching
+from torchtune_adaptive.batch import limits as batching
 from torchtune_adaptive.tiny import make_tiny_assets
 from torchtune_adaptive.worst_case import Row
 

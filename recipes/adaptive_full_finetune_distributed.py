@@ -17,7 +17,7 @@ from torchtune.training.lr_schedulers import get_lr
 from torchtune_adaptive.launch import launch, run_recipe
 from torchtune_adaptive.loop import AdaptiveLoop, StepTotals
 from torchtune_adaptive.micro_step import MicroStep
-from torchtune_adaptive.stock import load_stock_recipe
+from torchtune_adaptive.stock.load import load_stock_recipe
 
 StockRecipe: Any = load_stock_recipe("full_finetune_distributed").FullFinetuneRecipeDistributed
 

@@ -16,7 +16,7 @@ from torchtune import config, training
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.launch import launch, run_recipe
 from torchtune_adaptive.loop import AdaptiveLoop
-from torchtune_adaptive.stock import load_stock_recipe
+from torchtune_adaptive.stock.load import load_stock_recipe
 
 StockRecipe: Any = load_stock_recipe("lora_finetune_distributed").LoRAFinetuneRecipeDistributed
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torchtune_adaptive.noise_scale import GradientNorms, MeasuredSchedule
+from torchtune_adaptive.batch.noise_scale import GradientNorms, MeasuredSchedule
 
 NOT_CALLABLE = 3
 

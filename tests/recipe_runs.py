@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torchtune import training
 from torchtune.training.metric_logging import MetricLoggerInterface
 
-from torchtune_adaptive.configs import resolve_config_argument
+from torchtune_adaptive.stock.configs import resolve_config_argument
 
 Step = dict[str, float]
 RECIPES = {

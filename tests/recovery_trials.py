@@ -20,13 +20,13 @@ from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from tests.faults import same_bits
-from torchtune_adaptive.consensus import Consensus
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.distributed.dry_run import rehearse
+from torchtune_adaptive.distributed.recovery import Recovery, Strain
+from torchtune_adaptive.memory.operations import plain_parts
 from torchtune_adaptive.micro_step import MicroStep
-from torchtune_adaptive.optimizer_state import allocate_state
-from torchtune_adaptive.recovery import Recovery, Strain
-from torchtune_adaptive.rehearsal import rehearse
 from torchtune_adaptive.testing import Fault
-from torchtune_adaptive.wrappers import plain_parts
+from torchtune_adaptive.training.optimizer_state import allocate_state
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"vocab_size": 24, "num_heads": 2, "num_kv_heads": 2, "embed_dim": 8, "max_seq_len": 16}

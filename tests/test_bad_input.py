@@ -8,8 +8,8 @@ import pytest
 from tests.ranks import run_on_ranks
 from tests.recipe_runs import RecordingLogger, adaptive_recipe, tiny_config
 from tests.test_tune_run import tune_run
-from torchtune_adaptive.configs import resolve_config_argument
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.stock.configs import resolve_config_argument
 
 SEARCH = "use_maximum_batch_size=True"
 GROW = "batch_increase_function="

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_adaptive.batching import MicroBatchLimit, Places, RowLimit, TokenLimit, halvings, spread
+from torchtune_adaptive.batch.limits import MicroBatchLimit, Places, RowLimit, TokenLimit, halvings, spread
 
 properties = settings(derandomize=True, deadline=None, max_examples=150)
 windows = st.lists(st.integers(1, 40), max_size=24)

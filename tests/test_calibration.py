@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchtune_adaptive import calibration
-from torchtune_adaptive.calibration import (
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan import calibration
+from torchtune_adaptive.plan.calibration import (
     BATCH_SIZES,
     CALIBRATION_MODEL,
     SEQ_LEN,
@@ -22,8 +23,7 @@ from torchtune_adaptive.calibration import (
     measure_fragmentation,
     measure_nccl_bytes,
 )
-from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.overhead import Calibration, Overhead
+from torchtune_adaptive.plan.overhead import Calibration, Overhead
 
 MIB, GIB = 2**20, 2**30
 

@@ -11,11 +11,12 @@ from torchtune._recipe_registry import get_all_recipes
 
 from tests.test_calibration import FakeCard, traced
 from tests.test_plan import CALIBRATION, GIB, MIB, peaks, step_of, tables
-from torchtune_adaptive import calibration, planner
-from torchtune_adaptive.cli import main
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.gpus import memory_of
-from torchtune_adaptive.overhead import Calibration
+from torchtune_adaptive.plan import calibration
+from torchtune_adaptive.plan import client as planner
+from torchtune_adaptive.plan.cli import main
+from torchtune_adaptive.plan.gpus import memory_of
+from torchtune_adaptive.plan.overhead import Calibration
 
 FULL = ("plan", "--config", "tiny/full")
 CUDA = ("device=cuda", "adaptive.memory_limit=null")  # as the stock configs are

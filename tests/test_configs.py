@@ -8,8 +8,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 
-from torchtune_adaptive.configs import load_config, resolve_config_argument, stock_recipes_of
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.stock.configs import load_config, resolve_config_argument, stock_recipes_of
 
 OVERRIDES: dict[str, list[str]] = {
     "none": [],

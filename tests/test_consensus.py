@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from ranks import run_on_ranks
 
-from torchtune_adaptive.consensus import Consensus
+from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
 
 HUGE = 2**62 + 1  # a float would lose the last bit

@@ -9,11 +9,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtune_adaptive import finder, probe
-from torchtune_adaptive.consensus import Consensus
-from torchtune_adaptive.cuda_meter import CudaMeter
-from torchtune_adaptive.finder import search
-from torchtune_adaptive.forecast import Forecast
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.memory.cuda_meter import CudaMeter
+from torchtune_adaptive.memory.timeline import Forecast
+from torchtune_adaptive.search import find as finder
+from torchtune_adaptive.search import probe
+from torchtune_adaptive.search.find import search
 from torchtune_adaptive.settings import AdaptiveSettings
 
 DEVICE = torch.device("cuda:0")
@@ -153,7 +154,7 @@ def test_what_lies_outside_the_allocator_is_not_available(cuda: FakeCuda, meter:
 
 
 def test_the_limit_is_the_allocators_own_only_while_metering(cuda: FakeCuda, meter: CudaMeter) -> None:
-    meter.limit_bytes = 25_000
+    meter.set_limit(25_000)
     assert cuda.fraction == 1.0
     with meter:
         assert cuda.fraction == 0.25
@@ -162,7 +163,7 @@ def test_the_limit_is_the_allocators_own_only_while_metering(cuda: FakeCuda, met
 
 def test_a_fraction_set_before_is_put_back_also_after_an_exception(cuda: FakeCuda, meter: CudaMeter) -> None:
     cuda.fraction = 0.75
-    meter.limit_bytes = 25_000
+    meter.set_limit(25_000)
     meter.start_timeline()
 
     def run_out() -> None:
@@ -183,14 +184,14 @@ def test_without_a_limit_the_fraction_is_left_alone(cuda: FakeCuda, meter: CudaM
 
 
 def test_a_limit_above_the_card_asks_for_all_of_it(cuda: FakeCuda, meter: CudaMeter) -> None:
-    meter.limit_bytes = 3 * TOTAL
+    meter.set_limit(3 * TOTAL)
     with meter:
         assert cuda.fraction == 1.0
 
 
 def test_a_limit_never_allows_more_than_the_user_has_allowed_the_process(cuda: FakeCuda, meter: CudaMeter) -> None:
     cuda.fraction = 0.5
-    meter.limit_bytes = 90_000
+    meter.set_limit(90_000)
     with meter:
         assert cuda.fraction == 0.5
 
@@ -248,8 +249,8 @@ def test_reset_forgets_peaks_phases_and_retries(cuda: FakeCuda, meter: CudaMeter
     assert meter.allocator_retries == 1
 
 
-def test_a_meter_that_only_watches_leaves_the_devices_own_peaks_alone(cuda: FakeCuda, meter: CudaMeter) -> None:
-    meter.exact = False
+def test_a_meter_that_only_watches_leaves_the_devices_own_peaks_alone(cuda: FakeCuda) -> None:
+    meter = CudaMeter(DEVICE, exact=False)
     resets = cuda.peak_resets
     with meter:
         meter.enter_phase("forward")

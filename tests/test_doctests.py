@@ -9,15 +9,20 @@ import pytest
 import torchtune_adaptive
 
 PACKAGE = Path(torchtune_adaptive.__file__).parent
-ROOMS_WITH_EXAMPLES = sorted(path.stem for path in PACKAGE.glob("*.py") if ">>> " in path.read_text())
+MODULES_WITH_EXAMPLES = sorted(
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py")
+    if ">>> " in path.read_text()
+)
 
 
-@pytest.mark.parametrize("room", ROOMS_WITH_EXAMPLES)
-def test_examples_give_what_they_say(room: str) -> None:
-    ran = doctest.testmod(importlib.import_module(f"torchtune_adaptive.{room}"))
+@pytest.mark.parametrize("module", MODULES_WITH_EXAMPLES)
+def test_examples_give_what_they_say(module: str) -> None:
+    ran = doctest.testmod(importlib.import_module(module))
     assert ran.attempted > 0, "an example must be in a docstring that is found"
     assert ran.failed == 0
 
 
 def test_examples_are_found() -> None:
-    assert {"errors", "search", "settings", "units"} <= set(ROOMS_WITH_EXAMPLES)
+    some = ("errors", "settings", "text", "search.strategies", "batch.growth")
+    assert {f"torchtune_adaptive.{name}" for name in some} <= set(MODULES_WITH_EXAMPLES)

@@ -6,10 +6,10 @@ import pytest
 from omegaconf import DictConfig
 
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.configs import load_config
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.fake_plan import trace_config, trace_layers
-from torchtune_adaptive.peaks import StepPeaks
+from torchtune_adaptive.plan.step_peaks import StepPeaks
+from torchtune_adaptive.plan.worker import trace_config, trace_layers
+from torchtune_adaptive.stock.configs import load_config
 
 SEQ_LEN = 64
 SHALLOW = "model.num_layers=1"  # what holds for one layer need not be traced for more

@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torchtune_adaptive import InputError, NothingFitsError, SearchResult, find_max_batch_size
-from torchtune_adaptive.cpu_meter import CpuMeter
-from torchtune_adaptive.meter import device_memory_bytes, meter_for
+from torchtune_adaptive.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.memory.devices import meter_for
+from torchtune_adaptive.memory.meter import device_memory_bytes
 from torchtune_adaptive.settings import Strategy
 
 CPU = torch.device("cpu")
@@ -125,7 +126,7 @@ class Stairs(Loop):
         return torch.stack([values.sum() for values in activations]).sum()
 
     def peak(self, batch_size: int) -> int:
-        meter = meter_for(CPU, self.model, self.optimizer)
+        meter = meter_for(CPU, self.model, [self.optimizer])
         with meter:
             self.train_step(batch_size)
         return meter.peak_bytes
@@ -136,7 +137,7 @@ def peaks_of(loop: Loop) -> list[int]:
     loop.train_step(loop.make_batch(1))
     peaks = [0]
     for batch_size in range(1, MOST_ROWS + 1):
-        meter = meter_for(CPU, loop.model, loop.optimizer)
+        meter = meter_for(CPU, loop.model, [loop.optimizer])
         batch = loop.make_batch(batch_size)
         meter.count(batch)
         with meter:
@@ -396,7 +397,7 @@ def on_unequal_ranks(rank: int, limits: tuple[int, int]) -> dict[str, Any]:
     trainee.step()
     peaks = [0]
     for batch_size in range(1, MOST_ROWS + 1):
-        meter = meter_for(CPU, trainee.model, trainee.optimizer)
+        meter = meter_for(CPU, trainee.model, [trainee.optimizer])
         assert isinstance(meter, CpuMeter)
         batch = trainee.batch(batch_size)
         meter.count(batch)

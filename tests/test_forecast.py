@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from torchtune_adaptive.forecast import (
+from torchtune_adaptive.memory.timeline import (
     Forecast,
     Line,
     Timeline,

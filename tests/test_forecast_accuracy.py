@@ -25,8 +25,8 @@ from benchmarks.forecast_accuracy import (
     write_checkpoint,
 )
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.peaks import TracedStep
-from torchtune_adaptive.search import Probe, SearchResult, usable_bytes
+from torchtune_adaptive.plan.step_peaks import TracedStep
+from torchtune_adaptive.search.strategies import Probe, SearchResult, usable_bytes
 from torchtune_adaptive.settings import STRATEGIES
 
 RANKS = 2

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.gpus import KNOWN_GPUS, memory_of
+from torchtune_adaptive.plan.gpus import KNOWN_GPUS, memory_of
 
 GB, GIB = 10**9, 2**30
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_adaptive.horizon import Horizon
+from torchtune_adaptive.training.horizon import Horizon
 
 properties = settings(derandomize=True, deadline=None, max_examples=150)
 steps_of_epochs = st.lists(st.integers(1, 400), min_size=1, max_size=12)

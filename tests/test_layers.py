@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_adaptive.forecast import Timeline, sum_of_timelines
-from torchtune_adaptive.layers import of_more_layers
+from torchtune_adaptive.memory.timeline import Timeline, sum_of_timelines
+from torchtune_adaptive.plan.layer_extrapolation import of_more_layers
 
 FEWEST_LAYERS, PERIOD = 4, 2  # as a plan traces them: layers that differ may take turns
 properties = settings(derandomize=True, deadline=None, max_examples=60)

@@ -19,14 +19,14 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 from torch.profiler import ProfilerActivity, profile
 
-from torchtune_adaptive.consensus import Consensus
-from torchtune_adaptive.fsdp_state import communicators, reset_after_failure
-from torchtune_adaptive.ledger import CollectiveInDoubtError, Ledger
-from torchtune_adaptive.oom import free_memory
-from torchtune_adaptive.recovery import Recovery
-from torchtune_adaptive.rehearsal import rehearse
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.distributed.dry_run import rehearse
+from torchtune_adaptive.distributed.fsdp_state import communicators, reset_after_failure
+from torchtune_adaptive.distributed.ledger import CollectiveInDoubtError, Ledger
+from torchtune_adaptive.distributed.recovery import Recovery
+from torchtune_adaptive.distributed.vote import Outcome
+from torchtune_adaptive.memory.out_of_memory import free_memory
 from torchtune_adaptive.testing import Fault
-from torchtune_adaptive.vote import Outcome
 
 CPU = torch.device("cpu")
 POINTS = 12  # how many operations of a micro-step are made to fail, evenly spread

@@ -18,11 +18,12 @@ from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.training import set_activation_checkpointing
 
-from torchtune_adaptive.cpu_meter import CpuMeter
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.forecast import Forecast, Timeline
-from torchtune_adaptive.meter import device_memory_bytes, meter_for
-from torchtune_adaptive.oom import free_memory
+from torchtune_adaptive.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.memory.devices import meter_for
+from torchtune_adaptive.memory.meter import device_memory_bytes
+from torchtune_adaptive.memory.out_of_memory import free_memory
+from torchtune_adaptive.memory.timeline import Forecast, Timeline
 
 CPU = torch.device("cpu")
 VOCAB, LENGTH = 320, 32
@@ -65,7 +66,7 @@ class Trainee:
 
     def meter(self, *counted: torch.Tensor) -> CpuMeter:
         """A meter which counts what the trainee holds, and ``counted``."""
-        meter = meter_for(CPU, self.model, self.optimizer)
+        meter = meter_for(CPU, self.model, [self.optimizer])
         assert isinstance(meter, CpuMeter)
         meter.count(counted)
         meter.reset()
@@ -285,7 +286,7 @@ def test_the_resize_of_the_class_is_put_back(fails: bool) -> None:
 def test_a_resize_above_the_limit_runs_out_of_memory_and_puts_the_class_back() -> None:
     resize_outside = torch.UntypedStorage.resize_
     meter = CpuMeter()
-    meter.limit_bytes = 1000
+    meter.set_limit(1000)
     tensor = torch.zeros(100)
     meter.count(tensor)
 
@@ -346,7 +347,7 @@ def test_without_a_cache_nothing_is_retried() -> None:
 
 def test_a_retry_is_no_failure_and_a_failure_no_retry() -> None:
     meter = CpuMeter()
-    meter.limit_bytes = 1000
+    meter.set_limit(1000)
     with pytest.raises(torch.OutOfMemoryError, match="CPU meter out of memory"), meter:
         torch.zeros(300)
     assert meter.total_retries == 0
@@ -363,7 +364,7 @@ def run_until_out_of_memory(trainee: Trainee, limit_bytes: int) -> tuple[str, in
     """The error's text and the number of operations until it."""
     tokens = trainee.batch(3)
     meter = trainee.meter(tokens)
-    meter.limit_bytes = limit_bytes
+    meter.set_limit(limit_bytes)
     meter.start_timeline()
     text = ""
     try:
@@ -398,7 +399,7 @@ def test_after_running_out_of_memory_live_bytes_return_to_their_start() -> None:
     meter = trainee.meter(tokens)
     before = meter.live_bytes
     for limit_bytes in range(before + 1, trainee.timeline(3)[1], 700_000):
-        meter.limit_bytes = limit_bytes
+        meter.set_limit(limit_bytes)
         failed = False
         try:
             with meter:
@@ -413,7 +414,7 @@ def test_after_running_out_of_memory_live_bytes_return_to_their_start() -> None:
 
 def test_the_error_says_what_needed_how_much_and_where() -> None:
     meter = CpuMeter()
-    meter.limit_bytes = 1024
+    meter.set_limit(1024)
     meter.enter_phase("forward")
 
     def allocate() -> None:
@@ -429,9 +430,9 @@ def test_the_error_says_what_needed_how_much_and_where() -> None:
 
 def test_the_limit_holds_only_while_metering() -> None:
     meter = CpuMeter()
-    meter.limit_bytes = 10
+    meter.set_limit(10)
     torch.zeros(1000)
-    meter.limit_bytes = None
+    meter.set_limit(None)
     with meter:
         torch.zeros(1000)
     assert meter.peak_bytes == 4000
@@ -458,7 +459,7 @@ def test_the_forecast_is_exact_for_any_small_network(batch_size: int, width: int
     optimizer = torch.optim.AdamW(model.parameters(), foreach=bool(seed % 2))
 
     def metered(size: int) -> tuple[Timeline, int]:
-        meter = meter_for(CPU, model, optimizer)
+        meter = meter_for(CPU, model, [optimizer])
         batch = torch.ones(size, width)
         meter.count(batch)
         meter.reset()
@@ -521,7 +522,7 @@ def test_a_frozen_nf4_layer_trains_under_the_meter_and_is_counted_small() -> Non
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 128, bias=False), FrozenNF4Linear(128, 128, bias=False, dtype=torch.float32))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    meter = meter_for(CPU, model, optimizer)
+    meter = meter_for(CPU, model, [optimizer])
     assert isinstance(meter, CpuMeter)
     plain_bytes = 128 * 128 * 4
     assert plain_bytes < meter.live_bytes < 1.5 * plain_bytes  # 4 bits a weight, with scales and tables
@@ -572,7 +573,7 @@ def test_a_device_that_is_neither_cpu_nor_cuda_has_no_meter() -> None:
     model = nn.Linear(2, 2, device=meta)
     sentence = "`device` must be the CPU or CUDA for its memory to be metered, but is 'meta' instead"
     with pytest.raises(InputError, match=sentence):
-        meter_for(meta, model, torch.optim.SGD(model.parameters()))
+        meter_for(meta, model, [torch.optim.SGD(model.parameters())])
     with pytest.raises(InputError, match=sentence):
         device_memory_bytes(meta)
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_adaptive.dealing import rows_of_rank
+from torchtune_adaptive.batch.noise_scale import GradientNorms
+from torchtune_adaptive.batch.sampler import rows_of_rank
 from torchtune_adaptive.micro_step import MicroStep, gradient_norms, in_small_batch, own_norm_squared, small_samples
-from torchtune_adaptive.noise_scale import GradientNorms
 
 TYPES = (torch.bfloat16, torch.float32, torch.float64)
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtune_adaptive.batch.growth import check_function, next_batch_size, rehearse
+from torchtune_adaptive.batch.noise_scale import GradientNorms, MeasuredSchedule, gradient_noise_scale
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.noise_scale import GradientNorms, MeasuredSchedule, gradient_noise_scale
-from torchtune_adaptive.schedule import check_function, next_batch_size, rehearse
 
 properties = settings(derandomize=True, deadline=None, max_examples=100)
 SAMPLES, SMALL, LARGE = 200, 4, 12

@@ -14,7 +14,7 @@ from torchtune import training
 from tests.ranks import run_on_ranks
 from tests.recipe_runs import Step, adaptive_recipe, finished, same_bits, stock_recipe, tiny_config
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.wrappers import plain_parts
+from torchtune_adaptive.memory.operations import plain_parts
 
 SHARDING = ("shard_model", "load_from_full_model_state_dict", "gather_cpu_state_dict")
 PLAIN = {

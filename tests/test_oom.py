@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtune_adaptive.oom import (
+from torchtune_adaptive.memory.out_of_memory import (
     comes_from_out_of_memory,
     errors_behind,
     free_memory,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.overhead import Calibration, Overhead
+from torchtune_adaptive.plan.overhead import Calibration, Overhead
 
 GIB = 2**30
 CALIBRATION = Calibration(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_adaptive.forecast import Line, Timeline
-from torchtune_adaptive.peaks import Lines, StepPeaks, TracedStep
+from torchtune_adaptive.memory.timeline import Line, Timeline
+from torchtune_adaptive.plan.step_peaks import Lines, StepPeaks, TracedStep
 
 SIZES = range(1, 61)
 KINDS = ("parameters", "activations")

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.forecast import Line
-from torchtune_adaptive.overhead import EXPANDABLE_FRAGMENTATION, FRAGMENTATION, NCCL_BYTES, Calibration, Overhead
-from torchtune_adaptive.peaks import Moment, StepPeaks, TracedStep
-from torchtune_adaptive.plan import Card, LengthPlan, Plan, plan
-from torchtune_adaptive.plan_report import plan_json, plan_text, suggestion_text
-from torchtune_adaptive.suggestions import Suggestion, suggestions
+from torchtune_adaptive.memory.timeline import Line
+from torchtune_adaptive.plan.overhead import EXPANDABLE_FRAGMENTATION, FRAGMENTATION, NCCL_BYTES, Calibration, Overhead
+from torchtune_adaptive.plan.plan import Card, LengthPlan, Plan, plan
+from torchtune_adaptive.plan.report import plan_json, plan_text, suggestion_text
+from torchtune_adaptive.plan.step_peaks import Moment, StepPeaks, TracedStep
+from torchtune_adaptive.plan.suggestions import Suggestion, suggestions
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 ATTENTION_WIDTH = 4096

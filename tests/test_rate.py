@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.horizon import Horizon
 from torchtune_adaptive.rate import follow, refuse_unfollowing, scale_of, set_rates
 from torchtune_adaptive.settings import LearningRateScaling
+from torchtune_adaptive.training.horizon import Horizon
 
 RULES: tuple[LearningRateScaling, ...] = get_args(LearningRateScaling)
 

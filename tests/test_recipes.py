@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
 from tests.recipe_runs import adaptive_recipe, finished, local_parameters, same_bits, tiny_config
+from torchtune_adaptive.distributed.snapshot import keep_random_states
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.meter import meter_for
-from torchtune_adaptive.snapshot import keep_random_states
+from torchtune_adaptive.memory.devices import meter_for
 
 LIMIT = "64MiB"
 GROWING = {"_component_": "torchtune_adaptive.schedule.linear", "increment": 2}

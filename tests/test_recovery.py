@@ -13,10 +13,10 @@ from torch import nn
 
 from tests.ranks import run_on_ranks
 from tests.recovery_trials import CPU, ROWS, Case, Tally, Trials, every
-from torchtune_adaptive.consensus import Consensus
-from torchtune_adaptive.ledger import CollectiveInDoubtError, Ledger
-from torchtune_adaptive.recovery import Recovery, Strain
-from torchtune_adaptive.rehearsal import rehearse
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.distributed.dry_run import rehearse
+from torchtune_adaptive.distributed.ledger import CollectiveInDoubtError, Ledger
+from torchtune_adaptive.distributed.recovery import Recovery, Strain
 from torchtune_adaptive.testing import Fault
 
 CASES = [
@@ -78,7 +78,7 @@ def _without_parts(rank: int) -> dict[str, Any]:
         model.reset_iter_state()
         trials.optimizer.zero_grad(set_to_none=True)
 
-    with mock.patch("torchtune_adaptive.recovery.reset_after_failure", as_documented):
+    with mock.patch("torchtune_adaptive.distributed.recovery.reset_after_failure", as_documented):
         tally = trials.tally(points)
     drifted = _drifted()
     hung = [_hangs(place) for place in (5, 400, 700)]  # in forward, in the loss, in backward

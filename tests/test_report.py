@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from torchtune_adaptive.report import REPORT_NAME, AdaptiveReport, probe_table, rate_table, summary
-from torchtune_adaptive.search import Probe, SearchResult
+from torchtune_adaptive.search.strategies import Probe, SearchResult
+from torchtune_adaptive.training.report import REPORT_NAME, AdaptiveReport, probe_table, rate_table, summary
 
 KEYS = {
     "strategy",

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from torchtune_adaptive.batch.noise_scale import gradient_noise_scale
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.noise_scale import gradient_noise_scale
-from torchtune_adaptive.resume import AdaptiveState, read_state, refuse_unsavable, state_path, write_state
+from torchtune_adaptive.training.run_state import AdaptiveState, read_state, refuse_unsavable, state_path, write_state
 
 STATE = AdaptiveState(
     epochs_run=2,

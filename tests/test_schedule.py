@@ -11,16 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtune_adaptive.batch.growth import check_function, function_name, next_batch_size, rehearse
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.schedule import (
-    at_epochs,
-    check_function,
-    function_name,
-    geometric,
-    linear,
-    next_batch_size,
-    rehearse,
-)
+from torchtune_adaptive.schedule import at_epochs, geometric, linear
 
 HERE = __name__
 
@@ -261,9 +254,9 @@ def test_function_name_is_readable(function, name):
 # ---- rehearsal
 
 
-def test_rehearsal_plays_every_epoch_from_the_first_on():
-    growths = rehearse(eight_at_epoch_two, first_epoch=1, total_epochs=4, batch_size=16, maximum=99)
-    assert [(growth.epoch, growth.batch_size) for growth in growths] == [(1, 16), (2, 24), (3, 24)]
+def test_rehearsal_plays_every_epoch():
+    growths = rehearse(eight_at_epoch_two, total_epochs=4, batch_size=16, maximum=99)
+    assert [(growth.epoch, growth.batch_size) for growth in growths] == [(0, 16), (1, 16), (2, 24), (3, 24)]
 
 
 def test_rehearsal_asks_at_epoch_zero():
@@ -271,7 +264,7 @@ def test_rehearsal_asks_at_epoch_zero():
 
 
 def test_rehearsal_of_no_epochs_is_empty():
-    assert rehearse(answering(None), first_epoch=4, total_epochs=4, batch_size=1) == []
+    assert rehearse(answering(None), total_epochs=0, batch_size=1) == []
 
 
 @pytest.mark.parametrize("method", ["__call__", "grow"])

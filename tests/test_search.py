@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_adaptive.search import (
+from torchtune_adaptive.search.strategies import (
     Fits,
     binary_search,
     decrease_until_oom,

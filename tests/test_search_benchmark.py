@@ -24,7 +24,7 @@ from benchmarks.peers.rfc import bisect, by_difference, difference, halve_chunks
 from benchmarks.peers.state import changed, state_of
 from benchmarks.peers.task import Task
 from benchmarks.peers.watch import Attempts, Found
-from torchtune_adaptive.meter import meter_for
+from torchtune_adaptive.memory.devices import meter_for
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -124,7 +124,7 @@ def test_card_and_meter_agree_to_the_byte_on_what_fits(rows: int) -> None:
     optimizer = task.new_optimizer(model)
     batch = task.collate(task.rows.worst(rows))
     task.train_step(model, optimizer, batch)
-    meter = meter_for(CPU, model, optimizer)
+    meter = meter_for(CPU, model, [optimizer])
     meter.count(batch)
     with meter:
         task.train_step(model, optimizer, batch)

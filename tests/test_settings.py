@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
+from torchtune_adaptive.batch.growth import rehearse
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.schedule import at_epochs, geometric, rehearse
+from torchtune_adaptive.schedule import at_epochs, geometric
 from torchtune_adaptive.settings import STRATEGIES, AdaptiveSettings, parse_memory
 
 HERE = __name__
@@ -554,9 +555,9 @@ def test_function_of_a_module_in_the_working_directory_is_found(tmp_path, monkey
     [
         ("no_such_module.grow", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("grow", "ModuleNotFoundError: No module named 'grow'"),
-        ("math.grow", "ModuleNotFoundError: No module named 'math.grow'; 'math' is not a package"),
-        ("", "ValueError: Empty module name"),
-        (".grow", "ValueError: Empty module name"),
+        ("math.grow", "AttributeError: module 'math' has no attribute 'grow'"),
+        ("", "ValueError: invalid format: ''"),
+        (".grow", "ValueError: invalid format: '.grow'"),
         ("math.pi.grow", "AttributeError: 'float' object has no attribute 'grow'"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from tests.ranks import run_on_ranks
 from tests.recipe_runs import adaptive_recipe, finished, tiny_config
 from torchtune_adaptive import sizing
-from torchtune_adaptive.batching import MicroBatchLimit, RowLimit, TokenLimit
+from torchtune_adaptive.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
 
 UNEQUAL = ("64MiB", "128MiB")  # rank 0's limit is the one that counts
 DOUBLING = {"_component_": "torchtune_adaptive.schedule.geometric"}

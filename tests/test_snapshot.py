@@ -15,8 +15,8 @@ from faults import FailsAt, ShardedTrainee, same_bits
 from ranks import run_on_ranks
 from torch import nn
 
-from torchtune_adaptive.oom import free_memory
-from torchtune_adaptive.snapshot import KeptBuffers, RandomStates, keep_random_states, leave_no_trace
+from torchtune_adaptive.distributed.snapshot import KeptBuffers, RandomStates, keep_random_states, leave_no_trace
+from torchtune_adaptive.memory.out_of_memory import free_memory
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),

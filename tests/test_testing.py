@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from torchtune_adaptive.consensus import Consensus
-from torchtune_adaptive.cpu_meter import CpuMeter
-from torchtune_adaptive.fsdp_state import AllGather
-from torchtune_adaptive.ledger import Ledger, RecordedAllGather
-from torchtune_adaptive.oom import free_memory
-from torchtune_adaptive.recovery import Recovery
-from torchtune_adaptive.rehearsal import rehearse
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.distributed.dry_run import rehearse
+from torchtune_adaptive.distributed.fsdp_state import AllGather
+from torchtune_adaptive.distributed.ledger import Ledger, RecordedAllGather
+from torchtune_adaptive.distributed.recovery import Recovery
+from torchtune_adaptive.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.memory.out_of_memory import free_memory
 from torchtune_adaptive.testing import Fault, ballast, faults_in, out_of_memory
 
 CPU = torch.device("cpu")
@@ -381,7 +381,7 @@ def test_the_recipes_class_is_afterwards_as_before(fails: bool) -> None:
 
 def test_ballast_takes_memory_that_the_meter_sees_and_gives_it_back() -> None:
     meter = CpuMeter()
-    meter.limit_bytes = 1500
+    meter.set_limit(1500)
     with ballast(1000, CPU, meter=meter):
         assert meter.live_bytes == 1000
         with meter:

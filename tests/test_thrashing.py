@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchtune_adaptive.thrashing import RetryWatch
+from torchtune_adaptive.memory.allocator_retries import RetryWatch
 
 
 class Allocator:

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_adaptive.throughput import smallest_near_best
+from torchtune_adaptive.search.throughput import smallest_near_best
 
 rates_of_sizes = st.dictionaries(st.integers(1, 64), st.floats(900, 1100), min_size=1, max_size=8)
 

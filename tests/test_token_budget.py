@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_adaptive.token_budget import largest_token_budget
+from torchtune_adaptive.search.token_budget import largest_token_budget
 
 properties = settings(derandomize=True, deadline=None, max_examples=150)
 

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 
-from torchtune_adaptive.consensus import Consensus
-from torchtune_adaptive.oom import free_memory
-from torchtune_adaptive.snapshot import leave_no_trace
-from torchtune_adaptive.vote import Outcome, run_together
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.distributed.snapshot import leave_no_trace
+from torchtune_adaptive.distributed.vote import Outcome, run_together
+from torchtune_adaptive.memory.out_of_memory import free_memory
 
 CPU = torch.device("cpu")
 POINTS = {2: 30, 4: 9}  # by ranks: how many operations of a step are made to fail, evenly spread

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset, PackedDataset
 
-from torchtune_adaptive.consensus import Consensus
+from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.worst_case import (
     longest_sample,

@@ -7,11 +7,12 @@ from typing import Any
 from omegaconf import DictConfig
 from torchtune import utils
 
-from torchtune_adaptive.consensus import Consensus
-from torchtune_adaptive.horizon import Horizon
-from torchtune_adaptive.meter import meter_for
+from torchtune_adaptive.batch.growth import Growth, next_batch_size, rehearse
+from torchtune_adaptive.batch.noise_scale import MeasuredSchedule
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.distributed.snapshot import keep_random_states
+from torchtune_adaptive.memory.devices import meter_for
 from torchtune_adaptive.micro_step import gradient_norms
-from torchtune_adaptive.noise_scale import MeasuredSchedule
 from torchtune_adaptive.rate import follow, refuse_unfollowing, scale_of, set_rates
 from torchtune_adaptive.record import AdaptiveRecord
 from torchtune_adaptive.refuse import (
@@ -21,9 +22,8 @@ from torchtune_adaptive.refuse import (
     refuse_stepping_in_backward,
     refuse_unsearchable,
 )
-from torchtune_adaptive.schedule import Growth, next_batch_size, rehearse
 from torchtune_adaptive.settings import AdaptiveSettings
-from torchtune_adaptive.snapshot import keep_random_states
+from torchtune_adaptive.training.horizon import Horizon
 
 log = utils.get_logger("DEBUG")
 
@@ -55,7 +55,7 @@ class AdaptiveBatch(AdaptiveRecord):
         """Set up the meter, find the sizes that the config asks for, and take them up. A collective."""
         limited = self._device.type == "cpu" and self._adaptive.memory_limit_bytes is not None  # there it costs time
         metered = limited or self._device.type == "cuda"
-        self._meter = meter_for(self._device, self._model, self._optimizer) if metered else None
+        self._meter = meter_for(self._device, self._model, _listed(self._optimizer), exact=False) if metered else None
         self._wanted_rows = cfg.batch_size
         self._reference_samples = cfg.batch_size * cfg.gradient_accumulation_steps * self._ranks
         self._begin_record()
@@ -66,8 +66,7 @@ class AdaptiveBatch(AdaptiveRecord):
             self._size(cfg)
             self._take_up(cfg)
         if self._meter is not None:
-            self._meter.limit_bytes = self._adaptive.memory_limit_bytes
-            self._meter.exact = False
+            self._meter.set_limit(self._adaptive.memory_limit_bytes)
             self._meter.reset()
 
     @property
@@ -199,3 +198,7 @@ class AdaptiveBatch(AdaptiveRecord):
         norms = gradient_norms(measured, num_tokens=num_tokens, samples=samples, ranks=self._ranks)
         if norms is not None:
             function.observe(norms)
+
+
+def _listed(optimizer: Any) -> list[Any]:
+    return [] if optimizer is None else [optimizer]

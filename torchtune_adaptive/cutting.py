@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from torchtune_adaptive.adaptation import AdaptiveBatch
-from torchtune_adaptive.batching import MicroBatchLimit, RowLimit, TokenLimit, spread
+from torchtune_adaptive.batch.limits import MicroBatchLimit, RowLimit, TokenLimit, spread
+from torchtune_adaptive.batch.sampler import most_rows
 from torchtune_adaptive.data import num_tokens
-from torchtune_adaptive.dealing import most_rows
 from torchtune_adaptive.micro_step import MicroStep, in_small_batch
 from torchtune_adaptive.worst_case import Row, silent_row
 

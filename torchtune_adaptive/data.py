@@ -9,10 +9,10 @@ from omegaconf import DictConfig
 from torch.utils._python_dispatch import _disable_current_modes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtune_adaptive.consensus import Consensus
-from torchtune_adaptive.dealing import DealtSampler, most_rows, rows_of_rank
+from torchtune_adaptive.batch.sampler import DealtSampler, most_rows, rows_of_rank
+from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError, reason_of
-from torchtune_adaptive.meter import MemoryMeter
+from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.refuse import refuse_few_samples_per_step, refuse_small_data
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.worst_case import Row

@@ -3,11 +3,11 @@
 from omegaconf import DictConfig
 from torchtune import utils
 
-from torchtune_adaptive.consensus import Consensus
+from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import reason_of
-from torchtune_adaptive.meter import MemoryMeter
-from torchtune_adaptive.planner import trace
-from torchtune_adaptive.search import usable_bytes
+from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.plan.client import trace
+from torchtune_adaptive.search.strategies import usable_bytes
 from torchtune_adaptive.settings import AdaptiveSettings
 
 log = utils.get_logger("DEBUG")

@@ -15,10 +15,10 @@ from omegaconf import DictConfig
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not re-exported
 from torchtune import config, training
 
-from torchtune_adaptive.configs import resolve_config_argument
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.loop import AdaptiveLoop
-from torchtune_adaptive.stock import start_process_group
+from torchtune_adaptive.stock.configs import resolve_config_argument
+from torchtune_adaptive.stock.load import start_process_group
 
 _SAID_KEY = "torchtune_adaptive/refused"
 _WAIT_FOR_RANK_ZERO = timedelta(seconds=10)

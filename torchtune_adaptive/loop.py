@@ -20,9 +20,9 @@ from torchtune import training, utils
 from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
 
+from torchtune_adaptive.memory.out_of_memory import comes_from_out_of_memory, is_out_of_memory_in_collective
 from torchtune_adaptive.micro_batch import AdaptiveMicroBatch
 from torchtune_adaptive.micro_step import MicroStep, own_norm_squared
-from torchtune_adaptive.oom import comes_from_out_of_memory, is_out_of_memory_in_collective
 from torchtune_adaptive.worst_case import Row
 
 log = utils.get_logger("DEBUG")

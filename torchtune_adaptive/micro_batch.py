@@ -11,22 +11,21 @@ import torch
 from omegaconf import DictConfig
 from torchtune import utils
 
-from torchtune_adaptive.batching import halvings
+from torchtune_adaptive.batch.limits import halvings
 from torchtune_adaptive.cutting import AdaptiveCutting
 from torchtune_adaptive.data import num_tokens
+from torchtune_adaptive.distributed.dry_run import rehearse
+from torchtune_adaptive.distributed.recovery import Attempt, Recovery, Strain
+from torchtune_adaptive.distributed.snapshot import keep_random_states
+from torchtune_adaptive.distributed.vote import Outcome, run_together
 from torchtune_adaptive.errors import NothingFitsError
-from torchtune_adaptive.finder import first_that_fits
-from torchtune_adaptive.meter import meter_for
+from torchtune_adaptive.memory.allocator_retries import RetryWatch
+from torchtune_adaptive.memory.devices import meter_for
 from torchtune_adaptive.micro_step import MicroStep
-from torchtune_adaptive.optimizer_state import allocate_state
-from torchtune_adaptive.recovery import Attempt, Recovery, Strain
 from torchtune_adaptive.refuse import why_unrecoverable
-from torchtune_adaptive.rehearsal import rehearse
-from torchtune_adaptive.report import said_of
-from torchtune_adaptive.snapshot import keep_random_states
-from torchtune_adaptive.thrashing import RetryWatch
-from torchtune_adaptive.units import format_bytes
-from torchtune_adaptive.vote import Outcome, run_together
+from torchtune_adaptive.search.find import first_that_fits
+from torchtune_adaptive.text import format_bytes, ranks_text
+from torchtune_adaptive.training.optimizer_state import allocate_state
 from torchtune_adaptive.worst_case import Row, small_batches, window_maker
 
 log = utils.get_logger("DEBUG")
@@ -131,8 +130,8 @@ class AdaptiveMicroBatch(AdaptiveCutting):
         strained = {rank: figures for rank, (strain, *figures) in enumerate(told) if strain is attempt.strain}
         phase, figures, error = next(iter(strained.values()))
         if attempt.strain is Strain.THRASHING:
-            return f"{said_of(strained)} gave back the allocator's cache in two steps in a row ({figures})"
-        return f"{said_of(strained)} ran out of memory in {phase} ({figures}: {textwrap.shorten(error, 200)})"
+            return f"{ranks_text(strained)} gave back the allocator's cache in two steps in a row ({figures})"
+        return f"{ranks_text(strained)} ran out of memory in {phase} ({figures}: {textwrap.shorten(error, 200)})"
 
     def _figures(self) -> str:
         """Peak and limit of this rank's device, as text."""
@@ -167,7 +166,7 @@ class AdaptiveMicroBatch(AdaptiveCutting):
             model=self._model,
             optimizer=self._optimizer,
             device=self._device,
-            meter=self._meter or meter_for(self._device, self._model, self._optimizer),
+            meter=self._meter or meter_for(self._device, self._model, [self._optimizer]),
             settings=self._adaptive,
             consensus=self._consensus,
         )

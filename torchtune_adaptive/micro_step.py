@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtune_adaptive.dealing import rows_of_rank
-from torchtune_adaptive.noise_scale import GradientNorms
+from torchtune_adaptive.batch.noise_scale import GradientNorms
+from torchtune_adaptive.batch.sampler import rows_of_rank
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.horizon import Horizon
 from torchtune_adaptive.settings import LearningRateScaling
+from torchtune_adaptive.training.horizon import Horizon
 
 
 def scale_of(rule: LearningRateScaling, *, samples: int, reference_samples: int) -> float:

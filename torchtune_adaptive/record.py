@@ -8,10 +8,10 @@ from torchtune import utils
 
 from torchtune_adaptive.data import num_tokens
 from torchtune_adaptive.errors import InputError, quote, reason_of
-from torchtune_adaptive.meter import device_memory_bytes
-from torchtune_adaptive.report import AdaptiveReport
-from torchtune_adaptive.resume import AdaptiveState, read_state, refuse_unsavable, state_path, write_state
+from torchtune_adaptive.memory.meter import device_memory_bytes
 from torchtune_adaptive.sizing import AdaptiveSizing
+from torchtune_adaptive.training.report import AdaptiveReport
+from torchtune_adaptive.training.run_state import AdaptiveState, read_state, refuse_unsavable, state_path, write_state
 from torchtune_adaptive.worst_case import is_packed, stretched_row
 
 log = utils.get_logger("DEBUG")

@@ -6,9 +6,9 @@ import torch
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.meter import device_memory_bytes
+from torchtune_adaptive.memory.meter import device_memory_bytes
 from torchtune_adaptive.settings import AdaptiveSettings
-from torchtune_adaptive.units import format_bytes
+from torchtune_adaptive.text import format_bytes
 from torchtune_adaptive.worst_case import is_packed
 
 

@@ -10,9 +10,8 @@ from typing import Any, Literal, TypeAlias, get_args
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchtune_adaptive.components import load_function
+from torchtune_adaptive.batch.growth import BatchIncreaseFunction, check_function, load_function
 from torchtune_adaptive.errors import InputError, as_integer, quote, reason_of, require_integer
-from torchtune_adaptive.schedule import BatchIncreaseFunction, check_function
 
 Strategy: TypeAlias = Literal["linear_extrapolation", "binary_search", "decrease_until_oom"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)

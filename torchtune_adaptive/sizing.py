@@ -8,16 +8,16 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune import utils
 
-from torchtune_adaptive.batching import halvings
+from torchtune_adaptive.batch.limits import halvings
 from torchtune_adaptive.data import AdaptiveData, num_tokens
 from torchtune_adaptive.expectation import expected_batch_size
-from torchtune_adaptive.finder import search
 from torchtune_adaptive.refuse import refuse_long_rows, refuse_packs
-from torchtune_adaptive.report import AdaptiveReport, length_table, probe_table, rate_table, summary
-from torchtune_adaptive.search import Probe, SearchResult
+from torchtune_adaptive.search.find import search
+from torchtune_adaptive.search.strategies import Probe, SearchResult
+from torchtune_adaptive.search.throughput import smallest_near_best, tokens_per_second
+from torchtune_adaptive.search.token_budget import largest_token_budget
 from torchtune_adaptive.settings import AdaptiveSettings
-from torchtune_adaptive.throughput import smallest_near_best, tokens_per_second
-from torchtune_adaptive.token_budget import largest_token_budget
+from torchtune_adaptive.training.report import AdaptiveReport, length_table, probe_table, rate_table, summary
 from torchtune_adaptive.worst_case import Row, refuse_long_samples, stretched_row, window_maker, worst_case_row
 
 log = utils.get_logger("DEBUG")

@@ -18,13 +18,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtune_adaptive.collectives import is_collective, is_wait
-from torchtune_adaptive.ledger import Ledger, RecordedAllGather
-from torchtune_adaptive.meter import MemoryMeter
-from torchtune_adaptive.recovery import Recovery
-from torchtune_adaptive.wrappers import is_on_wrappers
+from torchtune_adaptive.distributed.ledger import Ledger, RecordedAllGather
+from torchtune_adaptive.distributed.recovery import Recovery
+from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.operations import OperationMode, is_collective, is_wait
 
 __all__ = ["Fault", "ballast", "faults_in", "kill_process", "out_of_memory"]
 
@@ -41,7 +39,7 @@ def kill_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Fault(TorchDispatchMode):
+class Fault(OperationMode):
     """Strikes once, in place of number ``place`` (from 0) of what happens inside ``with fault:``, in any thread.
 
     What counts, by ``kind``:
@@ -68,8 +66,6 @@ class Fault(TorchDispatchMode):
     (3, False)
     """
 
-    supports_higher_order_operators = True
-
     def __init__(
         self,
         place: int | None,
@@ -91,10 +87,6 @@ class Fault(TorchDispatchMode):
         self._is_active = False
         self._is_in_collective = False
         self._patches = ExitStack()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __enter__(self) -> "Fault":
         if self._is_active:
@@ -125,14 +117,12 @@ class Fault(TorchDispatchMode):
         self._patches.close()
         self._is_active = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_on_wrappers(types):
-            return NotImplemented
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not is_collective(func):
             self._happens("operation")
         elif not is_wait(func):
             self._happens("collective")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _noting(self, name: str, is_under_way: bool) -> Callable[..., Any]:
         """The ledger's method ``name``, after which a collective is under way, or none is."""

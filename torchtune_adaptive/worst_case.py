@@ -7,7 +7,7 @@ import torch
 from torchtune.datasets import ConcatDataset, PackedDataset
 from tqdm import tqdm
 
-from torchtune_adaptive.consensus import Consensus
+from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
 
 Row = dict[str, Any]

@@ -4,10 +4,16 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from benchmarks.on_gpu.stage import Section, Stage
-from torchtune_adaptive.calibration import Card, StepPeak, calibrate
-from torchtune_adaptive.overhead import CONTEXT_BYTES, FRAGMENTATION, ONE_RANK_NCCL_BYTES, WORKSPACE_BYTES, Calibration
-from torchtune_adaptive.planner import calibration_peak
-from torchtune_adaptive.units import format_bytes
+from torchtune_adaptive.plan.calibration import Card, StepPeak, calibrate
+from torchtune_adaptive.plan.client import calibration_peak
+from torchtune_adaptive.plan.overhead import (
+    CONTEXT_BYTES,
+    FRAGMENTATION,
+    ONE_RANK_NCCL_BYTES,
+    WORKSPACE_BYTES,
+    Calibration,
+)
+from torchtune_adaptive.text import format_bytes
 
 HEADER = ["figure", "measured", "taken without a calibration"]
 

@@ -15,8 +15,8 @@ from torchtune import training
 
 from benchmarks.on_gpu.stage import Stage
 from tests.recipe_runs import RecordingLogger, adaptive_recipe, stock_recipe
-from torchtune_adaptive.configs import is_lora, load_config
-from torchtune_adaptive.oom import free_memory
+from torchtune_adaptive.memory.out_of_memory import free_memory
+from torchtune_adaptive.stock.configs import is_lora, load_config
 
 _STANDARD_DEVIATION = 0.02
 _SMALLEST_VOCABULARY = 1000  # of the models that are trained here

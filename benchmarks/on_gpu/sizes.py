@@ -10,12 +10,12 @@ from tqdm import tqdm
 from benchmarks.on_gpu.random_recipe import let_go, live_recipe, random_config, start_group
 from benchmarks.on_gpu.stage import Section, Stage, total_bytes
 from torchtune_adaptive.errors import InputError, NothingFitsError, reason_of
-from torchtune_adaptive.finder import first_that_fits
-from torchtune_adaptive.oom import free_memory
-from torchtune_adaptive.peaks import TracedStep
-from torchtune_adaptive.plan import Card, Plan, plan
-from torchtune_adaptive.planner import trace
-from torchtune_adaptive.throughput import tokens_per_second
+from torchtune_adaptive.memory.out_of_memory import free_memory
+from torchtune_adaptive.plan.client import trace
+from torchtune_adaptive.plan.plan import Card, Plan, plan
+from torchtune_adaptive.plan.step_peaks import TracedStep
+from torchtune_adaptive.search.find import first_that_fits
+from torchtune_adaptive.search.throughput import tokens_per_second
 
 _NUM_ROWS = 4096
 _SECONDS_FOR_ONE = 30.0  # a case is not begun with less than that left

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtune_adaptive.units import format_bytes
+from torchtune_adaptive.text import format_bytes
 
 _GIB, _MIB = 2**30, 2**20
 # Where each card's memory ends; a limit above the card's own is the whole card.

@@ -10,9 +10,9 @@ from benchmarks.on_gpu.observed import live_bytes
 from benchmarks.on_gpu.random_recipe import live_recipe, random_config, start_group
 from benchmarks.on_gpu.stage import Section, Stage
 from benchmarks.peers.rfc import bisect, by_difference
-from torchtune_adaptive.oom import comes_from_out_of_memory, free_memory
+from torchtune_adaptive.distributed.snapshot import leave_no_trace
+from torchtune_adaptive.memory.out_of_memory import comes_from_out_of_memory, free_memory
 from torchtune_adaptive.settings import STRATEGIES
-from torchtune_adaptive.snapshot import leave_no_trace
 
 _MOST_ROWS = 1024
 _MARGIN = 0.05

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from torchtune_adaptive.cpu_meter import CpuMeter
-from torchtune_adaptive.meter import device_memory_bytes
+from torchtune_adaptive.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.memory.meter import device_memory_bytes
 
 
 class Card(Protocol):

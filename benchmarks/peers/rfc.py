@@ -7,8 +7,8 @@ import torch
 from benchmarks.peers.data import Batch
 from benchmarks.peers.task import STEPS, Model, Task
 from benchmarks.peers.watch import Attempts, Found, Search
-from torchtune_adaptive.oom import free_memory
-from torchtune_adaptive.snapshot import RandomStates
+from torchtune_adaptive.distributed.snapshot import RandomStates
+from torchtune_adaptive.memory.out_of_memory import free_memory
 
 WHOLE_BATCH = 128  # which the first sketch cuts into chunks
 MOST_ROWS = 100_000  # where the second begins to bisect

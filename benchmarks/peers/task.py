@@ -12,7 +12,7 @@ from torchtune.models.llama2 import llama2
 
 from benchmarks.peers.card import Card, card_on
 from benchmarks.peers.data import IGNORED, SEED, VOCAB_SIZE, Batch, Rows, padded
-from torchtune_adaptive.meter import device_memory_bytes
+from torchtune_adaptive.memory.meter import device_memory_bytes
 
 STEPS = 20  # of the training that follows a search
 GEOMETRY = {

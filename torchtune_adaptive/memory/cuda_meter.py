@@ -1,0 +1,109 @@
+"""Bytes on one CUDA device by its caching allocator.
+
+The limit is the allocator's own (``torch.cuda.set_per_process_memory_fraction``): it bounds what the
+allocator reserves, so that it frees its cache, retries and at last raises just as a smaller card would.
+What lies outside the allocator (CUDA context, NCCL, other processes) counts against ``available_bytes``.
+"""
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.operations import OperationMode
+
+
+class CudaMeter(MemoryMeter):
+    """Peaks of reserved bytes, and of allocated bytes by phase, on ``device``."""
+
+    def __init__(self, device: torch.device, *, exact: bool = True) -> None:
+        super().__init__(exact=exact)
+        self._device = device
+        self._total_bytes = torch.cuda.mem_get_info(device)[1]
+        self._reserved_peak_bytes = 0
+        self._fraction_outside = 1.0
+        self._mode: _RecordAllocated | None = None
+
+    @property
+    def available_bytes(self) -> int:
+        free_bytes, _ = torch.cuda.mem_get_info(self._device)
+        return free_bytes + torch.cuda.memory_reserved(self._device)
+
+    @property
+    def peak_bytes(self) -> int:
+        self._read()
+        return self._reserved_peak_bytes
+
+    @property
+    def total_retries(self) -> int:
+        return torch.cuda.memory_stats_as_nested_dict(self._device).get("num_alloc_retries", 0)
+
+    @property
+    def phase_peak_bytes(self) -> dict[str, int]:
+        self._read()
+        return super().phase_peak_bytes
+
+    def reset(self) -> None:
+        super().reset()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._reserved_peak_bytes = 0
+
+    def enter_phase(self, name: str) -> None:
+        if self._exact:
+            self._read()
+        super().enter_phase(name)
+
+    def count(self, values: Any) -> None:
+        """Nothing to do: the allocator counts whatever is on the device."""
+
+    def __enter__(self) -> "CudaMeter":
+        if self._limit_bytes is not None:
+            self._fraction_outside = torch.cuda.get_per_process_memory_fraction(self._device)
+            fraction = min(self._fraction_outside, self._limit_bytes / self._total_bytes)
+            torch.cuda.set_per_process_memory_fraction(fraction, self._device)
+        if self._recording is not None:
+            self._mode = _RecordAllocated(self)
+            self._mode.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(kind, error, traceback)
+            self._mode = None
+        if self._limit_bytes is not None:
+            torch.cuda.set_per_process_memory_fraction(self._fraction_outside, self._device)
+
+    def after_operation(self, name: str) -> None:
+        """Record the peak that the operation ``name`` reached, workspaces inside its kernels included."""
+        allocated_bytes = self._read()
+        if self._recording is not None:
+            self._recording.append((name, allocated_bytes))
+
+    def _stats(self) -> dict[str, int]:
+        return torch.cuda.memory_stats(self._device)
+
+    def _read(self) -> int:
+        """Peak of allocated bytes since the last reading, which is taken into the phase's and the total peak."""
+        stats = self._stats()
+        allocated_bytes = stats.get("allocated_bytes.all.peak", 0)
+        self._reserved_peak_bytes = max(self._reserved_peak_bytes, stats.get("reserved_bytes.all.peak", 0))
+        self._note(allocated_bytes)
+        if self._exact:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        return allocated_bytes
+
+
+class _RecordAllocated(OperationMode):
+    """Reports each operation to a meter; of compiled layers it sees only the kernels that are not fused."""
+
+    def __init__(self, meter: CudaMeter) -> None:
+        super().__init__()
+        self._meter = meter
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outputs = func(*args, **kwargs)
+        self._meter.after_operation(str(func))
+        return outputs

@@ -1,0 +1,1 @@
+"""What fits, known without a device: ``tune-adaptive plan`` and ``tune-adaptive calibrate``."""

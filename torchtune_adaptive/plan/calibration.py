@@ -1,0 +1,245 @@
+"""Measure on a real GPU what it adds to traced bytes; `tune-adaptive calibrate`.
+
+All that touches the GPU is in ``CudaCard``, so that the rest is tested without one. The order of measurements matters:
+each thing is done for the first time where it is measured.
+"""
+
+import os
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.collect_env import get_nvidia_driver_version, run
+from torchtune.models.llama3 import llama3
+from torchtune.modules.loss import CEWithChunkedOutputLoss
+
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.memory.out_of_memory import free_memory
+from torchtune_adaptive.plan.overhead import Calibration
+from torchtune_adaptive.text import format_bytes
+
+# A `llama3` with random weights, small enough for a card of 16 GB (a judgement: no card has run it).
+CALIBRATION_MODEL = {
+    "vocab_size": 32_000,
+    "num_layers": 4,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "embed_dim": 2048,
+    "max_seq_len": 1024,
+    "intermediate_dim": 8192,
+}
+SEQ_LEN = CALIBRATION_MODEL["max_seq_len"]
+BATCH_SIZES = (2, 3, 8)
+_STEPS_BEFORE = 2  # the first makes the optimizer's state, the second is the first like all later ones
+# Judged: no context alone is as large; more is in use by another process, which would be counted as ours.
+_LARGEST_CONTEXT_BYTES = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class StepPeak:
+    """The most that the allocator had allocated and reserved during a train step of ``num_tokens`` tokens."""
+
+    num_tokens: int
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+class Trainer(NamedTuple):
+    """What is trained, and a whole train step on tokens [B, S]."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    train_step: Callable[[torch.Tensor], None]
+
+
+class Card(ABC):
+    """A GPU as a calibration needs it."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, str]:
+        """``gpu``, ``driver``, ``torch`` and ``backend``: the allocator's kind and settings."""
+
+    @abstractmethod
+    def outside_bytes(self) -> int:
+        """Bytes of the card in use now that the allocator has not reserved. Creates the context."""
+
+    @abstractmethod
+    def outside_bytes_in_a_group(self) -> int:
+        """``outside_bytes`` right after the first collective of a group of one rank, which then ends."""
+
+    @abstractmethod
+    def workspace_bytes(self) -> int:
+        """Bytes that a first bfloat16 product and its backward leave allocated."""
+
+    @abstractmethod
+    def train(self, batch_size: int, seq_len: int) -> StepPeak:
+        """Train the model for some steps and give the peak of the last; only loaded kernels are left."""
+
+
+def calibrate(
+    output: Path, *, forecast_peak: Callable[[int, int], float], device_index: int = 0, card: Card | None = None
+) -> Calibration:
+    """Measure one GPU, write the figures to ``output`` and return them. The GPU must not be in use otherwise.
+
+    Args:
+        forecast_peak: traced peak bytes of a steady train step of ``make_trainer``, for batch size and tokens per row;
+            called before the GPU is touched.
+        card: the GPU; by default the one of ``device_index``.
+
+    Raises:
+        InputError: there is no CUDA, no such device, or other processes use the GPU.
+    """
+    card = _cuda_card(device_index) if card is None else card
+    traced_bytes = [forecast_peak(batch_size, SEQ_LEN) for batch_size in BATCH_SIZES]
+    created_bytes = measure_context_bytes(card)
+    product_bytes = measure_workspace_bytes(card)
+    peaks = [card.train(batch_size, SEQ_LEN) for batch_size in BATCH_SIZES]
+    workspace_bytes, bytes_per_token, misfit_bytes = fit_residuals(peaks, traced_bytes)
+    measured = Calibration(
+        **card.describe(),
+        context_bytes=max(created_bytes, card.outside_bytes()),  # by now with the kernels that training loaded
+        nccl_bytes=measure_nccl_bytes(card),
+        workspace_bytes=max(workspace_bytes, product_bytes),
+        bytes_per_token=bytes_per_token,
+        attention_width=CALIBRATION_MODEL["embed_dim"],
+        fragmentation=measure_fragmentation(peaks),
+        misfit_bytes=misfit_bytes,
+    )
+    measured.write(output)
+    return measured
+
+
+def measure_context_bytes(card: Card) -> int:
+    """Bytes outside the allocator once the context exists, before anything was computed.
+
+    Raises:
+        InputError: so many are in use that other processes must be among them.
+    """
+    context_bytes = card.outside_bytes()
+    if context_bytes > _LARGEST_CONTEXT_BYTES:
+        raise InputError(
+            f"A GPU must not be in use when its calibration begins, but {format_bytes(context_bytes)} of it are in use."
+        )
+    return context_bytes
+
+
+def measure_workspace_bytes(card: Card) -> int:
+    """Bytes that the first product and its backward leave allocated: what cuBLAS keeps."""
+    return max(0, card.workspace_bytes())
+
+
+def measure_nccl_bytes(card: Card) -> int:
+    """Bytes outside the allocator that the first collective of a single rank takes."""
+    before_bytes = card.outside_bytes()
+    return max(0, card.outside_bytes_in_a_group() - before_bytes)
+
+
+def measure_fragmentation(peaks: Sequence[StepPeak]) -> float:
+    """The largest reserved over allocated bytes of the steps, less 1."""
+    return max(0.0, max(peak.reserved_bytes / peak.allocated_bytes for peak in peaks) - 1)
+
+
+def fit_residuals(peaks: Sequence[StepPeak], traced_bytes: Sequence[float]) -> tuple[int, float, int]:
+    """A line no measured peak is above, over traced bytes: its constant, its bytes per token, and its largest miss.
+
+    Neither part is below zero: where the trace counted too much, nothing is taken off the next forecast.
+
+    >>> peaks = [StepPeak(10, 1120, 0), StepPeak(20, 2140, 0), StepPeak(40, 4180, 0)]
+    >>> fit_residuals(peaks, [1000.0, 2000.0, 4000.0])
+    (100, 2.0, 0)
+    """
+    residuals = [peak.allocated_bytes - traced for peak, traced in zip(peaks, traced_bytes, strict=True)]
+    slope, _ = statistics.linear_regression([peak.num_tokens for peak in peaks], residuals)
+    bytes_per_token = max(0.0, slope)
+    above = [residual - bytes_per_token * peak.num_tokens for peak, residual in zip(peaks, residuals, strict=True)]
+    constant = max(0.0, *above)
+    return round(constant), bytes_per_token, round(max(constant - value for value in above))
+
+
+def _cuda_card(device_index: int) -> "CudaCard":
+    if not torch.cuda.is_available():
+        raise InputError("`tune-adaptive calibrate` must run on a machine with CUDA, but this one has no CUDA device.")
+    count = torch.cuda.device_count()
+    if not 0 <= device_index < count:
+        raise InputError(f"`device_index` must be in [0, {count}), but is {device_index} instead.")
+    return CudaCard(torch.device("cuda", device_index))
+
+
+class CudaCard(Card):
+    """``Card`` on ``device``, which this process must not have used before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def describe(self) -> dict[str, str]:
+        settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "default"
+        return {
+            "gpu": torch.cuda.get_device_name(self._device),
+            "driver": get_nvidia_driver_version(run) or "unknown",
+            "torch": torch.__version__,
+            "backend": f"{torch.cuda.get_allocator_backend()}, {settings}",
+        }
+
+    def outside_bytes(self) -> int:
+        torch.cuda.synchronize(self._device)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        return total_bytes - free_bytes - torch.cuda.memory_reserved(self._device)
+
+    def outside_bytes_in_a_group(self) -> int:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented, but not in `__all__`
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=self._device)
+        try:
+            dist.all_reduce(torch.zeros(1, device=self._device))
+            return self.outside_bytes()
+        finally:
+            dist.destroy_process_group()
+
+    def workspace_bytes(self) -> int:
+        before_bytes = torch.cuda.memory_allocated(self._device)
+        matrix = torch.zeros(4096, 4096, dtype=torch.bfloat16, device=self._device, requires_grad=True)
+        (matrix @ matrix).sum().backward()
+        del matrix
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.memory_allocated(self._device) - before_bytes
+
+    def train(self, batch_size: int, seq_len: int) -> StepPeak:
+        trainer = make_trainer(self._device)
+        tokens_BS = torch.zeros(batch_size, seq_len, dtype=torch.long, device=self._device)
+        for _ in range(_STEPS_BEFORE):
+            trainer.train_step(tokens_BS)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        trainer.train_step(tokens_BS)
+        allocated_bytes = torch.cuda.max_memory_allocated(self._device)
+        reserved_bytes = torch.cuda.max_memory_reserved(self._device)
+        del trainer, tokens_BS
+        free_memory(self._device)
+        return StepPeak(batch_size * seq_len, allocated_bytes, reserved_bytes)
+
+
+def make_trainer(device: torch.device, model_arguments: Mapping[str, int] = CALIBRATION_MODEL) -> Trainer:
+    """The model on ``device``, its optimizer and its train step; for the card and for a trace of the same step."""
+    outer_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with device:
+            model: Any = llama3(**model_arguments)
+    finally:
+        torch.set_default_dtype(outer_dtype)
+    loss = CEWithChunkedOutputLoss()
+    model.set_num_output_chunks(loss.num_output_chunks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def train_step(tokens_BS: torch.Tensor) -> None:
+        loss(model(tokens_BS), tokens_BS).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return Trainer(model, optimizer, train_step)

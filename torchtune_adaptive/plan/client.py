@@ -1,0 +1,87 @@
+"""Trace a config's train step without a GPU, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.step_peaks import TracedStep
+from torchtune_adaptive.stock.configs import resolved
+
+
+def trace(
+    cfg: DictConfig,
+    *,
+    world_size: int,
+    seq_lens: Sequence[int],
+    timeout_s: float | None = None,
+    shows_progress: bool = False,
+) -> TracedStep:
+    """Peaks of a train step of our recipe for ``cfg`` on the first of ``world_size`` ranks, which holds the most.
+
+    It runs in a process of its own, over fake tensors on the CPU: no weights, tokenizer or data set are read.
+
+    Args:
+        seq_lens: tokens of a row; each gives peaks of its own.
+        timeout_s: give up after so many seconds; None: never.
+        shows_progress: on standard error.
+
+    Raises:
+        InputError: the config cannot be planned; the message says why.
+        TimeoutError: it took longer than ``timeout_s``.
+    """
+    request = {
+        "config": resolved(cfg),
+        "world_size": world_size,
+        "seq_lens": list(seq_lens),
+        "shows_progress": shows_progress,
+    }
+    return TracedStep.from_json(_ask(request, timeout_s=timeout_s, shows_progress=shows_progress))
+
+
+def calibration_peak(batch_size: int, seq_len: int) -> float:
+    """Traced peak bytes of the step that a calibration takes, for rows of ``seq_len`` tokens."""
+    return _ask({"batch_size": batch_size, "seq_len": seq_len}, timeout_s=None, shows_progress=False)["peak_bytes"]
+
+
+def _ask(request: dict[str, Any], *, timeout_s: float | None, shows_progress: bool) -> dict[str, Any]:
+    """What ``fake_plan`` answers."""
+    with tempfile.TemporaryDirectory() as directory:
+        answer_path = Path(directory) / "answer.json"
+        command = [sys.executable, "-m", "torchtune_adaptive.plan.plan.worker", str(answer_path)]
+        try:
+            ended = subprocess.run(
+                command,
+                input=json.dumps(request),
+                text=True,
+                env=_environment(),
+                stdout=subprocess.DEVNULL,
+                stderr=None if shows_progress else subprocess.PIPE,
+                timeout=timeout_s,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"tracing took longer than {timeout_s} s") from error
+        if ended.returncode:
+            raise RuntimeError(f"tracing failed with exit status {ended.returncode}: {(ended.stderr or '')[-2000:]}")
+        answer = json.loads(answer_path.read_text())
+    if "refused" in answer:
+        raise InputError(answer["refused"])
+    return answer
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, but for what a launcher told it of its rank; the other has no GPU and one thread."""
+    launcher = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in launcher and not name.startswith(("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_"))
+    }
+    return kept | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,107 @@
+"""A plan as text for people, and as what JSON can hold."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torchtune_adaptive.plan.overhead import Overhead
+from torchtune_adaptive.plan.plan import LengthPlan, Plan
+from torchtune_adaptive.plan.suggestions import Suggestion
+from torchtune_adaptive.text import format_bytes, text_table
+
+_GIB = 2**30
+
+
+def plan_text(plan: Plan, *, title: str) -> str:
+    """Tables of what fits, of the phases' peaks and of what the highest holds, with what they rest on."""
+    step = plan.step
+    layers = " and ".join(map(str, step.traced_layers))
+    traced = "" if step.traced_layers == (step.num_layers,) else f", told by models of {layers} layers"
+    ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
+    lines = [
+        f"{title}: {_count(step.num_parameters)} parameters in {step.num_layers} layers{traced}",
+        f"{ranks} of {format_bytes(plan.card.memory_bytes)}, of which a fraction of {plan.margin:g} is held back",
+        "",
+        text_table([_SIZES, *map(_sizes, plan.lengths)]),
+        "",
+        "Traced peak of each phase, in GiB:",
+        text_table(_in_gib([(length, length.phases) for length in plan.lengths])),
+        "",
+        "What the highest of them holds, in GiB:",
+        text_table(_in_gib([(length, length.kinds) for length in plan.lengths])),
+        "",
+        _source(plan),
+    ]
+    if step.paged_bytes:
+        paged = format_bytes(step.paged_bytes)
+        lines.append(f"Optimizer state of {paged} is in paged memory, which gives way to all else: not counted.")
+    return "\n".join(lines)
+
+
+def suggestion_text(suggestion: Suggestion) -> str:
+    """What a change would bring, in one line."""
+    length = suggestion.length
+    if length is None:
+        return f"{suggestion.change}: not planned, {suggestion.refused}"
+    if length.exact_batch_size == 0:
+        needed = format_bytes(length.peak_bytes + length.added_bytes)
+        return f"{suggestion.change}: does not fit either, one row of {length.seq_len} tokens would need {needed}"
+    return f"{suggestion.change}: largest batch_size {_size(length.exact_batch_size)} (rows of {length.seq_len} tokens)"
+
+
+def plan_json(plan: Plan, suggestions: Iterable[Suggestion]) -> dict[str, Any]:
+    """The plan and its suggestions as what JSON can hold; bytes are bytes, and of one rank."""
+    step = plan.step
+    return {
+        "world_size": plan.world_size,
+        "memory_bytes": plan.card.memory_bytes,
+        "margin": plan.margin,
+        "num_parameters": step.num_parameters,
+        "num_layers": step.num_layers,
+        "traced_layers": list(step.traced_layers),
+        "paged_bytes": step.paged_bytes,
+        "overhead": asdict(plan.overhead),
+        "lengths": [asdict(length) for length in plan.lengths],
+        "suggestions": [asdict(suggestion) for suggestion in suggestions],
+    }
+
+
+_SIZES = (
+    *("rows of", "largest batch", "at least", "used", "tokens per step"),
+    *("traced peak", "GPU adds", "give or take", "together"),
+)
+
+
+def _sizes(length: LengthPlan) -> list[str]:
+    together = length.peak_bytes + length.added_bytes
+    figures = (length.peak_bytes, length.added_bytes, length.uncertainty_bytes, together)
+    sizes = [_size(length.exact_batch_size), _size(length.certain_batch_size)]
+    used = str(length.batch_size) if length.exact_batch_size != 0 else f"({length.batch_size})"
+    return [f"{length.seq_len}", *sizes, used, f"{length.tokens_per_step:,}", *map(format_bytes, figures)]
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
+
+
+def _size(batch_size: int | None) -> str:
+    return "any" if batch_size is None else str(batch_size)
+
+
+def _in_gib(rows: Sequence[tuple[LengthPlan, dict[str, float]]]) -> list[list[str]]:
+    names = ["rows of", "batch", *rows[0][1]]
+    return [names] + [
+        [str(length.seq_len), str(length.batch_size), *(f"{num_bytes / _GIB:.2f}" for num_bytes in figures.values())]
+        for length, figures in rows
+    ]
+
+
+def _source(plan: Plan) -> str:
+    overhead = plan.overhead
+    if overhead == Overhead.none():
+        return "On a CPU nothing is added to what is traced."
+    return (
+        f"What the GPU adds is not traced ({overhead.source}): outside the allocator"
+        f" {format_bytes(overhead.outside_bytes)}, workspaces {format_bytes(overhead.workspace_bytes)}, attention"
+        f" {overhead.bytes_per_token:.0f} bytes per token, fragmentation {overhead.fragmentation:.0%}."
+    )

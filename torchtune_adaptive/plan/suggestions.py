@@ -1,0 +1,93 @@
+"""What may help where nothing fits of a config, each change itself planned."""
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.client import trace
+from torchtune_adaptive.plan.plan import Card, LengthPlan, Trace, plan
+from torchtune_adaptive.stock.configs import is_lora, resolved
+
+_MOST_RANKS = 512
+_SHORTEST_ROWS = 512
+_LORA = {
+    "lora_attn_modules": ["q_proj", "v_proj", "output_proj"],
+    "apply_lora_to_mlp": True,
+    "lora_rank": 8,
+    "lora_alpha": 16,
+}
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A change of the config or the launch, itself planned: what then fits, or why it cannot be planned."""
+
+    change: str
+    length: LengthPlan | None
+    refused: str = ""
+
+
+def suggestions(
+    cfg: DictConfig, *, world_size: int, card: Card, seq_len: int, traced_by: Trace = trace
+) -> Iterator[Suggestion]:
+    """What may help where nothing fits, each planned: checkpointing, LoRA, more ranks, shorter rows.
+
+    Of more ranks and of shorter rows the first number that fits is told, else the last one tried.
+    """
+
+    def planned(change: str, changed: DictConfig, *, ranks: int = world_size, tokens: int = seq_len) -> Suggestion:
+        try:
+            told = plan(changed, world_size=ranks, card=card, seq_lens=[tokens], traced_by=traced_by)
+        except InputError as error:
+            return Suggestion(change, None, str(error))
+        return Suggestion(change, told.lengths[0])
+
+    checkpointed = _with(cfg, {"enable_activation_checkpointing": True, "ac_mode": None})
+    if not cfg.get("enable_activation_checkpointing", False):
+        yield planned("enable_activation_checkpointing=True", checkpointed)
+    lora = None if is_lora(cfg) else _lora_of(checkpointed)
+    if lora is not None:
+        yield planned(f"LoRA and checkpointing: model={lora.model._component_}, rank {lora.model.lora_rank}", lora)
+    yield from _first_that_fits(
+        planned(f"{ranks} ranks", cfg, ranks=ranks) for ranks in _doublings(world_size, _MOST_RANKS)
+    )
+    yield from _first_that_fits(
+        planned(f"rows of {tokens} tokens", cfg, tokens=tokens) for tokens in _halvings(seq_len, _SHORTEST_ROWS)
+    )
+
+
+def _first_that_fits(tried: Iterator[Suggestion]) -> Iterator[Suggestion]:
+    last = None
+    for last in tried:
+        if last.length is None or last.length.exact_batch_size != 0:
+            break
+    if last is not None:
+        yield last
+
+
+def _doublings(number: int, most: int) -> Iterator[int]:
+    while (number := 2 * number) <= most:
+        yield number
+
+
+def _halvings(number: int, least: int) -> Iterator[int]:
+    while (number := number // 2) >= least:
+        yield number
+
+
+def _with(cfg: DictConfig, changes: dict[str, object]) -> DictConfig:
+    """A copy of ``cfg`` with other top-level values."""
+    return DictConfig(resolved(cfg) | changes)
+
+
+def _lora_of(cfg: DictConfig) -> DictConfig | None:
+    """The config with the LoRA version of its model, if torchtune has one by the usual name."""
+    package, _, name = str(cfg.model._component_).rpartition(".")
+    if not package.startswith("torchtune.models.") or not hasattr(importlib.import_module(package), f"lora_{name}"):
+        return None
+    arguments = {key: value for key, value in cfg.model.items() if key != "_component_"}
+    model = arguments | {"_component_": f"{package}.lora_{name}"} | _LORA
+    return _with(cfg, {"model": model, "optimizer_in_bwd": False})

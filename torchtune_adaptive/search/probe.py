@@ -1,0 +1,196 @@
+"""Does one worst-case train step fit on every rank?"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torchtune import utils
+from tqdm import tqdm
+
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.distributed.fsdp_state import reset_after_failure
+from torchtune_adaptive.distributed.vote import Outcome, run_together
+from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.out_of_memory import free_memory
+from torchtune_adaptive.memory.timeline import Forecast, Timeline
+from torchtune_adaptive.search.strategies import SMALL_BATCH_SIZES, Probe
+
+log = utils.get_logger("DEBUG")
+
+
+class Prober:
+    """Tries batch sizes on the real model and optimizer; all ranks must ask for the same sizes in the same order.
+
+    A size fits if its whole train step ran on every rank, no rank's peak was above what it may use, and no
+    rank's allocator had to give back its cache. The steps are real: wrap a search in
+    ``snapshot.leave_no_trace``.
+
+    Args:
+        train_step: runs a whole train step on the batch it is given; same collectives on every rank.
+        make_batch: gives a worst-case batch of so many rows.
+        meter: meters this rank's device; its limit is what this rank may use.
+        forecasts: record timelines of the small sizes, for ``largest_forecast``.
+    """
+
+    def __init__(
+        self,
+        train_step: Callable[[Any], object],
+        make_batch: Callable[[int], Any],
+        *,
+        model: nn.Module,
+        device: torch.device,
+        meter: MemoryMeter,
+        consensus: Consensus,
+        forecasts: bool,
+    ) -> None:
+        self._train_step = train_step
+        self._make_batch = make_batch
+        self._model = model
+        self._device = device
+        self._meter = meter
+        self._consensus = consensus
+        self._timeline_sizes = SMALL_BATCH_SIZES if forecasts else ()
+        self._timelines: dict[int, Timeline] = {}
+        self._traced_again = False
+        self._said_why_not = False
+        self.probes: list[Probe] = []
+
+    def warm_up(self, bound: int, *, after_failure: Callable[[], None]) -> bool:
+        """Take one small step, of a single row only if it must be; whether one fits. A collective.
+
+        Afterwards the optimizer has its state, which the first probe would miss in its forward and backward,
+        and lazy set-up is done. Some models, with batch normalisation for example, refuse a single row.
+        """
+        for batch_size in (SMALL_BATCH_SIZES[0], 1):
+            if batch_size <= bound:
+                if self._attempt(batch_size, timeline=False).fits:
+                    return True
+                after_failure()
+        return False
+
+    def fits(self, batch_size: int) -> bool:
+        """Whether a step of ``batch_size`` rows fits on every rank. A collective; the answer is every rank's."""
+        probe = self._attempt(batch_size, timeline=batch_size in self._timeline_sizes)
+        self.probes.append(probe)
+        return probe.fits
+
+    def largest_forecast(self) -> int | None:
+        """Largest batch size that should fit on every rank by the probes so far; None if they allow no forecast.
+
+        The operations' lines say how memory grows; the largest probe that fitted says by how much they
+        miss what the allocator really takes. Where they miss ever more, the next size is worth a try. A collective.
+        """
+        if self._consensus.any_rank(self._must_trace_again()):
+            self._traced_again = True
+            for batch_size in self._timeline_sizes:
+                self.fits(batch_size)
+        mine = self._forecast_here()
+        if not self._consensus.any_rank(mine is not None):
+            self._say_why_not()
+            return None
+        largest = self._consensus.min_over_ranks(-1 if mine is None else mine)
+        return None if largest < 0 else largest
+
+    def rows_by_forecast(self, fitted: int) -> float | None:
+        """The largest batch size before rounding down to whole rows, on the rank that has least, where ``fitted`` is
+        the largest whole one; None without a forecast on some rank. A collective.
+        """
+        forecast = self._forecast() if self._has_timelines() else None
+        peak_bytes = next((probe.peak_bytes for probe in self.probes if probe.batch_size == fitted), None)
+        crossing = None
+        if forecast is not None and peak_bytes is not None and self._meter.limit_bytes is not None:
+            missed_bytes = peak_bytes - forecast.peak_bytes(fitted)
+            crossing = forecast.crossing(self._meter.limit_bytes - missed_bytes)
+        crossings = [one for one in self._consensus.from_all_ranks(crossing) if one is not None]
+        if len(crossings) < self._consensus.world_size:
+            return None
+        return min(max(min(crossings), fitted), fitted + 1)
+
+    def _say_why_not(self) -> None:
+        if self._has_timelines() and self._forecast() is None and not self._said_why_not:
+            self._said_why_not = True
+            sizes = " and ".join(map(str, self._timeline_sizes))
+            utils.log_rank_zero(
+                log, f"Steps of {sizes} rows ran different operations: no forecast, the search doubles and bisects."
+            )
+
+    def _must_trace_again(self) -> bool:
+        """Whether the small sizes ran different operations, once: the first step at a size may compile kernels."""
+        return self._has_timelines() and not self._traced_again and self._forecast() is None
+
+    def _has_timelines(self) -> bool:
+        return len(self._timelines) == len(SMALL_BATCH_SIZES)
+
+    def _forecast(self) -> Forecast | None:
+        small, large = (self._timelines[batch_size] for batch_size in SMALL_BATCH_SIZES)
+        return Forecast.from_timelines(small, large)
+
+    def _forecast_here(self) -> int | None:
+        forecast = self._forecast() if self._has_timelines() else None
+        if forecast is None or self._meter.limit_bytes is None:
+            return None
+        missed_bytes = {
+            probe.batch_size: probe.peak_bytes - forecast.peak_bytes(probe.batch_size)
+            for probe in self.probes
+            if probe.fits
+        }
+        tried = max(missed_bytes)
+        largest = forecast.largest_batch_size(self._meter.limit_bytes - missed_bytes[tried])
+        drift_bytes = abs(missed_bytes[tried] - missed_bytes[SMALL_BATCH_SIZES[-1]])
+        row_bytes = forecast.peak_bytes(tried + 1) - forecast.peak_bytes(tried)
+        if largest is not None and drift_bytes > row_bytes / 2:
+            return max(largest, tried + 1)  # memory is no line: what lies above must be tried to be known
+        return largest
+
+    def _attempt(self, batch_size: int, *, timeline: bool) -> Probe:
+        started = time.perf_counter()
+        self._meter.reset()
+        if timeline:
+            self._meter.start_timeline()
+        outcome = run_together(lambda: self._step(batch_size), self._consensus)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        if timeline:
+            recorded = self._meter.stop_timeline(batch_size)
+            if outcome is Outcome.DONE:
+                self._timelines[batch_size] = recorded
+        peak_bytes, phase_peak_bytes = self._meter.peak_bytes, self._meter.phase_peak_bytes
+        limit_bytes = self._meter.limit_bytes
+        too_much = self._meter.allocator_retries > 0 or (limit_bytes is not None and peak_bytes > limit_bytes)
+        reset_after_failure(self._model)
+        free_memory(self._device)
+        return Probe(
+            batch_size=batch_size,
+            fits=outcome is Outcome.DONE and not self._consensus.any_rank(too_much),
+            peak_bytes=peak_bytes,
+            phase_peak_bytes=phase_peak_bytes,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _step(self, batch_size: int) -> None:
+        batch = self._make_batch(batch_size)
+        self._meter.count(batch)
+        with self._meter:
+            self._train_step(batch)
+
+
+class ProgressBar:
+    """Shows a search's probes as they are made, on rank 0."""
+
+    def __init__(self, prober: Prober, consensus: Consensus) -> None:
+        self._prober = prober
+        self._bar = tqdm(desc="searching batch size", unit=" probes", disable=consensus.rank != 0)
+
+    def fits(self, batch_size: int) -> bool:
+        """As ``Prober.fits``, and shows it."""
+        self._bar.set_postfix_str(f"trying {batch_size}")
+        fits = self._prober.fits(batch_size)
+        self._bar.update()
+        self._bar.set_postfix_str(f"{batch_size} {'fits' if fits else 'does not fit'}")
+        return fits
+
+    def close(self) -> None:
+        """End the bar."""
+        self._bar.close()

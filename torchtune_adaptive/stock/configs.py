@@ -1,0 +1,104 @@
+"""A config by its name or path: our own, the stock ones, or a file."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torchtune._recipe_registry import get_all_recipes
+from torchtune.config._utils import _merge_yaml_and_cli_args
+
+from torchtune_adaptive.errors import InputError, quote, reason_of
+from torchtune_adaptive.stock.load import stock_config_dir
+
+
+def resolve_config_argument(arguments: Sequence[str]) -> list[str]:
+    """The arguments with the config's name replaced by its path: our own configs', then stock's, else a path as it is.
+
+    Raises:
+        InputError: no such config, a file that is not a YAML mapping, or an override that is not ``key=value``.
+    """
+    if "--config" not in arguments or arguments[-1] == "--config":
+        raise InputError("`--config` must be followed by the name or path of a config, but is missing.")
+    place = arguments.index("--config") + 1
+    path = _config_path(arguments[place])
+    _refuse_unreadable(path, name=arguments[place])
+    _refuse_malformed([*arguments[: place - 1], *arguments[place + 1 :]])
+    return [*arguments[:place], str(path), *arguments[place + 1 :]]
+
+
+def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
+    """The config of that name or path, with overrides as ``tune run`` takes them.
+
+    Raises:
+        InputError: no such config, a file that is not a YAML mapping, or an override that cannot be followed.
+    """
+    path = _config_path(name)
+    _refuse_unreadable(path, name=name)
+    _refuse_malformed(overrides)
+    try:
+        # Reads 2e-5 as a number, which YAML itself does not; what refers to other keys goes on doing so.
+        content: Any = OmegaConf.to_container(OmegaConf.load(path))
+        arguments = Namespace(**content)
+    except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:
+        raise InputError(f"`--config` must be a config, but {str(path)!r} is not: {reason_of(error)}.") from error
+    try:
+        return _merge_yaml_and_cli_args(arguments, list(overrides))
+    except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:
+        given = quote(" ".join(overrides))
+        raise InputError(f"Overrides must fit the config, but {given} do not: {reason_of(error)}.") from error
+
+
+def resolved(cfg: DictConfig) -> dict[str, Any]:
+    """The config as plain containers, with what refers to other keys in place.
+
+    Raises:
+        InputError: something refers to a key that there is not, or a value is missing.
+    """
+    try:
+        content: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise InputError(f"The config must be complete, but is not: {reason_of(error)}.") from error
+    return content
+
+
+def is_lora(cfg: DictConfig) -> bool:
+    """Whether ``cfg`` is one of LoRA finetuning, else of full finetuning."""
+    return "lora_attn_modules" in cfg.model
+
+
+def stock_recipes_of(name: str) -> list[str]:
+    """The stock recipes whose registered config has that name; none for a config that is not stock."""
+    return [recipe.name for recipe in get_all_recipes() for config in recipe.configs if config.name == name]
+
+
+def _config_path(name: str) -> Path:
+    package = Path(__file__).parent.parent
+    for directory in (package / "configs", package.parent / "configs"):  # installed, or a checkout
+        if (directory / f"{name}.yaml").is_file():
+            return directory / f"{name}.yaml"
+    for recipe in get_all_recipes():
+        for stock in recipe.configs:
+            if stock.name == name:
+                return stock_config_dir() / stock.file_path
+    return Path(name)
+
+
+def _refuse_unreadable(path: Path, *, name: str) -> None:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except FileNotFoundError as error:
+        raise InputError(f"`--config` must be the name or path of a config, but is {name!r}.") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"`--config` must be a YAML file, but {str(path)!r} is not: {reason_of(error)}.") from error
+    if not isinstance(content, dict):
+        raise InputError(f"`--config` must be a YAML mapping, but {str(path)!r} holds {type(content).__name__}.")
+
+
+def _refuse_malformed(overrides: Sequence[str]) -> None:
+    for override in overrides:
+        if override.count("=") != 1 and not override.startswith(("~", "-")):
+            raise InputError(f"An override must have the form key=value, but is {override!r} instead.")

@@ -1,0 +1,39 @@
+"""Figures as text, at the moment of printing: bytes, tables, lists of ranks."""
+
+from collections.abc import Collection, Sequence
+
+
+def format_bytes(num_bytes: float) -> str:
+    """``num_bytes`` with the binary unit that keeps the number readable.
+
+    >>> format_bytes(1536), format_bytes(80 * 2**30)
+    ('1.5 KiB', '80.0 GiB')
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.1f} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Cells in aligned columns, the first row ruled off as their names.
+
+    >>> print(text_table([["size", "fits"], ["16", "no"]]))
+    size  fits
+    ----  ----
+      16    no
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def ranks_text(ranks: Collection[int]) -> str:
+    """The ranks as text: "rank 1" or "ranks 0, 2".
+
+    >>> ranks_text([1]), ranks_text([0, 2])
+    ('rank 1', 'ranks 0, 2')
+    """
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,95 @@
+"""What the search found and how the batch size went: a table for the log, JSON for the record."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchtune_adaptive.files import write_whole
+from torchtune_adaptive.search.strategies import Probe, SearchResult
+from torchtune_adaptive.text import format_bytes, text_table
+
+REPORT_NAME = "adaptive_batch.json"
+
+
+@dataclass
+class AdaptiveReport:
+    """The content of ``adaptive_batch.json``; ``result`` and ``seq_len`` are None without a search.
+
+    ``history`` has an entry for each batch size and micro-batch size that was decided on, ``tokens_per_second`` the
+    rates of the sizes that were timed, ``token_budget`` the padded tokens of a micro-batch that were found to fit.
+    """
+
+    result: SearchResult | None = None
+    seq_len: int | None = None
+    token_budget: int | None = None
+    tokens_per_second: dict[int, float] | None = None
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    def decided(self, *, epoch: int, batch_size: int, reason: str, **figures: int) -> None:
+        """Note that from ``epoch`` on ``batch_size`` rows per rank are used, and why, with more ``figures``."""
+        self.history.append({"epoch": epoch, "batch_size": batch_size} | figures | {"reason": reason})
+
+    def write(self, output_dir: str | Path) -> Path:
+        """Write the report into ``output_dir`` and return its path. A reader never sees half of it."""
+        found = {} if self.result is None else asdict(self.result) | {"seq_len": self.seq_len}
+        more = {"token_budget": self.token_budget, "tokens_per_second": self.tokens_per_second}
+        found |= {name: value for name, value in more.items() if value is not None}
+        content = found | {"history": self.history}
+        return write_whole(Path(output_dir) / REPORT_NAME, json.dumps(content, indent=2) + "\n")
+
+
+def probe_table(result: SearchResult) -> str:
+    """The probes as a table with the figures of this rank, and a line with the sizes found.
+
+    A column per phase gives its peak; a phase that a failed probe did not reach is left blank.
+    """
+    phases = list(dict.fromkeys(phase for probe in result.probes for phase in probe.phase_peak_bytes if phase))
+    rows = [["batch_size", *phases, "peak", "may use", "fits", "seconds"]]
+    for probe in result.probes:
+        peaks = [_cell(probe.phase_peak_bytes.get(phase)) for phase in phases]
+        verdict = "yes" if probe.fits else "no"
+        figures = [format_bytes(probe.peak_bytes), format_bytes(result.usable_bytes), verdict, f"{probe.seconds:.2f}"]
+        rows.append([str(probe.batch_size), *peaks, *figures])
+    return text_table(rows)
+
+
+def length_table(tried: Sequence[tuple[int, Probe]]) -> str:
+    """Probes of rows of several lengths, with the figures of this rank."""
+    rows = [["rows of", "rows", "tokens", "peak", "fits", "seconds"]]
+    for length, probe in tried:
+        figures = [format_bytes(probe.peak_bytes), "yes" if probe.fits else "no", f"{probe.seconds:.2f}"]
+        rows.append([str(length), str(probe.batch_size), str(length * probe.batch_size), *figures])
+    return text_table(rows)
+
+
+def rate_table(rates: Mapping[int, float], *, chosen: int) -> str:
+    """Tokens per second of each size, of which one was chosen.
+
+    >>> print(rate_table({8: 990.0, 16: 1000.0}, chosen=8))
+    batch_size  tokens/s  of best  chosen
+    ----------  --------  -------  ------
+             8       990    99.0%     yes
+            16      1000   100.0%       -
+    """
+    best = max(rates.values())
+    rows = [["batch_size", "tokens/s", "of best", "chosen"]]
+    for size, rate in sorted(rates.items()):
+        rows.append([str(size), f"{rate:.0f}", f"{rate / best:.1%}", "yes" if size == chosen else "-"])
+    return text_table(rows)
+
+
+def summary(result: SearchResult, seq_len: int) -> str:
+    """The sizes found and what they rest on, in one line."""
+    bounded = ", all that may be tried" if result.exact_batch_size == result.bound else ""
+    return (
+        f"{result.strategy}: largest batch_size that fits {result.exact_batch_size}{bounded}, used {result.batch_size}"
+        f" (rows of {seq_len} tokens, limit {format_bytes(result.memory_limit_bytes)} per rank,"
+        f" margin {result.margin:g}, {result.world_size} ranks, {len(result.probes)} probes,"
+        f" {sum(not probe.fits for probe in result.probes)} out of memory)"
+    )
+
+
+def _cell(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else format_bytes(num_bytes)
