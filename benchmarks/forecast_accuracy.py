@@ -268,7 +268,7 @@ def step_probes(recipe: Any, sizes: Iterable[int], *, limit_bytes: int | None) -
         forecasts=False,
     )
     recipe._meter.limit_bytes = limit_bytes
-    with leave_no_trace(recipe._model, recipe._optimizer) as restore_optimizer:
+    with leave_no_trace(recipe._model, [recipe._optimizer]) as restore_optimizer:
         prober.warm_up(MOST_ROWS, after_failure=restore_optimizer)
         for size in sizes:
             if not prober.fits(size):

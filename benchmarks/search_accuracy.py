@@ -131,7 +131,7 @@ def _exhaustive(case: Case, usable_bytes: int, tiny_dir: Path) -> int:
     make_window = window_maker(row, micro_batches=recipe._gradient_accumulation_steps)
     peaks: list[int] = [0]
     too_large = 0
-    with leave_no_trace(recipe._model, recipe._optimizer):
+    with leave_no_trace(recipe._model, [recipe._optimizer]):
         with meter:
             recipe._probe_step(make_window(2))  # the optimizer's state is there from now on, and counted
         while too_large <= BEYOND:

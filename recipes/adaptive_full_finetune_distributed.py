@@ -8,50 +8,28 @@ CONFIG is any stock config of full finetuning, or one of ours. The keys are thos
 
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 from torchtune import config
 from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
-from torchtune.training.lr_schedulers import get_lr
 
 from torchtune_adaptive.launch import launch, run_recipe
-from torchtune_adaptive.loop import AdaptiveLoop, StepTotals
-from torchtune_adaptive.micro_step import MicroStep
+from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.load import load_stock_recipe
 
 StockRecipe: Any = load_stock_recipe("full_finetune_distributed").FullFinetuneRecipeDistributed
 
 
-class AdaptiveFullFinetuneRecipeDistributed(AdaptiveLoop, StockRecipe):
-    """The stock recipe with our loop. With ``optimizer_in_bwd`` gradients never meet: each is used where it arises."""
+class AdaptiveFullFinetuneRecipeDistributed(AdaptiveRecipe, StockRecipe):
+    """The stock recipe, trained by our trainer."""
 
-    def _backward(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor) -> None:
-        if self._optimizer_in_bwd:
-            sums = self._totals(MicroStep(loss_sum.detach(), num_tokens))
-            loss_sum = loss_sum * (self.world_size / sums.num_tokens)
-        super()._backward(loss_sum, num_tokens)
-
-    def _finish_window(self, micro_steps: MicroStep) -> StepTotals:
-        if self._optimizer_in_bwd:
-            return self._step_totals(self._totals(micro_steps), grad_norm=None)
-        return super()._finish_window(micro_steps)
-
-    def _zero_gradients(self) -> None:
-        for optimizer in self._optim_ckpt_wrapper.optim_map.values() if self._optimizer_in_bwd else [self._optimizer]:
-            optimizer.zero_grad()
-
-    def _learning_rate(self) -> float:
-        return get_lr(self._stepping())
-
-    def _stepping(self) -> Any:
-        return self._optim_ckpt_wrapper if self._optimizer_in_bwd else self._optimizer
-
-    def _save(self, epoch: int) -> None:
+    def save_checkpoint(self, epoch: int) -> None:
+        """Save by torchtune's checkpoint client, as the stock recipe does within its loop. A collective."""
         kept = ("seed", "epochs_run", "total_epochs", "max_steps_per_epoch")
         progress = TrainingProgress(
             **{name: getattr(self, name) for name in kept}, dataloader_state_dict=self._dataloader.state_dict()
         )
-        self._checkpoint_client.save_checkpoint(self._model, self._stepping(), progress, epoch)
+        optimizer = self._optim_ckpt_wrapper if self._optimizer_in_bwd else self._optimizer
+        self._checkpoint_client.save_checkpoint(self._model, optimizer, progress, epoch)
 
 
 @config.parse

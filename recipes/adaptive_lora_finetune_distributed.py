@@ -15,23 +15,20 @@ from torchtune import config, training
 
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.launch import launch, run_recipe
-from torchtune_adaptive.loop import AdaptiveLoop
+from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.load import load_stock_recipe
 
 StockRecipe: Any = load_stock_recipe("lora_finetune_distributed").LoRAFinetuneRecipeDistributed
 
 
-class AdaptiveLoRAFinetuneRecipeDistributed(AdaptiveLoop, StockRecipe):
-    """The stock recipe with our loop."""
+class AdaptiveLoRAFinetuneRecipeDistributed(AdaptiveRecipe, StockRecipe):
+    """The stock recipe, trained by our trainer."""
 
     def setup(self, cfg: DictConfig) -> None:
         """Refuse what one rank cannot load, then set up. A collective."""
         if self.world_size == 1 and cfg.get("fsdp_cpu_offload", False):
             _refuse_quantized(cfg.model)
         super().setup(cfg)
-
-    def _save(self, epoch: int) -> None:
-        self.save_checkpoint(epoch=epoch)
 
 
 def _refuse_quantized(cfg_model: DictConfig) -> None:

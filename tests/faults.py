@@ -1,4 +1,4 @@
-"""Faults at any operation of a train step, and a small FSDP2 model to meet them."""
+"""Faults at any operation of a train step, and a small FSDP2 model to test them on."""
 
 from datetime import timedelta
 from typing import Any
@@ -16,9 +16,9 @@ WIDTH = 8
 
 
 class FailsAt(TorchDispatchMode):
-    """Raises ``error`` in place of operation number ``point`` (from 0); never if that is None.
+    """Raises ``error`` instead of operation number ``point`` (from 0), or never if that is None.
 
-    It looks inside the operations on wrappers such as DTensor, and so lets modes around it look inside too.
+    Operations on wrappers such as DTensor are not counted, but the operations that they consist of.
     """
 
     def __init__(self, point: int | None, error: Exception | None = None) -> None:
@@ -37,12 +37,12 @@ class FailsAt(TorchDispatchMode):
 
 
 class ShardedTrainee:
-    """A small model under FSDP2, sharded per layer and at its root, with AdamW; the same anew every time."""
+    """A small model under FSDP2, sharded per layer and at its root, with AdamW. Always starts from the same state."""
 
     def __init__(self, *, warm_steps: int = 1, timeout_s: float = 10.0) -> None:
         torch.manual_seed(0)
         self.rank = dist.get_rank()
-        group = dist.new_group(timeout=timedelta(seconds=timeout_s))  # of its own: a hang ends soon
+        group = dist.new_group(timeout=timedelta(seconds=timeout_s))  # its own group, so that a hang times out soon
         assert isinstance(group, dist.ProcessGroup)
         mesh = DeviceMesh.from_group(group, "cpu")
         layers = [nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2)]
@@ -55,7 +55,7 @@ class ShardedTrainee:
             self.step(seed=seed)
 
     def batch(self, batch_size: int, *, seed: int = 100) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets, other ones on every rank."""
+        """Inputs and targets, different on every rank."""
         generator = torch.Generator().manual_seed(1000 * self.rank + seed)
         inputs = torch.randn(batch_size, WIDTH, generator=generator)
         return inputs, torch.randint(0, 3, (batch_size,), generator=generator)

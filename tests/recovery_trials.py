@@ -1,4 +1,4 @@
-"""Trials of recovery on a small model of torchtune's: a fault somewhere in a step, and what has become of the next."""
+"""Trials of recovery on a small torchtune model: a step with a fault, followed by a step without."""
 
 import gc
 import weakref
@@ -21,10 +21,9 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from tests.faults import same_bits
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.distributed.dry_run import rehearse
-from torchtune_adaptive.distributed.recovery import Recovery, Strain
+from torchtune_adaptive.distributed.dry_run import dry_run
+from torchtune_adaptive.distributed.recovery import MemoryPressure, Recovery
 from torchtune_adaptive.memory.operations import plain_parts
-from torchtune_adaptive.micro_step import MicroStep
 from torchtune_adaptive.testing import Fault
 from torchtune_adaptive.training.optimizer_state import allocate_state
 
@@ -34,8 +33,19 @@ ROWS = 2  # of a batch; halved after a fault
 
 
 @dataclass(frozen=True)
+class Sums:
+    """The result of a micro-step, or the sum of several."""
+
+    loss_sum: torch.Tensor
+    num_tokens: torch.Tensor
+
+    def __add__(self, other: "Sums") -> "Sums":
+        return Sums(self.loss_sum + other.loss_sum, self.num_tokens + other.num_tokens)
+
+
+@dataclass(frozen=True)
 class Case:
-    """What varies between models and steps."""
+    """A configuration of model and step."""
 
     reshard_after_forward: bool = True
     checkpointing: bool = False
@@ -49,7 +59,7 @@ class Case:
 
 @dataclass
 class Tally:
-    """What came of trials: how many points were tried, at which a fault struck, and which of those went wrong how."""
+    """The outcome of trials: how many points were tried, how many faults struck, and which results were wrong."""
 
     points: int = 0
     struck: int = 0
@@ -58,12 +68,12 @@ class Tally:
 
     @property
     def is_clean(self) -> bool:
-        """Whether all went right, and something was tried."""
+        """Whether a fault struck, and everything was right."""
         return self.struck > 0 and not self.wrong and not self.left_behind
 
 
 class Trials:
-    """One model, and two optimizer steps on it that are taken again and again from the same state. A collective."""
+    """One model, and two optimizer steps that are repeated from the same initial state. A collective."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -83,9 +93,9 @@ class Trials:
 
     def _recovery(self) -> Recovery:
         micro_steps = [partial(self.micro_step, self.windows[0][0][:rows]) for rows in (1, ROWS)]
-        recovery = rehearse(micro_steps, model=self.model, device=CPU, consensus=self.consensus)
-        assert isinstance(recovery, Recovery), recovery
-        return recovery
+        outcome = dry_run(micro_steps, model=self.model, device=CPU, consensus=self.consensus)
+        assert outcome.recovery is not None, outcome
+        return outcome.recovery
 
     def _model(self) -> Any:
         torch.manual_seed(0)
@@ -101,7 +111,7 @@ class Trials:
         else:
             model = llama2(num_layers=self.case.layers, attn_dropout=0.1, **SIZES)
         with torch.no_grad():
-            for parameter in model.parameters():  # LoRA begins with zeros, which would hide some gradients
+            for parameter in model.parameters():  # LoRA starts with zeros, which would hide some gradients
                 parameter.copy_(0.3 * torch.randn_like(parameter))
         if self.case.bf16:
             model = model.to(torch.bfloat16)
@@ -132,19 +142,19 @@ class Trials:
         rows = torch.randint(0, SIZES["vocab_size"], (self.case.accumulation * ROWS, length), generator=generator)
         return [list(batch) for batch in rows.split(ROWS)]
 
-    def micro_step(self, rows: Sequence[torch.Tensor]) -> MicroStep:
+    def micro_step(self, rows: Sequence[torch.Tensor]) -> Sums:
         """Forward, loss and backward of one micro-batch."""
         tokens = torch.stack(list(rows))
         logits = self.model(tokens)
         num_tokens = torch.tensor(tokens.numel())
         loss_sum = self.loss(logits, tokens) * num_tokens
         loss_sum.backward()
-        return MicroStep(loss_sum.detach(), num_tokens)
+        return Sums(loss_sum.detach(), num_tokens)
 
-    def attempt(self, window: list[list[torch.Tensor]], rows: int, faults: dict[int, Fault]) -> MicroStep | None:
-        """The micro-steps of ``window``, those of ``faults`` under them; None if a rank ran out of memory."""
+    def attempt(self, window: list[list[torch.Tensor]], rows: int, faults: dict[int, Fault]) -> Sums | None:
+        """The sum of the micro-steps of ``window``, with ``faults`` by micro-step; None if a rank ran out of memory."""
 
-        def run(number: int, micro_batch: Sequence[torch.Tensor]) -> MicroStep:
+        def run(number: int, micro_batch: Sequence[torch.Tensor]) -> Sums:
             if number not in faults:
                 return self.micro_step(micro_batch)
             with faults[number]:
@@ -153,7 +163,7 @@ class Trials:
         cuts = (batch[start : start + rows] for batch in window for start in range(0, len(batch), rows))
         micro_steps = [partial(run, number, rows) for number, rows in enumerate(cuts)]
         attempt = self.recovery.attempt(micro_steps, is_thrashing=lambda: False)
-        assert (attempt.result is None) == (attempt.strain is Strain.OUT_OF_MEMORY)
+        assert (attempt.result is None) == (attempt.pressure is MemoryPressure.OUT_OF_MEMORY)
         return attempt.result
 
     def step(self, window: list[list[torch.Tensor]], rows: int, faults: dict[int, Fault] | None = None) -> int:
@@ -181,7 +191,7 @@ class Trials:
 
     @torch.no_grad()
     def rewind(self) -> None:
-        """Bring everything back to where the first step begins."""
+        """Restore the initial state."""
         for tensor, saved in zip(self._tensors(), self._saved, strict=True):
             tensor.copy_(saved)
         torch.manual_seed(1000 + self.rank)
@@ -189,20 +199,20 @@ class Trials:
         self.left: list[str] = []
 
     def run(self, rows: int, faults: dict[int, Fault] | None = None) -> tuple[list[int], list[torch.Tensor]]:
-        """The two steps from the beginning, faults in the first: rows of their micro-batches, and what came of it."""
+        """Run both steps, with faults in the first. The rows of their micro-batches, and the final state."""
         self.rewind()
         taken = [self.step(self.windows[0], rows, faults)]
         taken.append(self.step(self.windows[1], taken[0]))
         return taken, self.state()
 
     def operations(self, micro_step: int, *, kind: Any = "operation") -> int:
-        """How many places for a fault a micro-step has, on the rank that has fewest."""
+        """The number of places for a fault in a micro-step, the smallest of all ranks."""
         fault = Fault(None, kind=kind)
         self.run(ROWS, faults={micro_step: fault})
         return self.consensus.min_over_ranks(fault.count)
 
     def _left_behind(self) -> list[str]:
-        """What a failed attempt has left in FSDP2's state, in gradients or in memory."""
+        """What a failed attempt left behind in FSDP2's state, in gradients or in memory."""
         left = ["activations" for activation in self.activations if activation() is not None]
         for name, module in self.model.named_modules():
             if not isinstance(module, FSDPModule):
@@ -228,7 +238,7 @@ class Trials:
         return left
 
     def tally(self, points: Sequence[dict[int, int]], micro_step: int = 0, *, kind: Any = "operation") -> Tally:
-        """Try ``points``: which ranks fail in ``micro_step``, and at which places."""
+        """Try ``points``. Each says which ranks fail in ``micro_step``, and at which place."""
         _, expected = self.run(ROWS // 2)
         tally = Tally()
         for point in points:
@@ -244,7 +254,7 @@ class Trials:
 
 
 def every(places: int, pattern: str, stride: int = 1) -> list[dict[int, int]]:
-    """Points at every ``stride``-th of ``places`` by ``pattern``: "0", "1", "both", "all" (of four), or "turns"."""
+    """Points at every ``stride``-th of ``places``. ``pattern``: "0", "1", "both", "all" (four ranks) or "turns"."""
     points = []
     for number, place in enumerate(range(0, places, stride)):
         everybody = {rank: (place * (1 + 6 * rank) + 13 * rank) % places for rank in range(4)}

@@ -1,4 +1,4 @@
-"""A calibration against a fake GPU of known properties, and its train step on the CPU: small, and of fake tensors."""
+"""A calibration of a fake GPU with known properties, and its train step on the CPU and over fake tensors."""
 
 import json
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass
 class FakeCard(Card):
-    """A GPU that takes what its fields say, kernels when they first run; ``done`` is what was asked of it, in order."""
+    """A GPU that allocates what its fields say, and loads kernels when they first run; ``done`` lists what it did."""
 
     context_bytes: int = 400 * MIB
     product_kernels_bytes: int = 50 * MIB
@@ -71,7 +71,7 @@ def traced(batch_size: int, seq_len: int) -> float:
     return 3 * GIB + 1_000_000 * batch_size * seq_len
 
 
-# ---- the whole of it
+# ---- a whole calibration
 
 
 def test_a_calibration_finds_what_the_card_adds_and_writes_it(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_calibration_finds_what_the_card_adds_and_writes_it(tmp_path: Path) ->
     assert measured.gpu == "fake"
 
 
-def test_a_forecast_with_a_calibration_is_what_the_card_takes(tmp_path: Path) -> None:
+def test_a_forecast_with_a_calibration_equals_what_the_card_reserves(tmp_path: Path) -> None:
     card = FakeCard()
     calibrate(tmp_path / "card.json", forecast_peak=traced, card=card)
     width = CALIBRATION_MODEL["embed_dim"]
@@ -99,13 +99,13 @@ def test_a_forecast_with_a_calibration_is_what_the_card_takes(tmp_path: Path) ->
     assert reserved == pytest.approx(card.train(21, SEQ_LEN).reserved_bytes, rel=1e-6)
 
 
-def test_everything_is_measured_when_it_is_done_for_the_first_time(tmp_path: Path) -> None:
+def test_everything_is_measured_when_it_runs_for_the_first_time(tmp_path: Path) -> None:
     card = FakeCard()
     calibrate(tmp_path / "card.json", forecast_peak=traced, card=card)
     assert card.done == ["product", *["step"] * len(BATCH_SIZES), "group"]
 
 
-def test_the_host_forecasts_before_the_card_is_touched(tmp_path: Path) -> None:
+def test_the_host_forecasts_before_the_card_is_used(tmp_path: Path) -> None:
     card = FakeCard()
     asked: list[tuple[int, int]] = []
 
@@ -118,7 +118,7 @@ def test_the_host_forecasts_before_the_card_is_touched(tmp_path: Path) -> None:
     assert asked == [(batch_size, SEQ_LEN) for batch_size in BATCH_SIZES]
 
 
-def test_a_workspace_that_the_steps_do_not_show_is_that_of_the_product(tmp_path: Path) -> None:
+def test_the_workspace_is_at_least_that_of_the_matrix_product(tmp_path: Path) -> None:
     card = FakeCard(step_workspace_bytes=0)
     assert calibrate(tmp_path / "a.json", forecast_peak=traced, card=card).workspace_bytes == 64 * MIB
 
@@ -156,14 +156,14 @@ def test_a_card_that_others_use_is_refused_and_nothing_is_written(tmp_path: Path
 # ---- single measurements
 
 
-def test_each_measurement_is_of_its_own_part_alone() -> None:
+def test_each_measurement_leaves_out_what_the_others_measure() -> None:
     card = FakeCard()
     assert measure_context_bytes(card) == 400 * MIB
     assert measure_nccl_bytes(card) == 300 * MIB
     assert measure_nccl_bytes(FakeCard(nccl_bytes=-5)) == 0  # another process gave memory back meanwhile
 
 
-def test_fragmentation_is_the_worst_of_the_steps_and_never_negative() -> None:
+def test_fragmentation_is_the_largest_of_the_steps_and_never_negative() -> None:
     assert measure_fragmentation(
         [StepPeak(1, 100, 110), StepPeak(2, 200, 260), StepPeak(3, 300, 310)]
     ) == pytest.approx(0.3)
@@ -171,7 +171,7 @@ def test_fragmentation_is_the_worst_of_the_steps_and_never_negative() -> None:
 
 
 @pytest.mark.parametrize("residuals", [(5, 9, 40), (40, 9, 5), (-5, -9, -40), (0, 0, 0), (-3, 90, 10), (7, 7, 7)])
-def test_no_measured_step_took_more_than_the_fit_nor_less_by_more_than_its_miss(residuals: tuple[int, ...]) -> None:
+def test_the_fit_is_at_or_above_every_step_by_at_most_its_misfit(residuals: tuple[int, ...]) -> None:
     tokens = (2048, 3072, 8192)
     peaks = [StepPeak(count, 1000 + residual, 0) for count, residual in zip(tokens, residuals, strict=True)]
     constant, bytes_per_token, misfit = fit_residuals(peaks, [1000.0] * 3)
@@ -205,8 +205,8 @@ def test_the_calibrated_model_can_be_traced_without_its_memory() -> None:
         assert len(trainer.optimizer.state) == len(list(trainer.model.parameters()))
 
 
-def test_every_public_measurement_asks_only_a_card() -> None:
-    """Whatever touches CUDA is in `CudaCard`, or a fake could not stand in for it."""
+def test_only_cuda_card_touches_cuda() -> None:
+    """Otherwise a fake card could not stand in for it."""
     source = Path(calibration.__file__).read_text()
     outside = source[: source.index("class CudaCard")] + source[source.index("def make_trainer") :]
     asked = [line.strip() for line in outside.splitlines() if "torch.cuda." in line]

@@ -1,4 +1,4 @@
-"""`tune-adaptive` in process, with a fake in place of the process that traces: what it prints, and what it refuses."""
+"""`tune-adaptive` with a fake in place of the worker process: what it prints, and what it refuses."""
 
 import json
 from collections.abc import Sequence
@@ -12,8 +12,7 @@ from torchtune._recipe_registry import get_all_recipes
 from tests.test_calibration import FakeCard, traced
 from tests.test_plan import CALIBRATION, GIB, MIB, peaks, step_of, tables
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan import calibration
-from torchtune_adaptive.plan import client as planner
+from torchtune_adaptive.plan import calibration, client
 from torchtune_adaptive.plan.cli import main
 from torchtune_adaptive.plan.gpus import memory_of
 from torchtune_adaptive.plan.overhead import Calibration
@@ -23,9 +22,9 @@ CUDA = ("device=cuda", "adaptive.memory_limit=null")  # as the stock configs are
 
 
 class FakeTracing:
-    """The process that traces: a step of which 2 GiB are held and 2 MiB are for each token, whatever is asked.
+    """In place of the worker process: a step that holds ``held_gib`` and 2 MiB for each token, for any config.
 
-    Remembers its requests. ``refuses`` is a sentence with which it answers instead, ``held_gib`` what is held.
+    Remembers its requests. If ``refuses`` is set, it raises that sentence instead.
     """
 
     def __init__(self) -> None:
@@ -52,7 +51,7 @@ class FakeTracing:
 
 
 class Ended(NamedTuple):
-    """How the program ended: what a shell sees of it."""
+    """Exit status and output of the program."""
 
     status: int
     out: str
@@ -61,9 +60,9 @@ class Ended(NamedTuple):
 
 @pytest.fixture
 def tracing(monkeypatch: pytest.MonkeyPatch) -> FakeTracing:
-    """In place of the process that every trace starts: nothing else of the program is another one."""
+    """Replaces the worker process; the rest of the program runs as it is."""
     fake = FakeTracing()
-    monkeypatch.setattr(planner, "_ask", fake)
+    monkeypatch.setattr(client, "_run_worker", fake)
     return fake
 
 
@@ -95,12 +94,12 @@ def test_a_plan_is_printed_as_tables(program: Program, tracing: FakeTracing) -> 
     assert (ended.status, ended.err) == (0, "")
     assert ended.out.startswith("tiny/full: ")
     sizes = tables(ended.out)[0]
-    # 2 GiB are held, of the 512 MiB to which the config limits it
+    # the step holds 2 GiB, and the config's limit is 512 MiB
     assert [row[:4] for row in sizes[1:]] == [["1024", "0", "0", "(1)"], ["4096", "0", "0", "(1)"]]
     assert tracing.requests[0]["seq_lens"] == [1024, 4096]
 
 
-def test_a_plan_for_a_cpu_is_the_inequality_itself(program: Program, tracing: FakeTracing) -> None:
+def test_a_plan_for_a_cpu_adds_nothing_to_the_trace(program: Program, tracing: FakeTracing) -> None:
     ended = program(*FULL, "--memory", "10GiB", "--seq-len", "1024", "~adaptive.memory_limit", "adaptive.margin=0")
     assert tables(ended.out)[0][1][:5] == ["1024", "4", "4", "4", "4,096"]
     assert "Nothing fits" not in ended.out
@@ -127,7 +126,7 @@ def test_a_gpu_is_known_by_its_name(program: Program, tracing: FakeTracing) -> N
     assert content["memory_bytes"] == memory_of("A100 80GB")
 
 
-def test_the_configs_limit_is_the_memory_where_none_is_given(program: Program, tracing: FakeTracing) -> None:
+def test_without_memory_the_configs_limit_is_taken(program: Program, tracing: FakeTracing) -> None:
     content = json.loads(program(*FULL, "adaptive.memory_limit=3GiB", "--json").out)
     assert content["memory_bytes"] == 3 * GIB
 
@@ -143,14 +142,14 @@ def test_the_configs_limit_is_the_memory_where_none_is_given(program: Program, t
         (["tokenizer.max_seq_len=null", "~model.max_seq_len"], [2048, 4096, 8192]),
     ],
 )
-def test_rows_are_as_long_as_the_config_says_else_as_usual(
+def test_without_seq_len_rows_are_as_long_as_the_config_says_else_as_usual(
     overrides: Sequence[str], seq_lens: list[int], program: Program, tracing: FakeTracing
 ) -> None:
     program(*FULL, "--memory", "H100", *CUDA, *overrides)
     assert tracing.only["seq_lens"] == seq_lens
 
 
-def test_json_is_all_that_is_printed(program: Program, tracing: FakeTracing) -> None:
+def test_with_json_nothing_else_is_printed(program: Program, tracing: FakeTracing) -> None:
     ended = program(*FULL, "--memory", "H100", *CUDA, "--json")
     content = json.loads(ended.out)
     assert (ended.status, ended.err) == (0, "")
@@ -167,7 +166,7 @@ def test_a_calibration_changes_what_fits(program: Program, tracing: FakeTracing,
     assert content["lengths"][0]["exact_batch_size"] < usual["lengths"][0]["exact_batch_size"]
 
 
-def test_where_nothing_fits_suggestions_follow_each_with_its_plan(program: Program, tracing: FakeTracing) -> None:
+def test_where_nothing_fits_suggestions_follow(program: Program, tracing: FakeTracing) -> None:
     ended = program(*FULL, "--memory", "10GiB", "--seq-len", "8192,16384", *CUDA)
     assert ended.status == 0
     plan, _, after = ended.out.partition("\nNothing fits. With rows of 8192 tokens:\n")
@@ -191,7 +190,7 @@ def test_suggestions_are_part_of_the_json(program: Program, tracing: FakeTracing
     assert content["suggestions"][-1]["length"]["exact_batch_size"] == 1
 
 
-def test_what_the_tracer_refuses_is_said(program: Program, tracing: FakeTracing) -> None:
+def test_a_refusal_of_the_worker_is_printed(program: Program, tracing: FakeTracing) -> None:
     tracing.refuses = "`model` must be a text model, but is an image instead."
     ended = program(*FULL, "--memory", "H100", *CUDA)
     assert ended == Ended(1, "", f"tune-adaptive plan: {tracing.refuses}\n")
@@ -255,7 +254,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 
 
 def assert_refused(ended: Ended, tracing: FakeTracing, sentence: str) -> None:
-    """It ended with exactly one sentence on standard error, which says so, before anything was traced."""
+    """The program ended with exactly this sentence on standard error, before anything was traced."""
     assert sentence in ended.err
     assert ended.err.startswith("tune-adaptive ")
     assert ended.err.count("\n") == 1
@@ -287,7 +286,9 @@ def test_an_unknown_config_is_refused(program: Program, tracing: FakeTracing) ->
     ["a: [1, 2\nb: }", "- 1\n- 2\n", "", "a: 1\na: 2\n", "1: 2\n", "a: \x00"],
     ids=["broken", "list", "empty", "a key twice", "key of a number", "binary"],
 )
-def test_a_file_that_is_no_config_is_refused(text: str, program: Program, tracing: FakeTracing, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_config_is_refused(
+    text: str, program: Program, tracing: FakeTracing, tmp_path: Path
+) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     assert_refused(program("plan", "--config", str(path), *MEMORY), tracing, str(path))
@@ -306,7 +307,7 @@ def test_a_calibration_without_cuda_is_refused(
 
 
 @pytest.mark.parametrize("index", ["-1", "first"])
-def test_a_device_that_is_no_number_from_zero_up_is_refused(
+def test_a_device_index_that_is_not_a_natural_number_is_refused(
     index: str, program: Program, tracing: FakeTracing, tmp_path: Path
 ) -> None:
     ended = program("calibrate", "--output", str(tmp_path / "card.json"), "--device-index", index)
@@ -314,7 +315,7 @@ def test_a_device_that_is_no_number_from_zero_up_is_refused(
     assert index in ended.err
 
 
-def test_a_calibration_says_what_it_measured_and_where_it_is(
+def test_a_calibration_prints_its_figures_and_its_file(
     program: Program, tracing: FakeTracing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked: list[int] = []

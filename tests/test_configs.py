@@ -1,4 +1,4 @@
-"""A config with its overrides is the one that torchtune hands to a recipe."""
+"""Loaded configs equal those that torchtune passes to a recipe."""
 
 import sys
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ OVERRIDES: dict[str, list[str]] = {
     "a small float": ["optimizer.lr=2e-5"],
     "a list": ["checkpointer.checkpoint_files=[a.pt,b.pt]"],
     "a new key": ["adaptive.power_of_two=False", "mine.own=1"],
-    "a component by its place": ["model=torchtune.models.llama2.lora_llama2", "model.lora_rank=4"],
+    "a component by its key": ["model=torchtune.models.llama2.lora_llama2", "model.lora_rank=4"],
     "a component by its name": ["optimizer._component_=torch.optim.SGD"],
     "a removal": ["~max_steps_per_epoch", "~optimizer.fused"],
     "a removal and more": ["~optimizer.fused", "optimizer=torch.optim.SGD", "optimizer.momentum=0.9"],
@@ -44,7 +44,7 @@ max_steps_per_epoch: 3
 
 
 def as_torchtune_has_it(path: Path, overrides: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> DictConfig:
-    """What a stock recipe is called with."""
+    """The config that a stock recipe is called with."""
     handed: list[DictConfig] = []
 
     @config.parse
@@ -66,7 +66,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("case", list(OVERRIDES))
 @pytest.mark.parametrize("of_ours", [True, False], ids=["tiny", "with references"])
-def test_overrides_are_followed_as_torchtune_does(
+def test_overrides_are_applied_as_torchtune_does(
     case: str, of_ours: bool, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = Path(resolve_config_argument(["--config", "tiny/full"])[1]) if of_ours else file
@@ -81,7 +81,7 @@ def test_a_value_that_refers_to_another_follows_its_override(file: Path) -> None
     assert (cfg.output_dir, cfg.metric_logger.log_dir) == ("/mine/out", "/mine/out/logs")
 
 
-def test_a_component_is_replaced_at_its_place_and_keeps_its_arguments() -> None:
+def test_a_component_replaced_by_its_key_keeps_its_arguments() -> None:
     before = load_config("tiny/full").model
     after = load_config("tiny/full", ["model=torchtune.models.llama2.lora_llama2", "model.lora_rank=4"]).model
     changes = {"_component_": "torchtune.models.llama2.lora_llama2", "lora_rank": 4}
@@ -111,7 +111,7 @@ def test_a_config_is_found_by_our_name_by_stock_name_and_by_path(file: Path) -> 
     assert found[0].adaptive.strategy == "linear_extrapolation"
 
 
-def test_a_stock_config_is_told_by_its_recipes_and_any_other_has_none(file: Path) -> None:
+def test_a_stock_config_has_recipes_and_any_other_has_none(file: Path) -> None:
     assert stock_recipes_of("llama3_1/8B_lora") == ["lora_finetune_distributed"]
     assert stock_recipes_of("llama3_1/8B_full_dpo") == ["full_dpo_distributed"]
     assert [stock_recipes_of(name) for name in ("tiny/full", str(file), "no/such")] == [[], [], []]
@@ -130,7 +130,7 @@ def test_a_stock_config_is_told_by_its_recipes_and_any_other_has_none(file: Path
         ("--flag", "--flag"),
     ],
 )
-def test_an_override_that_cannot_be_followed_is_refused_and_quoted(override: str, quoted: str) -> None:
+def test_an_override_that_cannot_be_applied_is_refused_and_quoted(override: str, quoted: str) -> None:
     with pytest.raises(InputError) as refusal:
         load_config("tiny/full", ["seed=1", override])
     assert quoted in str(refusal.value)

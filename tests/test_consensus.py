@@ -1,4 +1,4 @@
-"""Every rank knows the same answer, with one process, two and four."""
+"""All ranks get the same answer, with one process, two and four."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ WORLD_SIZES = (1, 2, 4)
 
 
 def answers_of(rank: int) -> dict[str, Any]:
-    """What the consensus says on this rank. Each rank brings its own number; those of ranks 0, 1, 2, 3 are known."""
+    """The answers of the consensus on this rank. Each rank has its own number."""
     numbers = [7, -3, HUGE, 0]
     consensus = Consensus()
     world_size = dist.get_world_size()

@@ -1,6 +1,7 @@
-"""The CUDA meter against a fake of the caching allocator: what it reads, resets, limits and puts back."""
+"""The CUDA meter, tested with a fake of the caching allocator."""
 
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,9 +13,8 @@ from torch.utils._pytree import tree_leaves
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.memory.cuda_meter import CudaMeter
 from torchtune_adaptive.memory.timeline import Forecast
-from torchtune_adaptive.search import find as finder
-from torchtune_adaptive.search import probe
 from torchtune_adaptive.search.find import search
+from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.settings import AdaptiveSettings
 
 DEVICE = torch.device("cuda:0")
@@ -22,11 +22,11 @@ TOTAL = 100_000
 
 
 class FakeCuda(TorchDispatchMode):
-    """A caching allocator of which ``torch.cuda`` tells what it would tell of a card.
+    """A fake caching allocator whose statistics ``torch.cuda`` returns.
 
-    While it is active each operation on CPU tensors takes ``workspace_bytes`` for its own duration, then
-    memory for its outputs until they die. Freed memory stays reserved; where more would be reserved than
-    is allowed, the cache is given back (a retry), and if that is not enough, out of memory it is.
+    While it is active, each operation on CPU tensors allocates ``workspace_bytes`` while it runs, and memory for its
+    outputs until they are freed. Freed memory stays reserved. If an allocation would exceed the limit, the cache is
+    freed first (a retry). If that is not enough, the allocation runs out of memory.
     """
 
     def __init__(self, *, total_bytes: int = TOTAL, outside_bytes: int = 0) -> None:
@@ -80,7 +80,7 @@ class FakeCuda(TorchDispatchMode):
         self._seen.remove(key)
         self.give(nbytes)
 
-    # ---- what torch.cuda says of it
+    # ---- what torch.cuda returns
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
         return self.total_bytes - self.outside_bytes - self.reserved, self.total_bytes
@@ -143,7 +143,7 @@ def meter(cuda: FakeCuda) -> CudaMeter:
 # ---- available bytes
 
 
-def test_what_lies_outside_the_allocator_is_not_available(cuda: FakeCuda, meter: CudaMeter) -> None:
+def test_memory_outside_the_allocator_is_not_available(cuda: FakeCuda, meter: CudaMeter) -> None:
     cuda.outside_bytes = 30_000
     cuda.take(20_000)
     cuda.give(15_000)
@@ -161,7 +161,7 @@ def test_the_limit_is_the_allocators_own_only_while_metering(cuda: FakeCuda, met
     assert cuda.fractions == [0.25, 1.0]
 
 
-def test_a_fraction_set_before_is_put_back_also_after_an_exception(cuda: FakeCuda, meter: CudaMeter) -> None:
+def test_the_fraction_set_before_is_restored_also_after_an_exception(cuda: FakeCuda, meter: CudaMeter) -> None:
     cuda.fraction = 0.75
     meter.set_limit(25_000)
     meter.start_timeline()
@@ -189,7 +189,7 @@ def test_a_limit_above_the_card_asks_for_all_of_it(cuda: FakeCuda, meter: CudaMe
         assert cuda.fraction == 1.0
 
 
-def test_a_limit_never_allows_more_than_the_user_has_allowed_the_process(cuda: FakeCuda, meter: CudaMeter) -> None:
+def test_a_limit_never_raises_the_fraction_set_by_the_user(cuda: FakeCuda, meter: CudaMeter) -> None:
     cuda.fraction = 0.5
     meter.set_limit(90_000)
     with meter:
@@ -249,7 +249,7 @@ def test_reset_forgets_peaks_phases_and_retries(cuda: FakeCuda, meter: CudaMeter
     assert meter.allocator_retries == 1
 
 
-def test_a_meter_that_only_watches_leaves_the_devices_own_peaks_alone(cuda: FakeCuda) -> None:
+def test_a_meter_that_is_not_exact_leaves_the_devices_own_peaks_alone(cuda: FakeCuda) -> None:
     meter = CudaMeter(DEVICE, exact=False)
     resets = cuda.peak_resets
     with meter:
@@ -270,10 +270,42 @@ def test_an_allocator_without_statistics_yet_has_no_peaks(cuda: FakeCuda, monkey
     assert (meter.peak_bytes, meter.allocator_retries, meter.phase_peak_bytes) == (0, 0, {"": 0})
 
 
+class EndedError(Exception):
+    """Ends a block that measures."""
+
+
+def resets_at_a_phase(cuda: FakeCuda, meter: CudaMeter) -> bool:
+    """Whether the meter resets the device's own peaks at a phase: only an exact one does."""
+    resets = cuda.peak_resets
+    meter.enter_phase("probe")
+    return cuda.peak_resets > resets
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+def test_exactly_restores_limit_and_exactness_also_after_an_exception(cuda: FakeCuda, exact: bool, fails: bool) -> None:
+    meter = CudaMeter(DEVICE, exact=exact)
+    meter.set_limit(70_000)
+    inside: list[bool] = []
+
+    def measure() -> None:
+        with meter.exactly():
+            inside.append(resets_at_a_phase(cuda, meter))
+            meter.set_limit(25_000)
+            if fails:
+                raise EndedError
+
+    with pytest.raises(EndedError) if fails else nullcontext():
+        measure()
+    assert inside == [True]
+    assert meter.limit_bytes == 70_000
+    assert resets_at_a_phase(cuda, meter) is exact
+
+
 # ---- timelines
 
 
-def test_a_timeline_has_every_operations_peak_with_what_its_kernel_took_meanwhile(
+def test_a_timeline_has_every_operations_peak_including_the_workspace_of_its_kernel(
     cuda: FakeCuda, meter: CudaMeter
 ) -> None:
     meter.start_timeline()
@@ -286,7 +318,7 @@ def test_a_timeline_has_every_operations_peak_with_what_its_kernel_took_meanwhil
         kept.mul_(2)
     timeline = meter.stop_timeline(2)
     assert timeline.operations == ("aten.zeros.default", "aten.add_.Tensor", "aten.cat.default", "aten.mul_.Tensor")
-    # The result of `cat` died between the operations: it counts as a peak until the next one's.
+    # The result of `cat` was freed after it returned, so it still counts towards the peak of `mul_`.
     assert timeline.live_bytes == (40, 540, 120, 120)
     assert meter.peak_bytes == 540
 
@@ -340,27 +372,24 @@ class Trainee:
         self.cuda.give(needed)
 
     def search(self, meter: CudaMeter, limit_bytes: int) -> Any:
-        return search(
-            self.step,
-            torch.ones,
+        workload = Workload(
+            train_step=self.step,
             model=self.model,
-            optimizer=self.optimizer,
+            optimizers=[self.optimizer],
             device=torch.device("cpu"),
             meter=meter,
-            settings=AdaptiveSettings(
-                memory_limit_bytes=limit_bytes, margin=0.0, strategy="binary_search", power_of_two=False
-            ),
             consensus=Consensus(),
-            start=1,
-            bound=1000,
         )
+        settings = AdaptiveSettings(
+            memory_limit_bytes=limit_bytes, margin=0.0, strategy="binary_search", power_of_two=False
+        )
+        return search(workload, torch.ones, settings=settings, start=1, bound=1000)
 
 
 @pytest.fixture
 def freeing(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the prober frees after each probe is the fake card's cache: its model is on the CPU."""
-    for room in (probe, finder):
-        monkeypatch.setattr(room, "free_memory", lambda device: cuda.empty_cache())
+    """A search frees the fake card's cache, although its model is on the CPU."""
+    monkeypatch.setattr("torchtune_adaptive.search.workload.free_memory", lambda device: cuda.empty_cache())
 
 
 @pytest.mark.usefixtures("freeing")
@@ -375,10 +404,8 @@ def test_a_search_finds_what_fits_below_the_limit_and_restores_the_card(cuda: Fa
 
 
 @pytest.mark.usefixtures("freeing")
-def test_a_size_for_which_the_allocator_had_to_give_back_its_cache_does_not_fit(
-    cuda: FakeCuda, meter: CudaMeter
-) -> None:
-    """It would fit, but slowly: every step would flush the cache and wait for the device."""
+def test_a_size_at_which_the_allocator_had_to_free_its_cache_does_not_fit(cuda: FakeCuda, meter: CudaMeter) -> None:
+    """It would run, but slowly: every step would free the cache and wait for the device."""
 
     class Flushing(Trainee):
         def step(self, batch: torch.Tensor) -> None:

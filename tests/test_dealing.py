@@ -30,7 +30,7 @@ class Run(NamedTuple):
 
     def sampler(self, rank: int, samples_per_step: int, *, epoch: int = 0) -> DealtSampler:
         sampler = DealtSampler(self.dataset, self.ranks, rank, self.shuffle, self.seed)
-        sampler.samples_per_step = samples_per_step
+        sampler.set_samples_per_step(samples_per_step)
         sampler.set_epoch(epoch)
         return sampler
 
@@ -125,7 +125,7 @@ def test_the_samples_of_a_step_may_change_between_epochs(run: Run, extra: int, o
     for rank in range(run.ranks):
         sampler = run.sampler(rank, run.ranks + extra)
         list(sampler)
-        sampler.samples_per_step = run.ranks + other
+        sampler.set_samples_per_step(run.ranks + other)
         sampler.set_epoch(1)
         assert list(sampler) == list(run.sampler(rank, run.ranks + other, epoch=1))
         assert len(sampler) == len(run.sampler(rank, run.ranks + other))

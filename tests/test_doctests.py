@@ -24,5 +24,5 @@ def test_examples_give_what_they_say(module: str) -> None:
 
 
 def test_examples_are_found() -> None:
-    some = ("errors", "settings", "text", "search.strategies", "batch.growth")
+    some = ("errors", "settings", "text", "search.strategies", "batch.increase_function")
     assert {f"torchtune_adaptive.{name}" for name in some} <= set(MODULES_WITH_EXAMPLES)

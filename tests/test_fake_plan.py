@@ -1,18 +1,21 @@
-"""A config's peaks over fake tensors: told by few layers where they repeat, and of the right kinds."""
+"""A config's peaks over fake tensors: extrapolated from few layers where they repeat, and of the right kinds."""
 
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.memory.timeline import Timeline
+from torchtune_adaptive.plan import client, worker
 from torchtune_adaptive.plan.step_peaks import StepPeaks
-from torchtune_adaptive.plan.worker import trace_config, trace_layers
+from torchtune_adaptive.plan.worker import StepTracer, trace_config
 from torchtune_adaptive.stock.configs import load_config
 
 SEQ_LEN = 64
-SHALLOW = "model.num_layers=1"  # what holds for one layer need not be traced for more
+SHALLOW = "model.num_layers=1"  # for tests that one layer is enough for
 CUDA = ("device=cuda", "dtype=bf16", SHALLOW)
 
 
@@ -21,7 +24,7 @@ def _cfg(kind: str, *overrides: str) -> DictConfig:
 
 
 def _model(component: str, **arguments: int) -> list[str]:
-    """Overrides by which a model of our own takes the place of the config's."""
+    """Overrides that replace the config's model by one of ``tests.fake_models``."""
     removed = ["vocab_size", "num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim", "max_seq_len"]
     return [
         *(f"~model.{name}" for name in removed if name not in arguments),
@@ -49,7 +52,7 @@ def _layers_traced(_: int) -> dict[str, tuple[int, ...]]:
         "one wide layer": _cfg("full", *_model("with_one_wide_layer", num_layers=10, wide=6)),
         "every ninth checkpointed": _cfg("full", "model.num_layers=10", "ac_mode=selective", "ac_option=9"),
     }
-    return {name: trace_layers(cfg, world_size=2, seq_len=SEQ_LEN) for name, cfg in cfgs.items()}
+    return {name: StepTracer(cfg, world_size=2).layers_to_trace(SEQ_LEN) for name, cfg in cfgs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +60,7 @@ def layers_traced() -> dict[str, tuple[int, ...]]:
     return run_on_ranks(_layers_traced, 1, timeout_s=180.0)[0]
 
 
-def test_few_layers_are_traced_where_they_tell_the_whole(layers_traced: dict[str, tuple[int, ...]]) -> None:
+def test_few_layers_are_traced_where_layers_repeat(layers_traced: dict[str, tuple[int, ...]]) -> None:
     assert layers_traced["alike"] == (4, 6)
 
 
@@ -94,7 +97,7 @@ def _kinds(_: int) -> dict[str, Any]:
     ]
     lengths = _cfg("full", SHALLOW, "dataset.packed=True")  # a dense mask
     between = trace_config(lengths, world_size=2, seq_lens=[32, 80, 128]).peaks[1]
-    seen["between"], seen["there"] = between.phases(5), _peaks(lengths, world_size=2, seq_len=80).phases(5)
+    seen["interpolated"], seen["traced"] = between.phases(5), _peaks(lengths, world_size=2, seq_len=80).phases(5)
     for name, overrides in REFUSED.items():
         try:
             trace_config(_cfg("full", *overrides), world_size=1, seq_lens=[SEQ_LEN])
@@ -121,10 +124,10 @@ def test_a_layers_parameters_are_gathered_and_not_all(kinds: dict[str, Any]) -> 
     assert 0 < kinds["gathered"] < 4 * kinds["parameters"]
 
 
-def test_what_is_offloaded_is_not_on_the_device(kinds: dict[str, Any]) -> None:
+def test_offloaded_bytes_are_not_counted_on_the_device(kinds: dict[str, Any]) -> None:
     backward, optimizer = kinds["offloaded"]["backward"], kinds["offloaded"]["optimizer"]
     assert backward["optimizer state"] == optimizer["optimizer state"] == optimizer["gradients"] == 0
-    assert optimizer["temporaries"] == 0  # the step is taken on the host
+    assert optimizer["temporaries"] == 0  # the step runs on the host
     assert backward["gathered parameters"] > 0
 
 
@@ -132,7 +135,7 @@ def test_an_optimizer_in_backward_never_has_all_gradients_at_once(kinds: dict[st
     assert kinds["in backward"] < kinds["at once"]
 
 
-def test_paged_state_is_told_apart_from_what_is_held(kinds: dict[str, Any]) -> None:
+def test_paged_state_is_counted_apart_from_state_on_the_device(kinds: dict[str, Any]) -> None:
     paged_bytes, held_bytes = kinds["paged"]
     assert 0 < held_bytes < paged_bytes < 2 * kinds["parameters"]
 
@@ -143,10 +146,92 @@ def test_checkpointing_keeps_less_and_offloading_does_not_grow_with_the_layers(k
     assert offloaded_deep < checkpointed_deep
 
 
-def test_the_shortest_and_the_longest_rows_tell_those_between_with_a_dense_mask_too(kinds: dict[str, Any]) -> None:
-    assert kinds["between"] == pytest.approx(kinds["there"], rel=1e-9)
+def test_lengths_between_the_shortest_and_the_longest_are_interpolated_even_with_a_dense_mask(
+    kinds: dict[str, Any],
+) -> None:
+    assert kinds["interpolated"] == pytest.approx(kinds["traced"], rel=1e-9)
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
-def test_what_cannot_be_planned_is_refused_with_the_reason(kinds: dict[str, Any], sentence: str) -> None:
+def test_a_config_that_cannot_be_planned_is_refused_with_the_reason(kinds: dict[str, Any], sentence: str) -> None:
     assert kinds.get(sentence, "").startswith(sentence)
+
+
+# ---- with a fake recipe
+
+
+class RepeatingRecipe:
+    """In place of ``FakeRecipe``: a model of 10 equal layers, with one operation for each layer."""
+
+    def __init__(self, cfg: DictConfig, *, world_size: int, num_layers: int | None = None) -> None:
+        self.model = nn.Identity()
+        self.true_num_layers = 10
+        self.num_layers = num_layers or self.true_num_layers
+        self._operation = cfg.get("operation", "mm {seq_len}")
+
+    def trace(self, batch_size: int, seq_len: int) -> "RepeatingRecipe":
+        self._seq_len = seq_len
+        return self
+
+    def timelines(self, batch_size: int) -> dict[str, Timeline]:
+        operations = (self._operation.format(seq_len=self._seq_len),) * self.num_layers
+        live_bytes = tuple(batch_size * self._seq_len * layer for layer in range(1, self.num_layers + 1))
+        return {"activations": Timeline(batch_size, operations, live_bytes, ("forward",) * self.num_layers)}
+
+    def figures(self) -> dict[str, int]:
+        return {"num_parameters": 7 + 100 * self.num_layers, "paged_bytes": 0, "attention_width": 8}
+
+
+@pytest.mark.parametrize("operation", ["mm", "mm {seq_len}"], ids=["same operations", "other operations"])
+def test_peaks_and_figures_of_each_length_are_those_of_the_whole_model(
+    operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "FakeRecipe", RepeatingRecipe)
+    cfg = OmegaConf.create({"operation": operation})
+    step = trace_config(cfg, world_size=1, seq_lens=[80, 32, 128])
+    assert (step.traced_layers, step.num_layers, step.num_parameters) == ((4, 6), 10, 1007)
+    for peaks, seq_len in zip(step.peaks, (80, 32, 128), strict=True):
+        assert peaks.seq_len == seq_len
+        assert [peaks.peak_bytes(rows) for rows in (1, 2, 7)] == [10 * seq_len * rows for rows in (1, 2, 7)]
+
+
+def test_the_progress_bar_ends_at_the_number_of_steps_that_it_announced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(worker, "FakeRecipe", RepeatingRecipe)
+    cfg = OmegaConf.create({"operation": "mm"})
+    trace_config(cfg, world_size=1, seq_lens=[32, 80, 128], shows_progress=True)
+    # Of both models batches of 1 at three lengths, and of 2 and 3 at two, less the two steps that chose the layers.
+    assert " 12/12 " in capsys.readouterr().err
+
+
+# ---- in a process of its own
+
+
+def test_the_worker_process_gives_the_peaks_of_the_config() -> None:
+    cfg = _cfg("full", SHALLOW)
+    traced = client.trace(cfg, world_size=2, seq_lens=[SEQ_LEN])
+    assert traced == run_on_ranks(_traced, 1, cfg, timeout_s=180.0)[0]
+
+
+def _traced(_: int, cfg: DictConfig) -> Any:
+    return trace_config(cfg, world_size=2, seq_lens=[SEQ_LEN])
+
+
+def test_a_refusal_of_the_worker_process_is_raised_here() -> None:
+    with pytest.raises(InputError, match=r"^Rows must have at most the model's max_seq_len \(32 tokens\), but have 64"):
+        client.trace(_cfg("full", SHALLOW, "model.max_seq_len=32"), world_size=1, seq_lens=[SEQ_LEN])
+
+
+def test_a_worker_process_that_takes_too_long_is_ended() -> None:
+    with pytest.raises(TimeoutError, match=r"^tracing took longer than 0\.1 s$"):
+        client.trace(_cfg("full", SHALLOW), world_size=1, seq_lens=[SEQ_LEN], timeout_s=0.1)
+
+
+def test_the_worker_process_does_not_see_the_launcher_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "PLAIN"):
+        monkeypatch.setenv(name, "1")
+    environment = client._environment()
+    assert {name for name in environment if name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "PLAIN")} == {"PLAIN"}
+    assert not any(name.startswith(("LOCAL_", "TORCHELASTIC_")) for name in environment)
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""

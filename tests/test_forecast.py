@@ -1,4 +1,4 @@
-"""Envelope and largest batch size against brute force."""
+"""Envelope and largest batch size, compared with brute force."""
 
 import itertools
 import math
@@ -34,7 +34,7 @@ growing_or_constant = st.builds(
 
 
 def timeline(batch_size: int, lines: list[Line]) -> Timeline:
-    """What a meter would record: an operation per line."""
+    """The timeline that a meter would record, with one operation per line."""
     operations = tuple(f"operation {index}" for index in range(len(lines)))
     return Timeline(batch_size, operations, tuple(int(line.at(batch_size)) for line in lines))
 
@@ -204,14 +204,14 @@ def test_the_lines_of_all_kinds_together_are_those_of_their_timelines_together(k
 def test_the_lines_at_two_lengths_of_rows_give_those_at_any_other(
     figures: list[tuple[int, int, int, int]], lengths: list[int]
 ) -> None:
-    """Whatever of the bytes grows with the tokens of a row, and what with their square."""
+    """Some bytes grow with the tokens of a row, some with their square."""
 
     def lines_at(s: int) -> list[Line]:
         return [Line(c + e * s**2, a * s + d * s**2) for c, e, a, d in figures]
 
     wanted, one, other = lengths
-    told = lines_between(wanted, (one, lines_at(one)), (other, lines_at(other)))
-    scale = max(lengths) ** 2  # what cancels can be so much larger than what is left
-    for line, true, (c, e, a, d) in zip(told, lines_at(wanted), figures, strict=True):
+    forecast = lines_between(wanted, (one, lines_at(one)), (other, lines_at(other)))
+    scale = max(lengths) ** 2  # terms that cancel can be larger than the result by this factor
+    for line, true, (c, e, a, d) in zip(forecast, lines_at(wanted), figures, strict=True):
         assert line.intercept_bytes == pytest.approx(true.intercept_bytes, abs=1e-12 * (c + e * scale))
         assert line.slope_bytes == pytest.approx(true.slope_bytes, abs=1e-12 * (a + d * scale) * max(lengths))

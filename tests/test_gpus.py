@@ -1,4 +1,4 @@
-"""Names and sizes of GPUs: every spelling finds the same card, and nothing is guessed."""
+"""Names and sizes of GPUs: every spelling finds the same GPU, and an unclear one is refused."""
 
 import re
 
@@ -32,12 +32,12 @@ def test_every_known_name_is_found_in_any_case_and_with_any_separator(name: str)
         ("h100", "H100 80GB"),
     ],
 )
-def test_the_name_that_torch_gives_a_card_is_known(torchs_name: str, name: str) -> None:
+def test_the_name_that_torch_gives_a_gpu_is_known(torchs_name: str, name: str) -> None:
     assert memory_of(torchs_name) == KNOWN_GPUS[name].memory_bytes
 
 
 @pytest.mark.parametrize("name", KNOWN_GPUS)
-def test_no_card_is_said_to_have_more_than_its_name_in_binary_units_and_each_has_a_source(name: str) -> None:
+def test_no_gpu_has_more_than_its_name_says_in_binary_units_and_each_has_a_source(name: str) -> None:
     gpu = KNOWN_GPUS[name]
     sold_gb = {"T4": 16, "A10": 24, "A10G": 24, "A30": 24, "A40": 48, "RTX 3090": 24, "RTX 4090": 24, "RTX 5090": 32}
     sold_gb |= {"RTX 6000 Ada": 48, "L4": 24, "L40": 48, "L40S": 48, "H100 NVL": 94, "H200": 141, "B200": 180}
@@ -47,8 +47,8 @@ def test_no_card_is_said_to_have_more_than_its_name_in_binary_units_and_each_has
     assert re.fullmatch(r"(seen by CUDA|reported by the driver, less [0-9]+ MiB): https://[^ ]+", gpu.source)
 
 
-def test_a_figure_of_the_driver_is_lowered_by_what_the_driver_may_hold_back() -> None:
-    """Each pair of figures in the sources: what `nvidia-smi` reports and what CUDA saw."""
+def test_a_figure_of_the_driver_is_lowered_by_what_the_driver_may_reserve() -> None:
+    """Compares with the GPUs for which sources give both `nvidia-smi`'s figure and CUDA's."""
     reported_mib = {
         "T4": 15360,
         "A100 40GB": 40960,
@@ -57,9 +57,9 @@ def test_a_figure_of_the_driver_is_lowered_by_what_the_driver_may_hold_back() ->
         "A10": 23028,
         "B200": 183359,
     }
-    held_back = max(mib * 2**20 - KNOWN_GPUS[name].memory_bytes for name, mib in reported_mib.items())
-    assert KNOWN_GPUS["H200"].memory_bytes <= 143771 * 2**20 - held_back
-    assert KNOWN_GPUS["L4"].memory_bytes <= 23034 * 2**20 - held_back
+    reserved = max(mib * 2**20 - KNOWN_GPUS[name].memory_bytes for name, mib in reported_mib.items())
+    assert KNOWN_GPUS["H200"].memory_bytes <= 143771 * 2**20 - reserved
+    assert KNOWN_GPUS["L4"].memory_bytes <= 23034 * 2**20 - reserved
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_figure_of_the_driver_is_lowered_by_what_the_driver_may_hold_back() ->
         ("85899345920", 80 * GIB),
     ],
 )
-def test_a_size_is_taken_as_it_stands(text: str, expected: int) -> None:
+def test_a_size_is_taken_as_it_is(text: str, expected: int) -> None:
     assert memory_of(text) == expected
 
 
@@ -99,7 +99,7 @@ def test_an_unknown_name_is_quoted_and_a_close_one_is_suggested(text: str, meant
 @pytest.mark.parametrize(
     "text", ["", " ", "abacus", "-5GiB", "0", "80", "24.5", "80 parsecs", "5 GiBs of it", "NVIDIA"]
 )
-def test_what_is_neither_name_nor_size_is_refused_in_one_sentence(text: str) -> None:
+def test_a_text_that_is_neither_name_nor_size_is_refused_in_one_sentence(text: str) -> None:
     with pytest.raises(InputError) as caught:
         memory_of(text)
     message = str(caught.value)

@@ -1,4 +1,4 @@
-"""Peaks of a model with many layers, told by two with few, against the timeline of the many itself."""
+"""Peaks of a model with many layers, extrapolated from two with few, against its own timeline."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtune_adaptive.memory.timeline import Timeline, sum_of_timelines
-from torchtune_adaptive.plan.layer_extrapolation import of_more_layers
+from torchtune_adaptive.plan.layer_extrapolation import extrapolate_layers
 
-FEWEST_LAYERS, PERIOD = 4, 2  # as a plan traces them: layers that differ may take turns
+FEWEST_LAYERS, PERIOD = 4, 2  # as in a plan, where two sorts of layers may alternate
 properties = settings(derandomize=True, deadline=None, max_examples=60)
 
 
 class Bytes(NamedTuple):
-    """Live bytes after an operation: a line in the model's layers, and in those that a phase has gone through."""
+    """Live bytes after an operation, linear in the model's layers and in the layers that the phase has finished."""
 
     constant: int
     per_layer: int
@@ -27,10 +27,15 @@ class Bytes(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Operations before the layers, of each layer, and after: of layers that take turns, and of the ends more bytes."""
+    """The operations of a phase: before the layers, of each layer, and after the layers.
+
+    Attributes:
+        sorts: the operations of each sort of layer; layer n is of sort n modulo their number.
+        more_at_first, more_at_last: bytes that the first and the last layer hold beyond the others, by operation.
+    """
 
     before: list[Bytes]
-    turns: list[list[Bytes]]
+    sorts: list[list[Bytes]]
     after: list[Bytes]
     more_at_first: list[int]
     more_at_last: list[int]
@@ -38,19 +43,19 @@ class Stretch(NamedTuple):
     def live_bytes(self, num_layers: int) -> list[int]:
         live = [moment.at(num_layers) for moment in self.before]
         for layer in range(num_layers):
-            for place, moment in enumerate(self.turns[layer % len(self.turns)]):
-                at_first = self.more_at_first[place] if layer == 0 else 0
-                at_last = self.more_at_last[place] if layer == num_layers - 1 else 0
+            for index, moment in enumerate(self.sorts[layer % len(self.sorts)]):
+                at_first = self.more_at_first[index] if layer == 0 else 0
+                at_last = self.more_at_last[index] if layer == num_layers - 1 else 0
                 live.append(moment.at(num_layers, layer) + at_first + at_last)
         return live + [moment.at(num_layers) for moment in self.after]
 
     def operations(self, num_layers: int) -> list[str]:
-        parts = {"before": self.before, "layer": self.turns[0], "after": self.after}
-        before, layer, after = ([f"{name} {place}" for place in range(len(moments))] for name, moments in parts.items())
+        parts = {"before": self.before, "layer": self.sorts[0], "after": self.after}
+        before, layer, after = ([f"{name} {index}" for index in range(len(moments))] for name, moments in parts.items())
         return before + layer * num_layers + after
 
 
-Step = dict[str, list[Stretch]]  # by phase; a phase of one stretch, or of several with one operation each
+Step = dict[str, list[Stretch]]  # by phase; a phase is one stretch, or several with one operation each
 
 
 def timeline(step: Step, num_layers: int) -> Timeline:
@@ -67,9 +72,9 @@ def timeline(step: Step, num_layers: int) -> Timeline:
     return Timeline(2, tuple(operations), tuple(live_bytes), tuple(phases))
 
 
-def peaks(told: Timeline) -> dict[str, int]:
+def peaks(step: Timeline) -> dict[str, int]:
     highest: dict[str, int] = {}
-    for phase, live in zip(told.phases, told.live_bytes, strict=True):
+    for phase, live in zip(step.phases, step.live_bytes, strict=True):
         highest[phase] = max(live, highest.get(phase, live))
     return highest
 
@@ -80,22 +85,22 @@ moments_of_layers = st.builds(Bytes, st.integers(0, 300), st.integers(-20, 20), 
 
 @st.composite
 def stretches(draw: st.DrawFn, *, fewest: int) -> Stretch:
-    """A phase whose middle, in a model with ``fewest`` layers, leaves enough of them on either side.
+    """A phase whose middle is far enough from the first and the last of ``fewest`` layers.
 
-    That is two, for layers that take turns or that hold less at the ends than in between; else one.
+    That is two layers if two sorts alternate or the ends may hold less than the layers between, else one layer.
     """
     size = draw(st.integers(1, 4))
-    kind = draw(st.sampled_from(["layers take turns", "ends hold less or more", "off its middle"]))
-    turns = [draw(st.lists(moments_of_layers, min_size=size, max_size=size)) for _ in range(PERIOD)]
+    kind = draw(st.sampled_from(["sorts alternate", "ends hold less or more", "off the middle"]))
+    sorts = [draw(st.lists(moments_of_layers, min_size=size, max_size=size)) for _ in range(PERIOD)]
     before = draw(st.lists(moments, max_size=5))
-    apart = 1 if kind == "off its middle" else 2
+    apart = 1 if kind == "off the middle" else 2
     longer_after = draw(st.integers((2 * apart - fewest) * size, (fewest - 2 * apart) * size + 1))
     before += [Bytes(0, 0)] * max(0, -longer_after - len(before))
     num_after = len(before) + longer_after
     more = st.integers(-200 if kind == "ends hold less or more" else 0, 200)
     return Stretch(
         before=before,
-        turns=turns if kind == "layers take turns" else turns[:1],
+        sorts=sorts if kind == "sorts alternate" else sorts[:1],
         after=draw(st.lists(moments, min_size=num_after, max_size=num_after)),
         more_at_first=draw(st.lists(more, min_size=size, max_size=size)),
         more_at_last=draw(st.lists(more, min_size=size, max_size=size)),
@@ -108,7 +113,7 @@ def over_all_layers(draw: st.DrawFn) -> Stretch:
     size = draw(st.integers(1, 3))
     return Stretch(
         before=[],
-        turns=[draw(st.lists(moments_of_layers, min_size=size, max_size=size))],
+        sorts=[draw(st.lists(moments_of_layers, min_size=size, max_size=size))],
         after=[],
         more_at_first=draw(st.lists(st.integers(0, 200), min_size=size, max_size=size)),
         more_at_last=draw(st.lists(st.integers(0, 200), min_size=size, max_size=size)),
@@ -116,16 +121,16 @@ def over_all_layers(draw: st.DrawFn) -> Stretch:
 
 
 class Model(NamedTuple):
-    """A step, the layers of the two small models that tell of it, and those of the whole."""
+    """A step, the numbers of layers of the two small models, and that of the whole model."""
 
     step: Step
     layers: tuple[int, int]
     num_layers: int
 
     @property
-    def told(self) -> Timeline | None:
+    def extrapolated(self) -> Timeline | None:
         few, more = (timeline(self.step, count) for count in self.layers)
-        return of_more_layers(few, more, layers=self.layers, num_layers=self.num_layers)
+        return extrapolate_layers(few, more, layers=self.layers, num_layers=self.num_layers)
 
 
 @st.composite
@@ -142,54 +147,56 @@ def models(draw: st.DrawFn) -> Model:
 
 @properties
 @given(models())
-def test_two_models_with_few_layers_tell_the_peak_of_every_phase_of_one_with_many(model: Model) -> None:
-    told = model.told
-    assert told is not None
-    assert peaks(told) == peaks(timeline(model.step, model.num_layers))
+def test_the_extrapolated_peak_of_every_phase_is_that_of_the_whole_model(model: Model) -> None:
+    extrapolated = model.extrapolated
+    assert extrapolated is not None
+    assert peaks(extrapolated) == peaks(timeline(model.step, model.num_layers))
 
 
 @properties
 @given(models(), st.integers(2, 4))
-def test_kinds_of_bytes_told_apart_add_up_to_what_is_told_of_all(model: Model, num_kinds: int) -> None:
+def test_kinds_of_bytes_extrapolated_apart_add_up_to_the_extrapolated_sum(model: Model, num_kinds: int) -> None:
     few, more = (timeline(model.step, count) for count in model.layers)
 
     def kind_of(of: Timeline, number: int) -> Timeline:
         """A share of the bytes; all shares add up to the whole."""
         return dataclasses.replace(of, live_bytes=tuple((live + number) // num_kinds for live in of.live_bytes))
 
-    told = [
-        of_more_layers(kind_of(few, number), kind_of(more, number), layers=model.layers, num_layers=model.num_layers)
+    kinds = [
+        extrapolate_layers(
+            kind_of(few, number), kind_of(more, number), layers=model.layers, num_layers=model.num_layers
+        )
         for number in range(num_kinds)
     ]
-    assert sum_of_timelines(kind for kind in told if kind is not None) == model.told
+    assert sum_of_timelines(kind for kind in kinds if kind is not None) == model.extrapolated
 
 
 @properties
 @given(models())
-def test_a_model_of_few_layers_tells_all_of_its_own_timeline(model: Model) -> None:
+def test_extrapolating_to_the_smaller_model_gives_its_own_timeline(model: Model) -> None:
     few, more = (timeline(model.step, count) for count in model.layers)
-    assert of_more_layers(few, more, layers=model.layers, num_layers=model.layers[0]) == few
+    assert extrapolate_layers(few, more, layers=model.layers, num_layers=model.layers[0]) == few
 
 
-def without(places: slice) -> Callable[[Timeline], Timeline]:
-    """Leaves operations out of a timeline."""
+def without(indices: slice) -> Callable[[Timeline], Timeline]:
+    """A function that leaves operations out of a timeline."""
 
     def leave_out(of: Timeline) -> Timeline:
-        left = sorted(set(range(len(of.operations))) - set(range(len(of.operations))[places]))
+        left = sorted(set(range(len(of.operations))) - set(range(len(of.operations))[indices]))
         return Timeline(
             of.batch_size,
-            tuple(of.operations[place] for place in left),
-            tuple(of.live_bytes[place] for place in left),
-            tuple(of.phases[place] for place in left),
+            tuple(of.operations[index] for index in left),
+            tuple(of.live_bytes[index] for index in left),
+            tuple(of.phases[index] for index in left),
         )
 
     return leave_out
 
 
-def renamed(place: int) -> Callable[[Timeline], Timeline]:
+def renamed(index: int) -> Callable[[Timeline], Timeline]:
     def rename(of: Timeline) -> Timeline:
         operations = list(of.operations)
-        operations[place] = "another"
+        operations[index] = "another"
         return dataclasses.replace(of, operations=tuple(operations))
 
     return rename
@@ -213,11 +220,11 @@ def in_other_phases(of: Timeline) -> Timeline:
     }.items(),
     ids=lambda change: change[0],
 )
-def test_operations_that_do_not_repeat_as_layers_do_tell_nothing(
+def test_operations_that_do_not_repeat_as_layers_do_are_not_extrapolated(
     change: tuple[str, Callable[[Timeline], Timeline]],
 ) -> None:
     moment = Bytes(1, 2, 3)
     step = {"forward": [Stretch([moment], [[moment, moment]], [moment], [0, 0], [0, 0])]}
     few, more = timeline(step, 4), timeline(step, 6)
-    assert of_more_layers(few, more, layers=(4, 6), num_layers=32) is not None
-    assert of_more_layers(few, change[1](more), layers=(4, 6), num_layers=32) is None
+    assert extrapolate_layers(few, more, layers=(4, 6), num_layers=32) is not None
+    assert extrapolate_layers(few, change[1](more), layers=(4, 6), num_layers=32) is None

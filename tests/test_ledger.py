@@ -1,4 +1,4 @@
-"""A micro-step's collectives are known one by one, and a rank that failed alone can issue those that it left out."""
+"""The ledger records all collectives of a micro-step, and a rank that failed can replay the rest of them."""
 
 import math
 import random
@@ -20,11 +20,9 @@ from torch.distributed.tensor import Shard
 from torch.profiler import ProfilerActivity, profile
 
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.distributed.dry_run import rehearse
+from torchtune_adaptive.distributed.dry_run import DryRun, dry_run
 from torchtune_adaptive.distributed.fsdp_state import communicators, reset_after_failure
 from torchtune_adaptive.distributed.ledger import CollectiveInDoubtError, Ledger
-from torchtune_adaptive.distributed.recovery import Recovery
-from torchtune_adaptive.distributed.vote import Outcome
 from torchtune_adaptive.memory.out_of_memory import free_memory
 from torchtune_adaptive.testing import Fault
 
@@ -56,7 +54,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 def ledger_of(model: nn.Module) -> Ledger:
     """A ledger whose template is a micro-step of ``model``."""
     ledger = Ledger(model, CPU)
-    micro_step(model)  # a first one sets up
+    micro_step(model)  # the first one does lazy set-up
     ledger.begin()
     micro_step(model)
     ledger.template = ledger.issued
@@ -65,7 +63,7 @@ def ledger_of(model: nn.Module) -> Ledger:
 
 
 def loss_under(fault: Fault, model: nn.Module) -> float | None:
-    """The loss of a micro-step; None if ``fault`` struck, and the model then stands between steps."""
+    """The loss of a micro-step; None if ``fault`` struck. The model is then reset."""
     loss: float | None = None
     try:
         with fault:
@@ -79,7 +77,7 @@ def loss_under(fault: Fault, model: nn.Module) -> float | None:
 
 
 def refusal(ledger: Ledger) -> str:
-    """Why the rest is not made up for."""
+    """Why the ledger does not replay the rest; "none" if it does."""
     try:
         ledger.replay_rest()
     except CollectiveInDoubtError as error:
@@ -87,13 +85,13 @@ def refusal(ledger: Ledger) -> str:
     return "none"
 
 
-# ---- of models sharded in several ways, on two ranks and four; every function is a collective
+# ---- models sharded in several ways, on two ranks and four; every function is a collective
 
 
 def recorded_and_issued(model: nn.Module) -> list[list[tuple[str, int | None]]]:
-    """A micro-step's collectives by the ledger, and by the profiler, which sees into operations, as no mode does.
+    """The collectives of a micro-step by the ledger, and by the profiler, which sees those inside operations too.
 
-    Each with this rank's part in elements, but those of an all-reduce, which the profiler does not tell.
+    Each with its number of elements on this rank, except all-reduce, where the profiler does not record it.
     """
     ledger = ledger_of(model)
     ledger.begin()
@@ -109,7 +107,7 @@ def recorded_and_issued(model: nn.Module) -> list[list[tuple[str, int | None]]]:
 
 @dataclass(frozen=True)
 class Trial:
-    """A micro-step in which one rank failed at an operation and made up for the rest, and the next one."""
+    """A micro-step in which one rank failed at an operation and replayed the rest, and the next micro-step."""
 
     place: int
     agrees: bool
@@ -172,14 +170,14 @@ def with_another_division_on_one_rank(rank: int) -> str:
     model: Any = hsdp(2, 2)
     if rank == 1:
         model.set_gradient_divide_factor(3.0)
-    return Scenarios(rank).rehearse(model)
+    return Scenarios(rank).dry_run(model)
 
 
 def play_on_four(rank: int) -> dict[str, Any]:
     return {"models": play_models(), "with_another_division_on_one_rank": with_another_division_on_one_rank(rank)}
 
 
-# ---- of one model on two ranks
+# ---- one model on two ranks
 
 
 class Scenarios:
@@ -189,15 +187,15 @@ class Scenarios:
         self.rank = rank
         self.consensus = Consensus()
 
-    def rehearse(self, model: nn.Module, *micro_steps: Callable[[], object]) -> str:
-        """What comes of a rehearsal."""
+    def dry_run(self, model: nn.Module, *micro_steps: Callable[[], object]) -> str:
+        """The outcome of a dry run: "recovery", "out of memory", or the reason why there is no recovery."""
         steps = micro_steps or (lambda: micro_step(model, 2), lambda: micro_step(model, 3))
-        found = rehearse(steps, model=model, device=CPU, consensus=self.consensus)
-        if isinstance(found, Outcome):
-            return found.name
-        return found if isinstance(found, str) else "recovery"
+        found = dry_run(steps, model=model, device=CPU, consensus=self.consensus)
+        if found.out_of_memory:
+            return "out of memory"
+        return "recovery" if found.recovery is not None else found.reason
 
-    def a_rehearsal_leaves_no_trace(self) -> dict[str, bool]:
+    def a_dry_run_leaves_no_trace(self) -> dict[str, bool]:
         trainee = ShardedTrainee()
         model = trainee.model
         model.register_buffer("seen", torch.zeros(2))
@@ -214,14 +212,14 @@ class Scenarios:
         micro_step(model)
         before = [*trainee.state(), seen.clone(), constant.clone()], generators()
         steps = [lambda: micro_step(model, 2), lambda: micro_step(model, 3)]
-        recovery = rehearse(steps, model=model, device=CPU, consensus=self.consensus)
+        recovery = dry_run(steps, model=model, device=CPU, consensus=self.consensus).recovery
         found = {
-            "recovery": isinstance(recovery, Recovery),
+            "recovery": recovery is not None,
             "tensors as before": same_bits([*trainee.state(), seen, constant], before[0]),
             "generators as before": generators() == before[1],
             "no gradients": all(parameter.grad is None for parameter in model.parameters()),
         }
-        assert isinstance(recovery, Recovery)
+        assert recovery is not None
         restore = recovery.keep()
         micro_step(model)
         constant.fill_(7)
@@ -238,7 +236,7 @@ class Scenarios:
             micro_step(model)
             dist.all_reduce(torch.zeros(1))
 
-        return self.rehearse(model, step, step)
+        return self.dry_run(model, step, step)
 
     def with_other_collectives_for_the_second_batch(self) -> str:
         model = ShardedTrainee().model
@@ -247,30 +245,30 @@ class Scenarios:
             model(torch.zeros(2, WIDTH))
             micro_step(model)
 
-        return self.rehearse(model, lambda: micro_step(model), step)
+        return self.dry_run(model, lambda: micro_step(model), step)
 
     def with_ranks_that_take_the_layers_in_different_order(self) -> str:
-        """The layers are of equal size, so that nobody waits, and each rank computes with the other's parameters."""
+        """The layers have equal sizes, so no rank hangs, but each computes with the parameters of the other layer."""
         model = ShardedTrainee().model
         if self.rank == 1:
             take_layers_in_turned_order(model)
-        return self.rehearse(model)
+        return self.dry_run(model)
 
     def with_parameters_that_are_not_sharded(self) -> str:
-        return self.rehearse(hsdp(2, 1))
+        return self.dry_run(hsdp(2, 1))
 
     def with_several_meshes(self) -> str:
-        """Or why that cannot be tried."""
+        """The outcome, or why it cannot be tested."""
         if not hasattr(_fsdp_common, "ShardPlacementResult"):
             return "torch < 2.13"
         other = _fsdp_common.FSDPMeshInfo(group_mesh(), shard_mesh_dim=0)
         model = nn.Linear(WIDTH, WIDTH)
         elsewhere = _fsdp_common.ShardPlacementResult(Shard(0), other)
         fully_shard(model, mesh=group_mesh(), shard_placement_fn=lambda one: elsewhere if one is model.bias else None)
-        return self.rehearse(model)
+        return self.dry_run(model)
 
     def out_of_memory_on_one_rank(self) -> list[Any]:
-        """What comes of such rehearsals, whether all is as before after them, and what comes of the next one."""
+        """The outcomes of such dry runs, whether all is as before after them, and the outcome of the next one."""
         trainee = ShardedTrainee()
         model = trainee.model
         before, random_state, own = trainee.state(), torch.get_rng_state(), communicators(model)
@@ -283,9 +281,9 @@ class Scenarios:
                 with fault:
                     micro_step(model)
 
-            found.append(self.rehearse(model, step, step))
+            found.append(self.dry_run(model, step, step))
         as_before = same_bits(trainee.state(), before) and torch.equal(torch.get_rng_state(), random_state)
-        return [found, as_before and communicators(model) == own, self.rehearse(model)]
+        return [found, as_before and communicators(model) == own, self.dry_run(model)]
 
     def another_error_on_one_rank(self) -> str:
         model = ShardedTrainee().model
@@ -298,12 +296,12 @@ class Scenarios:
                 micro_step(model)
 
         try:
-            return self.rehearse(model, step, step)
+            return self.dry_run(model, step, step)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
     def a_collective_fails_in_itself(self) -> list[Any]:
-        """Why the rest is not made up for, by failed collective, and after it; whether the next loss is right."""
+        """Why the rest is not replayed, for each failed collective and afterwards; whether the next loss is right."""
         model = ShardedTrainee().model
         ledger = ledger_of(model)
         loss = micro_step(model)
@@ -319,7 +317,7 @@ class Scenarios:
         return [refusals, next_refusal, micro_step(model) == loss]
 
     def other_collectives_than_in_the_template(self) -> list[str]:
-        """Why the rest is not made up for after layers in another order, and after too many micro-steps."""
+        """Why the rest is not replayed after too many micro-steps, and after layers in another order."""
         model = ShardedTrainee().model
         ledger = ledger_of(model)
         ledger.begin()
@@ -332,8 +330,8 @@ class Scenarios:
         assert 0 < len(ledger.issued) < len(ledger.template)
         return [*refusals, refusal(ledger)]
 
-    def a_collective_made_up_for_fails(self) -> list[str]:
-        """Its buffer finds no memory; it is another one than in the template."""
+    def a_replayed_collective_fails(self) -> list[str]:
+        """There is no memory for its buffer; it differs from the one in the template."""
         model = ShardedTrainee().model
         ledger = ledger_of(model)
         ledger.begin()
@@ -346,7 +344,7 @@ class Scenarios:
         return [*refusals, refusal(ledger)]
 
     def all_gather_allocations(self) -> list[Any]:
-        """How many all-gathers a micro-step has, and were issued when the buffer for the next found no memory."""
+        """How many all-gathers a micro-step has, and how many were issued before each allocation that failed."""
         model = ShardedTrainee().model
         ledger = ledger_of(model)
         number = [one.kind for one in ledger.template].count("all-gather")
@@ -365,7 +363,7 @@ class Scenarios:
         return [number, issued]
 
     def collectives_by_a_fault(self) -> list[int]:
-        """How many a micro-step has, by a fault and in the template."""
+        """The number of collectives in a micro-step, counted by a fault and in the template."""
         model = ShardedTrainee().model
         ledger = ledger_of(model)
         with Fault(None, kind="collective") as collectives:
@@ -374,7 +372,7 @@ class Scenarios:
 
 
 def group_mesh() -> DeviceMesh:
-    """All ranks, in a group of its own."""
+    """A mesh of all ranks, with its own group."""
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     return DeviceMesh.from_group(group, "cpu")
@@ -386,7 +384,7 @@ def take_layers_in_turned_order(model: Any) -> None:
 
 def play_on_two(rank: int) -> dict[str, Any]:
     scenarios = Scenarios(rank)
-    names = [name for name in vars(Scenarios) if not name.startswith("_") and name != "rehearse"]
+    names = [name for name in vars(Scenarios) if not name.startswith("_") and name != "dry_run"]
     return {"models": play_models()} | {name: getattr(scenarios, name)() for name in names}
 
 
@@ -402,15 +400,15 @@ def on_four() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
 def models(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    """What was found with each model on each rank."""
+    """The findings with each model on each rank."""
     played = request.getfixturevalue("on_two" if request.param == 2 else "on_four")
     return {f"{name}, rank {rank}": found for rank, one in enumerate(played) for name, found in one["models"].items()}
 
 
-# ---- recording and making up for the rest
+# ---- recording and replaying
 
 
-def test_the_record_of_a_micro_step_is_what_was_issued(models: dict[str, dict[str, Any]]) -> None:
+def test_the_ledger_records_what_was_issued(models: dict[str, dict[str, Any]]) -> None:
     for name, found in models.items():
         recorded, issued = found["recorded and issued"]
         assert len(recorded) > 6, name
@@ -429,12 +427,12 @@ def test_the_peers_of_a_rank_that_failed_compute_with_the_real_parameters(models
         assert [trial for trial in found["one rank fails"] if not trial.loss_right] == [], name
 
 
-def test_after_the_rest_was_made_up_for_the_next_micro_step_is_right(models: dict[str, dict[str, Any]]) -> None:
+def test_after_a_replay_the_next_micro_step_is_right(models: dict[str, dict[str, Any]]) -> None:
     for name, found in models.items():
         assert [trial for trial in found["one rank fails"] if not trial.next_gradients_right] == [], name
 
 
-def test_after_a_collective_that_failed_in_itself_nothing_is_made_up_for(on_two: list[dict[str, Any]]) -> None:
+def test_after_a_collective_that_itself_failed_nothing_is_replayed(on_two: list[dict[str, Any]]) -> None:
     for ranks in on_two:
         refusals, next_refusal, next_loss_right = ranks["a_collective_fails_in_itself"]
         assert len(refusals) > 6
@@ -443,17 +441,17 @@ def test_after_a_collective_that_failed_in_itself_nothing_is_made_up_for(on_two:
         assert next_loss_right
 
 
-def test_after_other_collectives_than_the_templates_nothing_is_made_up_for(on_two: list[dict[str, Any]]) -> None:
-    expected = "the collectives issued are not those with which the rehearsal began"
+def test_after_other_collectives_than_in_the_template_nothing_is_replayed(on_two: list[dict[str, Any]]) -> None:
+    expected = "the collectives issued are not those with which the dry run began"
     assert [ranks["other_collectives_than_in_the_template"] for ranks in on_two] == [[expected] * 2] * 2
 
 
-def test_a_rank_that_cannot_make_up_for_a_collective_says_so(on_two: list[dict[str, Any]]) -> None:
+def test_a_collective_that_cannot_be_replayed_is_named(on_two: list[dict[str, Any]]) -> None:
     for ranks in on_two:
-        no_memory, another = ranks["a_collective_made_up_for_fails"]
+        no_memory, another = ranks["a_replayed_collective_fails"]
         assert "all-gather" in no_memory
         assert "failed: CUDA out of memory" in no_memory
-        assert another.endswith("all-gather was not issued as in the rehearsal")
+        assert another.endswith("all-gather was not issued as in the dry run")
 
 
 # ---- faults on collectives
@@ -474,12 +472,12 @@ def test_a_fault_counts_every_collective(on_two: list[dict[str, Any]]) -> None:
         assert counted == recorded > 6
 
 
-# ---- rehearsals
+# ---- dry runs
 
 
-def test_a_rehearsal_gives_a_recovery_and_leaves_no_trace(on_two: list[dict[str, Any]]) -> None:
+def test_a_dry_run_gives_a_recovery_and_leaves_no_trace(on_two: list[dict[str, Any]]) -> None:
     for ranks in on_two:
-        assert [what for what, holds in ranks["a_rehearsal_leaves_no_trace"].items() if not holds] == []
+        assert [what for what, holds in ranks["a_dry_run_leaves_no_trace"].items() if not holds] == []
 
 
 @pytest.mark.parametrize(
@@ -510,22 +508,22 @@ def test_a_model_that_one_rank_cannot_record_no_rank_records(on_four: list[dict[
     assert [ranks["with_another_division_on_one_rank"] for ranks in on_four] == [expected] * 4
 
 
-def test_all_ranks_learn_of_a_rehearsal_that_ran_out_of_memory_on_one(on_two: list[dict[str, Any]]) -> None:
+def test_all_ranks_learn_of_a_dry_run_that_ran_out_of_memory_on_one(on_two: list[dict[str, Any]]) -> None:
     for ranks in on_two:
         outcomes, as_before, next_one = ranks["out_of_memory_on_one_rank"]
-        assert outcomes == ["OUT_OF_MEMORY"] * 3
+        assert outcomes == ["out of memory"] * 3
         assert as_before
         assert next_one == "recovery"
 
 
-def test_another_error_in_a_rehearsal_stays_itself_and_stops_the_peer(on_two: list[dict[str, Any]]) -> None:
+def test_another_error_in_a_dry_run_stays_itself_and_stops_the_peer(on_two: list[dict[str, Any]]) -> None:
     assert [ranks["another_error_on_one_rank"] for ranks in on_two] == [
         "RuntimeError: another rank failed during a probe; its own message says why",
         "ValueError: not of memory",
     ]
 
 
-def test_alone_and_without_fsdp_there_are_no_collectives_to_make_up_for() -> None:
+def test_without_fsdp_there_are_no_collectives_to_replay() -> None:
     model = nn.Linear(WIDTH, 4)
     ledger = Ledger(model, CPU)
     ledger.begin()
@@ -535,5 +533,13 @@ def test_alone_and_without_fsdp_there_are_no_collectives_to_make_up_for() -> Non
     ledger.replay_rest()
     model.zero_grad(set_to_none=True)
     steps = [lambda: model(torch.zeros(1, WIDTH)).sum().backward()] * 2
-    assert isinstance(rehearse(steps, model=model, device=CPU, consensus=Consensus()), Recovery)
+    assert dry_run(steps, model=model, device=CPU, consensus=Consensus()).recovery is not None
     assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("outcome", [{}, {"reason": "a reason", "out_of_memory": True}])
+def test_a_dry_run_has_exactly_one_outcome(outcome: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError):
+        DryRun(None, **outcome)
+    assert DryRun(None, "a reason").reason == "a reason"
+    assert DryRun(None, out_of_memory=True).out_of_memory

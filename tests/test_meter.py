@@ -1,4 +1,4 @@
-"""The CPU meter: counts what the allocator counts, runs out of memory at the same operation, changes no bit."""
+"""The CPU meter agrees with the allocator, runs out of memory deterministically, and does not change results."""
 
 import gc
 import itertools
@@ -32,7 +32,7 @@ SIZES |= {"max_seq_len": LENGTH, "intermediate_dim": 128}
 
 
 class Trainee:
-    """A small Llama whose optimizer has its state: what a probe meets after warming up."""
+    """A small Llama whose optimizer has its state, as in a probe after the warm-up step."""
 
     def __init__(self, *, checkpointing: bool = False, lora: bool = False, **optimizer_options: Any) -> None:
         torch.manual_seed(0)
@@ -65,7 +65,7 @@ class Trainee:
         self.optimizer.zero_grad(set_to_none=True)
 
     def meter(self, *counted: torch.Tensor) -> CpuMeter:
-        """A meter which counts what the trainee holds, and ``counted``."""
+        """A meter that counts the tensors of the trainee, and ``counted``."""
         meter = meter_for(CPU, self.model, [self.optimizer])
         assert isinstance(meter, CpuMeter)
         meter.count(counted)
@@ -73,7 +73,7 @@ class Trainee:
         return meter
 
     def timeline(self, batch_size: int) -> tuple[Timeline, int]:
-        """The timeline of a step, and the peak the meter saw."""
+        """The timeline of a step, and its peak by the meter."""
         tokens = self.batch(batch_size)
         meter = self.meter(tokens)
         meter.start_timeline()
@@ -97,7 +97,7 @@ def trainee(request: pytest.FixtureRequest) -> Trainee:
 
 
 def rise_by_the_profiler(run: Callable[[], object]) -> int:
-    """Peak of what ``run`` allocates above what was there, by the events of PyTorch's own allocator."""
+    """The rise in memory during ``run``, up to its peak, by the events of PyTorch's allocator."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
     assert recorded.profiler is not None
@@ -145,7 +145,7 @@ def test_what_model_and_optimizer_hold_is_counted_once() -> None:
     assert meter.live_bytes == sum(sizes.values())
 
 
-def test_gradients_that_are_there_are_counted() -> None:
+def test_existing_gradients_are_counted() -> None:
     trainee = Trainee()
     without = trainee.meter().live_bytes
     trainee.loss(trainee.batch(1)).backward()
@@ -165,7 +165,7 @@ def test_views_are_not_counted_again() -> None:
     assert meter.peak_bytes == 4000
 
 
-def test_what_dies_while_nobody_watches_is_forgotten() -> None:
+def test_a_storage_freed_outside_the_meter_is_no_longer_counted() -> None:
     meter = CpuMeter()
     with meter:
         made = torch.zeros(250)
@@ -174,8 +174,8 @@ def test_what_dies_while_nobody_watches_is_forgotten() -> None:
     assert meter.live_bytes == 0
 
 
-def test_a_tensor_that_dies_in_another_thread_meanwhile_is_forgotten_too() -> None:
-    """The threads of gloo give back a collective's tensors while the step goes on."""
+def test_a_storage_freed_by_another_thread_at_the_same_time_is_no_longer_counted() -> None:
+    """The threads of gloo release the tensors of a collective while the step goes on."""
 
     class OtherThreadsTurn(dict[int, Any]):
         def pop(self, *args: Any) -> Any:
@@ -191,7 +191,7 @@ def test_a_tensor_that_dies_in_another_thread_meanwhile_is_forgotten_too() -> No
     assert (elsewhere, meter.live_bytes) == ([], 0)
 
 
-def test_what_was_made_outside_is_counted_from_when_an_operation_returns_it() -> None:
+def test_a_tensor_made_outside_is_counted_once_an_operation_returns_it() -> None:
     meter = CpuMeter()
     outside = torch.zeros(250)
     with meter:
@@ -253,7 +253,7 @@ def test_a_storage_that_is_resized_is_counted_at_its_new_size() -> None:
     assert meter.peak_bytes == 1000
 
 
-def test_a_resize_while_nobody_watches_is_seen_on_entering() -> None:
+def test_a_resize_outside_the_meter_is_counted_on_entering() -> None:
     meter = CpuMeter()
     tensor = torch.zeros(100)
     meter.count(tensor)
@@ -264,7 +264,7 @@ def test_a_resize_while_nobody_watches_is_seen_on_entering() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_resize_of_the_class_is_put_back(fails: bool) -> None:
+def test_the_patch_of_resize_is_removed(fails: bool) -> None:
     resize_outside = torch.UntypedStorage.resize_
     meter = CpuMeter()
 
@@ -283,7 +283,7 @@ def test_the_resize_of_the_class_is_put_back(fails: bool) -> None:
     assert torch.UntypedStorage.resize_ is resize_outside
 
 
-def test_a_resize_above_the_limit_runs_out_of_memory_and_puts_the_class_back() -> None:
+def test_a_resize_above_the_limit_runs_out_of_memory_and_removes_the_patch() -> None:
     resize_outside = torch.UntypedStorage.resize_
     meter = CpuMeter()
     meter.set_limit(1000)
@@ -307,7 +307,13 @@ def test_each_rise_above_the_caches_limit_is_a_retry() -> None:
     meter.cache_limit_bytes = 1000
     retries = []
     with meter:
-        for sizes in ([250], [251], [100, 200], [251], [10]):  # of four bytes each; in the third both are alive
+        for sizes in (
+            [250],
+            [251],
+            [100, 200],
+            [251],
+            [10],
+        ):  # numbers of 4-byte elements; in the third case both are alive
             held = [torch.zeros(size) for size in sizes]
             retries.append(meter.total_retries)
             del held
@@ -338,14 +344,14 @@ def test_reset_forgets_the_retries_so_far_but_not_their_total() -> None:
     assert (meter.allocator_retries, meter.total_retries) == (1, 3)
 
 
-def test_without_a_cache_nothing_is_retried() -> None:
+def test_without_a_cache_there_are_no_retries() -> None:
     meter = CpuMeter()
     with meter:
         torch.zeros(10**6)
     assert (meter.cache_limit_bytes, meter.allocator_retries, meter.total_retries) == (None, 0, 0)
 
 
-def test_a_retry_is_no_failure_and_a_failure_no_retry() -> None:
+def test_a_retry_is_not_a_failure_and_a_failure_is_not_a_retry() -> None:
     meter = CpuMeter()
     meter.set_limit(1000)
     with pytest.raises(torch.OutOfMemoryError, match="CPU meter out of memory"), meter:
@@ -412,7 +418,7 @@ def test_after_running_out_of_memory_live_bytes_return_to_their_start() -> None:
         assert meter.live_bytes == before
 
 
-def test_the_error_says_what_needed_how_much_and_where() -> None:
+def test_the_error_names_the_operation_the_phase_and_the_bytes() -> None:
     meter = CpuMeter()
     meter.set_limit(1024)
     meter.enter_phase("forward")
@@ -436,6 +442,30 @@ def test_the_limit_holds_only_while_metering() -> None:
     with meter:
         torch.zeros(1000)
     assert meter.peak_bytes == 4000
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_exactly_restores_limit_and_exactness_after_running_out_of_memory(
+    exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    naps: list[float] = []
+    monkeypatch.setattr("torchtune_adaptive.memory.cpu_meter.time.sleep", naps.append)
+    meter = CpuMeter(exact=exact)
+    meter.set_limit(None)
+
+    def run_out_of_memory() -> None:
+        with meter.exactly(), meter:
+            meter.set_limit(10)
+            torch.zeros(1000)
+
+    with pytest.raises(torch.OutOfMemoryError, match="CPU meter out of memory"):
+        run_out_of_memory()
+    assert meter.limit_bytes is None
+    naps.clear()
+    with meter:
+        meter.after_operation(torch.ops.c10d.allreduce_.default, (), ())
+        torch.zeros(1000)
+    assert len(naps) == exact  # only an exact meter waits for the thread of a collective
 
 
 # ---- timelines

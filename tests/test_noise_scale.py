@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_adaptive.batch.growth import check_function, next_batch_size, rehearse
+from torchtune_adaptive.batch.increase_function import check_function, next_batch_size, rehearse
 from torchtune_adaptive.batch.noise_scale import GradientNorms, MeasuredSchedule, gradient_noise_scale
 from torchtune_adaptive.errors import InputError
 

@@ -1,4 +1,4 @@
-"""Which errors say that memory ran out, and that nothing of a failed step stays alive."""
+"""Out-of-memory errors are recognised, and the tensors of a failed step are freed."""
 
 import gc
 import weakref
@@ -21,7 +21,7 @@ from torchtune_adaptive.memory.out_of_memory import (
 
 CPU = torch.device("cpu")
 
-# As their backends print them, with what comes before and after.
+# As the backends print them, with the text before and after.
 OUT_OF_MEMORY_TEXTS = (
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB",
     "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
@@ -105,7 +105,7 @@ def test_out_of_memory_elsewhere_is_not_of_the_collective_library(text: str) -> 
 
 
 def chain(*errors: BaseException) -> BaseException:
-    """The last of ``errors``, each of which arose while the one before it was on its way."""
+    """The last of ``errors``, each raised while the one before it was being handled."""
     *before, last = errors
     try:
         try:
@@ -117,7 +117,7 @@ def chain(*errors: BaseException) -> BaseException:
         return error
 
 
-def test_behind_an_error_are_all_that_were_on_their_way() -> None:
+def test_errors_behind_an_error_are_all_that_were_being_handled() -> None:
     errors = [torch.OutOfMemoryError("first"), KeyError("second"), RuntimeError("third")]
     assert list(errors_behind(chain(*errors))) == errors[::-1]
     assert list(errors_behind(errors[0])) == errors[:1]
@@ -192,7 +192,7 @@ def fail_in_forward(watched: list[weakref.ref[torch.Tensor]]) -> None:
 
 
 def fail_in_backward(watched: list[weakref.ref[torch.Tensor]]) -> None:
-    """Two branches meet at the loss: one fails while the other's task, with its gradient, waits in the queue."""
+    """Two branches meet at the loss. One fails while the task of the other, with its gradient, is in the queue."""
     model = nn.Linear(4, 4)
     left, right = model(torch.ones(3, 4)), model(torch.ones(3, 4)).exp()
     loss = FailsInBackward.apply(left.tanh()).sum() + right.tanh().sum()
@@ -220,7 +220,7 @@ def test_nothing_of_a_failed_step_is_alive_after_freeing(work: Callable[[Any], N
     assert [reference() for reference in watched if reference() is not None] == []
 
 
-def test_within_the_except_block_freeing_is_in_vain() -> None:
+def test_within_the_except_block_nothing_is_freed() -> None:
     watched: list[weakref.ref[torch.Tensor]] = []
     alive: list[bool] = []
     try:
@@ -240,7 +240,7 @@ def test_without_a_new_backward_the_queue_of_the_failed_one_keeps_the_graph_aliv
     assert all(reference() is None for reference in watched)
 
 
-def test_of_new_garbage_alone_all_is_freed_and_old_objects_are_not_looked_at() -> None:
+def test_only_new_garbage_is_searched_and_all_of_it_is_freed() -> None:
     old = [[] for _ in range(1000)]
     with only_new_garbage():
         assert gc.get_freeze_count() > len(old)
@@ -250,13 +250,13 @@ def test_of_new_garbage_alone_all_is_freed_and_old_objects_are_not_looked_at() -
     assert gc.get_freeze_count() == 0
 
 
-def test_objects_are_looked_at_again_after_an_error() -> None:
+def test_all_objects_are_searched_again_after_an_error() -> None:
     with pytest.raises(KeyError), only_new_garbage():
         raise KeyError
     assert gc.get_freeze_count() == 0
 
 
-def test_what_somebody_else_has_frozen_stays_frozen() -> None:
+def test_objects_frozen_by_other_code_stay_frozen() -> None:
     gc.freeze()
     try:
         frozen = gc.get_freeze_count()

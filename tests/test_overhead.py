@@ -1,4 +1,4 @@
-"""What a GPU adds: the sums close, the figures are ordered as they must be, and a bad calibration is refused."""
+"""What a GPU adds: its arithmetic, the order of its figures, and the refusal of bad calibrations."""
 
 import json
 import math
@@ -40,7 +40,7 @@ overheads = st.builds(
 
 
 @given(overheads, st.integers(1, 200), st.floats(0, 0.9), st.integers(0, 100_000))
-def test_the_largest_traced_bytes_fill_what_the_margin_leaves_and_one_part_in_a_million_more_do_not_fit(
+def test_the_largest_traced_bytes_fit_and_one_part_in_a_million_more_do_not(
     overhead: Overhead, limit_gib: int, margin: float, num_tokens: int
 ) -> None:
     reservable = (limit_gib * GIB - overhead.outside_bytes) * (1 - margin)
@@ -56,14 +56,14 @@ def test_the_largest_traced_bytes_fill_what_the_margin_leaves_and_one_part_in_a_
 def test_more_traced_bytes_or_tokens_never_add_less(
     overhead: Overhead, traced: float, more: float, num_tokens: int
 ) -> None:
-    slack = 1e-6 * GIB  # the sums' rounding
+    slack = 1e-6 * GIB  # for rounding
     added = overhead.added_bytes(traced, num_tokens=num_tokens)
     assert added >= -slack
     assert overhead.added_bytes(traced + more, num_tokens=num_tokens) >= added - slack
     assert overhead.added_bytes(traced, num_tokens=num_tokens + 1) >= added - slack
 
 
-def test_a_card_smaller_than_what_is_outside_the_allocator_takes_nothing() -> None:
+def test_nothing_fits_a_card_smaller_than_the_bytes_outside_the_allocator() -> None:
     assert Overhead.default(1).largest_traced_bytes(GIB, 0.0) == 0.0
 
 
@@ -85,7 +85,7 @@ def test_on_the_cpu_nothing_is_added_and_nothing_is_uncertain(traced: float) -> 
     assert overhead.largest_traced_bytes(traced, 0.0) == traced
 
 
-def test_a_single_rank_has_a_communicator_too_and_more_ranks_a_larger_one() -> None:
+def test_a_single_rank_has_a_communicator_and_more_ranks_a_larger_one() -> None:
     one, two, many = (Overhead.default(world_size).outside_bytes for world_size in (1, 2, 64))
     assert one > 512 * 2**20  # what NCCL alone takes for one rank
     assert one < two == many
@@ -100,7 +100,7 @@ def test_expandable_segments_add_less_and_tokens_add_more() -> None:
 
 
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(32, 128), (64, 128), (32, 64), (8, 32)])
-def test_a_tokens_scratch_holds_a_float32_of_each_query_and_of_each_heads_softmax(
+def test_the_scratch_of_a_token_holds_the_queries_gradient_and_the_softmax_in_float32(
     num_heads: int, head_dim: int
 ) -> None:
     needed = 4 * num_heads * head_dim + 4 * num_heads
@@ -117,14 +117,14 @@ def test_an_uncalibrated_forecast_is_uncertain_by_four_percent_but_by_no_less_th
 
 @pytest.mark.parametrize("field", ["outside_bytes", "workspace_bytes", "fragmentation", "uncertainty_fraction"])
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, True, "1"])
-def test_a_figure_that_is_no_amount_is_refused(field: str, value: Any) -> None:
+def test_a_figure_that_is_not_a_number_from_zero_up_is_refused(field: str, value: Any) -> None:
     with pytest.raises(InputError) as caught:
         Overhead(**{field: value})
     assert str(caught.value) == f"`{field}` must be a number from 0 up, but is {value!r} instead."
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 1.5, True])
-def test_a_world_without_ranks_is_refused(world_size: Any) -> None:
+def test_a_world_size_below_one_is_refused(world_size: Any) -> None:
     with pytest.raises(InputError, match="`world_size`"):
         Overhead.default(world_size)
 
@@ -132,7 +132,7 @@ def test_a_world_without_ranks_is_refused(world_size: Any) -> None:
 # ---- calibrations
 
 
-def test_a_calibration_read_is_the_one_written_and_no_half_is_left(tmp_path: Path) -> None:
+def test_a_calibration_is_read_as_it_was_written_and_no_other_file_is_left(tmp_path: Path) -> None:
     path = tmp_path / "new" / "h200.json"
     CALIBRATION.write(path)
     CALIBRATION.write(path)
@@ -140,7 +140,7 @@ def test_a_calibration_read_is_the_one_written_and_no_half_is_left(tmp_path: Pat
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_an_overhead_holds_the_figures_of_its_calibration_and_is_surer_than_one_without(tmp_path: Path) -> None:
+def test_an_overhead_has_the_figures_of_its_calibration_and_less_uncertainty(tmp_path: Path) -> None:
     CALIBRATION.write(tmp_path / "file.json")
     overhead = Overhead.from_calibration(tmp_path / "file.json", 1, attention_width=4096)
     assert overhead.outside_bytes == 800_000_000
@@ -150,13 +150,13 @@ def test_an_overhead_holds_the_figures_of_its_calibration_and_is_surer_than_one_
     assert all(word in overhead.source for word in ("NVIDIA H200", "580.1", "2.13.0", "native"))
 
 
-def test_nccl_of_more_ranks_is_never_less_than_the_default_for_it_was_measured_on_one(tmp_path: Path) -> None:
+def test_nccl_of_more_ranks_is_at_least_the_default_because_it_is_measured_on_one(tmp_path: Path) -> None:
     CALIBRATION.write(tmp_path / "file.json")
     overhead = Overhead.from_calibration(tmp_path / "file.json", 8)
     assert overhead.outside_bytes == 500_000_000 + GIB
 
 
-def test_the_largest_miss_of_a_calibration_stays_in_its_uncertainty(tmp_path: Path) -> None:
+def test_the_uncertainty_is_at_least_the_misfit_of_the_calibration(tmp_path: Path) -> None:
     content = json.loads(_text()) | {"misfit_bytes": 3 * GIB}
     (tmp_path / "file.json").write_text(json.dumps(content))
     assert Overhead.from_calibration(tmp_path / "file.json", 1).uncertainty_bytes_at(0) == 3 * GIB
@@ -172,7 +172,7 @@ def test_the_largest_miss_of_a_calibration_stays_in_its_uncertainty(tmp_path: Pa
         ('{"version": 1}', "`gpu` of a calibration must be text, but is None"),
     ],
 )
-def test_a_file_that_is_no_calibration_is_refused_in_one_sentence_that_names_it(
+def test_a_file_that_is_not_a_calibration_is_refused_in_one_sentence_that_names_it(
     tmp_path: Path, text: str, reason: str
 ) -> None:
     path = tmp_path / "file.json"
@@ -194,7 +194,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("nccl_bytes", -1), ("fragmentation", math.nan), ("bytes_per_token", "8"), ("driver", 580)]
 )
-def test_a_value_that_no_calibration_writes_is_refused_by_its_name(tmp_path: Path, field: str, value: Any) -> None:
+def test_a_bad_value_in_a_calibration_is_refused_by_its_name(tmp_path: Path, field: str, value: Any) -> None:
     path = tmp_path / "file.json"
     path.write_text(json.dumps(json.loads(_text()) | {field: value}))
     with pytest.raises(InputError, match=f"`{field}` of a calibration must be"):

@@ -1,4 +1,4 @@
-"""A step's peaks against brute force over its operations, and there and back through JSON."""
+"""A step's peaks against brute force over its operations, and through JSON and back."""
 
 import json
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtune_adaptive.memory.timeline import Line, Timeline
-from torchtune_adaptive.plan.step_peaks import Lines, StepPeaks, TracedStep
+from torchtune_adaptive.plan.step_peaks import StepLines, StepPeaks, TracedStep
 
 SIZES = range(1, 61)
 KINDS = ("parameters", "activations")
@@ -17,7 +17,7 @@ properties = settings(derandomize=True, deadline=None, max_examples=40)
 
 
 class Operation(NamedTuple):
-    """What is live after it, by kind: a line in the rows, of a single row something else."""
+    """Live bytes after an operation, by kind: a line over the rows, and other values for a single row."""
 
     phase: str
     lines: dict[str, Line]
@@ -32,8 +32,8 @@ class Operation(NamedTuple):
 
 
 def timelines(step: list[Operation], batch_size: int) -> dict[str, Timeline]:
-    """What a trace tells of the step: a timeline for each kind."""
-    names, phases = tuple(f"operation {place}" for place in range(len(step))), tuple(each.phase for each in step)
+    """What a trace of the step gives: a timeline for each kind."""
+    names, phases = tuple(f"operation {index}" for index in range(len(step))), tuple(each.phase for each in step)
     return {
         kind: Timeline(batch_size, names, tuple(int(each.at(batch_size)[kind]) for each in step), phases)
         for kind in KINDS
@@ -41,11 +41,11 @@ def timelines(step: list[Operation], batch_size: int) -> dict[str, Timeline]:
 
 
 def peaks_of(step: list[Operation]) -> StepPeaks:
-    return StepPeaks.from_lines(128, single=timelines(step, 1), growing=lines_of(step))
+    return StepPeaks.from_lines(lines_of(step), single_row=timelines(step, 1))
 
 
-def lines_of(step: list[Operation]) -> Lines:
-    found = Lines.from_timelines(timelines(step, 2), timelines(step, 3))
+def lines_of(step: list[Operation], seq_len: int = 128) -> StepLines:
+    found = StepLines.from_timelines(timelines(step, 2), timelines(step, 3), seq_len=seq_len)
     assert found is not None
     return found
 
@@ -104,7 +104,7 @@ def test_the_largest_size_is_that_of_exhaustive_search(step: list[Operation], li
 
 
 def operation(phase: str, intercept_bytes: int, slope_bytes: int, *, single_row: int) -> Operation:
-    """One with activations alone."""
+    """An operation that holds only activations."""
     return Operation(
         phase,
         dict.fromkeys(KINDS, Line(0, 0)) | {"activations": Line(intercept_bytes, slope_bytes)},
@@ -116,7 +116,7 @@ def test_memory_that_does_not_grow_bounds_nothing() -> None:
     assert peaks_of([operation("forward", 30, 0, single_row=30)]).largest_batch_size(30) is None
 
 
-def test_a_single_row_is_told_by_its_own_step() -> None:
+def test_a_single_row_has_the_peak_of_its_own_step() -> None:
     step = [operation("forward", 10, 10, single_row=25)]
     assert peaks_of(step).peak_bytes(1) == 25
     assert [peaks_of(step).largest_batch_size(limit_bytes) for limit_bytes in (24, 25, 29, 30)] == [0, 1, 1, 2]
@@ -124,50 +124,54 @@ def test_a_single_row_is_told_by_its_own_step() -> None:
 
 def test_steps_of_two_sizes_with_different_operations_have_no_lines() -> None:
     step = [operation("forward", 10, 10, single_row=25), operation("backward", 20, 5, single_row=9)]
-    assert Lines.from_timelines(timelines(step, 2), timelines(step[:1], 3)) is None
+    assert StepLines.from_timelines(timelines(step, 2), timelines(step[:1], 3), seq_len=128) is None
 
 
 def test_a_single_row_may_run_other_operations() -> None:
     step = [operation("forward", 10, 10, single_row=25), operation("backward", 20, 5, single_row=9)]
-    peaks = StepPeaks.from_lines(128, single=timelines(step[:1], 1), growing=lines_of(step))
+    peaks = StepPeaks.from_lines(lines_of(step), single_row=timelines(step[:1], 1))
+    assert peaks.seq_len == 128
     assert (peaks.peak_bytes(1), peaks.phases(1), peaks.peak_bytes(2)) == (25, {"forward": 25}, 30)
 
 
 @properties
 @given(steps, st.integers(1, 30).map(lambda eighths: 8 * eighths))
-def test_lines_of_two_lengths_of_rows_tell_those_between_for_every_kind(step: list[Operation], seq_len: int) -> None:
-    def of_length(length: int) -> Lines:
+def test_lines_for_a_length_between_two_others_are_interpolated_for_every_kind(
+    step: list[Operation], seq_len: int
+) -> None:
+    def of_length(length: int) -> StepLines:
         """The rows' bytes grow with their tokens, the rest does not grow."""
-        of_kind = {
+        by_kind = {
             kind: [Line(each.lines[kind].intercept_bytes, each.lines[kind].slope_bytes * length) for each in step]
             for kind in KINDS
         }
-        return Lines(tuple(each.phase for each in step), tuple(f"{place}" for place in range(len(step))), of_kind)
+        phases, names = tuple(each.phase for each in step), tuple(f"{index}" for index in range(len(step)))
+        return StepLines(length, phases, names, by_kind)
 
     short, long = of_length(8), of_length(256)
-    told = short.between(seq_len, own_len=8, other=long, other_len=256)
-    assert told is not None
-    assert (told.phases, told.operations) == (short.phases, short.operations)
-    for kind, lines in of_length(seq_len).of_kind.items():
-        for line, true in zip(told.of_kind[kind], lines, strict=True):
+    found = short.interpolated(seq_len, long)
+    assert found is not None
+    assert (found.seq_len, found.phases, found.operations) == (seq_len, short.phases, short.operations)
+    for kind, lines in of_length(seq_len).by_kind.items():
+        for line, true in zip(found.by_kind[kind], lines, strict=True):
             assert (line.intercept_bytes, line.slope_bytes) == pytest.approx((true.intercept_bytes, true.slope_bytes))
 
 
-def test_lengths_with_different_operations_do_not_tell_those_between() -> None:
+def test_lengths_with_different_operations_are_not_interpolated() -> None:
     step = [operation("forward", 10, 10, single_row=25), operation("backward", 20, 5, single_row=9)]
-    assert lines_of(step).between(64, own_len=8, other=lines_of(step[:1]), other_len=256) is None
+    assert lines_of(step, 8).interpolated(64, lines_of(step[:1], 256)) is None
 
 
 @properties
 @given(steps)
-def test_peaks_are_the_same_there_and_back_through_json(step: list[Operation]) -> None:
+def test_peaks_are_the_same_through_json_and_back(step: list[Operation]) -> None:
     peaks = peaks_of(step)
     assert StepPeaks.from_json(json.loads(json.dumps(peaks.as_json()))) == peaks
 
 
 @properties
 @given(st.lists(steps, min_size=1, max_size=3), st.lists(amounts, min_size=4, max_size=4))
-def test_a_traced_step_is_the_same_there_and_back_through_json(some: list[list[Operation]], figures: list[int]) -> None:
+def test_a_traced_step_is_the_same_through_json_and_back(some: list[list[Operation]], figures: list[int]) -> None:
     num_layers, num_parameters, paged_bytes, attention_width = figures
     step = TracedStep(
         tuple(map(peaks_of, some)), num_layers, (4, 6), num_parameters, paged_bytes, attention_width=attention_width

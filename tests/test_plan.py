@@ -1,4 +1,4 @@
-"""What fits, by a step made by hand: against the card's inequality, with suggestions each planned, and as text."""
+"""Plans of a step made by hand: against the card's inequality, with suggestions, and as text and JSON."""
 
 import dataclasses
 import json
@@ -41,13 +41,13 @@ CALIBRATION = Calibration(
 
 @pytest.fixture(autouse=True)
 def usual_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator's settings are none of the machine that runs the tests."""
+    """Ignore the allocator settings of the machine that runs the tests."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
 
 
 def peaks(seq_len: int, *, held_bytes: float, bytes_per_row: float, single_row_bytes: float | None = None) -> StepPeaks:
-    """A step of two phases: the optimizer's has what is held alone, backward the rows' activations on top of half."""
+    """A step of two phases: the optimizer's holds ``held_bytes``, backward half of them and the rows' activations."""
 
     def moment(phase: str, parameters: Line, activations: Line) -> Moment:
         return Moment(phase, "mm", {"parameters": parameters, "activations": activations})
@@ -79,16 +79,16 @@ class Asked(NamedTuple):
 
 
 class FakeTracer:
-    """Gives the step that ``told`` makes of what it is asked, and remembers that."""
+    """In place of ``client.trace``: returns the step that ``step_for`` gives, and remembers what it was asked."""
 
-    def __init__(self, told: Callable[[Asked], TracedStep]) -> None:
-        self._told = told
+    def __init__(self, step_for: Callable[[Asked], TracedStep]) -> None:
+        self._step_for = step_for
         self.asked: list[Asked] = []
 
     def __call__(self, cfg: DictConfig, *, world_size: int, seq_lens: Sequence[int], **_: object) -> TracedStep:
         asked = Asked(cfg, world_size, tuple(seq_lens))
         self.asked.append(asked)
-        return self._told(asked)
+        return self._step_for(asked)
 
 
 def gives(step: TracedStep) -> FakeTracer:
@@ -142,7 +142,7 @@ class Case(NamedTuple):
         return self.held_bytes + self.bytes_per_row * batch_size
 
     def excess_bytes(self, batch_size: int, *, certain: bool) -> float:
-        """By how much a batch would be above what the card may give."""
+        """By how much a batch exceeds what the card allows."""
         overhead = Overhead.default(self.world_size, attention_width=ATTENTION_WIDTH)
         outside = overhead.outside_bytes
         limit = self.memory_bytes if self.memory_limit is None else min(self.memory_bytes, self.memory_limit + outside)
@@ -177,7 +177,7 @@ def test_the_largest_size_fits_the_card_and_the_next_one_does_not(case: Case) ->
 
 @properties
 @given(cases)
-def test_what_is_certain_is_never_above_what_is_expected(case: Case) -> None:
+def test_the_certain_size_is_never_above_the_exact_one(case: Case) -> None:
     length = case.plan().lengths[0]
     assert length.exact_batch_size is not None
     assert length.certain_batch_size is not None
@@ -195,7 +195,7 @@ def test_the_size_used_is_within_the_exact_one_the_bound_and_a_power_of_two_if_w
     most = max(1, min(exact, max_batch_size or exact))
     assert used in {2**exponent for exponent in range(20)} if power_of_two else used == most
     assert used <= most < 2 * used
-    assert exact == case.plan().lengths[0].exact_batch_size  # which is of the card, not of the wish
+    assert exact == case.plan().lengths[0].exact_batch_size  # which does not depend on these settings
 
 
 @properties
@@ -222,7 +222,7 @@ def test_on_a_cpu_nothing_is_added(held: int, per_row: int, limit: int, margin: 
     assert (length.added_bytes, length.uncertainty_bytes) == (0, 0)
 
 
-def test_a_single_row_is_told_by_its_own_step() -> None:
+def test_a_single_row_has_the_peak_of_its_own_step() -> None:
     step = step_of(peaks(128, held_bytes=100, bytes_per_row=50, single_row_bytes=120))
     sizes = [
         planned(cfg_of(device="cpu", margin=0), step, memory_bytes=limit).lengths[0].exact_batch_size
@@ -231,7 +231,7 @@ def test_a_single_row_is_told_by_its_own_step() -> None:
     assert sizes == [0, 1, 1, 2]
 
 
-def test_a_size_fits_though_a_single_row_takes_more() -> None:
+def test_several_rows_fit_though_a_single_row_takes_more() -> None:
     step = step_of(peaks(128, held_bytes=100, bytes_per_row=10, single_row_bytes=200))
     assert planned(cfg_of(device="cpu", margin=0), step, memory_bytes=150).lengths[0].exact_batch_size == 5
 
@@ -287,24 +287,65 @@ def test_a_config_without_accumulation_takes_one_micro_step() -> None:
     assert length.tokens_per_step == length.batch_size * 512
 
 
-# ---- what the card adds
+@pytest.mark.parametrize(("global_batch_size", "batch_size"), [(8, 1), (20, 3), (200, 10)])
+def test_a_global_batch_size_bounds_the_rows_of_a_rank_and_gives_the_tokens_of_a_step(
+    global_batch_size: int, batch_size: int
+) -> None:
+    step = step_of(peaks(512, held_bytes=100, bytes_per_row=10))
+    cfg = cfg_of(device="cpu", margin=0, power_of_two=False, global_batch_size=global_batch_size)
+    length = planned(cfg, step, memory_bytes=200, world_size=8).lengths[0]
+    assert (length.exact_batch_size, length.batch_size) == (10, batch_size)
+    assert length.tokens_per_step == global_batch_size * 512
 
 
-def test_a_calibration_takes_the_place_of_the_judged_figures(tmp_path: Path) -> None:
+# ---- what is traced
+
+
+@pytest.mark.parametrize(
+    "adaptive",
+    [{"global_batch_size": 8}, {"max_tokens_per_micro_batch": 64}, {"growth_limit": 16}],
+    ids=lambda adaptive: next(iter(adaptive)),
+)
+def test_two_micro_steps_are_traced_where_training_may_take_any_number(adaptive: dict[str, Any]) -> None:
+    tracer = gives(step_of(peaks(512, held_bytes=GIB, bytes_per_row=GIB)))
+    cfg = cfg_of(**adaptive)
+    plan(cfg, world_size=8, card=Card(memory_bytes=80 * GIB), seq_lens=[512], traced_by=tracer)
+    assert tracer.asked == [Asked(cfg_of(gradient_accumulation_steps=2, **adaptive), 8, (512,))]
+    assert cfg.gradient_accumulation_steps == 1
+
+
+def test_the_config_is_traced_as_it_is_where_it_gives_the_number_of_micro_steps() -> None:
+    tracer = gives(step_of(peaks(512, held_bytes=GIB, bytes_per_row=GIB)))
+    cfg = cfg_of(gradient_accumulation_steps=5)
+    plan(cfg, world_size=8, card=Card(memory_bytes=80 * GIB), seq_lens=[512, 1024], traced_by=tracer)
+    assert tracer.asked == [Asked(cfg, 8, (512, 1024))]
+
+
+def test_fewer_samples_per_step_than_ranks_are_refused_before_anything_is_traced() -> None:
+    tracer = gives(step_of(peaks(512, held_bytes=GIB, bytes_per_row=GIB)))
+    with pytest.raises(InputError, match=r"at least the number of ranks \(8\), but is 7 instead\.$"):
+        plan(cfg_of(global_batch_size=7), world_size=8, card=Card(memory_bytes=GIB), seq_lens=[512], traced_by=tracer)
+    assert tracer.asked == []
+
+
+# ---- overhead
+
+
+def test_a_calibration_replaces_the_estimated_figures(tmp_path: Path) -> None:
     path = tmp_path / "h100.json"
     CALIBRATION.write(path)
     step = step_of(peaks(2048, held_bytes=10 * GIB, bytes_per_row=GIB))
-    judged, measured = (planned(cfg_of(), step, calibration=calibration) for calibration in (None, path))
+    estimated, measured = (planned(cfg_of(), step, calibration=calibration) for calibration in (None, path))
     assert measured.overhead == Overhead.from_calibration(path, 1, attention_width=ATTENTION_WIDTH)
     assert "calibrated on H100" in measured.overhead.source
-    few, usual = measured.lengths[0].exact_batch_size, judged.lengths[0].exact_batch_size
+    few, usual = measured.lengths[0].exact_batch_size, estimated.lengths[0].exact_batch_size
     assert few is not None
     assert usual is not None
     assert few < usual
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_expandable_segments_leave_less_unused(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expandable_segments_fragment_less(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_of(peaks(2048, held_bytes=10 * GIB, bytes_per_row=GIB))
     assert planned(cfg_of(), step).overhead.fragmentation == FRAGMENTATION
     monkeypatch.setenv(variable, "expandable_segments:True")
@@ -341,7 +382,7 @@ def lora_cfg(**changes: Any) -> DictConfig:
 
 
 def as_a_model_would(asked: Asked) -> TracedStep:
-    """Memory as it goes: parameters and state shared by ranks and little with LoRA, rows cheaper with checkpointing."""
+    """A model's usual memory: state is sharded and small with LoRA, and rows are cheaper with checkpointing."""
     trained = 2 * GIB if "lora_attn_modules" in asked.cfg.model else 100 * GIB
     checkpointed = asked.cfg.get("enable_activation_checkpointing", False)
     bytes_per_token = MIB if checkpointed else 8 * MIB
@@ -354,7 +395,7 @@ def as_a_model_would(asked: Asked) -> TracedStep:
 
 
 class Helped(NamedTuple):
-    """What was suggested, and what the tracer was asked for it."""
+    """What was suggested, and what the tracer was asked."""
 
     found: list[Suggestion]
     asked: list[Asked]
@@ -366,44 +407,44 @@ class Helped(NamedTuple):
 
 def helped(
     cfg: DictConfig,
-    told: Callable[[Asked], TracedStep] = as_a_model_would,
+    step_for: Callable[[Asked], TracedStep] = as_a_model_would,
     *,
     world_size: int = 1,
     seq_len: int = 4096,
     memory_bytes: int = 80 * GIB,
 ) -> Helped:
-    tracer = FakeTracer(told)
+    tracer = FakeTracer(step_for)
     card = Card(memory_bytes=memory_bytes)
     found = suggestions(cfg, world_size=world_size, card=card, seq_len=seq_len, traced_by=tracer)
     return Helped(list(found), tracer.asked)
 
 
-def ranks_asked(told: Helped) -> list[int]:
-    return [asked.world_size for asked in told.asked if asked.world_size > 1]
+def ranks_asked(result: Helped) -> list[int]:
+    return [asked.world_size for asked in result.asked if asked.world_size > 1]
 
 
-def lengths_asked(told: Helped) -> list[int]:
-    return [asked.seq_lens[0] for asked in told.asked if asked.seq_lens != (4096,)]
+def lengths_asked(result: Helped) -> list[int]:
+    return [asked.seq_lens[0] for asked in result.asked if asked.seq_lens != (4096,)]
 
 
 def test_every_suggestion_is_planned_with_the_change_that_it_names() -> None:
-    told = helped(full_cfg())
+    result = helped(full_cfg())
     as_it_is = full_cfg()
     checkpointed = full_cfg(enable_activation_checkpointing=True, ac_mode=None)
-    lora = told.asked[1].cfg
-    assert told.changes == [
+    lora = result.asked[1].cfg
+    assert result.changes == [
         "enable_activation_checkpointing=True",
         "LoRA and checkpointing: model=torchtune.models.llama2.lora_llama2, rank 8",
         "4 ranks",
         "rows of 512 tokens",
     ]
-    assert told.asked == [
+    assert result.asked == [
         Asked(checkpointed, 1, (4096,)),
         Asked(lora, 1, (4096,)),
         *(Asked(as_it_is, ranks, (4096,)) for ranks in (2, 4)),
         *(Asked(as_it_is, 1, (seq_len,)) for seq_len in (2048, 1024, 512)),
     ]
-    for suggestion, asked in zip(told.found, [*told.asked[:2], told.asked[3], told.asked[-1]], strict=True):
+    for suggestion, asked in zip(result.found, [*result.asked[:2], result.asked[3], result.asked[-1]], strict=True):
         card = Card(memory_bytes=80 * GIB)
         again = gives(as_a_model_would(asked))
         own = plan(asked.cfg, world_size=asked.world_size, card=card, seq_lens=asked.seq_lens, traced_by=again)
@@ -418,31 +459,31 @@ def test_lora_is_planned_with_the_arguments_of_the_model_and_as_its_recipe_takes
 
 
 @pytest.mark.parametrize(("held_gib", "ranks"), [(100, 2), (200, 4), (1000, 16), (10**6, 512)])
-def test_of_more_ranks_the_first_number_that_fits_is_told_else_the_last(held_gib: int, ranks: int) -> None:
+def test_of_more_ranks_the_first_number_that_fits_is_suggested_else_the_last(held_gib: int, ranks: int) -> None:
     def shared(asked: Asked) -> TracedStep:
         return step_of(peaks(asked.seq_lens[0], held_bytes=held_gib * GIB / asked.world_size, bytes_per_row=GIB))
 
-    told = helped(full_cfg(), shared, seq_len=512)
-    assert told.changes[-1] == f"{ranks} ranks"
-    assert ranks_asked(told) == [2**exponent for exponent in range(1, ranks.bit_length())]
-    length = told.found[-1].length
+    result = helped(full_cfg(), shared, seq_len=512)
+    assert result.changes[-1] == f"{ranks} ranks"
+    assert ranks_asked(result) == [2**exponent for exponent in range(1, ranks.bit_length())]
+    length = result.found[-1].length
     assert length is not None
     assert (length.exact_batch_size == 0) == (held_gib == 10**6)
 
 
 @pytest.mark.parametrize(("gib_per_row_of_512", "tokens"), [(20, 1024), (8, 2048), (40, 512)])
-def test_of_shorter_rows_the_longest_that_fit_are_told(gib_per_row_of_512: int, tokens: int) -> None:
+def test_of_shorter_rows_the_longest_that_fit_are_suggested(gib_per_row_of_512: int, tokens: int) -> None:
     def per_token(asked: Asked) -> TracedStep:
         seq_len = asked.seq_lens[0]
         return step_of(peaks(seq_len, held_bytes=GIB, bytes_per_row=gib_per_row_of_512 * GIB * seq_len / 512))
 
-    told = helped(full_cfg(), per_token)
-    assert told.changes[-1] == f"rows of {tokens} tokens"
-    assert lengths_asked(told) == [length for length in (2048, 1024, 512) if length >= tokens]
+    result = helped(full_cfg(), per_token)
+    assert result.changes[-1] == f"rows of {tokens} tokens"
+    assert lengths_asked(result) == [length for length in (2048, 1024, 512) if length >= tokens]
 
 
 @pytest.mark.parametrize(("seq_len", "lengths"), [(512, []), (1023, []), (1024, [512]), (3000, [1500, 750])])
-def test_rows_are_not_made_shorter_than_of_any_use(seq_len: int, lengths: list[int]) -> None:
+def test_rows_of_fewer_than_512_tokens_are_not_suggested(seq_len: int, lengths: list[int]) -> None:
     def never(asked: Asked) -> TracedStep:
         return step_of(peaks(asked.seq_lens[0], held_bytes=10**6 * GIB, bytes_per_row=GIB))
 
@@ -450,19 +491,19 @@ def test_rows_are_not_made_shorter_than_of_any_use(seq_len: int, lengths: list[i
     assert [again.seq_lens[0] for again in asked if again.seq_lens[0] != seq_len] == lengths
 
 
-def test_more_ranks_than_anyone_has_are_not_suggested() -> None:
+def test_more_than_512_ranks_are_not_suggested() -> None:
     assert not any("ranks" in change for change in helped(full_cfg(), world_size=512).changes)
 
 
-def test_what_cannot_be_planned_carries_the_reason_and_the_rest_is_planned_nevertheless() -> None:
+def test_a_suggestion_that_cannot_be_planned_has_the_reason_and_the_others_are_planned() -> None:
     def without_lora(asked: Asked) -> TracedStep:
         if "lora_attn_modules" in asked.cfg.model:
             raise InputError("`model` must be anything else.")
         return as_a_model_would(asked)
 
-    told, usual = helped(full_cfg(), without_lora), helped(full_cfg())
-    assert told.found[1] == Suggestion(usual.changes[1], None, "`model` must be anything else.")
-    assert [told.found[0], *told.found[2:]] == [usual.found[0], *usual.found[2:]]
+    result, usual = helped(full_cfg(), without_lora), helped(full_cfg())
+    assert result.found[1] == Suggestion(usual.changes[1], None, "`model` must be anything else.")
+    assert [result.found[0], *result.found[2:]] == [usual.found[0], *usual.found[2:]]
 
 
 def test_more_ranks_are_not_tried_where_one_number_of_them_is_refused() -> None:
@@ -471,9 +512,9 @@ def test_more_ranks_are_not_tried_where_one_number_of_them_is_refused() -> None:
             raise InputError("too many.")
         return step_of(peaks(asked.seq_lens[0], held_bytes=10**6 * GIB, bytes_per_row=GIB))
 
-    told = helped(full_cfg(), on_two_ranks, seq_len=512)
-    assert ranks_asked(told) == [2, 4]
-    assert told.found[-1] == Suggestion("4 ranks", None, "too many.")
+    result = helped(full_cfg(), on_two_ranks, seq_len=512)
+    assert ranks_asked(result) == [2, 4]
+    assert result.found[-1] == Suggestion("4 ranks", None, "too many.")
 
 
 @pytest.mark.parametrize(
@@ -483,7 +524,7 @@ def test_more_ranks_are_not_tried_where_one_number_of_them_is_refused() -> None:
         full_cfg(model={"_component_": "tests.test_plan.full_cfg"}),
         full_cfg(model={"_component_": "torchtune.models.llama2.no_such_model"}),
     ],
-    ids=["LoRA already", "another's model", "no LoRA of it"],
+    ids=["LoRA already", "a model of others", "no LoRA version"],
 )
 def test_lora_is_suggested_only_where_there_is_one_and_it_is_not_used(cfg: DictConfig) -> None:
     assert not any("LoRA" in change for change in helped(cfg).changes)
@@ -496,7 +537,7 @@ def test_checkpointing_is_not_suggested_where_it_is_on(cfg: Callable[..., DictCo
     assert checkpointing not in helped(cfg(enable_activation_checkpointing=True)).changes
 
 
-def test_each_suggestion_is_told_before_the_next_is_traced() -> None:
+def test_each_suggestion_is_yielded_before_the_next_is_traced() -> None:
     tracer = FakeTracer(as_a_model_would)
     card = Card(memory_bytes=80 * GIB)
     found = suggestions(full_cfg(), world_size=1, card=card, seq_len=4096, traced_by=tracer)
@@ -526,10 +567,10 @@ def tables(text: str) -> list[list[list[str]]]:
     """The cells of each table's rows, its header first."""
     lines = text.splitlines()
     found: list[list[list[str]]] = []
-    for place, line in enumerate(lines):
+    for index, line in enumerate(lines):
         if line and set(line) == {"-", " "}:
-            end = next(index for index in range(place, len(lines) + 1) if index == len(lines) or not lines[index])
-            found.append([cells(row) for row in (lines[place - 1], *lines[place + 1 : end])])
+            end = next(last for last in range(index, len(lines) + 1) if last == len(lines) or not lines[last])
+            found.append([cells(row) for row in (lines[index - 1], *lines[index + 1 : end])])
     return found
 
 
@@ -544,11 +585,11 @@ def some_plan(**changes: Any) -> Plan:
 
 def test_the_text_begins_with_the_model_and_the_card() -> None:
     first, second, *_ = plan_text(some_plan(), title="llama3_1/8B_full").splitlines()
-    assert first == "llama3_1/8B_full: 8.03 B parameters in 32 layers, told by models of 4 and 6 layers"
+    assert first == "llama3_1/8B_full: 8.03 B parameters in 32 layers, extrapolated from models of 4 and 6 layers"
     assert second == "8 ranks of 80.0 GiB, of which a fraction of 0.05 is held back"
 
 
-def test_the_text_says_nothing_of_smaller_models_where_the_whole_was_traced() -> None:
+def test_the_text_names_no_smaller_models_where_the_whole_was_traced() -> None:
     step = step_of(peaks(64, held_bytes=1, bytes_per_row=1), num_layers=2, traced_layers=(2,))
     first, second, *_ = plan_text(planned(cfg_of(), step), title="tiny").splitlines()
     assert first == "tiny: 8.03 B parameters in 2 layers"
@@ -564,7 +605,7 @@ def test_the_table_of_sizes_has_the_figures_of_each_length_of_rows() -> None:
     found = some_plan()
     header, fits, not_one = tables(plan_text(found, title="any"))[0]
     assert header[:5] == ["rows of", "largest batch", "at least", "used", "tokens per step"]
-    assert header[5:] == ["traced peak", "GPU adds", "give or take", "together"]
+    assert header[5:] == ["traced peak", "GPU adds", "uncertainty", "together"]
     short, long = found.lengths
     assert fits[:5] == [
         "2048",
@@ -596,21 +637,21 @@ def test_memory_that_does_not_grow_is_said_to_fit_any_batch() -> None:
     assert tables(text)[0][1][1:3] == ["any", "any"]
 
 
-def test_the_text_says_what_the_card_adds_and_from_where_it_is_known(tmp_path: Path) -> None:
+def test_the_text_says_what_the_card_adds_and_the_source_of_that(tmp_path: Path) -> None:
     CALIBRATION.write(tmp_path / "h100.json")
     step = step_of(peaks(64, held_bytes=GIB, bytes_per_row=GIB))
-    judged = plan_text(planned(cfg_of(), step), title="any")
+    estimated = plan_text(planned(cfg_of(), step), title="any")
     measured = plan_text(planned(cfg_of(), step, calibration=tmp_path / "h100.json"), title="any")
     on_cpu = plan_text(planned(cfg_of(device="cpu"), step), title="any")
-    assert "What the GPU adds is not traced (not calibrated: " in judged
-    assert "fragmentation 10%." in judged
+    assert "What the GPU adds is not traced (not calibrated: " in estimated
+    assert "fragmentation 10%." in estimated
     assert "(calibrated on H100 (1, torch 2, native)): outside the allocator 5.0 GiB, workspaces 1.0 GiB," in measured
     assert "attention 200000 bytes per token, fragmentation 50%." in measured
     assert on_cpu.splitlines()[-1] == "On a CPU nothing is added to what is traced."
 
 
-def test_the_text_says_what_is_not_counted_if_anything_is_not() -> None:
-    said = "Optimizer state of 3.0 GiB is in paged memory, which gives way to all else: not counted."
+def test_the_text_says_if_paged_state_is_not_counted() -> None:
+    said = "Optimizer state of 3.0 GiB is in paged memory, which can move to the host: not counted."
     assert plan_text(some_plan(paged_bytes=3 * GIB), title="any").splitlines()[-1] == said
     assert "paged" not in plan_text(some_plan(), title="any")
 
@@ -630,7 +671,7 @@ def test_a_suggestion_says_in_one_line_what_it_brings() -> None:
 # ---- as JSON
 
 
-def test_the_json_holds_all_of_a_plan_and_its_suggestions() -> None:
+def test_the_json_holds_the_whole_plan_and_its_suggestions() -> None:
     found = some_plan(paged_bytes=7)
     suggested = [Suggestion("2 ranks", found.lengths[0]), Suggestion("LoRA", None, "`model` is wrong.")]
     content = json.loads(json.dumps(plan_json(found, iter(suggested))))

@@ -1,4 +1,4 @@
-"""Out of memory on any rank at any operation of a step: none hangs, and the result is that of a run without it."""
+"""When any rank runs out of memory at any operation of a step, no rank hangs, and the result is still right."""
 
 import logging
 from functools import partial
@@ -14,9 +14,9 @@ from torch import nn
 from tests.ranks import run_on_ranks
 from tests.recovery_trials import CPU, ROWS, Case, Tally, Trials, every
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.distributed.dry_run import rehearse
+from torchtune_adaptive.distributed.dry_run import dry_run
 from torchtune_adaptive.distributed.ledger import CollectiveInDoubtError, Ledger
-from torchtune_adaptive.distributed.recovery import Recovery, Strain
+from torchtune_adaptive.distributed.recovery import Attempt, MemoryPressure, Recovery
 from torchtune_adaptive.testing import Fault
 
 CASES = [
@@ -34,7 +34,7 @@ GRID = [
 
 
 def _tallies(case: Case, patterns: str, stride: int, *kinds: Any) -> dict[str, Tally]:
-    """A fault at every ``stride``-th place by each of ``patterns`` and of ``kinds``; micro-steps take turns."""
+    """A fault at every ``stride``-th place, for each of ``patterns`` and ``kinds``, in alternating micro-steps."""
     trials = Trials(case)
     tallies = {}
     for kind, micro_step, pattern in product(kinds or ["operation"], range(case.accumulation), patterns.split()):
@@ -65,12 +65,12 @@ def _a_few_faults(rank: int) -> dict[str, Tally]:
     )
 
 
-def test_whichever_operation_fails_the_result_is_that_of_a_run_told_the_same_micro_batches() -> None:
+def test_whichever_operation_fails_the_result_is_that_of_a_run_with_the_smaller_micro_batches() -> None:
     _assert_clean(run_on_ranks(_a_few_faults, 2, timeout_s=120), points=60)
 
 
 def _without_parts(rank: int) -> dict[str, Any]:
-    """The same faults with a part of the recovery taken away; those that break the group of the ranks come last."""
+    """The same faults with a part of recovery disabled. The faults that break the process group come last."""
     trials = Trials(Case())
     points = every(trials.operations(0), "0", 29)
 
@@ -86,30 +86,30 @@ def _without_parts(rank: int) -> dict[str, Any]:
 
 
 def _hangs(place: int) -> bool:
-    """Whether this rank waits in vain for rank 0, which has failed and issues no more collectives."""
+    """Whether this rank hangs waiting for rank 0, which has failed and issues no more collectives."""
     trials = Trials(Case(timeout_s=2.0))
     with mock.patch.object(Ledger, "replay_rest"):
         try:
             trials.attempt(trials.windows[0], ROWS, {0: Fault(place, ranks=[0])})
         except RuntimeError as error:
-            trials.consensus.max_over_ranks(Strain.NONE)  # for which the rank that failed waits
+            trials.consensus.max_over_ranks(MemoryPressure.NONE)  # the failed rank waits for this
             return "imed out" in str(error)
     return False
 
 
 def _drifted() -> list[str]:
-    """A model whose collectives change after the rehearsal, and then an error at the same place on both ranks."""
+    """A model whose collectives change after the dry run, and then an error at the same place on both ranks."""
     trials = Trials(Case())
     trials.model.set_reshard_after_forward(False)
-    said = []
-    with mock.patch.object(logging.Logger, "warning", lambda logger, text: said.append(text)):
+    logged = []
+    with mock.patch.object(logging.Logger, "warning", lambda logger, text: logged.append(text)):
         for _ in range(2):
             trials.attempt(trials.windows[0], ROWS, {})
         try:
             trials.attempt(trials.windows[0], ROWS, {0: Fault(5)})
         except CollectiveInDoubtError as error:
-            said.append(str(error))
-    return said
+            logged.append(str(error))
+    return logged
 
 
 @pytest.fixture(scope="module")
@@ -132,13 +132,16 @@ def test_with_reset_iter_state_alone_parameters_are_wrong_and_memory_is_kept(
     assert any(tally.left_behind for tally in tallies)
 
 
-def test_a_model_that_changes_its_collectives_is_said_once_and_an_error_then_ends_the_run(
+def test_a_change_of_collectives_is_logged_once_and_an_error_then_ends_the_run(
     without_parts: list[dict[str, Any]],
 ) -> None:
     for parts in without_parts:
         warning, error = parts["drifted"]
-        assert "from now on an out-of-memory error ends the run" in warning
-        assert "micro-steps no longer issue the collectives of the rehearsal" in error
+        assert warning == (
+            "Micro-steps no longer issue the collectives of the dry run:"
+            " from now on an out-of-memory error ends the run."
+        )
+        assert "micro-steps no longer issue the collectives of the dry run" in error
         assert "a fault on purpose" in error
 
 
@@ -151,7 +154,7 @@ def _on_four_ranks(rank: int) -> tuple[dict[str, Tally], str]:
 
 
 def _fails_after_an_all_reduce(trials: Trials) -> str:
-    """What every rank says when all run out of memory in HSDP's all-reduce, after it was issued."""
+    """The error on this rank when all ranks run out of memory in HSDP's all-reduce, after it was issued."""
     all_reduce = dist.all_reduce
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -177,6 +180,27 @@ def test_an_error_within_an_all_reduce_of_hsdp_is_in_doubt(four_ranks: list[tupl
     for _, sentence in four_ranks:
         assert "nobody knows whether it was issued" in sentence
         assert "within the all-reduce" in sentence
+
+
+# ---- memory pressure
+
+
+def _pressures(rank: int) -> list[Attempt[int]]:
+    """Attempts in which rank 1 is thrashing, and in which also rank 0 runs out of memory."""
+    recovery = _alone(nn.Linear(4, 4))
+    micro_step = _fail(torch.OutOfMemoryError("too much")) if rank == 0 else lambda: 1
+    return [
+        recovery.attempt([lambda: 1], is_thrashing=lambda: rank == 1),
+        recovery.attempt([micro_step], is_thrashing=lambda: rank == 1),
+    ]
+
+
+def test_all_ranks_know_the_worst_pressure_and_each_knows_its_own() -> None:
+    none, thrashing, out_of_memory = MemoryPressure
+    assert run_on_ranks(_pressures, 2) == [
+        [Attempt(1, thrashing, none, None), Attempt(None, out_of_memory, out_of_memory, "OutOfMemoryError: too much")],
+        [Attempt(1, thrashing, thrashing, None), Attempt(None, out_of_memory, thrashing, None)],
+    ]
 
 
 # ---- every operation
@@ -213,8 +237,8 @@ def test_four_ranks_recover_at_many_operations(case: Case) -> None:
 def _alone(model: nn.Module) -> Recovery:
     rows = [torch.ones(1, 4), torch.ones(2, 4)]
     micro_steps = [lambda batch=batch: model(batch).sum().backward() for batch in rows]
-    recovery = rehearse(micro_steps, model=model, device=CPU, consensus=Consensus())
-    assert isinstance(recovery, Recovery)
+    recovery = dry_run(micro_steps, model=model, device=CPU, consensus=Consensus()).recovery
+    assert recovery is not None
     return recovery
 
 
@@ -225,12 +249,12 @@ def _fail(error: Exception) -> Any:
     return micro_step
 
 
-def test_alone_results_are_added_up_and_strain_is_none() -> None:
+def test_alone_results_are_added_up_and_pressure_is_none() -> None:
     attempt = _alone(nn.Linear(4, 4)).attempt([lambda: 1, lambda: 2, lambda: 4], is_thrashing=lambda: False)
-    assert (attempt.result, attempt.strain, attempt.error) == (7, Strain.NONE, None)
+    assert (attempt.result, attempt.pressure, attempt.error) == (7, MemoryPressure.NONE, None)
 
 
-def test_alone_a_later_micro_step_out_of_memory_takes_the_whole_step_and_its_gradients_along() -> None:
+def test_alone_a_later_micro_step_out_of_memory_discards_the_whole_step_and_its_gradients() -> None:
     model = nn.Linear(4, 4)
     recovery = _alone(model)
     ran = []
@@ -242,7 +266,7 @@ def test_alone_a_later_micro_step_out_of_memory_takes_the_whole_step_and_its_gra
 
     micro_steps = [good, _fail(torch.OutOfMemoryError("too much")), good]
     attempt = recovery.attempt(micro_steps, is_thrashing=lambda: True)
-    assert (attempt.result, attempt.strain, attempt.own_strain) == (None, *[Strain.OUT_OF_MEMORY] * 2)
+    assert (attempt.result, attempt.pressure, attempt.own_pressure) == (None, *[MemoryPressure.OUT_OF_MEMORY] * 2)
     assert attempt.error == "OutOfMemoryError: too much"
     assert ran == [1]
     assert model.weight.grad is None
@@ -250,7 +274,7 @@ def test_alone_a_later_micro_step_out_of_memory_takes_the_whole_step_and_its_gra
 
 def test_alone_thrashing_leaves_the_step_as_it_is() -> None:
     attempt = _alone(nn.Linear(4, 4)).attempt([lambda: 3], is_thrashing=lambda: True)
-    assert (attempt.result, attempt.strain) == (3, Strain.THRASHING)
+    assert (attempt.result, attempt.pressure) == (3, MemoryPressure.THRASHING)
 
 
 def test_alone_another_error_comes_through() -> None:
@@ -258,7 +282,7 @@ def test_alone_another_error_comes_through() -> None:
         _alone(nn.Linear(4, 4)).attempt([_fail(ValueError("not of memory"))], is_thrashing=lambda: False)
 
 
-def test_a_collective_librarys_own_lack_of_memory_is_named_and_ends_the_run() -> None:
+def test_out_of_memory_in_the_collective_library_is_named_and_ends_the_run() -> None:
     error = RuntimeError("NCCL error in: ProcessGroupNCCL.cpp, Cuda failure 2 'out of memory'")
     with pytest.raises(CollectiveInDoubtError, match="out of memory inside a collective") as raised:
         _alone(nn.Linear(4, 4)).attempt([_fail(error)], is_thrashing=lambda: False)
@@ -269,8 +293,8 @@ def test_before_a_step_is_run_again_random_states_and_changing_buffers_are_as_be
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.Dropout())
     micro_steps = [lambda rows=rows: model(torch.randn(rows, 4)).sum().backward() for rows in (2, 3)]
     before = [buffer.clone() for buffer in model.buffers()]
-    recovery = rehearse(micro_steps, model=model, device=CPU, consensus=Consensus())
-    assert isinstance(recovery, Recovery)
+    recovery = dry_run(micro_steps, model=model, device=CPU, consensus=Consensus()).recovery
+    assert recovery is not None
     assert all(map(torch.equal, model.buffers(), before))
     random_state = torch.get_rng_state()
     restore = recovery.keep()

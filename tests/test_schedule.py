@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtune_adaptive.batch.growth import check_function, function_name, next_batch_size, rehearse
+from torchtune_adaptive.batch.increase_function import check_function, function_name, next_batch_size, rehearse
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.schedule import at_epochs, geometric, linear
 

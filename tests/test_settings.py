@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.batch.growth import rehearse
+from torchtune_adaptive.batch.increase_function import rehearse
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.schedule import at_epochs, geometric
 from torchtune_adaptive.settings import STRATEGIES, AdaptiveSettings, parse_memory

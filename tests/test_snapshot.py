@@ -1,4 +1,4 @@
-"""After ``leave_no_trace`` everything is as it was, bit for bit, whatever happened inside and however it ended."""
+"""After ``leave_no_trace`` everything is as before, bit for bit, also after an exception."""
 
 import copy
 import random
@@ -36,7 +36,7 @@ def seed_all(seed: int) -> None:
 
 
 class Trainee:
-    """A model with a buffer that training writes, a frozen layer, and dropout; the same anew every time."""
+    """A model with a buffer that training writes, a frozen layer, and dropout. Always starts from the same state."""
 
     def __init__(self, kind: str = "adamw", *, warm_steps: int = 0) -> None:
         seed_all(0)
@@ -44,30 +44,68 @@ class Trainee:
         self.model: nn.Module = nn.Sequential(*layers)
         self.frozen = layers[3]
         self.frozen.requires_grad_(False)
-        self.optimizer = OPTIMIZERS[kind]([p for p in self.model.parameters() if p.requires_grad])
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizers = self.make_optimizers(kind)
+        self.optimizer = self.optimizers[0]
         for _ in range(warm_steps):
             self.step()
+
+    def make_optimizers(self, kind: str) -> list[torch.optim.Optimizer]:
+        return [OPTIMIZERS[kind](self.trained)]
 
     def step(self) -> float:
         """A train step on random data; the loss."""
         loss = self.model(torch.randn(5, 6)).square().sum() * random.random() + np.random.rand()
         loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.step_optimizers()
         return loss.item()
+
+    def step_optimizers(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class TwoOptimizers(Trainee):
+    """One optimizer for weights, and one of another kind for biases."""
+
+    def make_optimizers(self, kind: str) -> list[torch.optim.Optimizer]:
+        weights = [parameter for parameter in self.trained if parameter.dim() > 1]
+        biases = [parameter for parameter in self.trained if parameter.dim() == 1]
+        return [OPTIMIZERS[kind](weights), OPTIMIZERS["sgd momentum"](biases)]
+
+
+class OptimizerPerParameter(Trainee):
+    """Each parameter has its own optimizer, which steps inside backward, as with torchtune's ``optimizer_in_bwd``."""
+
+    def make_optimizers(self, kind: str) -> list[torch.optim.Optimizer]:
+        optimizers = {parameter: OPTIMIZERS[kind]([parameter]) for parameter in self.trained}
+
+        def step(parameter: torch.Tensor) -> None:
+            optimizers[parameter].step()  # pyright: ignore[reportArgumentType]
+            optimizers[parameter].zero_grad()  # pyright: ignore[reportArgumentType]
+
+        for parameter in self.trained:
+            parameter.register_post_accumulate_grad_hook(step)
+        return list(optimizers.values())
+
+    def step_optimizers(self) -> None:
+        """Nothing is left to do after backward."""
 
 
 class Picture:
-    """All that a train step can change: values as copies, and which objects hold them."""
+    """Everything that a train step can change: copies of values, and the identity of the tensors."""
 
     def __init__(self, trainee: Any) -> None:
-        model, optimizer = trainee.model, trainee.optimizer
+        model, optimizers = trainee.model, trainee.optimizers
         self.tensors = {f"model.{name}": tensor for name, tensor in model.named_parameters()}
         self.tensors |= {f"model.{name}": tensor for name, tensor in model.named_buffers()}
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self.options: dict[str, Any] = {"stepped": vars(optimizer).get("_opt_called")}
-        stores = {f"state.{names[parameter]}": values for parameter, values in optimizer.state.items()}
-        stores |= {f"group.{index}": group for index, group in enumerate(optimizer.param_groups)}
+        self.options: dict[str, Any] = {"stepped": [vars(optimizer).get("_opt_called") for optimizer in optimizers]}
+        stores: dict[str, dict[str, Any]] = {}
+        for number, optimizer in enumerate(optimizers):
+            stores |= {f"state.{names[parameter]}": values for parameter, values in optimizer.state.items()}
+            stores |= {f"group.{number}.{index}": group for index, group in enumerate(optimizer.param_groups)}
         for place, values in stores.items():
             for key, value in values.items():
                 if isinstance(value, torch.Tensor):
@@ -76,12 +114,12 @@ class Picture:
                     self.options[f"{place}.{key}"] = copy.deepcopy(value)
         self.values = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         self.places = {name: (id(tensor), tensor.data_ptr()) for name, tensor in self.tensors.items()}
-        self.params = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+        self.params = [[id(p) for p in group["params"]] for one in optimizers for group in one.param_groups]
         self.generators = (random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist())
 
 
 def differences(before: Picture, after: Picture) -> list[str]:
-    """What is not as it was."""
+    """What has changed."""
     found = [f"{name} came or went" for name in before.tensors.keys() ^ after.tensors.keys()]
     common = before.tensors.keys() & after.tensors.keys()
     found += [f"{name} differs" for name in common if not torch.equal(before.values[name], after.values[name])]
@@ -103,7 +141,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def test_train_steps_leave_no_trace(kind: str, warm_steps: int) -> None:
     trainee = Trainee(kind, warm_steps=warm_steps)
     before = Picture(trainee)
-    with leave_no_trace(trainee.model, trainee.optimizer):
+    with leave_no_trace(trainee.model, trainee.optimizers):
         trainee.step()
         trainee.step()
         assert differences(before, Picture(trainee)) != []
@@ -118,7 +156,7 @@ def test_training_goes_on_as_if_nothing_had_been_tried(kind: str, warm_steps: in
     for trainee in (untouched, tried):
         seed_all(1)
         if trainee is tried:
-            with leave_no_trace(trainee.model, trainee.optimizer):
+            with leave_no_trace(trainee.model, trainee.optimizers):
                 trainee.step()
                 trainee.step()
         losses.append([trainee.step() for _ in range(20)])
@@ -160,7 +198,7 @@ def test_a_step_that_fails_leaves_no_trace(fail: Callable[[Trainee], None], warm
     before = Picture(trainee)
 
     def try_it() -> None:
-        with leave_no_trace(trainee.model, trainee.optimizer):
+        with leave_no_trace(trainee.model, trainee.optimizers):
             trainee.step()
             fail(trainee)
 
@@ -175,7 +213,7 @@ def test_options_changed_added_or_removed_are_as_before(kind: str) -> None:
     trainee = Trainee(kind)
     trainee.optimizer.param_groups[0]["note"] = ["a list"]
     before = Picture(trainee)
-    with leave_no_trace(trainee.model, trainee.optimizer):
+    with leave_no_trace(trainee.model, trainee.optimizers):
         group = trainee.optimizer.param_groups[0]
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(0.5)
@@ -189,18 +227,18 @@ def test_options_changed_added_or_removed_are_as_before(kind: str) -> None:
 def test_state_that_was_cleared_or_replaced_is_as_before() -> None:
     trainee = Trainee(warm_steps=1)
     before = Picture(trainee)
-    with leave_no_trace(trainee.model, trainee.optimizer):
+    with leave_no_trace(trainee.model, trainee.optimizers):
         trainee.optimizer.state.clear()
         trainee.step()
     assert differences(before, Picture(trainee)) == []
 
 
-def test_a_scheduler_does_not_learn_of_the_steps() -> None:
-    """It warns if it is stepped before the optimizer, and must still do so."""
+def test_a_scheduler_does_not_notice_the_steps() -> None:
+    """A scheduler warns when it is stepped before the optimizer, and must still do so."""
     trainee = Trainee()
     scheduler = torch.optim.lr_scheduler.LambdaLR(trainee.optimizer, lambda step: 1 / (1 + step))
     before = Picture(trainee), scheduler.state_dict()
-    with leave_no_trace(trainee.model, trainee.optimizer):
+    with leave_no_trace(trainee.model, trainee.optimizers):
         trainee.step()
         scheduler.step()
         scheduler.load_state_dict(before[1])  # the schedule itself is the caller's to protect
@@ -212,15 +250,15 @@ def test_a_scheduler_does_not_learn_of_the_steps() -> None:
 def test_frozen_parameters_are_not_even_written() -> None:
     trainee = Trainee()
     before = [(parameter.data_ptr(), parameter._version) for parameter in trainee.frozen.parameters()]
-    with leave_no_trace(trainee.model, trainee.optimizer):
+    with leave_no_trace(trainee.model, trainee.optimizers):
         trainee.step()
     assert [(parameter.data_ptr(), parameter._version) for parameter in trainee.frozen.parameters()] == before
 
 
-def test_gradients_that_were_there_are_gone() -> None:
+def test_existing_gradients_are_removed() -> None:
     trainee = Trainee()
     trainee.model(torch.randn(5, 6)).sum().backward()
-    with leave_no_trace(trainee.model, trainee.optimizer):
+    with leave_no_trace(trainee.model, trainee.optimizers):
         pass
     assert all(parameter.grad is None for parameter in trainee.model.parameters())
 
@@ -247,6 +285,7 @@ def test_a_lora_model_of_torchtune_is_left_without_a_trace() -> None:
             )
             set_trainable_params(self.model, get_adapter_params(self.model))
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, fused=True)
+            self.optimizers = [self.optimizer]
 
         def step(self) -> float:
             tokens = torch.randint(0, 64, (2, 16))
@@ -260,11 +299,77 @@ def test_a_lora_model_of_torchtune_is_left_without_a_trace() -> None:
     before = Picture(trainee)
     frozen = [p for p in trainee.model.parameters() if not p.requires_grad]
     versions = [p._version for p in frozen]
-    with leave_no_trace(trainee.model, trainee.optimizer):
+    with leave_no_trace(trainee.model, trainee.optimizers):
         losses = [trainee.step() for _ in range(3)]
     assert differences(before, Picture(trainee)) == []
     assert [p._version for p in frozen] == versions
     assert [trainee.step() for _ in range(3)] == losses
+
+
+# ---- several optimizers
+
+SEVERAL_OPTIMIZERS = [TwoOptimizers, OptimizerPerParameter]
+
+
+@pytest.mark.parametrize("warm_steps", [0, 2], ids=["fresh", "warm"])
+@pytest.mark.parametrize("trainee_class", SEVERAL_OPTIMIZERS)
+def test_steps_of_several_optimizers_leave_no_trace(trainee_class: type[Trainee], kind: str, warm_steps: int) -> None:
+    trainee = trainee_class(kind, warm_steps=warm_steps)
+    assert len(trainee.optimizers) > 1
+    before = Picture(trainee)
+    with leave_no_trace(trainee.model, trainee.optimizers):
+        trainee.step()
+        for optimizer in trainee.optimizers:
+            optimizer.param_groups[0]["weight_decay"] = 7
+        trainee.step()
+        assert differences(before, Picture(trainee)) != []
+    assert differences(before, Picture(trainee)) == []
+    assert all(parameter.grad is None for parameter in trainee.model.parameters())
+
+
+@pytest.mark.parametrize("trainee_class", SEVERAL_OPTIMIZERS)
+def test_training_with_several_optimizers_goes_on_as_if_nothing_had_been_tried(trainee_class: type[Trainee]) -> None:
+    losses: list[list[float]] = []
+    for is_tried in (False, True):
+        trainee = trainee_class(warm_steps=1)
+        if is_tried:
+            with leave_no_trace(trainee.model, trainee.optimizers):
+                trainee.step()
+        losses.append([trainee.step() for _ in range(10)])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("warm_steps", [0, 1], ids=["fresh", "warm"])
+def test_a_failure_between_the_steps_of_two_optimizers_leaves_no_trace(warm_steps: int) -> None:
+    trainee = OptimizerPerParameter(warm_steps=warm_steps)
+    before = Picture(trainee)
+    first_weight = trainee.trained[0]  # the last one to get its gradient
+
+    def try_it() -> None:
+        with leave_no_trace(trainee.model, trainee.optimizers):
+            handle = first_weight.register_post_accumulate_grad_hook(lambda _: out_of_memory())
+            try:
+                trainee.step()
+            finally:
+                handle.remove()
+                assert differences(before, Picture(trainee)) != []
+
+    with pytest.raises(torch.OutOfMemoryError, match="injected"):
+        try_it()
+    assert differences(before, Picture(trainee)) == []
+    assert all(parameter.grad is None for parameter in trainee.model.parameters())
+
+
+@pytest.mark.parametrize("trainee_class", [Trainee, *SEVERAL_OPTIMIZERS])
+def test_the_yielded_function_restores_all_optimizers_and_nothing_else(trainee_class: type[Trainee]) -> None:
+    trainee = trainee_class()
+    with leave_no_trace(trainee.model, trainee.optimizers) as restore_optimizers:
+        trainee.step()
+        assert all(optimizer.state for optimizer in trainee.optimizers)
+        stepped = [parameter.detach().clone() for parameter in trainee.trained]
+        restore_optimizers()
+        assert [len(optimizer.state) for optimizer in trainee.optimizers] == [0] * len(trainee.optimizers)
+        assert same_bits([parameter.detach() for parameter in trainee.trained], stepped)
 
 
 # ---- random generators and buffers alone
@@ -275,7 +380,7 @@ def draw() -> list[float]:
     return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()]
 
 
-def test_random_generators_come_back_to_where_they_were_as_often_as_asked() -> None:
+def test_random_states_can_be_restored_repeatedly() -> None:
     seed_all(0)
     draw()
     states = RandomStates()
@@ -314,20 +419,20 @@ def test_random_generators_are_as_before_also_after_a_failure(fails: bool) -> No
     assert draw() == drawn
 
 
-def test_buffers_that_changed_are_known_whatever_changed_them() -> None:
+def test_changed_buffers_are_found_whatever_changed_them() -> None:
     written, through_a_view, unseen, read = (torch.ones(3) for _ in range(4))
     kept = KeptBuffers([read, written, through_a_view, unseen])
     assert kept.changed() == []
     written.add_(1)
     through_a_view[1:].zero_()
-    unseen.data.mul_(2)  # no version counter tells of it
+    unseen.data.mul_(2)  # this does not increase the version counter
     read.sum()
     assert [id(buffer) for buffer in kept.changed()] == [id(buffer) for buffer in (written, through_a_view, unseen)]
     kept.restore()
     assert kept.changed() == []
 
 
-def test_buffers_come_back_to_their_copies_as_often_as_asked() -> None:
+def test_buffers_can_be_restored_repeatedly() -> None:
     buffers = [torch.arange(3.0), torch.tensor(7), torch.tensor([True, False])]
     places = [buffer.data_ptr() for buffer in buffers]
     kept = KeptBuffers(buffers)
@@ -339,7 +444,7 @@ def test_buffers_come_back_to_their_copies_as_often_as_asked() -> None:
     assert [buffer.data_ptr() for buffer in buffers] == places
 
 
-def test_all_buffers_that_batch_norm_writes_are_known() -> None:
+def test_all_buffers_that_batch_norm_writes_are_found() -> None:
     layer = nn.BatchNorm1d(6)
     kept = KeptBuffers(layer.buffers())
     layer(torch.randn(5, 6))
@@ -354,17 +459,17 @@ def faults_of_a_sharded_model(rank: int, warm_steps: int) -> list[tuple[int, str
     trainee = ShardedTrainee(warm_steps=warm_steps)
     model, optimizer = trainee.model, trainee.optimizer
     before = trainee.state()
-    with leave_no_trace(model, optimizer):
+    with leave_no_trace(model, [optimizer]):
         trainee.step()
         after_a_step = trainee.state()
-    counting = FailsAt(None)  # only now: a first step has operations of setting up
-    with leave_no_trace(model, optimizer), counting:
+    counting = FailsAt(None)  # not earlier: the first step has additional operations for its set-up
+    with leave_no_trace(model, [optimizer]), counting:
         trainee.step()
     found: list[tuple[int, str, bool, bool, bool]] = []
     for point in range(0, counting.operations, counting.operations // 30):
         error = "none"
         try:
-            with leave_no_trace(model, optimizer), FailsAt(point):
+            with leave_no_trace(model, [optimizer]), FailsAt(point):
                 trainee.step()
         except torch.OutOfMemoryError as failure:
             error = str(failure)
@@ -372,7 +477,7 @@ def faults_of_a_sharded_model(rank: int, warm_steps: int) -> list[tuple[int, str
         as_before = same_bits(trainee.state(), before)
         graded = any(parameter.grad is not None for parameter in model.parameters())
         dist.barrier()
-        with leave_no_trace(model, optimizer):
+        with leave_no_trace(model, [optimizer]):
             trainee.step()
             next_step_right = same_bits(trainee.state(), after_a_step)
         found.append((point, error, as_before, next_step_right, graded))
@@ -408,7 +513,7 @@ def test_a_sharded_model_trains_on_like_a_fresh_copy_after_failing_anywhere(faul
 
 
 def test_a_wrapper_whose_own_copy_shares_its_memory_is_restored() -> None:
-    """torchao's 8-bit optimizer states give themselves when asked for a copy on the device where they are."""
+    """torchao's 8-bit optimizer states return themselves when copied to the device that they are on."""
     low_bit = pytest.importorskip("torchao.optim.subclass_8bit")
     state = low_bit.OptimState8bit.zeros((4096,), True, 256, torch.device("cpu"))
     state.copy_(torch.linspace(-1, 1, 4096))
@@ -416,7 +521,7 @@ def test_a_wrapper_whose_own_copy_shares_its_memory_is_restored() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight] = {"exp_avg": state}
     codes, scale = state.codes.clone(), state.scale.clone()
-    with leave_no_trace(model, optimizer):
+    with leave_no_trace(model, [optimizer]):
         state.copy_(torch.linspace(3, -2, 4096))
         assert not torch.equal(state.codes, codes)
     assert optimizer.state[model.weight]["exp_avg"] is state

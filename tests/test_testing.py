@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.distributed.dry_run import rehearse
+from torchtune_adaptive.distributed.dry_run import dry_run
 from torchtune_adaptive.distributed.fsdp_state import AllGather
 from torchtune_adaptive.distributed.ledger import Ledger, RecordedAllGather
 from torchtune_adaptive.distributed.recovery import Recovery
@@ -286,8 +286,8 @@ class RecoveringRecipe(Base):
     def __init__(self) -> None:
         super().__init__()
         steps = [lambda: None] * 2
-        recovery = rehearse(steps, model=nn.Linear(1, 1), device=CPU, consensus=Consensus())
-        assert isinstance(recovery, Recovery)
+        recovery = dry_run(steps, model=nn.Linear(1, 1), device=CPU, consensus=Consensus()).recovery
+        assert recovery is not None
         self.recovery = recovery
 
     def _survive(self, window: Sequence[Sequence[int]]) -> float:

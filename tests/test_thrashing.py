@@ -14,7 +14,7 @@ class Allocator:
         self.retries = retries_before
 
     def thrashing(self, watch: RetryWatch, steps: list[int]) -> Iterator[bool]:
-        """What ``watch`` says after each optimizer step, in which there are so many retries."""
+        """The answers of ``watch`` after each of ``steps``, given as their numbers of retries."""
         for retries in steps:
             self.retries += retries
             yield watch.is_thrashing()
@@ -27,7 +27,7 @@ class Allocator:
         ([5, 0, 0], [False, False, False]),
         ([1, 1], [False, True]),
         ([0, 3, 1, 0], [False, False, True, False]),
-        ([1, 0, 1, 0, 1], [False] * 5),  # a step without in between
+        ([1, 0, 1, 0, 1], [False] * 5),  # with a step without retries in between
         ([1, 1, 0, 1, 1], [False, True, False, False, True]),
         ([7, 1, 1, 9, 1], [False, True, True, True, True]),  # as long as it lasts
     ],
@@ -44,20 +44,20 @@ def test_retries_before_the_watch_began_do_not_count() -> None:
     assert list(allocator.thrashing(watch, [0, 1, 1])) == [False, False, True]
 
 
-def test_starting_over_forgets_the_step_before() -> None:
+def test_a_reset_forgets_the_step_before() -> None:
     allocator = Allocator()
     watch = RetryWatch(lambda: allocator.retries)
     assert list(allocator.thrashing(watch, [1, 1])) == [False, True]
-    watch.start_over()
+    watch.reset()
     assert list(allocator.thrashing(watch, [1, 1])) == [False, True]
 
 
-def test_starting_over_forgets_retries_that_nobody_asked_about() -> None:
+def test_a_reset_forgets_retries_since_the_last_call() -> None:
     allocator = Allocator()
     watch = RetryWatch(lambda: allocator.retries)
     assert list(allocator.thrashing(watch, [1])) == [False]
     allocator.retries += 10  # by a search between two steps
-    watch.start_over()
+    watch.reset()
     assert list(allocator.thrashing(watch, [0, 1, 0])) == [False, False, False]
     assert list(allocator.thrashing(watch, [1, 1])) == [False, True]
 
@@ -68,5 +68,5 @@ def test_after_it_was_stopped_nothing_is_thrashing() -> None:
     assert list(allocator.thrashing(watch, [1, 1])) == [False, True]
     watch.stop()
     assert list(allocator.thrashing(watch, [1, 1, 1])) == [False, False, False]
-    watch.start_over()
+    watch.reset()
     assert list(allocator.thrashing(watch, [1, 1])) == [False, False]

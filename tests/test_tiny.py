@@ -1,4 +1,4 @@
-"""The small world: the same bytes for the same arguments, complete or not believed, and readable by torchtune."""
+"""The tiny assets: the same bytes for the same arguments, complete or made again, and readable by torchtune."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_seed_orders_the_samples_and_draws_the_weights(tiny_dir: Path, tmp_path:
     assert changed == {tiny.DATA_NAME, tiny.MODEL_NAME}
 
 
-def test_making_assets_leaves_the_random_generators_alone(tmp_path: Path) -> None:
+def test_making_assets_does_not_change_the_random_generators(tmp_path: Path) -> None:
     before = torch.get_rng_state(), random.getstate()
     make_tiny_assets(tmp_path, num_samples=1)
     assert torch.equal(torch.get_rng_state(), before[0])
@@ -92,7 +92,7 @@ def test_tokenizer_round_trips_code_blank_lines_and_unknown_characters(tiny_dir:
 
 
 @pytest.mark.parametrize("name", ["full", "lora"])
-def test_dataset_of_the_config_loads_offline_and_every_sample_has_something_to_learn(
+def test_dataset_of_the_config_loads_offline_and_every_sample_has_a_label_to_learn(
     name: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     cfg = load(name, tiny_dir, tmp_path)
@@ -136,7 +136,7 @@ def test_complete_assets_are_kept_unless_forced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"num_samples": 21}, {"num_samples": 20, "seed": 1}])
-def test_assets_made_with_other_arguments_are_remade(arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_assets_made_with_other_arguments_are_made_again(arguments: dict[str, Any], tmp_path: Path) -> None:
     make_tiny_assets(tmp_path, num_samples=20)
     make_tiny_assets(tmp_path, **arguments)
     make_tiny_assets(tmp_path / "fresh", **arguments)
@@ -144,7 +144,7 @@ def test_assets_made_with_other_arguments_are_remade(arguments: dict[str, Any], 
 
 
 @pytest.mark.parametrize("name", [*ASSETS, tiny.STAMP_NAME])
-def test_a_missing_or_cut_file_is_remade(name: str, tmp_path: Path) -> None:
+def test_a_missing_or_truncated_file_is_made_again(name: str, tmp_path: Path) -> None:
     make_tiny_assets(tmp_path, num_samples=20)
     made = contents(tmp_path)
     damaged = tmp_path / name
@@ -158,7 +158,7 @@ def test_a_missing_or_cut_file_is_remade(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("renamed", range(4))
 @pytest.mark.parametrize("remaking", [False, True])
-def test_a_run_killed_half_way_leaves_nothing_believed_complete(
+def test_assets_of_a_run_killed_half_way_are_made_again(
     renamed: int, remaking: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if remaking:
@@ -200,7 +200,7 @@ def test_a_directory_that_cannot_be_written_is_refused_in_one_sentence(
     assert "\n" not in str(refused.value)
 
 
-def test_the_command_says_what_lies_where(
+def test_the_command_prints_paths_and_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["tiny", str(tmp_path), "--num-samples", "20"])

@@ -1,4 +1,4 @@
-"""Whichever rank runs out of memory, and wherever: all ranks learn of it, none hangs, and the next step is right."""
+"""When any rank runs out of memory at any operation, all ranks know, none hangs, and the next step is right."""
 
 import gc
 import traceback
@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.snapshot import leave_no_trace
-from torchtune_adaptive.distributed.vote import Outcome, run_together
+from torchtune_adaptive.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.memory.out_of_memory import free_memory
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ class Trial:
 
 
 class Scenarios:
-    """Faults on this rank's part of a model sharded over all ranks; every method is a collective."""
+    """Faults in train steps of a model sharded over all ranks. Every method is a collective."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -44,33 +44,33 @@ class Scenarios:
         self.consensus = Consensus()
         self.trainee = ShardedTrainee()
         self.before = self.trainee.state()
-        with leave_no_trace(self.trainee.model, self.trainee.optimizer):
+        with leave_no_trace(self.trainee.model, [self.trainee.optimizer]):
             self.trainee.step()
             self.after_a_step = self.trainee.state()
 
     def operations(self) -> int:
         """How many operations a step has."""
         counting = FailsAt(None)
-        with leave_no_trace(self.trainee.model, self.trainee.optimizer), counting:
+        with leave_no_trace(self.trainee.model, [self.trainee.optimizer]), counting:
             self.trainee.step()
         return counting.operations
 
     def trial(self, points: dict[int, int], *, error: Exception | None = None) -> Trial:
-        """A step with faults, then one without that should be as if nothing had happened."""
+        """A step with faults, then one without, which must be as if nothing had happened."""
         model, optimizer = self.trainee.model, self.trainee.optimizer
 
         def work() -> None:
             with FailsAt(points.get(self.rank), error):
                 self.trainee.step()
 
-        with leave_no_trace(model, optimizer):
+        with leave_no_trace(model, [optimizer]):
             try:
-                outcome = run_together(work, self.consensus).name
+                outcome = run_with_votes(work, self.consensus).name
             except Exception as failure:
                 outcome = f"{type(failure).__name__}: {failure}"
         free_memory(CPU)
         as_before = same_bits(self.trainee.state(), self.before)
-        with leave_no_trace(model, optimizer):
+        with leave_no_trace(model, [optimizer]):
             self.trainee.step()
             next_step_right = same_bits(self.trainee.state(), self.after_a_step)
         return Trial(points, outcome, as_before, next_step_right)
@@ -106,9 +106,11 @@ class Scenarios:
                 return super().max_over_ranks(number)
 
         consensus = Counting()
-        with leave_no_trace(self.trainee.model, self.trainee.optimizer):
-            run_together(self.trainee.step, consensus)
-            with profile(activities=[ProfilerActivity.CPU]) as recorded:  # sees into operations, as no mode does
+        with leave_no_trace(self.trainee.model, [self.trainee.optimizer]):
+            run_with_votes(self.trainee.step, consensus)
+            with profile(
+                activities=[ProfilerActivity.CPU]
+            ) as recorded:  # sees collectives inside operations, which no mode sees
                 self.trainee.step()
         issued = [event.name for event in recorded.events() or [] if event.name.startswith("c10d::")]
         return len(votes) - 1, len(issued)  # the last vote is the one at the end
@@ -123,7 +125,7 @@ class Scenarios:
                 raise torch.OutOfMemoryError("before clipping")
             torch.nn.utils.clip_grad_norm_(trainee.model.parameters(), 1.0)
 
-        return run_together(work, self.consensus).name
+        return run_with_votes(work, self.consensus).name
 
 
 def play(rank: int) -> dict[str, Any]:
@@ -188,7 +190,7 @@ def test_nobody_waits_in_a_collective_inside_an_operation_on_dtensors(played: li
 
 
 def play_without_reset_iter_state(rank: int) -> list[Trial]:
-    """As on a torch before 2.13."""
+    """Like torch before 2.13."""
     del FSDPModule.reset_iter_state
     return Scenarios(rank).one_rank_fails()
 
@@ -221,9 +223,9 @@ def out_of_memory() -> None:
 
 def test_alone_the_outcome_is_this_processs_own() -> None:
     done: list[str] = []
-    assert run_together(lambda: done.append("done"), Consensus()) is Outcome.DONE
+    assert run_with_votes(lambda: done.append("done"), Consensus()) is Outcome.DONE
     assert done == ["done"]
-    assert run_together(out_of_memory, Consensus()) is Outcome.OUT_OF_MEMORY
+    assert run_with_votes(out_of_memory, Consensus()) is Outcome.OUT_OF_MEMORY
 
 
 def test_alone_another_error_comes_through() -> None:
@@ -231,7 +233,7 @@ def test_alone_another_error_comes_through() -> None:
         raise ValueError("not of memory")
 
     with pytest.raises(ValueError, match="not of memory"):
-        run_together(fail, Consensus())
+        run_with_votes(fail, Consensus())
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
@@ -240,7 +242,7 @@ def test_alone_a_request_to_stop_comes_through(error: type[BaseException]) -> No
         raise error
 
     with pytest.raises(error):
-        run_together(stop, Consensus())
+        run_with_votes(stop, Consensus())
 
 
 def test_after_a_failure_nothing_refers_to_its_tensors() -> None:
@@ -252,7 +254,7 @@ def test_after_a_failure_nothing_refers_to_its_tensors() -> None:
         raise torch.OutOfMemoryError("injected")
 
     def run(work: Callable[[], None]) -> Outcome:
-        return run_together(work, Consensus())
+        return run_with_votes(work, Consensus())
 
     assert run(fail) is Outcome.OUT_OF_MEMORY
     gc.collect()
@@ -260,7 +262,7 @@ def test_after_a_failure_nothing_refers_to_its_tensors() -> None:
 
 
 def test_out_of_memory_behind_an_error_of_a_context_that_could_not_close_is_out_of_memory() -> None:
-    """torchtune's activation offloading raises one of its own on its way out."""
+    """torchtune's activation offloading raises its own error when it is left by an exception."""
 
     def work() -> None:
         try:
@@ -268,4 +270,4 @@ def test_out_of_memory_behind_an_error_of_a_context_that_could_not_close_is_out_
         finally:
             raise RuntimeError("INTERNAL ASSERT FAILED")
 
-    assert run_together(work, Consensus()) is Outcome.OUT_OF_MEMORY
+    assert run_with_votes(work, Consensus()) is Outcome.OUT_OF_MEMORY

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torchtune import config, training
 
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.loop import AdaptiveLoop
+from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.configs import resolve_config_argument
 from torchtune_adaptive.stock.load import start_process_group
 
@@ -27,9 +27,26 @@ _WAIT_FOR_RANK_ZERO = timedelta(seconds=10)
 def launch(recipe_main: Callable[[], Any]) -> NoReturn:
     """Run a recipe's ``recipe_main`` (decorated by ``torchtune.config.parse``) as the whole program.
 
-    A refused value ends it with one sentence on one rank and status 1, any other error with its traceback.
+    A refused value ends it with one sentence on one rank and status 1, any other error with its traceback. Without a
+    launcher this process is the only rank.
     """
     _run_alone_without_torchrun()
+    _run_and_exit(recipe_main)
+
+
+def launch_on_one_device(recipe_main: Callable[[], Any]) -> NoReturn:
+    """As ``launch``, for a recipe that has no ranks; several processes are refused."""
+
+    def run() -> None:
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        if processes > 1:
+            raise InputError(f"`--nproc_per_node` must be 1 for a single-device recipe, but is {processes} instead.")
+        recipe_main()
+
+    _run_and_exit(run)
+
+
+def _run_and_exit(recipe_main: Callable[[], Any]) -> NoReturn:
     try:
         sys.argv = [sys.argv[0], *resolve_config_argument(sys.argv[1:])]
         recipe_main()
@@ -45,11 +62,13 @@ def launch(recipe_main: Callable[[], Any]) -> NoReturn:
     _leave(0)
 
 
-def run_recipe(recipe_class: type[AdaptiveLoop], cfg: DictConfig) -> None:
+def run_recipe(recipe_class: type[AdaptiveRecipe], cfg: DictConfig) -> None:
     """Set up, train and clean up. A collective of all ranks of the launch."""
-    device_type = str(cfg.device).partition(":")[0]
-    on_cpu = device_type == "cpu"
-    start_process_group("gloo" if on_cpu else training.get_distributed_backend(device_type, offload_ops_to_cpu=True))
+    if recipe_class.on_several_ranks:
+        device_type = str(cfg.device).partition(":")[0]
+        on_cpu = device_type == "cpu"
+        backend = "gloo" if on_cpu else training.get_distributed_backend(device_type, offload_ops_to_cpu=True)
+        start_process_group(backend)
     config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
     recipe = recipe_class(cfg=cfg)
     recipe.setup(cfg=cfg)
@@ -74,7 +93,7 @@ def _say_once(sentence: str) -> None:
     The ranks meet in torchrun's own store, which is there before and after the process group. Rank 0
     prints; the others wait for it, and print if it does not come, as when they failed alone.
     """
-    rank = int(os.environ["RANK"])
+    rank = int(os.environ.get("RANK", 0))
     store = _torchrun_store()
     if rank and store is not None:
         try:
@@ -101,7 +120,7 @@ def _leave(status: int) -> NoReturn:
     launcher reports a failed run that was complete. Threads have ended, exit hooks have run and output is
     flushed by then, as in any exit.
     """
-    if int(os.environ["WORLD_SIZE"]) == 1:
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         sys.exit(status)
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # a checkpoint may still be written
     atexit._run_exitfuncs()

@@ -3,14 +3,14 @@
 import difflib
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchtune_adaptive.batch.growth import BatchIncreaseFunction, check_function, load_function
+from torchtune_adaptive.batch.increase_function import BatchIncreaseFunction, check_function, load_function
 from torchtune_adaptive.errors import InputError, as_integer, quote, reason_of, require_integer
 
 Strategy: TypeAlias = Literal["linear_extrapolation", "binary_search", "decrease_until_oom"]
@@ -18,24 +18,9 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 LearningRateScaling: TypeAlias = Literal["none", "sqrt", "linear"]
 Objective: TypeAlias = Literal["memory", "throughput"]
 
-_BLOCK_KEYS = (
-    "strategy",
-    "power_of_two",
-    "max_batch_size",
-    "memory_limit",
-    "margin",
-    "seq_len",
-    "oom_recovery",
-    "global_batch_size",
-    "max_tokens_per_micro_batch",
-    "growth_limit",
-    "lr_scaling",
-    "objective",
-)
-# How alike (difflib ratio) a stranger's top-level key must be to one of ours to be taken for a slip of the pen: high
+# How alike (difflib ratio) an unknown top-level key must be to one of ours to be taken for a typo: high
 # enough for a config's other keys (`adapter`, `forward_batch_size`) to pass.
 _LIKENESS = {"use_maximum_batch_size": 0.8, "batch_increase_function": 0.75, "adaptive": 0.85}
-_PLACES = {name: f"adaptive.{name}" for name in _BLOCK_KEYS} | {name: name for name in _LIKENESS}
 _MEMORY_TEXT = re.compile(r"\s*(-?)([0-9]{1,20}(?:\.[0-9]{0,20})?|\.[0-9]{1,20})\s*([a-z]*)\s*", re.IGNORECASE)
 _BYTES_PER_UNIT = {"": 1, "b": 1} | {
     prefix + suffix: base**power
@@ -136,6 +121,16 @@ class AdaptiveSettings:
         return cls(**values)
 
     @property
+    def cuts_samples(self) -> bool:
+        """Whether a step's samples are cut into micro-batches as memory allows, rather than as torchtune's keys say."""
+        return self.global_batch_size is not None or self.max_tokens_per_micro_batch is not None
+
+    @property
+    def decides(self) -> bool:
+        """Whether a step's samples are chosen or cut by these settings, rather than by torchtune's keys alone."""
+        return self.searches or self.cuts_samples
+
+    @property
     def searches(self) -> bool:
         """Whether a search for the largest batch size runs before training: growth needs it as its bound."""
         return (
@@ -144,16 +139,12 @@ class AdaptiveSettings:
             or self.max_tokens_per_micro_batch == "auto"
         )
 
-    def traced(self, cfg: DictConfig) -> DictConfig:
-        """``cfg`` with as many micro-steps as a step must have for its memory to be that of training.
 
-        The second micro-step finds gradients there; more need no more memory.
-        """
-        if not (self.global_batch_size or self.max_tokens_per_micro_batch or self.growth_limit != "memory"):
-            return cfg
-        traced = OmegaConf.merge(cfg, {"gradient_accumulation_steps": 2})
-        assert isinstance(traced, DictConfig)
-        return traced
+# The keys of the block `adaptive`, by the settings' own names but for the limit, which has a unit in the config.
+BLOCK_KEYS = tuple(
+    field.name.removesuffix("_bytes") for field in fields(AdaptiveSettings) if field.name not in _LIKENESS
+)
+_PLACES = {name: f"adaptive.{name}" for name in BLOCK_KEYS} | {name: name for name in _LIKENESS}
 
 
 def parse_memory(value: object) -> int:
@@ -183,7 +174,7 @@ def _refuse_misplaced_keys(cfg: DictConfig) -> None:
         name = str(key).lower().replace("-", "_")
         ratios = {known: difflib.SequenceMatcher(None, name, known).ratio() for known in _LIKENESS}
         alike = [known for known in ratios if ratios[known] >= _LIKENESS[known]]
-        if name in _BLOCK_KEYS and name != "seq_len":  # a plain name, which configs use for their interpolations
+        if name in BLOCK_KEYS and name != "seq_len":  # a plain name, which configs use for their interpolations
             alike = [f"adaptive.{name}"]
         if alike and key not in _LIKENESS:
             raise InputError(f"`{key}` must not be a top-level key of the config; did you mean `{alike[0]}`?")
@@ -195,10 +186,10 @@ def _checked_block(block: object) -> dict[str, Any]:
     if not isinstance(block, dict):
         raise InputError(f"`adaptive` must be a mapping, but is {quote(block)} instead.")
     for key in block:
-        if key not in _BLOCK_KEYS:
+        if key not in BLOCK_KEYS:
             hint = _did_you_mean(key, _PLACES)
             raise InputError(
-                f"A key of `adaptive` must be one of {', '.join(_BLOCK_KEYS)}, but is {quote(key)} instead{hint}"
+                f"A key of `adaptive` must be one of {', '.join(BLOCK_KEYS)}, but is {quote(key)} instead{hint}"
             )
     return block
 

@@ -11,7 +11,7 @@ A ``Fault`` works around any other code too: ``with Fault(3): loss.backward()``.
 
 import os
 import signal
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NoReturn
 from unittest import mock
@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from torchtune_adaptive.distributed.ledger import Ledger, RecordedAllGather
-from torchtune_adaptive.distributed.recovery import Recovery
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.memory.operations import OperationMode, is_collective, is_wait
 
@@ -153,51 +152,26 @@ def faults_in(recipe_class: Any, faults: Mapping[tuple[int, int], Fault]) -> Ite
     """Inside, training by ``recipe_class`` runs micro-steps under faults: key (20, 1) is step 20's second micro-step.
 
     Steps and micro-steps are counted from 0; those of a step that is run again go on counting, on every rank
-    alike. Searches and rehearsals have no faults.
+    alike. Searches and dry runs have no faults.
     """
-    survive, micro_step, attempt = recipe_class._survive, recipe_class._micro_step, Recovery.attempt
-    next_number: list[int] = []  # empty outside of training
-    present_number: list[int] = []  # empty where there is no recovery
+    train = recipe_class.train
 
-    def counting_survive(recipe: Any, window: Any) -> Any:
-        next_number.append(0)
-        try:
-            return survive(recipe, window)
-        finally:
-            next_number.clear()
+    def train_with_faults(recipe: Any) -> None:
+        trainer = recipe.trainer
 
-    def numbered_attempt(recovery: Any, micro_steps: Iterable[Callable[[], Any]], **options: Any) -> Any:
-        numbered = [_numbered(run, number, present_number) for number, run in enumerate(micro_steps, next_number[0])]
-        next_number[0] += len(numbered)
-        return attempt(recovery, numbered, **options)
+        def run(number: int, micro_step: Callable[[], Any]) -> Any:
+            fault = faults.get((trainer.global_step, number))
+            if fault is None:
+                return micro_step()
+            fault.phase_now = lambda: trainer.phase
+            with fault:
+                return micro_step()
 
-    def faulty_micro_step(recipe: Any, rows: Any) -> Any:
-        if not next_number:
-            return micro_step(recipe, rows)
-        if not present_number:
-            present_number.append(next_number[0])
-            next_number[0] += 1
-        fault = faults.get((recipe.global_step, present_number.pop()))
-        if fault is None:
-            return micro_step(recipe, rows)
-        fault.phase_now = lambda: recipe._phase
-        with fault:
-            return micro_step(recipe, rows)
+        trainer.retry.wrap_micro_steps(run)
+        train(recipe)
 
-    with (
-        mock.patch.object(recipe_class, "_survive", counting_survive),
-        mock.patch.object(recipe_class, "_micro_step", faulty_micro_step),
-        mock.patch.object(Recovery, "attempt", numbered_attempt),
-    ):
+    with mock.patch.object(recipe_class, "train", train_with_faults):
         yield
-
-
-def _numbered(run: Callable[[], Any], number: int, present_number: list[int]) -> Callable[[], Any]:
-    def run_with_number() -> Any:
-        present_number.append(number)
-        return run()
-
-    return run_with_number
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""A small real world for the demo, the tests and the `tiny/*` configs, made on the spot without a network.
+"""Make a small data set, tokenizer and model for the demo, the tests and the `tiny/*` configs, without a network.
 
-The data are the docstrings of Python's own standard library: a signature comes in, its documentation goes out.
+The data are the docstrings of Python's standard library: the prompt is a signature, the answer its docstring.
 Run ``python -m torchtune_adaptive.tiny [OUTPUT_DIR]``.
 """
 
@@ -38,7 +38,7 @@ MODEL_GEOMETRY = {
     "intermediate_dim": 384,
     "max_seq_len": 512,
 }
-# A longer prompt could fill the configs' `max_seq_len` of 256 tokens and leave a sample without anything to learn.
+# A longer prompt could fill the configs' `max_seq_len` of 256 tokens and leave a sample without a label to learn.
 MAX_SIGNATURE_CHARS = 200
 SKIPPED_DIRS = frozenset({"dist-packages", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests"})
 
@@ -46,11 +46,15 @@ SKIPPED_DIRS = frozenset({"dist-packages", "ensurepip", "idlelib", "lib2to3", "s
 def make_tiny_assets(
     output_dir: str | Path, *, seed: int = 0, num_samples: int | None = None, force: bool = False
 ) -> None:
-    """Instruction data, a tokenizer trained on them and a randomly initialised model lie complete in `output_dir`.
+    """Write instruction data, a tokenizer trained on them and a randomly initialised model to `output_dir`.
 
-    Assets already there are kept if they are complete and were made with the same arguments, and remade otherwise.
-    The same arguments, Python and libraries give the same bytes. `seed` orders the samples and draws the weights;
-    `num_samples` keeps the first so many samples (None: all, several thousand). The tokenizer depends on neither.
+    Assets already there are kept if they are complete and were made with the same arguments; otherwise they are
+    written again. The same arguments, Python and libraries give the same bytes. The tokenizer depends on no argument.
+
+    Args:
+        seed: of the samples' order and the model's weights.
+        num_samples: how many samples to write; None: all, several thousand.
+        force: write the assets again in any case.
 
     Raises:
         ValueError: `output_dir` cannot be written, or `num_samples` is below 1 or above the docstrings found.
@@ -67,17 +71,17 @@ def make_tiny_assets(
         digests = {name: _digest(partial / name) for name in (DATA_NAME, TOKENIZER_NAME, MODEL_NAME)}
         stamp = {"arguments": arguments, "sha256": digests}
         (partial / STAMP_NAME).write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
-        for name in (*digests, STAMP_NAME):  # the stamp last: it vouches for the others
+        for name in (*digests, STAMP_NAME):  # the stamp last, because it says that the others are complete
             os.replace(partial / name, target / name)
 
 
 def _is_complete(target: Path, arguments: dict[str, Any]) -> bool:
-    """Whether the assets in `target` were made with `arguments` and every file is as it was written."""
+    """Whether the assets in `target` were made with `arguments` and no file has changed since."""
     try:
         stamp = json.loads((target / STAMP_NAME).read_text(encoding="utf-8"))
         digests = stamp["sha256"].items()
         return stamp["arguments"] == arguments and all(_digest(target / name) == digest for name, digest in digests)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # absent, cut short or not ours
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # missing, truncated or not ours
         return False
 
 
@@ -96,7 +100,7 @@ def _digest(path: Path) -> str:
 
 @functools.cache
 def _stdlib_samples() -> tuple[tuple[str, str], ...]:
-    """Every distinct (signature, docstring) of the standard library's functions and methods; nothing is imported."""
+    """Every distinct (signature, docstring) of the standard library's functions and methods, without importing it."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in sorted(stdlib.rglob("*.py")) if SKIPPED_DIRS.isdisjoint(path.relative_to(stdlib).parts)]
     found: dict[tuple[str, str], None] = {}
@@ -133,7 +137,7 @@ def _write_data(directory: Path, *, seed: int, num_samples: int | None) -> None:
 
 @functools.cache
 def _tokenizer() -> bytes:
-    """A SentencePiece model that keeps every character: whitespace as it is, unknown characters as bytes."""
+    """Train a SentencePiece model that loses no character: it keeps whitespace and encodes unknown ones as bytes."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([f"{signature} {docstring}" for signature, docstring in _stdlib_samples()]),
@@ -154,15 +158,15 @@ def _tokenizer() -> bytes:
 
 
 def _write_model(directory: Path, *, seed: int) -> None:
-    """A torchtune state dict of fresh weights; the caller's random generator is left as it was."""
-    with torch.random.fork_rng(devices=[]):  # the CPU's generator, which alone is seeded here
+    """Write a torchtune state dict of random weights; the caller's random generator does not change."""
+    with torch.random.fork_rng(devices=[]):  # no GPU's generator is seeded here
         torch.default_generator.manual_seed(seed)
         model = llama2(**MODEL_GEOMETRY)
     torch.save(model.state_dict(), directory / MODEL_NAME)
 
 
 def describe_tiny_assets(output_dir: str | Path) -> str:
-    """A table of what lies where and how large it is; lengths are whole samples, before `max_seq_len` cuts them."""
+    """A table of the assets' paths and sizes; lengths are those of whole samples, not cut to `max_seq_len`."""
     directory = Path(output_dir)
     tokenizer = llama2_tokenizer(str(directory / TOKENIZER_NAME))
     lengths = []
@@ -180,12 +184,14 @@ def describe_tiny_assets(output_dir: str | Path) -> str:
 
 
 def main() -> None:
-    """Makes the assets and prints what lies where."""
-    parser = argparse.ArgumentParser(prog="python -m torchtune_adaptive.tiny", description="Make a small real world.")
+    """Make the assets and print their paths and sizes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtune_adaptive.tiny", description="Make a small data set, tokenizer and model."
+    )
     parser.add_argument("output_dir", nargs="?", default=DEFAULT_OUTPUT_DIR, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="order of the samples and weights, default: %(default)s")
     parser.add_argument("--num-samples", type=int, default=None, help="default: every docstring found")
-    parser.add_argument("--force", action="store_true", help="remake what is already there")
+    parser.add_argument("--force", action="store_true", help="write again what is already there")
     options = parser.parse_args()
     try:
         make_tiny_assets(**vars(options))

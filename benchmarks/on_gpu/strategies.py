@@ -75,7 +75,7 @@ def _bisection(recipe: Any) -> Answer:
         return failed
 
     recipe._meter.limit_bytes = recipe._result.usable_bytes
-    with leave_no_trace(recipe._model, recipe._optimizer):
+    with leave_no_trace(recipe._model, [recipe._optimizer]):
         return bisect(is_oom, most=_MOST_ROWS), steps, ooms
 
 

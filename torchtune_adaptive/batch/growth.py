@@ -1,185 +1,112 @@
-"""Growth of the batch size: the user's function, loaded and checked, and what it decides for each epoch."""
+"""How the batch size grows over a run: the user's function, asked on rank 0 for all ranks."""
 
-import copy
-import functools
-import inspect
-import os
-import pkgutil
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
-from typing import Any, TypeAlias, cast
+import json
+from typing import Any
 
-from torchtune_adaptive.batch.noise_scale import MeasuredSchedule
-from torchtune_adaptive.errors import InputError, as_integer, quote, reason_of
+from torch.distributed.checkpoint.stateful import Stateful
 
-# f(epoch, current_batch_size) -> increment, asked at the start of every epoch, epoch 0 included.
-BatchIncreaseFunction: TypeAlias = Callable[[int, int], int]
+from torchtune_adaptive.batch.increase_function import BatchIncreaseFunction, Growth, next_batch_size, rehearse
+from torchtune_adaptive.batch.noise_scale import GradientNorms, MeasuredSchedule
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.errors import InputError, quote, reason_of
 
 
-@dataclass(frozen=True)
-class Growth:
-    """What the schedule decided for one epoch: ``batch_size`` (samples) holds from the start of ``epoch`` on."""
+class BatchGrowth:
+    """Owns the user's function and how far it may go.
 
-    epoch: int
-    batch_size: int
-    increment: int
-    granted: bool
-    reason: str
-
-
-def function_name(function: object) -> str:
-    """A readable name for logs and reports: the dotted name, with the arguments if it is a built-in schedule."""
-    if isinstance(function, functools.partial):
-        return function_name(function.func)
-    if isinstance(function, MeasuredSchedule) or (is_dataclass(function) and not isinstance(function, type)):
-        return f"{type(function).__module__}.{quote(function)}"
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__ or 'builtins'}.{named.__qualname__}"  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def check_function(function: object, *, name: str | None = None) -> BatchIncreaseFunction:
-    """The function itself, which can be called as ``f(epoch, current_batch_size)``; ``name`` is for the sentence.
-
-    A function whose signature cannot be read (some are written in C) is taken as it is.
+    Args:
+        function: None for a batch that does not grow.
 
     Raises:
-        InputError: it is not callable, is a class, or does not take two positional arguments.
+        InputError: the function has a state that could not be saved.
     """
-    if not callable(function):
-        value = f"{name} is {quote(function)}" if name else f"is {quote(function)}"
-        raise InputError(f"`batch_increase_function` must be callable, but {value} instead.")
-    name = name or function_name(function)
-    if isinstance(function, type):
-        raise InputError(
-            f"`batch_increase_function` must be a function, but {name} is a class instead; "
-            "a class is named by `_component_`, next to its arguments."
+
+    def __init__(self, function: BatchIncreaseFunction | None, *, total_epochs: int, consensus: Consensus) -> None:
+        _check_state(function)
+        self._function = function
+        self._total_epochs = total_epochs
+        self._consensus = consensus
+        self._maximum: int | None = None
+
+    @property
+    def grows(self) -> bool:
+        """Whether there is a function at all."""
+        return self._function is not None
+
+    def set_maximum(self, batch_size: int) -> None:
+        """Set the size above which no increase is granted."""
+        self._maximum = batch_size
+
+    def sizes(self, batch_size: int) -> list[int]:
+        """The batch size of every epoch of a run that begins with ``batch_size``. A collective.
+
+        A copy of the function is asked, so that a bad answer is found before training.
+
+        Raises:
+            InputError: the function gives a bad answer for some epoch.
+        """
+        function = self._function
+        if function is None:
+            return [batch_size] * self._total_epochs
+        growths = self._consensus.ask_rank_zero(
+            lambda: rehearse(function, total_epochs=self._total_epochs, batch_size=batch_size, maximum=self._maximum)
         )
-    try:
-        signature = inspect.signature(function)
-    except (ValueError, TypeError):  # written in C, without a signature to read
-        return cast(BatchIncreaseFunction, function)
-    try:
-        signature.bind(0, 1)
-    except TypeError as error:
-        raise InputError(
-            "`batch_increase_function` must take two positional arguments (epoch, current_batch_size), "
-            f"but {name} takes {signature} instead."
-        ) from error
-    return cast(BatchIncreaseFunction, function)
+        return [growth.batch_size for growth in growths]
 
-
-def load_function(value: object) -> BatchIncreaseFunction | None:
-    """The function whose dotted path is ``value``, or that the `_component_` of ``value`` makes; None for null.
-
-    Raises:
-        InputError: it cannot be imported or made, or is no function of two arguments.
-    """
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return check_function(_import(value), name=quote(value))
-    if not isinstance(value, dict) or not isinstance(value.get("_component_"), str):
-        raise InputError(
-            "`batch_increase_function` must be a dotted path or a mapping with a `_component_`, "
-            f"but is {quote(value)} instead."
+    def next(self, epoch: int, batch_size: int) -> Growth | None:
+        """What the function decides for ``epoch``; None without a function. A collective."""
+        function, maximum = self._function, self._maximum
+        if function is None:
+            return None
+        assert maximum is not None
+        return self._consensus.ask_rank_zero(
+            lambda: next_batch_size(function, epoch=epoch, batch_size=batch_size, maximum=maximum)
         )
-    arguments = {str(key): argument for key, argument in value.items() if key != "_component_"}
-    path = value["_component_"]
-    component = _import(path)
+
+    def measures(self, step: int) -> bool:
+        """Whether the function wants to know the gradients of optimizer step ``step``, counted from 0."""
+        return isinstance(self._function, MeasuredSchedule) and step % self._function.every_steps == 0
+
+    def observe(self, norms: GradientNorms | None) -> None:
+        """Pass on what was measured; None if there was nothing to measure."""
+        if norms is not None and isinstance(self._function, MeasuredSchedule):
+            self._function.observe(norms)
+
+    def figures(self) -> dict[str, float]:
+        """What the function has learned from training so far, by names for the log."""
+        return self._function.figures() if isinstance(self._function, MeasuredSchedule) else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The function's own state, None if it has none."""
+        return {"schedule": self._function.state_dict() if isinstance(self._function, Stateful) else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict``.
+
+        Raises:
+            InputError: the function does not take the state, as that of another function.
+        """
+        saved = state["schedule"]
+        if saved is None or not isinstance(self._function, Stateful):
+            return
+        try:
+            self._function.load_state_dict(saved)
+        except Exception as error:  # the user's own code: whatever it raises is reported
+            raise InputError(
+                f"`batch_increase_function` must take the state of the run that is resumed, but does not take"
+                f" {quote(saved)}: {reason_of(error)}."
+            ) from error
+
+
+def _check_state(function: object) -> None:
+    """Check that the function's state, if it has one, survives being saved as JSON."""
+    if not isinstance(function, Stateful):
+        return
+    rule = "`batch_increase_function.state_dict()` must give what JSON can hold"
     try:
-        made = component(**arguments)
-    except Exception as error:  # the user's own code and arguments: whatever it raises is reported
-        raise InputError(
-            f"`batch_increase_function` must be made by its `_component_`, but {quote(path)} "
-            f"with {quote(arguments)} failed instead: {reason_of(error)}."
-        ) from error
-    return check_function(made, name=f"what {quote(path)} makes")
-
-
-def _import(path: str) -> Any:
-    """What the dotted ``path`` names; the working directory is searched too, as stock does for its components."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        return pkgutil.resolve_name(path)
-    except Exception as error:  # importing runs the user's own module: whatever it raises is reported
-        raise InputError(
-            f"`batch_increase_function` must be importable, but {quote(path)} is not: {reason_of(error)}."
-        ) from error
-
-
-def next_batch_size(function: BatchIncreaseFunction, *, epoch: int, batch_size: int, maximum: int) -> Growth:
-    """Batch size of ``epoch``: ``batch_size`` plus the function's increment, if the sum is at most ``maximum``.
-
-    An increase that would pass the maximum is refused as a whole, that of a ``MeasuredSchedule`` cut to it; the reason
-    carries the figures. All sizes are in the unit of the size that the config names.
-
-    Raises:
-        InputError: the function raised, or its answer is no integer or is negative.
-
-    >>> def adds_eight(epoch, current_batch_size):
-    ...     return 8
-    >>> next_batch_size(adds_eight, epoch=2, batch_size=16, maximum=20).reason
-    'epoch 2: increase of 8 refused, 16 + 8 = 24 is above the maximum of 20'
-    """
-    increment = _ask(function, epoch=epoch, batch_size=batch_size)
-    if isinstance(function, MeasuredSchedule):
-        increment = max(0, min(increment, maximum - batch_size))
-    wanted = batch_size + increment
-    if not increment:
-        return Growth(epoch, batch_size, 0, False, f"epoch {epoch}: no increase, batch_size stays {batch_size}")
-    if wanted <= maximum:
-        reason = f"epoch {epoch}: increase of {increment} granted, batch_size {batch_size} -> {wanted}"
-        return Growth(epoch, wanted, increment, True, reason)
-    reason = f"epoch {epoch}: increase of {increment} refused, {batch_size} + {increment} = {wanted} "
-    return Growth(epoch, batch_size, increment, False, reason + f"is above the maximum of {maximum}")
-
-
-def rehearse(
-    function: BatchIncreaseFunction,
-    *,
-    total_epochs: int,
-    batch_size: int,
-    maximum: int | None = None,
-) -> list[Growth]:
-    """Every epoch's growth from the first to the last, so that a bad answer is found before training.
-
-    ``maximum=None``: no bound is known yet; rehearse again once it is, because a refused increase changes what the
-    function is asked. A deep copy is played, so that a stateful object is undisturbed (the object itself if it cannot
-    be copied); state outside of it (globals, closures, random generators) is not put back.
-
-    Raises:
-        InputError: as `next_batch_size`, for the first epoch with a bad answer.
-
-    >>> [growth.batch_size for growth in rehearse(lambda epoch, size: 8, total_epochs=4, batch_size=8, maximum=30)]
-    [16, 24, 24, 24]
-    """
-    try:
-        played = copy.deepcopy(function)
-    except Exception:  # a user's object may refuse to be copied in any way; playing it is better than not checking
-        played = function
-    bound = sys.maxsize if maximum is None else maximum  # a number, so that unbounded doubling cannot overflow
-    growths: list[Growth] = []
-    for epoch in range(total_epochs):
-        growths.append(next_batch_size(played, epoch=epoch, batch_size=batch_size, maximum=bound))
-        batch_size = growths[-1].batch_size
-    return growths
-
-
-def _ask(function: BatchIncreaseFunction, *, epoch: int, batch_size: int) -> int:
-    name, where = function_name(function), f"at epoch {epoch} with batch size {batch_size}"
-    try:
-        answer: object = function(epoch, batch_size)
-    except Exception as error:  # the user's own code: whatever it raises is reported as its answer
-        raise InputError(
-            f"`batch_increase_function` must return an integer, but {name} raised an error {where} instead: "
-            f"{reason_of(error)}."
-        ) from error
-    increment = as_integer(answer)
-    if increment is None or increment < 0:
-        rule = "an integer" if increment is None else "at least 0"
-        raise InputError(
-            f"`batch_increase_function` must return {rule}, but {name} returned {quote(answer)} {where} instead."
-        )
-    return increment
+        state = function.state_dict()
+        read_again = json.loads(json.dumps(state))
+    except Exception as error:  # the user's own code: whatever it raises is reported
+        raise InputError(f"{rule}, but fails: {reason_of(error)}.") from error
+    if read_again != state:
+        raise InputError(f"{rule}, but gives {quote(state)}, which comes back as {quote(read_again)}.")

@@ -1,4 +1,4 @@
-"""Deal an epoch's samples over optimizer steps of any number of samples, and each step's over the ranks."""
+"""Distribute an epoch's samples over optimizer steps of any size, and each step's samples over the ranks."""
 
 import math
 from collections.abc import Iterator
@@ -6,6 +6,8 @@ from typing import Any
 
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+from torchtune_adaptive.errors import InputError
 
 
 def rows_of_rank(samples_per_step: int, *, rank: int, ranks: int) -> int:
@@ -27,6 +29,10 @@ class _DealtOrder(DistributedSampler):
 
     samples_per_step = 1
 
+    def set_samples_per_step(self, samples_per_step: int) -> None:
+        """Set ``samples_per_step``, between epochs."""
+        self.samples_per_step = samples_per_step
+
     def __iter__(self) -> Iterator[int]:
         whole: Any = DistributedSampler(self.dataset, 1, 0, self.shuffle, self.seed)
         whole.set_epoch(self.epoch)
@@ -43,10 +49,22 @@ class _DealtOrder(DistributedSampler):
 class DealtSampler(StatefulDistributedSampler, _DealtOrder):
     """A rank's share of optimizer steps of ``samples_per_step`` samples over all ranks, one step after the other.
 
-    Every sample of the data set is in one step of an epoch at most, on one rank; fewer than ``samples_per_step`` are
-    left over, other ones in every epoch if they are shuffled. Where ``samples_per_step`` is a multiple of the ranks,
-    these are the samples of ``StatefulDistributedSampler``, which would fill up the last step with repeated ones.
+    Every sample of the data set is in one step of an epoch at most, on one rank. What does not fill a step is left
+    out, other samples in every epoch if they are shuffled. Where ``samples_per_step`` is a multiple of the ranks, the
+    samples are those of ``StatefulDistributedSampler``, which would fill the last step with repeated ones.
 
     Attributes:
-        samples_per_step: at least the number of ranks. To be set before an epoch begins.
+        samples_per_step: at least the number of ranks.
     """
+
+
+def check_samples_per_step(samples_per_step: int, *, ranks: int) -> None:
+    """Check that every rank has a sample in each optimizer step.
+
+    Raises:
+        InputError: there are fewer samples than ranks.
+    """
+    if samples_per_step < ranks:
+        raise InputError(
+            f"`global_batch_size` must be at least the number of ranks ({ranks}), but is {samples_per_step} instead."
+        )

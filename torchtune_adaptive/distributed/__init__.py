@@ -1,1 +1,1 @@
-"""What ranks agree on, and how they survive one rank's out-of-memory error together."""
+"""Agree on decisions between ranks, and recover on all ranks when one of them runs out of memory."""

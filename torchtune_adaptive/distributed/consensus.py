@@ -1,13 +1,10 @@
-"""What all ranks agree on. The only room that exchanges decisions between ranks.
+"""Agree on decisions between ranks. The only module that communicates decisions.
 
-| process group         | any_rank, min/max_over_ranks, from_rank_zero/all_ranks |
-|-----------------------|--------------------------------------------------------|
-| none, or one process  | this process's own answer, nothing is communicated     |
-| several processes     | one collective on a CPU (gloo) group per call          |
+Every method but ``world_size`` and ``rank`` is a collective: all ranks must call it, in the same order and equally
+often, and all get the same answer. Each call is one collective on a CPU (gloo) group. This group is separate from the
+training group, so a decision neither waits for the device nor mixes with the collectives of training.
 
-Every method is a collective: all ranks must call it, in the same order and equally often; afterwards
-all of them know the same answer. The CPU group is separate from the training group, so that a decision
-neither waits for the device nor gets between the training's own collectives.
+Without a process group, or with a single process, nothing is communicated: the answer is the process's own.
 """
 
 from collections.abc import Callable
@@ -22,7 +19,7 @@ Answer = TypeVar("Answer")
 
 
 class Consensus:
-    """Agreement of all ranks of the default process group. Creating it is itself a collective."""
+    """Lets all ranks of the default process group agree. Creating it is itself a collective."""
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
@@ -31,7 +28,7 @@ class Consensus:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that take part."""
+        """The number of ranks."""
         return 1 if self._group is None else self._group.size()
 
     @property
@@ -40,33 +37,33 @@ class Consensus:
         return 0 if self._group is None else self._group.rank()
 
     def close(self) -> None:
-        """Give back the CPU group. A collective of a kind: every rank does so when it is done."""
+        """Destroy the CPU group. Every rank must do so."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on at least one rank."""
+        """Return whether ``flag`` is true on at least one rank."""
         return bool(self.max_over_ranks(int(flag)))
 
     def max_over_ranks(self, number: int) -> int:
-        """The largest ``number`` that any rank has (64-bit)."""
+        """Return the largest ``number`` of all ranks (64-bit)."""
         return self._reduce(number, dist.ReduceOp.MAX)
 
     def min_over_ranks(self, number: int) -> int:
-        """The smallest ``number`` that any rank has (64-bit)."""
+        """Return the smallest ``number`` of all ranks (64-bit)."""
         return self._reduce(number, dist.ReduceOp.MIN)
 
     def from_rank_zero(self, value: Any) -> Any:
-        """Rank 0's ``value`` (anything that can be pickled); what the other ranks pass is ignored."""
+        """Return rank 0's ``value`` (anything that can be pickled). The values of other ranks are ignored."""
         if self._group is None:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
 
     def from_all_ranks(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` (anything that can be pickled), by rank."""
+        """Return the ``value`` of every rank (anything that can be pickled), in the order of ranks."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -74,10 +71,11 @@ class Consensus:
         return values
 
     def ask_rank_zero(self, ask: Callable[[], Answer]) -> Answer:
-        """Rank 0's answer, on every rank; what it refuses, every rank refuses.
+        """Call ``ask`` on rank 0, and return its answer on every rank.
 
         Raises:
-            InputError: ``ask`` raised it on rank 0. Any other error ends rank 0, and the launcher the others.
+            InputError: ``ask`` raised it on rank 0; every rank then raises it. Any other error is raised on rank 0
+                only. It ends rank 0, and the launcher ends the other ranks.
         """
         answer: Any = None
         if self.rank == 0:
@@ -93,6 +91,6 @@ class Consensus:
     def _reduce(self, number: int, op: Any) -> int:
         if self._group is None:
             return number
-        box = torch.tensor([number], dtype=torch.int64, device="cpu")
-        dist.all_reduce(box, op=op, group=self._group)
-        return int(box.item())
+        tensor = torch.tensor([number], dtype=torch.int64, device="cpu")
+        dist.all_reduce(tensor, op=op, group=self._group)
+        return int(tensor.item())

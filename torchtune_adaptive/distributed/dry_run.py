@@ -1,8 +1,8 @@
-"""Learn the collectives of a micro-step from two small ones, or why out of memory cannot be recovered from."""
+"""Run small micro-steps before training, to learn the collectives that recovery must replay after a failure."""
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,89 +12,136 @@ from torchtune_adaptive.distributed.fsdp_state import CannotRecordError, reset_a
 from torchtune_adaptive.distributed.ledger import Collective, Ledger
 from torchtune_adaptive.distributed.recovery import Recovery
 from torchtune_adaptive.distributed.snapshot import KeptBuffers, keep_random_states
-from torchtune_adaptive.distributed.vote import Outcome, run_together
+from torchtune_adaptive.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.memory.operations import CountCollectives
 from torchtune_adaptive.memory.out_of_memory import free_memory
 
 
-def rehearse(
+@dataclass(frozen=True)
+class DryRun:
+    """The outcome of a dry run, of the same kind on every rank. Exactly one of the three attributes is set.
+
+    Attributes:
+        recovery: recovers from out-of-memory errors in micro-steps like those of the dry run.
+        reason: why recovery is not possible, as part of a sentence.
+        out_of_memory: a micro-step of the dry run ran out of memory on some rank.
+    """
+
+    recovery: Recovery | None
+    reason: str = ""
+    out_of_memory: bool = False
+
+    def __post_init__(self) -> None:
+        assert (self.recovery is not None) + bool(self.reason) + self.out_of_memory == 1
+
+
+def dry_run(
     micro_steps: Sequence[Callable[[], object]],
     *,
     model: nn.Module,
     device: torch.device,
     consensus: Consensus,
     forget: Callable[[], object] = lambda: None,
-) -> Recovery | str | Literal[Outcome.OUT_OF_MEMORY]:
-    """A ``Recovery`` for ``model`` whose ledger knows its micro-steps, or in a sentence's part why there is none.
+) -> DryRun:
+    """Run ``micro_steps`` with a vote before each collective, and make a ``Recovery`` from what they issue.
 
-    Runs ``micro_steps``, forward to backward on batches of different shapes, with a vote before each
-    collective. Random generators and buffers are afterwards as before, and gradients are None. It also does
-    FSDP2's and the communicators' lazy set-up while memory is free. A collective; the answer is every rank's,
-    ``Outcome.OUT_OF_MEMORY`` if a micro-step ran out of memory on one of them. Without a ``Recovery`` the model's
-    collectives are left as they were. ``forget`` drops what an aborted micro-step has left outside of the model.
+    A collective: all ranks must call it, and get the same kind of outcome. Afterwards random generators and buffers
+    are as before, and gradients are None. The lazy set-up of FSDP2 and of the communicators is then done, while
+    memory is still free. If there is no recovery, the model's original communication functions are put back.
+
+    Args:
+        micro_steps: forward and backward on batches of different shapes.
+        forget: releases memory that an aborted micro-step holds outside ``model``.
 
     Raises:
-        RuntimeError: a micro-step failed otherwise on another rank; its own error on the rank it hit.
+        RuntimeError: on another rank a micro-step failed with an error other than out of memory. That rank raises
+            its own error.
     """
-    ledger, reason = None, ""
-    try:
-        ledger = Ledger(model, device)
-    except CannotRecordError as error:
-        reason = str(error)
-    if consensus.any_rank(ledger is None):
-        if ledger is not None:
-            ledger.detach()
-        return _first(consensus.from_all_ranks(reason))
-    assert ledger is not None
-    recorded: list[list[Collective]] = []
-    issued: list[int] = []
+    ledger, reason = _attach_ledger(model, device, consensus)
+    if ledger is None:
+        return DryRun(None, reason)
+    record = _Record(ledger)
     buffers = KeptBuffers(model.buffers())
-
-    def play() -> None:
-        for micro_step in micro_steps:
-            ledger.begin()
-            with CountCollectives() as counter:
-                micro_step()
-            recorded.append(ledger.issued)
-            issued.append(counter.issued)
-
     with keep_random_states():
-        outcome = run_together(play, consensus)
+        outcome = run_with_votes(lambda: record.run(micro_steps), consensus)
     forget()
-    changing = buffers.changed()
+    changing_buffers = buffers.changed()
     buffers.restore()
     reset_after_failure(model)
     free_memory(device)
     if outcome is Outcome.OUT_OF_MEMORY:
         ledger.detach()
-        return outcome
-    reason = _first(consensus.from_all_ranks(_why_not_covered(recorded, issued))) or _difference(recorded[0], consensus)
+        return DryRun(None, out_of_memory=True)
+    reason = record.why_not_recoverable(consensus)
     if reason:
         ledger.detach()
+        return DryRun(None, reason)
+    ledger.template = record.template
+    return DryRun(
+        Recovery(model, device, consensus=consensus, ledger=ledger, changing_buffers=changing_buffers, forget=forget)
+    )
+
+
+def _attach_ledger(model: nn.Module, device: torch.device, consensus: Consensus) -> tuple[Ledger | None, str]:
+    """Attach a ledger on all ranks, or on none if one rank cannot; then give that rank's reason. A collective."""
+    ledger, reason = None, ""
+    try:
+        ledger = Ledger(model, device)
+    except CannotRecordError as error:
+        reason = str(error)
+    if not consensus.any_rank(ledger is None):
+        return ledger, ""
+    if ledger is not None:
+        ledger.detach()
+    return None, _first_reason(reason, consensus)
+
+
+class _Record:
+    """The collectives that each micro-step of a dry run issues on this rank."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._recorded: list[list[Collective]] = []  # by FSDP2, for each micro-step
+        self._num_issued: list[int] = []  # by any code, for each micro-step
+
+    @property
+    def template(self) -> list[Collective]:
+        """The collectives of one micro-step."""
+        return self._recorded[0]
+
+    def run(self, micro_steps: Sequence[Callable[[], object]]) -> None:
+        """Run ``micro_steps`` and record their collectives."""
+        for micro_step in micro_steps:
+            self._ledger.begin()
+            with CountCollectives() as counter:
+                micro_step()
+            self._recorded.append(self._ledger.issued)
+            self._num_issued.append(counter.issued)
+
+    def why_not_recoverable(self, consensus: Consensus) -> str:
+        """Return why the template does not describe every micro-step on every rank, or "". A collective."""
+        reason = _first_reason(self._why_not_covered(), consensus)
+        if not reason and self._differs_between_ranks(consensus):
+            reason = "ranks issue different collectives in a micro-step"
         return reason
-    ledger.template = recorded[0]
-    return Recovery(model, device, consensus=consensus, ledger=ledger, changing_buffers=changing, forget=forget)
+
+    def _why_not_covered(self) -> str:
+        for num_issued, recorded in zip(self._num_issued, self._recorded, strict=True):
+            if num_issued != len(recorded):
+                return (
+                    f"a micro-step issues {num_issued} collectives, but FSDP2 only {len(recorded)} of them:"
+                    " the rest, such as those of tensor or context parallelism, may depend on the batch"
+                )
+        if any(recorded != self.template for recorded in self._recorded):
+            return "micro-steps on different batches issue different collectives"
+        return ""
+
+    def _differs_between_ranks(self, consensus: Consensus) -> bool:
+        text = "\n".join(collective.description() for collective in self.template)
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        return consensus.min_over_ranks(digest) != consensus.max_over_ranks(digest)
 
 
-def _why_not_covered(recorded: list[list[Collective]], issued: list[int]) -> str:
-    for number, collectives in zip(issued, recorded, strict=True):
-        if number != len(collectives):
-            return (
-                f"a micro-step issues {number} collectives, but FSDP2 only {len(collectives)} of them:"
-                " the rest, such as those of tensor or context parallelism, may depend on the batch"
-            )
-    if any(collectives != recorded[0] for collectives in recorded):
-        return "micro-steps on different batches issue different collectives"
-    return ""
-
-
-def _difference(collectives: list[Collective], consensus: Consensus) -> str:
-    text = "\n".join(collective.description() for collective in collectives)
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    if consensus.min_over_ranks(digest) != consensus.max_over_ranks(digest):
-        return "ranks issue different collectives in a micro-step"
-    return ""
-
-
-def _first(reasons: list[str]) -> str:
-    return next((reason for reason in reasons if reason), "")
+def _first_reason(reason: str, consensus: Consensus) -> str:
+    """Return the reason of the lowest rank that has one, or "". A collective."""
+    return next((one for one in consensus.from_all_ranks(reason) if one), "")

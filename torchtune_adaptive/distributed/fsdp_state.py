@@ -1,6 +1,6 @@
-"""FSDP2's private state: the only room that touches it. Nothing here communicates.
+"""Access to FSDP2's private state. No other module touches it, and nothing here communicates.
 
-Its names were looked up in torch 2.9.1, 2.11 and 2.13, and run with 2.13.
+Its names were checked in the sources of torch 2.9.1, 2.11 and 2.13, and the code was run with torch 2.13.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ class CannotRecordError(ValueError):
 
 
 class Communicators(NamedTuple):
-    """How an FSDP2 module with parameters of its own communicates.
+    """The communication functions and groups of one FSDP2 module that has parameters of its own.
 
-    ``shard_group`` gathers its parameters; ``replicate_group`` is None but for HSDP, whose gradients it adds up.
+    ``shard_group`` gathers its parameters. ``replicate_group`` reduces its gradients under HSDP, otherwise it is None.
     """
 
     module: FSDPModule
@@ -35,10 +35,10 @@ class Communicators(NamedTuple):
 
 
 def communicators(model: nn.Module) -> list[Communicators]:
-    """Those of all FSDP2 modules of ``model``, in the model's order.
+    """Return the communicators of all FSDP2 modules of ``model``, in the order of ``model.modules()``.
 
     Raises:
-        CannotRecordError: a module is sharded over several meshes, or HSDP is not as by default.
+        CannotRecordError: a module is sharded over several meshes, or HSDP does not have its default settings.
     """
     found = []
     for module in model.modules():
@@ -69,18 +69,17 @@ def communicators(model: nn.Module) -> list[Communicators]:
 
 
 def reset_after_failure(model: nn.Module) -> None:
-    """Bring ``model``, which an exception left in mid-step, back to where it stands between steps.
+    """Reset ``model`` after an exception in forward or backward, so that it can run a new step.
 
-    What an aborted forward or backward left in FSDP2's state is dropped; gradients that it made are lost.
-    Does nothing to a model without FSDP2 but set its gradients to None. Call it outside the ``except``
-    block, on every rank that stopped in mid-step.
+    This drops FSDP2's state of the aborted step, reshards the parameters and sets all gradients to None. On a model
+    without FSDP2 it only sets the gradients to None. Call it after the ``except`` block, on every rank that aborted
+    its step.
 
-    ``FSDPModule.reset_iter_state`` (from torch 2.13 on) is used where it exists, but is not enough: it keeps
-    unsharded gradients, which the next backward adds to its own, and buffers of an all-gather that failed
-    while it was copied out.
+    ``FSDPModule.reset_iter_state`` (since torch 2.13) is called where it exists, but is not enough. It keeps unsharded
+    gradients, to which the next backward would add, and the buffers of an all-gather that failed in its copy-out.
     """
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    states = [state for state in states if state._is_root is not None]  # before its first forward nothing is set up
+    states = [state for state in states if state._is_root is not None]  # None before the first forward
     for state in states:
         if state._is_root and hasattr(FSDPModule, "reset_iter_state"):
             state._reset_iter_state()
@@ -94,21 +93,21 @@ def reset_after_failure(model: nn.Module) -> None:
 
 def _param_groups(states: list[Any]) -> Iterator[Any]:
     for state in states:
-        groups = getattr(state, "_fsdp_param_groups", None)  # older torch has one group per module, at most
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch < 2.13: at most one group per module
         if groups is None:
             groups = [state._fsdp_param_group] if state._fsdp_param_group else []
         yield from groups
 
 
 def _reset_state(state: Any) -> None:
-    """What ``reset_iter_state`` does, field by field, for a torch that lacks it. Delete with torch < 2.13."""
+    """Do field by field what ``reset_iter_state`` does, for torch versions without it. Delete with torch < 2.13."""
     state._training_state = TrainingState.IDLE
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
     state._comm_ctx.all_gather_state = None
     state._comm_ctx.post_forward_order.clear()
     state._modules_to_run_forward.clear()
-    if hasattr(state._comm_ctx, "reduce_scatter_state"):  # up to torch 2.11; then came two containers
+    if hasattr(state._comm_ctx, "reduce_scatter_state"):  # up to torch 2.11; replaced by the two containers below
         state._comm_ctx.reduce_scatter_state = None
     for name in ("reduce_scatter_states", "_last_post_reduce_events"):
         getattr(state._comm_ctx, name, []).clear()
@@ -127,7 +126,7 @@ def _reset_group(group: Any) -> None:
         parameter.grad_offload_event = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
-        # Not asked of the group: an all-gather that failed in its copy-out holds buffers while the group says sharded.
+        # Always, even if the group's state says sharded: an all-gather that failed in its copy-out still has buffers.
         parameter.to_sharded()
         parameter._sharded_post_forward_param = None
         parameter._sharded_post_forward_param_data = None

@@ -1,9 +1,9 @@
-"""The collectives that FSDP2 issues in a micro-step: recorded one by one, and the rest of them made up for.
+"""Record the collectives that FSDP2 issues in a micro-step, and replay those that a failed rank has not issued.
 
-A rank that fails alone leaves its peers waiting in collectives which it no longer issues. With the list of
-a whole micro-step (the template) and of those issued so far, it can issue the rest: each rank then takes
-part in the same sequence, whatever has become of its own computation. Recording costs an entry in a list
-per collective, neither a collective nor a wait for the device.
+When one rank fails, its peers wait for it in their next collective. The ledger knows the collectives of a whole
+micro-step (the template) and those that the rank has already issued, so the rank can issue the rest without
+computing. All ranks then issue the same sequence. Recording adds a list entry per collective; it neither
+communicates nor waits for the device.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from torchtune_adaptive.distributed.fsdp_state import AllGather, Communicators, 
 
 
 class CollectiveInDoubtError(RuntimeError):
-    """Nobody knows which collectives this rank has issued; the run must end, lest the ranks fall out of step."""
+    """It is unknown which collectives this rank has issued. The run must end, or ranks would mix up collectives."""
 
 
 class Collective(NamedTuple):
-    """One collective: of which FSDP2 module (by its place in the model), and how many elements of each rank."""
+    """One collective of an FSDP2 module: ``place`` is the module's index, ``numel`` the elements per rank."""
 
     kind: str
     place: int
@@ -31,20 +31,20 @@ class Collective(NamedTuple):
     op: Any = None
 
     def description(self) -> str:
-        """What must be the same on every rank; the groups of HSDP are not."""
+        """Describe what must be equal on every rank. The group itself is not included: under HSDP groups differ."""
         op = self.op if isinstance(self.op, dist.ReduceOp.RedOpType) else type(self.op).__name__
         return f"{self.kind} of {self.numel} {self.dtype} among {self.group.size()} ranks at {self.place} by {op}"
 
 
 class Ledger:
-    """Records the collectives of micro-steps, from ``begin`` on.
+    """Records the collectives of one micro-step at a time, and replays the rest of it.
 
     Attributes:
-        template: the collectives of a whole micro-step; set by who has compared them over ranks and batches.
+        template: the collectives of a whole micro-step. ``dry_run`` sets it, after comparing ranks and batches.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        """Take a place in every collective of ``model``'s FSDP2 modules. A model without such modules has none.
+        """Replace the communication functions of ``model``'s FSDP2 modules, if it has any, by recording ones.
 
         Raises:
             CannotRecordError: the model communicates in a way that cannot be recorded.
@@ -63,7 +63,7 @@ class Ledger:
                 found.module.set_all_reduce_hook(_RecordAllReduce(self, place, found))
 
     def detach(self) -> None:
-        """Leave the collectives as they were before."""
+        """Put the original communication functions back."""
         for found in self._communicators:
             found.module.set_custom_all_gather(found.all_gather)
             found.module.set_custom_reduce_scatter(found.reduce_scatter)
@@ -72,7 +72,7 @@ class Ledger:
 
     @property
     def issued(self) -> list[Collective]:
-        """A copy of the collectives since ``begin``."""
+        """The collectives since ``begin``, as a copy."""
         return list(self._issued)
 
     @property
@@ -81,34 +81,34 @@ class Ledger:
         return self._issued == self.template
 
     def begin(self) -> None:
-        """A micro-step begins."""
+        """Start recording a new micro-step."""
         self._issued.clear()
         self._in_doubt = False
 
     def issuing(self) -> None:
-        """A collective is being issued; until ``record`` nobody knows whether it was."""
+        """Note that a collective is being issued. Until ``record`` it is unknown whether it was."""
         self._in_doubt = True
 
     def record(self, collective: Collective) -> None:
-        """``collective`` was issued."""
+        """Note that ``collective`` was issued."""
         self._issued.append(collective)
         self._in_doubt = False
 
     def replay_rest(self) -> None:
-        """Issue what of the template has not been issued since ``begin``, while the peers issue their own.
+        """Issue the collectives of the template that were not issued since ``begin``, while the peers issue theirs.
 
-        All-gathers bring the real parameters, so that what the peers compute stays sound; what is reduced
-        are zeros, and the peers' sums are therefore worthless. The model must stand between steps.
+        All-gathers send the real parameters, so the peers compute with correct values. Reductions send zeros, so the
+        peers' gradients must be thrown away. Call ``reset_after_failure`` on the model first.
 
         Raises:
-            CollectiveInDoubtError: the last collective failed in itself, those issued are not the template's
-                first, or one of the rest failed.
+            CollectiveInDoubtError: the last collective failed while it was issued, the issued collectives are not the
+                first ones of the template, or a replayed one failed.
         """
         if self._in_doubt:
             raise CollectiveInDoubtError("a collective failed in itself, so that nobody knows whether it was issued")
         done = len(self._issued)
         if self._issued != self.template[:done]:
-            raise CollectiveInDoubtError("the collectives issued are not those with which the rehearsal began")
+            raise CollectiveInDoubtError("the collectives issued are not those with which the dry run began")
         for collective in self.template[done:]:
             try:
                 self._replay(collective)
@@ -117,17 +117,17 @@ class Ledger:
                     f"issuing this rank's {collective.kind} without computing failed: {error}"
                 ) from error
             if self._issued[-1:] != [collective]:
-                raise CollectiveInDoubtError(f"this rank's {collective.kind} was not issued as in the rehearsal")
+                raise CollectiveInDoubtError(f"this rank's {collective.kind} was not issued as in the dry run")
 
     def _replay(self, collective: Collective) -> None:
         """Issue ``collective`` and record it."""
         kind, place, numel, dtype, group, op = collective
         found = self._communicators[place]
         if kind == "all-gather" and group == found.shard_group:
-            found.module.unshard()  # which records it
+            found.module.unshard()  # this also records the collective
             found.module.reshard()
             return
-        if kind == "all-gather":  # among fewer ranks, where the parameters were only partly freed after forward
+        if kind == "all-gather":  # in a smaller group, because `reshard_after_forward` is an int
             output = found.all_gather.allocate((numel * group.size(),), dtype=dtype, device=self._device)
             own = output.narrow(0, group.rank() * numel, numel).zero_()
             found.all_gather(output_tensor=output, input_tensor=own, group=group)
@@ -141,7 +141,7 @@ class Ledger:
 
 
 class _Recorded:
-    """What both kinds have: a place, and FSDP2's own communication, whose buffers they use."""
+    """Wraps ``inner``, one of FSDP2's communication functions, and allocates its buffers."""
 
     def __init__(self, ledger: Ledger, place: int, inner: Any, *, all_reduce_follows: bool = False) -> None:
         self._ledger = ledger
@@ -184,12 +184,12 @@ class RecordedReduceScatter(_Recorded, ReduceScatter):
         numel, dtype = output_tensor.numel(), output_tensor.dtype
         self._ledger.record(Collective("reduce-scatter", self._place, numel, dtype, group, op))
         if self._all_reduce_follows:
-            self._ledger.issuing()  # nothing but FSDP2's own call lies before the hook that records it
+            self._ledger.issuing()  # FSDP2 issues it next, and then calls `_RecordAllReduce`
         return work
 
 
 class _RecordAllReduce:
-    """FSDP2 calls it after HSDP's all-reduce of a module's gradients; a hook that was there before goes on."""
+    """Hook that FSDP2 calls after HSDP's all-reduce of a module's gradients. Calls the hook that it replaces."""
 
     def __init__(self, ledger: Ledger, place: int, found: Communicators) -> None:
         self._ledger = ledger
@@ -199,7 +199,7 @@ class _RecordAllReduce:
 
     def __call__(self, reduced: torch.Tensor) -> None:
         assert self._group is not None
-        # As FSDP2 chooses, unless it is told otherwise: types that may overflow are divided apart from the sum.
+        # FSDP2's default: types that may overflow are summed, and divided separately.
         is_wide = reduced.dtype in (torch.float32, torch.bfloat16)
         op = dist.ReduceOp.AVG if is_wide else dist.ReduceOp.SUM
         self._ledger.record(Collective("all-reduce", self._place, reduced.numel(), reduced.dtype, self._group, op))

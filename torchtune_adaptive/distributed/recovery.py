@@ -1,14 +1,14 @@
-"""Run the micro-steps of an optimizer step so that out of memory on one rank becomes a fact that all ranks know.
+"""Run the micro-steps of an optimizer step, and let all ranks know if any of them ran out of memory.
 
-A rank that runs out of memory drops what its micro-step left, and issues the rest of its collectives, and
-those of the micro-steps to come, without computing. The others notice nothing until all ranks agree, at the
-end and on the CPU, whether the step may be taken.
+A rank that runs out of memory cleans up. It then issues the remaining collectives of this micro-step and of those
+that follow, without computing. The other ranks compute on. After the last micro-step, all ranks agree on the CPU
+whether the optimizer step may be taken.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -29,17 +29,11 @@ from torchtune_adaptive.memory.out_of_memory import (
 
 log = utils.get_logger("DEBUG")
 
-Result = TypeVar("Result", bound="Summable")
+Result = TypeVar("Result")
 
 
-class Summable(Protocol):
-    """What can be added to its like."""
-
-    def __add__(self, other: Any, /) -> Any: ...
-
-
-class Strain(IntEnum):
-    """How an optimizer step's micro-steps went; the worst of all ranks counts."""
+class MemoryPressure(IntEnum):
+    """How short of memory a rank was in the micro-steps of an optimizer step."""
 
     NONE = 0
     THRASHING = 1
@@ -48,25 +42,28 @@ class Strain(IntEnum):
 
 @dataclass(frozen=True)
 class Attempt(Generic[Result]):
-    """How micro-steps went, by the worst strain of all ranks.
+    """The outcome of the micro-steps of an optimizer step.
 
-    ``result`` is the sum of theirs, None if any rank ran out of memory; ``own_strain`` and ``error``, what ran
-    out of memory in one line, are this rank's.
+    Attributes:
+        result: the sum of this rank's results; None if any rank ran out of memory.
+        pressure: the worst of all ranks.
+        own_pressure: that of this rank.
+        error: this rank's out-of-memory error in one line, if it had one.
     """
 
     result: Result | None
-    strain: Strain
-    own_strain: Strain
+    pressure: MemoryPressure
+    own_pressure: MemoryPressure
     error: str | None
 
 
 class Recovery:
-    """Of one model on one rank.
+    """Runs the micro-steps of one model on one rank, and keeps the ranks in step after an out-of-memory error.
 
     Args:
-        ledger: attached to ``model``; its template is that of every micro-step.
-        changing_buffers: those that a micro-step changes, to be put back when it is run again.
-        forget: drops what an aborted micro-step has left outside of ``model``.
+        ledger: attached to ``model``, with its template set.
+        changing_buffers: the buffers that a micro-step changes. ``keep`` saves them.
+        forget: releases memory that an aborted micro-step holds outside ``model``.
     """
 
     def __init__(
@@ -88,7 +85,7 @@ class Recovery:
         self._is_in_step = True
 
     def keep(self) -> Callable[[], None]:
-        """A function that brings random generators and changing buffers back to where they are now."""
+        """Save the random states and the changing buffers, and return a function that restores them."""
         random_states, buffers = RandomStates(self._device), KeptBuffers(self._changing_buffers)
 
         def restore() -> None:
@@ -100,13 +97,15 @@ class Recovery:
     def attempt(
         self, micro_steps: Iterable[Callable[[], Result]], *, is_thrashing: Callable[[], bool]
     ) -> Attempt[Result]:
-        """Run ``micro_steps``, as many on every rank, and agree on how it went; one exchange on the CPU. A collective.
+        """Run ``micro_steps`` on every rank, and agree on the outcome.
 
-        If a rank ran out of memory, all of them stand between steps afterwards, without gradients, and the
-        results are to be thrown away. ``is_thrashing`` is asked on a rank that did not.
+        A collective: every rank must call it with the same number of micro-steps. It adds one collective, on the CPU.
+        If any rank ran out of memory, the gradients on all ranks are None afterwards, and the model can run a new
+        step. ``is_thrashing`` is called only on ranks that did not run out of memory.
 
         Raises:
-            CollectiveInDoubtError: this rank cannot keep in step with its peers and must end. They end by the launcher.
+            CollectiveInDoubtError: this rank cannot issue the same collectives as its peers. It must end, and the
+                launcher then ends the others.
         """
         result: Result | None = None
         error: str | None = None
@@ -120,18 +119,21 @@ class Recovery:
                 self._replay_rest(error)
             elif not self._ledger.agrees:
                 self._fall_out_of_step()
-        own = Strain.OUT_OF_MEMORY if error is not None else Strain(is_thrashing())
-        worst = Strain(self._consensus.max_over_ranks(own))
-        if worst is Strain.OUT_OF_MEMORY:
+        own = MemoryPressure.OUT_OF_MEMORY if error is not None else MemoryPressure(is_thrashing())
+        worst = MemoryPressure(self._consensus.max_over_ranks(own))
+        if worst is MemoryPressure.OUT_OF_MEMORY:
             result = None
             self._clean()
         return Attempt(result, worst, own, error)
 
-    def _run(self, micro_step: Callable[[], Result], before: Result | None) -> tuple[Result | None, str | None]:
-        """The sum so far, or what ran out of memory. Only the text leaves: the traceback pins every tensor."""
+    def _run(self, micro_step: Callable[[], Result], total: Any) -> tuple[Result | None, str | None]:
+        """Add the result of ``micro_step`` to ``total``, or return the text of its out-of-memory error.
+
+        Only the text, because the traceback of the error keeps all tensors alive.
+        """
         try:
             result = micro_step()
-            return (result if before is None else before + result), None
+            return (result if total is None else total + result), None
         except Exception as error:
             if is_out_of_memory_in_collective(error):
                 raise CollectiveInDoubtError(
@@ -142,9 +144,9 @@ class Recovery:
             return None, reason_of(next(one for one in errors_behind(error) if is_out_of_memory(one)))
 
     def _clean(self) -> None:
-        """Stand between steps again, with nothing left of this one. Outside of any ``except`` block."""
+        """Drop everything that this step has left. Must be called outside any ``except`` block."""
         self._forget()
-        if self._device.type != "cpu":  # collectives under way may still read what is dropped; peers issue them too
+        if self._device.type != "cpu":  # running collectives may use this memory; they end, as peers issue them too
             torch.get_device_module(self._device).synchronize(self._device)
         reset_after_failure(self._model)
         free_memory(self._device)
@@ -157,7 +159,7 @@ class Recovery:
 
     def _replay_rest(self, error: str) -> None:
         if not self._is_in_step:
-            raise CollectiveInDoubtError(f"micro-steps no longer issue the collectives of the rehearsal; {error}")
+            raise CollectiveInDoubtError(f"micro-steps no longer issue the collectives of the dry run; {error}")
         try:
             self._ledger.replay_rest()
         except CollectiveInDoubtError as doubt:
@@ -166,7 +168,7 @@ class Recovery:
     def _fall_out_of_step(self) -> None:
         if self._is_in_step:
             log.warning(
-                "Micro-steps no longer issue the collectives of the rehearsal:"
+                "Micro-steps no longer issue the collectives of the dry run:"
                 " from now on an out-of-memory error ends the run."
             )
         self._is_in_step = False

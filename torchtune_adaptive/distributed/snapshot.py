@@ -1,14 +1,14 @@
-"""Run something on the real model and optimizer and leave no trace of it.
+"""Save and restore everything that train steps change, so that probes can run on the real model and optimizers.
 
-What is saved goes to host memory, so that the device holds no second copy which a probe would measure:
-trainable parameters (this rank's shards), buffers, optimizer state, and the random generators. Frozen
-parameters are not saved, because nothing writes to them.
+Trainable parameters (this rank's shards), buffers, optimizer state and random states are saved. The copies are in
+host memory, because a probe would measure copies on the device. Frozen parameters are not saved, because nothing
+writes to them.
 """
 
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,31 +20,36 @@ from torchtune_adaptive.memory.operations import plain_parts
 
 
 @contextmanager
-def leave_no_trace(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Callable[[], None]]:
-    """On leaving, also by an exception, everything is as it was on entering, bit for bit, and gradients are None.
+def leave_no_trace(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Callable[[], None]]:
+    """On leaving, also by an exception, restore the state on entering, bit for bit, and set gradients to None.
 
-    Gives a function that puts the optimizer back alone, for when a step failed while it made the optimizer's
-    state: the next one would take the half for the whole.
+    This covers parameters, buffers, the state and options of all ``optimizers``, and the random generators of Python,
+    NumPy, the CPU and the CUDA devices. Not a collective: each rank saves and restores its own state.
 
-    Covers parameters, buffers, the optimizer's state and options, and the random generators of Python,
-    NumPy, the CPU and the devices in use. Not a collective: each rank saves and restores its own.
+    Yields a function that restores only the optimizers. It is for a step that failed while the optimizers created
+    their state: the next step would use the incomplete state.
     """
     tensors = [*(p for p in model.parameters() if p.requires_grad), *model.buffers()]
     copies = [_Copy(tensor) for tensor in tensors]
-    saved_optimizer = _SavedOptimizer(optimizer)
+    saved_optimizers = [_SavedOptimizer(optimizer) for optimizer in optimizers]
+
+    def restore_optimizers() -> None:
+        for saved in saved_optimizers:
+            saved.restore()
+
     with keep_random_states():
         try:
-            yield saved_optimizer.restore
+            yield restore_optimizers
         finally:
             reset_after_failure(model)
             for saved in copies:
                 saved.restore()
-            saved_optimizer.restore()
+            restore_optimizers()
 
 
 @contextmanager
 def keep_random_states() -> Iterator[None]:
-    """On leaving, the random generators of Python, NumPy, the CPU and the CUDA devices are as on entering."""
+    """On leaving, restore the random generators of Python, NumPy, the CPU and the CUDA devices."""
     states = RandomStates()
     try:
         yield
@@ -53,9 +58,10 @@ def keep_random_states() -> Iterator[None]:
 
 
 class RandomStates:
-    """The states of the random generators of Python, NumPy, the CPU and the CUDA devices when it is made.
+    """The states of the random generators of Python, NumPy, the CPU and the CUDA devices.
 
-    Of CUDA devices all are asked, or ``device`` alone.
+    Args:
+        device: save this CUDA device only. None: save all CUDA devices.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -67,7 +73,7 @@ class RandomStates:
         self._cuda_states = [(one, torch.cuda.get_rng_state(one)) for one in devices if torch.cuda.is_initialized()]
 
     def restore(self) -> None:
-        """Bring the generators back to these states."""
+        """Restore the saved states."""
         random.setstate(self._python_state)
         if self._numpy_random:
             self._numpy_random.set_state(self._numpy_state)
@@ -77,7 +83,7 @@ class RandomStates:
 
 
 class KeptBuffers:
-    """Copies of a model's buffers, where they are: making them does not wait for the device."""
+    """Copies of a model's buffers on their own device. Copying does not wait for the device."""
 
     def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
         self._copies = [
@@ -85,28 +91,28 @@ class KeptBuffers:
         ]
 
     def changed(self) -> list[torch.Tensor]:
-        """Those that differ from their copies, or hold a NaN.
+        """Return the buffers that differ from their copies, or contain a NaN.
 
-        Version counters do not tell: batch normalisation leaves them alone.
+        Version counters are no substitute: batch normalisation does not increase them.
         """
         changed = {id(buffer): buffer for buffer, part, copied in self._copies if not torch.equal(part, copied)}
         return list(changed.values())
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Bring the buffers back to their copies."""
+        """Restore the buffers from their copies."""
         for _, part, copied in self._copies:
             part.copy_(copied)
 
 
 class _SavedOptimizer:
-    """An optimizer's state and options. Tensors that were there keep their identity; what a step added is removed."""
+    """An optimizer's saved state and options. ``restore`` keeps the tensor objects, and removes what was added."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._state = {parameter: _save(values) for parameter, values in optimizer.state.items()}
         self._groups = [_save(_options(group)) for group in optimizer.param_groups]
-        # A step sets this flag, by which a scheduler tells whether it was stepped too early.
+        # `step` sets this flag. Learning rate schedulers use it to warn when they are stepped before the optimizer.
         self._stepped = vars(optimizer).get("_opt_called")
 
     def restore(self) -> None:
@@ -128,7 +134,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _save(values: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Each value with a copy of it: tensors on the host, anything else copied deeply."""
+    """Return each value with a copy of it: tensors copied to the host, anything else deep-copied."""
     return {
         name: (value, _Copy(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value))
         for name, value in values.items()
@@ -147,7 +153,7 @@ def _restore(values: dict[str, Any], saved: dict[str, tuple[Any, Any]], keep: tu
 
 
 class _Copy:
-    """A copy of a tensor on the host, part by part: a wrapper's own copy may share memory with it."""
+    """A copy of a tensor's plain parts on the host. A wrapper's own copy may share memory with the original."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._parts = [(part.detach(), part.detach().to("cpu", copy=True)) for part in plain_parts(tensor)]

@@ -1,9 +1,9 @@
-"""Before every collective of a probe, all ranks agree that none of them has failed.
+"""Let all ranks stop together when one of them fails in a probe.
 
-A rank that runs out of memory alone would leave its peers waiting in the next collective for ever. Here
-each rank votes on the CPU before it issues a collective; the rank that failed votes once, where its
-peers vote before their next one. They all stop at the same place, and no collective was issued in vain.
-The price is a host round trip per collective: right for a probe, too much for training.
+If one rank runs out of memory, its peers would wait for it in their next collective. So every rank votes on the CPU
+before each collective. A rank that fails votes once more, while its peers vote before their next collective. All
+ranks then stop before the same collective. This costs a host round trip per collective, which is fine for a
+probe but too slow for training.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from torchtune_adaptive.memory.out_of_memory import errors_behind, is_out_of_mem
 
 
 class Outcome(IntEnum):
-    """How a guarded piece of work ended on the ranks; the worst one counts for all."""
+    """How work ended. All ranks get the worst outcome of any rank."""
 
     DONE = 0
     OUT_OF_MEMORY = 1
@@ -45,7 +45,7 @@ class _VoteBeforeCollectives(OperationMode):
 
 
 def _why_stopped(error: BaseException) -> tuple[Outcome, bool] | None:
-    """The outcome that ``error`` means and whether it arose here; None if it is neither out of memory nor a peer's."""
+    """Return the outcome for ``error`` and whether this rank failed; None if the error is of another kind."""
     for one in errors_behind(error):
         if isinstance(one, _PeerStopped):
             return one.outcome, False
@@ -54,14 +54,14 @@ def _why_stopped(error: BaseException) -> tuple[Outcome, bool] | None:
     return None
 
 
-def run_together(work: Callable[[], object], consensus: Consensus) -> Outcome:
-    """Run ``work`` on every rank; all ranks return the same outcome, whichever of them ran out of memory and where.
+def run_with_votes(work: Callable[[], object], consensus: Consensus) -> Outcome:
+    """Run ``work`` with a vote before each collective, and return the same outcome on all ranks.
 
-    A collective: every rank calls it with work that issues the same collectives in the same order. The
-    tensors of a failed run are still referenced by nothing but what ``work`` itself left behind.
+    A collective: all ranks must call it, and their work must issue the same collectives in the same order. This
+    function keeps no references to the tensors of a failed run.
 
     Raises:
-        RuntimeError: a peer failed with another error than out of memory; that error itself on the rank it hit.
+        RuntimeError: another rank failed with an error other than out of memory. That rank raises its own error.
     """
     outcome, failed_here = Outcome.DONE, True
     try:
@@ -75,8 +75,8 @@ def run_together(work: Callable[[], object], consensus: Consensus) -> Outcome:
         if stopped is None:
             consensus.max_over_ranks(Outcome.FAILED)
             raise
-        outcome, failed_here = stopped  # only the fact leaves this block: the traceback pins every tensor
-    if failed_here:  # or done: either way the peers wait for this rank's vote
+        outcome, failed_here = stopped  # do not keep the error: its traceback keeps all tensors alive
+    if failed_here:  # or if all is done: the peers then wait for this rank's vote
         outcome = Outcome(consensus.max_over_ranks(outcome))
     if outcome is Outcome.FAILED:
         raise RuntimeError("another rank failed during a probe; its own message says why")

@@ -1,1 +1,1 @@
-"""What a device holds, how much of it at most, and when it is out of memory."""
+"""Measure and limit a device's memory, and recognise out-of-memory errors."""

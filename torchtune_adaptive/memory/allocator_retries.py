@@ -1,32 +1,32 @@
-"""Tell when an allocator is so short of memory that it gives back its cache step after step: no error, but slow."""
+"""Detect thrashing: an allocator that must free its cache in step after step. It raises no error, but is slow."""
 
 from collections.abc import Callable
 
 
 class RetryWatch:
-    """Counts as thrashing: retries in two optimizer steps in a row, after Composer's rule for CUDA's allocator.
+    """Detects allocator retries in two optimizer steps in a row (the rule of Composer).
 
     Args:
-        retries: how often the allocator has given back its cache so far to find room.
+        retries: the total number of times that the allocator has freed its cache to make an allocation possible.
     """
 
     def __init__(self, retries: Callable[[], int]) -> None:
         self._retries = retries
-        self.start_over()
+        self.reset()
 
-    def start_over(self) -> None:
-        """Forget what was: something has been done about it."""
-        self._seen = self._retries()
-        self._grew = False
+    def reset(self) -> None:
+        """Ignore all retries so far, for example because the batch has been made smaller."""
+        self._retries_before = self._retries()
+        self._had_retries = False
 
     def stop(self) -> None:
-        """From now on nothing counts."""
+        """Ignore all retries from now on."""
         self._retries = lambda: 0
-        self.start_over()
+        self.reset()
 
     def is_thrashing(self) -> bool:
-        """Whether there were retries since the last call, and before it too. Ask once in each optimizer step."""
-        grew_before, retries = self._grew, self._retries()
-        self._grew = retries > self._seen
-        self._seen = retries
-        return self._grew and grew_before
+        """Return whether there were retries since the last call and before it. Call once per optimizer step."""
+        retries, had_retries = self._retries(), self._had_retries
+        self._had_retries = retries > self._retries_before
+        self._retries_before = retries
+        return self._had_retries and had_retries

@@ -1,20 +1,18 @@
-"""Live bytes on the CPU, counted by watching every operation's outputs until their storage dies.
+"""Measure live bytes on the CPU by watching the outputs of every operation until their storages are freed.
 
-PyTorch keeps no statistics of CPU memory. A dispatch mode that follows storages agrees with the
-profiler's allocator events within 0.1 % (``tests/test_meter.py``); what a kernel or compiled code
-allocates and frees within itself it cannot see. With a limit it is a device that runs out of memory at
-the same operation on every machine. The operation that crosses the limit has run: real memory held one
-more output.
+PyTorch keeps no statistics of CPU memory. This meter agrees with the memory events of PyTorch's profiler within
+0.1 % (``tests/test_meter.py``). It does not see memory that a kernel or compiled code allocates and frees
+internally. With a limit, it runs out of memory at the same operation on every machine. That operation has already
+run, so the real memory held one more output.
 
-A thread that ran a collective gives back its tensors a moment after the wait for it is over. What a rank
-holds by then would be counted or not by chance, so an exact meter waits for that moment, and every meter
-waits before it says that memory is out.
+A thread that ran a collective releases its tensors shortly after the wait for the collective is over. Whether they
+are counted until then depends on timing. An exact meter therefore sleeps for a moment after each collective, and
+every meter does so before it raises an out-of-memory error.
 """
 
 import time
 from collections import deque
-from collections.abc import Iterable
-from types import TracebackType
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,16 +24,16 @@ from torchtune_adaptive.memory.operations import is_collective, plain_parts
 from torchtune_adaptive.memory.storages import Storages, WatchOperations
 from torchtune_adaptive.text import format_bytes
 
-_MOMENT_S = 0.002
-_MOMENT_BEFORE_FAILING_S = 0.02
+_SLEEP_AFTER_COLLECTIVE_S = 0.002
+_SLEEP_BEFORE_FAILING_S = 0.02
 
 
 class CpuMeter(MemoryMeter):
-    """Counts bytes of CPU storages that operations inside ``with meter:`` made, and those given to ``count``.
+    """Counts the CPU storages that operations inside ``with meter:`` return, and those given to ``count``.
 
     Attributes:
-        cache_limit_bytes: plays a caching allocator that finds no more room in its cache above so many live
-            bytes: each time they rise above it counts as a retry. None: there is no cache, and nothing to retry.
+        cache_limit_bytes: simulates a caching allocator. Each time the live bytes rise above this number counts as
+            one retry. None: no cache, so no retries.
     """
 
     def __init__(self, *, exact: bool = True) -> None:
@@ -44,7 +42,7 @@ class CpuMeter(MemoryMeter):
         self.cache_limit_bytes: int | None = None
         self._is_above_cache = False
         self._live_bytes = 0
-        self._changes_bytes: deque[int] = deque()  # by any thread; added up by the one that meters
+        self._changes_bytes: deque[int] = deque()  # appended to by any thread, summed up only in `live_bytes`
         self._peak_bytes = 0
         self._storages = Storages(lambda _, change_bytes: self._changes_bytes.append(change_bytes))
         self._mode = WatchOperations(self.after_operation, self.after_resize)
@@ -52,7 +50,7 @@ class CpuMeter(MemoryMeter):
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the storages that are counted and still there."""
+        """Bytes of the counted storages that are not freed yet."""
         while self._changes_bytes:
             self._live_bytes += self._changes_bytes.popleft()
         return self._live_bytes
@@ -75,10 +73,11 @@ class CpuMeter(MemoryMeter):
 
     def enter_phase(self, name: str) -> None:
         super().enter_phase(name)
-        self._note(self.live_bytes)
+        self._update_phase_peak(self.live_bytes)
 
     def count(self, values: Any) -> None:
-        self._see(tree_leaves(values))
+        for storage in _cpu_storages(tree_leaves(values)):
+            self._storages.see(storage)
         self._peak_bytes = max(self._peak_bytes, self.live_bytes)
 
     def __enter__(self) -> "CpuMeter":
@@ -86,10 +85,8 @@ class CpuMeter(MemoryMeter):
         self._mode.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._mode.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
 
     def after_operation(self, func: Any, inputs: Any, outputs: Any) -> None:
         """Count the ``outputs`` of the operation ``func``.
@@ -98,50 +95,52 @@ class CpuMeter(MemoryMeter):
             torch.OutOfMemoryError: live bytes are above the limit.
         """
         leaves = tree_leaves(outputs)
-        if any(_is_imaginary(leaf) for leaf in leaves):
-            return  # DTensor works out shardings on tensors without memory, the first time only
-        self._see(leaves)
+        if any(_has_no_memory(leaf) for leaf in leaves):
+            return  # DTensor runs each operation once on fake tensors, to work out shardings
+        for storage in _cpu_storages(leaves):
+            self._storages.see(storage)
         if self._after_collective and self._exact:
-            time.sleep(_MOMENT_S)
+            time.sleep(_SLEEP_AFTER_COLLECTIVE_S)
         self._after_collective = is_collective(func)
         if self._recording is not None:
             self._recording.append((str(func), self.live_bytes))
-        self._check(func)
+        self._check_limit(func)
 
     def after_resize(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage's new size; FSDP2 allocates and frees its gathered parameters by resizing.
+        """Count a storage's new size. FSDP2 allocates and frees gathered parameters by resizing.
 
         Raises:
             torch.OutOfMemoryError: live bytes are above the limit.
         """
         if storage in self._storages:
             self._storages.see(storage)
-            self._check("resize_")
+            self._check_limit("resize_")
 
-    def _see(self, values: Iterable[Any]) -> None:
-        for value in values:
-            for tensor in plain_parts(value):
-                if tensor.device.type == "cpu" and tensor.layout is torch.strided:
-                    self._storages.see(tensor.untyped_storage())
-
-    def _check(self, operation: object) -> None:
+    def _check_limit(self, operation: object) -> None:
         limit_bytes = self._limit_bytes
         if limit_bytes is not None and self.live_bytes > limit_bytes:
-            time.sleep(_MOMENT_BEFORE_FAILING_S)
+            time.sleep(_SLEEP_BEFORE_FAILING_S)
         self._peak_bytes = max(self._peak_bytes, self.live_bytes)
-        self._note(self.live_bytes)
-        self._play_cache()
+        self._update_phase_peak(self.live_bytes)
+        self._simulate_cache()
         if limit_bytes is not None and self.live_bytes > limit_bytes:
             raise torch.OutOfMemoryError(
                 f"CPU meter out of memory: {format_bytes(self.live_bytes)} live after {operation}"
                 f" in phase {self._phase or 'unnamed'!r}, limit {format_bytes(limit_bytes)}"
             )
 
-    def _play_cache(self) -> None:
-        was_above = self._is_above_cache
-        self._is_above_cache = self.cache_limit_bytes is not None and self.live_bytes > self.cache_limit_bytes
-        self._total_retries += self._is_above_cache and not was_above
+    def _simulate_cache(self) -> None:
+        is_above = self.cache_limit_bytes is not None and self.live_bytes > self.cache_limit_bytes
+        self._total_retries += is_above and not self._is_above_cache
+        self._is_above_cache = is_above
 
 
-def _is_imaginary(value: Any) -> bool:
+def _cpu_storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    for value in values:
+        for tensor in plain_parts(value):
+            if tensor.device.type == "cpu" and tensor.layout is torch.strided:
+                yield tensor.untyped_storage()
+
+
+def _has_no_memory(value: Any) -> bool:
     return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.device.type == "meta")

@@ -1,11 +1,10 @@
-"""Bytes on one CUDA device by its caching allocator.
+"""Measure one CUDA device by the statistics of its caching allocator.
 
-The limit is the allocator's own (``torch.cuda.set_per_process_memory_fraction``): it bounds what the
-allocator reserves, so that it frees its cache, retries and at last raises just as a smaller card would.
-What lies outside the allocator (CUDA context, NCCL, other processes) counts against ``available_bytes``.
+The limit is the allocator's own (``torch.cuda.set_per_process_memory_fraction``). It limits reserved bytes: above
+it the allocator frees its cache, retries and then raises, as it would on a smaller card. Memory outside the
+allocator (the CUDA context, NCCL, other processes) reduces ``available_bytes``.
 """
 
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,14 +14,14 @@ from torchtune_adaptive.memory.operations import OperationMode
 
 
 class CudaMeter(MemoryMeter):
-    """Peaks of reserved bytes, and of allocated bytes by phase, on ``device``."""
+    """Measures the peak of reserved bytes on ``device``, and the peak of allocated bytes in each phase."""
 
     def __init__(self, device: torch.device, *, exact: bool = True) -> None:
         super().__init__(exact=exact)
         self._device = device
         self._total_bytes = torch.cuda.mem_get_info(device)[1]
         self._reserved_peak_bytes = 0
-        self._fraction_outside = 1.0
+        self._fraction_before = 1.0
         self._mode: _RecordAllocated | None = None
 
     @property
@@ -32,7 +31,7 @@ class CudaMeter(MemoryMeter):
 
     @property
     def peak_bytes(self) -> int:
-        self._read()
+        self._read_peaks()
         return self._reserved_peak_bytes
 
     @property
@@ -41,7 +40,7 @@ class CudaMeter(MemoryMeter):
 
     @property
     def phase_peak_bytes(self) -> dict[str, int]:
-        self._read()
+        self._read_peaks()
         return super().phase_peak_bytes
 
     def reset(self) -> None:
@@ -51,53 +50,51 @@ class CudaMeter(MemoryMeter):
 
     def enter_phase(self, name: str) -> None:
         if self._exact:
-            self._read()
+            self._read_peaks()
         super().enter_phase(name)
 
     def count(self, values: Any) -> None:
-        """Nothing to do: the allocator counts whatever is on the device."""
+        """Do nothing: the allocator counts everything on the device."""
 
     def __enter__(self) -> "CudaMeter":
         if self._limit_bytes is not None:
-            self._fraction_outside = torch.cuda.get_per_process_memory_fraction(self._device)
-            fraction = min(self._fraction_outside, self._limit_bytes / self._total_bytes)
+            self._fraction_before = torch.cuda.get_per_process_memory_fraction(self._device)
+            fraction = min(self._fraction_before, self._limit_bytes / self._total_bytes)
             torch.cuda.set_per_process_memory_fraction(fraction, self._device)
         if self._recording is not None:
             self._mode = _RecordAllocated(self)
             self._mode.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._mode is not None:
-            self._mode.__exit__(kind, error, traceback)
+            self._mode.__exit__(*error)
             self._mode = None
         if self._limit_bytes is not None:
-            torch.cuda.set_per_process_memory_fraction(self._fraction_outside, self._device)
+            torch.cuda.set_per_process_memory_fraction(self._fraction_before, self._device)
 
     def after_operation(self, name: str) -> None:
-        """Record the peak that the operation ``name`` reached, workspaces inside its kernels included."""
-        allocated_bytes = self._read()
+        """Record the peak during the operation ``name``. It includes the workspaces of its kernels."""
+        allocated_bytes = self._read_peaks()
         if self._recording is not None:
             self._recording.append((name, allocated_bytes))
 
-    def _stats(self) -> dict[str, int]:
-        return torch.cuda.memory_stats(self._device)
+    def _read_peaks(self) -> int:
+        """Read the allocator's peaks into those of this meter; return the peak of allocated bytes.
 
-    def _read(self) -> int:
-        """Peak of allocated bytes since the last reading, which is taken into the phase's and the total peak."""
-        stats = self._stats()
+        An exact meter then resets the allocator's peaks, so that the next reading covers only what follows.
+        """
+        stats = torch.cuda.memory_stats(self._device)
         allocated_bytes = stats.get("allocated_bytes.all.peak", 0)
         self._reserved_peak_bytes = max(self._reserved_peak_bytes, stats.get("reserved_bytes.all.peak", 0))
-        self._note(allocated_bytes)
+        self._update_phase_peak(allocated_bytes)
         if self._exact:
             torch.cuda.reset_peak_memory_stats(self._device)
         return allocated_bytes
 
 
 class _RecordAllocated(OperationMode):
-    """Reports each operation to a meter; of compiled layers it sees only the kernels that are not fused."""
+    """Reports each operation to a meter. In compiled layers it sees only the kernels that are not fused."""
 
     def __init__(self, meter: CudaMeter) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The meter of a device, and the limits that it can keep."""
+"""Make the meter for a device, and check a memory limit against the device."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from torchtune_adaptive.text import format_bytes
 def meter_for(
     device: torch.device, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, exact: bool = True
 ) -> MemoryMeter:
-    """The meter of ``device``, on which ``model`` computes; what model and optimizers hold there is counted as live.
+    """Make a meter for ``device``, where ``model`` computes. Tensors of the model and the optimizers count as live.
 
     Raises:
         InputError: the device is neither the CPU nor CUDA.
@@ -31,10 +31,10 @@ def meter_for(
 
 
 def check_limit(limit_bytes: int | None, device: torch.device) -> None:
-    """Check that a search can keep to ``limit_bytes`` of ``device``.
+    """Check that ``device`` can have a memory limit of ``limit_bytes``.
 
     Raises:
-        InputError: there is no limit on the CPU, or the limit is above what the device has.
+        InputError: the limit is None on the CPU, or above the memory of the device.
     """
     device_bytes = device_memory_bytes(device)
     if limit_bytes is None and device.type == "cpu":
@@ -44,3 +44,11 @@ def check_limit(limit_bytes: int | None, device: torch.device) -> None:
             f"`memory_limit` must be at most what the device has ({format_bytes(device_bytes)}),"
             f" but is {format_bytes(limit_bytes)} ({limit_bytes} bytes) instead."
         )
+
+
+def describe_peak(meter: MemoryMeter | None) -> str:
+    """Peak and limit as text, for messages; "not metered" without a meter."""
+    if meter is None:
+        return "not metered"
+    limit_bytes = meter.limit_bytes or meter.available_bytes
+    return f"peak {format_bytes(meter.peak_bytes)}, limit {format_bytes(limit_bytes)}"

@@ -1,15 +1,13 @@
-"""Live and peak bytes of one rank's device, with a limit above which an allocation fails.
+"""Measure the memory of one rank's device, and set a limit above which allocations fail.
 
-CUDA is metered by its caching allocator (``cuda_meter.py``), the CPU by watching every operation
-(``cpu_meter.py``): a CPU with a limit behaves like a small GPU, the same on every machine, so that tests
-and demo run the code that a GPU runs.
+``CudaMeter`` reads the statistics of CUDA's caching allocator, ``CpuMeter`` watches every operation. A CPU with
+a limit behaves like a small GPU, the same on every machine, so tests and demos run the code that a GPU runs.
 """
 
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,11 +17,11 @@ from torchtune_adaptive.memory.timeline import Timeline
 
 
 class MemoryMeter(ABC):
-    """Meters what happens inside ``with meter:``.
+    """Measures memory inside ``with meter:``.
 
     Args:
-        exact: for probes; figures are as exact as the device allows, at the price of time and, on CUDA, of the
-            device's own peak statistics, which are reset at every phase. Without it the meter only watches.
+        exact: measure as exactly as the device allows, for probes. This takes time, and on CUDA it resets the
+            device's own peak statistics at every phase. Training uses False, which leaves those statistics alone.
     """
 
     def __init__(self, *, exact: bool = True) -> None:
@@ -36,10 +34,7 @@ class MemoryMeter(ABC):
 
     @property
     def limit_bytes(self) -> int | None:
-        """Above this many live bytes an allocation inside ``with meter:`` raises ``torch.OutOfMemoryError``.
-
-        None: there is no limit but the device's own.
-        """
+        """Above this limit, allocations inside ``with meter:`` raise ``torch.OutOfMemoryError``. None: not limited."""
         return self._limit_bytes
 
     def set_limit(self, limit_bytes: int | None) -> None:
@@ -48,7 +43,7 @@ class MemoryMeter(ABC):
 
     @contextmanager
     def exactly(self) -> Iterator[None]:
-        """Inside, figures are exact. Afterwards the limit and the exactness are as before."""
+        """Measure exactly inside this context. On leaving, restore the limit and the exactness."""
         before = self._limit_bytes, self._exact
         self._exact = True
         try:
@@ -59,7 +54,7 @@ class MemoryMeter(ABC):
     @property
     @abstractmethod
     def available_bytes(self) -> int:
-        """The most that this process could use on its device now, what it uses already included."""
+        """The most that this process can use on its device now, including what it already uses."""
 
     @property
     @abstractmethod
@@ -68,7 +63,7 @@ class MemoryMeter(ABC):
 
     @property
     def total_retries(self) -> int:
-        """How often the allocator has had to give back its cache to find room. 0 without a caching one."""
+        """How often the allocator has freed its cache to make an allocation possible. 0 without a cache."""
         return 0
 
     @property
@@ -82,13 +77,13 @@ class MemoryMeter(ABC):
         return dict(self._phase_peak_bytes)
 
     def reset(self) -> None:
-        """Forget peaks and phases; what is live stays counted."""
+        """Forget peaks, phases and retries. Live tensors stay counted."""
         self._phase = ""
         self._phase_peak_bytes = {}
         self._retries_at_reset = self.total_retries
 
     def enter_phase(self, name: str) -> None:
-        """What follows counts as phase ``name``, for example "forward"."""
+        """Start phase ``name``, for example "forward"."""
         self._phase = name
 
     def start_timeline(self) -> None:
@@ -96,30 +91,27 @@ class MemoryMeter(ABC):
         self._recording = []
 
     def stop_timeline(self, batch_size: int) -> Timeline:
-        """The operations since ``start_timeline`` as the timeline of a step at ``batch_size``."""
+        """Return the operations since ``start_timeline`` as the timeline of a step at ``batch_size``."""
         recording, self._recording = self._recording or [], None
         return Timeline(batch_size, tuple(name for name, _ in recording), tuple(live for _, live in recording))
 
     @abstractmethod
     def count(self, values: Any) -> None:
-        """Count the tensors in ``values`` (any nest of containers), which were made outside of ``with meter:``."""
+        """Count the tensors in ``values`` (any nested containers), which were made outside ``with meter:``."""
 
     @abstractmethod
     def __enter__(self) -> "MemoryMeter": ...
 
     @abstractmethod
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *error: Any) -> None: ...
 
-    def _note(self, live_bytes: int) -> None:
-        """Take ``live_bytes`` into the present phase's peak."""
+    def _update_phase_peak(self, live_bytes: int) -> None:
         if live_bytes > self._phase_peak_bytes.get(self._phase, -1):
             self._phase_peak_bytes[self._phase] = live_bytes
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """Bytes of memory that ``device`` has in all: the card's, or the machine's if it is the CPU.
+    """Return the total memory of ``device`` in bytes: the card's, or the machine's if it is the CPU.
 
     Raises:
         InputError: the device is neither the CPU nor CUDA.

@@ -1,4 +1,4 @@
-"""Operations as a dispatch mode sees them: on wrapper tensors, on plain ones, and collectives."""
+"""Dispatch modes that see the operations of this rank on plain tensors, and recognise collectives among them."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
@@ -14,34 +14,39 @@ _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 
 
 def plain_parts(tensor: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors of this rank that ``tensor`` is made of, sharing its memory; itself if it wraps none."""
+    """Yield the plain tensors inside ``tensor``, which share its memory; for a plain tensor, the tensor itself."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
             yield from plain_parts(getattr(tensor, name))
     elif isinstance(tensor, torch.Tensor):
-        yield tensor  # DTensor's device mesh, for one, is a part but no tensor
+        yield tensor  # not every part is a tensor: one part of a DTensor is its device mesh
 
 
 def is_collective(func: Any) -> bool:
-    """Whether the operation ``func`` issues a collective, or waits for one."""
+    """Return whether the operation ``func`` issues a collective, or waits for one."""
     return func.namespace in _COLLECTIVE_NAMESPACES
 
 
 def is_wait(func: Any) -> bool:
-    """Whether the collective operation ``func`` only waits for one that was issued before."""
+    """Return whether the operation ``func`` only waits for a collective."""
     return "wait" in func.__name__
 
 
-class OperationMode(TorchDispatchMode):
-    """While it is active, ``operation`` is called in place of every operation on plain tensors of this rank.
+def is_on_wrappers(types: Iterable[type]) -> bool:
+    """Return whether an operation on tensors of ``types`` is on a wrapper, such as DTensor or NF4."""
+    return any(kind not in _PLAIN and not issubclass(kind, FakeTensor) for kind in types)
 
-    An operation on tensors that wrap others (DTensor, NF4, 8-bit optimizer states) is left to the wrapper, which takes
-    it apart; its operations on plain tensors, collectives among them, then arrive one by one. Code compiled by
-    ``torch.compile`` stays compiled: of it only the kernels that are not fused are seen.
+
+class OperationMode(TorchDispatchMode):
+    """Calls ``operation`` instead of every operation on plain tensors of this rank.
+
+    Operations on wrapper tensors (DTensor, NF4, 8-bit optimizer states) are left to the wrapper. It issues operations
+    on plain tensors, including collectives, and those arrive here one by one. Code compiled by ``torch.compile``
+    stays compiled: only its kernels that are not fused are seen.
     """
 
-    supports_higher_order_operators = True  # flex attention of packed data is one
+    supports_higher_order_operators = True  # flex attention, used for packed data, is one
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -49,19 +54,19 @@ class OperationMode(TorchDispatchMode):
 
     @abstractmethod
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Stands for ``func(*args, **kwargs)``, which it calls itself."""
+        """Replace ``func(*args, **kwargs)``. The method calls ``func`` itself."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _is_on_wrappers(types):
+        if is_on_wrappers(types):
             return NotImplemented
         return self.operation(func, args, kwargs or {})
 
 
 class CountCollectives(OperationMode):
-    """Counts the collectives that this rank issues, by whatever code.
+    """Counts the collectives that any code issues on this rank.
 
     Attributes:
-        issued: how many there were.
+        issued: their number so far.
     """
 
     def __init__(self) -> None:
@@ -71,7 +76,3 @@ class CountCollectives(OperationMode):
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.issued += is_collective(func) and not is_wait(func)
         return func(*args, **kwargs)
-
-
-def _is_on_wrappers(types: Iterable[type]) -> bool:
-    return any(kind not in _PLAIN and not issubclass(kind, FakeTensor) for kind in types)

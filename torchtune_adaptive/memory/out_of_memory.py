@@ -1,4 +1,4 @@
-"""Recognise an out-of-memory error and free what it left behind. The only room that reads error texts."""
+"""Recognise out-of-memory errors, and free the memory of a failed step. The only module that reads error texts."""
 
 import gc
 from collections.abc import Iterator
@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 import torch
 
-# Each text as its backend prints it.
 _TEXTS = (
     "CUDA out of memory",  # caching allocator, when re-raised as a plain RuntimeError
     "CUDA error: out of memory",  # driver
@@ -27,7 +26,10 @@ _TEXTS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that a device or the host had no memory left for an allocation."""
+    """Return whether ``error`` means that an allocation failed, on a device or on the host.
+
+    False for errors of the collective library: see ``is_out_of_memory_in_collective``.
+    """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return (
@@ -36,23 +38,23 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_out_of_memory_in_collective(error: BaseException) -> bool:
-    """Whether the collective library had no memory left: then nobody knows whether the collective was issued."""
+    """Return whether the collective library ran out of memory. The collective may or may not have been issued."""
     texts = (*_TEXTS, "out of memory")  # NCCL: "Cuda failure 2 'out of memory'"
     return any(_is_of_collective(one) and any(text in str(one) for text in texts) for one in errors_behind(error))
 
 
 def comes_from_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` is out of memory, or arose while such an error was on its way.
+    """Return whether ``error`` is an out-of-memory error, or was raised while one was being handled.
 
-    torchtune's activation offloading, for one, cannot close its context in mid-forward and raises one of its own.
-    Not if a collective failed on the way.
+    For example, torchtune's activation offloading raises its own error when its context is left in mid-forward.
+    False if any of these errors comes from the collective library.
     """
     chain = list(errors_behind(error))
     return any(map(is_out_of_memory, chain)) and not any(map(_is_of_collective, chain))
 
 
 def errors_behind(error: BaseException | None) -> Iterator[BaseException]:
-    """``error``, the one that was on its way when it arose, and so on."""
+    """Yield ``error``, the error that was being handled when it was raised, and so on."""
     while error is not None:
         yield error
         error = error.__context__
@@ -63,12 +65,12 @@ def _is_of_collective(error: BaseException) -> bool:
 
 
 def free_memory(device: torch.device) -> None:
-    """Free what a failed step kept alive. Call it after leaving the ``except`` block: its traceback pins tensors.
+    """Free the memory of a failed step. Call it after the ``except`` block, whose traceback keeps tensors alive.
 
-    The backward of a scalar empties the autograd engine's queue, in which a failed backward leaves tasks
-    that hold the whole graph.
+    A failed backward leaves tasks in the autograd engine's queue, and these keep the whole graph alive. The backward
+    of a scalar empties the queue.
     """
-    _collect(device)  # lest there be no room for the scalar
+    _collect(device)  # so that there is memory for the scalar
     with torch.inference_mode(False), torch.enable_grad():
         torch.zeros(1, device=device, requires_grad=True).sum().backward()
     _collect(device)
@@ -76,10 +78,10 @@ def free_memory(device: torch.device) -> None:
 
 @contextmanager
 def only_new_garbage() -> Iterator[None]:
-    """Within it ``free_memory`` looks for garbage only among what has been made since, which takes next to no time.
+    """Inside this context, ``free_memory`` searches for garbage only among objects made inside it.
 
-    To go through all that imports and set-up have made takes longer than many a train step, and finds nothing. Where
-    somebody has frozen objects before, they stay frozen afterwards.
+    That takes almost no time. A search through all objects made by imports and set-up can take longer than a train
+    step, and finds nothing. If other code has already frozen objects (``gc.freeze``), this context does nothing.
     """
     gc.collect()
     if gc.get_freeze_count():

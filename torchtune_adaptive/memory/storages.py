@@ -1,4 +1,4 @@
-"""Follow tensors' storages from the first operation that shows them to their death."""
+"""Follow tensor storages from the first operation that returns them until they are freed."""
 
 import math
 import weakref
@@ -11,12 +11,12 @@ from torchtune_adaptive.memory.operations import OperationMode
 
 
 class Storages:
-    """Tells every change of the bytes of storages that it has seen.
+    """Reports every change in the size of the storages that it has seen.
 
     Args:
-        on_change: ``on_change(number, change_bytes)``; a storage keeps its number, and no other gets it. A death is
-            told by whatever thread gives the last reference back.
-        granularity_bytes: what an allocation is rounded up to.
+        on_change: called as ``on_change(number, change_bytes)``. The number identifies the storage and is never
+            reused. When a storage is freed, the call comes from the thread that dropped its last reference.
+        granularity_bytes: sizes are rounded up to a multiple of this.
     """
 
     def __init__(self, on_change: Callable[[int, int], None], *, granularity_bytes: int = 1) -> None:
@@ -26,7 +26,7 @@ class Storages:
         self._last_number = 0
 
     def see(self, storage: torch.UntypedStorage) -> int:
-        """Count ``storage`` at its present size, and return its number."""
+        """Count ``storage`` at its current size, and return its number."""
         key = storage._cdata
         if key not in self._seen:
             self._last_number += 1
@@ -42,7 +42,7 @@ class Storages:
         return storage._cdata in self._seen
 
     def see_again(self) -> None:
-        """Count what was resized while nobody watched."""
+        """Count all storages again, because they may have been resized unseen."""
         for _, _, reference in list(self._seen.values()):
             storage = reference()
             if storage is not None:
@@ -56,12 +56,12 @@ class Storages:
 class WatchOperations(OperationMode):
     """Reports every operation on plain tensors, and every resize of a storage.
 
-    No dispatch mode sees ``UntypedStorage.resize_``, so this wraps it while it is active. Delete when FSDP2
-    allocates its gathered parameters by an operation.
+    No dispatch mode sees ``UntypedStorage.resize_``, so this mode patches it while it is active. Delete the patch
+    when FSDP2 allocates its gathered parameters by an operation.
 
     Args:
-        after_operation: ``after_operation(func, inputs, outputs)``, with the arguments of either sort as inputs.
-        after_resize: ``after_resize(storage)``.
+        after_operation: called as ``after_operation(func, inputs, outputs)``; ``inputs`` is ``(args, kwargs)``.
+        after_resize: called as ``after_resize(storage)``.
     """
 
     def __init__(

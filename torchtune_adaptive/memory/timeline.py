@@ -1,9 +1,9 @@
-"""Two timelines of one train step -> lines of memory over batch size -> the largest batch size.
+"""Forecast the peak memory of a train step at any batch size, from its timelines at two sizes.
 
-Live bytes after each operation are a line in the batch size, ``intercept + slope * batch_size``; the
-peak of the step is the upper envelope of these lines. The peak itself is no line: at small sizes it
-sits in the optimizer step, at large ones in the loss or in backward, so a line through two peaks can be
-wrong by 80 %. Two timelines give each operation's line, and thereby the envelope.
+Live bytes after one operation are linear in the batch size: ``intercept + slope * batch_size``. Two timelines
+determine this line for every operation. The peak of the step is the maximum over all lines, their upper envelope. The
+peak itself is not linear: at small sizes it is in the optimizer step, at large sizes in the loss or in backward. A
+line through two peaks can therefore be wrong by 80 %.
 """
 
 import math
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Timeline:
-    """Live bytes of one rank after every operation of one train step at ``batch_size``, in order.
+    """Live bytes of one rank after every operation of a train step at ``batch_size``, in order.
 
-    ``phases`` names each operation's phase of the step, or is empty.
+    ``phases`` has the phase of each operation, or is empty.
     """
 
     batch_size: int
@@ -26,45 +26,45 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Line:
-    """Live bytes at one operation: ``intercept_bytes + slope_bytes * batch_size``."""
+    """Live bytes after one operation: ``intercept_bytes + slope_bytes * batch_size``."""
 
     intercept_bytes: float
     slope_bytes: float
 
     def at(self, batch_size: float) -> float:
-        """Bytes at ``batch_size``."""
+        """Return the bytes at ``batch_size``."""
         return self.intercept_bytes + self.slope_bytes * batch_size
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Peak of a train step over the batch size, as the upper envelope of its operations' lines."""
+    """The peak of a train step as a function of the batch size: the upper envelope of its operations' lines."""
 
     envelope: tuple[Line, ...]
 
     @classmethod
     def from_timelines(cls, small: Timeline, large: Timeline) -> "Forecast | None":
-        """The forecast from one step each at two different batch sizes, or None if they ran different operations."""
+        """Make a forecast from two steps with different batch sizes. None if their operations differ."""
         lines = operation_lines(small, large)
         return None if lines is None else cls(upper_envelope(lines))
 
     def peak_bytes(self, batch_size: int) -> float:
-        """Forecast peak in bytes at ``batch_size``."""
+        """Return the forecast peak at ``batch_size``."""
         return max(line.at(batch_size) for line in self.envelope)
 
     def largest_batch_size(self, limit_bytes: float) -> int | None:
-        """Largest batch size whose forecast peak is at most ``limit_bytes``; None if memory does not grow with it."""
+        """Return the largest batch size with a peak of at most ``limit_bytes``. None: memory does not grow with it."""
         if any(line.slope_bytes == 0 and line.intercept_bytes > limit_bytes for line in self.envelope):
             return 0
         crossing = self.crossing(limit_bytes)
         if crossing is None:
             return None
         largest = math.floor(crossing)
-        # Bytes are whole: half of one is rounding. An operation whose memory falls may still be above the limit here.
+        # Half a byte allows for rounding errors. A line with a negative slope may still be above the limit here.
         return largest if largest > 0 and self.peak_bytes(largest) <= limit_bytes + 0.5 else 0
 
     def crossing(self, limit_bytes: float) -> float | None:
-        """Where, in rows and parts of one, the first growing line reaches ``limit_bytes``; None if none grows."""
+        """Return the fractional batch size where the first line reaches ``limit_bytes``. None: no line grows."""
         growing = [line for line in self.envelope if line.slope_bytes > 0]
         if not growing:
             return None
@@ -72,7 +72,7 @@ class Forecast:
 
 
 def operation_lines(small: Timeline, large: Timeline) -> list[Line] | None:
-    """The line of every operation, in order, from two batch sizes; None if their steps ran different operations."""
+    """Return the line of every operation, in order, from two batch sizes. None if their operations differ."""
     if small.operations != large.operations:
         return None
     sizes = large.batch_size - small.batch_size
@@ -81,43 +81,43 @@ def operation_lines(small: Timeline, large: Timeline) -> list[Line] | None:
 
 
 def lines_between(seq_len: int, short: tuple[int, Sequence[Line]], long: tuple[int, Sequence[Line]]) -> list[Line]:
-    """Every operation's line for rows of ``seq_len`` tokens, from those for two other lengths.
+    """Return every operation's line for rows of ``seq_len`` tokens, from the lines for two other lengths.
 
-    With rows of s tokens an operation's live bytes are ``c + e * s**2 + batch_size * (a * s + d * s**2)``. Without a
-    dense mask and dense attention the squares are 0, and what counts is the number of tokens.
+    With rows of s tokens, the live bytes after an operation are ``c + e * s**2 + batch_size * (a * s + d * s**2)``.
+    Without dense masks and dense attention, the squared terms are 0.
 
     Args:
-        short, long: the length, and the lines of the same operations.
+        short, long: a length in tokens, and the lines of the same operations at that length.
 
     >>> lines_between(4, (2, [Line(14, 8)]), (8, [Line(74, 80)]))  # c = 10, e = 1, a = 2, d = 1
     [Line(intercept_bytes=26.0, slope_bytes=24.0)]
     """
     (short_len, short_lines), (long_len, long_lines) = short, long
-    told: list[Line] = []
+    lines: list[Line] = []
     for low, high in zip(short_lines, long_lines, strict=True):
         per_pair = (high.slope_bytes / long_len - low.slope_bytes / short_len) / (long_len - short_len)
         per_token = low.slope_bytes / short_len - per_pair * short_len
         per_square = (high.intercept_bytes - low.intercept_bytes) / (long_len**2 - short_len**2)
         intercept_bytes = low.intercept_bytes + per_square * (seq_len**2 - short_len**2)
-        told.append(Line(intercept_bytes, per_token * seq_len + per_pair * seq_len**2))
-    return told
+        lines.append(Line(intercept_bytes, per_token * seq_len + per_pair * seq_len**2))
+    return lines
 
 
 def sum_of_timelines(timelines: Iterable[Timeline]) -> Timeline:
-    """The timeline whose live bytes are those of all ``timelines`` of the same step together."""
-    some, *others = timelines
-    live_bytes = (sum(live) for live in zip(some.live_bytes, *(other.live_bytes for other in others), strict=True))
-    return Timeline(some.batch_size, some.operations, tuple(live_bytes), some.phases)
+    """Return a timeline with the summed live bytes of ``timelines``, which have the same operations."""
+    first, *others = timelines
+    live_bytes = (sum(live) for live in zip(first.live_bytes, *(other.live_bytes for other in others), strict=True))
+    return Timeline(first.batch_size, first.operations, tuple(live_bytes), first.phases)
 
 
 def sum_of(lines: Iterable[Line]) -> Line:
-    """The line whose bytes are those of all ``lines`` together."""
+    """Return the sum of ``lines``."""
     lines = list(lines)
     return Line(sum(line.intercept_bytes for line in lines), sum(line.slope_bytes for line in lines))
 
 
 def upper_envelope(lines: Iterable[Line]) -> tuple[Line, ...]:
-    """The lines that are the highest at some batch size >= 0, by rising slope. At most a handful in practice.
+    """Return the lines that are the highest at some batch size >= 0, by increasing slope.
 
     >>> upper_envelope([Line(10, 0), Line(4, 1), Line(0, 2), Line(9, 0), Line(2, 1.5)])
     (Line(intercept_bytes=10, slope_bytes=0), Line(intercept_bytes=0, slope_bytes=2))
@@ -135,9 +135,10 @@ def upper_envelope(lines: Iterable[Line]) -> tuple[Line, ...]:
 
 
 def _never_highest(hull: list[Line], line: Line) -> bool:
-    """Whether the last line of ``hull`` is nowhere above both its predecessor and the steeper ``line``."""
+    """Return whether the last line of ``hull`` is nowhere above both its predecessor and the steeper ``line``."""
     return len(hull) > 1 and _crossing(hull[-2], line) <= _crossing(hull[-2], hull[-1])
 
 
 def _crossing(flat: Line, steep: Line) -> float:
+    """Return the batch size at which the two lines are equal."""
     return (flat.intercept_bytes - steep.intercept_bytes) / (steep.slope_bytes - flat.slope_bytes)

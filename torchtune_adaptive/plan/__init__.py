@@ -1,1 +1,1 @@
-"""What fits, known without a device: ``tune-adaptive plan`` and ``tune-adaptive calibrate``."""
+"""Forecast what fits without a GPU: ``tune-adaptive plan`` and ``tune-adaptive calibrate``."""

@@ -1,7 +1,7 @@
-"""Measure on a real GPU what it adds to traced bytes; `tune-adaptive calibrate`.
+"""Measure what a real GPU adds to traced bytes, for `tune-adaptive calibrate`.
 
-All that touches the GPU is in ``CudaCard``, so that the rest is tested without one. The order of measurements matters:
-each thing is done for the first time where it is measured.
+Only ``CudaCard`` touches the GPU, so the rest can be tested without one. The order of the measurements matters: nothing
+may run on the GPU before it is measured, because its first run is what allocates.
 """
 
 import os
@@ -24,7 +24,7 @@ from torchtune_adaptive.memory.out_of_memory import free_memory
 from torchtune_adaptive.plan.overhead import Calibration
 from torchtune_adaptive.text import format_bytes
 
-# A `llama3` with random weights, small enough for a card of 16 GB (a judgement: no card has run it).
+# A `llama3` with random weights, small enough for a card of 16 GB (an estimate: no such card has run it).
 CALIBRATION_MODEL = {
     "vocab_size": 32_000,
     "num_layers": 4,
@@ -36,14 +36,14 @@ CALIBRATION_MODEL = {
 }
 SEQ_LEN = CALIBRATION_MODEL["max_seq_len"]
 BATCH_SIZES = (2, 3, 8)
-_STEPS_BEFORE = 2  # the first makes the optimizer's state, the second is the first like all later ones
-# Judged: no context alone is as large; more is in use by another process, which would be counted as ours.
+_WARM_UP_STEPS = 2  # the first allocates the optimizer's state; the second already runs as all later steps do
+# An estimate: no context alone is as large. If more is in use, other processes use the GPU and would be counted too.
 _LARGEST_CONTEXT_BYTES = 2 * 2**30
 
 
 @dataclass(frozen=True)
 class StepPeak:
-    """The most that the allocator had allocated and reserved during a train step of ``num_tokens`` tokens."""
+    """Peaks of the allocator's allocated and reserved bytes in a train step of ``num_tokens`` tokens."""
 
     num_tokens: int
     allocated_bytes: int
@@ -51,7 +51,7 @@ class StepPeak:
 
 
 class Trainer(NamedTuple):
-    """What is trained, and a whole train step on tokens [B, S]."""
+    """A model, its optimizer, and a function that takes one train step on tokens [B, S]."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -59,38 +59,38 @@ class Trainer(NamedTuple):
 
 
 class Card(ABC):
-    """A GPU as a calibration needs it."""
+    """What a calibration needs of a GPU."""
 
     @abstractmethod
     def describe(self) -> dict[str, str]:
-        """``gpu``, ``driver``, ``torch`` and ``backend``: the allocator's kind and settings."""
+        """``gpu``, ``driver``, ``torch``, and ``backend``, which is the allocator's kind and settings."""
 
     @abstractmethod
     def outside_bytes(self) -> int:
-        """Bytes of the card in use now that the allocator has not reserved. Creates the context."""
+        """Bytes of the card in use outside the allocator. The first call creates the CUDA context."""
 
     @abstractmethod
     def outside_bytes_in_a_group(self) -> int:
-        """``outside_bytes`` right after the first collective of a group of one rank, which then ends."""
+        """``outside_bytes`` after the first collective of a process group of one rank. The group is then destroyed."""
 
     @abstractmethod
     def workspace_bytes(self) -> int:
-        """Bytes that a first bfloat16 product and its backward leave allocated."""
+        """Bytes that the first bfloat16 matrix product and its backward leave allocated."""
 
     @abstractmethod
     def train(self, batch_size: int, seq_len: int) -> StepPeak:
-        """Train the model for some steps and give the peak of the last; only loaded kernels are left."""
+        """Take some train steps, free the model and return the peak of the last step."""
 
 
 def calibrate(
     output: Path, *, forecast_peak: Callable[[int, int], float], device_index: int = 0, card: Card | None = None
 ) -> Calibration:
-    """Measure one GPU, write the figures to ``output`` and return them. The GPU must not be in use otherwise.
+    """Measure one GPU, write the figures to ``output`` and return them. Nothing else may use the GPU.
 
     Args:
-        forecast_peak: traced peak bytes of a steady train step of ``make_trainer``, for batch size and tokens per row;
-            called before the GPU is touched.
-        card: the GPU; by default the one of ``device_index``.
+        forecast_peak: gives the traced peak bytes of a steady train step of ``make_trainer`` for a batch size and a
+            number of tokens per row. It is called before the GPU is used.
+        card: the GPU to measure; by default that of ``device_index``.
 
     Raises:
         InputError: there is no CUDA, no such device, or other processes use the GPU.
@@ -103,7 +103,7 @@ def calibrate(
     workspace_bytes, bytes_per_token, misfit_bytes = fit_residuals(peaks, traced_bytes)
     measured = Calibration(
         **card.describe(),
-        context_bytes=max(created_bytes, card.outside_bytes()),  # by now with the kernels that training loaded
+        context_bytes=max(created_bytes, card.outside_bytes()),  # now with the kernels that training loaded
         nccl_bytes=measure_nccl_bytes(card),
         workspace_bytes=max(workspace_bytes, product_bytes),
         bytes_per_token=bytes_per_token,
@@ -116,10 +116,10 @@ def calibrate(
 
 
 def measure_context_bytes(card: Card) -> int:
-    """Bytes outside the allocator once the context exists, before anything was computed.
+    """Bytes outside the allocator when the context exists and nothing was computed yet.
 
     Raises:
-        InputError: so many are in use that other processes must be among them.
+        InputError: so many are in use that other processes must use the GPU.
     """
     context_bytes = card.outside_bytes()
     if context_bytes > _LARGEST_CONTEXT_BYTES:
@@ -130,25 +130,27 @@ def measure_context_bytes(card: Card) -> int:
 
 
 def measure_workspace_bytes(card: Card) -> int:
-    """Bytes that the first product and its backward leave allocated: what cuBLAS keeps."""
+    """Bytes that the first matrix product and its backward leave allocated, which are cuBLAS's workspaces."""
     return max(0, card.workspace_bytes())
 
 
 def measure_nccl_bytes(card: Card) -> int:
-    """Bytes outside the allocator that the first collective of a single rank takes."""
+    """Bytes outside the allocator that the first collective of a single rank allocates."""
     before_bytes = card.outside_bytes()
     return max(0, card.outside_bytes_in_a_group() - before_bytes)
 
 
 def measure_fragmentation(peaks: Sequence[StepPeak]) -> float:
-    """The largest reserved over allocated bytes of the steps, less 1."""
+    """The largest ratio of reserved to allocated bytes of the steps, less 1; at least 0."""
     return max(0.0, max(peak.reserved_bytes / peak.allocated_bytes for peak in peaks) - 1)
 
 
 def fit_residuals(peaks: Sequence[StepPeak], traced_bytes: Sequence[float]) -> tuple[int, float, int]:
-    """A line no measured peak is above, over traced bytes: its constant, its bytes per token, and its largest miss.
+    """Fit a line over tokens that is at or above every measured peak less its traced bytes.
 
-    Neither part is below zero: where the trace counted too much, nothing is taken off the next forecast.
+    Returns:
+        The line's constant, its bytes per token, and its largest distance from a measurement. The first two are at
+        least 0: if the trace counted too much, the fit does not lower the next forecast.
 
     >>> peaks = [StepPeak(10, 1120, 0), StepPeak(20, 2140, 0), StepPeak(40, 4180, 0)]
     >>> fit_residuals(peaks, [1000.0, 2000.0, 4000.0])
@@ -172,7 +174,7 @@ def _cuda_card(device_index: int) -> "CudaCard":
 
 
 class CudaCard(Card):
-    """``Card`` on ``device``, which this process must not have used before."""
+    """A CUDA device that this process has not used before."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -211,7 +213,7 @@ class CudaCard(Card):
     def train(self, batch_size: int, seq_len: int) -> StepPeak:
         trainer = make_trainer(self._device)
         tokens_BS = torch.zeros(batch_size, seq_len, dtype=torch.long, device=self._device)
-        for _ in range(_STEPS_BEFORE):
+        for _ in range(_WARM_UP_STEPS):
             trainer.train_step(tokens_BS)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -224,7 +226,7 @@ class CudaCard(Card):
 
 
 def make_trainer(device: torch.device, model_arguments: Mapping[str, int] = CALIBRATION_MODEL) -> Trainer:
-    """The model on ``device``, its optimizer and its train step; for the card and for a trace of the same step."""
+    """Make the model that a calibration trains, on ``device``. The GPU and the trace both use it."""
     outer_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:

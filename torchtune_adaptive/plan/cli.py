@@ -1,4 +1,4 @@
-"""``tune-adaptive``: what fits of a config, known without a GPU; what a GPU adds, measured on one.
+"""``tune-adaptive``: plan what fits without a GPU; calibrate what a GPU adds to a plan.
 
 tune-adaptive plan --config llama3_1/8B_full --nproc_per_node 8 --memory H100 --seq-len 4096,8192 [key=value ...]
 tune-adaptive calibrate --output h100.json
@@ -29,7 +29,7 @@ _TRACE = partial(trace, shows_progress=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the program; a refused value ends it with one sentence on standard error and status 1."""
+    """Run the program. A refused value ends it with one sentence on standard error and status 1."""
     parser = _parser()
     parsed, others = parser.parse_known_args(arguments)  # overrides may stand anywhere, as for `tune run`
     if others and (parsed.command != "plan" or any(other.startswith("-") for other in others)):
@@ -45,14 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tune-adaptive", description="The largest batch of a torchtune config.")
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("plan", help="what fits of a config, known without a GPU, weights or data")
+    command = commands.add_parser("plan", help="what fits of a config, found without a GPU, weights or data")
     command.add_argument("--config", required=True, help="name of a stock config or of ours, or a path")
     command.add_argument("--nproc_per_node", "--nproc-per-node", default="1", help="ranks on a machine [1]")
     command.add_argument("--nnodes", default="1", help="machines [1]")
     command.add_argument(
-        "--memory", help="of a rank's GPU: its name, as in H100, or a size, as in 80GiB [adaptive.memory_limit]"
+        "--memory", help="memory of each rank's GPU: its name (H100) or a size (80GiB) [adaptive.memory_limit]"
     )
-    command.add_argument("--seq-len", help="tokens of a row, several with commas; by default the config's")
+    command.add_argument("--seq-len", help="tokens of a row, or several lengths with commas between [the config's]")
     command.add_argument("--calibration", type=Path, help="file that `tune-adaptive calibrate` wrote on such a GPU")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`")
@@ -76,22 +76,22 @@ def _plan(arguments: argparse.Namespace) -> None:
     planned = plan(cfg, world_size=world_size, card=card, seq_lens=seq_lens, traced_by=_TRACE)
     if not arguments.json:
         print(plan_text(planned, title=arguments.config))
-    helpful = [] if planned.fits else _suggest(planned, cfg, says_so=not arguments.json)
+    helpful = [] if planned.fits else _suggest(planned, cfg, prints=not arguments.json)
     if arguments.json:
         print(json.dumps(plan_json(planned, helpful), indent=2))
 
 
-def _suggest(planned: Plan, cfg: DictConfig, *, says_so: bool) -> list[Suggestion]:
-    """What would help the shortest rows of a plan of which nothing fits, shown one by one as each is planned."""
+def _suggest(planned: Plan, cfg: DictConfig, *, prints: bool) -> list[Suggestion]:
+    """Plan suggestions for the shortest rows of ``planned``; print each as soon as it is planned if ``prints``."""
     found: list[Suggestion] = []
     shortest = min(length.seq_len for length in planned.lengths)
-    if says_so:
+    if prints:
         print(f"\nNothing fits. With rows of {shortest} tokens:")
     for suggestion in suggestions(
         cfg, world_size=planned.world_size, card=planned.card, seq_len=shortest, traced_by=_TRACE
     ):
         found.append(suggestion)
-        if says_so:
+        if prints:
             print(f"- {suggestion_text(suggestion)}", flush=True)
     return found
 
@@ -111,18 +111,25 @@ def _memory_bytes(text: str | None, settings: AdaptiveSettings) -> int:
 
 
 def _seq_lens(text: str | None, settings: AdaptiveSettings, cfg: DictConfig) -> list[int]:
-    """Tokens of a row: those asked for, else the config's own, else the usual ones."""
+    """Row lengths to plan: those asked for, else the config's own, else the usual ones."""
     if text is not None:
         return [_integer("seq_len", part) for part in text.split(",")]
     if settings.seq_len is not None:
         return [settings.seq_len]
-    of_tokenizer, of_model = (_max_seq_len(cfg, block) for block in ("tokenizer", "model"))
-    if of_tokenizer is not None:
-        return [of_tokenizer]
-    return [length for length in USUAL_SEQ_LENS if of_model is None or length <= of_model] or [of_model or 1]
+    tokenizer_len, model_len = (_max_seq_len(cfg, block) for block in ("tokenizer", "model"))
+    if tokenizer_len is not None:
+        return [tokenizer_len]
+    if model_len is None:
+        return list(USUAL_SEQ_LENS)
+    return [length for length in USUAL_SEQ_LENS if length <= model_len] or [model_len]
 
 
 def _max_seq_len(cfg: DictConfig, block: str) -> int | None:
+    """``max_seq_len`` of the config's ``block``, or None if it has none.
+
+    Raises:
+        InputError: it is not a positive integer.
+    """
     values = cfg.get(block)
     length = values.get("max_seq_len") if isinstance(values, DictConfig) else None
     return None if length is None else require_integer(f"{block}.max_seq_len", length, minimum=1)
@@ -132,7 +139,7 @@ def _integer(name: str, text: str, *, minimum: int = 1) -> int:
     try:
         value: object = int(text)
     except ValueError:
-        value = text
+        value = text  # which the check refuses and quotes
     return require_integer(name, value, minimum=minimum)
 
 

@@ -1,4 +1,4 @@
-"""Trace a config's train step without a GPU, in a process of its own."""
+"""Trace a config's train step without a GPU, in a separate process."""
 
 import json
 import os
@@ -15,6 +15,10 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.step_peaks import TracedStep
 from torchtune_adaptive.stock.configs import resolved
 
+_WORKER = f"{__package__}.worker"
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+
 
 def trace(
     cfg: DictConfig,
@@ -24,14 +28,14 @@ def trace(
     timeout_s: float | None = None,
     shows_progress: bool = False,
 ) -> TracedStep:
-    """Peaks of a train step of our recipe for ``cfg`` on the first of ``world_size`` ranks, which holds the most.
+    """Trace a train step of our recipe for ``cfg`` on the first of ``world_size`` ranks, which holds the most.
 
-    It runs in a process of its own, over fake tensors on the CPU: no weights, tokenizer or data set are read.
+    The step runs in a separate process over fake tensors on the CPU. No weights, tokenizer or data set are read.
 
     Args:
-        seq_lens: tokens of a row; each gives peaks of its own.
+        seq_lens: tokens of a row; each length gives peaks of its own.
         timeout_s: give up after so many seconds; None: never.
-        shows_progress: on standard error.
+        shows_progress: show a progress bar on standard error.
 
     Raises:
         InputError: the config cannot be planned; the message says why.
@@ -43,22 +47,22 @@ def trace(
         "seq_lens": list(seq_lens),
         "shows_progress": shows_progress,
     }
-    return TracedStep.from_json(_ask(request, timeout_s=timeout_s, shows_progress=shows_progress))
+    return TracedStep.from_json(_run_worker(request, timeout_s=timeout_s, shows_progress=shows_progress))
 
 
 def calibration_peak(batch_size: int, seq_len: int) -> float:
-    """Traced peak bytes of the step that a calibration takes, for rows of ``seq_len`` tokens."""
-    return _ask({"batch_size": batch_size, "seq_len": seq_len}, timeout_s=None, shows_progress=False)["peak_bytes"]
+    """Trace the step that a calibration measures, and return its peak bytes for rows of ``seq_len`` tokens."""
+    request = {"batch_size": batch_size, "seq_len": seq_len}
+    return _run_worker(request, timeout_s=None, shows_progress=False)["peak_bytes"]
 
 
-def _ask(request: dict[str, Any], *, timeout_s: float | None, shows_progress: bool) -> dict[str, Any]:
-    """What ``fake_plan`` answers."""
+def _run_worker(request: dict[str, Any], *, timeout_s: float | None, shows_progress: bool) -> dict[str, Any]:
+    """Start ``worker`` with ``request`` and return its answer."""
     with tempfile.TemporaryDirectory() as directory:
         answer_path = Path(directory) / "answer.json"
-        command = [sys.executable, "-m", "torchtune_adaptive.plan.plan.worker", str(answer_path)]
         try:
             ended = subprocess.run(
-                command,
+                [sys.executable, "-m", _WORKER, str(answer_path)],
                 input=json.dumps(request),
                 text=True,
                 env=_environment(),
@@ -77,11 +81,10 @@ def _ask(request: dict[str, Any], *, timeout_s: float | None, shows_progress: bo
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, but for what a launcher told it of its rank; the other has no GPU and one thread."""
-    launcher = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    """This process's environment without the launcher's variables, without a GPU and with one thread."""
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in launcher and not name.startswith(("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_"))
+        if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
     }
     return kept | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""What needs CUDA to run, as something that holds the same memory on fake tensors."""
+"""Stand-ins for code that needs CUDA. They hold the same memory on fake tensors."""
 
 import math
 import re
@@ -17,10 +17,10 @@ _BITSANDBYTES_ADAM = re.compile(r"bitsandbytes\.optim\.(Paged)?AdamW?(8bit|32bit
 
 
 def stand_in_for_optimizer(optimizer: DictConfig) -> DictConfig:
-    """The `optimizer` of a config, or its stand-in if only CUDA can run it.
+    """Return the `optimizer` of a config, or a stand-in if it runs on CUDA only.
 
     Raises:
-        InputError: it is of bitsandbytes, but none of its Adam family.
+        InputError: it is an optimizer of bitsandbytes, but not of its Adam family.
     """
     component = str(optimizer._component_)
     if not component.startswith("bitsandbytes."):
@@ -34,11 +34,15 @@ def stand_in_for_optimizer(optimizer: DictConfig) -> DictConfig:
 
 
 class BlockwiseAdam(torch.optim.Optimizer):
-    """Holds the state of bitsandbytes' Adam and AdamW, whose step is a kernel for each parameter.
+    """Holds the state of bitsandbytes' Adam and AdamW, whose step runs one kernel for each parameter.
 
-    Small parameters have 32 bits, others of 8 bits have a scale for each block; paged state of large parameters is in
-    managed memory, which gives way to other allocations, and is not held here (bitsandbytes/optim/optimizer.py,
-    ``get_state_buffer`` and ``init_state``; blocks of 256 since release 0.45, of 2048 before).
+    State of 8 bits has a scale for each block, and small parameters have state of 32 bits. Paged state of large
+    parameters is in managed memory, which can move to the host; it is not allocated here, only counted. See
+    ``get_state_buffer`` and ``init_state`` in bitsandbytes/optim/optimizer.py; blocks have 256 elements since release
+    0.45, and had 2048 before.
+
+    Attributes:
+        paged_bytes: paged state.
     """
 
     _SMALL_FOR_8_BITS, _SMALL_FOR_PAGES, _BLOCK = 4096, 100_000, 256
@@ -50,7 +54,7 @@ class BlockwiseAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Make the state of parameters that have a gradient and no state yet."""
+        """Allocate the state of parameters that have a gradient and no state yet."""
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             if parameter.grad is None or parameter in self.state:
                 continue
@@ -68,10 +72,10 @@ class BlockwiseAdam(torch.optim.Optimizer):
 
 
 class OffloadedActivations(saved_tensors_hooks):
-    """Holds on the device what torchtune's ``OffloadActivations`` holds there, with its streams and defaults.
+    """Holds the tensors that torchtune's ``OffloadActivations``, with streams and defaults, holds on the device.
 
-    Forward keeps the last tensors that were saved until their copies are done; backward keeps those of the last
-    operation until the next one is done.
+    In forward it keeps the last saved tensors, whose copies to the host may not be done. In backward it keeps the
+    tensors brought back for the last operation, until the next operation is done.
     """
 
     _STASHED, _SMALLEST_BYTES = 5, 1024

@@ -1,4 +1,4 @@
-"""A config's model with few of its layers, and with tensors that take no memory."""
+"""Build a config's model with few of its layers, and give it tensors that take no memory."""
 
 import functools
 import inspect
@@ -19,9 +19,10 @@ from torchtune_adaptive.errors import InputError, quote, reason_of
 
 @contextmanager
 def layers_limited_to(num_layers: int | None, component: str) -> Iterator[list[int]]:
-    """Let ``component`` make a model of ``num_layers`` layers; gives a list that the true number is put into.
+    """Let ``component`` build a model of only ``num_layers`` layers (None: all). Yields a list for the true number.
 
-    A config names a whole model, such as ``llama3_1_70b``, which calls a builder with its number of layers.
+    A config names a whole model, such as ``llama3_1_70b``, which calls one of torchtune's builders with its number of
+    layers. Inside the ``with`` block each builder appends that number to the list and builds ``num_layers`` instead.
     """
     _import_builders(component)
     true_counts: list[int] = []
@@ -38,16 +39,22 @@ def layers_limited_to(num_layers: int | None, component: str) -> Iterator[list[i
         return build
 
     try:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("torchtune.models."):
-                for key, value in list(vars(module).items()):
-                    if inspect.isfunction(value) and "num_layers" in (signature := inspect.signature(value)).parameters:
-                        replaced.append((vars(module), key, value))
-                        vars(module)[key] = limited(value, signature)
+        for names, key, builder in list(_builders()):
+            replaced.append((names, key, builder))
+            names[key] = limited(builder, inspect.signature(builder))
         yield true_counts
     finally:
-        for names, key, value in replaced:
-            names[key] = value
+        for names, key, builder in replaced:
+            names[key] = builder
+
+
+def _builders() -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Each function of torchtune's imported models that takes ``num_layers``, with its module's names and its own."""
+    for module_name, module in sys.modules.items():
+        if module_name.startswith("torchtune.models."):
+            for key, value in vars(module).items():
+                if inspect.isfunction(value) and "num_layers" in inspect.signature(value).parameters:
+                    yield vars(module), key, value
 
 
 def _import_builders(component: str) -> None:
@@ -66,8 +73,8 @@ def _import_builders(component: str) -> None:
 
 
 def make_fake(model: nn.Module) -> None:
-    """Replace parameters and buffers by fake ones; under the fake mode. What modules share they go on sharing."""
-    made: dict[int, tuple[Any, Any]] = {}  # by the real one's identity, which is kept so that no other has it
+    """Replace parameters and buffers by fake ones. Call it inside the fake mode. Shared tensors stay shared."""
+    made: dict[int, tuple[Any, Any]] = {}  # by id of the real tensor, which is kept so that its id is not reused
     for module in model.modules():
         for tensors, wrap in ((module._parameters, _fake_parameter), (module._buffers, _fake_like)):
             for name, tensor in tensors.items():
@@ -82,7 +89,7 @@ def _fake_parameter(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _fake_like(tensor: Any) -> Any:
-    """A fake tensor on the CPU for a real or meta ``tensor``, which may wrap others."""
+    """A fake tensor on the CPU of the layout of ``tensor``, which is real or meta and may wrap others."""
     if isinstance(tensor, DTensor):
         return DTensor(_fake_like(tensor._local_tensor), tensor._spec, requires_grad=False)
     if hasattr(tensor, "__tensor_flatten__"):

@@ -7,7 +7,7 @@ Works on a process of its own: it starts a process group of which only one rank 
 import contextlib
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,11 +23,15 @@ from torchtune import config
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import DoRALinear
 
+from torchtune_adaptive.batch.row_format import Row
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.plan.cuda_stand_ins import OffloadedActivations, stand_in_for_optimizer
 from torchtune_adaptive.plan.fake_model import layers_limited_to, make_fake
-from torchtune_adaptive.plan.trace import CUDA_GRANULARITY_BYTES, ON_HOST, StepTrace
+from torchtune_adaptive.plan.trace import CUDA_GRANULARITY_BYTES, ON_HOST, Mark, StepTrace
 from torchtune_adaptive.stock.configs import is_lora, resolved
+from torchtune_adaptive.training.objectives import NextToken
+from torchtune_adaptive.training.train_step import TrainStep
 
 
 class FakeRecipe:
@@ -49,25 +53,27 @@ class FakeRecipe:
         self._like_cuda = str(cfg.device).startswith("cuda")
         self._keeps_on_host = bool(cfg.get("fsdp_cpu_offload", False))
         start_fake_process_group(world_size)
-        self._recipe = _recipe_class(self.cfg, like_cuda=self._like_cuda)()
+        recipe = _recipe_of(self.cfg)
         with layers_limited_to(num_layers, str(cfg.model._component_)) as true_counts:
-            self._recipe.set_up_model()
-        self.model: Any = self._recipe._model
+            _set_up_model(recipe, self.cfg)
+        self.model: Any = recipe._model
         if not isinstance(self.model, TransformerDecoder):
             kind = type(self.model).__name__
             raise InputError(f"`model` must be a text model (a TransformerDecoder), but is a {kind} instead.")
         self.num_layers = len(self.model.layers)
         self.true_num_layers = true_counts[0] if true_counts else self.num_layers
+        self._micro_steps = min(2, recipe._gradient_accumulation_steps)
         self._fake_mode = FakeTensorMode()
         with self._as_on_device():
             make_fake(self.model)
-            self._recipe.set_up_step()
-        self._warm = False
+            _set_up_optimizer_and_loss(recipe, self.cfg)
+        self._stepping = recipe.stepping()
+        self._loss_fn, self._activations = recipe._loss_fn, recipe.activations_handling_ctx
+        self._is_warm = False
 
     def trace(self, batch_size: int, seq_len: int) -> StepTrace:
         """One steady-state step over micro-batches of ``batch_size`` rows of ``seq_len`` tokens."""
-        recipe = self._recipe
-        micro_batches = [(batch_size, seq_len)] * min(2, recipe._gradient_accumulation_steps)
+        micro_batches = [[{"num_tokens": seq_len}] * batch_size] * self._micro_steps
         on_host = self._keeps_on_host
         trace = StepTrace(
             granularity_bytes=CUDA_GRANULARITY_BYTES if self._like_cuda else 1,
@@ -75,20 +81,20 @@ class FakeRecipe:
             by_gloo=not self._like_cuda,
         )
         with self._as_on_device():
-            if not self._warm:  # makes the optimizer's state, and lets DTensor work out shardings on global shapes
-                recipe._run_micro_batches(micro_batches)
-                recipe._run_micro_batches(
-                    micro_batches
-                )  # some optimizers take other operations once their state is there
-                self._warm = True
+            if not self._is_warm:
+                # The first step makes the optimizer's state, and lets DTensor work out shardings on global shapes; some
+                # optimizers take other operations in the second.
+                for _ in range(2):
+                    self._train_step(Phases([], None), micro_batches)
+                self._is_warm = True
             trace.mark(list(self.model.buffers()), "parameters")
             trace.mark(list(self.model.parameters()), ON_HOST if on_host else "parameters")
-            states = [list(optimizer.state.values()) for optimizer in recipe.optimizers()]
+            states = [list(optimizer.state.values()) for optimizer in self._stepping.optimizers]
             trace.mark(states, ON_HOST if on_host else "optimizer state")
-            recipe.tracer = trace
+            phases = _TracedPhases([self.model], trace, gradients_are=ON_HOST if on_host else "gradients")
             with trace:
-                recipe._run_micro_batches(micro_batches)
-            recipe.tracer = None
+                self._train_step(phases, micro_batches)
+            phases.remove()
         return trace
 
     def figures(self) -> dict[str, int]:
@@ -96,14 +102,48 @@ class FakeRecipe:
         numbers = [parameter.numel() for parameter in self.model.parameters()]
         return {
             "num_parameters": sum(numbers),
-            "paged_bytes": sum(getattr(optimizer, "paged_bytes", 0) for optimizer in self._recipe.optimizers()),
+            "paged_bytes": sum(getattr(optimizer, "paged_bytes", 0) for optimizer in self._stepping.optimizers),
             "attention_width": self.model.num_heads * self.model.head_dim,
         }
+
+    def _train_step(self, phases: Phases, micro_batches: list[list[Row]]) -> None:
+        objective = NextToken(self.model, self._loss_fn, self._activations, weight_depends_on_cut=True)
+        device = torch.device("cpu")
+        TrainStep(objective, self._stepping, collate=self._collate, device=device, phases=phases, meter=None)(
+            micro_batches
+        )
+
+    def _collate(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        """A batch of the shape of ``rows``, without content."""
+        shape = len(rows), rows[0]["num_tokens"]
+        names = ("tokens", "labels", "input_pos") if _is_packed(self.cfg.dataset) else ("tokens", "labels")
+        batch = {name: torch.zeros(shape, dtype=torch.long) for name in names}
+        if "input_pos" in batch and not self._like_cuda:
+            # CUDA has a block mask for flex attention instead, whose memory is taken for that of causal attention.
+            batch["mask"] = torch.zeros(*shape, shape[1], dtype=torch.bool)
+        return batch
 
     @contextmanager
     def _as_on_device(self) -> Iterator[None]:
         with self._fake_mode, _optimizers_choose_as_on_cuda() if self._like_cuda else contextlib.nullcontext():
             yield
+
+
+class _TracedPhases(Phases):
+    """Tells a trace the phase, and marks gradients before they are clipped."""
+
+    def __init__(self, models: Sequence[nn.Module], trace: StepTrace, *, gradients_are: Mark) -> None:
+        super().__init__(models, None)
+        self._models = models
+        self._trace = trace
+        self._gradients_are: Mark = gradients_are
+
+    def enter(self, name: str) -> None:
+        super().enter(name)
+        if name == "clip":
+            gradients = [parameter.grad for model in self._models for parameter in model.parameters()]
+            self._trace.mark(gradients, self._gradients_are)
+        self._trace.enter_phase(name)
 
 
 def _is_packed(dataset: Any) -> bool:
@@ -129,70 +169,44 @@ def _on_fake_device(cfg: DictConfig) -> DictConfig:
     return DictConfig(content | changes | {"wants_offloading": wants_offloading, "optimizer": optimizer})
 
 
-def _recipe_class(cfg: DictConfig, *, like_cuda: bool) -> Any:
-    """Our recipe of the method, but that it has no data, reads no checkpoint and takes no tensor's value."""
-    lora = is_lora(cfg)
-    module: Any = importlib.import_module(f"adaptive_{'lora' if lora else 'full'}_finetune_distributed")
-    stock = module.StockRecipe
-    names = stock._setup_model.__globals__
+def _recipe_of(cfg: DictConfig) -> Any:
+    """The recipe of the method as its own set-up finds it, but that it reads no checkpoint and takes fake weights."""
+    kind = "LoRA" if is_lora(cfg) else "Full"
+    module: Any = importlib.import_module(f"adaptive_{kind.lower()}_finetune_distributed")
+    names = module.StockRecipe._setup_model.__globals__
     if not isinstance(names["training"], _TrainingOnFakes):
         names["training"] = _TrainingOnFakes(names["training"])
     names["validate_missing_and_unexpected_for_lora"] = lambda **_: None
-    ours = module.AdaptiveLoRAFinetuneRecipeDistributed if lora else module.AdaptiveFullFinetuneRecipeDistributed
+    recipe_class = getattr(module, f"Adaptive{kind}FinetuneRecipeDistributed")
+    recipe = recipe_class.__new__(recipe_class)
+    module.StockRecipe.__init__(recipe, cfg)
+    recipe._compile = False
+    recipe._optimizer_in_bwd = cfg.get("optimizer_in_bwd", False)
+    return recipe
 
-    class Fake(ours):
-        tracer: StepTrace | None = None
-        _meter = None
 
-        def __init__(self) -> None:
-            stock.__init__(self, cfg)
-            self._compile = False
-            self._optimizer_in_bwd = cfg.get("optimizer_in_bwd", False)
+def _set_up_model(recipe: Any, cfg: DictConfig) -> None:
+    # Selective checkpointing counts layers over all models of a process: delete when torchtune begins anew.
+    vars(torchtune_activations.checkpoint_wrapper).pop("_count", None)
+    weights = {"base_model_state_dict": {}, "lora_weights_state_dict": {"any": None}}
+    more = {"ac_mode": cfg.get("ac_mode", None), "ac_option": cfg.get("ac_option", None)}
+    recipe._model = recipe._setup_model(
+        cfg_model=cfg.model,
+        enable_activation_checkpointing=recipe._enable_activation_checkpointing,
+        enable_activation_offloading=cfg.wants_offloading,
+        fsdp_cpu_offload=False,  # what is on the host is told apart by its kind
+        reshard_after_forward=cfg.get("fsdp_reshard_after_forward", True),
+        custom_sharded_layers=cfg.get("custom_sharded_layers", None),
+        **(weights if is_lora(cfg) else {"model_state_dict": {}} | more),
+    )
 
-        def set_up_model(self) -> None:
-            # Selective checkpointing counts layers over all models of a process: delete when torchtune begins anew.
-            vars(torchtune_activations.checkpoint_wrapper).pop("_count", None)
-            weights = {"base_model_state_dict": {}, "lora_weights_state_dict": {"any": None}}
-            more = {"ac_mode": cfg.get("ac_mode", None), "ac_option": cfg.get("ac_option", None)}
-            self._model = self._setup_model(
-                cfg_model=cfg.model,
-                enable_activation_checkpointing=self._enable_activation_checkpointing,
-                enable_activation_offloading=cfg.wants_offloading,
-                fsdp_cpu_offload=False,  # what is on the host is told apart by its kind
-                reshard_after_forward=cfg.get("fsdp_reshard_after_forward", True),
-                custom_sharded_layers=cfg.get("custom_sharded_layers", None),
-                **(weights if lora else {"model_state_dict": {}} | more),
-            )
 
-        def set_up_step(self) -> None:
-            how = {} if lora else {"optimizer_in_bwd": self._optimizer_in_bwd}
-            self._optimizer = self._setup_optimizer(cfg_optimizer=cfg.optimizer, **how)
-            self._loss_fn = config.instantiate(cfg.loss)
-            if hasattr(self._loss_fn, "num_output_chunks"):
-                self._model.set_num_output_chunks(self._loss_fn.num_output_chunks)
-
-        def optimizers(self) -> list[torch.optim.Optimizer]:
-            return list(self._optim_ckpt_wrapper.optim_map.values()) if self._optimizer_in_bwd else [self._optimizer]
-
-        def _collated(self, rows: tuple[int, int]) -> dict[str, torch.Tensor]:
-            names = ("tokens", "labels", "input_pos") if _is_packed(cfg.dataset) else ("tokens", "labels")
-            batch = {name: torch.zeros(rows, dtype=torch.long) for name in names}
-            if "input_pos" in batch and not like_cuda:
-                # CUDA has a block mask for flex attention instead, whose memory is taken for that of causal attention.
-                batch["mask"] = torch.zeros(*rows, rows[1], dtype=torch.bool)
-            return batch
-
-        def _enter_phase(self, name: str) -> None:
-            if self.tracer is not None:
-                if name == "clip":
-                    gradients = [parameter.grad for parameter in self._model.parameters()]
-                    self.tracer.mark(gradients, ON_HOST if cfg.get("fsdp_cpu_offload", False) else "gradients")
-                self.tracer.enter_phase(name)
-
-        def _step_totals(self, *_: Any, **__: Any) -> None:
-            return None
-
-    return Fake
+def _set_up_optimizer_and_loss(recipe: Any, cfg: DictConfig) -> None:
+    how = {} if is_lora(cfg) else {"optimizer_in_bwd": recipe._optimizer_in_bwd}
+    recipe._optimizer = recipe._setup_optimizer(cfg_optimizer=cfg.optimizer, **how)
+    recipe._loss_fn = config.instantiate(cfg.loss)
+    if hasattr(recipe._loss_fn, "num_output_chunks"):
+        recipe._model.set_num_output_chunks(recipe._loss_fn.num_output_chunks)
 
 
 class _TrainingOnFakes:

@@ -1,8 +1,8 @@
-"""Memory of known GPUs, as CUDA tells a process of it.
+"""Memory that CUDA lets a process use on known GPUs.
 
-A vendor's "80 GB", what `nvidia-smi` reports and what CUDA lets a process use are three sizes: of an A100 80GB the
-second is 81920 MiB, which is 85.9 decimal GB, and the third some 700 MiB less. A forecast needs the third, torch's
-"total capacity". Where several were found, the table has the smallest.
+A vendor's "80 GB", the size that `nvidia-smi` reports and the size that CUDA lets a process use all differ. For an
+A100 80GB the second is 81920 MiB, which is 85.9 decimal GB, and the third is some 700 MiB less. A forecast needs the
+third, which torch calls "total capacity". Where sources differ, the table has the smallest figure.
 """
 
 import difflib
@@ -16,18 +16,18 @@ from torchtune_adaptive.settings import parse_memory
 
 _MIB = 2**20
 _GIB = 2**30
-# A judgement: what the driver holds back of the memory that `nvidia-smi` reports. Where both figures were found it is
-# 451 MiB (T4) to 881 MiB (A100 80GB), neither a fixed size nor a fixed share, so that the largest is taken.
+# An estimate of what the driver reserves of the memory that `nvidia-smi` reports. Where both figures were found it is
+# 451 MiB (T4) to 881 MiB (A100 80GB), neither a fixed size nor a fixed share, so this is above the largest.
 _DRIVER_BYTES = 896 * _MIB
-# A judgement: a size without unit below this is no memory of a GPU, but a unit forgotten.
+# An estimate: a size without unit below this cannot be a GPU's memory; its unit was forgotten.
 _SMALLEST_BARE_BYTES = _MIB
-# What a name may have or lack: the maker, the brand, the form and the kind of memory.
-_ADORNMENT = re.compile(r"nvidia|geforce|tesla|rtx|generation|sxm[0-9]?|pcie|hbm[0-9]?e?|[^a-z0-9]")
+# Parts of a name that may be left out: the maker, the brand, the form and the kind of memory.
+_OPTIONAL_PARTS = re.compile(r"nvidia|geforce|tesla|rtx|generation|sxm[0-9]?|pcie|hbm[0-9]?e?|[^a-z0-9]")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: ``memory_bytes`` that a process can use, and the address and kind of the figure they are from."""
+    """One GPU: ``memory_bytes`` that a process can use, and the kind and address of their source."""
 
     memory_bytes: int
     source: str
@@ -38,7 +38,7 @@ def _seen_by_cuda(memory_bytes: float, source: str) -> Gpu:
 
 
 def _reported(memory_bytes: int, source: str) -> Gpu:
-    """A GPU of which only the driver's own figure was found, less what the driver may hold back."""
+    """A GPU for which only the driver's own figure was found, less what the driver may reserve."""
     return Gpu(memory_bytes - _DRIVER_BYTES, f"reported by the driver, less {_DRIVER_BYTES // _MIB} MiB: {source}")
 
 
@@ -51,17 +51,17 @@ KNOWN_GPUS: Mapping[str, Gpu] = MappingProxyType(
         "V100 16GB": _reported(16384 * _MIB, _GITHUB + "huggingface/text-generation-inference/issues/424"),
         "V100 32GB": _seen_by_cuda(32501 * _MIB, _GITHUB + "ollama/ollama/issues/16533"),
         "A10": _seen_by_cuda(21.99 * _GIB, _GITHUB + "zai-org/CogVLM/issues/236"),
-        # Printed there as 22.0 GiB, of which the smallest that rounds to it.
+        # The source prints 22.0 GiB; this is the smallest size that rounds to it.
         "A10G": _seen_by_cuda(21.95 * _GIB, _GITHUB + "batteries-included/batteries-included/pull/1663"),
         "A30": _seen_by_cuda(23.53 * _GIB, _GITHUB + "google/RB-Modulation/issues/5"),
-        # Printed there as 44.4 GiB.
+        # The source prints 44.4 GiB.
         "A40": _seen_by_cuda(44.35 * _GIB, _GITHUB + "ollama/ollama/issues/9858"),
         "A100 40GB": _seen_by_cuda(42298834944, _GITHUB + "bottlerocket-os/bottlerocket/pull/3873"),
         "A100 80GB": _seen_by_cuda(79.14 * _GIB, _GITHUB + "lianqi1008/Control-GIC/issues/6"),
         "RTX 3090": _seen_by_cuda(24123 * _MIB, _GITHUB + "ggml-org/llama.cpp/issues/24608"),
         "RTX 4090": _seen_by_cuda(23.52 * _GIB, _GITHUB + "vllm-project/vllm/issues/42049"),
         "RTX 5090": _seen_by_cuda(32106 * _MIB, _GITHUB + "ggml-org/llama.cpp/issues/17536"),
-        # With ECC on; without it 50865307648 bytes (github.com/unslothai/unsloth-zoo/pull/1053).
+        # With ECC; without it 50865307648 bytes (github.com/unslothai/unsloth-zoo/pull/1053).
         "RTX 6000 Ada": _seen_by_cuda(44.43 * _GIB, _GITHUB + "DINGYANB/MTVCrafter/issues/21"),
         "L4": _reported(23034 * _MIB, _BLOG),
         "L40": _seen_by_cuda(44.40 * _GIB, _GITHUB + "QwenLM/Qwen3-VL/issues/2097"),
@@ -69,7 +69,7 @@ KNOWN_GPUS: Mapping[str, Gpu] = MappingProxyType(
         "H100 80GB": _seen_by_cuda(79.11 * _GIB, _GITHUB + "vllm-project/vllm/issues/27508"),
         "H100 NVL": _reported(99961274368, _GITHUB + "fastfetch-cli/fastfetch/issues/1658"),
         "H200": _reported(143771 * _MIB, _BLOG),
-        # Printed there as "GB"; it is binary, for `nvidia-smi` reports 183359 MiB (NVIDIA/TensorRT-LLM/issues/10278).
+        # Printed as "GB", but it is GiB: `nvidia-smi` reports 183359 MiB (NVIDIA/TensorRT-LLM/issues/10278).
         "B200": _seen_by_cuda(178.35 * _GIB, _GITHUB + "pytorch/ao/pull/4002"),
     }
 )
@@ -77,7 +77,7 @@ _AMBIGUOUS = {"v100": ("V100 16GB", "V100 32GB"), "a100": ("A100 40GB", "A100 80
 
 
 def _key(name: str) -> str:
-    return _ADORNMENT.sub("", name.lower())
+    return _OPTIONAL_PARTS.sub("", name.lower())
 
 
 _NAMES = {_key(name): name for name in KNOWN_GPUS} | {"h100": "H100 80GB"}  # an H100 94GB is always called NVL
@@ -86,11 +86,11 @@ _NAMES = {_key(name): name for name in KNOWN_GPUS} | {"h100": "H100 80GB"}  # an
 def memory_of(text: str) -> int:
     """Bytes that a process can use on a GPU, given by its name or as a size with a unit.
 
-    Case, separators, maker and form do not matter: "NVIDIA A100-SXM4-80GB" is "a100 80gb". "H100" is that of 80 GB;
-    of A100 and V100 the name must say the size. A size is taken as it stands, whatever a driver would hold back.
+    Case, separators, maker and form do not matter: "NVIDIA A100-SXM4-80GB" is "a100 80gb". "H100" means the 80 GB
+    version; "A100" and "V100" need their size in the name. A size is taken as it is, with nothing reserved.
 
     Raises:
-        InputError: neither a size nor a known name, or a name of several sizes; the sentence quotes it.
+        InputError: neither a size nor a known name, or the name of GPUs of several sizes; the sentence quotes it.
 
     >>> memory_of("80GiB") / 2**30, memory_of("h100") == memory_of("H100 80GB HBM3")
     (80.0, True)

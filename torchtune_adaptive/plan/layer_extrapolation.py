@@ -1,9 +1,11 @@
-"""Timelines of a step with few layers -> the timeline with many, of which all between first and last are alike.
+"""Extrapolate a step's timeline to a model of many layers from two models of few layers.
 
-Live bytes at the n-th operation of a phase are a line in the number of layers, and so are those at the n-th from its
-end. In between every layer adds the same, so that what lies there is never above both of its neighbours: the peak is
-at an operation that can be counted from one of the ends. A phase that goes through the parameters several times, by
-one operation each time, is as many phases.
+All layers between the first and the last are alike. So live bytes at the n-th operation of a phase grow linearly with
+the number of layers, and so do those at the n-th operation from the phase's end. Every layer between adds the same
+number of bytes: memory in between rises or falls steadily, and the peak is near one of the ends. The peak is therefore
+at an operation that can be counted from the start or from the end of its phase.
+
+A phase that goes through all parameters several times, each time with one operation, is treated as several phases.
 """
 
 from collections.abc import Iterator
@@ -12,89 +14,98 @@ from itertools import groupby
 from torchtune_adaptive.memory.timeline import Timeline
 
 
-def of_more_layers(few: Timeline, more: Timeline, *, layers: tuple[int, int], num_layers: int) -> Timeline | None:
-    """The operations of a step with ``num_layers`` layers that can hold its peak, in order.
+def extrapolate_layers(few: Timeline, more: Timeline, *, layers: tuple[int, int], num_layers: int) -> Timeline | None:
+    """Return the operations of a step with ``num_layers`` layers that can hold its peak, in order.
 
     Args:
         few: a timeline with ``layers[0]`` layers.
-        more: one of the same batch size with ``layers[1]``; between the two lies a whole period of different layers.
+        more: a timeline of the same batch size with ``layers[1]`` layers. If layers of different sorts alternate, the
+            difference is a whole period of them.
 
     Returns:
-        None if operations do not repeat as layers do.
+        None if the operations do not repeat as layers do.
 
     >>> few = Timeline(2, ("in", "layer", "layer", "out"), (1, 2, 3, 4), ("forward",) * 4)
     >>> more = Timeline(2, ("in", "layer", "layer", "layer", "out"), (1, 2, 3, 4, 5), ("forward",) * 5)
-    >>> of_more_layers(few, more, layers=(2, 3), num_layers=10).live_bytes
+    >>> extrapolate_layers(few, more, layers=(2, 3), num_layers=10).live_bytes
     (1, 2, 11, 12)
     """
-    places = _aligned_places(few, more)
-    if places is None:
+    pairs = _aligned_operations(few, more)
+    if pairs is None:
         return None
     periods, rest = divmod(num_layers - layers[0], layers[1] - layers[0])
     assert rest == 0, (layers, num_layers)
     return Timeline(
         batch_size=few.batch_size,
-        operations=tuple(few.operations[place] for place, _ in places),
+        operations=tuple(few.operations[index] for index, _ in pairs),
         live_bytes=tuple(
-            few.live_bytes[place] + periods * (more.live_bytes[other] - few.live_bytes[place])
-            for place, other in places
+            few.live_bytes[index] + periods * (more.live_bytes[other] - few.live_bytes[index]) for index, other in pairs
         ),
-        phases=tuple(few.phases[place] for place, _ in places),
+        phases=tuple(few.phases[index] for index, _ in pairs),
     )
 
 
-def _aligned_places(few: Timeline, more: Timeline) -> list[tuple[int, int]] | None:
-    """Pairs of places of the same operation in both: in each phase first from its start, then from its end."""
-    runs_of_few, runs_of_more = list(_runs(few.phases)), list(_runs(more.phases))
-    if [phase for phase, _ in runs_of_few] != [phase for phase, _ in runs_of_more]:
-        return None
-    places: list[tuple[int, int]] = []
-    for run, longer in _stretches(few, runs_of_few, more, runs_of_more):
-        operations = [few.operations[place] for place in run], [more.operations[place] for place in longer]
-        middle = _middle(*operations)
-        if middle is None:
-            return None
-        places += zip(run[:middle], longer[:middle], strict=True)
-        places += zip(run[middle:], longer[len(longer) - len(run) + middle :], strict=True)
-    return places
+def _aligned_operations(few: Timeline, more: Timeline) -> list[tuple[int, int]] | None:
+    """Index pairs of the same operation in both timelines; None if the operations do not repeat as layers do.
 
-
-def _middle(run: list[str], longer: list[str]) -> int | None:
-    """Up to where operations of ``run``, the shorter one, are counted from the start; None if layers do not repeat.
-
-    It is in the midst of those that are alike counted from either end: layers with others like them on both sides.
-    They are a period of layers at least, as many operations as ``longer`` has more.
+    In each phase the first operations are counted from its start, the others from its end.
     """
-    alike = _num_alike(run, longer)
-    begin = len(run) - _num_alike(run[::-1], longer[::-1])
-    return (begin + alike) // 2 if 0 <= len(longer) - len(run) <= alike - begin else None
+    few_phases, more_phases = list(_runs(few.phases)), list(_runs(more.phases))
+    if [phase for phase, _ in few_phases] != [phase for phase, _ in more_phases]:
+        return None
+    pairs: list[tuple[int, int]] = []
+    for (_, few_phase), (_, more_phase) in zip(few_phases, more_phases, strict=True):
+        for short, long in _split_phase(few, few_phase, more, more_phase):
+            num_from_start = _num_from_start(
+                [few.operations[index] for index in short], [more.operations[index] for index in long]
+            )
+            if num_from_start is None:
+                return None
+            num_from_end = len(short) - num_from_start
+            pairs += zip(short[:num_from_start], long[:num_from_start], strict=True)
+            pairs += zip(short[num_from_start:], long[len(long) - num_from_end :], strict=True)
+    return pairs
 
 
-def _num_alike(some: list[str], others: list[str]) -> int:
-    """How many operations the two have in common before they differ."""
-    return next(
-        (place for place, (one, other) in enumerate(zip(some, others, strict=False)) if one != other), len(some)
+def _num_from_start(short: list[str], long: list[str]) -> int | None:
+    """How many operations of ``short`` to count from the start; None if the operations do not repeat as layers do.
+
+    Some operations agree whether counted from the start or from the end: those of inner layers. The number returned
+    ends in the middle of them, so that there are inner layers on both sides. They must be at least as many as ``long``
+    has more operations than ``short``, which is one period of layers.
+    """
+    num_same_from_start = _num_same(short, long)
+    first_same_from_end = len(short) - _num_same(short[::-1], long[::-1])
+    num_same_from_both = num_same_from_start - first_same_from_end
+    if not 0 <= len(long) - len(short) <= num_same_from_both:
+        return None
+    return (first_same_from_end + num_same_from_start) // 2
+
+
+def _num_same(short: list[str], long: list[str]) -> int:
+    """How many operations are the same in both before the first that differs."""
+    same = (one == other for one, other in zip(short, long, strict=False))
+    return next((index for index, is_same in enumerate(same) if not is_same), len(short))
+
+
+def _split_phase(few: Timeline, few_phase: range, more: Timeline, more_phase: range) -> Iterator[tuple[range, range]]:
+    """The index ranges of a phase in both timelines.
+
+    A phase in which each operation is repeated over all parameters before the next begins is split by operation.
+    """
+    few_repeats, more_repeats = (
+        list(_runs(timeline.operations[phase.start : phase.stop], start=phase.start))
+        for timeline, phase in ((few, few_phase), (more, more_phase))
     )
-
-
-def _stretches(
-    few: Timeline, runs_of_few: list[tuple[str, range]], more: Timeline, runs_of_more: list[tuple[str, range]]
-) -> Iterator[tuple[range, range]]:
-    """Each phase's places in both; one by one where both repeat the same operations in the same order."""
-    for (_, run), (_, longer) in zip(runs_of_few, runs_of_more, strict=True):
-        repeats, more_repeats = (
-            list(_runs(timeline.operations[places.start : places.stop], start=places.start))
-            for timeline, places in ((few, run), (more, longer))
-        )
-        if [name for name, _ in repeats] == [name for name, _ in more_repeats]:
-            yield from zip((places for _, places in repeats), (places for _, places in more_repeats), strict=True)
-        else:
-            yield run, longer
+    if [name for name, _ in few_repeats] == [name for name, _ in more_repeats]:
+        yield from zip((indices for _, indices in few_repeats), (indices for _, indices in more_repeats), strict=True)
+    else:
+        yield few_phase, more_phase
 
 
 def _runs(names: tuple[str, ...], *, start: int = 0) -> Iterator[tuple[str, range]]:
-    """The names in the order in which they come, each with the places at which it is repeated, from ``start``."""
-    for name, repeated in groupby(names):
-        length = len(list(repeated))
+    """Runs of equal names in order, each with the range of its indices, which begin at ``start``."""
+    for name, run in groupby(names):
+        length = len(list(run))
         yield name, range(start, start + length)
         start += length

@@ -3,8 +3,8 @@
     reserved by the allocator = (traced + workspaces + scratch per token) * (1 + fragmentation)
     used of the card          = outside the allocator (CUDA context, NCCL) + reserved
 
-The constants are for a GPU that nobody has calibrated: taken from others' measurements, each with its source, or judged
-where it says so. None was measured for this project; ``tune-adaptive calibrate`` replaces them by measurements.
+The constants are for a GPU that nobody has calibrated. They are others' measurements, each with its source, or our
+estimates where a comment says so. None was measured for this project; ``tune-adaptive calibrate`` replaces them.
 """
 
 import json
@@ -20,29 +20,33 @@ _MIB = 2**20
 CALIBRATION_VERSION = 1
 
 # CUDA context and the kernels loaded into it. Right after its creation 426 MiB (RTX 6000 Ada, torch 2.10 for CUDA 13:
-# github.com/unslothai/unsloth-zoo/pull/1053) or 616 MiB (github.com/LMCache/LMCache/issues/4019). It grows as kernels
-# are loaded at their first use, by an amount for which no source was found: 152 MiB above the larger is a judgement.
+# github.com/unslothai/unsloth-zoo/pull/1053) or 616 MiB (github.com/LMCache/LMCache/issues/4019). It grows when kernels
+# are loaded at their first use. No source says by how much: 152 MiB above the larger figure is an estimate.
 CONTEXT_BYTES = 768 * _MIB
-# A communicator of a single rank: NCCL 2.28 on B300, one allocation of 536870912 bytes at the first collective
-# (github.com/NVIDIA/nccl/issues/2363). A recipe that trains in a single process forms such a group as well.
+# A communicator of a single rank: NCCL 2.28 on B300 allocates 536870912 bytes at the first collective
+# (github.com/NVIDIA/nccl/issues/2363). A recipe that trains in a single process makes such a group too.
 ONE_RANK_NCCL_BYTES = 512 * _MIB
-# A communicator of more ranks: 544 to 688 MiB on four A100 (github.com/NVIDIA/nccl/issues/964); about 1.6 GB, it seems
-# with all else that a process holds (github.com/NVIDIA/nccl/issues/864). Judged between; more groups take more.
+# A communicator of more ranks: 544 to 688 MiB on four A100 (github.com/NVIDIA/nccl/issues/964); about 1.6 GB, which
+# seems to be all that the process holds (github.com/NVIDIA/nccl/issues/864). An estimate between the two, for one
+# group; more groups take more.
 NCCL_BYTES = 1024 * _MIB
-# cuBLAS: 8.125 MiB, and 32 MiB on compute capability 9 and, by torch's version, 10 and 12 (CublasHandlePool.cpp;
-# github.com/pytorch/pytorch/pull/175344 and 182669). cublasLt: at most as much, in a buffer of its own
-# (ATen/cuda/CUDAContextLight.h of 2.13). One of each per thread, and backward has its own: 4 times the largest.
+# cuBLAS: 8.125 MiB, but 32 MiB on compute capability 9 and, depending on torch's version, 10 and 12
+# (CublasHandlePool.cpp; github.com/pytorch/pytorch/pull/175344 and 182669). cublasLt: at most as much, in its own
+# buffer (ATen/cuda/CUDAContextLight.h of 2.13). Each thread has both, and backward is a second thread: 4 times the
+# largest.
 WORKSPACE_BYTES = 4 * 32 * _MIB
-# Flash attention's backward: a float32 accumulator [B, S, heads, head_dim] for the queries' gradient and [B, heads, S]
-# for the softmax, with S rounded up to 128 (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp); so for
-# each token 4 * heads * (head_dim + 1) bytes, of which head_dim is at least 32. Deterministic algorithms take more.
+# Flash attention's backward: float32 accumulators [B, S, heads, head_dim] for the queries' gradient and [B, heads, S]
+# for the softmax, with S rounded up to a multiple of 128 (aten/src/ATen/native/transformers/cuda/flash_attn/
+# flash_api.cpp). That is 4 * heads * (head_dim + 1) bytes for each token, and head_dim is at least 32. Deterministic
+# algorithms take more.
 SCRATCH_BYTES_PER_TOKEN_AND_WIDTH = 4 * (1 + 1 / 32)
-# Reserved above allocated bytes, both judged. Eight language models fine-tuned with recomputation, offloading and LoRA
-# had 15 % of fragmentation to lose on average, at most 33 % (GMLake, arxiv.org/abs/2401.08156); steps that are all
-# alike should have less. Expandable segments made 10.83 GiB of 16.39 (github.com/meta-pytorch/torchtune/issues/1185).
+# Bytes reserved above those allocated; both are estimates. GMLake (arxiv.org/abs/2401.08156) removed 15 % of
+# fragmentation on average, at most 33 %, from eight language models fine-tuned with recomputation, offloading and LoRA;
+# steps of equal shapes should have less. Expandable segments reduced 16.39 GiB reserved to 10.83 GiB
+# (github.com/meta-pytorch/torchtune/issues/1185).
 FRAGMENTATION = 0.10
 EXPANDABLE_FRAGMENTATION = 0.03
-# How far the forecast may be off: judged, until a GPU is calibrated, and for other models than the calibration's after.
+# How far the forecast may be off, all estimates: without a calibration, and with one for models other than its own.
 UNCERTAINTY_BYTES, UNCERTAINTY_FRACTION = 1024 * _MIB, 0.04
 CALIBRATED_UNCERTAINTY_BYTES, CALIBRATED_UNCERTAINTY_FRACTION = 256 * _MIB, 0.02
 
@@ -51,8 +55,9 @@ CALIBRATED_UNCERTAINTY_BYTES, CALIBRATED_UNCERTAINTY_FRACTION = 256 * _MIB, 0.02
 class Calibration:
     """What was measured on one GPU with one version of torch, in bytes, as ``tune-adaptive calibrate`` writes it.
 
-    ``bytes_per_token`` is that of a model whose heads times head dimension is ``attention_width``; ``fragmentation``
-    is reserved over allocated bytes, less 1; ``misfit_bytes`` the largest miss of the figures on the steps measured.
+    ``bytes_per_token`` was measured with a model whose heads times head dimension is ``attention_width``.
+    ``fragmentation`` is reserved over allocated bytes, less 1. ``misfit_bytes`` is the largest difference between the
+    measured steps and these figures.
     """
 
     gpu: str
@@ -68,12 +73,12 @@ class Calibration:
     misfit_bytes: int
 
     def write(self, path: Path) -> None:
-        """Write the figures as JSON to ``path``; a reader never sees half of it."""
+        """Write the figures as JSON to ``path``; a reader never sees a half-written file."""
         write_whole(path, json.dumps({"version": CALIBRATION_VERSION} | asdict(self), indent=2) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> "Calibration":
-        """The figures in the file at ``path``.
+        """Read the figures from the file at ``path``.
 
         Raises:
             InputError: the file cannot be read, is of another version, or its values are not those of a calibration.
@@ -101,15 +106,15 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """What a GPU adds to traced bytes; all zero where nothing is added.
+    """What a GPU adds to traced bytes; by default nothing.
 
     Attributes:
         outside_bytes: held by the process outside the allocator.
-        workspace_bytes: allocated by libraries, the same at every size.
-        bytes_per_token: allocated within kernels, for each token of a micro-step with its rows rounded up to 128.
-        fragmentation: bytes reserved above those allocated, as a fraction of these.
+        workspace_bytes: allocated by libraries, the same for every batch size.
+        bytes_per_token: allocated within kernels for each token of a micro-step, with row lengths rounded up to 128.
+        fragmentation: bytes reserved above those allocated, as a fraction of the latter.
         uncertainty_bytes, uncertainty_fraction: the forecast may be off by the larger of the two.
-        source: where the figures are from, for a log line.
+        source: where the figures come from, for people to read.
 
     Raises:
         InputError: a figure is below zero or not finite.
@@ -130,14 +135,14 @@ class Overhead:
 
     @classmethod
     def none(cls) -> "Overhead":
-        """What the CPU adds: nothing, for a trace there is exact."""
+        """The overhead of a CPU, where traces are exact: nothing."""
         return cls()
 
     @classmethod
     def default(cls, world_size: int, *, attention_width: int = 0, expandable_segments: bool = False) -> "Overhead":
-        """What a GPU that nobody has calibrated is taken to add, for one of ``world_size`` ranks.
+        """Estimate the overhead of a GPU that nobody has calibrated, for one of ``world_size`` ranks.
 
-        ``attention_width`` is the model's heads times head dimension, 0 to leave out flash attention's scratch.
+        ``attention_width`` is the model's heads times head dimension; 0 leaves out flash attention's scratch memory.
 
         Raises:
             InputError: ``world_size`` is below 1 or ``attention_width`` below 0.
@@ -156,9 +161,9 @@ class Overhead:
 
     @classmethod
     def from_calibration(cls, path: Path, world_size: int, *, attention_width: int = 0) -> "Overhead":
-        """What the GPU whose calibration is at ``path`` adds, for one of ``world_size`` ranks.
+        """The overhead of the GPU whose calibration is at ``path``, for one of ``world_size`` ranks.
 
-        NCCL is measured on a single rank: for more, the larger of that and the default is taken.
+        A calibration measures NCCL on a single rank. For more ranks it is the default, or the measurement if larger.
 
         Raises:
             InputError: the file is refused, or ``world_size`` or ``attention_width`` is out of range.
@@ -178,7 +183,7 @@ class Overhead:
         )
 
     def added_bytes(self, traced_bytes: float, *, num_tokens: int = 0) -> float:
-        """What the allocator reserves above ``traced_bytes`` at the peak of a micro-step of ``num_tokens`` tokens.
+        """Bytes that the allocator reserves above ``traced_bytes``, the peak of a micro-step of ``num_tokens`` tokens.
 
         >>> Overhead(workspace_bytes=50, bytes_per_token=2, fragmentation=0.5).added_bytes(1000, num_tokens=25)
         650.0
@@ -187,13 +192,13 @@ class Overhead:
         return allocated_bytes * (1 + self.fragmentation) - traced_bytes
 
     def uncertainty_bytes_at(self, traced_bytes: float) -> float:
-        """By how much the forecast may be off at ``traced_bytes``, either way: a judgement, see above."""
+        """How far the forecast may be off at ``traced_bytes``, either way; an estimate."""
         return max(self.uncertainty_bytes, self.uncertainty_fraction * traced_bytes)
 
     def largest_traced_bytes(self, limit_bytes: float, margin: float, *, num_tokens: int = 0) -> float:
-        """The most traced bytes with which a process stays within ``limit_bytes`` of a card; 0 if nothing does.
+        """The most traced bytes with which a process uses at most ``limit_bytes`` of a card; 0 if nothing fits.
 
-        The fraction ``margin`` is held back of what the allocator may reserve.
+        The fraction ``margin`` of what the allocator may reserve is kept free.
 
         Raises:
             InputError: ``margin`` is not in [0, 1).

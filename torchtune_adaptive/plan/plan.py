@@ -1,25 +1,25 @@
-"""What fits of a config on its ranks' devices, known without one."""
+"""Plan which batch sizes of a config fit on its ranks' devices, without using one."""
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.batch.sampler import most_rows
+from torchtune_adaptive.batch.sampler import check_samples_per_step, most_rows
 from torchtune_adaptive.errors import require_integer
 from torchtune_adaptive.plan.client import trace
 from torchtune_adaptive.plan.overhead import Calibration, Overhead
 from torchtune_adaptive.plan.step_peaks import StepPeaks, TracedStep
-from torchtune_adaptive.refuse import refuse_few_samples_per_step
 from torchtune_adaptive.search.strategies import NO_BOUND, binary_search, round_down_to_power_of_two
 from torchtune_adaptive.settings import AdaptiveSettings
 
-# Rows of a plan where neither the user nor the config says how long they are.
+# Row lengths to plan where neither the user nor the config gives any.
 USUAL_SEQ_LENS = (2048, 4096, 8192)
 
-Trace = Callable[..., TracedStep]  # as ``planner.trace``
+Trace = Callable[..., TracedStep]  # with the parameters of ``client.trace``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +32,18 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthPlan:
-    """What fits with rows of ``seq_len`` tokens.
+    """Batch sizes and memory with rows of ``seq_len`` tokens.
 
     Attributes:
         exact_batch_size: the largest that fits; 0 if none does, None if memory does not grow with it.
-        certain_batch_size: the largest if the forecast is off against us by all of its uncertainty.
-        batch_size: the one to use: the exact one, or the power of two at or below it; at least 1.
-        peak_bytes: of a rank at ``batch_size``, traced; ``phases`` and ``kinds`` tell when and of what.
-        added_bytes: what the device adds to it, ``outside_bytes`` included, give or take ``uncertainty_bytes``.
-        tokens_per_step: of an optimizer step, over all ranks.
+        certain_batch_size: the largest that fits even if the forecast is too low by all of its uncertainty.
+        batch_size: the one to use: at least 1, at most the exact one, a power of two if the settings ask for it.
+        peak_bytes: traced peak of a rank at ``batch_size``.
+        phases: traced peak of each phase.
+        kinds: bytes of each kind at the highest of these peaks.
+        added_bytes: bytes that the device adds to the peak, including those outside the allocator.
+        uncertainty_bytes: how far the forecast may be off, either way.
+        tokens_per_step: tokens of an optimizer step over all ranks.
     """
 
     seq_len: int
@@ -57,7 +60,7 @@ class LengthPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What fits of a config on its ranks' devices, by the length of rows, and what it rests on."""
+    """What fits for each length of rows, with what the plan was computed from."""
 
     world_size: int
     card: Card
@@ -73,7 +76,7 @@ class Plan:
 
 
 def plan(cfg: DictConfig, *, world_size: int, card: Card, seq_lens: Sequence[int], traced_by: Trace = trace) -> Plan:
-    """What fits of ``cfg`` on ``world_size`` ranks with a ``card`` each.
+    """Plan ``cfg`` on ``world_size`` ranks with a ``card`` each.
 
     Raises:
         InputError: the config or the calibration is refused.
@@ -82,53 +85,94 @@ def plan(cfg: DictConfig, *, world_size: int, card: Card, seq_lens: Sequence[int
     micro_steps = require_integer("gradient_accumulation_steps", cfg.get("gradient_accumulation_steps", 1), minimum=1)
     if card.calibration is not None:
         Calibration.read(card.calibration)  # refused before anything is traced
-    samples = settings.global_batch_size
-    if samples is not None:
-        refuse_few_samples_per_step(samples, ranks=world_size)
-    step = traced_by(settings.traced(cfg), world_size=world_size, seq_lens=seq_lens)
+    if settings.global_batch_size is not None:
+        check_samples_per_step(settings.global_batch_size, ranks=world_size)
+    step = traced_by(as_traced(settings, cfg), world_size=world_size, seq_lens=seq_lens)
     overhead = _overhead(cfg, card, world_size, step.attention_width)
-    limit_bytes = min(card.memory_bytes, (settings.memory_limit_bytes or card.memory_bytes) + overhead.outside_bytes)
-    lengths: list[LengthPlan] = []
-    for peaks in step.peaks:
-        exact = _largest(peaks, overhead, limit_bytes, settings.margin, certain=False)
-        certain = _largest(peaks, overhead, limit_bytes, settings.margin, certain=True)
-        largest = (settings.max_batch_size or 1) if exact is None else exact
-        rows = largest if samples is None else most_rows(samples, ranks=world_size)
-        used = max(1, min(largest, settings.max_batch_size or largest, rows))
-        used = round_down_to_power_of_two(used) if settings.power_of_two else used
-        moment = peaks.moment(used)
-        peak_bytes = moment.total.at(used)
-        added_bytes = overhead.added_bytes(peak_bytes, num_tokens=used * _padded(peaks.seq_len))
-        lengths.append(
-            LengthPlan(
-                seq_len=peaks.seq_len,
-                exact_batch_size=exact,
-                certain_batch_size=certain,
-                batch_size=used,
-                peak_bytes=peak_bytes,
-                phases=peaks.phases(used),
-                kinds=moment.at(used),
-                added_bytes=added_bytes + overhead.outside_bytes,
-                uncertainty_bytes=overhead.uncertainty_bytes_at(peak_bytes),
-                tokens_per_step=(samples or used * micro_steps * world_size) * peaks.seq_len,
-            )
-        )
+    planner = _LengthPlanner(settings, card=card, overhead=overhead, world_size=world_size, micro_steps=micro_steps)
     return Plan(
-        world_size=world_size, card=card, margin=settings.margin, lengths=tuple(lengths), step=step, overhead=overhead
+        world_size=world_size,
+        card=card,
+        margin=settings.margin,
+        lengths=tuple(map(planner.plan, step.peaks)),
+        step=step,
+        overhead=overhead,
     )
 
 
-def _largest(peaks: StepPeaks, overhead: Overhead, limit_bytes: float, margin: float, *, certain: bool) -> int | None:
-    """The largest batch size within the limit; if ``certain``, also were the forecast off by all that it may be."""
+def as_traced(settings: AdaptiveSettings, cfg: DictConfig) -> DictConfig:
+    """Return ``cfg`` with two micro-steps in an optimizer step if training may take any number of them.
 
-    def fits(batch_size: int) -> bool:
-        num_tokens = batch_size * _padded(peaks.seq_len)
-        peak_bytes = peaks.peak_bytes(batch_size)
-        needed_bytes = peak_bytes + (overhead.uncertainty_bytes_at(peak_bytes) if certain else 0)
-        return needed_bytes <= overhead.largest_traced_bytes(limit_bytes, margin, num_tokens=num_tokens)
+    Two need as much memory as more: the second finds the gradients of the first, and so do all later ones.
+    """
+    if not (settings.global_batch_size or settings.max_tokens_per_micro_batch or settings.growth_limit != "memory"):
+        return cfg
+    traced = OmegaConf.merge(cfg, {"gradient_accumulation_steps": 2})
+    assert isinstance(traced, DictConfig)
+    return traced
 
-    largest = binary_search(fits, start=2, max_batch_size=NO_BOUND)  # where 2 rows fit, a single one may not
-    return None if largest == NO_BOUND else largest
+
+class _LengthPlanner:
+    """Plans the batch sizes of one launch for rows of a given length."""
+
+    def __init__(
+        self, settings: AdaptiveSettings, *, card: Card, overhead: Overhead, world_size: int, micro_steps: int
+    ) -> None:
+        self._settings = settings
+        self._overhead = overhead
+        self._world_size = world_size
+        self._micro_steps = micro_steps
+        memory_limit = settings.memory_limit_bytes or card.memory_bytes
+        self._limit_bytes = min(card.memory_bytes, memory_limit + overhead.outside_bytes)
+
+    def plan(self, peaks: StepPeaks) -> LengthPlan:
+        """Plan rows of the length that ``peaks`` are for."""
+        exact = self._largest(peaks, certain=False)
+        batch_size = self._batch_size_to_use(exact)
+        moment = peaks.moment(batch_size)
+        peak_bytes = moment.total.at(batch_size)
+        added_bytes = self._overhead.added_bytes(peak_bytes, num_tokens=batch_size * _padded(peaks.seq_len))
+        samples_per_step = self._settings.global_batch_size or batch_size * self._micro_steps * self._world_size
+        return LengthPlan(
+            seq_len=peaks.seq_len,
+            exact_batch_size=exact,
+            certain_batch_size=self._largest(peaks, certain=True),
+            batch_size=batch_size,
+            peak_bytes=peak_bytes,
+            phases=peaks.phases(batch_size),
+            kinds=moment.at(batch_size),
+            added_bytes=added_bytes + self._overhead.outside_bytes,
+            uncertainty_bytes=self._overhead.uncertainty_bytes_at(peak_bytes),
+            tokens_per_step=samples_per_step * peaks.seq_len,
+        )
+
+    def _largest(self, peaks: StepPeaks, *, certain: bool) -> int | None:
+        """The largest batch size that fits; if ``certain``, with the uncertainty added to the forecast.
+
+        None if memory does not grow with the batch size.
+        """
+
+        def fits(batch_size: int) -> bool:
+            peak_bytes = peaks.peak_bytes(batch_size)
+            needed_bytes = peak_bytes + (self._overhead.uncertainty_bytes_at(peak_bytes) if certain else 0)
+            return needed_bytes <= self._overhead.largest_traced_bytes(
+                self._limit_bytes, self._settings.margin, num_tokens=batch_size * _padded(peaks.seq_len)
+            )
+
+        largest = binary_search(fits, start=2, max_batch_size=NO_BOUND)  # not 1: a single row may need more than two
+        return None if largest == NO_BOUND else largest
+
+    def _batch_size_to_use(self, exact: int | None) -> int:
+        """The largest batch size that fits and that the settings allow; at least 1, so that it has figures."""
+        settings = self._settings
+        largest = (settings.max_batch_size or 1) if exact is None else exact
+        bounds = [largest]
+        if settings.max_batch_size is not None:
+            bounds.append(settings.max_batch_size)
+        if settings.global_batch_size is not None:
+            bounds.append(most_rows(settings.global_batch_size, ranks=self._world_size))
+        batch_size = max(1, min(bounds))
+        return round_down_to_power_of_two(batch_size) if settings.power_of_two else batch_size
 
 
 def _overhead(cfg: DictConfig, card: Card, world_size: int, attention_width: int) -> Overhead:
@@ -145,5 +189,5 @@ def _overhead(cfg: DictConfig, card: Card, world_size: int, attention_width: int
 
 
 def _padded(seq_len: int) -> int:
-    """Tokens of a row for flash attention, whose scratch is for multiples of 128."""
-    return -(-seq_len // 128) * 128
+    """Tokens of a row for flash attention, whose scratch memory is for multiples of 128."""
+    return math.ceil(seq_len / 128) * 128

@@ -1,4 +1,4 @@
-"""A plan as text for people, and as what JSON can hold."""
+"""A plan as text and as JSON."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -13,10 +13,10 @@ _GIB = 2**30
 
 
 def plan_text(plan: Plan, *, title: str) -> str:
-    """Tables of what fits, of the phases' peaks and of what the highest holds, with what they rest on."""
+    """Tables of the batch sizes, of each phase's peak and of the kinds of bytes at the highest peak."""
     step = plan.step
     layers = " and ".join(map(str, step.traced_layers))
-    traced = "" if step.traced_layers == (step.num_layers,) else f", told by models of {layers} layers"
+    traced = "" if step.traced_layers == (step.num_layers,) else f", extrapolated from models of {layers} layers"
     ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
     lines = [
         f"{title}: {_count(step.num_parameters)} parameters in {step.num_layers} layers{traced}",
@@ -34,12 +34,12 @@ def plan_text(plan: Plan, *, title: str) -> str:
     ]
     if step.paged_bytes:
         paged = format_bytes(step.paged_bytes)
-        lines.append(f"Optimizer state of {paged} is in paged memory, which gives way to all else: not counted.")
+        lines.append(f"Optimizer state of {paged} is in paged memory, which can move to the host: not counted.")
     return "\n".join(lines)
 
 
 def suggestion_text(suggestion: Suggestion) -> str:
-    """What a change would bring, in one line."""
+    """One line that says what fits after the change."""
     length = suggestion.length
     if length is None:
         return f"{suggestion.change}: not planned, {suggestion.refused}"
@@ -50,7 +50,7 @@ def suggestion_text(suggestion: Suggestion) -> str:
 
 
 def plan_json(plan: Plan, suggestions: Iterable[Suggestion]) -> dict[str, Any]:
-    """The plan and its suggestions as what JSON can hold; bytes are bytes, and of one rank."""
+    """The plan and its suggestions as values that JSON can hold; bytes are those of one rank."""
     step = plan.step
     return {
         "world_size": plan.world_size,
@@ -68,7 +68,7 @@ def plan_json(plan: Plan, suggestions: Iterable[Suggestion]) -> dict[str, Any]:
 
 _SIZES = (
     *("rows of", "largest batch", "at least", "used", "tokens per step"),
-    *("traced peak", "GPU adds", "give or take", "together"),
+    *("traced peak", "GPU adds", "uncertainty", "together"),
 )
 
 
@@ -89,6 +89,7 @@ def _size(batch_size: int | None) -> str:
 
 
 def _in_gib(rows: Sequence[tuple[LengthPlan, dict[str, float]]]) -> list[list[str]]:
+    """The rows of a table with a column for each of the figures."""
     names = ["rows of", "batch", *rows[0][1]]
     return [names] + [
         [str(length.seq_len), str(length.batch_size), *(f"{num_bytes / _GIB:.2f}" for num_bytes in figures.values())]

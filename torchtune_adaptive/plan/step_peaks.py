@@ -1,4 +1,4 @@
-"""Peak of a train step over its batch size, by phase and by what the bytes hold."""
+"""Peak of a train step over its batch size, by phase and by kind of bytes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from torchtune_adaptive.memory.timeline import (
 
 @dataclass(frozen=True)
 class Moment:
-    """An operation of ``phase`` that is that phase's highest at some batch size, with a line for each kind of bytes."""
+    """An operation that holds the peak of ``phase`` at some batch size, with a line for each kind of bytes."""
 
     phase: str
     operation: str
@@ -32,39 +32,65 @@ class Moment:
         """Bytes of each kind at ``batch_size``."""
         return {kind: line.at(batch_size) for kind, line in self.lines.items()}
 
-
-@dataclass(frozen=True)
-class Lines:
-    """The line of each kind of bytes at every operation of a step, with its phase and its name, in order."""
-
-    phases: tuple[str, ...]
-    operations: tuple[str, ...]
-    of_kind: dict[str, list[Line]]
+    def as_json(self) -> dict[str, Any]:
+        """The moment as values that JSON can hold."""
+        lines = {kind: [line.intercept_bytes, line.slope_bytes] for kind, line in self.lines.items()}
+        return {"phase": self.phase, "operation": self.operation, "lines": lines}
 
     @classmethod
-    def from_timelines(cls, small: Mapping[str, Timeline], large: Mapping[str, Timeline]) -> "Lines | None":
-        """From the timelines of each kind at two batch sizes; None if their steps ran different operations."""
-        of_kind = {kind: operation_lines(small[kind], large[kind]) for kind in small}
-        some = next(iter(small.values()))
-        found = {kind: lines for kind, lines in of_kind.items() if lines is not None}
-        return cls(some.phases, some.operations, found) if len(found) == len(of_kind) else None
+    def from_json(cls, content: dict[str, Any]) -> "Moment":
+        """The moment that ``as_json`` gave."""
+        lines = {kind: Line(*numbers) for kind, numbers in content["lines"].items()}
+        return cls(content["phase"], content["operation"], lines)
 
-    def between(self, seq_len: int, *, own_len: int, other: "Lines", other_len: int) -> "Lines | None":
-        """Those for rows of ``seq_len`` tokens, from these and those of another length; None if operations differ."""
+
+@dataclass(frozen=True)
+class StepLines:
+    """Memory over batch size for every operation of a step with rows of ``seq_len`` tokens.
+
+    Attributes:
+        phases, operations: phase and name of each operation, in order.
+        by_kind: for each kind of bytes, the line of each operation.
+    """
+
+    seq_len: int
+    phases: tuple[str, ...]
+    operations: tuple[str, ...]
+    by_kind: dict[str, list[Line]]
+
+    @classmethod
+    def from_timelines(
+        cls, small: Mapping[str, Timeline], large: Mapping[str, Timeline], *, seq_len: int
+    ) -> "StepLines | None":
+        """Fit the lines to timelines at two batch sizes, by kind; None if the two steps ran different operations."""
+        by_kind: dict[str, list[Line]] = {}
+        for kind in small:
+            lines = operation_lines(small[kind], large[kind])
+            if lines is None:
+                return None
+            by_kind[kind] = lines
+        timeline = next(iter(small.values()))
+        return cls(seq_len, timeline.phases, timeline.operations, by_kind)
+
+    def interpolated(self, seq_len: int, other: "StepLines") -> "StepLines | None":
+        """The lines for rows of ``seq_len`` tokens, from these and those for another length.
+
+        None if the two steps ran different operations.
+        """
         if self.operations != other.operations:
             return None
-        of_kind = {
-            kind: lines_between(seq_len, (own_len, lines), (other_len, other.of_kind[kind]))
-            for kind, lines in self.of_kind.items()
+        by_kind = {
+            kind: lines_between(seq_len, (self.seq_len, lines), (other.seq_len, other.by_kind[kind]))
+            for kind, lines in self.by_kind.items()
         }
-        return Lines(self.phases, self.operations, of_kind)
+        return StepLines(seq_len, self.phases, self.operations, by_kind)
 
 
 @dataclass(frozen=True)
 class StepPeaks:
     """Peaks of a step with rows of ``seq_len`` tokens.
 
-    A batch of a single row has moments of its own: dimensions of size 1 take other operations.
+    A batch of one row has its own moments, because PyTorch runs other operations on dimensions of size 1.
     """
 
     seq_len: int
@@ -72,15 +98,15 @@ class StepPeaks:
     single_row: tuple[Moment, ...]
 
     @classmethod
-    def from_lines(cls, seq_len: int, *, single: Mapping[str, Timeline], growing: "Lines") -> "StepPeaks":
-        """From the timelines of each kind at a batch of one row, and the lines of each at more."""
-        flat = {kind: [Line(live, 0.0) for live in timeline.live_bytes] for kind, timeline in single.items()}
-        some = next(iter(single.values()))
-        alone = Lines(some.phases, some.operations, flat)
-        return cls(seq_len, _highest(growing), _highest(alone))
+    def from_lines(cls, lines: StepLines, *, single_row: Mapping[str, Timeline]) -> "StepPeaks":
+        """The peaks of steps of several rows with these ``lines``, and of a step of one row, given by kind."""
+        constant = {kind: [Line(live, 0.0) for live in timeline.live_bytes] for kind, timeline in single_row.items()}
+        timeline = next(iter(single_row.values()))
+        single_row_lines = StepLines(lines.seq_len, timeline.phases, timeline.operations, constant)
+        return cls(lines.seq_len, _highest_moments(lines), _highest_moments(single_row_lines))
 
     def moment(self, batch_size: int, phase: str | None = None) -> Moment:
-        """The operation that holds the peak at ``batch_size``; of ``phase`` if one is given."""
+        """The operation that holds the peak at ``batch_size``, or that of ``phase``."""
         moments = [moment for moment in self._moments(batch_size) if phase in (None, moment.phase)]
         return max(moments, key=lambda moment: moment.total.at(batch_size))
 
@@ -89,7 +115,7 @@ class StepPeaks:
         return self.moment(batch_size).total.at(batch_size)
 
     def phases(self, batch_size: int) -> dict[str, float]:
-        """Peak of each phase at ``batch_size``, in order."""
+        """Peak bytes of each phase at ``batch_size``, in order."""
         phases = dict.fromkeys(moment.phase for moment in self._moments(batch_size))
         return {phase: self.moment(batch_size, phase).total.at(batch_size) for phase in phases}
 
@@ -101,19 +127,17 @@ class StepPeaks:
         return largest
 
     def as_json(self) -> dict[str, Any]:
-        """The peaks as what JSON can hold."""
+        """The peaks as values that JSON can hold."""
         return {
             "seq_len": self.seq_len,
-            "moments": [_moment_as_json(moment) for moment in self.moments],
-            "single_row": [_moment_as_json(moment) for moment in self.single_row],
+            "moments": [moment.as_json() for moment in self.moments],
+            "single_row": [moment.as_json() for moment in self.single_row],
         }
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "StepPeaks":
         """The peaks that ``as_json`` gave."""
-        moments, single_row = (
-            tuple(_moment_from_json(moment) for moment in content[name]) for name in ("moments", "single_row")
-        )
+        moments, single_row = (tuple(map(Moment.from_json, content[name])) for name in ("moments", "single_row"))
         return cls(content["seq_len"], moments, single_row)
 
     def _moments(self, batch_size: int) -> tuple[Moment, ...]:
@@ -122,13 +146,13 @@ class StepPeaks:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """Peaks of a config's step by the length of its rows, and what they rest on.
+    """Peaks of a config's step by the length of its rows, with figures of the model.
 
     Attributes:
         num_layers: the model's layers.
-        traced_layers: layers of the models that were traced: those of two small ones, or of the whole.
+        traced_layers: layers of each model that was traced: two small ones, or the whole one.
         num_parameters: the model's parameters, over all ranks.
-        paged_bytes: optimizer state in memory that gives way to other allocations, and is not counted.
+        paged_bytes: optimizer state in paged memory, which is not counted in the peaks.
         attention_width: heads times head dimension.
     """
 
@@ -140,7 +164,7 @@ class TracedStep:
     attention_width: int
 
     def as_json(self) -> dict[str, Any]:
-        """The step as what JSON can hold."""
+        """The step as values that JSON can hold."""
         return vars(self) | {"peaks": [peaks.as_json() for peaks in self.peaks]}
 
     @classmethod
@@ -150,23 +174,13 @@ class TracedStep:
         return cls(**content | {"peaks": peaks, "traced_layers": tuple(content["traced_layers"])})
 
 
-def _highest(lines: Lines) -> tuple[Moment, ...]:
-    """Each phase's operations that are its highest at some batch size."""
-    places: dict[str, dict[Line, int]] = {}
-    for place, (phase, *kinds) in enumerate(zip(lines.phases, *lines.of_kind.values(), strict=True)):
-        places.setdefault(phase, {}).setdefault(sum_of(kinds), place)
+def _highest_moments(step: StepLines) -> tuple[Moment, ...]:
+    """The operations of each phase that are its highest at some batch size."""
+    first_index: dict[str, dict[Line, int]] = {}  # by phase and line: the first operation with that line
+    for index, (phase, *lines) in enumerate(zip(step.phases, *step.by_kind.values(), strict=True)):
+        first_index.setdefault(phase, {}).setdefault(sum_of(lines), index)
     return tuple(
-        Moment(phase, lines.operations[place], {kind: lines.of_kind[kind][place] for kind in lines.of_kind})
-        for phase, place_of in places.items()
-        for place in (place_of[line] for line in upper_envelope(place_of))
+        Moment(phase, step.operations[index], {kind: lines[index] for kind, lines in step.by_kind.items()})
+        for phase, index_of in first_index.items()
+        for index in (index_of[line] for line in upper_envelope(index_of))
     )
-
-
-def _moment_as_json(moment: Moment) -> dict[str, Any]:
-    lines = {kind: [line.intercept_bytes, line.slope_bytes] for kind, line in moment.lines.items()}
-    return {"phase": moment.phase, "operation": moment.operation, "lines": lines}
-
-
-def _moment_from_json(content: dict[str, Any]) -> Moment:
-    lines = {kind: Line(*numbers) for kind, numbers in content["lines"].items()}
-    return Moment(content["phase"], content["operation"], lines)

@@ -1,4 +1,4 @@
-"""What may help where nothing fits of a config, each change itself planned."""
+"""Suggest changes where nothing of a config fits, and plan each of them."""
 
 import importlib
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
+from torchtune_adaptive.batch.limits import halvings
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.client import trace
 from torchtune_adaptive.plan.plan import Card, LengthPlan, Trace, plan
@@ -23,7 +24,7 @@ _LORA = {
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change of the config or the launch, itself planned: what then fits, or why it cannot be planned."""
+    """A change of the config or the launch, with its plan or the reason why it cannot be planned."""
 
     change: str
     length: LengthPlan | None
@@ -33,35 +34,36 @@ class Suggestion:
 def suggestions(
     cfg: DictConfig, *, world_size: int, card: Card, seq_len: int, traced_by: Trace = trace
 ) -> Iterator[Suggestion]:
-    """What may help where nothing fits, each planned: checkpointing, LoRA, more ranks, shorter rows.
+    """Plan changes that need less memory: checkpointing, LoRA, more ranks, shorter rows.
 
-    Of more ranks and of shorter rows the first number that fits is told, else the last one tried.
+    More and more ranks are tried until they fit, and only the last number tried is suggested; so are shorter and
+    shorter rows.
     """
 
     def planned(change: str, changed: DictConfig, *, ranks: int = world_size, tokens: int = seq_len) -> Suggestion:
         try:
-            told = plan(changed, world_size=ranks, card=card, seq_lens=[tokens], traced_by=traced_by)
+            found = plan(changed, world_size=ranks, card=card, seq_lens=[tokens], traced_by=traced_by)
         except InputError as error:
             return Suggestion(change, None, str(error))
-        return Suggestion(change, told.lengths[0])
+        return Suggestion(change, found.lengths[0])
 
     checkpointed = _with(cfg, {"enable_activation_checkpointing": True, "ac_mode": None})
     if not cfg.get("enable_activation_checkpointing", False):
         yield planned("enable_activation_checkpointing=True", checkpointed)
-    lora = None if is_lora(cfg) else _lora_of(checkpointed)
+    lora = None if is_lora(cfg) else _lora_version(checkpointed)
     if lora is not None:
         yield planned(f"LoRA and checkpointing: model={lora.model._component_}, rank {lora.model.lora_rank}", lora)
-    yield from _first_that_fits(
-        planned(f"{ranks} ranks", cfg, ranks=ranks) for ranks in _doublings(world_size, _MOST_RANKS)
-    )
-    yield from _first_that_fits(
-        planned(f"rows of {tokens} tokens", cfg, tokens=tokens) for tokens in _halvings(seq_len, _SHORTEST_ROWS)
+    yield from _last_tried(planned(f"{ranks} ranks", cfg, ranks=ranks) for ranks in _doublings(world_size, _MOST_RANKS))
+    yield from _last_tried(
+        planned(f"rows of {tokens} tokens", cfg, tokens=tokens)
+        for tokens in halvings(seq_len // 2, above=_SHORTEST_ROWS - 1)
     )
 
 
-def _first_that_fits(tried: Iterator[Suggestion]) -> Iterator[Suggestion]:
+def _last_tried(candidates: Iterator[Suggestion]) -> Iterator[Suggestion]:
+    """Try the candidates until one fits or cannot be planned, and yield the last one tried, if any."""
     last = None
-    for last in tried:
+    for last in candidates:
         if last.length is None or last.length.exact_batch_size != 0:
             break
     if last is not None:
@@ -69,12 +71,8 @@ def _first_that_fits(tried: Iterator[Suggestion]) -> Iterator[Suggestion]:
 
 
 def _doublings(number: int, most: int) -> Iterator[int]:
+    """``number`` doubled again and again, without itself, up to ``most``."""
     while (number := 2 * number) <= most:
-        yield number
-
-
-def _halvings(number: int, least: int) -> Iterator[int]:
-    while (number := number // 2) >= least:
         yield number
 
 
@@ -83,8 +81,8 @@ def _with(cfg: DictConfig, changes: dict[str, object]) -> DictConfig:
     return DictConfig(resolved(cfg) | changes)
 
 
-def _lora_of(cfg: DictConfig) -> DictConfig | None:
-    """The config with the LoRA version of its model, if torchtune has one by the usual name."""
+def _lora_version(cfg: DictConfig) -> DictConfig | None:
+    """The config with the LoRA version of its model, if torchtune has one under the usual name."""
     package, _, name = str(cfg.model._component_).rpartition(".")
     if not package.startswith("torchtune.models.") or not hasattr(importlib.import_module(package), f"lora_{name}"):
         return None

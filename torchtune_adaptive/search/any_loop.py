@@ -15,6 +15,7 @@ from torchtune_adaptive.memory.devices import meter_for
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.search.find import search
 from torchtune_adaptive.search.strategies import NO_BOUND, SMALL_BATCH_SIZES, SearchResult
+from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.settings import AdaptiveSettings, Strategy, parse_memory
 
 
@@ -76,17 +77,16 @@ def find_max_batch_size(
     device = _computing_device(model)
     meter = meter_for(device, model, [optimizer])
     with _phases_by_hooks(model, optimizer, meter), contextlib.closing(Consensus()) as consensus:
-        return search(
-            train_step,
-            make_batch,
+        workload = Workload(
+            train_step=train_step,
             model=model,
-            optimizer=optimizer,
+            optimizers=[optimizer],
             device=device,
             meter=meter,
-            settings=settings,
             consensus=consensus,
-            start=SMALL_BATCH_SIZES[0],
-            bound=max_batch_size or NO_BOUND,
+        )
+        return search(
+            workload, make_batch, settings=settings, start=SMALL_BATCH_SIZES[0], bound=max_batch_size or NO_BOUND
         )
 
 

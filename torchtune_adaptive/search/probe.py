@@ -5,17 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torchtune import utils
 from tqdm import tqdm
 
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.distributed.fsdp_state import reset_after_failure
-from torchtune_adaptive.distributed.vote import Outcome, run_together
+from torchtune_adaptive.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.memory.meter import MemoryMeter
-from torchtune_adaptive.memory.out_of_memory import free_memory
 from torchtune_adaptive.memory.timeline import Forecast, Timeline
 from torchtune_adaptive.search.strategies import SMALL_BATCH_SIZES, Probe
+from torchtune_adaptive.search.workload import Workload
 
 log = utils.get_logger("DEBUG")
 
@@ -25,36 +23,28 @@ class Prober:
 
     A size fits if its whole train step ran on every rank, no rank's peak was above what it may use, and no
     rank's allocator had to give back its cache. The steps are real: wrap a search in
-    ``snapshot.leave_no_trace``.
+    ``Workload.kept_as_it_is``.
 
     Args:
-        train_step: runs a whole train step on the batch it is given; same collectives on every rank.
-        make_batch: gives a worst-case batch of so many rows.
-        meter: meters this rank's device; its limit is what this rank may use.
+        make_batch: ``make_batch(n)`` gives a worst-case batch of n rows.
+        meter: of the workload's device; its limit is what this rank may use.
         forecasts: record timelines of the small sizes, for ``largest_forecast``.
+
+    Attributes:
+        probes: every size that was tried, in order.
     """
 
     def __init__(
-        self,
-        train_step: Callable[[Any], object],
-        make_batch: Callable[[int], Any],
-        *,
-        model: nn.Module,
-        device: torch.device,
-        meter: MemoryMeter,
-        consensus: Consensus,
-        forecasts: bool,
+        self, workload: Workload, make_batch: Callable[[int], Any], *, meter: MemoryMeter, forecasts: bool
     ) -> None:
-        self._train_step = train_step
+        self._workload = workload
         self._make_batch = make_batch
-        self._model = model
-        self._device = device
         self._meter = meter
-        self._consensus = consensus
+        self._consensus = workload.consensus
         self._timeline_sizes = SMALL_BATCH_SIZES if forecasts else ()
         self._timelines: dict[int, Timeline] = {}
-        self._traced_again = False
-        self._said_why_not = False
+        self._has_traced_again = False
+        self._has_explained = False
         self.probes: list[Probe] = []
 
     def warm_up(self, bound: int, *, after_failure: Callable[[], None]) -> bool:
@@ -83,12 +73,12 @@ class Prober:
         miss what the allocator really takes. Where they miss ever more, the next size is worth a try. A collective.
         """
         if self._consensus.any_rank(self._must_trace_again()):
-            self._traced_again = True
+            self._has_traced_again = True
             for batch_size in self._timeline_sizes:
                 self.fits(batch_size)
         mine = self._forecast_here()
         if not self._consensus.any_rank(mine is not None):
-            self._say_why_not()
+            self._explain_missing_forecast()
             return None
         largest = self._consensus.min_over_ranks(-1 if mine is None else mine)
         return None if largest < 0 else largest
@@ -108,9 +98,10 @@ class Prober:
             return None
         return min(max(min(crossings), fitted), fitted + 1)
 
-    def _say_why_not(self) -> None:
-        if self._has_timelines() and self._forecast() is None and not self._said_why_not:
-            self._said_why_not = True
+    def _explain_missing_forecast(self) -> None:
+        """Log, once, why two recorded steps allow no forecast."""
+        if self._has_timelines() and self._forecast() is None and not self._has_explained:
+            self._has_explained = True
             sizes = " and ".join(map(str, self._timeline_sizes))
             utils.log_rank_zero(
                 log, f"Steps of {sizes} rows ran different operations: no forecast, the search doubles and bisects."
@@ -118,7 +109,7 @@ class Prober:
 
     def _must_trace_again(self) -> bool:
         """Whether the small sizes ran different operations, once: the first step at a size may compile kernels."""
-        return self._has_timelines() and not self._traced_again and self._forecast() is None
+        return self._has_timelines() and not self._has_traced_again and self._forecast() is None
 
     def _has_timelines(self) -> bool:
         return len(self._timelines) == len(SMALL_BATCH_SIZES)
@@ -149,9 +140,9 @@ class Prober:
         self._meter.reset()
         if timeline:
             self._meter.start_timeline()
-        outcome = run_together(lambda: self._step(batch_size), self._consensus)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        outcome = run_with_votes(lambda: self._step(batch_size), self._consensus)
+        if self._workload.device.type == "cuda":
+            torch.cuda.synchronize(self._workload.device)
         if timeline:
             recorded = self._meter.stop_timeline(batch_size)
             if outcome is Outcome.DONE:
@@ -159,8 +150,7 @@ class Prober:
         peak_bytes, phase_peak_bytes = self._meter.peak_bytes, self._meter.phase_peak_bytes
         limit_bytes = self._meter.limit_bytes
         too_much = self._meter.allocator_retries > 0 or (limit_bytes is not None and peak_bytes > limit_bytes)
-        reset_after_failure(self._model)
-        free_memory(self._device)
+        self._workload.clean_up()
         return Probe(
             batch_size=batch_size,
             fits=outcome is Outcome.DONE and not self._consensus.any_rank(too_much),
@@ -173,7 +163,7 @@ class Prober:
         batch = self._make_batch(batch_size)
         self._meter.count(batch)
         with self._meter:
-            self._train_step(batch)
+            self._workload.train_step(batch)
 
 
 class ProgressBar:
@@ -184,13 +174,15 @@ class ProgressBar:
         self._bar = tqdm(desc="searching batch size", unit=" probes", disable=consensus.rank != 0)
 
     def fits(self, batch_size: int) -> bool:
-        """As ``Prober.fits``, and shows it."""
+        """As ``Prober.fits``, and show it."""
         self._bar.set_postfix_str(f"trying {batch_size}")
         fits = self._prober.fits(batch_size)
         self._bar.update()
         self._bar.set_postfix_str(f"{batch_size} {'fits' if fits else 'does not fit'}")
         return fits
 
-    def close(self) -> None:
-        """End the bar."""
+    def __enter__(self) -> "ProgressBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._bar.close()

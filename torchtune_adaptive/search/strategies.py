@@ -114,23 +114,6 @@ def linear_extrapolation(fits: Fits, forecast: Callable[[], int | None], *, max_
     return fitted
 
 
-def within(strategy: Callable[[int], int], fits: Fits, *, expected: int | None, max_batch_size: int) -> int:
-    """What ``strategy(max_batch_size)`` finds, by a search up to the ``expected`` size wherever that suffices.
-
-    ``strategy`` searches in [1, its argument]. It looks above ``expected`` only if that size fits, and the next one
-    too: an expectation that is too low costs a try, and never a row of the size found.
-
-    >>> [within(lambda bound: min(bound, 37), lambda size: size <= 37, expected=e, max_batch_size=99) for e in (9, 37)]
-    [37, 37]
-    """
-    if expected is None or not 0 < expected < max_batch_size:
-        return strategy(max_batch_size)
-    found = strategy(expected)
-    if found < expected or not fits(expected + 1):
-        return found
-    return _doubling(fits, fitted=expected + 1, max_batch_size=max_batch_size)
-
-
 def round_down_to_power_of_two(batch_size: int) -> int:
     """Largest power of two that is at most ``batch_size`` (at least 1), as torchtune RFC 2199 asks for.
 

@@ -6,44 +6,38 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
-from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.distributed.snapshot import leave_no_trace
+from torchtune_adaptive.search.workload import Workload
 
 _ROUNDS = 5
 _AS_GOOD_AS_BEST = 0.98
 
 
 def tokens_per_second(
-    sizes: Sequence[int],
-    train_step: Callable[[Any], object],
+    workload: Workload,
     make_batch: Callable[[int], Any],
-    num_tokens: Callable[[int], int],
+    sizes: Sequence[int],
     *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-    consensus: Consensus,
+    num_tokens: Callable[[int], int],
 ) -> dict[int, float]:
-    """Of each of ``sizes``, which are known to fit: ``num_tokens(size)`` over the median of interleaved steps.
+    """Tokens per second of each of ``sizes``, which are known to fit: ``num_tokens(size)`` by the median step time.
 
-    Unlike in probes nothing is metered and nobody votes, because both cost time: what is timed is a step of training.
-    Leaves no trace. A collective; all ranks get rank 0's figures.
+    Steps of the sizes take turns. Unlike in probes nothing is metered and the ranks do not vote, because both cost
+    time. A warm-up round is not counted: in it kernels are chosen and the optimizer's state is made. Leaves no trace.
+    A collective; all ranks get rank 0's figures.
     """
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
-    with leave_no_trace(model, optimizer):
-        for round_number in tqdm(range(1 + _ROUNDS), desc="timing batch sizes", disable=consensus.rank != 0):
+    with workload.kept_as_it_is():
+        rounds = tqdm(range(1 + _ROUNDS), desc="timing batch sizes", disable=workload.consensus.rank != 0)
+        for round_number in rounds:
             for size in sizes:
-                batch = make_batch(size)
-                _wait_for(device)
-                started = time.perf_counter()
-                train_step(batch)
-                _wait_for(device)
-                if round_number > 0:  # in the first one kernels are chosen and the optimizer's state is made
-                    seconds[size].append(time.perf_counter() - started)
-    return consensus.from_rank_zero({size: num_tokens(size) / statistics.median(seconds[size]) for size in sizes})
+                taken_s = _time_step(workload, make_batch(size))
+                if round_number > 0:
+                    seconds[size].append(taken_s)
+        workload.clean_up()
+    rates = {size: num_tokens(size) / statistics.median(seconds[size]) for size in sizes}
+    return workload.consensus.from_rank_zero(rates)
 
 
 def smallest_near_best(rates: Mapping[int, float]) -> int:
@@ -54,6 +48,14 @@ def smallest_near_best(rates: Mapping[int, float]) -> int:
     """
     best = max(rates.values())
     return min(size for size, rate in rates.items() if rate >= _AS_GOOD_AS_BEST * best)
+
+
+def _time_step(workload: Workload, batch: Any) -> float:
+    _wait_for(workload.device)
+    started = time.perf_counter()
+    workload.train_step(batch)
+    _wait_for(workload.device)
+    return time.perf_counter() - started
 
 
 def _wait_for(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""A config by its name or path: our own, the stock ones, or a file."""
+"""Find and load a config by its name or path."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -16,7 +16,9 @@ from torchtune_adaptive.stock.load import stock_config_dir
 
 
 def resolve_config_argument(arguments: Sequence[str]) -> list[str]:
-    """The arguments with the config's name replaced by its path: our own configs', then stock's, else a path as it is.
+    """Return the arguments with the config's name replaced by its path.
+
+    The name is looked up among our own configs, then among the stock ones. Any other name is taken as a path.
 
     Raises:
         InputError: no such config, a file that is not a YAML mapping, or an override that is not ``key=value``.
@@ -31,16 +33,16 @@ def resolve_config_argument(arguments: Sequence[str]) -> list[str]:
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
-    """The config of that name or path, with overrides as ``tune run`` takes them.
+    """Load the config of that name or path, with overrides as for ``tune run``.
 
     Raises:
-        InputError: no such config, a file that is not a YAML mapping, or an override that cannot be followed.
+        InputError: no such config, a file that is not a YAML mapping, or an override that cannot be applied.
     """
     path = _config_path(name)
     _refuse_unreadable(path, name=name)
     _refuse_malformed(overrides)
     try:
-        # Reads 2e-5 as a number, which YAML itself does not; what refers to other keys goes on doing so.
+        # OmegaConf reads 2e-5 as a number, which YAML itself does not. Interpolations are not resolved yet.
         content: Any = OmegaConf.to_container(OmegaConf.load(path))
         arguments = Namespace(**content)
     except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:
@@ -53,10 +55,10 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
 
 
 def resolved(cfg: DictConfig) -> dict[str, Any]:
-    """The config as plain containers, with what refers to other keys in place.
+    """Return the config as plain containers, with its interpolations resolved.
 
     Raises:
-        InputError: something refers to a key that there is not, or a value is missing.
+        InputError: an interpolation refers to a key that does not exist, or a value is missing.
     """
     try:
         content: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -66,12 +68,12 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
 
 
 def is_lora(cfg: DictConfig) -> bool:
-    """Whether ``cfg`` is one of LoRA finetuning, else of full finetuning."""
+    """Whether ``cfg`` is for LoRA finetuning rather than full finetuning."""
     return "lora_attn_modules" in cfg.model
 
 
 def stock_recipes_of(name: str) -> list[str]:
-    """The stock recipes whose registered config has that name; none for a config that is not stock."""
+    """The stock recipes that have a registered config of that name; none if the config is not a stock one."""
     return [recipe.name for recipe in get_all_recipes() for config in recipe.configs if config.name == name]
 
 

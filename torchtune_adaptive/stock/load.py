@@ -67,9 +67,9 @@ class _TrainingAnywhere:
     def get_memory_stats(self, device: torch.device, reset_stats: bool = True) -> dict[str, float]:
         return {} if device.type == "cpu" else training.get_memory_stats(device, reset_stats)
 
-    def log_memory_stats(self, stats: dict[str, float]) -> None:
+    def log_memory_stats(self, stats: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if stats:
-            training.log_memory_stats(stats)
+            training.log_memory_stats(stats, *args, **kwargs)
 
     def shard_model(self, model: Any, *args: Any, cpu_offload: bool, **kwargs: Any) -> None:
         """As torchtune, but that one rank shards only to offload: otherwise it would copy parameters to use them.

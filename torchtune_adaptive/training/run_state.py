@@ -1,12 +1,10 @@
-"""What a run needs beside torchtune's recipe state to go on as if it had never ended."""
+"""The state beside torchtune's recipe state: with it a resumed run goes on as if it had never ended."""
 
 import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_origin
-
-from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.files import write_whole
@@ -65,11 +63,11 @@ class AdaptiveState:
             raise TypeError(f"left_over is {quote(self.left_over)}")
 
     def changes(self, other: "AdaptiveState") -> list[str]:
-        """What is not the same in ``other``, a clause each: ranks, data, memory, and the batch that comes of them.
+        """What differs in ``other``, as parts of a sentence: ranks, data, memory, and the samples of a step.
 
-        What one of them does not know is passed over.
+        What is None in one of them is left out.
         """
-        told: list[str] = []
+        changes: list[str] = []
         for name, words in (
             ("ranks", "ranks"),
             ("dataset_samples", "samples in the data set"),
@@ -78,8 +76,8 @@ class AdaptiveState:
         ):
             before, after = getattr(self, name), getattr(other, name)
             if before != after and None not in (before, after):
-                told.append(f"{words} {before} -> {after}")
-        return told
+                changes.append(f"{words} {before} -> {after}")
+        return changes
 
 
 def state_path(checkpoint_dir: str | Path) -> Path:
@@ -110,31 +108,13 @@ def read_state(path: Path, *, epochs_run: int) -> AdaptiveState | None:
 def write_state(path: Path, state: AdaptiveState) -> Path:
     """Add ``state`` to those of the epochs before it, and return ``path``. A reader never sees half of it.
 
-    Write it before torchtune's recipe state: whichever of these a killed run leaves, its state is there.
+    Write it before torchtune's recipe state: then a killed run has a state for whichever recipe state it leaves.
     """
     try:
         kept = {epochs: one for epochs, one in json.loads(path.read_text()).items() if int(epochs) < state.epochs_run}
     except (OSError, ValueError, AttributeError):  # none yet, or another program's
         kept = {}
     return write_whole(path, json.dumps(kept | {str(state.epochs_run): asdict(state)}, indent=2) + "\n")
-
-
-def refuse_unsavable(function: object) -> None:
-    """Refuse a user's function whose state could not be saved.
-
-    Raises:
-        InputError: its ``state_dict()`` is not what JSON can hold, or comes back from it as something else.
-    """
-    if not isinstance(function, Stateful):
-        return
-    rule = "`batch_increase_function.state_dict()` must give what JSON can hold"
-    try:
-        state = function.state_dict()
-        read_again = json.loads(json.dumps(state))
-    except Exception as error:  # the user's own code: whatever it raises is reported
-        raise InputError(f"{rule}, but fails: {reason_of(error)}.") from error
-    if read_again != state:
-        raise InputError(f"{rule}, but gives {quote(state)}, which comes back as {quote(read_again)}.")
 
 
 def _unreadable(path: Path, error: Exception) -> InputError:

@@ -1,43 +1,9 @@
-"""What the search found and how the batch size went: a table for the log, JSON for the record."""
+"""What a search found, as text tables for the log."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
 
-from torchtune_adaptive.files import write_whole
 from torchtune_adaptive.search.strategies import Probe, SearchResult
 from torchtune_adaptive.text import format_bytes, text_table
-
-REPORT_NAME = "adaptive_batch.json"
-
-
-@dataclass
-class AdaptiveReport:
-    """The content of ``adaptive_batch.json``; ``result`` and ``seq_len`` are None without a search.
-
-    ``history`` has an entry for each batch size and micro-batch size that was decided on, ``tokens_per_second`` the
-    rates of the sizes that were timed, ``token_budget`` the padded tokens of a micro-batch that were found to fit.
-    """
-
-    result: SearchResult | None = None
-    seq_len: int | None = None
-    token_budget: int | None = None
-    tokens_per_second: dict[int, float] | None = None
-    history: list[dict[str, Any]] = field(default_factory=list)
-
-    def decided(self, *, epoch: int, batch_size: int, reason: str, **figures: int) -> None:
-        """Note that from ``epoch`` on ``batch_size`` rows per rank are used, and why, with more ``figures``."""
-        self.history.append({"epoch": epoch, "batch_size": batch_size} | figures | {"reason": reason})
-
-    def write(self, output_dir: str | Path) -> Path:
-        """Write the report into ``output_dir`` and return its path. A reader never sees half of it."""
-        found = {} if self.result is None else asdict(self.result) | {"seq_len": self.seq_len}
-        more = {"token_budget": self.token_budget, "tokens_per_second": self.tokens_per_second}
-        found |= {name: value for name, value in more.items() if value is not None}
-        content = found | {"history": self.history}
-        return write_whole(Path(output_dir) / REPORT_NAME, json.dumps(content, indent=2) + "\n")
 
 
 def probe_table(result: SearchResult) -> str:

@@ -1,0 +1,35 @@
+"""Full finetuning on one device with a batch size that is searched for and may grow.
+
+    tune run adaptive_full_finetune_single_device --config CONFIG use_maximum_batch_size=True
+
+CONFIG is any stock config of full finetuning on a single device. The keys are those of the stock recipe
+``full_finetune_single_device`` and of ``torchtune_adaptive.settings``.
+"""
+
+from typing import Any
+
+from omegaconf import DictConfig
+from torchtune import config
+
+from torchtune_adaptive.launch import launch_on_one_device, run_recipe
+from torchtune_adaptive.recipe import AdaptiveRecipe
+from torchtune_adaptive.stock.load import load_stock_recipe
+
+StockRecipe: Any = load_stock_recipe("full_finetune_single_device").FullFinetuneRecipeSingleDevice
+
+
+class AdaptiveFullFinetuneRecipeSingleDevice(AdaptiveRecipe, StockRecipe):
+    """The stock recipe, trained by our trainer. With ``optimizer_in_bwd`` nothing divides by tokens, as in stock."""
+
+    on_several_ranks = False
+    _normalizes_in_backward = False
+
+
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    """Full finetuning with an adaptive batch size: stock keys, plus ``use_maximum_batch_size`` and ``adaptive``."""
+    run_recipe(AdaptiveFullFinetuneRecipeSingleDevice, cfg)
+
+
+if __name__ == "__main__":
+    launch_on_one_device(recipe_main)

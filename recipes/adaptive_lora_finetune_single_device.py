@@ -1,0 +1,43 @@
+"""LoRA finetuning on one device with a batch size that is searched for and may grow.
+
+    tune run adaptive_lora_finetune_single_device --config CONFIG use_maximum_batch_size=True
+
+CONFIG is any stock config of LoRA finetuning on a single device. The keys are those of the stock recipe
+``lora_finetune_single_device`` and of ``torchtune_adaptive.settings``.
+"""
+
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torchtune import config
+
+from torchtune_adaptive.launch import launch_on_one_device, run_recipe
+from torchtune_adaptive.recipe import AdaptiveRecipe
+from torchtune_adaptive.stock.load import load_stock_recipe
+
+StockRecipe: Any = load_stock_recipe("lora_finetune_single_device").LoRAFinetuneRecipeSingleDevice
+
+
+class AdaptiveLoRAFinetuneRecipeSingleDevice(AdaptiveRecipe, StockRecipe):
+    """The stock recipe, trained by our trainer."""
+
+    on_several_ranks = False
+
+    def save_checkpoint(self, epoch: int) -> None:
+        """Save as stock does, which on the CPU merges the adapters into the weights that are trained: restore these."""
+        weights = [value.detach().clone() for value in self._model.parameters()] if self._device.type == "cpu" else []
+        super().save_checkpoint(epoch)
+        with torch.no_grad():
+            for parameter, weight in zip(self._model.parameters(), weights, strict=False):
+                parameter.copy_(weight)
+
+
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    """LoRA finetuning with an adaptive batch size: stock keys, plus ``use_maximum_batch_size`` and ``adaptive``."""
+    run_recipe(AdaptiveLoRAFinetuneRecipeSingleDevice, cfg)
+
+
+if __name__ == "__main__":
+    launch_on_one_device(recipe_main)

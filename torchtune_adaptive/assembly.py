@@ -1,0 +1,277 @@
+"""Build a trainer of what a recipe brings: find the sizes, prepare the recovery, go on from a saved state."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchtune import utils
+
+from torchtune_adaptive.batch.growth import BatchGrowth
+from torchtune_adaptive.batch.loader import GlobalStepLoader, StepLoader
+from torchtune_adaptive.batch.micro_batches import MicroBatcher
+from torchtune_adaptive.batch.row_format import Row, RowFormat
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.distributed.recovery import Recovery
+from torchtune_adaptive.distributed.snapshot import keep_random_states
+from torchtune_adaptive.memory.devices import meter_for
+from torchtune_adaptive.memory.meter import MemoryMeter, device_memory_bytes
+from torchtune_adaptive.memory.phases import Phases
+from torchtune_adaptive.search.find import first_that_fits
+from torchtune_adaptive.search.sizes import SizeFinder, Sizes
+from torchtune_adaptive.search.workload import Workload
+from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.trainer import Trainer
+from torchtune_adaptive.training.learning_rate import BuildScheduler, LearningRate, check_follows
+from torchtune_adaptive.training.objectives import Objective
+from torchtune_adaptive.training.oom_retry import OomRetry
+from torchtune_adaptive.training.optimizers import Stepping
+from torchtune_adaptive.training.prepare_recovery import RecoveryPreparation, log_no_recovery
+from torchtune_adaptive.training.profiling import StepProfiler
+from torchtune_adaptive.training.record import RunRecord
+from torchtune_adaptive.training.run_state import AdaptiveState, read_state, state_path
+from torchtune_adaptive.training.start import StartingPoint, starting_point
+from torchtune_adaptive.training.step_log import StepLog
+from torchtune_adaptive.training.train_step import TrainStep
+
+log = utils.get_logger("DEBUG")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeParts:
+    """What a recipe brings to its training. Nothing else of a recipe is known here and below.
+
+    Attributes:
+        models: all that are on the device, the trained one first.
+        stepping: how its optimizers step.
+        forget: drops what a failed step leaves outside of the models.
+        scheduler: of the learning rate, None for a constant one; ``build_scheduler`` makes it anew.
+        sampler: this rank's, over the data set.
+        collate: makes a batch of a list of samples.
+        tokenizer_max_seq_len: to which samples are cut, None if they are not.
+        batch_size, micro_steps: of the config, per rank and micro-step, and per optimizer step.
+        epochs: those that are left.
+        ranks: among which a model is sharded and tokens are shared.
+        metric_logger: None on all ranks but the first.
+        why_unrecoverable: why training cannot go on after an out-of-memory error; "" if it can.
+        before_step: called before each optimizer step with the steps done, ``save`` after each epoch with it.
+    """
+
+    models: Sequence[nn.Module]
+    objective: Objective
+    stepping: Stepping
+    forget: Callable[[], object]
+    scheduler: Any
+    build_scheduler: BuildScheduler
+    sampler: Any
+    collate: Callable[[Sequence[Row]], Any]
+    row_format: RowFormat
+    tokenizer_max_seq_len: int | None
+    batch_size: int
+    micro_steps: int
+    max_steps_per_epoch: int | None
+    epochs: range
+    device: torch.device
+    ranks: int
+    metric_logger: Any
+    log_every_steps: int
+    with_memory_stats: bool
+    profiler: StepProfiler
+    output_dir: Path
+    checkpoint_dir: Path
+    why_unrecoverable: str
+    before_step: Callable[[int], None]
+    save: Callable[[int], None]
+
+
+def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Consensus) -> Trainer:
+    """The trainer, with the sizes that the settings ask for, where the run begins or goes on. A collective.
+
+    Searches and dry runs leave no trace.
+
+    Raises:
+        InputError: data, settings and saved state do not go together.
+        NothingFitsError: not even one row fits.
+    """
+    return _Assembly(parts, settings, consensus).trainer()
+
+
+class _Assembly:
+    """Makes the parts of a trainer one after the other."""
+
+    def __init__(self, parts: RecipeParts, settings: AdaptiveSettings, consensus: Consensus) -> None:
+        self._parts = parts
+        self._settings = settings
+        self._consensus = consensus
+        self._models = nn.ModuleList(parts.models)
+        self._meter = self._make_meter()
+        self._phases = Phases(parts.models, self._meter)
+        self._step = TrainStep(
+            parts.objective,
+            parts.stepping,
+            collate=parts.collate,
+            device=parts.device,
+            phases=self._phases,
+            meter=self._meter,
+        )
+        self._workload = Workload(
+            train_step=self._step,
+            model=self._models,
+            optimizers=parts.stepping.optimizers,
+            device=parts.device,
+            meter=self._meter,
+            consensus=consensus,
+            forget=parts.forget,
+        )
+        self._loader = self._make_loader()
+
+    def trainer(self) -> Trainer:
+        parts, settings = self._parts, self._settings
+        path = state_path(parts.checkpoint_dir)
+        saved = self._read_state(path)
+        growth = BatchGrowth(
+            settings.batch_increase_function, total_epochs=parts.epochs.stop, consensus=self._consensus
+        )
+        if growth.grows or settings.lr_scaling != "none":
+            check_follows(parts.scheduler)
+        with keep_random_states():  # the data set's transforms and the user's function may draw from them
+            growth.sizes(self._loader.batch_size)  # so that a bad answer is found before the search
+            sizes = self._find_sizes()
+            start = starting_point(settings, self._loader, growth, sizes, epochs_run=parts.epochs.start, saved=saved)
+            self._loader.set_batch_size(start.batch_size)
+            self._loader.check_size()
+            trainer = Trainer(
+                self._step,
+                self._make_retry(sizes),
+                self._loader,
+                growth,
+                self._make_rate(start, saved, grows=growth.grows),
+                self._make_record(path, sizes),
+                self._make_log(),
+                parts.profiler,
+                sizes=sizes,
+                before_step=parts.before_step,
+                save=parts.save,
+                epochs=parts.epochs,
+                steps_done=start.steps_done,
+            )
+            if saved is not None:
+                trainer.load_state(saved)
+        if settings.decides:
+            reason = f"{settings.strategy} search" if settings.use_maximum_batch_size else "config"
+            resumed = f", resumed at epoch {parts.epochs.start}" if parts.epochs.start else ""
+            trainer.note_batch_size(reason + resumed, epoch=parts.epochs.start)
+        return trainer
+
+    def _make_meter(self) -> MemoryMeter | None:
+        """None on a CPU without a limit, where metering would only cost time."""
+        parts = self._parts
+        if parts.device.type != "cuda" and (parts.device.type != "cpu" or self._settings.memory_limit_bytes is None):
+            return None
+        return meter_for(parts.device, self._models, parts.stepping.optimizers, exact=False)
+
+    def _make_loader(self) -> StepLoader:
+        parts, samples_per_step = self._parts, self._settings.global_batch_size
+        options: dict[str, Any] = {"max_steps_per_epoch": parts.max_steps_per_epoch}
+        if samples_per_step is not None:
+            return GlobalStepLoader(parts.sampler, parts.row_format, batch_size=samples_per_step, **options)
+        options |= {"batch_size": parts.batch_size, "micro_steps": parts.micro_steps}
+        return StepLoader(parts.sampler, parts.row_format, **options)
+
+    def _read_state(self, path: Path) -> AdaptiveState | None:
+        """What an earlier part of the run has left. A collective."""
+        epochs_run = self._parts.epochs.start
+        if not epochs_run:
+            return None
+        return self._consensus.ask_rank_zero(lambda: read_state(path, epochs_run=epochs_run))
+
+    def _find_sizes(self) -> Sizes:
+        """The sizes; from then on the meter is limited as in training. A collective."""
+        parts, settings = self._parts, self._settings
+        finder = SizeFinder(
+            self._workload,
+            self._loader,
+            parts.row_format,
+            settings,
+            trained_model=parts.models[0],
+            wanted_rows=parts.batch_size,
+            tokenizer_max_seq_len=parts.tokenizer_max_seq_len,
+        )
+        sizes = finder.find()
+        if self._meter is not None:
+            self._meter.set_limit(settings.memory_limit_bytes)
+            self._meter.reset()
+        return sizes
+
+    def _make_retry(self, sizes: Sizes) -> OomRetry:
+        loader, row_format = self._loader, self._parts.row_format
+        micro_batches = MicroBatcher(
+            sizes.limit(loader.rows_per_micro_step),
+            row_format,
+            self._consensus,
+            make_silent_row=lambda: row_format.silent(loader.dataset[0]),
+        )
+        return OomRetry(
+            self._step,
+            micro_batches,
+            recovery=self._prepare_recovery(),
+            phases=self._phases,
+            meter=self._meter,
+            consensus=self._consensus,
+            first_that_fits=partial(first_that_fits, self._workload, settings=self._settings),
+        )
+
+    def _prepare_recovery(self) -> Recovery | None:
+        """None if an out-of-memory error is to end the run, by the user's wish or because it must. A collective."""
+        parts = self._parts
+        if not self._settings.oom_recovery:
+            return None
+        if parts.why_unrecoverable:
+            log_no_recovery(parts.why_unrecoverable)
+            return None
+        preparation = RecoveryPreparation(self._workload, self._step)
+        rows = self._loader.data_loader.batch_size or 1
+        return preparation.prepare(partial(parts.row_format.small_batches, self._loader.dataset), batch_size=rows)
+
+    def _make_rate(self, start: StartingPoint, saved: AdaptiveState | None, *, grows: bool) -> LearningRate:
+        parts, settings, loader = self._parts, self._settings, self._loader
+        optimizers = parts.stepping.optimizers if parts.scheduler is None else [parts.scheduler.optimizer]
+        rate = LearningRate(
+            parts.scheduler,
+            optimizers,
+            parts.build_scheduler,
+            total_epochs=parts.epochs.stop,
+            schedule_steps=start.schedule_steps,
+            rule=settings.lr_scaling,
+            reference_samples=parts.batch_size * parts.micro_steps * loader.ranks,
+        )
+        if saved is not None:
+            rate.load_state_dict(asdict(saved))
+        if settings.decides or settings.lr_scaling != "none":
+            steps = loader.steps_per_epoch
+            rate.begin(epoch=parts.epochs.start, step=start.steps_done, steps_per_epoch=steps, grows=grows)
+            if scaled := rate.scale(loader.samples_per_step):
+                utils.log_rank_zero(log, scaled)
+        return rate
+
+    def _make_record(self, path: Path, sizes: Sizes) -> RunRecord:
+        """The record, with the least memory that any rank may use. A collective."""
+        parts = self._parts
+        own_bytes = device_memory_bytes(parts.device) if parts.device.type == "cuda" else 0
+        limit_bytes = self._consensus.min_over_ranks(self._settings.memory_limit_bytes or own_bytes)
+        writes = parts.metric_logger is not None
+        return RunRecord(parts.output_dir, path, sizes, memory_limit_bytes=limit_bytes or None, writes=writes)
+
+    def _make_log(self) -> StepLog:
+        parts = self._parts
+        return StepLog(
+            parts.metric_logger,
+            every_steps=parts.log_every_steps,
+            device=parts.device,
+            ranks=parts.ranks,
+            meter=self._meter,
+            with_memory_stats=parts.with_memory_stats,
+        )

@@ -1,0 +1,185 @@
+"""Growth of the batch size: the user's function, loaded and checked, and what it decides for each epoch."""
+
+import copy
+import functools
+import inspect
+import os
+import pkgutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass
+from typing import Any, TypeAlias, cast
+
+from torchtune_adaptive.batch.noise_scale import MeasuredSchedule
+from torchtune_adaptive.errors import InputError, as_integer, quote, reason_of
+
+# f(epoch, current_batch_size) -> increment, asked at the start of every epoch, epoch 0 included.
+BatchIncreaseFunction: TypeAlias = Callable[[int, int], int]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What the schedule decided for one epoch: ``batch_size`` (samples) holds from the start of ``epoch`` on."""
+
+    epoch: int
+    batch_size: int
+    increment: int
+    granted: bool
+    reason: str
+
+
+def function_name(function: object) -> str:
+    """A readable name for logs and reports: the dotted name, with the arguments if it is a built-in schedule."""
+    if isinstance(function, functools.partial):
+        return function_name(function.func)
+    if isinstance(function, MeasuredSchedule) or (is_dataclass(function) and not isinstance(function, type)):
+        return f"{type(function).__module__}.{quote(function)}"
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__ or 'builtins'}.{named.__qualname__}"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def check_function(function: object, *, name: str | None = None) -> BatchIncreaseFunction:
+    """The function itself, which can be called as ``f(epoch, current_batch_size)``; ``name`` is for the sentence.
+
+    A function whose signature cannot be read (some are written in C) is taken as it is.
+
+    Raises:
+        InputError: it is not callable, is a class, or does not take two positional arguments.
+    """
+    if not callable(function):
+        value = f"{name} is {quote(function)}" if name else f"is {quote(function)}"
+        raise InputError(f"`batch_increase_function` must be callable, but {value} instead.")
+    name = name or function_name(function)
+    if isinstance(function, type):
+        raise InputError(
+            f"`batch_increase_function` must be a function, but {name} is a class instead; "
+            "a class is named by `_component_`, next to its arguments."
+        )
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # written in C, without a signature to read
+        return cast(BatchIncreaseFunction, function)
+    try:
+        signature.bind(0, 1)
+    except TypeError as error:
+        raise InputError(
+            "`batch_increase_function` must take two positional arguments (epoch, current_batch_size), "
+            f"but {name} takes {signature} instead."
+        ) from error
+    return cast(BatchIncreaseFunction, function)
+
+
+def load_function(value: object) -> BatchIncreaseFunction | None:
+    """The function whose dotted path is ``value``, or that the `_component_` of ``value`` makes; None for null.
+
+    Raises:
+        InputError: it cannot be imported or made, or is no function of two arguments.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return check_function(_import(value), name=quote(value))
+    if not isinstance(value, dict) or not isinstance(value.get("_component_"), str):
+        raise InputError(
+            "`batch_increase_function` must be a dotted path or a mapping with a `_component_`, "
+            f"but is {quote(value)} instead."
+        )
+    arguments = {str(key): argument for key, argument in value.items() if key != "_component_"}
+    path = value["_component_"]
+    component = _import(path)
+    try:
+        made = component(**arguments)
+    except Exception as error:  # the user's own code and arguments: whatever it raises is reported
+        raise InputError(
+            f"`batch_increase_function` must be made by its `_component_`, but {quote(path)} "
+            f"with {quote(arguments)} failed instead: {reason_of(error)}."
+        ) from error
+    return check_function(made, name=f"what {quote(path)} makes")
+
+
+def _import(path: str) -> Any:
+    """What the dotted ``path`` names; the working directory is searched too, as stock does for its components."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return pkgutil.resolve_name(path)
+    except Exception as error:  # importing runs the user's own module: whatever it raises is reported
+        raise InputError(
+            f"`batch_increase_function` must be importable, but {quote(path)} is not: {reason_of(error)}."
+        ) from error
+
+
+def next_batch_size(function: BatchIncreaseFunction, *, epoch: int, batch_size: int, maximum: int) -> Growth:
+    """Batch size of ``epoch``: ``batch_size`` plus the function's increment, if the sum is at most ``maximum``.
+
+    An increase that would pass the maximum is refused as a whole, that of a ``MeasuredSchedule`` cut to it; the reason
+    carries the figures. All sizes are in the unit of the size that the config names.
+
+    Raises:
+        InputError: the function raised, or its answer is no integer or is negative.
+
+    >>> def adds_eight(epoch, current_batch_size):
+    ...     return 8
+    >>> next_batch_size(adds_eight, epoch=2, batch_size=16, maximum=20).reason
+    'epoch 2: increase of 8 refused, 16 + 8 = 24 is above the maximum of 20'
+    """
+    increment = _ask(function, epoch=epoch, batch_size=batch_size)
+    if isinstance(function, MeasuredSchedule):
+        increment = max(0, min(increment, maximum - batch_size))
+    wanted = batch_size + increment
+    if not increment:
+        return Growth(epoch, batch_size, 0, False, f"epoch {epoch}: no increase, batch_size stays {batch_size}")
+    if wanted <= maximum:
+        reason = f"epoch {epoch}: increase of {increment} granted, batch_size {batch_size} -> {wanted}"
+        return Growth(epoch, wanted, increment, True, reason)
+    reason = f"epoch {epoch}: increase of {increment} refused, {batch_size} + {increment} = {wanted} "
+    return Growth(epoch, batch_size, increment, False, reason + f"is above the maximum of {maximum}")
+
+
+def rehearse(
+    function: BatchIncreaseFunction,
+    *,
+    total_epochs: int,
+    batch_size: int,
+    maximum: int | None = None,
+) -> list[Growth]:
+    """Every epoch's growth from the first to the last, so that a bad answer is found before training.
+
+    ``maximum=None``: no bound is known yet; rehearse again once it is, because a refused increase changes what the
+    function is asked. A deep copy is played, so that a stateful object is undisturbed (the object itself if it cannot
+    be copied); state outside of it (globals, closures, random generators) is not put back.
+
+    Raises:
+        InputError: as `next_batch_size`, for the first epoch with a bad answer.
+
+    >>> [growth.batch_size for growth in rehearse(lambda epoch, size: 8, total_epochs=4, batch_size=8, maximum=30)]
+    [16, 24, 24, 24]
+    """
+    try:
+        played = copy.deepcopy(function)
+    except Exception:  # a user's object may refuse to be copied in any way; playing it is better than not checking
+        played = function
+    bound = sys.maxsize if maximum is None else maximum  # a number, so that unbounded doubling cannot overflow
+    growths: list[Growth] = []
+    for epoch in range(total_epochs):
+        growths.append(next_batch_size(played, epoch=epoch, batch_size=batch_size, maximum=bound))
+        batch_size = growths[-1].batch_size
+    return growths
+
+
+def _ask(function: BatchIncreaseFunction, *, epoch: int, batch_size: int) -> int:
+    name, where = function_name(function), f"at epoch {epoch} with batch size {batch_size}"
+    try:
+        answer: object = function(epoch, batch_size)
+    except Exception as error:  # the user's own code: whatever it raises is reported as its answer
+        raise InputError(
+            f"`batch_increase_function` must return an integer, but {name} raised an error {where} instead: "
+            f"{reason_of(error)}."
+        ) from error
+    increment = as_integer(answer)
+    if increment is None or increment < 0:
+        rule = "an integer" if increment is None else "at least 0"
+        raise InputError(
+            f"`batch_increase_function` must return {rule}, but {name} returned {quote(answer)} {where} instead."
+        )
+    return increment

@@ -1,0 +1,249 @@
+"""The samples of each optimizer step, and how many steps an epoch has. The only owner of the batch size."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torchtune_adaptive.batch.row_format import Row, RowFormat
+from torchtune_adaptive.batch.sampler import DealtSampler, check_samples_per_step, most_rows, rows_of_rank
+from torchtune_adaptive.errors import InputError
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """The samples of one optimizer step: what is cut into micro-batches, and cut again if memory runs out.
+
+    Attributes:
+        rows: this rank's samples, on the host.
+        most_rows: samples of the rank that has most of them.
+        num_samples: samples over all ranks.
+    """
+
+    rows: list[Row]
+    most_rows: int
+    num_samples: int
+
+    def halves(self) -> tuple["StepSamples", "StepSamples"]:
+        """The first and the second half of each rank's samples; the first one is larger if the number is odd.
+
+        >>> first, second = StepSamples([{"tokens": [1]}] * 3, most_rows=3, num_samples=6).halves()
+        >>> len(first.rows), len(second.rows)
+        (2, 1)
+        """
+        middle, most_middle = (len(self.rows) + 1) // 2, (self.most_rows + 1) // 2
+        return (
+            StepSamples(self.rows[:middle], most_middle, self.num_samples),
+            StepSamples(self.rows[middle:], self.most_rows - most_middle, self.num_samples),
+        )
+
+
+class StepLoader:
+    """Gives the samples of each optimizer step, with torchtune's ``batch_size``: samples per rank and micro-step.
+
+    As in torchtune, micro-batches left over at an epoch's end open the first step of the next one.
+
+    Args:
+        sampler: this rank's, a ``DistributedSampler`` over the data set.
+        micro_steps: micro-steps of ``batch_size`` samples per optimizer step, before memory has its say.
+        max_steps_per_epoch: optimizer steps; None for no bound.
+    """
+
+    key = "batch_size"
+    is_global = False
+
+    def __init__(
+        self, sampler: Any, row_format: RowFormat, *, batch_size: int, micro_steps: int, max_steps_per_epoch: int | None
+    ) -> None:
+        self._sampler = sampler
+        self._row_format = row_format
+        self._micro_steps = micro_steps
+        self._max_steps_per_epoch = max_steps_per_epoch
+        self._left_over: list[Row] = []
+        self._longest_row: Row | None = None
+        self.set_batch_size(batch_size)
+
+    @property
+    def dataset(self) -> Any:
+        """The samples, by index."""
+        return self._sampler.dataset
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that have samples of their own."""
+        return self._sampler.num_replicas
+
+    @property
+    def batch_size(self) -> int:
+        """The present batch size, in the unit of the key that a config gives it by."""
+        return self._batch_size
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-steps per optimizer step, before memory has its say."""
+        return self._micro_steps
+
+    @property
+    def largest_batch_size(self) -> int:
+        """The batch size at which an epoch is a single optimizer step."""
+        return len(self._sampler) // self._micro_steps
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps per epoch."""
+        return self.steps_per_epoch_at(self._batch_size)
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of an optimizer step over all ranks."""
+        return self.samples_per_step_at(self._batch_size)
+
+    @property
+    def rows_per_step(self) -> int:
+        """Samples of an optimizer step on the rank that has most of them."""
+        return self.rows_per_step_at(self._batch_size)
+
+    @property
+    def rows_per_micro_step(self) -> int:
+        """Samples of a micro-step, before memory has its say."""
+        return self._batch_size
+
+    @property
+    def longest_row(self) -> Row | None:
+        """The longest sample that training has been given so far."""
+        return self._longest_row
+
+    @property
+    def data_loader(self) -> StatefulDataLoader:
+        """The present data loader, whose state torchtune's checkpoints hold."""
+        return self._data_loader
+
+    def samples_per_step_at(self, batch_size: int) -> int:
+        """Samples of an optimizer step over all ranks, at another batch size."""
+        return batch_size * self._micro_steps * self.ranks
+
+    def rows_per_step_at(self, batch_size: int) -> int:
+        """Samples of an optimizer step on the rank that has most of them, at another batch size."""
+        return most_rows(self.samples_per_step_at(batch_size), ranks=self.ranks)
+
+    def steps_per_epoch_at(self, batch_size: int) -> int:
+        """Optimizer steps per epoch, at another batch size."""
+        steps = self.largest_batch_size // batch_size
+        return steps if self._max_steps_per_epoch is None else min(steps, self._max_steps_per_epoch)
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Set the batch size, between epochs."""
+        self._batch_size = batch_size
+        self._data_loader = self._make_data_loader(batch_size)
+
+    def steps(self, epoch: int) -> Iterator[StepSamples]:
+        """The samples of each optimizer step of ``epoch``."""
+        self._sampler.set_epoch(epoch)
+        steps = 0
+        for number, rows in enumerate(self._data_loader, start=1):
+            self._left_over += rows
+            if number % self._micro_steps == 0:
+                rows, self._left_over = self._left_over, []
+                self._longest_row = max([*self._longest_rows(), *rows], key=self._row_format.num_tokens)
+                yield self._step_samples(rows)
+                steps += 1
+                if steps == self._max_steps_per_epoch:
+                    return
+
+    def describe(self, batch_size: int | None = None) -> str:
+        """What an optimizer step is made of, as arithmetic; at the present batch size if none is given."""
+        batch_size = batch_size or self._batch_size
+        return (
+            f"{batch_size} rows * {self._micro_steps} micro-steps * {self.ranks} ranks"
+            f" = {self.samples_per_step_at(batch_size)} samples per optimizer step"
+        )
+
+    def check_size(self, batch_size: int | None = None) -> None:
+        """Check that the data set fills an optimizer step; at the present batch size if none is given.
+
+        Raises:
+            InputError: it does not.
+        """
+        batch_size = batch_size or self._batch_size
+        if self.steps_per_epoch_at(batch_size) == 0:
+            raise InputError(
+                f"`dataset` must fill an optimizer step ({self.describe(batch_size)}),"
+                f" but has {len(self.dataset)} samples."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, after an epoch; ``left_over`` are places in a rank's order of samples."""
+        end = len(self._data_loader) * (self._data_loader.batch_size or 0)
+        return {
+            "batch_size": self._batch_size,
+            "is_global": self.is_global,
+            "samples_per_step": self.samples_per_step,
+            "left_over": (end - len(self._left_over), end),
+            "longest_row_tokens": max(map(self._row_format.num_tokens, self._longest_rows()), default=0),
+            "dataset_samples": len(self.dataset),
+            "ranks": self.ranks,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, epoch: int) -> None:
+        """Go on from ``state_dict``, given after ``epoch``. The batch size is not taken: the caller sets it.
+
+        Left-over samples are read again, unless the data or the number of ranks is another.
+        """
+        if state["longest_row_tokens"]:
+            self._longest_row = self._row_format.of_length(self.dataset, state["longest_row_tokens"])
+        if (state["dataset_samples"], state["ranks"]) == (len(self.dataset), self.ranks):
+            self._sampler.set_epoch(epoch)
+            self._left_over = [self.dataset[place] for place in list(self._sampler)[slice(*state["left_over"])]]
+
+    def _longest_rows(self) -> list[Row]:
+        return [] if self._longest_row is None else [self._longest_row]
+
+    def _step_samples(self, rows: list[Row]) -> StepSamples:
+        return StepSamples(rows, most_rows=len(rows), num_samples=len(rows) * self.ranks)
+
+    def _make_data_loader(self, rows: int) -> StatefulDataLoader:
+        """As in torchtune, samples at the end that do not fill a batch are dropped."""
+        return StatefulDataLoader(self.dataset, batch_size=rows, sampler=self._sampler, collate_fn=list, drop_last=True)
+
+
+class GlobalStepLoader(StepLoader):
+    """A ``StepLoader`` whose batch size is ``adaptive.global_batch_size``: samples per optimizer step over all ranks.
+
+    Args:
+        sampler: torchtune's, whose order of samples, shuffling and seed are kept.
+    """
+
+    key = "global_batch_size"
+    is_global = True
+    _sampler: DealtSampler
+
+    def __init__(
+        self, sampler: Any, row_format: RowFormat, *, batch_size: int, max_steps_per_epoch: int | None
+    ) -> None:
+        check_samples_per_step(batch_size, ranks=sampler.num_replicas)
+        dealt = DealtSampler(sampler.dataset, sampler.num_replicas, sampler.rank, sampler.shuffle, sampler.seed)
+        super().__init__(
+            dealt, row_format, batch_size=batch_size, micro_steps=1, max_steps_per_epoch=max_steps_per_epoch
+        )
+
+    @property
+    def largest_batch_size(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def rows_per_micro_step(self) -> int:
+        return self.rows_per_step
+
+    def samples_per_step_at(self, batch_size: int) -> int:
+        return batch_size
+
+    def describe(self, batch_size: int | None = None) -> str:
+        return f"{batch_size or self._batch_size} samples per optimizer step on {self.ranks} ranks"
+
+    def _step_samples(self, rows: list[Row]) -> StepSamples:
+        return StepSamples(rows, most_rows=self.rows_per_step, num_samples=self._batch_size)
+
+    def _make_data_loader(self, rows: int) -> StatefulDataLoader:
+        self._sampler.set_samples_per_step(rows)
+        return super()._make_data_loader(rows_of_rank(rows, rank=self._sampler.rank, ranks=self.ranks))

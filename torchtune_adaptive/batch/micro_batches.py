@@ -1,0 +1,115 @@
+"""Cut the samples of an optimizer step into micro-batches, as many on every rank, by a limit that memory may lower."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torchtune_adaptive.batch.limits import MicroBatchLimit, RowLimit, spread
+from torchtune_adaptive.batch.loader import StepSamples
+from torchtune_adaptive.batch.row_format import Row, RowFormat
+from torchtune_adaptive.distributed.consensus import Consensus
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The micro-batches of some samples, with their tokens on this rank, without and with padding."""
+
+    micro_batches: tuple[list[Row], ...]
+    num_tokens: int
+    num_padded_tokens: int
+
+
+class MicroBatcher:
+    """Owns how large a micro-batch may be: as large as fits, or smaller since memory ran out.
+
+    Args:
+        largest: the limit while memory suffices.
+        make_silent_row: gives a row without weight in the loss, for a rank that has fewer rows than micro-steps.
+    """
+
+    def __init__(
+        self,
+        largest: MicroBatchLimit,
+        row_format: RowFormat,
+        consensus: Consensus,
+        *,
+        make_silent_row: Callable[[], Row],
+    ) -> None:
+        self._largest = largest
+        self._row_format = row_format
+        self._consensus = consensus
+        self._make_silent_row = make_silent_row
+        self._reduced_size: int | None = None  # since memory ran out
+        self._num_tokens = self._num_padded_tokens = 0
+
+    @property
+    def largest(self) -> MicroBatchLimit:
+        """The limit while memory suffices."""
+        return self._largest
+
+    @property
+    def limit(self) -> MicroBatchLimit:
+        """The present limit."""
+        return self._largest.of_size(min(self._largest.size, self._reduced_size or self._largest.size))
+
+    def set_largest(self, largest: MicroBatchLimit) -> None:
+        """Set the limit while memory suffices, as when the batch size grows; a reduced size stays reduced."""
+        self._largest = largest
+
+    def reduce(self) -> None:
+        """Halve the present limit."""
+        self._reduced_size = self.limit.size // 2
+
+    def resize(self, size: int) -> None:
+        """Set the present limit to ``size``, which is at most the largest."""
+        self._reduced_size = None if size >= self._largest.size else size
+
+    def rows_of(self, row: Row, *, size: int) -> int:
+        """Rows like ``row`` that a micro-batch has where its limit is ``size``."""
+        return self._largest.of_size(size).rows_of(self._row_format.num_tokens(row))
+
+    def can_reduce(self, samples: StepSamples) -> bool:
+        """Whether some rank has a micro-batch of more than one row, so that a lower limit helps. A collective."""
+        places = self.limit.cut(self._lengths(samples.rows))
+        return self._consensus.any_rank(any(len(rows) > 1 for rows in places))
+
+    def cut(self, samples: StepSamples) -> Cut:
+        """The micro-batches of ``samples`` by the present limit, as many on every rank.
+
+        With a token limit a collective: the ranks agree on the number. With a row limit it follows from arithmetic.
+        """
+        limit, rows = self.limit, samples.rows
+        lengths = self._lengths(rows)
+        places = limit.cut(lengths)
+        if isinstance(limit, RowLimit):
+            count = math.ceil(samples.most_rows / limit.size)
+        else:
+            count = self._consensus.max_over_ranks(len(places))
+        places = spread(places, count)
+        micro_batches = tuple([rows[place] for place in one] or [self._make_silent_row()] for one in places)
+        padded = sum(len(one) * max(lengths[place] for place in one) for one in places if one)
+        return Cut(micro_batches, sum(lengths), padded)
+
+    def count_padding(self, *cuts: Cut) -> None:
+        """Count the padding of micro-batches that were trained with. Failed attempts do not count."""
+        self._num_tokens += sum(cut.num_tokens for cut in cuts)
+        self._num_padded_tokens += sum(cut.num_padded_tokens for cut in cuts)
+
+    def take_padding(self) -> float:
+        """The share of padding in this rank's micro-batches since the last call."""
+        share = 1 - self._num_tokens / max(self._num_padded_tokens, 1)
+        self._num_tokens = self._num_padded_tokens = 0
+        return share
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs: the reduced size, None if memory never ran out, and its unit."""
+        return {"micro_batch": self._reduced_size, "micro_batch_unit": self._largest.unit}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict``; a size in another unit is not taken."""
+        if state["micro_batch_unit"] == self._largest.unit:
+            self._reduced_size = state["micro_batch"]
+
+    def _lengths(self, rows: list[Row]) -> list[int]:
+        return [self._row_format.num_tokens(row) for row in rows]

@@ -1,0 +1,163 @@
+"""What a sample looks like: its length, and samples made from it for probes. One class for each kind of data set."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torchtune.datasets import ConcatDataset, PackedDataset
+from tqdm import tqdm
+
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.errors import InputError
+
+Row: TypeAlias = dict[str, Any]
+
+_DRY_RUN_TOKENS = (16, 24)  # row lengths of the two batches of a dry run, which must differ in shape
+
+
+class RowFormat(ABC):
+    """Knows the keys of a data set's samples. Owns nothing."""
+
+    @abstractmethod
+    def num_tokens(self, row: Row) -> int:
+        """The length in tokens that the sample pads its micro-batch to."""
+
+    @abstractmethod
+    def stretched(self, row: Row, length: int) -> Row:
+        """The sample repeated or cut to ``length`` tokens, all of which count in the loss."""
+
+    @abstractmethod
+    def shortened(self, row: Row, length: int) -> Row:
+        """The sample cut to ``length`` tokens, or as it is if it cannot be cut, as packs cannot."""
+
+    @abstractmethod
+    def silent(self, row: Row) -> Row:
+        """A short sample with no weight in the loss, for a rank that has no samples left."""
+
+    def worst_case(
+        self, dataset: Any, *, seq_len: int | None, tokenizer_max_seq_len: int | None, consensus: Consensus
+    ) -> Row:
+        """A sample of the greatest length that training can meet. A collective.
+
+        The length is ``seq_len`` if given, else the tokenizer's ``max_seq_len``, else that of the longest sample, for
+        which the whole data set is read once. The samples of packed data have one length.
+
+        Raises:
+            InputError: ``seq_len`` differs from the length of the packs.
+        """
+        row = dict(dataset[0])
+        if is_packed(dataset):
+            packed_len = self.num_tokens(row)
+            if seq_len not in (None, packed_len):
+                raise InputError(
+                    f"`seq_len` must be null or the packs' length ({packed_len}), but is {seq_len} instead."
+                )
+            return row
+        return self.stretched(row, seq_len or tokenizer_max_seq_len or self._longest_length(dataset, consensus))
+
+    def of_length(self, dataset: Any, length: int) -> Row:
+        """A sample of ``length`` tokens; of packed data the first one, because all have the same length."""
+        row = dict(dataset[0])
+        return row if is_packed(dataset) else self.stretched(row, length)
+
+    def check_lengths(self, dataset: Any, *, max_tokens: int, consensus: Consensus) -> None:
+        """Check that no sample is longer than ``max_tokens``, by reading the whole data set once. A collective.
+
+        Raises:
+            InputError: a sample is longer; on every rank, with the first one's index and length.
+        """
+        lengths = self._lengths(dataset, consensus, task="looking for samples above the token budget")
+        too_long = next(((index, length) for index, length in lengths if length > max_tokens), None)
+        found = [one for one in consensus.from_all_ranks(too_long) if one is not None]
+        if found:
+            index, length = min(found)
+            raise InputError(
+                f"`max_tokens_per_micro_batch` must be at least every sample's length, but is {max_tokens},"
+                f" and sample {index} has {length} tokens."
+            )
+
+    def small_batches(self, dataset: Any, batch_size: int) -> list[list[Row]]:
+        """Two batches of the first samples that differ in shape, each of at most ``batch_size`` rows.
+
+        Rows are cut to a few tokens where they can be cut.
+        """
+        first, second = dataset[0], dataset[min(1, len(dataset) - 1)]
+        small, large = _DRY_RUN_TOKENS
+        rows = [first, second] if batch_size > 1 else [second]
+        return [[self.shortened(first, small)], [self.shortened(row, large) for row in rows]]
+
+    def _longest_length(self, dataset: Any, consensus: Consensus) -> int:
+        lengths = self._lengths(dataset, consensus, task="looking for the longest sample")
+        return consensus.max_over_ranks(max((length for _, length in lengths), default=0))
+
+    def _lengths(self, dataset: Any, consensus: Consensus, *, task: str) -> Iterator[tuple[int, int]]:
+        """Index and length of this rank's share of the samples."""
+        share = range(consensus.rank, len(dataset), consensus.world_size)
+        for index in tqdm(share, desc=task, disable=consensus.rank != 0):
+            yield index, self.num_tokens(dataset[index])
+
+
+class TokenRows(RowFormat):
+    """Rows of ``tokens`` and ``labels``, as supervised finetuning has them.
+
+    Args:
+        ignore_index: the label of tokens that do not count in the loss.
+    """
+
+    def __init__(self, ignore_index: int) -> None:
+        self._ignore_index = ignore_index
+
+    def num_tokens(self, row: Row) -> int:
+        return len(row["tokens"])
+
+    def stretched(self, row: Row, length: int) -> Row:
+        tokens = _repeated(row["tokens"], length)
+        return row | {"tokens": tokens, "labels": list(tokens)}
+
+    def shortened(self, row: Row, length: int) -> Row:
+        can_be_cut = set(row) <= {"tokens", "labels", "mask"} and isinstance(row["tokens"], list)
+        return {name: values[:length] for name, values in row.items()} if can_be_cut else row
+
+    def silent(self, row: Row) -> Row:
+        short = self.shortened(row, _DRY_RUN_TOKENS[0])
+        labels = short["labels"]
+        if isinstance(labels, torch.Tensor):
+            return short | {"labels": torch.full_like(labels, self._ignore_index)}
+        return short | {"labels": [self._ignore_index] * len(labels)}
+
+
+def is_packed(dataset: Any) -> bool:
+    """Whether the rows of ``dataset`` are packs, all of one length."""
+    return isinstance(dataset, PackedDataset) or (isinstance(dataset, ConcatDataset) and dataset.packed)
+
+
+def check_unpacked(dataset: Any) -> None:
+    """Check that rows have lengths by which they can be grouped.
+
+    Raises:
+        InputError: ``dataset`` gives packs.
+    """
+    if is_packed(dataset):
+        raise InputError(
+            "`dataset.packed` must be False for `max_tokens_per_micro_batch`, because packs are all of one length,"
+            " but is True instead."
+        )
+
+
+def check_row_length(seq_len: int, model: nn.Module) -> None:
+    """Check that ``model`` has positions for rows of ``seq_len`` tokens.
+
+    Raises:
+        InputError: the model says that it takes fewer tokens.
+    """
+    longest = getattr(model, "max_seq_len", None)
+    if longest is not None and seq_len > longest:
+        raise InputError(f"Rows must have at most the model's max_seq_len ({longest} tokens), but have {seq_len}.")
+
+
+def _repeated(tokens: Sequence[int] | torch.Tensor, length: int) -> list[int]:
+    """``tokens``, repeated or cut to ``length``."""
+    values = tokens.tolist() if isinstance(tokens, torch.Tensor) else list(tokens)
+    return (values * (length // max(len(values), 1) + 1))[:length]

@@ -1,0 +1,184 @@
+"""A stock recipe as the parts of a trainer. Only this module and the recipes know torchtune's attribute names."""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from datasets.exceptions import DatasetsError
+from omegaconf import DictConfig
+from torch import nn
+from torchtune import training
+
+from torchtune_adaptive.assembly import RecipeParts, build_trainer
+from torchtune_adaptive.batch.row_format import RowFormat, TokenRows
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.errors import InputError, reason_of
+from torchtune_adaptive.memory.devices import check_limit
+from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.stock.activations import Activations
+from torchtune_adaptive.stock.options import check_options, why_unrecoverable
+from torchtune_adaptive.training.objectives import NextToken, Objective
+from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep, Stepping
+from torchtune_adaptive.training.profiling import StepProfiler
+
+
+class AdaptiveRecipe:
+    """Trains what a stock recipe has set up. The stock recipe is the next of a recipe's bases.
+
+    A recipe overrides what its method does differently: ``objective``, ``models``, ``row_format``, ``before_step`` and
+    ``save_checkpoint``. What a stock recipe may lack has a default here.
+
+    Attributes:
+        trainer: from ``setup`` on.
+        on_several_ranks: whether the recipe uses a process group.
+    """
+
+    # What a stock recipe's own set-up leaves, by torchtune's names.
+    epochs_run: int
+    total_epochs: int
+    max_steps_per_epoch: int | None
+    global_step: int
+    activations_handling_ctx: Any
+    profiler_profile_memory: bool
+    profiler_wait_steps: int
+    profiler_warmup_steps: int
+    profiler_active_steps: int
+    save_checkpoint: Callable[..., None]
+    _device: torch.device
+    _model: nn.Module
+    _loss_fn: Any
+    _tokenizer: Any
+    _optimizer: torch.optim.Optimizer
+    _optim_ckpt_wrapper: Any
+    _setup_lr_scheduler: Callable[..., Any]
+    _dataloader: Any
+    _gradient_accumulation_steps: int
+    _profiler: Any
+    _metric_logger: Any
+    _log_every_n_steps: int
+    _log_peak_memory_stats: bool
+    _output_dir: str
+
+    # What some of them lack.
+    on_several_ranks = True
+    world_size = 1
+    _is_rank_zero = True
+    _clip_grad_norm: Any = None
+    _lr_scheduler: Any = None
+    _optimizer_in_bwd = False
+    _normalizes_in_backward = True
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self._settings = AdaptiveSettings.from_cfg(cfg)
+        check_options(cfg, self._settings, ranks=dist.get_world_size() if dist.is_initialized() else 1)
+        super().__init__(cfg=cfg)  # pyright: ignore[reportCallIssue]
+        if self._settings.searches:
+            check_limit(self._settings.memory_limit_bytes, self._device)
+        self._consensus = Consensus()
+
+    def objective(self) -> Objective:
+        """What a micro-batch contributes to an optimizer step."""
+        as_stock = not self._settings.cuts_samples  # the weight of a sample must not depend on our cut
+        return NextToken(self._model, self._loss_fn, self._activations, weight_depends_on_cut=as_stock)
+
+    def models(self) -> list[nn.Module]:
+        """Every model on the device, the trained one first."""
+        return [self._model]
+
+    def row_format(self) -> RowFormat:
+        """What samples look like."""
+        return TokenRows(self._loss_fn.ignore_index)
+
+    def before_step(self, step: int) -> None:
+        """Called before each optimizer step with the number of steps done."""
+
+    def setup(self, cfg: DictConfig) -> None:
+        """Set up as stock does, then build the trainer, which may search for the batch size. A collective."""
+        super().setup(cfg)  # pyright: ignore[reportAttributeAccessIssue]
+        self._activations = self.activations_handling_ctx = Activations(self.activations_handling_ctx)
+        parts = RecipeParts(
+            models=self.models(),
+            objective=self.objective(),
+            stepping=self.stepping(),
+            forget=self._activations.renew,
+            scheduler=self._lr_scheduler,
+            build_scheduler=lambda steps, last: self._setup_lr_scheduler(
+                cfg_lr_scheduler=cfg.lr_scheduler, num_training_steps=steps, last_epoch=last
+            ),
+            sampler=self._dataloader.sampler,
+            collate=self._dataloader.collate_fn,
+            row_format=self.row_format(),
+            tokenizer_max_seq_len=getattr(self._tokenizer, "max_seq_len", None),
+            batch_size=cfg.batch_size,
+            micro_steps=self._gradient_accumulation_steps,
+            max_steps_per_epoch=self.max_steps_per_epoch,
+            epochs=range(self.epochs_run, self.total_epochs),
+            device=self._device,
+            ranks=self.world_size,
+            metric_logger=self._metric_logger if self._is_rank_zero else None,
+            log_every_steps=self._log_every_n_steps,
+            with_memory_stats=self._log_peak_memory_stats,
+            profiler=StepProfiler(self._profiler, memory_steps=self._memory_steps()),
+            output_dir=Path(self._output_dir),
+            checkpoint_dir=Path(cfg.checkpointer.get("output_dir", cfg.output_dir)),
+            why_unrecoverable=why_unrecoverable(cfg),
+            before_step=self.before_step,
+            save=self._save,
+        )
+        self.trainer = build_trainer(parts, self._settings, self._consensus)
+        if cfg.get("compile", False):
+            torch.compiler.reset()  # what was compiled for probes would make training's own sizes dynamic ones
+
+    def train(self) -> None:
+        """Train for the epochs that are left, and save after each. A collective."""
+        if self._device.type != "cpu":
+            training.cleanup_before_training()
+        self.trainer.train()
+
+    def cleanup(self) -> None:
+        """Close the logger, then end the process group together, with nothing left that holds it. A collective."""
+        if self._is_rank_zero:
+            self._metric_logger.close()
+        has_group = dist.is_initialized()
+        if has_group:
+            dist.barrier()
+        vars(self).clear()  # a device mesh held by the model would keep the group's threads alive
+        gc.collect()
+        if has_group:
+            dist.destroy_process_group()
+
+    def _setup_data(self, *args: Any, **kwargs: Any) -> Any:
+        """Stock's, but data that cannot be loaded is refused in one sentence."""
+        try:
+            data = super()._setup_data(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        except (DatasetsError, OSError, StopIteration, ValueError) as error:  # StopIteration: an empty JSON file
+            raise InputError(f"`dataset` must be loadable and not empty, but failed: {reason_of(error)}.") from error
+        loader = data[-1] if isinstance(data, tuple) else data
+        if len(loader.dataset) == 0:
+            raise InputError("`dataset` must have samples, but has 0.")
+        return data
+
+    def stepping(self) -> Stepping:
+        """How the optimizers step."""
+        if self._optimizer_in_bwd:
+            normalizes = self._normalizes_in_backward
+            wrapper = self._optim_ckpt_wrapper
+            return OptimizerInBackward(self._model, wrapper, ranks=self.world_size, normalizes=normalizes)
+        max_norm = None if self._clip_grad_norm is None else float(self._clip_grad_norm)
+        return OptimizerStep(self._model, [self._optimizer], ranks=self.world_size, max_grad_norm=max_norm)
+
+    def _memory_steps(self) -> range | None:
+        """Steps whose CUDA memory history the profiler records: as in stock the active ones and one more."""
+        if not self._is_rank_zero or self._device.type != "cuda" or not self.profiler_profile_memory:
+            return None
+        first = self.profiler_wait_steps + self.profiler_warmup_steps + 1
+        return range(first, first + self.profiler_active_steps + 1)
+
+    def _save(self, epoch: int) -> None:
+        """Save as stock does, with the trainer's progress where stock looks for it. A collective."""
+        self.epochs_run, self.global_step = self.trainer.epochs_run, self.trainer.global_step
+        self._dataloader = self.trainer.loader.data_loader
+        self.save_checkpoint(epoch=epoch)

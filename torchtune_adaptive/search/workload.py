@@ -1,0 +1,59 @@
+"""What a search runs, and what it must leave as it was."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.distributed.fsdp_state import reset_after_failure
+from torchtune_adaptive.distributed.snapshot import leave_no_trace
+from torchtune_adaptive.memory.devices import meter_for
+from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.out_of_memory import free_memory, only_new_garbage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A train step, with everything on the device that it may change.
+
+    Attributes:
+        train_step: a whole train step on a batch; it issues the same collectives on every rank.
+        model: all models on the device, several of them in an ``nn.ModuleList``.
+        optimizers: all optimizers that the step moves.
+        device: where the model computes.
+        meter: of that device; None if it is metered only for a search.
+        consensus: of the ranks that run the step together.
+        forget: drops what a failed step leaves outside of the model.
+    """
+
+    train_step: Callable[[Any], object]
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    device: torch.device
+    meter: MemoryMeter | None
+    consensus: Consensus
+    forget: Callable[[], object] = lambda: None
+
+    def meter_for_probes(self) -> MemoryMeter:
+        """The meter; a new one if there is none."""
+        return self.meter or meter_for(self.device, self.model, self.optimizers)
+
+    @contextmanager
+    def kept_as_it_is(self) -> Iterator[Callable[[], None]]:
+        """On leaving, models, optimizers and random generators are as on entering, bit for bit; gradients are None.
+
+        Gives a function that restores the optimizers alone, for a step that failed while it made their state.
+        """
+        with leave_no_trace(self.model, self.optimizers) as restore_optimizers, only_new_garbage():
+            free_memory(self.device)  # what loading the model left in the allocator's cache
+            yield restore_optimizers
+
+    def clean_up(self) -> None:
+        """Drop gradients and whatever else a step has left, whether it failed or not."""
+        self.forget()
+        reset_after_failure(self.model)
+        free_memory(self.device)

@@ -1,0 +1,69 @@
+"""Options of stock configs with which a batch cannot be searched for, adapted or recovered."""
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.settings import AdaptiveSettings
+
+
+def check_options(cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int) -> None:
+    """Check that a config's own options can be combined with ours, before anything is set up.
+
+    Raises:
+        InputError: they cannot; the sentence quotes the option.
+    """
+    if settings.searches:
+        _check_searchable(cfg)
+    _check_steps_after_backward(cfg, settings)
+    _check_checkpointing(cfg, ranks=ranks)
+
+
+def why_unrecoverable(cfg: DictConfig) -> str:
+    """Why training cannot go on after an out-of-memory error, as a sentence's part; "" if it can."""
+    if cfg.get("optimizer_in_bwd", False):
+        return "with `optimizer_in_bwd` parameters change before the ranks can agree on a step"
+    if cfg.get("tensor_parallel_dim", 1) > 1:
+        return "with `tensor_parallel_dim` above 1 collectives depend on the batch"
+    if str(cfg.device).partition(":")[0] not in ("cpu", "cuda"):
+        return f"it is built for the CPU and CUDA, not for `device` {cfg.device}"
+    return ""
+
+
+def _check_searchable(cfg: DictConfig) -> None:
+    """Refuse options with which a search could not measure a step, or not undo it."""
+    if cfg.get("optimizer_in_bwd", False):
+        raise InputError(
+            "`optimizer_in_bwd` must be False for a search of the batch size, but is True instead;"
+            " with optimizer_in_bwd=False an 8-bit optimizer such as torchao.optim.AdamW8bit saves memory too."
+        )
+    tensor_parallel_dim = cfg.get("tensor_parallel_dim", 1)
+    if tensor_parallel_dim > 1:
+        raise InputError(
+            f"`tensor_parallel_dim` must be 1 for a search of the batch size, but is {tensor_parallel_dim} instead."
+        )
+    if cfg.get("compile", False) and str(cfg.device).startswith("cpu"):
+        raise InputError(
+            "`compile` must be False for a search on the CPU, where the memory of compiled code cannot be metered,"
+            " but is True instead."
+        )
+
+
+def _check_steps_after_backward(cfg: DictConfig, settings: AdaptiveSettings) -> None:
+    """Refuse what needs an optimizer step of several micro-steps, or a rate that scales, with `optimizer_in_bwd`."""
+    defaults = AdaptiveSettings()
+    for name in ("global_batch_size", "max_tokens_per_micro_batch", "lr_scaling"):
+        value = getattr(settings, name)
+        if cfg.get("optimizer_in_bwd", False) and value != getattr(defaults, name):
+            raise InputError(f"`optimizer_in_bwd` must be False with `{name}` {value}, but is True instead.")
+
+
+def _check_checkpointing(cfg: DictConfig, *, ranks: int) -> None:
+    """Refuse to save in the background on CPU ranks, where its collectives would get between those of training.
+
+    torchtune gives them the group of training; on a GPU they take its CPU side, which training does not use.
+    """
+    if cfg.get("enable_async_checkpointing", False) and str(cfg.device).startswith("cpu") and ranks > 1:
+        raise InputError(
+            f"`enable_async_checkpointing` must be False on {ranks} CPU ranks, whose collectives in the background"
+            " would get between those of training, but is True instead."
+        )

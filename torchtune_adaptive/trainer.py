@@ -1,0 +1,222 @@
+"""The training loop. It has what it needs, and never sees a recipe."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+from torchtune import utils
+from tqdm import tqdm
+
+from torchtune_adaptive.batch.growth import BatchGrowth
+from torchtune_adaptive.batch.limits import RowLimit
+from torchtune_adaptive.batch.loader import StepLoader, StepSamples
+from torchtune_adaptive.memory.out_of_memory import comes_from_out_of_memory, is_out_of_memory_in_collective
+from torchtune_adaptive.search.sizes import Sizes
+from torchtune_adaptive.training.gradient_norms import gradient_norms
+from torchtune_adaptive.training.learning_rate import LearningRate
+from torchtune_adaptive.training.oom_retry import OomRetry
+from torchtune_adaptive.training.profiling import StepProfiler
+from torchtune_adaptive.training.record import RunRecord
+from torchtune_adaptive.training.run_state import AdaptiveState
+from torchtune_adaptive.training.step_log import StepLog
+from torchtune_adaptive.training.train_step import StepFigures, StepResult, StepSums, TrainStep
+
+log = utils.get_logger("DEBUG")
+
+
+class Trainer:
+    """Trains epoch after epoch, with a batch that may grow and micro-batches that fit.
+
+    Args:
+        sizes: what the search found.
+        before_step: called with the optimizer steps done, before each step.
+        save: called with the epoch after each epoch, when the state is written.
+        epochs: those that are left.
+        steps_done: optimizer steps before them.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        retry: OomRetry,
+        loader: StepLoader,
+        growth: BatchGrowth,
+        rate: LearningRate,
+        record: RunRecord,
+        step_log: StepLog,
+        profiler: StepProfiler,
+        *,
+        sizes: Sizes,
+        before_step: Callable[[int], None],
+        save: Callable[[int], None],
+        epochs: range,
+        steps_done: int,
+    ) -> None:
+        self.retry = retry
+        self.loader = loader
+        self.micro_batches = retry.micro_batches
+        self.sizes = sizes
+        self.record = record
+        self._step = step
+        self._growth = growth
+        self._rate = rate
+        self._step_log = step_log
+        self._profiler = profiler
+        self._before_step = before_step
+        self._save = save
+        self._epochs = epochs
+        self._epochs_run = epochs.start
+        self._global_step = steps_done
+
+    @property
+    def epochs_run(self) -> int:
+        """Epochs done, by an earlier part of the run too."""
+        return self._epochs_run
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps done, by an earlier part of the run too."""
+        return self._global_step
+
+    @property
+    def phase(self) -> str:
+        """The part of a step that runs now, or ran last."""
+        return self._step.phase
+
+    def train(self) -> None:
+        """Train for the epochs that are left, and save after each. A collective."""
+        self._step.zero_grad()
+        self._profiler.start()
+        for epoch in self._epochs:
+            self._grow(epoch)
+            self._try_larger_micro_batches(epoch)
+            self._train_epoch(epoch)
+            self._epochs_run = epoch + 1
+            self.record.save_state(self.state())
+            self._save(epoch)
+        self._profiler.stop()
+
+    def state(self) -> AdaptiveState:
+        """What a resumed run goes on from: the state of every part."""
+        parts = (self.loader, self.micro_batches, self._rate, self._growth, self.record)
+        state = {name: value for part in parts for name, value in part.state_dict().items()}
+        return AdaptiveState(epochs_run=self._epochs_run, global_step=self._global_step, **state)
+
+    def load_state(self, saved: AdaptiveState) -> None:
+        """Go on from what an earlier part of the run has left, and log what is not as it was. Before ``train``."""
+        state = asdict(saved)
+        for part in (self.micro_batches, self._growth, self.record):
+            part.load_state_dict(state)
+        self.loader.load_state_dict(state, epoch=saved.epochs_run - 1)
+        if changes := saved.changes(self.state()):
+            self.note(f"resumed with changes: {'; '.join(changes)}")
+
+    def note_batch_size(self, reason: str, *, epoch: int) -> None:
+        """Log the present batch size with its arithmetic and the reason for it, and add it to the record."""
+        size, loader = self.loader.batch_size, self.loader
+        utils.log_rank_zero(log, f"{loader.key} {size} ({reason}): {loader.describe()}{self._describe_cut()}")
+        self.record.note(reason, epoch=epoch, batch_size=size, samples_per_step=loader.samples_per_step)
+
+    def note(self, reason: str, **figures: int) -> None:
+        """Log ``reason``, and add it to the record with ``figures``."""
+        utils.log_rank_zero(log, reason)
+        self.record.note(reason, epoch=self._epochs_run, batch_size=self.loader.batch_size, **figures)
+
+    def _grow(self, epoch: int) -> None:
+        """Ask for this epoch's increase; data, steps per epoch, micro-batches and rate follow. A collective."""
+        growth = self._growth.next(epoch, self.loader.batch_size)
+        if growth is None:
+            return
+        if growth.increment:
+            utils.log_rank_zero(log, growth.reason)
+        if growth.granted:
+            self.loader.set_batch_size(growth.batch_size)
+            self.micro_batches.set_largest(self.sizes.limit(self.loader.rows_per_micro_step))
+            self._rate.change(epoch=epoch, step=self._global_step, steps_per_epoch=self.loader.steps_per_epoch)
+            if scaled := self._rate.scale(self.loader.samples_per_step):
+                utils.log_rank_zero(log, scaled)
+            self.note_batch_size(growth.reason, epoch=epoch)
+
+    def _try_larger_micro_batches(self, epoch: int) -> None:
+        """Try larger micro-batches again, if memory has made them small. A collective."""
+        # Without a search the longest row is the longest so far: looking for it might take the whole data set.
+        row = self.sizes.probe_row or self.loader.longest_row
+        if row is None:
+            return
+        sizes = self.retry.try_larger(row, self.loader.rows_per_step)
+        if sizes is not None:
+            limit = self.micro_batches.limit
+            self._note_micro_batch(f"micro-batch {sizes[0]} -> {limit}: fits again at the start of epoch {epoch}")
+
+    def _train_epoch(self, epoch: int) -> None:
+        progress = tqdm(total=self.loader.steps_per_epoch, disable=not self._step_log.writes)
+        started = time.perf_counter()
+        for step, samples in enumerate(self.loader.steps(epoch), start=1):
+            self._before_step(self._global_step)
+            self._profiler.begin_step(epoch, step)
+            result = self._train_step(samples)
+            self._global_step += 1
+            self._rate.step()
+            progress.update(1)
+            progress.set_description(f"{epoch + 1}|{self._global_step}|Loss: {result.loss}")
+            self._log_step(result, seconds=time.perf_counter() - started)
+            started = time.perf_counter()
+            self._profiler.end_step(epoch, step)
+        progress.close()
+
+    def _train_step(self, samples: StepSamples) -> StepResult:
+        """One optimizer step over ``samples``, whatever memory there is for its micro-batches. A collective."""
+        number, measured = self._global_step + 1, self._growth.measures(self._global_step)
+        with self._step.metered:
+            sums = self.retry.run(samples, number=number, measured=measured, note=self._note_micro_batch)
+            result = self._finish(sums).read()
+        if result.measured:
+            ranks, num_samples = self.loader.ranks, samples.num_samples
+            self._growth.observe(
+                gradient_norms(result.measured, weight=result.weight, samples=num_samples, ranks=ranks)
+            )
+        return result
+
+    def _finish(self, sums: StepSums) -> StepFigures:
+        """Take the optimizer step.
+
+        Raises:
+            RuntimeError: out of memory after all ranks had agreed that the micro-steps went well.
+        """
+        try:
+            return self._step.finish(sums)
+        except Exception as error:
+            if not comes_from_out_of_memory(error) and not is_out_of_memory_in_collective(error):
+                raise
+            raise RuntimeError(
+                f"out of memory in phase {self._step.phase!r} of step {self._global_step + 1}, when parameters and"
+                " optimizer state may be half updated: the run must end, and may resume from its last checkpoint;"
+                " an 8-bit optimizer, LoRA or more ranks would need less"
+            ) from error
+
+    def _log_step(self, result: StepResult, *, seconds: float) -> None:
+        if not self._step_log.is_due(self._global_step):
+            return
+        limit = self.micro_batches.limit
+        figures: dict[str, float] = {
+            "lr": self._step.learning_rate,
+            "global_batch_size": self.loader.samples_per_step,
+            limit.key: limit.size,
+            "padding": self.micro_batches.take_padding(),
+            "oom_retries": self.retry.retries,
+        }
+        figures |= self._growth.figures()
+        if not self.loader.is_global:
+            figures["batch_size"] = self.loader.batch_size
+        self._step_log.write(self._global_step, result, figures, seconds=seconds)
+
+    def _note_micro_batch(self, reason: str) -> None:
+        limit = self.micro_batches.limit
+        self.note(reason, step=self._global_step + 1, **{limit.key: limit.size})
+
+    def _describe_cut(self) -> str:
+        """How an optimizer step is cut into micro-steps, where the batch size does not say it."""
+        largest = self.micro_batches.largest
+        if isinstance(largest, RowLimit) and not self.loader.is_global and largest.size >= self.loader.batch_size:
+            return ""
+        return f", in micro-steps of at most {largest} per rank"

@@ -1,0 +1,69 @@
+"""What a micro-batch contributes to an optimizer step: forward and loss. One class for each training method.
+
+Shapes in comments: B rows of a micro-batch, S tokens of a row.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of one micro-batch. A step's gradient is that of the sum of all ``total``, divided by all ``weight``.
+
+    Attributes:
+        total: a scalar to call ``backward`` on.
+        weight: a scalar count, for example of unmasked tokens or of pairs; 0 if the micro-batch does not count.
+        num_tokens: what the logged tokens per second count.
+        metrics: sums over the units of ``weight``, logged as their mean; "loss" stands for that of ``total``.
+    """
+
+    total: torch.Tensor
+    weight: torch.Tensor
+    num_tokens: torch.Tensor
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+Objective: TypeAlias = Callable[[Any], Loss]  # from a batch on the device
+
+
+class NextToken:
+    """Supervised finetuning: the cross entropy of each unmasked token. For full and LoRA finetuning.
+
+    Args:
+        loss_fn: the mean loss per unmasked token, of logits [B, S, vocabulary] as a whole or in chunks.
+        activations: the context in which forward runs, for example one that offloads activations.
+        weight_depends_on_cut: count unmasked labels as torchtune does, before they are shifted. A row's first token
+            then counts although nothing predicts it, so that a row weighs more the shorter the rows beside it are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Any,
+        activations: AbstractContextManager[Any],
+        *,
+        weight_depends_on_cut: bool,
+    ) -> None:
+        self._model = model
+        self._loss_fn = loss_fn
+        self._activations = activations
+        self._weight_depends_on_cut = weight_depends_on_cut
+
+    def __call__(self, batch: dict[str, torch.Tensor]) -> Loss:
+        ignore_index = self._loss_fn.ignore_index
+        labels = batch.pop("labels")  # [B, S]
+        counted = labels if self._weight_depends_on_cut else labels[..., 1:]
+        num_tokens = (counted != ignore_index).sum()
+        with self._activations:
+            logits = self._model(**batch)
+        shifted = F.pad(labels[..., 1:], (0, 1), value=ignore_index)  # [B, S]
+        if not isinstance(logits, list):
+            shifted, logits = shifted.reshape(-1), logits.reshape(-1, logits.size(-1))
+        return Loss(self._loss_fn(logits, shifted) * num_tokens, num_tokens, num_tokens)

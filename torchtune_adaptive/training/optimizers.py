@@ -1,0 +1,142 @@
+"""When optimizers step: after all backward passes of a step, or within each of them.
+
+``training.train_step`` takes either class. Both are used by it alone, in this order: ``backward`` for each micro-step,
+then ``normalize`` and ``step``.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtune import training
+from torchtune.training.lr_schedulers import get_lr
+
+from torchtune_adaptive.training.objectives import Loss
+
+
+class OptimizerStep:
+    """Gradients of all micro-steps add up. Then they are normalized and clipped, and the optimizers step.
+
+    Args:
+        model: the trained one.
+        ranks: over which FSDP2 takes the mean of gradients.
+        max_grad_norm: to which gradients are clipped; None: they are not, and their norm is not known.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        ranks: int,
+        max_grad_norm: float | None,
+    ) -> None:
+        self._model = model
+        self._optimizers = tuple(optimizers)
+        self._ranks = ranks
+        self._max_grad_norm = max_grad_norm
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """All optimizers."""
+        return self._optimizers
+
+    @property
+    def model(self) -> nn.Module:
+        """The trained model."""
+        return self._model
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the first optimizer."""
+        return get_lr(self._optimizers[0])
+
+    def zero_grad(self) -> None:
+        """Drop gradients."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def backward(self, loss: Loss) -> None:
+        """The backward pass of one micro-step."""
+        loss.total.backward()
+
+    def normalize(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Divide gradients by the step's ``weight`` over all ranks and clip them; their norm before it, if clipped.
+
+        With FSDP2 a collective.
+        """
+        # FSDP2 divides gradients by the number of ranks; this multiplies them back.
+        training.scale_grads(self._model, self._ranks / weight)
+        if self._max_grad_norm is None:
+            return None
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm=self._max_grad_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def step(self) -> None:
+        """Step all optimizers, and drop gradients."""
+        for optimizer in self._optimizers:
+            optimizer.step()
+        self.zero_grad()
+
+
+class OptimizerInBackward:
+    """torchtune's ``optimizer_in_bwd``: each parameter has an optimizer, which steps as soon as its gradient is there.
+
+    An optimizer step is a single micro-step, whose loss is normalized before its backward pass.
+
+    Args:
+        wrapper: torchtune's, which has the optimizers.
+        normalizes: torchtune's single-device recipe does not, so that its gradient is the sum over tokens.
+    """
+
+    def __init__(self, model: nn.Module, wrapper: Any, *, ranks: int, normalizes: bool) -> None:
+        self._model = model
+        self._wrapper = wrapper
+        self._ranks = ranks
+        self._normalizes = normalizes
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """All optimizers, one for each parameter."""
+        return list(self._wrapper.optim_map.values())
+
+    @property
+    def model(self) -> nn.Module:
+        """The trained model."""
+        return self._model
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the first optimizer."""
+        return get_lr(self._wrapper)
+
+    def zero_grad(self) -> None:
+        """Drop gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def backward(self, loss: Loss) -> None:
+        """The backward pass of a step, in which all optimizers step. On several ranks a collective."""
+        if not self._normalizes:
+            loss.total.backward()
+            return
+        (loss.total * (self._ranks / sum_over_ranks(loss.weight.clone()))).backward()
+
+    def normalize(self, weight: torch.Tensor) -> None:
+        """Nothing is left to do."""
+
+    def step(self) -> None:
+        """Nothing is left to do."""
+
+
+Stepping = OptimizerStep | OptimizerInBackward
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The sum of all ranks' ``values``, in place; with a process group a collective."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values

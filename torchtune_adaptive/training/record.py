@@ -1,0 +1,82 @@
+"""What a run leaves on disk about its batch: a report for people, and the state that a resumed run goes on from."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torchtune import utils
+
+from torchtune_adaptive.errors import reason_of
+from torchtune_adaptive.files import write_whole
+from torchtune_adaptive.search.sizes import Sizes
+from torchtune_adaptive.training.run_state import AdaptiveState, write_state
+
+log = utils.get_logger("DEBUG")
+
+REPORT_NAME = "adaptive_batch.json"
+
+
+class RunRecord:
+    """Owns the history of batch sizes and micro-batch sizes, and writes the files. Only rank 0 writes.
+
+    A file that cannot be written is logged, and does not end the run.
+
+    Args:
+        output_dir: of the report.
+        state_path: of the state.
+        sizes: what was found, for the report.
+        memory_limit_bytes: the least that a rank may use, None if nothing limits it.
+        writes: whether this is rank 0.
+    """
+
+    def __init__(
+        self, output_dir: str | Path, state_path: Path, sizes: Sizes, *, memory_limit_bytes: int | None, writes: bool
+    ) -> None:
+        self._output_dir = Path(output_dir)
+        self._state_path = state_path
+        self._memory_limit_bytes = memory_limit_bytes
+        self._writes = writes
+        self._sizes = sizes
+        self._history: list[dict[str, Any]] = []
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """An entry for each size that was decided on, in order, with ``epoch``, ``batch_size`` and ``reason``."""
+        return list(self._history)
+
+    def note(self, reason: str, *, epoch: int, batch_size: int, **figures: int) -> None:
+        """Add an entry to the history, with more ``figures``, and write the report."""
+        self._history.append({"epoch": epoch, "batch_size": batch_size} | figures | {"reason": reason})
+        self._write("Report", self._write_report)
+
+    def save_state(self, state: AdaptiveState) -> None:
+        """Write the state after an epoch."""
+        self._write("State", lambda: write_state(self._state_path, state))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {"history": self.history, "memory_limit_bytes": self._memory_limit_bytes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict``."""
+        self._history = list(state["history"])
+
+    def _write_report(self) -> Path:
+        sizes = self._sizes
+        found = {} if sizes.result is None else asdict(sizes.result) | {"seq_len": sizes.seq_len}
+        if sizes.result is not None and sizes.token_budget is not None:
+            found |= {"token_budget": sizes.token_budget}
+        if sizes.tokens_per_second is not None:
+            found |= {"tokens_per_second": sizes.tokens_per_second}
+        content = json.dumps(found | {"history": self._history}, indent=2) + "\n"
+        return write_whole(self._output_dir / REPORT_NAME, content)
+
+    def _write(self, what: str, write: Callable[[], Path]) -> None:
+        if not self._writes:
+            return
+        try:
+            log.info(f"{what} written to {write()}")
+        except OSError as error:
+            log.warning(f"{what} not written: {reason_of(error)}")

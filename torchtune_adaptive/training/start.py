@@ -1,0 +1,77 @@
+"""Where a run begins: the batch size that search or config give, or where an earlier part of the run has brought it."""
+
+from dataclasses import dataclass
+
+from torchtune_adaptive.batch.growth import BatchGrowth
+from torchtune_adaptive.batch.loader import StepLoader
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.search.sizes import Sizes
+from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.training.run_state import AdaptiveState
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """Where a run begins or goes on.
+
+    Attributes:
+        batch_size: the present one.
+        largest_batch_size: to which it may grow.
+        steps_done: optimizer steps.
+        schedule_steps: per epoch, that the learning rate schedule is built for.
+    """
+
+    batch_size: int
+    largest_batch_size: int
+    steps_done: int
+    schedule_steps: int
+
+
+def starting_point(
+    settings: AdaptiveSettings,
+    loader: StepLoader,
+    growth: BatchGrowth,
+    sizes: Sizes,
+    *,
+    epochs_run: int,
+    saved: AdaptiveState | None,
+) -> StartingPoint:
+    """Where a run begins. If the batch may grow, a collective: the user's function is asked for every epoch.
+
+    Args:
+        loader: as the config describes it; its batch size is not changed.
+        growth: its maximum is set here.
+        epochs_run: epochs that an earlier part of the run has done.
+        saved: what it has left, None if it was a stock recipe.
+
+    Raises:
+        InputError: the config's batch size is above what fits, or the function gives a bad answer.
+    """
+    chooses = settings.use_maximum_batch_size and not loader.is_global
+    first = sizes.fitting_rows if chooses and sizes.fitting_rows is not None else loader.batch_size
+    largest = _largest_batch_size(settings, loader, sizes, first)
+    growth.set_maximum(largest)
+    planned = growth.sizes(first)
+    if saved is None:
+        present = planned[epochs_run - 1] if epochs_run else first
+        steps_done = sum(map(loader.steps_per_epoch_at, planned[:epochs_run]))
+        return StartingPoint(present, largest, steps_done, loader.steps_per_epoch_at(first))
+    follows = (growth.grows or settings.use_maximum_batch_size) and saved.is_global == loader.is_global
+    present = saved.batch_size if follows else planned[epochs_run - 1]
+    return StartingPoint(present, largest, saved.global_step, saved.schedule_steps)
+
+
+def _largest_batch_size(settings: AdaptiveSettings, loader: StepLoader, sizes: Sizes, first: int) -> int:
+    """How large the batch may become, growing from ``first``."""
+    limit, largest, result = settings.growth_limit, loader.largest_batch_size, sizes.result
+    if limit != "memory":
+        return min(limit, largest) if isinstance(limit, int) else largest
+    if result is None:
+        return largest
+    if settings.batch_increase_function is not None and first > result.exact_batch_size:
+        at_bound = result.exact_batch_size == result.bound
+        what = "that data set and max_batch_size allow" if at_bound else "that fits"
+        raise InputError(
+            f"`batch_size` must be at most the largest {what} ({result.exact_batch_size}), but is {first} instead."
+        )
+    return result.batch_size

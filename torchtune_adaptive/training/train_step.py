@@ -1,0 +1,199 @@
+"""One optimizer step: micro-steps added up, summed over ranks, normalized, clipped, and taken."""
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+from torchtune import utils
+
+from torchtune_adaptive.batch.row_format import Row
+from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.phases import Phases
+from torchtune_adaptive.training.gradient_norms import own_norm_squared
+from torchtune_adaptive.training.objectives import Loss, Objective
+from torchtune_adaptive.training.optimizers import Stepping, sum_over_ranks
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What micro-steps leave to be added up, as scalars on the device.
+
+    ``small_batch`` is there in steps whose gradient noise is measured: the squared norm of this rank's part of the
+    gradient that the small batch has left, and its weight, in float64.
+    """
+
+    loss: torch.Tensor
+    weight: torch.Tensor
+    num_tokens: torch.Tensor
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    small_batch: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, loss: Loss) -> "StepSums":
+        """Those of one micro-step. A micro-batch without weight has no loss: the mean over nothing is not a number."""
+        counts = loss.weight > 0
+        metrics = {name: torch.where(counts, value.detach(), 0.0) for name, value in loss.metrics.items()}
+        return cls(torch.where(counts, loss.total.detach(), 0.0), loss.weight, loss.num_tokens, metrics)
+
+    def __add__(self, other: "StepSums") -> "StepSums":
+        small_batches = [one.small_batch for one in (self, other) if one.small_batch is not None]
+        return StepSums(
+            self.loss + other.loss,
+            self.weight + other.weight,
+            self.num_tokens + other.num_tokens,
+            {name: value + other.metrics[name] for name, value in self.metrics.items()},
+            torch.stack(small_batches).sum(dim=0) if small_batches else None,
+        )
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """An optimizer step over all ranks.
+
+    Attributes:
+        loss: per unit of weight.
+        weight, num_tokens: of all ranks' samples.
+        metrics: per unit of weight.
+        grad_norm: before clipping, None without clipping.
+        measured: of ``gradient_norms``, empty but for measured steps.
+    """
+
+    loss: float
+    weight: float
+    num_tokens: int
+    metrics: dict[str, float]
+    grad_norm: float | None
+    measured: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """A ``StepResult`` that is still on the device.
+
+    ``values`` is a float64 vector of loss, weight and tokens, then what ``names`` says, then what was measured.
+    """
+
+    values: torch.Tensor
+    names: tuple[str, ...]
+
+    def read(self) -> StepResult:
+        """The figures on the host, at the price of one wait for the device."""
+        loss, weight, num_tokens, *rest = self.values.tolist()
+        metrics = dict(zip(self.names, rest, strict=False))
+        grad_norm = metrics.pop("grad_norm", None)
+        loss = metrics.pop("loss", loss)
+        return StepResult(loss, weight, round(num_tokens), metrics, grad_norm, tuple(rest[len(self.names) :]))
+
+
+class TrainStep:
+    """Takes optimizer steps of one objective.
+
+    Args:
+        collate: makes a batch on the host of a list of rows.
+        phases: is told which phase the step is in.
+        meter: counts batches, which are made outside of it; None if nothing is metered.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        stepping: Stepping,
+        *,
+        collate: Callable[[Sequence[Row]], Any],
+        device: torch.device,
+        phases: Phases,
+        meter: MemoryMeter | None,
+    ) -> None:
+        self._objective = objective
+        self._stepping = stepping
+        self._collate = collate
+        self._device = device
+        self._phases = phases
+        self._meter = meter
+
+    @property
+    def learning_rate(self) -> float:
+        """The present one."""
+        return self._stepping.learning_rate
+
+    @property
+    def metered(self) -> AbstractContextManager[Any]:
+        """A context in which the device's memory is metered, if it is at all."""
+        return contextlib.nullcontext() if self._meter is None else self._meter
+
+    @property
+    def phase(self) -> str:
+        """The part of a step that runs now, or ran last: forward, loss, backward, clip or optimizer."""
+        return self._phases.now
+
+    def zero_grad(self) -> None:
+        """Drop gradients."""
+        self._stepping.zero_grad()
+
+    def micro_step(self, rows: Sequence[Row]) -> StepSums:
+        """Forward, loss and backward of one micro-batch. With FSDP2 a collective."""
+        self._phases.enter("forward")
+        loss = self._objective(self._batch(rows))  # whose modules enter the phase "loss" after forward
+        self._phases.enter("backward")
+        self._stepping.backward(loss)
+        return StepSums.of(loss)
+
+    def micro_step_of_small_batch(self, rows: Sequence[Row], *, is_last: bool) -> StepSums:
+        """As ``micro_step``; the last one of the small batch measures the gradient that is there."""
+        sums = self.micro_step(rows)
+        norm_squared = torch.zeros((), dtype=torch.float64, device=sums.loss.device)
+        if is_last:
+            norm_squared = own_norm_squared(self._stepping.model).to(norm_squared)
+        return replace(sums, small_batch=torch.stack((norm_squared, sums.weight.double())))
+
+    def finish(self, sums: StepSums) -> StepFigures:
+        """Normalize gradients by the weight of all ranks, clip them, and step the optimizers. A collective."""
+        self._phases.enter("clip")
+        values = self._sum_over_ranks(sums)
+        weight = values[1].to(sums.weight.dtype)
+        norm = self._stepping.normalize(weight)
+        self._phases.enter("optimizer")
+        self._stepping.step()
+        loss = weight.reciprocal() * values[0].to(sums.loss.dtype)  # rounded as torchtune's number over a tensor is
+        metrics_end = 3 + len(sums.metrics)
+        parts = [loss.double()[None], values[1:3], values[3:metrics_end] / values[1]]
+        if norm is not None:
+            parts.append(norm.detach().to(values)[None])
+        parts.append(values[metrics_end:])
+        names = (*sums.metrics, "grad_norm") if norm is not None else tuple(sums.metrics)
+        return StepFigures(torch.cat(parts), names)
+
+    def __call__(self, micro_batches: Sequence[Sequence[Row]]) -> StepFigures:
+        """A whole step over ``micro_batches``, without recovery: a probe. A collective."""
+        return self.finish(functools.reduce(operator.add, map(self.micro_step, micro_batches)))
+
+    def _batch(self, rows: Sequence[Row]) -> Any:
+        if self._meter is None:
+            batch = self._collate(rows)
+        else:
+            with _disable_current_modes():  # as many operations as rows, of which no forecast could be made
+                batch = self._collate(rows)
+            self._meter.count(batch)
+        if isinstance(batch, dict):
+            utils.batch_to_device(batch, self._device)  # moves block masks too
+            return batch
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), batch)
+
+    def _sum_over_ranks(self, sums: StepSums) -> torch.Tensor:
+        """Loss, weight, tokens, metrics and what is measured over all ranks, in one all-reduce. A collective.
+
+        In float64, which holds counts exactly and rounds two ranks' sum as their own type would.
+        """
+        scalars = [sums.loss, sums.weight, sums.num_tokens, *sums.metrics.values()]
+        values = torch.stack([value.detach().double() for value in scalars])
+        if sums.small_batch is not None:
+            norm_squared = own_norm_squared(self._stepping.model).to(values.device)
+            values = torch.cat((values, sums.small_batch, norm_squared[None]))
+        return sum_over_ranks(values)
