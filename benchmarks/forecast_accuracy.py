@@ -2,7 +2,7 @@
 
     python -m benchmarks.forecast_accuracy [--seed SEED] [--cases CASES]
 
-Draws models, ranks and options at random. For each case ``planner.trace`` forecasts a step's memory; then the
+Draws models, ranks and options at random. For each case ``plan.client.trace`` forecasts a step's memory; then the
 real recipe on gloo ranks takes whole steps of 1, 2, 3, ... rows under a memory limit until one does not fit, and
 each strategy searches under the same limit. The limit lies where a drawn number of rows just fits, or anywhere
 between that and one row more. Prints a table and writes it to ``results/forecast_accuracy_cpu.md``; the exit
@@ -10,7 +10,6 @@ status is not 0 if a forecast missed its aim.
 """
 
 import argparse
-import contextlib
 import gc
 import logging
 import math
@@ -21,21 +20,20 @@ import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torchtune import config, training
-from torchtune.training.activations import checkpoint_wrapper
+from torchtune import config
 from tqdm import tqdm
 
+from benchmarks.live import live_recipe, no_progress_bars, probe_maker, search_again, workload_of
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 from tests.ranks import run_on_ranks
-from tests.recipe_runs import adaptive_recipe, tiny_config
-from torchtune_adaptive.distributed.snapshot import leave_no_trace
+from tests.recipe_runs import tiny_config
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.client import trace
 from torchtune_adaptive.plan.step_peaks import StepPeaks, TracedStep
@@ -43,7 +41,6 @@ from torchtune_adaptive.search.probe import Prober
 from torchtune_adaptive.search.strategies import SMALL_BATCH_SIZES, Probe, SearchResult, usable_bytes
 from torchtune_adaptive.settings import STRATEGIES, Strategy
 from torchtune_adaptive.tiny import MODEL_GEOMETRY, make_tiny_assets
-from torchtune_adaptive.worst_case import window_maker
 
 RESULTS = Path(__file__).parent / "results" / "forecast_accuracy_cpu.md"
 AIMED_ERROR = 1e-3  # of the metered peak, at the largest size that fits
@@ -190,7 +187,7 @@ def _draw_model(family: str, *, lora: bool, dice: random.Random) -> dict[str, An
 
 def config_of(case: Case, tiny_dir: Path, directory: Path) -> DictConfig:
     """The config of ``case``, whose checkpoint lies in ``directory`` once ``write_checkpoint`` has written it."""
-    cfg = tiny_config(case.kind, tiny_dir, directory / "out", adaptive={"memory_limit": "1GiB", "oom_recovery": False})
+    cfg = tiny_config(case.kind, tiny_dir, directory / "out", adaptive={"oom_recovery": False})
     cfg.tokenizer.max_seq_len = case.seq_len
     for key, value in case.options.items():
         OmegaConf.update(cfg, key, value, merge=False)
@@ -244,37 +241,39 @@ def measure(rank: int, cases: list[Case], tiny_dir: Path, directory: Path) -> li
     return [_truth(case, tiny_dir, directory) for case in progress]
 
 
-def live_recipe(case: Case, tiny_dir: Path, directory: Path) -> Any:
-    """The recipe of ``case`` with an exact meter, ready to take steps. A collective."""
-    cfg = config_of(case, tiny_dir, directory)
-    training.set_seed(seed=cfg.seed)
-    vars(checkpoint_wrapper).pop("_count", None)  # it counts layers over all recipes of a process
-    recipe = adaptive_recipe(case.kind)(cfg=cfg)
-    recipe.setup(cfg=cfg)
-    recipe._meter.exact = True
-    return recipe
+class Steps:
+    """Takes real steps of a case's recipe, of the longest rows, under an exact meter. To make one is a collective."""
 
+    def __init__(self, case: Case, tiny_dir: Path, directory: Path) -> None:
+        self._recipe = live_recipe(config_of(case, tiny_dir, directory))
+        self._workload = workload_of(self._recipe)
+        self._make_batch = probe_maker(self._recipe)
+        self.consensus = self._workload.consensus
 
-def step_probes(recipe: Any, sizes: Iterable[int], *, limit_bytes: int | None) -> list[Probe]:
-    """Whole steps of ``sizes`` rows under ``limit_bytes``, up to the first that does not fit. A collective."""
-    row, _ = recipe._worst_row()
-    prober = Prober(
-        recipe._probe_step,
-        window_maker(row, micro_batches=recipe._gradient_accumulation_steps),
-        model=recipe._model,
-        device=recipe._device,
-        meter=recipe._meter,
-        consensus=recipe._consensus,
-        forecasts=False,
-    )
-    recipe._meter.limit_bytes = limit_bytes
-    with leave_no_trace(recipe._model, [recipe._optimizer]) as restore_optimizer:
-        prober.warm_up(MOST_ROWS, after_failure=restore_optimizer)
-        for size in sizes:
-            if not prober.fits(size):
-                break
-    recipe._meter.limit_bytes = None
-    return prober.probes
+    def probes(self, sizes: Iterable[int], *, limit_bytes: int | None) -> list[Probe]:
+        """Whole steps of ``sizes`` rows under ``limit_bytes``, up to the first that does not fit. A collective."""
+        meter = self._workload.meter_for_probes()
+        prober = Prober(self._workload, self._make_batch, meter=meter, forecasts=False)
+        with meter.exactly(), self._workload.kept_as_it_is() as restore_optimizers:
+            meter.set_limit(limit_bytes)
+            prober.warm_up(MOST_ROWS, after_failure=restore_optimizers)
+            for size in sizes:
+                if not prober.fits(size):
+                    break
+        return prober.probes
+
+    def searched(self, strategy: Strategy, limit_bytes: int) -> SearchResult:
+        """What the recipe's own search finds. A collective."""
+        return search_again(
+            self._recipe,
+            self._workload,
+            wanted_rows=START_ROWS,
+            strategy=strategy,
+            power_of_two=False,
+            max_batch_size=MOST_ROWS,
+            memory_limit_bytes=limit_bytes,
+            margin=MARGIN,
+        )
 
 
 def limit_for(wanted_bytes: int) -> int:
@@ -286,37 +285,23 @@ def limit_for(wanted_bytes: int) -> int:
 
 
 def _truth(case: Case, tiny_dir: Path, directory: Path) -> Truth:
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):  # each search has a bar of its own
-        recipe = live_recipe(case, tiny_dir, directory)
-        limit_bytes, above = _limit(recipe, case)
-        probes = step_probes(recipe, range(1, MOST_ROWS + 1), limit_bytes=usable_bytes(limit_bytes, MARGIN))
-        searches = {strategy: searched(recipe, strategy, limit_bytes) for strategy in STRATEGIES}
-    recipe._consensus.close()
-    del recipe
+    with no_progress_bars():  # each search has one of its own
+        steps = Steps(case, tiny_dir, directory)
+        limit_bytes, above = _limit(steps, case)
+        probes = steps.probes(range(1, MOST_ROWS + 1), limit_bytes=usable_bytes(limit_bytes, MARGIN))
+        searches = {strategy: steps.searched(strategy, limit_bytes) for strategy in STRATEGIES}
+    steps.consensus.close()
+    del steps
     gc.collect()
     return Truth(limit_bytes, tuple(probes), above, searches)
 
 
-def _limit(recipe: Any, case: Case) -> tuple[int, Probe]:
+def _limit(steps: Steps, case: Case) -> tuple[int, Probe]:
     """The case's limit, by real steps without one, and the step of one row more than was drawn. A collective."""
-    below, above = step_probes(recipe, [case.rows, case.rows + 1], limit_bytes=None)
-    fits, needs = (recipe._consensus.max_over_ranks(probe.peak_bytes) for probe in (below, above))
+    below, above = steps.probes([case.rows, case.rows + 1], limit_bytes=None)
+    fits, needs = (steps.consensus.max_over_ranks(probe.peak_bytes) for probe in (below, above))
     usable = {LIMITS[0]: fits, LIMITS[1]: max(fits, needs - 1), LIMITS[2]: int(fits + case.place * (needs - fits))}
     return limit_for(usable[case.limit]), above
-
-
-def searched(recipe: Any, strategy: Strategy, limit_bytes: int) -> SearchResult:
-    """What the recipe's own search finds. A collective."""
-    recipe._adaptive = replace(
-        recipe._adaptive,
-        use_maximum_batch_size=True,
-        strategy=strategy,
-        power_of_two=False,
-        max_batch_size=MOST_ROWS,
-        memory_limit_bytes=limit_bytes,
-        margin=MARGIN,
-    )
-    return recipe._search(OmegaConf.create({"batch_size": START_ROWS, "device": "cpu"}))
 
 
 @dataclass(frozen=True)
@@ -351,7 +336,7 @@ class Comparison:
 
     @property
     def forecast_largest(self) -> int:
-        """Rows that the forecast says fit."""
+        """The most rows that fit by the forecast."""
         largest = self._peaks().largest_batch_size(usable_bytes(self.truths[0].limit_bytes, MARGIN))
         return MOST_ROWS if largest is None else min(largest, MOST_ROWS)
 
@@ -368,13 +353,13 @@ class Comparison:
                 theirs.peak_bytes > ours.peak_bytes for ours, theirs in zip(first.complete, peer.complete, strict=True)
             )
         ]
-        said = {
+        found_wrong = {
             f"peak {self.error_at_largest:.3%} off at the largest size": self.error_at_largest > AIMED_ERROR,
             f"forecast {self.forecast_largest} rows instead of {first.largest}": self.forecast_largest != first.largest,
             f"searches found {found} instead of {first.largest}": set(found) != {first.largest},
             f"ranks {above} were above rank 0": bool(above),
         }
-        return [text for text, is_so in said.items() if is_so]
+        return [text for text, is_so in found_wrong.items() if is_so]
 
     def _errors(self) -> list[tuple[int, float]]:
         peaks = self._peaks()
@@ -401,7 +386,7 @@ def compare(cases: list[Case], tiny_dir: Path, directory: Path) -> list[Comparis
         same = [case for case in cases if case.world_size == world_size]
         by_rank = run_on_ranks(measure, world_size, same, tiny_dir, directory, timeout_s=120.0 * len(same))
         truths |= {case.number: list(seen) for case, seen in zip(same, zip(*by_rank, strict=True), strict=True)}
-    return [Comparison(case, told, truths[case.number]) for case, told in zip(cases, forecasts, strict=True)]
+    return [Comparison(case, one, truths[case.number]) for case, one in zip(cases, forecasts, strict=True)]
 
 
 def forecast(case: Case, cfg: DictConfig) -> TracedStep | str:

@@ -5,32 +5,28 @@
 Trains by the stock recipe and by ours, with recovery from out-of-memory errors and without, on two CPU ranks,
 all in the same processes: in each round every recipe trains a few steps, in an order that turns from round to
 round, so that a noisy machine hits all alike. A second stock recipe shows how far equal loops seem to differ.
-All must log the same losses, rates and gradient norms. In an epoch more, collectives and reads of tensors are
-counted. Prints a table and writes it to
-``results/loop_cpu.md``.
+All must log the same losses, rates and gradient norms. In one more round, collectives and reads of tensors are
+counted. Prints a table and writes it to ``results/loop_cpu.md``.
 """
 
-import contextlib
 import gc
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
-from torchtune import training
 from torchtune.training.metric_logging import MetricLoggerInterface
 
+from benchmarks.live import Watch, live_recipe, train_again
 from benchmarks.on_ranks import run_on_ranks_of
 from benchmarks.provenance import gloo_ranks, provenance
 from benchmarks.step_counts import STEPS, Counts, StepCounter
 from benchmarks.tables import publish, spread, table
-from tests.recipe_runs import adaptive_recipe, stock_recipe, tiny_config
+from tests.recipe_runs import stock_recipe, tiny_config
 from torchtune_adaptive.tiny import make_tiny_assets
 
 RESULTS = Path(__file__).parent / "results" / "loop_cpu.md"
@@ -38,7 +34,6 @@ RANKS = 2
 COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.loop"
 STOCK, ON, OFF, STOCK_AGAIN = VARIANTS = ("stock", "recovery on", "recovery off", "stock again")
 RATIOS = ((ON, STOCK), (OFF, STOCK), (ON, OFF), (STOCK_AGAIN, STOCK))
-SAVING = {"full": "_checkpoint_client", "lora": "save_checkpoint"}  # what a stock recipe saves by
 
 
 @dataclass(frozen=True)
@@ -105,33 +100,22 @@ class StepClock(MetricLoggerInterface):
     def close(self) -> None: ...
 
 
-def live_recipe(variant: str, kind: str, tiny_dir: Path, output_dir: Path, **overrides: Any) -> Any:
-    """A recipe ready to train, without a memory limit, whose checkpoints go nowhere. A collective."""
-    is_stock = variant in (STOCK, STOCK_AGAIN)
-    recipe_class = stock_recipe(kind) if is_stock else adaptive_recipe(kind)
+def recipe_of(
+    variant: str, kind: str, tiny_dir: Path, output_dir: Path, *, watch: Watch | None = None, **overrides: Any
+) -> Any:
+    """A recipe of one epoch, without a memory limit. A collective."""
     options = {
         "metric_logger": {"_component_": "benchmarks.loop.StepClock"},
         "dataset__train_on_input": True,  # of a short row nothing else may be left
         "adaptive__memory_limit": None,
         "adaptive__oom_recovery": variant == ON,
+        "epochs": 1,
     }
+    is_stock = variant in (STOCK, STOCK_AGAIN)
     cfg = tiny_config(kind, tiny_dir, output_dir, **options, **overrides)
-    training.set_seed(seed=cfg.seed)
-    recipe = recipe_class(cfg=cfg)
-    recipe.setup(cfg=cfg)
-    assert is_stock or (recipe._recovery is not None) == (variant == ON)
-    setattr(recipe, SAVING[kind], mock.Mock())
+    recipe = live_recipe(cfg, stock_recipe(kind) if is_stock else None, watch=watch)
+    assert is_stock or recipe.trainer.retry.recovers == (variant == ON)
     return recipe
-
-
-def train_epoch(recipe: Any) -> None:
-    """The recipe's next epoch, with its progress bar drawn nowhere. A collective."""
-    recipe.total_epochs = recipe.epochs_run + 1
-    with contextlib.ExitStack() as stack:
-        # Stock clears a device cache before it trains, which the CPU has not; our loop does not ask for it there.
-        stack.enter_context(mock.patch.object(training, "cleanup_before_training"))
-        stack.enter_context(contextlib.redirect_stderr(stack.enter_context(open(os.devnull, "w"))))
-        recipe.train()
 
 
 def main() -> None:
@@ -147,46 +131,46 @@ def main() -> None:
 
 def _measure(case: Case, tiny_dir: Path) -> Measured:
     """Time and count the steps of each variant. A collective."""
-    steps = 1 + case.timed_steps  # the first step of an epoch is not timed: the data loader starts in it
+    steps = 1 + case.timed_steps  # the first step of a round is not timed: the data loader starts in it
+    rounds = 1 + case.rounds + 1  # not timed: the first, in which lazy set-up is done, and the last, that counts
     overrides = {
         "batch_size": case.batch_size,
         "tokenizer__max_seq_len": case.seq_len,
         "gradient_accumulation_steps": case.gradient_accumulation_steps,
-        "epochs": 1 + case.rounds + 1,  # not timed: the first, in which lazy set-up is done, and the last, that counts
         "max_steps_per_epoch": steps,
+        "lr_scheduler__num_warmup_steps": rounds * steps,  # the schedule of a single epoch would end before
     }
-    output_dir = tiny_dir.parent / "out"
-    recipes = {variant: live_recipe(variant, case.kind, tiny_dir, output_dir, **overrides) for variant in VARIANTS}
+    counters = {variant: StepCounter() for variant in VARIANTS}
+    recipes = {
+        variant: recipe_of(variant, case.kind, tiny_dir, tiny_dir.parent / "out", watch=counter, **overrides)
+        for variant, counter in counters.items()
+    }
     gc.freeze()  # a garbage collection need not go through all that imports and set-up have made
     blocks: dict[str, list[Block]] = {variant: [] for variant in VARIANTS}
-    for epoch in range(1 + case.rounds):
-        num_tokens = _timed_tokens(recipes[STOCK], epoch, case)
-        turned = VARIANTS[epoch % len(VARIANTS) :] + VARIANTS[: epoch % len(VARIANTS)]
-        for variant in turned if epoch // len(VARIANTS) % 2 else turned[::-1]:
+    for number in range(rounds):
+        num_tokens = _timed_tokens(recipes[STOCK], number, case)
+        if number == rounds - 1:
+            for counter in counters.values():
+                counter.count()
+        turned = VARIANTS[number % len(VARIANTS) :] + VARIANTS[: number % len(VARIANTS)]
+        for variant in turned if number // len(VARIANTS) % 2 else turned[::-1]:
             gc.collect()
             dist.barrier()
-            train_epoch(recipes[variant])
-            if epoch > 0 and dist.get_rank() == 0:
+            train_again(recipes[variant], seed=number)
+            if 0 < number < rounds - 1 and dist.get_rank() == 0:
                 first, *_, last = recipes[variant]._metric_logger.moments[-steps:]
                 wall_ms, cpu_ms = (1e3 * (b - a) / case.timed_steps for a, b in zip(first, last, strict=True))
                 blocks[variant].append(Block(num_tokens, case.timed_steps, wall_ms, cpu_ms))
-    counts = {variant: _count(recipe) for variant, recipe in recipes.items()}
     if dist.get_rank() == 0:
-        _compare([_figures(recipe) for recipe in recipes.values()], epochs=overrides["epochs"], steps=steps)
-    return Measured(blocks, counts)
+        _compare([_figures(recipe) for recipe in recipes.values()], steps=rounds * steps)
+    return Measured(blocks, {variant: counter.counts for variant, counter in counters.items()})
 
 
-def _count(recipe: Any) -> Counts:
-    """What the steps of one more epoch ask for. A collective."""
-    recipe._profiler = counter = StepCounter(recipe)
-    train_epoch(recipe)
-    return counter.counts
-
-
-def _timed_tokens(recipe: Any, epoch: int, case: Case) -> int:
-    """Unmasked tokens over all ranks in the timed steps of ``epoch``. A collective."""
+def _timed_tokens(recipe: Any, seed: int, case: Case) -> int:
+    """Unmasked tokens over all ranks in the timed steps of a round. A collective."""
     micro_steps = case.gradient_accumulation_steps
-    recipe._dataloader.sampler.set_epoch(epoch)
+    recipe._dataloader.sampler.seed = seed
+    recipe._dataloader.sampler.set_epoch(0)
     num_tokens = torch.zeros((), dtype=torch.int64)
     for index, batch in zip(range(micro_steps * (1 + case.timed_steps)), recipe._dataloader, strict=False):
         if index >= micro_steps:
@@ -200,8 +184,8 @@ def _figures(recipe: Any) -> list[tuple[float, ...]]:
     return [tuple(float(payload[name]) for name in names) for payload in recipe._metric_logger.payloads]
 
 
-def _compare(logged: list[list[tuple[float, ...]]], *, epochs: int, steps: int) -> None:
-    if any(figures != logged[0] for figures in logged) or len(logged[0]) != epochs * steps:
+def _compare(logged: list[list[tuple[float, ...]]], *, steps: int) -> None:
+    if any(figures != logged[0] for figures in logged) or len(logged[0]) != steps:
         raise RuntimeError("the variants logged different steps, so that they did not do the same work")
 
 
@@ -236,8 +220,8 @@ def _report(measured: list[tuple[Case, Measured]], *, seconds: float, load: floa
         provenance(COMMAND, ranks=gloo_ranks(RANKS), seconds=seconds, load=load),
         "",
         "All recipes live in the same processes and take turns in every round; loss, learning rate and gradient norm"
-        " of every step are equal, bit for bit. Set-up, rehearsal, saving, the first epoch and the first step of each"
-        " turn are not timed. Tokens are those not masked, over all ranks. Medians over the rounds:",
+        " of every step are equal, bit for bit. Set-up, saving, the first round and the first step of each turn are not"
+        " timed. Tokens are those not masked, over all ranks. Medians over the rounds:",
         "",
         *table(speeds, [_speeds(case, blocks) for case, (blocks, _) in measured]),
         "",

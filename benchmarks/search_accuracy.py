@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from omegaconf import OmegaConf
 
+from benchmarks.live import live_recipe, probe_maker, workload_of
 from benchmarks.on_ranks import run_on_ranks_of
 from benchmarks.provenance import gloo_ranks, provenance
 from benchmarks.tables import publish, table
-from torchtune_adaptive.distributed.snapshot import leave_no_trace
+from tests.recipe_runs import tiny_config
 from torchtune_adaptive.search.strategies import SearchResult
 from torchtune_adaptive.settings import STRATEGIES
-from torchtune_adaptive.stock.configs import resolve_config_argument
 from torchtune_adaptive.tiny import make_tiny_assets
-from torchtune_adaptive.worst_case import window_maker, worst_case_row
 
 RESULTS = Path(__file__).parent / "results" / "search_accuracy_cpu.md"
 RANKS = 2
@@ -95,52 +93,33 @@ def _row(case: Case, tiny_dir: Path) -> list[str]:
     return cells
 
 
-def _recipe(case: Case, tiny_dir: Path, settings: dict[str, Any], **keys: Any) -> Any:
-    module = __import__(f"adaptive_{case.kind}_finetune_distributed")
-    recipe_class = next(
-        value for name, value in vars(module).items() if name.startswith("Adaptive") and "Recipe" in name
-    )
-    cfg: Any = OmegaConf.load(resolve_config_argument(["--config", f"tiny/{case.kind}"])[1])
-    output_dir = {
-        "tiny_dir": str(tiny_dir),
-        "output_dir": str(tiny_dir.parent / "out"),
-        "tokenizer.max_seq_len": case.seq_len,
-    }
-    for key, value in (output_dir | case.options | keys).items():
-        OmegaConf.update(cfg, key, value)
-    OmegaConf.update(cfg, "adaptive", settings, merge=False)
-    cfg.metric_logger = {"_component_": "torchtune.training.metric_logging.StdoutLogger"}
-    recipe = recipe_class(cfg=cfg)
-    recipe.setup(cfg=cfg)
-    return recipe
+def _recipe(case: Case, tiny_dir: Path, **keys: Any) -> Any:
+    options = {"metric_logger": {"_component_": "torchtune.training.metric_logging.StdoutLogger"}} | case.options
+    options |= {"tokenizer.max_seq_len": case.seq_len}
+    return live_recipe(tiny_config(case.kind, tiny_dir, tiny_dir.parent / "out", **options, **keys))
 
 
 def _search(case: Case, strategy: str, tiny_dir: Path) -> SearchResult:
     settings = {"strategy": strategy, "memory_limit": case.limit, "power_of_two": False, "max_batch_size": 200}
-    return _recipe(case, tiny_dir, settings, use_maximum_batch_size=True)._report.result
+    return _recipe(case, tiny_dir, use_maximum_batch_size=True, adaptive=settings).trainer.sizes.result
 
 
 def _exhaustive(case: Case, usable_bytes: int, tiny_dir: Path) -> int:
     """Largest number of rows whose metered peak is at most ``usable_bytes`` on every rank, by trying them all."""
-    recipe = _recipe(case, tiny_dir, {"memory_limit": "16GiB"})
-    meter = recipe._meter
-    meter.exact = True
-    row, _ = worst_case_row(
-        recipe._dataloader.dataset, seq_len=None, tokenizer_max_seq_len=case.seq_len, consensus=recipe._consensus
-    )
-    make_window = window_maker(row, micro_batches=recipe._gradient_accumulation_steps)
+    recipe = _recipe(case, tiny_dir, adaptive={"oom_recovery": False})
+    workload, make_batch = workload_of(recipe), probe_maker(recipe)
+    meter = workload.meter_for_probes()
     peaks: list[int] = [0]
     too_large = 0
-    with leave_no_trace(recipe._model, [recipe._optimizer]):
+    with workload.kept_as_it_is():
         with meter:
-            recipe._probe_step(make_window(2))  # the optimizer's state is there from now on, and counted
+            workload.train_step(make_batch(2))  # the optimizer's state is there from now on, and counted
         while too_large <= BEYOND:
-            window = make_window(len(peaks))
+            batch = make_batch(len(peaks))
             meter.reset()
             with meter:
-                recipe._probe_step(window)
-            del window
-            peaks.append(recipe._consensus.max_over_ranks(meter.peak_bytes))
+                workload.train_step(batch)
+            peaks.append(recipe.consensus.max_over_ranks(meter.peak_bytes))
             too_large += peaks[-1] > usable_bytes
     fitting = [rows for rows, peak_bytes in enumerate(peaks) if peak_bytes <= usable_bytes]
     assert fitting == list(range(len(fitting))), f"memory does not grow with the batch: {peaks}"

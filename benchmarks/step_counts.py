@@ -5,9 +5,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtune_adaptive.memory.operations import is_on_wrappers
+from benchmarks.live import Watch
+from torchtune_adaptive.memory.operations import OperationMode
 
 STEPS = 2  # counted; the first step of an epoch is not
 
@@ -24,10 +24,8 @@ class Counts(NamedTuple):
     reads: int
 
 
-class CountReads(TorchDispatchMode):
+class CountReads(OperationMode):
     """Counts the tensors whose values Python asks for."""
-
-    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +38,7 @@ class CountReads(TorchDispatchMode):
 
         self._patch = mock.patch.object(torch.Tensor, "tolist", tolist)
 
-    def __enter__(self) -> "CountReads":
+    def __enter__(self) -> Any:
         self._patch.start()
         return super().__enter__()
 
@@ -48,27 +46,35 @@ class CountReads(TorchDispatchMode):
         super().__exit__(*raised)
         self._patch.stop()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_on_wrappers(types):
-            return NotImplemented
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.reads += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
-class StepCounter:
-    """Takes the place of a recipe's profiler, which is told of each step's end."""
+class StepCounter(Watch):
+    """Counts what the last ``STEPS`` steps of an epoch ask for, whose first step is not counted."""
 
-    def __init__(self, recipe: Any) -> None:
-        consensus = vars(recipe).get("_consensus")  # stock has none
-        self._agreement = consensus and consensus._group
-        self._reads = CountReads()
+    counts: Counts
+
+    def __init__(self) -> None:
+        self._is_counting = False
+
+    def begin(self, recipe: Any) -> None:
+        super().begin(recipe)
+        before = _numbers()
+        if recipe.consensus is not None:
+            recipe.consensus.any_rank(False)
+        self._agreement = {group for group, number in _numbers().items() if number != before[group]}
+
+    def count(self) -> None:
+        """Count in the next epoch."""
+        self._is_counting = True
         self._steps = 0
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
+        self._reads = CountReads()
 
     def step(self) -> None:
+        if not self._is_counting:
+            return
         self._steps += 1
         if self._steps == 1:
             self._before = self._issued()
@@ -77,12 +83,18 @@ class StepCounter:
             self._reads.__exit__(None, None, None)
             training, agreement = (now - before for now, before in zip(self._issued(), self._before, strict=True))
             self.counts = Counts(training, agreement, self._reads.reads)
+            self._is_counting = False
 
     def _issued(self) -> tuple[int, int]:
-        """Collectives so far; gloo numbers those of each group, as many as the profiler has events named c10d::."""
-        numbers = {
-            group: group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
-            for group in dist.distributed_c10d._world.pg_map
-        }
-        agreement = numbers.get(self._agreement, 0)
+        """Collectives so far: of training, and agreements."""
+        numbers = _numbers()
+        agreement = sum(numbers[group] for group in self._agreement)
         return sum(numbers.values()) - agreement, agreement
+
+
+def _numbers() -> dict[dist.ProcessGroup, int]:
+    """Collectives of each group so far; gloo numbers them, as many as the profiler has events named c10d::."""
+    return {
+        group: group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
+        for group in dist.distributed_c10d._world.pg_map
+    }

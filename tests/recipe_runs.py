@@ -1,6 +1,8 @@
 """Run recipes, ours and the stock ones, inside a test's own process and see every logged step and the end state."""
 
 import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,12 +14,16 @@ from torch.distributed.tensor import DTensor
 from torchtune import training
 from torchtune.training.metric_logging import MetricLoggerInterface
 
+from torchtune_adaptive import assembly
+from torchtune_adaptive.memory.devices import meter_for
 from torchtune_adaptive.stock.configs import resolve_config_argument
 
 Step = dict[str, float]
 RECIPES = {
     "full": ("adaptive_full_finetune_distributed", "AdaptiveFullFinetuneRecipeDistributed"),
     "lora": ("adaptive_lora_finetune_distributed", "AdaptiveLoRAFinetuneRecipeDistributed"),
+    "full_single": ("adaptive_full_finetune_single_device", "AdaptiveFullFinetuneRecipeSingleDevice"),
+    "lora_single": ("adaptive_lora_finetune_single_device", "AdaptiveLoRAFinetuneRecipeSingleDevice"),
 }
 
 
@@ -53,7 +59,7 @@ def no_samples(tokenizer: Any, **_: Any) -> list[Any]:
 
 def tiny_config(kind: str, tiny_dir: Path, output_dir: Path, **overrides: Any) -> DictConfig:
     """The config ``tiny/full`` or ``tiny/lora`` on the test's own data; keys of overrides may be dotted with "__"."""
-    path = resolve_config_argument(["--config", f"tiny/{kind}"])[1]
+    path = resolve_config_argument(["--config", f"tiny/{kind.removesuffix('_single')}"])[1]
     cfg = OmegaConf.load(path)
     assert isinstance(cfg, DictConfig)
     quiet = {"tiny_dir": str(tiny_dir), "output_dir": str(output_dir)}
@@ -63,8 +69,16 @@ def tiny_config(kind: str, tiny_dir: Path, output_dir: Path, **overrides: Any) -
     return cfg
 
 
+def resuming_config(kind: str, tiny_dir: Path, output_dir: Path, *, epochs_run: int, **overrides: Any) -> DictConfig:
+    """As ``tiny_config``, for a run that goes on from what an earlier one has left in ``output_dir``."""
+    cfg = tiny_config(kind, tiny_dir, output_dir, resume_from_checkpoint=True, **overrides)
+    if kind.startswith("full"):  # LoRA's adapters are found by torchtune, beside the base that they were trained on
+        cfg.checkpointer.checkpoint_files = [f"epoch_{epochs_run - 1}/model-00001-of-00001.bin"]
+    return cfg
+
+
 def adaptive_recipe(kind: str) -> type:
-    """Our recipe class "full" or "lora"."""
+    """Our recipe class of ``RECIPES``."""
     module, name = RECIPES[kind]
     return getattr(__import__(module), name)
 
@@ -74,16 +88,66 @@ def stock_recipe(kind: str) -> Any:
     return adaptive_recipe(kind).__bases__[1]
 
 
-def finished(recipe_class: Any, cfg: DictConfig) -> tuple[list[Step], dict[str, torch.Tensor], Any]:
-    """Set up and train; the steps that rank 0 logged, this rank's parameters, and the recipe."""
+def set_up(recipe_class: Any, cfg: DictConfig) -> Any:
+    """The recipe, ready to train."""
     training.set_seed(seed=cfg.seed)
     recipe = recipe_class(cfg=cfg)
+    recipe.setup(cfg=cfg)
+    return recipe
+
+
+def trained(recipe: Any) -> tuple[list[Step], dict[str, torch.Tensor]]:
+    """Train a recipe that is set up; the steps that rank 0 logged, and this rank's parameters."""
     # The stock recipes' `train` clears a device cache, which the CPU has not; our loop does not ask for it there.
     with mock.patch.object(training, "cleanup_before_training", gc.collect):
-        recipe.setup(cfg=cfg)
         recipe.train()
-    steps = RecordingLogger.last.steps if dist.get_rank() == 0 else []
-    return steps, local_parameters(recipe._model), recipe
+    is_rank_zero = not dist.is_initialized() or dist.get_rank() == 0
+    return recipe._metric_logger.steps if is_rank_zero else [], local_parameters(recipe._model)
+
+
+def finished(recipe_class: Any, cfg: DictConfig) -> tuple[list[Step], dict[str, torch.Tensor], Any]:
+    """Set up and train; the steps that rank 0 logged, this rank's parameters, and the recipe."""
+    recipe = set_up(recipe_class, cfg)
+    return *trained(recipe), recipe
+
+
+def with_micro_batches(recipe_class: Any, size_at: Callable[[int], int | None]) -> Any:
+    """The recipe with micro-batches of ``size_at(step)``, steps counted from 0; None: as large as they may be."""
+
+    class WithMicroBatches(recipe_class):
+        def before_step(self, step: int) -> None:
+            super().before_step(step)
+            micro_batches = self.trainer.micro_batches
+            micro_batches.resize(size_at(step) or micro_batches.largest.size)
+
+        def save_checkpoint(self, epoch: int) -> None:
+            super().save_checkpoint(epoch)
+            micro_batches = self.trainer.micro_batches
+            micro_batches.resize(micro_batches.largest.size)  # or larger ones would be tried again
+
+    return WithMicroBatches
+
+
+def without_saving(recipe_class: Any) -> Any:
+    """The recipe, which leaves no checkpoints."""
+
+    class WithoutSaving(recipe_class):
+        def save_checkpoint(self, epoch: int) -> None: ...
+
+    return WithoutSaving
+
+
+@contextmanager
+def meters_of_recipes() -> Iterator[list[Any]]:
+    """Inside, collects the memory meters of the recipes that are set up."""
+    made: list[Any] = []
+
+    def make(*args: Any, **options: Any) -> Any:
+        made.append(meter_for(*args, **options))
+        return made[-1]
+
+    with mock.patch.object(assembly, "meter_for", make):
+        yield made
 
 
 def local_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:

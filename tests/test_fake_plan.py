@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
@@ -11,6 +12,7 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.memory.timeline import Timeline
 from torchtune_adaptive.plan import client, worker
 from torchtune_adaptive.plan.step_peaks import StepPeaks
+from torchtune_adaptive.plan.trace import StepTrace
 from torchtune_adaptive.plan.worker import StepTracer, trace_config
 from torchtune_adaptive.stock.configs import load_config
 
@@ -161,22 +163,30 @@ def test_a_config_that_cannot_be_planned_is_refused_with_the_reason(kinds: dict[
 
 
 class RepeatingRecipe:
-    """In place of ``FakeRecipe``: a model of 10 equal layers, with one operation for each layer."""
+    """In place of ``FakeRecipe``: a model of 10 equal layers, with one operation for each layer and one after them.
+
+    After its n-th layer ``batch_size * seq_len * n`` bytes are live. The config gives the ``operation`` of the layers,
+    and in ``last_bytes`` the bytes that are live after the last operation, by the model's number of layers.
+    """
 
     def __init__(self, cfg: DictConfig, *, world_size: int, num_layers: int | None = None) -> None:
         self.model = nn.Identity()
         self.true_num_layers = 10
         self.num_layers = num_layers or self.true_num_layers
-        self._operation = cfg.get("operation", "mm {seq_len}")
+        self._operation = cfg.get("operation", "mm")
+        self._last_bytes = cfg.get("last_bytes", {}).get(self.num_layers, 0)
 
     def trace(self, batch_size: int, seq_len: int) -> "RepeatingRecipe":
         self._seq_len = seq_len
         return self
 
     def timelines(self, batch_size: int) -> dict[str, Timeline]:
-        operations = (self._operation.format(seq_len=self._seq_len),) * self.num_layers
-        live_bytes = tuple(batch_size * self._seq_len * layer for layer in range(1, self.num_layers + 1))
-        return {"activations": Timeline(batch_size, operations, live_bytes, ("forward",) * self.num_layers)}
+        operations = (*[self._operation.format(seq_len=self._seq_len)] * self.num_layers, "last")
+        live_bytes = (
+            *(batch_size * self._seq_len * layer for layer in range(1, self.num_layers + 1)),
+            self._last_bytes,
+        )
+        return {"activations": Timeline(batch_size, operations, live_bytes, ("forward",) * len(operations))}
 
     def figures(self) -> dict[str, int]:
         return {"num_parameters": 7 + 100 * self.num_layers, "paged_bytes": 0, "attention_width": 8}
@@ -195,14 +205,67 @@ def test_peaks_and_figures_of_each_length_are_those_of_the_whole_model(
         assert [peaks.peak_bytes(rows) for rows in (1, 2, 7)] == [10 * seq_len * rows for rows in (1, 2, 7)]
 
 
+@pytest.mark.parametrize(
+    ("last_bytes", "layers"),
+    [
+        ({4: 3000, 6: 5000, 8: 7000}, (4, 6)),
+        ({4: 5500, 6: 6500, 8: 8100}, (10,)),
+        ({8: 7000}, (10,)),
+    ],
+    ids=["linear", "the third model has another peak", "the second and third model give another whole peak"],
+)
+def test_few_layers_are_traced_only_if_a_third_model_confirms_the_extrapolation(
+    last_bytes: dict[int, int], layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the layers 1000 bytes are live for each of them."""
+    monkeypatch.setattr(worker, "FakeRecipe", RepeatingRecipe)
+    tracer = StepTracer(OmegaConf.create({"last_bytes": last_bytes}), world_size=1)
+    assert tracer.layers_to_trace(500) == layers
+
+
 def test_the_progress_bar_ends_at_the_number_of_steps_that_it_announced(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(worker, "FakeRecipe", RepeatingRecipe)
-    cfg = OmegaConf.create({"operation": "mm"})
-    trace_config(cfg, world_size=1, seq_lens=[32, 80, 128], shows_progress=True)
+    trace_config(OmegaConf.create({}), world_size=1, seq_lens=[32, 80, 128], shows_progress=True)
     # Of both models batches of 1 at three lengths, and of 2 and 3 at two, less the two steps that chose the layers.
     assert " 12/12 " in capsys.readouterr().err
+
+
+# ---- live bytes by kind
+
+
+def _traced_kinds(trace: StepTrace, *phases: str) -> dict[str, list[int]]:
+    """Traces in each phase: make a tensor of 40 bytes, make a second, free both. Gives the kinds that are not empty."""
+    with trace:
+        for phase in phases:
+            trace.enter_phase(phase)
+            first = torch.empty(10)
+            second = first + 1
+            del first, second
+    timelines = trace.timelines(1)
+    assert all(timeline.phases == tuple(phase for phase in phases for _ in range(2)) for timeline in timelines.values())
+    return {kind: list(timeline.live_bytes) for kind, timeline in timelines.items() if any(timeline.live_bytes)}
+
+
+def test_bytes_count_from_the_operation_that_makes_them_until_they_are_freed() -> None:
+    parameter = torch.empty(100)
+    trace = StepTrace()
+    trace.mark({"a": [parameter]}, "parameters")
+    assert _traced_kinds(trace, "forward", "backward") == {"parameters": [400] * 4, "activations": [40, 80, 40, 80]}
+
+
+@pytest.mark.parametrize("phase", ["clip", "optimizer"])
+def test_bytes_made_after_backward_are_temporaries_on_the_device_or_on_the_host(phase: str) -> None:
+    assert _traced_kinds(StepTrace(), "backward", phase) == {
+        "activations": [40, 80, 0, 0],
+        "temporaries": [0, 0, 40, 80],
+    }
+    assert _traced_kinds(StepTrace(steps_on_host=True), "backward", phase) == {"activations": [40, 80, 0, 0]}
+
+
+def test_bytes_are_rounded_up_as_the_allocator_rounds_them() -> None:
+    assert _traced_kinds(StepTrace(granularity_bytes=512), "forward") == {"activations": [512, 1024]}
 
 
 # ---- in a process of its own

@@ -14,14 +14,12 @@ from benchmarks.forecast_accuracy import (
     MOST_ROWS,
     Case,
     Comparison,
+    Steps,
     Truth,
     config_of,
     draw_cases,
     forecast,
     limit_for,
-    live_recipe,
-    searched,
-    step_probes,
     write_checkpoint,
 )
 from tests.ranks import run_on_ranks
@@ -78,10 +76,7 @@ CASES = {  # of the first a single row is so short that gradients, which gloo co
 
 def _probe(rank: int, tiny_dir: Path, directory: Path) -> dict[str, list[Probe]]:
     """Real steps of every case."""
-    return {
-        kind: step_probes(live_recipe(case, tiny_dir, directory), SIZES, limit_bytes=None)
-        for kind, case in CASES.items()
-    }
+    return {kind: Steps(case, tiny_dir, directory).probes(SIZES, limit_bytes=None) for kind, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -92,18 +87,18 @@ def forecasts_and_steps(
     directory = tmp_path_factory.mktemp("forecast")
     configs = {kind: config_of(case, tiny_dir, directory) for kind, case in CASES.items()}
     with ThreadPoolExecutor() as pool:
-        told = pool.map(forecast, CASES.values(), configs.values())
+        forecasts = pool.map(forecast, CASES.values(), configs.values())
         for cfg in configs.values():
             write_checkpoint(cfg)
         steps = run_on_ranks(_probe, RANKS, tiny_dir, directory)
-        return dict(zip(CASES, told, strict=True)), steps
+        return dict(zip(CASES, forecasts, strict=True)), steps
 
 
 def _search(rank: int, tiny_dir: Path, directory: Path) -> int:
-    return searched(live_recipe(CASES["full"], tiny_dir, directory), STRATEGIES[0], 1 << 30).exact_batch_size
+    return Steps(CASES["full"], tiny_dir, directory).searched(STRATEGIES[0], 1 << 30).exact_batch_size
 
 
-def test_searches_go_as_far_as_the_benchmark_says(tiny_dir: Path, tmp_path: Path) -> None:
+def test_searches_go_as_far_as_the_benchmark_compares(tiny_dir: Path, tmp_path: Path) -> None:
     assert config_of(CASES["full"], tiny_dir, tmp_path).batch_size < MOST_ROWS
     write_checkpoint(config_of(CASES["full"], tiny_dir, tmp_path))
     assert run_on_ranks(_search, RANKS, tiny_dir, tmp_path) == [MOST_ROWS] * RANKS
@@ -133,26 +128,26 @@ def test_no_rank_needs_more_than_the_first_one(forecasts_and_steps: Any) -> None
         assert all(theirs.peak_bytes <= ours.peak_bytes for ours, theirs in zip(first[kind], second[kind], strict=True))
 
 
-def test_the_benchmark_tells_whatever_is_not_as_it_should_be(forecasts_and_steps: Any) -> None:
+def test_the_benchmark_reports_all_that_is_not_as_it_should_be(forecasts_and_steps: Any) -> None:
     forecasts, (first, second) = forecasts_and_steps
     limit_bytes = limit_for(int(forecasts["lora"].peaks[0].peak_bytes(5)))
 
-    def misses(*, told: Any = forecasts["lora"], found: int = 5, more_bytes: int = 0, **peaks_of_5: float) -> str:
-        """With peaks at 5 rows as so many times what they were, by rank."""
+    def misses(*, made: Any = forecasts["lora"], found: int = 5, more_bytes: int = 0, **peaks_of_5: float) -> str:
+        """With the peaks at 5 rows multiplied by a factor for each rank."""
         searches = {strategy: _result(strategy, found, limit_bytes) for strategy in STRATEGIES}
         seen: list[Truth] = []
         for name, probes in (("first", first["lora"]), ("second", second["lora"])):
             one, five, nine = probes
             five = replace(five, peak_bytes=int(five.peak_bytes * peaks_of_5.get(name, 1)))
             seen.append(Truth(limit_bytes + more_bytes, (one, five), nine, searches))
-        return "; ".join(Comparison(CASES["lora"], told, seen).misses())
+        return "; ".join(Comparison(CASES["lora"], made, seen).misses())
 
     assert misses() == ""
     assert misses(first=1.002) == "peak 0.200% off at the largest size"
     assert misses(found=4) == "searches found [4, 4, 4] instead of 5"
     assert misses(more_bytes=-10) == "forecast 4 rows instead of 5"
     assert misses(second=2) == "ranks [1] were above rank 0"
-    assert misses(told="no forecast: ...") == "no forecast: ..."
+    assert misses(made="no forecast: ...") == "no forecast: ..."
 
 
 def _result(strategy: str, found: int, limit_bytes: int) -> SearchResult:

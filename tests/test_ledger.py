@@ -2,6 +2,7 @@
 
 import math
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.dry_run import DryRun, dry_run
-from torchtune_adaptive.distributed.fsdp_state import communicators, reset_after_failure
+from torchtune_adaptive.distributed.fsdp_state import (
+    CannotRecordError,
+    Communicators,
+    communicators,
+    reset_after_failure,
+)
 from torchtune_adaptive.distributed.ledger import CollectiveInDoubtError, Ledger
 from torchtune_adaptive.memory.out_of_memory import free_memory
 from torchtune_adaptive.testing import Fault
@@ -57,7 +63,7 @@ def ledger_of(model: nn.Module) -> Ledger:
     micro_step(model)  # the first one does lazy set-up
     ledger.begin()
     micro_step(model)
-    ledger.template = ledger.issued
+    ledger.set_template(ledger.issued)
     model.zero_grad(set_to_none=True)
     return ledger
 
@@ -190,7 +196,9 @@ class Scenarios:
     def dry_run(self, model: nn.Module, *micro_steps: Callable[[], object]) -> str:
         """The outcome of a dry run: "recovery", "out of memory", or the reason why there is no recovery."""
         steps = micro_steps or (lambda: micro_step(model, 2), lambda: micro_step(model, 3))
+        before = communicators_of(model)
         found = dry_run(steps, model=model, device=CPU, consensus=self.consensus)
+        assert found.recovery is not None or communicators_of(model) == before, "not put back"
         if found.out_of_memory:
             return "out of memory"
         return "recovery" if found.recovery is not None else found.reason
@@ -339,7 +347,7 @@ class Scenarios:
             refusals = [refusal(ledger)]
         reset_after_failure(model)
         first, *rest = ledger.template
-        ledger.template = [first._replace(numel=first.numel + 1), *rest]
+        ledger.set_template([first._replace(numel=first.numel + 1), *rest])
         ledger.begin()
         return [*refusals, refusal(ledger)]
 
@@ -376,6 +384,14 @@ def group_mesh() -> DeviceMesh:
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     return DeviceMesh.from_group(group, "cpu")
+
+
+def communicators_of(model: nn.Module) -> list[Communicators] | None:
+    """None if they cannot be recorded."""
+    try:
+        return communicators(model)
+    except CannotRecordError:
+        return None
 
 
 def take_layers_in_turned_order(model: Any) -> None:
@@ -535,6 +551,23 @@ def test_without_fsdp_there_are_no_collectives_to_replay() -> None:
     steps = [lambda: model(torch.zeros(1, WIDTH)).sum().backward()] * 2
     assert dry_run(steps, model=model, device=CPU, consensus=Consensus()).recovery is not None
     assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_dry_run_frees_what_micro_steps_left_outside_the_model(fails: bool) -> None:
+    model = nn.Linear(WIDTH, 4)
+    kept: list[torch.Tensor] = []
+    watched: list[weakref.ref[torch.Tensor]] = []
+
+    def step() -> None:
+        kept.append(model(torch.zeros(2, WIDTH)))
+        watched.append(weakref.ref(kept[-1]))
+        if fails:
+            raise torch.OutOfMemoryError("injected")
+
+    outcome = dry_run([step, step], model=model, device=CPU, consensus=Consensus(), forget=kept.clear)
+    assert outcome.out_of_memory is fails
+    assert [reference() for reference in watched] == [None] * (1 if fails else 2)
 
 
 @pytest.mark.parametrize("outcome", [{}, {"reason": "a reason", "out_of_memory": True}])

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.loop import OFF, ON, STOCK, live_recipe, train_epoch
+from benchmarks.live import train_again
+from benchmarks.loop import OFF, ON, STOCK, recipe_of
 from benchmarks.step_counts import STEPS, Counts, StepCounter
 from tests.ranks import run_on_ranks
 
@@ -23,17 +24,14 @@ def _name(case: dict[str, Any]) -> str:
 
 def _count(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, dict[str, Counts]]:
     found: dict[str, dict[str, Counts]] = {_name(case): {} for case in CASES}
-    for kind, variant in product(("full", "lora"), VARIANTS):
-        options = {"batch_size": 1, "tokenizer__max_seq_len": 32, "dataset__split": "train[:60]"}
-        options |= {"max_steps_per_epoch": 1 + STEPS, "epochs": len(CASES)}
-        recipe = live_recipe(variant, kind, tiny_dir, output_dir, **options)
-        for case in (case for case in CASES if case["kind"] == kind):
-            # Set-up, which takes longer than these steps, has no part in these options; stock and we read them here.
-            recipe._gradient_accumulation_steps = case["gradient_accumulation_steps"]
-            recipe._clip_grad_norm = case["clip_grad_norm"]
-            recipe._profiler = counter = StepCounter(recipe)
-            train_epoch(recipe)
-            found[_name(case)][variant] = counter.counts
+    options = {"batch_size": 1, "tokenizer__max_seq_len": 32, "dataset__split": "train[:60]"}
+    options |= {"max_steps_per_epoch": 1 + STEPS, "model__num_layers": 2}
+    for case, variant in product(CASES, VARIANTS):
+        counter = StepCounter()
+        recipe = recipe_of(variant, tiny_dir=tiny_dir, output_dir=output_dir, watch=counter, **options, **case)
+        counter.count()
+        train_again(recipe, seed=0)
+        found[_name(case)][variant] = counter.counts
     return found
 
 

@@ -576,6 +576,14 @@ def test_tensors_without_memory_are_not_counted() -> None:
     assert meter.peak_bytes == 0
 
 
+def test_only_dense_tensors_on_the_cpu_are_counted() -> None:
+    dense, on_meta = torch.zeros(10), torch.zeros(10, device="meta")
+    sparse = torch.eye(10).to_sparse()  # has no storage of its own
+    meter = CpuMeter()
+    meter.count([dense, on_meta, sparse])
+    assert meter.live_bytes == dense.nbytes
+
+
 # ---- no effect
 
 

@@ -157,7 +157,7 @@ def test_a_process_without_peers_is_rank_zero(ranks: Any, strikes: bool) -> None
 def test_only_what_happens_in_its_phase_counts() -> None:
     phase = "forward"
     fault = Fault(1, phase="backward")
-    fault.phase_now = lambda: phase
+    fault.watch_phase(lambda: phase)
     with fault:
         doubled(5)
     assert fault.count == 0

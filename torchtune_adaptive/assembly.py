@@ -142,15 +142,16 @@ class _Assembly:
             sizes = self._find_sizes()
             start = starting_point(settings, self._loader, growth, sizes, epochs_run=parts.epochs.start, saved=saved)
             self._loader.set_batch_size(start.batch_size)
-            self._loader.check_size()
+            self._loader.check_size(start.batch_size)
+            retry = self._make_retry(sizes)
             trainer = Trainer(
                 self._step,
-                self._make_retry(sizes),
+                retry,
                 self._loader,
                 growth,
                 self._make_rate(start, saved, grows=growth.grows),
                 self._make_record(path, sizes),
-                self._make_log(),
+                self._make_log(retry, growth),
                 parts.profiler,
                 sizes=sizes,
                 before_step=parts.before_step,
@@ -265,13 +266,16 @@ class _Assembly:
         writes = parts.metric_logger is not None
         return RunRecord(parts.output_dir, path, sizes, memory_limit_bytes=limit_bytes or None, writes=writes)
 
-    def _make_log(self) -> StepLog:
+    def _make_log(self, retry: OomRetry, growth: BatchGrowth) -> StepLog:
         parts = self._parts
         return StepLog(
             parts.metric_logger,
+            self._step,
+            retry,
+            self._loader,
+            growth,
             every_steps=parts.log_every_steps,
             device=parts.device,
             ranks=parts.ranks,
-            meter=self._meter,
             with_memory_stats=parts.with_memory_stats,
         )

@@ -77,7 +77,7 @@ class Fault(OperationMode):
         super().__init__()
         self.count = 0
         self.has_struck = False
-        self.phase_now: Callable[[], str] = lambda: ""
+        self._phase_now: Callable[[], str] = lambda: ""
         self._place = place
         self._ranks = ranks
         self._kind = kind
@@ -86,6 +86,10 @@ class Fault(OperationMode):
         self._is_active = False
         self._is_in_collective = False
         self._patches = ExitStack()
+
+    def watch_phase(self, phase_now: Callable[[], str]) -> None:
+        """Ask ``phase_now`` which phase it is, for a fault that counts in one phase only."""
+        self._phase_now = phase_now
 
     def __enter__(self) -> "Fault":
         if self._is_active:
@@ -136,7 +140,7 @@ class Fault(OperationMode):
     def _happens(self, *kinds: Kind) -> None:
         if self._kind not in kinds or (self._is_in_collective and self._kind != "collective"):
             return
-        if self._phase not in (None, self.phase_now()):
+        if self._phase not in (None, self._phase_now()):
             return
         self.count += 1
         if self.count - 1 == self._place and self._is_here():
@@ -156,19 +160,19 @@ def faults_in(recipe_class: Any, faults: Mapping[tuple[int, int], Fault]) -> Ite
     """
     train = recipe_class.train
 
-    def train_with_faults(recipe: Any) -> None:
+    def train_with_faults(recipe: Any, *args: Any, **kwargs: Any) -> Any:
         trainer = recipe.trainer
 
         def run(number: int, micro_step: Callable[[], Any]) -> Any:
             fault = faults.get((trainer.global_step, number))
             if fault is None:
                 return micro_step()
-            fault.phase_now = lambda: trainer.phase
+            fault.watch_phase(lambda: trainer.phase)
             with fault:
                 return micro_step()
 
         trainer.retry.wrap_micro_steps(run)
-        train(recipe)
+        return train(recipe, *args, **kwargs)
 
     with mock.patch.object(recipe_class, "train", train_with_faults):
         yield

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from torchtune_adaptive.batch.growth import BatchGrowth
 from torchtune_adaptive.batch.limits import RowLimit
 from torchtune_adaptive.batch.loader import StepLoader, StepSamples
-from torchtune_adaptive.memory.out_of_memory import comes_from_out_of_memory, is_out_of_memory_in_collective
+from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.search.sizes import Sizes
 from torchtune_adaptive.training.gradient_norms import gradient_norms
 from torchtune_adaptive.training.learning_rate import LearningRate
@@ -19,7 +19,7 @@ from torchtune_adaptive.training.profiling import StepProfiler
 from torchtune_adaptive.training.record import RunRecord
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.step_log import StepLog
-from torchtune_adaptive.training.train_step import StepFigures, StepResult, StepSums, TrainStep
+from torchtune_adaptive.training.train_step import StepResult, TrainStep
 
 log = utils.get_logger("DEBUG")
 
@@ -79,6 +79,11 @@ class Trainer:
         return self._global_step
 
     @property
+    def meter(self) -> MemoryMeter | None:
+        """The meter of the device's memory, None if it is not metered."""
+        return self._step.meter
+
+    @property
     def phase(self) -> str:
         """The part of a step that runs now, or ran last."""
         return self._step.phase
@@ -114,7 +119,7 @@ class Trainer:
     def note_batch_size(self, reason: str, *, epoch: int) -> None:
         """Log the present batch size with its arithmetic and the reason for it, and add it to the record."""
         size, loader = self.loader.batch_size, self.loader
-        utils.log_rank_zero(log, f"{loader.key} {size} ({reason}): {loader.describe()}{self._describe_cut()}")
+        utils.log_rank_zero(log, f"{loader.key} {size} ({reason}): {loader.describe(size)}{self._describe_cut()}")
         self.record.note(reason, epoch=epoch, batch_size=size, samples_per_step=loader.samples_per_step)
 
     def note(self, reason: str, **figures: int) -> None:
@@ -159,7 +164,7 @@ class Trainer:
             self._rate.step()
             progress.update(1)
             progress.set_description(f"{epoch + 1}|{self._global_step}|Loss: {result.loss}")
-            self._log_step(result, seconds=time.perf_counter() - started)
+            self._step_log.write(self._global_step, result, seconds=time.perf_counter() - started)
             started = time.perf_counter()
             self._profiler.end_step(epoch, step)
         progress.close()
@@ -169,46 +174,13 @@ class Trainer:
         number, measured = self._global_step + 1, self._growth.measures(self._global_step)
         with self._step.metered:
             sums = self.retry.run(samples, number=number, measured=measured, note=self._note_micro_batch)
-            result = self._finish(sums).read()
+            result = self.retry.finish(sums, number=number).read()
         if result.measured:
             ranks, num_samples = self.loader.ranks, samples.num_samples
             self._growth.observe(
                 gradient_norms(result.measured, weight=result.weight, samples=num_samples, ranks=ranks)
             )
         return result
-
-    def _finish(self, sums: StepSums) -> StepFigures:
-        """Take the optimizer step.
-
-        Raises:
-            RuntimeError: out of memory after all ranks had agreed that the micro-steps went well.
-        """
-        try:
-            return self._step.finish(sums)
-        except Exception as error:
-            if not comes_from_out_of_memory(error) and not is_out_of_memory_in_collective(error):
-                raise
-            raise RuntimeError(
-                f"out of memory in phase {self._step.phase!r} of step {self._global_step + 1}, when parameters and"
-                " optimizer state may be half updated: the run must end, and may resume from its last checkpoint;"
-                " an 8-bit optimizer, LoRA or more ranks would need less"
-            ) from error
-
-    def _log_step(self, result: StepResult, *, seconds: float) -> None:
-        if not self._step_log.is_due(self._global_step):
-            return
-        limit = self.micro_batches.limit
-        figures: dict[str, float] = {
-            "lr": self._step.learning_rate,
-            "global_batch_size": self.loader.samples_per_step,
-            limit.key: limit.size,
-            "padding": self.micro_batches.take_padding(),
-            "oom_retries": self.retry.retries,
-        }
-        figures |= self._growth.figures()
-        if not self.loader.is_global:
-            figures["batch_size"] = self.loader.batch_size
-        self._step_log.write(self._global_step, result, figures, seconds=seconds)
 
     def _note_micro_batch(self, reason: str) -> None:
         limit = self.micro_batches.limit

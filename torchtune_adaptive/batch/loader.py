@@ -102,7 +102,7 @@ class StepLoader:
     @property
     def rows_per_step(self) -> int:
         """Samples of an optimizer step on the rank that has most of them."""
-        return self.rows_per_step_at(self._batch_size)
+        return most_rows(self.samples_per_step, ranks=self.ranks)
 
     @property
     def rows_per_micro_step(self) -> int:
@@ -122,10 +122,6 @@ class StepLoader:
     def samples_per_step_at(self, batch_size: int) -> int:
         """Samples of an optimizer step over all ranks, at another batch size."""
         return batch_size * self._micro_steps * self.ranks
-
-    def rows_per_step_at(self, batch_size: int) -> int:
-        """Samples of an optimizer step on the rank that has most of them, at another batch size."""
-        return most_rows(self.samples_per_step_at(batch_size), ranks=self.ranks)
 
     def steps_per_epoch_at(self, batch_size: int) -> int:
         """Optimizer steps per epoch, at another batch size."""
@@ -151,21 +147,19 @@ class StepLoader:
                 if steps == self._max_steps_per_epoch:
                     return
 
-    def describe(self, batch_size: int | None = None) -> str:
-        """What an optimizer step is made of, as arithmetic; at the present batch size if none is given."""
-        batch_size = batch_size or self._batch_size
+    def describe(self, batch_size: int) -> str:
+        """What an optimizer step is made of, as arithmetic."""
         return (
             f"{batch_size} rows * {self._micro_steps} micro-steps * {self.ranks} ranks"
             f" = {self.samples_per_step_at(batch_size)} samples per optimizer step"
         )
 
-    def check_size(self, batch_size: int | None = None) -> None:
-        """Check that the data set fills an optimizer step; at the present batch size if none is given.
+    def check_size(self, batch_size: int) -> None:
+        """Check that the data set fills an optimizer step.
 
         Raises:
             InputError: it does not.
         """
-        batch_size = batch_size or self._batch_size
         if self.steps_per_epoch_at(batch_size) == 0:
             raise InputError(
                 f"`dataset` must fill an optimizer step ({self.describe(batch_size)}),"
@@ -238,8 +232,8 @@ class GlobalStepLoader(StepLoader):
     def samples_per_step_at(self, batch_size: int) -> int:
         return batch_size
 
-    def describe(self, batch_size: int | None = None) -> str:
-        return f"{batch_size or self._batch_size} samples per optimizer step on {self.ranks} ranks"
+    def describe(self, batch_size: int) -> str:
+        return f"{batch_size} samples per optimizer step on {self.ranks} ranks"
 
     def _step_samples(self, rows: list[Row]) -> StepSamples:
         return StepSamples(rows, most_rows=self.rows_per_step, num_samples=self._batch_size)

@@ -76,7 +76,7 @@ def dry_run(
     if reason:
         ledger.detach()
         return DryRun(None, reason)
-    ledger.template = record.template
+    ledger.set_template(record.template)
     return DryRun(
         Recovery(model, device, consensus=consensus, ledger=ledger, changing_buffers=changing_buffers, forget=forget)
     )

@@ -37,11 +37,7 @@ class Collective(NamedTuple):
 
 
 class Ledger:
-    """Records the collectives of one micro-step at a time, and replays the rest of it.
-
-    Attributes:
-        template: the collectives of a whole micro-step. ``dry_run`` sets it, after comparing ranks and batches.
-    """
+    """Records the collectives of one micro-step at a time, and replays the rest of it."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         """Replace the communication functions of ``model``'s FSDP2 modules, if it has any, by recording ones.
@@ -49,7 +45,7 @@ class Ledger:
         Raises:
             CannotRecordError: the model communicates in a way that cannot be recorded.
         """
-        self.template: list[Collective] = []
+        self._template: list[Collective] = []
         self._device = device
         self._issued: list[Collective] = []
         self._in_doubt = False
@@ -61,6 +57,15 @@ class Ledger:
             found.module.set_custom_reduce_scatter(reduce_scatter)
             if replicated:
                 found.module.set_all_reduce_hook(_RecordAllReduce(self, place, found))
+
+    @property
+    def template(self) -> list[Collective]:
+        """The collectives of a whole micro-step."""
+        return list(self._template)
+
+    def set_template(self, template: Sequence[Collective]) -> None:
+        """Set the template, which must be the same on every rank and for every batch."""
+        self._template = list(template)
 
     def detach(self) -> None:
         """Put the original communication functions back."""
@@ -78,7 +83,7 @@ class Ledger:
     @property
     def agrees(self) -> bool:
         """Whether the collectives since ``begin`` are those of the template."""
-        return self._issued == self.template
+        return self._issued == self._template
 
     def begin(self) -> None:
         """Start recording a new micro-step."""
@@ -107,9 +112,9 @@ class Ledger:
         if self._in_doubt:
             raise CollectiveInDoubtError("a collective failed in itself, so that nobody knows whether it was issued")
         done = len(self._issued)
-        if self._issued != self.template[:done]:
+        if self._issued != self._template[:done]:
             raise CollectiveInDoubtError("the collectives issued are not those with which the dry run began")
-        for collective in self.template[done:]:
+        for collective in self._template[done:]:
             try:
                 self._replay(collective)
             except Exception as error:

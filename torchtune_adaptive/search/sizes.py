@@ -10,6 +10,7 @@ from torchtune import utils
 from torchtune_adaptive.batch.limits import MicroBatchLimit, RowLimit, TokenLimit, halvings
 from torchtune_adaptive.batch.loader import StepLoader
 from torchtune_adaptive.batch.row_format import Row, RowFormat, check_row_length, check_unpacked
+from torchtune_adaptive.batch.sampler import most_rows
 from torchtune_adaptive.search.find import search
 from torchtune_adaptive.search.strategies import Probe, SearchResult
 from torchtune_adaptive.search.tables import length_table, probe_table, rate_table, summary
@@ -174,7 +175,8 @@ class SizeFinder:
         if not loader.is_global:
             return largest
         limit = settings.growth_limit if isinstance(settings.growth_limit, int) else largest
-        return loader.rows_per_step_at(max(loader.batch_size, min(limit, largest)))
+        samples = loader.samples_per_step_at(max(loader.batch_size, min(limit, largest)))
+        return most_rows(samples, ranks=loader.ranks)
 
     def _probe_batch(self, row: Row, rows: int) -> MicroBatches:
         """The micro-batches of a probe with ``rows`` copies of ``row``."""

@@ -66,15 +66,15 @@ class LearningRate:
         Raises:
             InputError: the scheduler would have to follow, and cannot.
         """
-        schedule_steps = self._schedule_steps
+        self._horizon = Horizon(self._schedule_steps)
+        self._horizon.change(epoch=epoch, step=step, steps_per_epoch=steps_per_epoch)
+        follows = grows or self._rule != "none" or steps_per_epoch != self._schedule_steps
+        if follows:
+            check_follows(self._scheduler)
         if self._scheduler is not None:
             for group in self._groups():
                 group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))  # a tensor is changed in place
-            self._scheduler = self._build(self._total_epochs * schedule_steps, epoch * schedule_steps - 1)
-        self._horizon = Horizon(schedule_steps)
-        self._horizon.change(epoch=epoch, step=step, steps_per_epoch=steps_per_epoch)
-        if grows or self._rule != "none" or steps_per_epoch != schedule_steps:
-            self._follow(step)
+            self._scheduler = self._make_scheduler(epoch, following_from=step if follows else None)
 
     def change(self, *, epoch: int, step: int, steps_per_epoch: int) -> None:
         """From optimizer step ``step`` on, which opens ``epoch``, an epoch has ``steps_per_epoch`` steps."""
@@ -106,12 +106,17 @@ class LearningRate:
         self._reference_samples = state["reference_samples"]
         self._schedule_steps = state["schedule_steps"]
 
-    def _follow(self, step: int) -> None:
-        """From now on the scheduler counts optimizer steps, and the horizon says where on the schedule each one is."""
-        check_follows(self._scheduler)
-        if self._scheduler is not None:
-            self._scheduler.lr_lambdas = [self._at_place(rate) for rate in self._scheduler.lr_lambdas]
-            self._scheduler.last_epoch = step
+    def _make_scheduler(self, epoch: int, *, following_from: int | None) -> Any:
+        """The schedule where ``epoch`` begins on it.
+
+        If it follows, it counts the run's optimizer steps from ``following_from`` on, and the horizon says where on the
+        schedule each of them is. Else it counts its own.
+        """
+        scheduler = self._build(self._total_epochs * self._schedule_steps, epoch * self._schedule_steps - 1)
+        if following_from is not None:
+            scheduler.lr_lambdas = [self._at_place(rate) for rate in scheduler.lr_lambdas]
+            scheduler.last_epoch = following_from
+        return scheduler
 
     def _at_place(self, rate: Callable[[Any], float]) -> Callable[[int], float]:
         def rate_at(step: int) -> float:

@@ -19,11 +19,12 @@ from torchtune_adaptive.errors import NothingFitsError
 from torchtune_adaptive.memory.allocator_retries import RetryWatch
 from torchtune_adaptive.memory.devices import describe_peak
 from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.out_of_memory import comes_from_out_of_memory, is_out_of_memory_in_collective
 from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.search.find import NOTHING_FITS_ADVICE
 from torchtune_adaptive.search.sizes import MicroBatches, probe_batch
 from torchtune_adaptive.text import ranks_text
-from torchtune_adaptive.training.train_step import StepSums, TrainStep
+from torchtune_adaptive.training.train_step import StepFigures, StepSums, TrainStep
 
 log = utils.get_logger("DEBUG")
 
@@ -113,6 +114,23 @@ class OomRetry:
                 return attempt.result
             first += len(micro_steps)
             restore()
+
+    def finish(self, sums: StepSums, *, number: int) -> StepFigures:
+        """Take optimizer step ``number`` by the sums of its micro-steps. A collective.
+
+        Raises:
+            RuntimeError: out of memory after all ranks had agreed that the micro-steps went well.
+        """
+        try:
+            return self._step.finish(sums)
+        except Exception as error:
+            if not comes_from_out_of_memory(error) and not is_out_of_memory_in_collective(error):
+                raise
+            raise RuntimeError(
+                f"out of memory in phase {self._phases.now!r} of step {number}, when parameters and optimizer state"
+                " may be half updated: the run must end, and may resume from its last checkpoint;"
+                " an 8-bit optimizer, LoRA or more ranks would need less"
+            ) from error
 
     def try_larger(self, row: Row, rows_per_step: int) -> tuple[int, int] | None:
         """Try again larger micro-batches of ``row``, if memory has made them small; the sizes before and after.

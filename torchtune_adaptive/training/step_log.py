@@ -5,8 +5,10 @@ from typing import Any
 import torch
 from torchtune import training
 
-from torchtune_adaptive.memory.meter import MemoryMeter
-from torchtune_adaptive.training.train_step import StepResult
+from torchtune_adaptive.batch.growth import BatchGrowth
+from torchtune_adaptive.batch.loader import StepLoader
+from torchtune_adaptive.training.oom_retry import OomRetry
+from torchtune_adaptive.training.train_step import StepResult, TrainStep
 
 
 class StepLog:
@@ -16,25 +18,30 @@ class StepLog:
         metric_logger: None on the other ranks, which log nothing.
         every_steps: n.
         ranks: among which tokens are shared.
-        meter: whose peak is logged, and reset after it; None if nothing is metered.
         with_memory_stats: log the device's own memory statistics too.
     """
 
     def __init__(
         self,
         metric_logger: Any,
+        step: TrainStep,
+        retry: OomRetry,
+        loader: StepLoader,
+        growth: BatchGrowth,
         *,
         every_steps: int,
         device: torch.device,
         ranks: int,
-        meter: MemoryMeter | None,
         with_memory_stats: bool,
     ) -> None:
         self._metric_logger = metric_logger
+        self._step = step
+        self._retry = retry
+        self._loader = loader
+        self._growth = growth
         self._every_steps = every_steps
         self._device = device
         self._ranks = ranks
-        self._meter = meter
         self._with_memory_stats = with_memory_stats
 
     @property
@@ -42,23 +49,32 @@ class StepLog:
         """Whether this rank logs."""
         return self._metric_logger is not None
 
-    def is_due(self, step: int) -> bool:
-        """Whether step number ``step``, from 1, is to be logged here."""
-        return self.writes and step % self._every_steps == 0
+    def write(self, step: int, result: StepResult, *, seconds: float) -> None:
+        """Log ``result`` of step number ``step``, from 1, which took ``seconds``, if it is to be logged here.
 
-    def write(self, step: int, result: StepResult, figures: dict[str, float], *, seconds: float) -> None:
-        """Log ``result`` and other ``figures`` of a step that took ``seconds``."""
+        The meter's peak and the share of padding are those since the last logged step.
+        """
+        if not self.writes or step % self._every_steps:
+            return
+        limit = self._retry.micro_batches.limit
         metrics: dict[str, Any] = {
             "loss": result.loss,
+            "lr": self._step.learning_rate,
             "tokens_per_second_per_gpu": result.num_tokens / (seconds * self._ranks),
+            "global_batch_size": self._loader.samples_per_step,
+            limit.key: limit.size,
+            "padding": self._retry.micro_batches.take_padding(),
+            "oom_retries": self._retry.retries,
         }
-        metrics |= result.metrics | figures
+        metrics |= result.metrics | self._growth.figures()
+        if not self._loader.is_global:
+            metrics["batch_size"] = self._loader.batch_size
         if result.grad_norm is not None:
             metrics["grad_norm"] = result.grad_norm
-        if self._meter is not None:
-            metrics["peak_memory_bytes"] = self._meter.peak_bytes
+        if (meter := self._step.meter) is not None:
+            metrics["peak_memory_bytes"] = meter.peak_bytes
         if self._with_memory_stats:
-            metrics |= training.get_memory_stats(device=self._device)
-        if self._meter is not None:
-            self._meter.reset()
+            metrics |= training.get_memory_stats(device=self._device)  # resets the device's own peak
+        if meter is not None:
+            meter.reset()
         self._metric_logger.log_dict(metrics, step=step)

@@ -124,6 +124,11 @@ class TrainStep:
         return self._stepping.learning_rate
 
     @property
+    def meter(self) -> MemoryMeter | None:
+        """The meter, None if nothing is metered."""
+        return self._meter
+
+    @property
     def metered(self) -> AbstractContextManager[Any]:
         """A context in which the device's memory is metered, if it is at all."""
         return contextlib.nullcontext() if self._meter is None else self._meter

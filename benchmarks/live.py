@@ -1,0 +1,197 @@
+"""Recipes that are set up and stay ready to train, whose parts a benchmark watches, probes and steps."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from omegaconf import DictConfig
+from torch import nn
+from torchtune import training
+from torchtune.training.activations import checkpoint_wrapper
+
+from tests.recipe_runs import adaptive_recipe
+from torchtune_adaptive import recipe as recipe_module
+from torchtune_adaptive.batch.loader import StepSamples
+from torchtune_adaptive.memory.devices import meter_for
+from torchtune_adaptive.memory.phases import Phases
+from torchtune_adaptive.search.sizes import MicroBatches, SizeFinder, probe_batch
+from torchtune_adaptive.search.strategies import SearchResult
+from torchtune_adaptive.search.workload import Workload
+from torchtune_adaptive.stock.configs import is_lora
+from torchtune_adaptive.training.objectives import Loss
+from torchtune_adaptive.training.train_step import StepResult, TrainStep
+
+
+class Watch:
+    """Is called while a recipe trains. It takes the place of torchtune's profiler, whose methods it has.
+
+    Attributes:
+        recipe: from the end of its set-up on.
+    """
+
+    recipe: Any = None
+
+    def begin(self, recipe: Any) -> None:
+        """Called at the end of the set-up."""
+        self.recipe = recipe
+
+    def start(self) -> None:
+        """Called before training."""
+
+    def step(self) -> None:
+        """Called at the end of each optimizer step."""
+
+    def stop(self) -> None:
+        """Called after training."""
+
+    def before_step(self, number: int) -> None:
+        """Called before each optimizer step with its number, from 1. Our recipes only."""
+
+    def before_backward(self) -> None:
+        """Called in each micro-step between loss and backward pass, in set-up too. Our recipes only."""
+
+    def after_epoch(self) -> None:
+        """Called after each epoch."""
+
+
+def kind_of(cfg: DictConfig) -> str:
+    """The kind of recipe that a config is for: "full" or "lora"."""
+    return "lora" if is_lora(cfg) else "full"
+
+
+def live_recipe(cfg: DictConfig, recipe_class: Any = None, *, watch: Watch | None = None) -> Any:
+    """A recipe that is set up by ``cfg``, and whose checkpoints go nowhere. A collective.
+
+    ``parts``, ``settings`` and ``consensus`` are what the trainer of our recipe was built of; a stock recipe has None.
+
+    Args:
+        recipe_class: None for ours.
+    """
+    watch = watch or Watch()
+
+    class LiveRecipe(recipe_class or adaptive_recipe(kind_of(cfg))):
+        parts = settings = consensus = None
+
+        def setup(self, cfg: DictConfig) -> None:
+            build_trainer = recipe_module.build_trainer
+            with mock.patch.object(recipe_module, "build_trainer", wraps=build_trainer) as build:
+                super().setup(cfg=cfg)
+            if build.called:
+                self.parts, self.settings, self.consensus = build.call_args.args
+
+        def objective(self) -> Callable[[Any], Loss]:
+            objective = super().objective()
+
+            def watched(batch: Any) -> Loss:
+                loss = objective(batch)
+                watch.before_backward()
+                return loss
+
+            return watched
+
+        def before_step(self, step: int) -> None:
+            watch.before_step(step + 1)
+            super().before_step(step)
+
+        def save_checkpoint(self, *_: Any, **__: Any) -> None:
+            watch.after_epoch()
+
+        def _setup_profiler(self, *args: Any, **kwargs: Any) -> Watch:
+            super()._setup_profiler(*args, **kwargs)
+            return watch
+
+    training.set_seed(seed=cfg.seed)
+    vars(checkpoint_wrapper).pop("_count", None)  # it counts layers over all recipes of a process
+    recipe = LiveRecipe(cfg=cfg)
+    if kind_of(cfg) == "full":  # which saves by torchtune's client
+        recipe._checkpoint_client.save_checkpoint = recipe.save_checkpoint
+    recipe.setup(cfg=cfg)
+    watch.begin(recipe)
+    return recipe
+
+
+def train_again(recipe: Any, *, seed: int) -> None:
+    """Train a recipe of one epoch once more, on samples in the order of ``seed``. A collective."""
+    recipe.epochs_run = 0  # where a stock recipe begins
+    recipe._dataloader.sampler.seed = seed
+    # Stock clears a device cache before it trains, which the CPU has not; our loop does not ask for it there.
+    with mock.patch.object(training, "cleanup_before_training"), no_progress_bars():
+        recipe.train()
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Inside, nothing is written to standard error."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        yield
+
+
+# ---- parts of a recipe of ours
+
+
+def workload_of(recipe: Any, *, is_metered: bool = True) -> Workload:
+    """What a search with the recipe runs: its train step, with an exact meter of its own or with none."""
+    parts = recipe.parts
+    model, optimizers = nn.ModuleList(parts.models), parts.stepping.optimizers
+    meter = meter_for(parts.device, model, optimizers) if is_metered else None
+    step = TrainStep(
+        parts.objective,
+        parts.stepping,
+        collate=parts.collate,
+        device=parts.device,
+        phases=Phases(parts.models, meter),
+        meter=meter,
+    )
+    return Workload(
+        train_step=step,
+        model=model,
+        optimizers=optimizers,
+        device=parts.device,
+        meter=meter,
+        consensus=recipe.consensus,
+        forget=parts.forget,
+    )
+
+
+def probe_maker(recipe: Any) -> Callable[[int], MicroBatches]:
+    """A function that makes a probe's micro-batches of n rows, the longest that training can meet. A collective."""
+    parts = recipe.parts
+    row = parts.row_format.worst_case(
+        parts.sampler.dataset,
+        seq_len=recipe.settings.seq_len,
+        tokenizer_max_seq_len=parts.tokenizer_max_seq_len,
+        consensus=recipe.consensus,
+    )
+    return lambda rows: probe_batch(row, rows, micro_steps=parts.micro_steps)
+
+
+def search_again(recipe: Any, workload: Workload, *, wanted_rows: int, **settings: Any) -> SearchResult:
+    """What the recipe's search finds with other ``settings``. A collective, which leaves no trace."""
+    parts = recipe.parts
+    finder = SizeFinder(
+        workload,
+        recipe.trainer.loader,
+        parts.row_format,
+        replace(recipe.settings, use_maximum_batch_size=True, **settings),
+        trained_model=parts.models[0],
+        wanted_rows=wanted_rows,
+        tokenizer_max_seq_len=parts.tokenizer_max_seq_len,
+    )
+    result = finder.find().result
+    assert result is not None
+    return result
+
+
+def train_step(recipe: Any, finish: TrainStep, samples: StepSamples, *, measured: bool = False) -> StepResult:
+    """An optimizer step over ``samples`` as in training, but not metered. A collective.
+
+    Args:
+        finish: the train step that finishes it.
+        measured: take the gradient norms of a small batch.
+    """
+    sums = recipe.trainer.retry.run(samples, number=1, measured=measured, note=lambda reason: None)
+    return finish.finish(sums).read()

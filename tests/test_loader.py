@@ -1,0 +1,322 @@
+"""Each optimizer step has the samples that its batch size says, none is lost at an epoch's end or by a resume."""
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+from torchtune_adaptive.batch.loader import GlobalStepLoader, StepLoader, StepSamples
+from torchtune_adaptive.batch.row_format import Row, TokenRows
+from torchtune_adaptive.errors import InputError
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
+
+
+def dataset_of(samples: int, *, longest: int | None = None) -> Any:
+    """Rows whose tokens are their places; two tokens each, five for the place ``longest``."""
+    return [{"tokens": [place] * (5 if place == longest else 2)} for place in range(samples)]
+
+
+def loader_over(
+    dataset: Any,
+    *,
+    batch_size: int,
+    micro_steps: int = 1,
+    max_steps_per_epoch: int | None = None,
+    ranks: int = 1,
+    rank: int = 0,
+    shuffle: bool = False,
+) -> StepLoader:
+    sampler = StatefulDistributedSampler(dataset, ranks, rank, shuffle=shuffle, seed=3)
+    return StepLoader(
+        sampler,
+        TokenRows(-100),
+        batch_size=batch_size,
+        micro_steps=micro_steps,
+        max_steps_per_epoch=max_steps_per_epoch,
+    )
+
+
+def global_loader_over(
+    dataset: Any,
+    *,
+    batch_size: int,
+    max_steps_per_epoch: int | None = None,
+    ranks: int = 1,
+    rank: int = 0,
+    shuffle: bool = False,
+) -> GlobalStepLoader:
+    sampler = StatefulDistributedSampler(dataset, ranks, rank, shuffle=shuffle, seed=3)
+    return GlobalStepLoader(
+        sampler, TokenRows(-100), batch_size=batch_size, max_steps_per_epoch=max_steps_per_epoch
+    )
+
+
+def places(rows: list[Row]) -> list[int]:
+    return [row["tokens"][0] for row in rows]
+
+
+def steps_of(loader: StepLoader, epoch: int = 0) -> list[list[int]]:
+    """The places of the samples of each step."""
+    return [places(samples.rows) for samples in loader.steps(epoch)]
+
+
+# ---- sizes
+
+
+def test_sizes_follow_from_batch_size_micro_steps_and_ranks() -> None:
+    loader = loader_over(dataset_of(40), batch_size=3, micro_steps=2, ranks=2)
+    assert (loader.key, loader.is_global, loader.ranks, loader.micro_steps) == ("batch_size", False, 2, 2)
+    assert (loader.batch_size, loader.samples_per_step, loader.rows_per_step, loader.rows_per_micro_step) == (
+        3,
+        12,
+        6,
+        3,
+    )
+    assert (loader.largest_batch_size, loader.steps_per_epoch) == (10, 3)  # 20 samples per rank
+    assert [loader.steps_per_epoch_at(size) for size in (1, 5, 10, 11)] == [10, 2, 1, 0]
+    assert loader.samples_per_step_at(5) == 20
+    loader.set_batch_size(4)
+    assert (loader.batch_size, loader.samples_per_step, loader.steps_per_epoch) == (4, 16, 2)
+    assert (loader.rows_per_micro_step, loader.data_loader.batch_size) == (4, 4)
+
+
+def test_sizes_of_a_global_batch_are_samples_over_all_ranks() -> None:
+    loaders = [global_loader_over(dataset_of(25), batch_size=10, ranks=4, rank=rank) for rank in range(4)]
+    assert [loader.data_loader.batch_size for loader in loaders] == [3, 3, 2, 2]
+    for loader in loaders:
+        assert (loader.key, loader.is_global, loader.ranks, loader.micro_steps) == ("global_batch_size", True, 4, 1)
+        assert (loader.batch_size, loader.samples_per_step) == (10, 10)
+        assert (loader.rows_per_step, loader.rows_per_micro_step) == (3, 3)
+        assert (loader.largest_batch_size, loader.steps_per_epoch) == (25, 2)
+        assert [loader.steps_per_epoch_at(size) for size in (4, 25, 26)] == [6, 1, 0]
+        loader.set_batch_size(5)
+    assert [loader.data_loader.batch_size for loader in loaders] == [2, 1, 1, 1]
+    assert {loader.rows_per_step for loader in loaders} == {2}
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    samples=st.integers(1, 60),
+    batch_size=st.integers(1, 9),
+    micro_steps=st.integers(1, 4),
+    ranks=st.integers(1, 4),
+    most=st.none() | st.integers(1, 5),
+)
+def test_an_epoch_has_as_many_steps_as_were_promised_of_as_many_samples(
+    samples: int, batch_size: int, micro_steps: int, ranks: int, most: int | None
+) -> None:
+    options: dict[str, Any] = {"batch_size": batch_size, "max_steps_per_epoch": most, "ranks": ranks}
+    loader = loader_over(dataset_of(samples), micro_steps=micro_steps, **options)
+    steps = list(loader.steps(0))
+    assert len(steps) == loader.steps_per_epoch
+    for step in steps:
+        assert step.num_samples == loader.samples_per_step
+        assert len(step.rows) == step.most_rows == loader.rows_per_step
+    assert loader.steps_per_epoch_at(loader.largest_batch_size or 1) == (1 if loader.largest_batch_size else 0)
+    assert loader.steps_per_epoch_at(loader.largest_batch_size + 1) == 0
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(samples=st.integers(1, 60), ranks=st.integers(1, 4), more=st.integers(0, 9), shuffle=st.booleans())
+def test_a_global_batch_is_shared_out_over_the_ranks_without_repeating_a_sample(
+    samples: int, ranks: int, more: int, shuffle: bool
+) -> None:
+    size, dataset = ranks + more, dataset_of(samples)
+    loaders = [
+        global_loader_over(dataset, batch_size=size, ranks=ranks, rank=rank, shuffle=shuffle) for rank in range(ranks)
+    ]
+    steps = [list(loader.steps(1)) for loader in loaders]
+    assert [len(of_rank) for of_rank in steps] == [samples // size] * ranks
+    for of_ranks in zip(*steps, strict=True):
+        assert {step.num_samples for step in of_ranks} == {size}
+        assert {step.most_rows for step in of_ranks} == {max(len(step.rows) for step in of_ranks)}
+        assert sum(len(step.rows) for step in of_ranks) == size
+    taken = [place for of_rank in steps for step in of_rank for place in places(step.rows)]
+    assert len(set(taken)) == len(taken)
+    whole: Any = DistributedSampler(dataset, 1, 0, shuffle=shuffle, seed=3)
+    whole.set_epoch(1)
+    assert set(taken) == set(list(whole)[: len(taken)])
+
+
+def test_fewer_samples_than_ranks_are_refused() -> None:
+    with pytest.raises(InputError) as refused:
+        global_loader_over(dataset_of(8), batch_size=2, ranks=3)
+    assert str(refused.value) == (
+        "`global_batch_size` must be at least the number of ranks (3), but is 2 instead."
+    )
+
+
+# ---- an epoch after the other
+
+
+def test_what_is_left_over_at_an_epochs_end_opens_the_first_step_of_the_next_one() -> None:
+    loader = loader_over(dataset_of(17), batch_size=2, micro_steps=3, ranks=1)
+    assert steps_of(loader, 0) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]  # 12 to 15 are left, 16 fills no batch
+    first, second = loader.steps(1)
+    assert places(first.rows) == [12, 13, 14, 15, 0, 1, 2, 3, 4, 5]
+    assert (first.most_rows, first.num_samples) == (10, 10)
+    assert places(second.rows) == [6, 7, 8, 9, 10, 11]
+
+
+def test_what_is_left_over_counts_on_every_rank() -> None:
+    loader = loader_over(dataset_of(16), batch_size=2, micro_steps=3, ranks=2)
+    assert [samples.num_samples for epoch in (0, 1) for samples in loader.steps(epoch)] == [12, 16]
+
+
+def test_what_is_left_over_is_kept_when_the_batch_size_changes() -> None:
+    loader = loader_over(dataset_of(10), batch_size=2, micro_steps=2)
+    assert steps_of(loader, 0) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    loader.set_batch_size(3)
+    assert steps_of(loader, 1) == [[8, 9, 0, 1, 2, 3, 4, 5]]
+
+
+def test_a_bound_on_steps_ends_the_epoch_and_leaves_nothing_over() -> None:
+    loader = loader_over(dataset_of(20), batch_size=2, micro_steps=2, max_steps_per_epoch=2)
+    assert loader.steps_per_epoch == 2
+    assert steps_of(loader, 0) == steps_of(loader, 1) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert loader.state_dict()["left_over"] == (20, 20)
+    loader.set_batch_size(10)
+    assert loader.steps_per_epoch == 1
+
+
+def test_every_epoch_has_its_own_order() -> None:
+    loader = loader_over(dataset_of(12), batch_size=4, shuffle=True)
+    for epoch in (0, 1, 7):
+        sampler: Any = DistributedSampler(dataset_of(12), 1, 0, shuffle=True, seed=3)
+        sampler.set_epoch(epoch)
+        assert list(itertools.chain(*steps_of(loader, epoch))) == list(sampler)
+    assert steps_of(loader, 0) != steps_of(loader, 1)
+
+
+def test_the_halves_of_a_step_are_those_of_each_rank() -> None:
+    rows = dataset_of(5)
+    first, second = StepSamples(rows[:3], most_rows=4, num_samples=7).halves()
+    assert (places(first.rows), first.most_rows) == ([0, 1], 2)
+    assert (places(second.rows), second.most_rows) == ([2], 2)
+    first, second = StepSamples(rows, most_rows=5, num_samples=5).halves()
+    assert (len(first.rows), first.most_rows, len(second.rows), second.most_rows) == (3, 3, 2, 2)
+
+
+# ---- the longest row
+
+
+def test_the_longest_row_is_that_of_the_steps_given_so_far() -> None:
+    dataset = dataset_of(12, longest=5)
+    loader = loader_over(dataset, batch_size=2, micro_steps=2)
+    assert loader.longest_row is None
+    assert loader.state_dict()["longest_row_tokens"] == 0
+    steps = loader.steps(0)
+    next(steps)
+    assert loader.state_dict()["longest_row_tokens"] == 2
+    next(steps)
+    assert loader.longest_row is dataset[5]
+    next(steps)
+    assert loader.longest_row is dataset[5]
+    assert loader.state_dict()["longest_row_tokens"] == 5
+
+
+def test_rows_that_are_not_trained_with_do_not_count_as_the_longest() -> None:
+    """Not those that probes and dry runs look at, nor those left over at an epoch's end, before their step."""
+    loader = loader_over(dataset_of(7, longest=5), batch_size=2, micro_steps=2)
+    assert len(loader.dataset[5]["tokens"]) == 5
+    steps_of(loader, 0)
+    assert loader.state_dict()["longest_row_tokens"] == 2
+    next(loader.steps(1))
+    assert loader.state_dict()["longest_row_tokens"] == 5
+
+
+# ---- in words
+
+
+def test_a_step_is_described_by_its_arithmetic() -> None:
+    loader = loader_over(dataset_of(40), batch_size=3, micro_steps=2, ranks=2)
+    assert loader.describe(4) == "4 rows * 2 micro-steps * 2 ranks = 16 samples per optimizer step"
+    assert global_loader_over(dataset_of(40), batch_size=3, ranks=2).describe(9) == (
+        "9 samples per optimizer step on 2 ranks"
+    )
+
+
+def test_a_data_set_that_fills_no_step_is_refused() -> None:
+    loader = loader_over(dataset_of(23), batch_size=3, micro_steps=2, ranks=2)
+    loader.check_size(6)
+    with pytest.raises(InputError) as refused:
+        loader.check_size(7)
+    assert str(refused.value) == (
+        "`dataset` must fill an optimizer step (7 rows * 2 micro-steps * 2 ranks = 28 samples per optimizer step),"
+        " but has 23 samples."
+    )
+    loader = global_loader_over(dataset_of(23), batch_size=3, ranks=2)
+    loader.check_size(23)
+    with pytest.raises(InputError) as refused:
+        loader.check_size(24)
+    assert str(refused.value) == (
+        "`dataset` must fill an optimizer step (24 samples per optimizer step on 2 ranks), but has 23 samples."
+    )
+
+
+# ---- state
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
+def test_a_resumed_run_has_the_steps_of_one_that_never_ended(shuffle: bool, rank: int) -> None:
+    def make() -> StepLoader:
+        return loader_over(dataset_of(31), batch_size=2, micro_steps=3, ranks=2, rank=rank, shuffle=shuffle)
+
+    whole, interrupted = make(), make()
+    expected = [steps_of(whole, epoch) for epoch in range(4)]
+    for done in range(1, 4):
+        steps_of(interrupted, done - 1)
+        state = interrupted.state_dict()
+        resumed = make()
+        resumed.load_state_dict(state, epoch=done - 1)
+        assert resumed.state_dict() == state
+        assert steps_of(resumed, done) == expected[done]
+
+
+def test_the_state_has_what_the_run_had() -> None:
+    loader = loader_over(dataset_of(17, longest=1), batch_size=2, micro_steps=3)
+    steps_of(loader, 0)
+    assert loader.state_dict() == {
+        "batch_size": 2,
+        "is_global": False,
+        "samples_per_step": 6,
+        "left_over": (12, 16),
+        "longest_row_tokens": 5,
+        "dataset_samples": 17,
+        "ranks": 1,
+    }
+    shared = global_loader_over(dataset_of(17), batch_size=5, ranks=2, rank=1)
+    steps_of(shared, 0)
+    assert shared.state_dict() == {
+        "batch_size": 5,
+        "is_global": True,
+        "samples_per_step": 5,
+        "left_over": (6, 6),
+        "longest_row_tokens": 2,
+        "dataset_samples": 17,
+        "ranks": 2,
+    }
+
+
+@pytest.mark.parametrize(("samples", "ranks"), [(18, 1), (17, 2)], ids=["other data", "other ranks"])
+def test_nothing_is_left_over_for_a_run_on_other_data_or_ranks(samples: int, ranks: int) -> None:
+    loader = loader_over(dataset_of(17, longest=1), batch_size=2, micro_steps=3)
+    steps_of(loader, 0)
+    resumed = loader_over(dataset_of(samples), batch_size=1, ranks=ranks)
+    resumed.load_state_dict(loader.state_dict(), epoch=0)
+    assert len(next(resumed.steps(1)).rows) == 1
+    assert resumed.state_dict()["longest_row_tokens"] == 5  # training met it all the same
+
+
+def test_the_batch_size_and_an_unknown_longest_row_are_not_taken() -> None:
+    loader = loader_over(dataset_of(17), batch_size=2, micro_steps=3)
+    resumed = loader_over(dataset_of(17), batch_size=4, micro_steps=3)
+    resumed.load_state_dict(loader.state_dict() | {"left_over": (16, 16)}, epoch=0)
+    assert resumed.batch_size == 4
+    assert resumed.longest_row is None

@@ -1,0 +1,484 @@
+"""A step is the same however it is cut, and divided by the weight of its samples; what it logs are means.
+
+The toy: a row is ``{"x": number, "weight": 0 or 1}``, the model one weight w, the loss of a row w * x. So the gradient
+of a step is the mean x of the rows that count, whatever w is.
+"""
+
+import contextlib
+import functools
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torchtune.modules.loss import CEWithChunkedOutputLoss
+from torchtune.training import create_optim_in_bwd_wrapper, register_optim_in_bwd_hooks
+
+from torchtune_adaptive.batch.row_format import Row
+from torchtune_adaptive.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.phases import Phases
+from torchtune_adaptive.training.objectives import Loss, NextToken, Objective
+from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep, Stepping
+from torchtune_adaptive.training.train_step import StepResult, StepSums, TrainStep
+
+CPU = torch.device("cpu")
+W, LR = 2.0, 0.5
+ROWS: list[Row] = [{"x": x, "weight": weight} for x, weight in ((1.0, 1), (2.0, 1), (30.0, 0), (9.0, 1), (4.0, 1))]
+MEAN_X = (1 + 2 + 9 + 4) / 4
+
+
+def toy_model() -> nn.Linear:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, W)
+    return model
+
+
+def toy_objective(model: nn.Module) -> Objective:
+    def objective(batch: dict[str, torch.Tensor]) -> Loss:
+        counts = batch["weight"] > 0  # [B]
+        losses = model(batch["x"][:, None]).squeeze(1)[counts]
+        weight = counts.sum()
+        metrics = {"mean_x": batch["x"][counts].sum(), "one": weight.double()}
+        return Loss(losses.sum(), weight, num_tokens=torch.tensor(10 * len(counts)), metrics=metrics)
+
+    return objective
+
+
+def collate(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor([row[name] for row in rows]) for name in ("x", "weight")}
+
+
+def step_of(
+    model: nn.Module,
+    *,
+    objective: Objective | None = None,
+    stepping: Stepping | None = None,
+    max_grad_norm: float | None = None,
+    meter: MemoryMeter | None = None,
+    collate: Any = collate,
+    device: torch.device = CPU,
+) -> TrainStep:
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    return TrainStep(
+        objective or toy_objective(model),
+        stepping or OptimizerStep(model, [optimizer], ranks=1, max_grad_norm=max_grad_norm),
+        collate=collate,
+        device=device,
+        phases=Phases([model], meter),
+        meter=meter,
+    )
+
+
+def cut(rows: Sequence[Row], places: Sequence[int]) -> list[Sequence[Row]]:
+    """``rows`` as micro-batches that end before ``places``."""
+    ends = sorted({place for place in places if 0 < place < len(rows)})
+    return [rows[first:end] for first, end in zip([0, *ends], [*ends, len(rows)], strict=True)]
+
+
+# ---- one step
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(places=st.lists(st.integers(1, len(ROWS) - 1)))
+def test_a_step_is_the_same_however_it_is_cut(places: list[int]) -> None:
+    model = toy_model()
+    result = step_of(model, max_grad_norm=100.0)(cut(ROWS, places)).read()
+    assert model.weight.item() == pytest.approx(W - LR * MEAN_X)
+    assert result == StepResult(
+        loss=pytest.approx(W * MEAN_X),  # pyright: ignore[reportArgumentType]
+        weight=4.0,
+        num_tokens=50,
+        metrics={"mean_x": pytest.approx(MEAN_X), "one": pytest.approx(1.0)},  # pyright: ignore[reportArgumentType]
+        grad_norm=pytest.approx(MEAN_X),  # pyright: ignore[reportArgumentType]
+    )
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("places", [[], [2, 3]], ids=["whole", "cut"])
+def test_a_micro_batch_without_weight_adds_nothing_even_if_its_mean_is_not_a_number(places: list[int]) -> None:
+    model = toy_model()
+
+    def objective(batch: dict[str, torch.Tensor]) -> Loss:
+        found = toy_objective(model)(batch)
+        nothing = torch.zeros(()) / found.weight  # not a number where nothing counts, else 0
+        metrics = {name: value + nothing for name, value in found.metrics.items()}
+        return Loss(found.total + nothing, found.weight, found.num_tokens, metrics)
+
+    result = step_of(model, objective=objective)(cut(ROWS, places)).read()
+    assert model.weight.item() == pytest.approx(W - LR * MEAN_X)
+    assert result.loss == pytest.approx(W * MEAN_X)
+    assert result.metrics == {"mean_x": pytest.approx(MEAN_X), "one": 1.0}
+    assert (result.weight, result.num_tokens) == (4, 50)
+
+
+def test_a_metric_named_loss_stands_for_the_loss() -> None:
+    model = toy_model()
+
+    def objective(batch: dict[str, torch.Tensor]) -> Loss:
+        found = toy_objective(model)(batch)
+        return Loss(found.total, found.weight, found.num_tokens, {"loss": 3.0 * found.weight, "x": found.weight})
+
+    result = step_of(model, objective=objective)(cut(ROWS, [1, 4])).read()
+    assert (result.loss, result.metrics) == (3.0, {"x": 1.0})
+    assert model.weight.item() == pytest.approx(W - LR * MEAN_X)
+
+
+def test_the_loss_is_rounded_as_torchtunes_is() -> None:
+    """torchtune divides a float by a tensor of a count, which multiplies with its reciprocal."""
+    for total, weight in ((0.1, 3), (11.7, 49), (5.3, 41), (1e4, 7)):
+        sums = StepSums(torch.tensor(total), torch.tensor(weight), torch.tensor(1))
+        running_loss = torch.tensor(total).item()
+        assert step_of(toy_model()).finish(sums).read().loss == (running_loss / torch.tensor(weight)).item()
+
+
+def test_what_is_logged_has_no_hold_of_the_graph() -> None:
+    model = toy_model()
+    sums = step_of(model).micro_step(ROWS)
+    assert [one.requires_grad for one in (sums.loss, *sums.metrics.values())] == [False, False, False]
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 3.0, 4.5, 1000.0])
+def test_gradients_are_clipped_after_they_were_normalized_and_the_norm_is_that_before(max_norm: float) -> None:
+    model = toy_model()
+    result = step_of(model, max_grad_norm=max_norm)([ROWS]).read()
+    assert result.grad_norm == pytest.approx(MEAN_X)
+    assert model.weight.item() == pytest.approx(W - LR * min(MEAN_X, max_norm), rel=1e-5)
+
+
+def test_without_clipping_the_norm_is_not_known() -> None:
+    result = step_of(toy_model())([ROWS]).read()
+    assert result.grad_norm is None
+    assert set(result.metrics) == {"mean_x", "one"}
+
+
+def test_the_division_by_ranks_of_fsdp2_is_multiplied_back() -> None:
+    model = toy_model()
+    stepping = OptimizerStep(model, [torch.optim.SGD(model.parameters(), lr=LR)], ranks=4, max_grad_norm=None)
+    step_of(model, stepping=stepping)([ROWS])
+    assert model.weight.item() == pytest.approx(W - LR * 4 * MEAN_X)
+
+
+def test_phases_follow_each_other_in_every_micro_step_and_then_once() -> None:
+    class Noting(CpuMeter):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phases: list[str] = []
+
+        def enter_phase(self, name: str) -> None:
+            if self.phases[-1:] != [name]:
+                self.phases.append(name)
+            super().enter_phase(name)
+
+    meter = Noting()
+    step = step_of(toy_model(), meter=meter)
+    assert step.phase == ""
+    step(cut(ROWS, [2]))
+    assert meter.phases == ["forward", "loss", "backward"] * 2 + ["clip", "optimizer"]
+    assert step.phase == "optimizer"
+    step.micro_step(ROWS)
+    assert step.phase == "backward"
+
+
+def test_a_step_drops_its_gradients_and_so_does_its_owner() -> None:
+    model = toy_model()
+    step = step_of(model)
+    step.micro_step(ROWS)
+    assert model.weight.grad is not None
+    step.zero_grad()
+    assert model.weight.grad is None
+    assert step.learning_rate == LR
+
+
+# ---- batches
+
+
+def test_a_batch_may_be_a_tuple_of_tensors_and_goes_to_the_device() -> None:
+    """As preference pairs are; the meta device stands for any other than the host's."""
+    model = nn.Linear(1, 1, device="meta")
+    seen: list[Any] = []
+
+    def objective(batch: tuple[torch.Tensor, list[torch.Tensor], str]) -> Loss:
+        seen.append(batch)
+        weight = torch.ones((), device="meta")
+        return Loss(model(batch[0]).sum(), weight, weight)
+
+    def to_tuple(rows: Sequence[Row]) -> Any:
+        xs = torch.tensor([[row["x"]] for row in rows])
+        return xs, [2 * xs], "kept"
+
+    step_of(model, objective=objective, collate=to_tuple, device=torch.device("meta")).micro_step(ROWS)
+    ((xs, (doubled,), text),) = seen
+    assert (type(seen[0]), text) == (tuple, "kept")
+    assert [(one.device.type, tuple(one.shape)) for one in (xs, doubled)] == [("meta", (5, 1))] * 2
+
+
+def test_a_batch_may_be_a_dictionary_and_goes_to_the_device() -> None:
+    model = nn.Linear(1, 1, device="meta")
+    devices: list[str] = []
+
+    def objective(batch: dict[str, torch.Tensor]) -> Loss:
+        devices.extend(one.device.type for one in batch.values())
+        weight = torch.ones((), device="meta")
+        return Loss(model(batch["x"][:, None]).sum(), weight, weight)
+
+    step_of(model, objective=objective, device=torch.device("meta")).micro_step(ROWS)
+    assert devices == ["meta", "meta"]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_meter_counts_the_batch_and_the_making_of_it_is_no_operation_of_the_step(count: int) -> None:
+    """Collating takes as many operations as rows: no forecast could be made from those of two sizes."""
+    model, meter = toy_model(), CpuMeter()
+    live_bytes: list[int] = []
+
+    def objective(batch: dict[str, torch.Tensor]) -> Loss:
+        live_bytes.append(meter.live_bytes)
+        weight = torch.tensor(1)
+        return Loss(model(batch["x"]).sum(), weight, weight)
+
+    def row_by_row(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        return {"x": torch.stack([torch.full((1,), row["x"]) for row in rows])}
+
+    step = step_of(model, objective=objective, collate=row_by_row, meter=meter)
+    with meter:
+        meter.start_timeline()
+        step.micro_step(ROWS[:count])
+        operations = meter.stop_timeline(count).operations
+    assert live_bytes == [count * 4]
+    assert any("sum" in name for name in operations)
+    assert not any("full" in name or "stack" in name or "cat" in name for name in operations)
+
+
+def test_only_a_step_with_a_meter_is_metered() -> None:
+    meter = CpuMeter()
+    assert step_of(toy_model(), meter=meter).metered is meter
+    with step_of(toy_model()).metered:
+        pass
+
+
+# ---- micro-steps of a small batch, whose gradient is measured
+
+
+def sums_of(loss: float, weight: int, *small_batch: float) -> StepSums:
+    small = torch.tensor(small_batch, dtype=torch.float64) if small_batch else None
+    metrics = {"x": torch.tensor(10 * loss)}
+    return StepSums(torch.tensor(loss), torch.tensor(weight), torch.tensor(2 * weight), metrics, small)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_micro_steps_add_up_whichever_of_them_are_of_the_small_batch(order: tuple[int, ...]) -> None:
+    sums = [sums_of(2.0, 3, 0.0, 3.0), sums_of(4.0, 5, 0.5, 5.0), sums_of(8.0, 7)]
+    total = functools.reduce(operator.add, (sums[place] for place in order))
+    assert (total.loss.item(), total.weight.item(), total.num_tokens.item()) == (14.0, 15, 30)
+    assert total.metrics["x"].item() == 140.0
+    assert total.small_batch is not None
+    assert total.small_batch.tolist() == [0.5, 8.0]
+
+
+def test_unmeasured_micro_steps_add_up_to_an_unmeasured_one() -> None:
+    total = sums_of(2.0, 3) + sums_of(4.0, 5)
+    assert (total.loss.item(), total.weight.item(), total.small_batch) == (6.0, 8, None)
+
+
+def test_the_last_micro_step_of_the_small_batch_measures_the_gradient_that_is_there_by_then() -> None:
+    """Its own backward is in it, and what follows is not."""
+    step = step_of(toy_model(), max_grad_norm=1.0)
+    first = step.micro_step_of_small_batch(ROWS[:1], is_last=False)
+    last = step.micro_step_of_small_batch(ROWS[1:3], is_last=True)
+    assert first.small_batch is not None
+    assert first.small_batch.tolist() == [0.0, 1.0]
+    assert last.small_batch is not None
+    assert last.small_batch.tolist() == [(1.0 + 2.0) ** 2, 1.0]
+    assert last.small_batch.dtype == torch.float64
+    result = step.finish(first + last + step.micro_step(ROWS[3:])).read()
+    assert result.measured == (9.0, 2.0, (1.0 + 2 + 9 + 4) ** 2)  # of sums, before they are normalized and clipped
+    assert result.grad_norm == pytest.approx(MEAN_X)
+    assert result.metrics == {"mean_x": pytest.approx(MEAN_X), "one": 1.0}
+
+
+def test_a_step_that_is_not_measured_tells_nothing() -> None:
+    assert step_of(toy_model(), max_grad_norm=1.0)([ROWS]).read().measured == ()
+
+
+# ---- when optimizers step
+
+
+def test_all_optimizers_step_and_the_rate_is_that_of_the_first() -> None:
+    model = nn.Linear(2, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    optimizers = [torch.optim.SGD([model.weight], lr=LR), torch.optim.SGD([model.bias], lr=0.25)]
+    stepping = OptimizerStep(model, optimizers, ranks=1, max_grad_norm=None)
+
+    def objective(batch: dict[str, torch.Tensor]) -> Loss:
+        weight = torch.tensor(len(batch["x"]))
+        return Loss(model(torch.stack((batch["x"], 2 * batch["x"]), dim=1)).sum(), weight, weight)
+
+    step = step_of(model, objective=objective, stepping=stepping)
+    mean_x = sum(row["x"] for row in ROWS) / len(ROWS)
+    step(cut(ROWS, [2]))
+    assert model.weight.tolist() == [pytest.approx([-LR * mean_x, -LR * 2 * mean_x])]
+    assert model.bias.item() == pytest.approx(-0.25)
+    assert (model.weight.grad, model.bias.grad) == (None, None)
+    assert step.learning_rate == LR
+    assert (list(stepping.optimizers), stepping.model) == (optimizers, model)
+
+
+def in_backward(model: nn.Module, *, normalizes: bool, ranks: int = 1) -> OptimizerInBackward:
+    optimizers: Any = {parameter: torch.optim.SGD([parameter], lr=LR) for parameter in model.parameters()}
+    register_optim_in_bwd_hooks(model, optimizers)
+    wrapper = create_optim_in_bwd_wrapper(model, optimizers)
+    return OptimizerInBackward(model, wrapper, ranks=ranks, normalizes=normalizes)
+
+
+@pytest.mark.parametrize("normalizes", [True, False], ids=["normalized", "as torchtune's single-device recipe"])
+def test_optimizers_step_within_backward_and_only_there(normalizes: bool) -> None:
+    model = toy_model()
+    stepping = in_backward(model, normalizes=normalizes)
+    step = step_of(model, stepping=stepping)
+    sums = step.micro_step(ROWS)
+    expected = W - LR * (MEAN_X if normalizes else 4 * MEAN_X)
+    assert model.weight.item() == pytest.approx(expected)
+    result = step.finish(sums).read()
+    assert model.weight.item() == pytest.approx(expected)
+    assert (result.loss, result.weight, result.grad_norm) == (pytest.approx(W * MEAN_X), 4, None)
+    assert model.weight.grad is None
+
+
+def test_optimizers_within_backward_are_one_for_each_parameter() -> None:
+    model = nn.Linear(2, 1)
+    stepping = in_backward(model, normalizes=True)
+    assert [one.param_groups[0]["params"] for one in stepping.optimizers] == [[model.weight], [model.bias]]
+    assert (stepping.model, stepping.learning_rate) == (model, LR)
+    model.bias.grad = torch.ones(1)
+    stepping.zero_grad()
+    assert model.bias.grad is None
+
+
+def test_within_backward_too_the_division_by_ranks_is_multiplied_back() -> None:
+    model = toy_model()
+    step_of(model, stepping=in_backward(model, normalizes=True, ranks=4)).micro_step(ROWS)
+    assert model.weight.item() == pytest.approx(W - LR * 4 * MEAN_X)
+
+
+def test_the_weight_that_normalizes_a_backward_is_left_as_it_is() -> None:
+    model = toy_model()
+    weight = torch.tensor(4)
+    in_backward(model, normalizes=True).backward(Loss(model(torch.ones(1, 1)).sum(), weight, weight))
+    assert weight.item() == 4
+
+
+# ---- supervised finetuning
+
+VOCAB, IGNORED = 7, -100
+
+
+class ToyDecoder(nn.Module):
+    """Gives logits of each token, as a whole or in chunks as torchtune's models do."""
+
+    def __init__(self, chunks: int | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCAB, 4)
+        self.output = nn.Linear(4, VOCAB)
+        self.chunks = chunks
+        self.given: list[dict[str, torch.Tensor]] = []
+
+    def forward(self, tokens: torch.Tensor, **more: torch.Tensor) -> Any:
+        self.given.append(more)
+        hidden = self.embedding(tokens)  # [B, S, 4]
+        if self.chunks is None:
+            return self.output(hidden)
+        return [self.output(chunk) for chunk in hidden.chunk(self.chunks, dim=1)]
+
+
+TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 0, 0]])
+LABELS = torch.tensor([[1, 2, 3, 4, 5, 6], [IGNORED, 5, 4, 3, IGNORED, IGNORED]])
+
+
+def next_token(chunks: int | None, *, weight_depends_on_cut: bool, activations: Any = None) -> NextToken:
+    loss_fn: Any = CEWithChunkedOutputLoss(chunks) if chunks else nn.CrossEntropyLoss(ignore_index=IGNORED)
+    activations = activations or contextlib.nullcontext()
+    return NextToken(ToyDecoder(chunks), loss_fn, activations, weight_depends_on_cut=weight_depends_on_cut)
+
+
+@pytest.mark.parametrize("chunks", [None, 3], ids=["whole", "in chunks"])
+@pytest.mark.parametrize(("as_torchtune", "num_tokens"), [(True, 9), (False, 8)])
+def test_the_loss_is_that_of_each_token_given_those_before_it(
+    chunks: int | None, as_torchtune: bool, num_tokens: int
+) -> None:
+    objective = next_token(chunks, weight_depends_on_cut=as_torchtune)
+    found = objective({"tokens": TOKENS, "labels": LABELS})
+    logits = ToyDecoder(None)(TOKENS)[:, :-1]
+    mean = F.cross_entropy(logits.reshape(-1, VOCAB), LABELS[:, 1:].reshape(-1), ignore_index=IGNORED)
+    assert (found.weight.item(), found.num_tokens.item(), found.metrics) == (num_tokens, num_tokens, {})
+    torch.testing.assert_close(found.total, mean * num_tokens)
+
+
+def collate_tokens(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in ("tokens", "labels")}
+
+
+TOKEN_ROWS: list[Row] = [{"tokens": tokens, "labels": labels} for tokens, labels in zip(TOKENS, LABELS, strict=True)]
+
+
+@pytest.mark.parametrize("chunks", [None, 3], ids=["whole", "in chunks"])
+def test_a_row_weighs_the_same_however_it_is_cut_unless_it_is_to_weigh_as_in_torchtune(chunks: int | None) -> None:
+    def losses(*, weight_depends_on_cut: bool) -> list[float]:
+        found = []
+        for places in ([], [1]):
+            objective = next_token(chunks, weight_depends_on_cut=weight_depends_on_cut)
+            step = step_of(toy_model(), objective=objective, collate=collate_tokens)
+            sums = [step.micro_step(rows) for rows in cut(TOKEN_ROWS, places)]
+            total = functools.reduce(operator.add, sums)
+            found.append(total.loss.item() / total.weight.item())
+        return found
+
+    whole, in_two = losses(weight_depends_on_cut=False)
+    assert in_two == pytest.approx(whole, rel=1e-6)
+    whole, in_two = losses(weight_depends_on_cut=True)
+    assert abs(in_two - whole) > 1e-3
+
+
+def test_a_row_without_a_label_weighs_nothing_and_leaves_no_trace_in_the_sums() -> None:
+    silent = {"tokens": TOKENS[0], "labels": torch.full_like(LABELS[0], IGNORED)}
+    objective = next_token(None, weight_depends_on_cut=False)
+    step = step_of(toy_model(), objective=objective, collate=collate_tokens)
+    sums = step.micro_step([silent])
+    assert (sums.loss.item(), sums.weight.item()) == (0.0, 0)
+
+
+def test_the_model_is_given_all_of_the_batch_but_the_labels() -> None:
+    objective = next_token(None, weight_depends_on_cut=True)
+    positions, mask = torch.arange(6), torch.ones(2, 6, 6)
+    objective({"tokens": TOKENS, "labels": LABELS, "input_pos": positions, "mask": mask})
+    (given,) = objective._model.given  # pyright: ignore[reportAttributeAccessIssue]
+    assert given == {"input_pos": positions, "mask": mask}
+
+
+def test_forward_alone_runs_in_the_context_of_activations() -> None:
+    now: list[str] = []
+
+    @contextlib.contextmanager
+    def activations() -> Iterator[None]:
+        now.append("begin")
+        yield
+        now.append("end")
+
+    model = ToyDecoder(None)
+    model.register_forward_hook(lambda *_: now.append("forward"))
+
+    class Noted(nn.CrossEntropyLoss):
+        def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            now.append("loss")
+            return super().forward(input, target)
+
+    loss_fn = Noted(ignore_index=IGNORED)
+    NextToken(model, loss_fn, activations(), weight_depends_on_cut=True)({"tokens": TOKENS, "labels": LABELS})
+    assert now == ["begin", "forward", "end", "loss"]
