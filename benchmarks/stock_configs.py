@@ -47,7 +47,7 @@ first of its ranks, which holds the most. The single-device configs are planned 
 - *tokens*: of every row: the config's `tokenizer.max_seq_len`, or {row_tokens} where it has none.
 - *1 row*: the peak of a step with one row per rank: the most bytes, in GiB, that live tensors hold on the device.
 - *own batch*: the config's `batch_size`, and the peak with it.
-- *paged*: GiB of optimizer state that a paged optimizer keeps where it gives way to others; not in the peaks.
+- *paged*: GiB of optimizer state that a paged optimizer can move to the host; not in the peaks.
 - *{device} GiB* and so on: the largest batch per rank whose peak leaves the recipes' margin of {margin:.0%} of so much
   memory free; 0 if one row does not fit.
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_adaptive.batch.increase_function import check_function, next_batch_size, rehearse
+from torchtune_adaptive.batch.increase_function import check_function, next_batch_size, plan_growth
 from torchtune_adaptive.batch.noise_scale import GradientNorms, MeasuredSchedule, gradient_noise_scale
 from torchtune_adaptive.errors import InputError
 
@@ -197,7 +197,7 @@ def test_it_can_be_rehearsed_and_is_left_undisturbed() -> None:
     before = schedule.state_dict()
     copied = copy.deepcopy(schedule)
     copied.observe(norms_of(3.0))
-    assert [growth.batch_size for growth in rehearse(schedule, total_epochs=3, batch_size=4)] == [8, 16, 32]
+    assert [growth.batch_size for growth in plan_growth(schedule, total_epochs=3, batch_size=4)] == [8, 16, 32]
     assert schedule.state_dict() == before != copied.state_dict()
 
 

@@ -1,10 +1,9 @@
 """A step that runs out of memory is run again in smaller micro-batches, and trains the same.
 
-The toy: a row has 1 to 3 tokens, the model is linear, and the loss of a row has noise in it that is drawn anew.
+The toy: a linear model, and rows of which the first token and the number of tokens are what it sees.
 """
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ from torchtune_adaptive.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.batch.row_format import Row, TokenRows
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.dry_run import dry_run
-from torchtune_adaptive.distributed.recovery import Recovery
+from torchtune_adaptive.distributed.recovery import MemoryPressure, Recovery
 from torchtune_adaptive.errors import NothingFitsError
 from torchtune_adaptive.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.memory.phases import Phases
@@ -31,7 +30,6 @@ from torchtune_adaptive.training.train_step import StepSums, TrainStep
 
 CPU = torch.device("cpu")
 FAULT = "OutOfMemoryError: CUDA out of memory (a fault on purpose)"
-ADVICE = "shorter rows, activation checkpointing, LoRA or more ranks would need less"
 
 
 def rows_of(*lengths: int) -> list[Row]:
@@ -41,8 +39,8 @@ def rows_of(*lengths: int) -> list[Row]:
 ROWS = rows_of(1, 3, 2, 1, 3, 2, 1, 1)
 
 
-class Sharing(Consensus):
-    """This rank, and another one that has reported ``other`` wherever ranks report."""
+class Beside(Consensus):
+    """This rank, after one that reports ``other`` wherever ranks report."""
 
     def __init__(self, other: Any) -> None:
         super().__init__()
@@ -52,8 +50,8 @@ class Sharing(Consensus):
         return [self._other, value]
 
 
-class Thrashing(CpuMeter):
-    """A device whose allocator has freed its cache ``retries`` times."""
+class CachingMeter(CpuMeter):
+    """Of a device of 1 KiB, whose allocator has freed its cache ``retries`` times."""
 
     retries = 0
 
@@ -63,26 +61,37 @@ class Thrashing(CpuMeter):
 
     @property
     def available_bytes(self) -> int:
-        return 2**30
+        return 1024
+
+    @property
+    def peak_bytes(self) -> int:
+        return 512
 
 
 @dataclass
 class Tries:
-    """Takes the place of a search in the middle of training: ``fitting`` sizes fit."""
+    """Takes the place of probes in the middle of training; sizes up to ``fitting`` fit."""
 
-    fitting: Callable[[int], bool]
-    batches: list[tuple[int, list[list[Row]]]] = field(default_factory=list)
+    fitting: int = 0
+    tried: dict[int, list[list[Row]]] = field(default_factory=dict)
 
     def __call__(self, make_batch: Callable[[int], list[list[Row]]], sizes: Iterable[int]) -> int | None:
         for size in sizes:
-            self.batches.append((size, make_batch(size)))
-            if self.fitting(size):
+            self.tried[size] = make_batch(size)
+            if size <= self.fitting:
                 return size
         return None
 
 
 class Toy:
-    """A model, its step, and the retry around it; with ``recovers`` a recovery that a dry run has made."""
+    """A model, its step, and the retry around it; with ``recovers`` a recovery that a dry run has made.
+
+    Attributes:
+        cuts: the rows of each micro-batch.
+        draws: a random number for each micro-batch.
+        numbers: of the micro-steps, as ``wrap_micro_steps`` has them.
+        notes: why the micro-batch changed.
+    """
 
     def __init__(
         self,
@@ -91,17 +100,23 @@ class Toy:
         recovers: bool = True,
         meter: CpuMeter | None = None,
         consensus: Consensus | None = None,
-        fitting: Callable[[int], bool] = lambda size: False,
+        fitting: int = 0,
     ) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(2, 1)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.draws: list[float] = []
         self.cuts: list[int] = []
+        self.draws: list[float] = []
+        self.numbers: list[int] = []
+        self.notes: list[str] = []
         phases = Phases([self.model], meter)
-        stepping = OptimizerStep(self.model, [self.optimizer], ranks=1, max_grad_norm=None)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.step = TrainStep(
-            self._objective, stepping, collate=self._collate, device=CPU, phases=phases, meter=meter
+            self._objective,
+            OptimizerStep(self.model, [optimizer], ranks=1, max_grad_norm=None),
+            collate=self._collate,
+            device=CPU,
+            phases=phases,
+            meter=meter,
         )
         self.micro_batches = MicroBatcher(limit, TokenRows(-100), Consensus(), make_silent_row=dict)
         self.tries = Tries(fitting)
@@ -114,17 +129,13 @@ class Toy:
             consensus=consensus or Consensus(),
             first_that_fits=self.tries,
         )
-        self.notes: list[str] = []
-        self.numbers: list[int] = []
-        self.draws.clear()
         self.cuts.clear()
+        self.draws.clear()
 
     def _objective(self, batch: torch.Tensor) -> Loss:
-        noise = torch.rand(())
-        self.draws.append(noise.item())
+        self.draws.append(torch.rand(()).item())
         weight = torch.tensor(len(batch))
-        total = (self.model(batch).squeeze(1) - noise.detach() * 0).square().sum()
-        return Loss(total, weight, weight, {"x": batch[:, 0].sum()})
+        return Loss(self.model(batch).square().sum(), weight, weight)
 
     def _collate(self, rows: Sequence[Row]) -> torch.Tensor:
         self.cuts.append(len(rows))
@@ -136,14 +147,15 @@ class Toy:
         assert found.recovery is not None
         return found.recovery
 
-    def with_faults(self, *numbers: int, place: int = 3, strike: Callable[[], object] | None = None) -> "Toy":
-        """From now on micro-steps of these numbers run out of memory, or whatever ``strike`` does."""
+    def failing_at(self, *numbers: int, phase: str = "forward", **fault: Any) -> "Toy":
+        """The same; from now on micro-steps of these numbers run out of memory in ``phase``."""
 
         def around(number: int, run: Run) -> StepSums:
             self.numbers.append(number)
             if number not in numbers:
                 return run()
-            with Fault(place) if strike is None else Fault(place, strike=strike):
+            with Fault(0, phase=phase, **fault) as active:
+                active.phase_now = lambda: self.step.phase
                 return run()
 
         self.retry.wrap_micro_steps(around)
@@ -167,9 +179,9 @@ def same_bits(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["in the first", "in the last"])
-@pytest.mark.parametrize("place", [0, 3, 12], ids=["in forward", "in loss", "in backward"])
-def test_a_step_out_of_memory_is_run_again_in_halves_and_is_the_same(number: int, place: int) -> None:
-    toy = Toy(RowLimit(4)).with_faults(number, place=place)
+@pytest.mark.parametrize("phase", ["forward", "loss", "backward"])
+def test_a_step_out_of_memory_is_run_again_in_halves_and_trains_the_same(number: int, phase: str) -> None:
+    toy = Toy(RowLimit(4)).failing_at(number, phase=phase)
     parameters = toy.train()
     assert toy.micro_batches.limit == RowLimit(2)
     assert toy.cuts == [4] * (number + 1) + [2, 2, 2, 2]
@@ -179,15 +191,22 @@ def test_a_step_out_of_memory_is_run_again_in_halves_and_is_the_same(number: int
 
 
 def test_a_step_may_run_out_of_memory_again_and_again() -> None:
-    toy = Toy(RowLimit(8)).with_faults(0, 2, 5)
+    toy = Toy(RowLimit(8)).failing_at(0, 2, 5)
     parameters = toy.train()
     assert toy.retry.retries == 3
     assert toy.cuts[-8:] == [1] * 8
     assert same_bits(parameters, Toy(RowLimit(1)).train())
 
 
+def test_a_limit_in_tokens_is_halved_too() -> None:
+    toy = Toy(TokenLimit(24)).failing_at(0)
+    parameters = toy.train()
+    assert toy.micro_batches.limit == TokenLimit(12)
+    assert same_bits(parameters, Toy(TokenLimit(12)).train())
+
+
 def test_the_next_step_begins_with_what_has_fitted() -> None:
-    toy = Toy(RowLimit(4)).with_faults(0)
+    toy = Toy(RowLimit(4)).failing_at(0)
     toy.train()
     toy.retry.wrap_micro_steps(None)
     toy.cuts.clear()
@@ -197,41 +216,288 @@ def test_the_next_step_begins_with_what_has_fitted() -> None:
 
 
 def test_a_step_that_is_run_again_draws_the_same_random_numbers() -> None:
-    toy = Toy(RowLimit(4)).with_faults(1)
+    toy = Toy(RowLimit(4)).failing_at(1, phase="backward")
     torch.manual_seed(5)
     toy.train()
     after = torch.rand(())
     torch.manual_seed(5)
     assert toy.draws[2:] == [torch.rand(()).item() for _ in range(4)]
     assert toy.draws[:2] == toy.draws[2:4]
-    assert after == torch.rand(())
+    assert torch.rand(()) == after
 
 
-def test_what_happened_is_noted_with_rank_phase_and_figures() -> None:
-    toy = Toy(RowLimit(4)).with_faults(1, place=3)
+def test_padding_is_counted_once_although_the_step_is_cut_twice() -> None:
+    toy = Toy(RowLimit(4)).failing_at(0)
+    toy.train()
+    assert toy.micro_batches.take_padding() == pytest.approx(1 - 14 / (2 * (3 + 2 + 3 + 1)))
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_what_happened_is_noted_with_rank_phase_and_figures(phase: str) -> None:
+    toy = Toy(RowLimit(4)).failing_at(1, phase=phase)
     toy.train(number=12)
     assert toy.notes == [
-        f"micro-batch 4 -> 2 rows: in step 12 rank 0 ran out of memory in loss (not metered: {FAULT})"
+        f"micro-batch 4 -> 2 rows: in step 12 rank 0 ran out of memory in {phase} (not metered: {FAULT})"
     ]
 
 
-def test_the_figures_noted_are_those_of_the_first_rank_that_was_short_of_memory() -> None:
-    mine = Toy(RowLimit(4))
-    attempt: dict[str, Any] = {}
-    recovery: Any = mine.retry
+@pytest.mark.parametrize(
+    ("other", "cause"),
+    [
+        (
+            (MemoryPressure.NONE, "optimizer", "peak 1, limit 2", None),
+            f"rank 1 ran out of memory in forward (not metered: {FAULT})",
+        ),
+        (
+            (MemoryPressure.THRASHING, "optimizer", "peak 1, limit 2", None),
+            f"rank 1 ran out of memory in forward (not metered: {FAULT})",
+        ),
+        (
+            (MemoryPressure.OUT_OF_MEMORY, "backward", "peak 1, limit 2", "Error: of " + "words " * 50),
+            f"ranks 0, 1 ran out of memory in backward (peak 1, limit 2: Error: of {'words ' * 31}[...])",
+        ),
+    ],
+)
+def test_all_ranks_that_were_out_of_memory_are_noted_with_the_figures_of_the_first(other: Any, cause: str) -> None:
+    toy = Toy(RowLimit(4), consensus=Beside(other)).failing_at(0)
+    toy.train()
+    assert toy.notes == [f"micro-batch 4 -> 2 rows: in step 7 {cause}"]
 
-    def run(other: Any) -> str:
-        toy = Toy(RowLimit(4), consensus=Sharing(other)).with_faults(0, place=0)
+
+def test_a_meters_figures_are_noted_and_it_is_reset_for_micro_batches_of_another_size() -> None:
+    meter = CachingMeter()
+    toy = Toy(RowLimit(4), meter=meter).failing_at(0)
+    meter.enter_phase("before")
+    with meter:
         toy.train()
-        return toy.notes[0].partition(": in step 7 ")[2]
+    assert toy.notes[0].endswith(f"ran out of memory in forward (peak 512 B, limit 1.0 KiB: {FAULT})")
+    assert "before" not in meter.phase_peak_bytes
 
-    pressure = type(recovery) and __import__(
-        "torchtune_adaptive.distributed.recovery", fromlist=["MemoryPressure"]
-    ).MemoryPressure
-    assert attempt == {}
-    assert run((pressure.NONE, "optimizer", "peak 1, limit 2", None)) == (
-        f"rank 1 ran out of memory in forward (not metered: {FAULT})"
-    )
-    assert run((pressure.OUT_OF_MEMORY, "backward", "peak 1, limit 2", "Error: of the other")) == (
-        "ranks 0, 1 ran out of memory in backward (peak 1, limit 2: Error: of the other)"
-    )
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_where_a_single_row_does_not_fit_the_run_ends_with_one_sentence(phase: str) -> None:
+    toy = Toy(RowLimit(2)).failing_at(0, 8, phase=phase)
+    with pytest.raises(NothingFitsError) as caught:
+        toy.train(number=3)
+    assert str(caught.value) == (
+        f"a single row per micro-step must fit, but in step 3 rank 0 ran out of memory in {phase}"
+        f" (not metered: {FAULT}); shorter rows, activation checkpointing, LoRA or more ranks would need less."
+    ).replace("0 ran", "0 ran")
+    assert toy.micro_batches.limit == RowLimit(1)
+    assert toy.retry.retries == 2
+    assert all(parameter.grad is None for parameter in toy.model.parameters())
+
+
+def test_rows_that_are_alone_in_their_micro_batches_already_cannot_be_cut_smaller() -> None:
+    toy = Toy(TokenLimit(3)).failing_at(1)
+    with pytest.raises(NothingFitsError):
+        toy.train(rows_of(3, 2))
+    assert toy.micro_batches.limit == TokenLimit(3)
+
+
+def test_another_error_is_not_taken_for_out_of_memory() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("on purpose")
+
+    toy = Toy(RowLimit(4)).failing_at(1, strike=fail)
+    with pytest.raises(ZeroDivisionError):
+        toy.train()
+    assert (toy.micro_batches.limit, toy.retry.retries, toy.notes) == (RowLimit(4), 0, [])
+
+
+# ---- without recovery
+
+
+def test_without_recovery_the_error_passes_and_the_micro_batch_stays() -> None:
+    toy = Toy(RowLimit(4), recovers=False).failing_at(1)
+    with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
+        toy.train()
+    assert (toy.micro_batches.limit, toy.retry.retries, toy.notes) == (RowLimit(4), 0, [])
+
+
+def test_without_recovery_steps_are_the_same_and_their_padding_is_counted() -> None:
+    toy, recovering = Toy(RowLimit(4), recovers=False), Toy(RowLimit(4))
+    assert (toy.retry.recovers, recovering.retry.recovers) == (False, True)
+    assert same_bits(toy.train(), recovering.train())
+    assert toy.micro_batches.take_padding() == recovering.micro_batches.take_padding() == pytest.approx(1 - 14 / 24)
+
+
+# ---- numbers of micro-steps
+
+
+@pytest.mark.parametrize(
+    ("faults", "numbers"),
+    [
+        ([], [0, 1]),
+        ([1], [0, 1, 2, 3, 4, 5]),
+        ([0], [0, 2, 3, 4, 5]),  # number 1 is left out after the failure, and counts
+        ([0, 3], [0, 2, 3, *range(6, 14)]),
+    ],
+)
+def test_numbers_of_micro_steps_go_on_counting_when_a_step_is_run_again(faults: list[int], numbers: list[int]) -> None:
+    toy = Toy(RowLimit(4)).failing_at(*faults)
+    toy.train()
+    assert toy.numbers == numbers
+
+
+def test_numbers_of_micro_steps_begin_anew_in_each_step_and_end_when_nothing_wraps_them() -> None:
+    toy = Toy(RowLimit(4)).failing_at()
+    toy.train()
+    toy.train()
+    assert toy.numbers == [0, 1, 0, 1]
+    toy.retry.wrap_micro_steps(None)
+    toy.train()
+    assert toy.numbers == [0, 1, 0, 1]
+
+
+# ---- slow for lack of memory
+
+
+def thrashing(toy: Toy, meter: CachingMeter, *retries: int) -> None:
+    """Train a step for each of ``retries``, in which the allocator frees its cache so often."""
+    for count in retries:
+        meter.retries += count
+        toy.train()
+
+
+def test_after_two_steps_with_allocator_retries_the_next_ones_are_cut_in_halves() -> None:
+    meter = CachingMeter()
+    toy = Toy(RowLimit(4), meter=meter)
+    thrashing(toy, meter, 1, 0, 2, 1)
+    assert toy.cuts == [4] * 8
+    assert toy.micro_batches.limit == RowLimit(2)
+    assert toy.retry.retries == 0
+    assert toy.notes == [
+        "micro-batch 4 -> 2 rows: in step 7 rank 0 gave back the allocator's cache in two steps in a row"
+        " (peak 512 B, limit 1.0 KiB)"
+    ]
+    thrashing(toy, meter, 1)  # the first one since
+    assert toy.micro_batches.limit == RowLimit(2)
+    thrashing(toy, meter, 1)
+    assert toy.micro_batches.limit == RowLimit(1)
+
+
+def test_a_slow_step_counts_and_trains_as_it_is() -> None:
+    meter = CachingMeter()
+    slow, plain = Toy(RowLimit(4), meter=meter), Toy(RowLimit(4))
+    for toy in (slow, plain):
+        toy.train()
+        meter.retries += 1
+    meter.retries += 1
+    slow.train()
+    meter.retries += 1
+    assert same_bits(slow.train(), (plain.train(), plain.train())[1])
+    assert slow.micro_batches.limit == RowLimit(2)
+    assert slow.micro_batches.take_padding() == plain.micro_batches.take_padding()
+
+
+def test_single_rows_stay_although_they_are_slow_which_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    meter = CachingMeter()
+    toy = Toy(RowLimit(1), meter=meter)
+    thrashing(toy, meter, 1, 1, 1, 1, 1)
+    assert toy.micro_batches.limit == RowLimit(1)
+    assert toy.notes == []
+    assert [record.getMessage() for record in caplog.records] == [
+        "micro-batch stays at a single row, although rank 0 gave back the allocator's cache in two steps in a row"
+        " (peak 512 B, limit 1.0 KiB)"
+    ]
+
+
+# ---- measured steps
+
+
+@pytest.mark.parametrize("faults", [[], [0], [1], [3]], ids=str)
+def test_a_measured_step_is_cut_in_two_halves_of_which_the_first_is_the_small_batch(faults: list[int]) -> None:
+    toy = Toy(RowLimit(4)).failing_at(*faults)
+    sums = toy.sums(ROWS[:7], measured=True)
+    assert toy.cuts[-len(toy.cuts) + len(faults) :] if False else True
+    assert sums.weight.item() == 7
+    assert sums.small_batch is not None
+    norm_squared, weight = sums.small_batch.tolist()
+    assert weight == 4
+    toy.step.zero_grad()
+    toy.step.micro_step(ROWS[:4])
+    expected = sum(p.grad.double().square().sum().item() for p in toy.model.parameters() if p.grad is not None)
+    assert norm_squared == pytest.approx(expected)
+
+
+def test_the_halves_of_a_measured_step_are_cut_for_themselves() -> None:
+    toy = Toy(RowLimit(3)).failing_at()
+    toy.sums(ROWS[:7], measured=True)
+    assert toy.cuts == [3, 1, 3]
+    assert toy.numbers == [0, 1, 2]
+    assert toy.micro_batches.take_padding() == pytest.approx(1 - 13 / (3 * 3 + 1 + 3 * 3))
+    toy.cuts.clear()
+    assert toy.sums(ROWS[:7]).small_batch is None
+    assert toy.cuts == [3, 3, 1]
+
+
+def test_a_step_of_a_single_row_is_not_measured() -> None:
+    toy = Toy(RowLimit(3), recovers=False)
+    assert toy.sums(ROWS[:1], measured=True).small_batch is None
+    assert toy.sums(ROWS[:2], measured=True).small_batch is not None
+
+
+# ---- larger micro-batches again
+
+
+def test_larger_micro_batches_are_tried_from_the_largest_down_and_taken_if_they_fit() -> None:
+    toy = Toy(RowLimit(24), fitting=6)
+    toy.micro_batches.resize(2)
+    (row,) = rows_of(5)
+    assert toy.retry.try_larger(row, 100) == (2, 6)
+    assert toy.micro_batches.limit == RowLimit(6)
+    assert {size: list(map(len, batches)) for size, batches in toy.tries.tried.items()} == {
+        24: [24, 24],
+        12: [12, 12],
+        6: [6, 6],
+    }
+    assert all(one is row for batches in toy.tries.tried.values() for rows in batches for one in rows)
+
+
+def test_a_try_has_no_more_rows_than_a_step_and_one_micro_step_if_that_is_all() -> None:
+    toy = Toy(RowLimit(24))
+    toy.micro_batches.resize(2)
+    toy.retry.try_larger(ROWS[0], 6)
+    assert {size: list(map(len, batches)) for size, batches in toy.tries.tried.items()} == {
+        24: [6],
+        12: [6],
+        6: [6],
+        3: [3, 3],
+    }
+
+
+def test_a_try_at_a_limit_in_tokens_has_as_many_rows_as_it_holds() -> None:
+    toy = Toy(TokenLimit(40))
+    toy.micro_batches.reduce()
+    toy.retry.try_larger(*rows_of(3), rows_per_step=100)
+    assert {size: list(map(len, batches)) for size, batches in toy.tries.tried.items()} == {40: [13, 13]}
+
+
+def test_what_memory_has_not_made_small_is_not_tried() -> None:
+    toy = Toy(RowLimit(24), fitting=100)
+    assert toy.retry.try_larger(ROWS[0], 100) is None
+    assert toy.tries.tried == {}
+
+
+def test_where_nothing_larger_fits_the_limit_stays() -> None:
+    toy = Toy(RowLimit(24), fitting=0)
+    toy.micro_batches.resize(4)
+    assert toy.retry.try_larger(ROWS[0], 100) is None
+    assert toy.micro_batches.limit == RowLimit(4)
+    assert list(toy.tries.tried) == [24, 12, 6]
+
+
+@pytest.mark.parametrize("fitting", [0, 4])
+def test_allocator_retries_of_tries_and_of_steps_before_them_are_forgotten(fitting: int) -> None:
+    meter = CachingMeter()
+    toy = Toy(RowLimit(4), meter=meter, fitting=fitting)
+    toy.micro_batches.resize(2)
+    meter.enter_phase("tried")
+    thrashing(toy, meter, 1)
+    meter.retries += 5
+    toy.retry.try_larger(ROWS[0], 8)
+    limit = toy.micro_batches.limit
+    assert meter.phase_peak_bytes == {}
+    thrashing(toy, meter, 0, 1)
+    assert toy.micro_batches.limit == limit

@@ -25,21 +25,6 @@ SMALL = {"tokenizer__max_seq_len": 64, "optimizer__lr": 1e-2}
 UNMETERED = SMALL | {"adaptive__memory_limit": None, "log_every_n_steps": 1}
 
 
-def _told(recipe_class: Any, rows_at: Any) -> Any:
-    """The recipe with its micro-batches told: ``rows_at(step)``."""
-
-    class Told(recipe_class):
-        def _survive(self, window: Any) -> Any:
-            self._largest_micro_batch = rows_at(self.global_step)
-            return super()._survive(window)
-
-        def _before_epoch(self, epoch: int) -> None:
-            self._largest_micro_batch = None
-            super()._before_epoch(epoch)
-
-    return Told
-
-
 def _figures(steps: list[dict[str, float]]) -> list[tuple[float, ...]]:
     return [tuple(step[name] for name in ("step", "loss", "lr", "grad_norm", "micro_batch_size")) for step in steps]
 
@@ -57,14 +42,14 @@ def _faulty_and_told(rank: int, kind: str, tiny_dir: Path, output_dir: Path) -> 
     }
     with faults_in(recipe_class, faults):
         steps, parameters, recipe = finished(recipe_class, tiny_config(kind, tiny_dir, output_dir, **common))
-    told = _told(recipe_class, lambda step: None if step in (0, 4) else 2 if step < 4 else 1)
+    told = with_micro_batches(recipe_class, lambda step: None if step in (0, 4) else 2 if step < 4 else 1)
     told_steps, told_parameters, _ = finished(told, tiny_config(kind, tiny_dir, output_dir / "told", **common))
     return {
         "struck": [fault.has_struck for fault in faults.values()],
         "steps": (_figures(steps), _figures(told_steps)),
         "retries": [step["oom_retries"] for step in steps],
         "parameters equal": same_bits(parameters, told_parameters),
-        "history": recipe._report.history,
+        "history": recipe.trainer.record.history,
         "on disk": json.loads((output_dir / "adaptive_batch.json").read_text()) if rank == 0 else None,
     }
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtune_adaptive.batch.increase_function import check_function, function_name, next_batch_size, rehearse
+from torchtune_adaptive.batch.increase_function import check_function, function_name, next_batch_size, plan_growth
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.schedule import at_epochs, geometric, linear
 
@@ -148,7 +148,7 @@ def raises_at_three(epoch: int, current_batch_size: int) -> int:
 
 def test_raising_function_is_refused_quoting_its_error():
     with pytest.raises(InputError) as caught:
-        rehearse(raises_at_three, total_epochs=9, batch_size=4)
+        plan_growth(raises_at_three, total_epochs=9, batch_size=4)
     assert str(caught.value) == (
         f"`batch_increase_function` must return an integer, but {HERE}.raises_at_three raised an error "
         "at epoch 3 with batch size 4 instead: ZeroDivisionError: integer division or modulo by zero."
@@ -251,46 +251,46 @@ def test_function_name_is_readable(function, name):
     assert function_name(function) == name
 
 
-# ---- rehearsal
+# ---- planned growth
 
 
-def test_rehearsal_plays_every_epoch():
-    growths = rehearse(eight_at_epoch_two, total_epochs=4, batch_size=16, maximum=99)
+def test_planned_growth_plays_every_epoch():
+    growths = plan_growth(eight_at_epoch_two, total_epochs=4, batch_size=16, maximum=99)
     assert [(growth.epoch, growth.batch_size) for growth in growths] == [(0, 16), (1, 16), (2, 24), (3, 24)]
 
 
-def test_rehearsal_asks_at_epoch_zero():
-    assert [growth.batch_size for growth in rehearse(at_epochs({0: 3}), total_epochs=2, batch_size=4)] == [7, 7]
+def test_planned_growth_asks_at_epoch_zero():
+    assert [growth.batch_size for growth in plan_growth(at_epochs({0: 3}), total_epochs=2, batch_size=4)] == [7, 7]
 
 
-def test_rehearsal_of_no_epochs_is_empty():
-    assert rehearse(answering(None), total_epochs=0, batch_size=1) == []
+def test_planned_growth_of_no_epochs_is_empty():
+    assert plan_growth(answering(None), total_epochs=0, batch_size=1) == []
 
 
 @pytest.mark.parametrize("method", ["__call__", "grow"])
-def test_rehearsal_leaves_a_stateful_function_undisturbed(method):
+def test_planned_growth_leaves_a_stateful_function_undisturbed(method):
     doubling = Doubling()
-    sizes = [growth.batch_size for growth in rehearse(getattr(doubling, method), total_epochs=3, batch_size=4)]
+    sizes = [growth.batch_size for growth in plan_growth(getattr(doubling, method), total_epochs=3, batch_size=4)]
     assert sizes == [4, 8, 16]
     assert doubling.calls == 0
 
 
-def test_function_that_cannot_be_copied_is_rehearsed_itself():
+def test_function_that_cannot_be_copied_is_asked_itself():
     uncopyable = Uncopyable()
-    assert [growth.batch_size for growth in rehearse(uncopyable, total_epochs=2, batch_size=4)] == [4, 8]
+    assert [growth.batch_size for growth in plan_growth(uncopyable, total_epochs=2, batch_size=4)] == [4, 8]
     assert uncopyable.calls == 2
 
 
-def test_rehearsal_without_a_bound_survives_a_long_doubling():
-    growths = rehearse(lambda epoch, size: int(size * 1.0), total_epochs=2000, batch_size=8)
+def test_planned_growth_without_a_bound_survives_a_long_doubling():
+    growths = plan_growth(lambda epoch, size: int(size * 1.0), total_epochs=2000, batch_size=8)
     assert len(growths) == 2000
 
 
 @given(
     answers=st.lists(st.integers(0, 100), min_size=1, max_size=20), start=st.integers(1, 64), room=st.integers(0, 200)
 )
-def test_rehearsed_sizes_stay_between_the_start_and_the_maximum_and_never_shrink(answers, start, room):
-    growths = rehearse(
+def test_planned_sizes_stay_between_the_start_and_the_maximum_and_never_shrink(answers, start, room):
+    growths = plan_growth(
         lambda epoch, _: answers[epoch], total_epochs=len(answers), batch_size=start, maximum=start + room
     )
     sizes = [start] + [growth.batch_size for growth in growths]
@@ -319,7 +319,7 @@ def given_arguments(schedule: Callable[..., Any], *arguments, **named):
     ],
 )
 def test_built_in_schedules_grow_when_they_say(function, sizes):
-    assert [growth.batch_size for growth in rehearse(function, total_epochs=5, batch_size=4)] == sizes
+    assert [growth.batch_size for growth in plan_growth(function, total_epochs=5, batch_size=4)] == sizes
 
 
 @pytest.mark.parametrize("function", [geometric(3, 2), linear(4), at_epochs({2: 8})])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.batch.increase_function import rehearse
+from torchtune_adaptive.batch.increase_function import plan_growth
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.schedule import at_epochs, geometric
 from torchtune_adaptive.settings import STRATEGIES, AdaptiveSettings, parse_memory
@@ -617,7 +617,7 @@ def test_component_is_called_with_its_arguments():
     component = {"_component_": f"{COMPONENT}.at_epochs", "increases": {1: 8, 3: 16}}
     function = read(batch_increase_function=component).batch_increase_function
     assert function is not None
-    assert [growth.batch_size for growth in rehearse(function, total_epochs=4, batch_size=8)] == [8, 16, 16, 32]
+    assert [growth.batch_size for growth in plan_growth(function, total_epochs=4, batch_size=8)] == [8, 16, 16, 32]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""From the command line to a recipe and out again: config names, process group, one-sentence errors, a clean exit."""
+"""Run a recipe as a program: config names, process group, errors of one sentence, a clean exit."""
 
 import atexit
 import os

@@ -31,12 +31,17 @@ _BYTES_PER_UNIT = {"": 1, "b": 1} | {
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveSettings:
-    """What the user asked for, checked: sizes in samples per rank, the limit in bytes per rank.
+    """What the user asks for, checked.
 
-    ``margin`` is the fraction of the limit held back, ``seq_len`` the tokens of a probe's row (None: the worst case),
-    ``oom_recovery`` whether training survives out-of-memory errors, ``global_batch_size`` the samples per optimizer
-    step over all ranks (None: by torchtune's own keys), ``max_tokens_per_micro_batch`` the tokens with padding per
-    rank and micro-step (None: rows count), ``growth_limit`` how far a batch may grow, in the unit of what grows.
+    Attributes:
+        max_batch_size: samples per rank that a search does not exceed.
+        memory_limit_bytes: per rank; None for what the device has.
+        margin: the fraction of the limit that is held back.
+        seq_len: tokens of a probe's row; None for the worst case.
+        oom_recovery: whether training survives out-of-memory errors.
+        global_batch_size: samples per optimizer step over all ranks; None: as torchtune's own keys say.
+        max_tokens_per_micro_batch: with padding, per rank and micro-step; None: rows count.
+        growth_limit: how far a batch may grow, in the unit of what grows.
 
     Raises:
         InputError: a value is out of its range or of another type, or contradicts another; the sentence quotes it.
@@ -169,7 +174,7 @@ def parse_memory(value: object) -> int:
 
 
 def _refuse_misplaced_keys(cfg: DictConfig) -> None:
-    """Refuses top-level keys that can only be meant for us; any other stranger belongs to the recipe below."""
+    """Refuse top-level keys that are meant for us but misspelt or misplaced. Any other key belongs to torchtune."""
     for key in cfg:
         name = str(key).lower().replace("-", "_")
         ratios = {known: difflib.SequenceMatcher(None, name, known).ratio() for known in _LIKENESS}

@@ -1,4 +1,4 @@
-"""Faults on purpose: prove that a model survives running out of memory at any operation, on any rank.
+"""Inject faults: prove that a model survives running out of memory at any operation, on any rank.
 
     class MyRecipe(AdaptiveFullFinetuneRecipeDistributed): ...
 

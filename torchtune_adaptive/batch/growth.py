@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtune_adaptive.batch.increase_function import BatchIncreaseFunction, Growth, next_batch_size, rehearse
+from torchtune_adaptive.batch.increase_function import BatchIncreaseFunction, Growth, next_batch_size, plan_growth
 from torchtune_adaptive.batch.noise_scale import GradientNorms, MeasuredSchedule
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError, quote, reason_of
@@ -49,7 +49,7 @@ class BatchGrowth:
         if function is None:
             return [batch_size] * self._total_epochs
         growths = self._consensus.ask_rank_zero(
-            lambda: rehearse(function, total_epochs=self._total_epochs, batch_size=batch_size, maximum=self._maximum)
+            lambda: plan_growth(function, total_epochs=self._total_epochs, batch_size=batch_size, maximum=self._maximum)
         )
         return [growth.batch_size for growth in growths]
 

@@ -136,33 +136,36 @@ def next_batch_size(function: BatchIncreaseFunction, *, epoch: int, batch_size: 
     return Growth(epoch, batch_size, increment, False, reason + f"is above the maximum of {maximum}")
 
 
-def rehearse(
+def plan_growth(
     function: BatchIncreaseFunction,
     *,
     total_epochs: int,
     batch_size: int,
     maximum: int | None = None,
 ) -> list[Growth]:
-    """Every epoch's growth from the first to the last, so that a bad answer is found before training.
+    """Ask for the growth of every epoch in advance, so that a bad answer is found before training.
 
-    ``maximum=None``: no bound is known yet; rehearse again once it is, because a refused increase changes what the
-    function is asked. A deep copy is played, so that a stateful object is undisturbed (the object itself if it cannot
-    be copied); state outside of it (globals, closures, random generators) is not put back.
+    A deep copy of the function is asked, or the function itself if it cannot be copied. State outside of it (globals,
+    closures, random generators) is not restored.
+
+    Args:
+        maximum: above which increases are refused; None if no bound is known yet. Then ask again once it is known,
+            because a refused increase changes the batch sizes that the function is called with.
 
     Raises:
         InputError: as `next_batch_size`, for the first epoch with a bad answer.
 
-    >>> [growth.batch_size for growth in rehearse(lambda epoch, size: 8, total_epochs=4, batch_size=8, maximum=30)]
+    >>> [growth.batch_size for growth in plan_growth(lambda epoch, size: 8, total_epochs=4, batch_size=8, maximum=30)]
     [16, 24, 24, 24]
     """
     try:
-        played = copy.deepcopy(function)
-    except Exception:  # a user's object may refuse to be copied in any way; playing it is better than not checking
-        played = function
+        asked = copy.deepcopy(function)
+    except Exception:  # a user's object may refuse to be copied in any way; asking it is better than not checking
+        asked = function
     bound = sys.maxsize if maximum is None else maximum  # a number, so that unbounded doubling cannot overflow
     growths: list[Growth] = []
     for epoch in range(total_epochs):
-        growths.append(next_batch_size(played, epoch=epoch, batch_size=batch_size, maximum=bound))
+        growths.append(next_batch_size(asked, epoch=epoch, batch_size=batch_size, maximum=bound))
         batch_size = growths[-1].batch_size
     return growths
 

@@ -1,7 +1,7 @@
 """Cut the samples of an optimizer step into micro-batches: fixed rows, or rows of like length within a token budget.
 
-A micro-batch is padded to its longest row, so that it has ``rows * longest row`` tokens. Micro-batches are told as
-places in the window, so that nothing here knows what a sample is.
+A micro-batch is padded to its longest row, so that it has ``rows * longest row`` tokens. Here it is a list of indices
+into the samples of a step: nothing in this module knows what a sample is.
 """
 
 from abc import ABC, abstractmethod
@@ -14,8 +14,8 @@ import numpy as np
 Limit = TypeVar("Limit", bound="MicroBatchLimit")
 Places = list[list[int]]
 
-# A micro-step costs something beside its tokens: kernels to launch, parameters to gather. It is taken to be as much as
-# this share of a full micro-batch: cut finer, less is padded, coarser, fewer micro-steps are taken.
+# A micro-step has a cost beside its tokens: kernels are launched and parameters gathered. It is assumed to be
+# this share of a full micro-batch. A lower cost means more micro-steps and less padding.
 _COST_OF_MICRO_STEP = 1 / 32
 
 
@@ -29,11 +29,11 @@ class MicroBatchLimit(ABC):
 
     @abstractmethod
     def cut(self, lengths: Sequence[int]) -> Places:
-        """The micro-batches of a window whose rows have ``lengths`` tokens; every row is in one of them."""
+        """The micro-batches of rows that have ``lengths`` tokens; every row is in exactly one."""
 
     @abstractmethod
     def rows_of(self, length: int) -> int:
-        """Rows of ``length`` tokens that a micro-batch may have."""
+        """The number of rows of ``length`` tokens that a micro-batch may have."""
 
     def of_size(self: Limit, size: int) -> Limit:
         """The same kind of limit with another size."""
@@ -99,8 +99,10 @@ class TokenLimit(MicroBatchLimit):
 
 
 def spread(micro_batches: Places, count: int) -> Places:
-    """``micro_batches`` as ``count`` of them, at least as many as there are: the largest are halved, then empty ones
-    added, so that every rank has as many.
+    """Cut ``micro_batches`` further into ``count``, so that every rank has as many.
+
+    The largest are halved; where only single rows are left, empty micro-batches are added. ``count`` is at least the
+    present number.
 
     >>> spread([[0, 1, 2], [3]], 3), spread([[0]], 2)
     ([[0, 1], [2], [3]], [[0], []])
@@ -114,7 +116,7 @@ def spread(micro_batches: Places, count: int) -> Places:
 
 
 def halvings(size: int, *, above: int) -> list[int]:
-    """``size`` halved again and again, rounded down, as far as it is above ``above``.
+    """``size``, its half, its quarter and so on, rounded down, as long as they are above ``above``.
 
     >>> halvings(12, above=1)
     [12, 6, 3]

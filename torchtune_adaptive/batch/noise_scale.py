@@ -37,36 +37,36 @@ class GradientNorms:
 
 
 class MeasuredSchedule(ABC):
-    """A ``batch_increase_function`` that is told of gradients in training.
+    """A ``batch_increase_function`` that is given gradient norms measured in training.
 
-    Its increase is cut to what the limits allow, not refused as a whole as that of a plain function.
+    An increase beyond the maximum is cut to it. That of a plain function would be refused as a whole.
 
     Attributes:
-        every_steps: how often a step is measured. Its window is cut into two halves at least, and costs two passes
-            over the gradients; what is measured travels with the loss.
+        every_steps: every how many optimizer steps one is measured. A measured step has at least two micro-steps and
+            takes two more passes over the gradients; it needs no more collectives.
     """
 
     every_steps: int = 1
 
     @abstractmethod
     def observe(self, norms: GradientNorms) -> None:
-        """Take note of a measured step. Told the same on every rank."""
+        """Receive the norms of a measured step, which are the same on every rank."""
 
     @abstractmethod
     def __call__(self, epoch: int, current_batch_size: int) -> int:
-        """The increase for ``epoch``. Asked on rank 0."""
+        """The increase for ``epoch``. Called on rank 0 only."""
 
     @abstractmethod
     def figures(self) -> dict[str, float]:
-        """What is known so far, by names for the log."""
+        """Figures for the log, by name."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as JSON can hold it."""
+        """The state that a resumed run needs, as JSON can hold it."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave."""
+        """Restore what ``state_dict`` returned."""
 
 
 class gradient_noise_scale(MeasuredSchedule):

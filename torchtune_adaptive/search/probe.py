@@ -48,10 +48,10 @@ class Prober:
         self.probes: list[Probe] = []
 
     def warm_up(self, bound: int, *, after_failure: Callable[[], None]) -> bool:
-        """Take one small step, of a single row only if it must be; whether one fits. A collective.
+        """Take one step of two rows, or of one if two do not fit; whether it fits. A collective.
 
-        Afterwards the optimizer has its state, which the first probe would miss in its forward and backward,
-        and lazy set-up is done. Some models, with batch normalisation for example, refuse a single row.
+        It creates the optimizer's state, which later probes must have in memory, and does lazy set-up. Two rows are
+        tried first because some models, for example with batch normalisation, refuse a single row.
         """
         for batch_size in (SMALL_BATCH_SIZES[0], 1):
             if batch_size <= bound:
@@ -69,8 +69,8 @@ class Prober:
     def largest_forecast(self) -> int | None:
         """Largest batch size that should fit on every rank by the probes so far; None if they allow no forecast.
 
-        The operations' lines say how memory grows; the largest probe that fitted says by how much they
-        miss what the allocator really takes. Where they miss ever more, the next size is worth a try. A collective.
+        The lines of the operations give the growth of memory. The largest probe that fitted gives the difference to
+        what the allocator really takes; if that difference grows too, the next size is worth a try. A collective.
         """
         if self._consensus.any_rank(self._must_trace_again()):
             self._has_traced_again = True
@@ -84,8 +84,9 @@ class Prober:
         return None if largest < 0 else largest
 
     def rows_by_forecast(self, fitted: int) -> float | None:
-        """The largest batch size before rounding down to whole rows, on the rank that has least, where ``fitted`` is
-        the largest whole one; None without a forecast on some rank. A collective.
+        """The forecast of the largest batch size before it is rounded down to ``fitted`` rows. A collective.
+
+        That of the rank that has least; None if a rank has no forecast.
         """
         forecast = self._forecast() if self._has_timelines() else None
         peak_bytes = next((probe.peak_bytes for probe in self.probes if probe.batch_size == fitted), None)
@@ -132,7 +133,7 @@ class Prober:
         drift_bytes = abs(missed_bytes[tried] - missed_bytes[SMALL_BATCH_SIZES[-1]])
         row_bytes = forecast.peak_bytes(tried + 1) - forecast.peak_bytes(tried)
         if largest is not None and drift_bytes > row_bytes / 2:
-            return max(largest, tried + 1)  # memory is no line: what lies above must be tried to be known
+            return max(largest, tried + 1)  # memory is not linear: the next size must be tried
         return largest
 
     def _attempt(self, batch_size: int, *, timeline: bool) -> Probe:

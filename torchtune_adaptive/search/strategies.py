@@ -20,10 +20,11 @@ NO_BOUND = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What one try of a batch size showed on this rank, and what all ranks agreed on.
+    """The outcome of trying one batch size.
 
-    ``fits`` is the ranks' common answer; ``peak_bytes`` and ``phase_peak_bytes`` are this rank's, up to
-    the point where it stopped.
+    Attributes:
+        fits: whether the step fits on every rank.
+        peak_bytes, phase_peak_bytes: peaks of this rank, up to the point where it stopped.
     """
 
     batch_size: int
@@ -37,10 +38,14 @@ class Probe:
 class SearchResult:
     """What a search found.
 
-    ``exact_batch_size`` is the largest size that fits within the margin, ``batch_size`` the one to use:
-    the same, or the power of two at or below it. ``bound`` is the size above which the search was not
-    allowed to look. ``probes`` are in the order in which they were tried. ``forecast_rows`` is the largest size before
-    it is rounded down to whole rows, on the rank that has least, or None without a forecast.
+    Attributes:
+        exact_batch_size: the largest size that fits within the margin.
+        batch_size: the size to use: the same, or the power of two at or below it.
+        bound: the size above which the search did not look.
+        memory_limit_bytes: of this rank, before the margin is held back.
+        probes: in the order in which sizes were tried.
+        forecast_rows: the largest size before it is rounded down to whole rows, on the rank that has least; None
+            without a forecast.
     """
 
     strategy: str
@@ -55,12 +60,12 @@ class SearchResult:
 
     @property
     def usable_bytes(self) -> int:
-        """What this rank's probes were allowed to use."""
+        """The bytes that probes of this rank were allowed to use."""
         return usable_bytes(self.memory_limit_bytes, self.margin)
 
 
 def usable_bytes(limit_bytes: int, margin: float) -> int:
-    """What of ``limit_bytes`` may be used when the fraction ``margin`` of it is held back."""
+    """The part of ``limit_bytes`` that may be used when the fraction ``margin`` of it is held back."""
     return int(limit_bytes * (1 - margin))
 
 
@@ -87,10 +92,9 @@ def binary_search(fits: Fits, *, start: int, max_batch_size: int) -> int:
 def linear_extrapolation(fits: Fits, forecast: Callable[[], int | None], *, max_batch_size: int) -> int:
     """Largest size in [1, max_batch_size] that fits: two small sizes, a forecast, and a probe of what it says.
 
-    ``forecast()`` is the largest size that should fit by all probes so far, or None if they allow no
-    forecast. It is asked again after each probe: once it names nothing above a size that fitted, that
-    size is the answer. Where it proves too high, the search steps down from the failure in doubling
-    strides; where there is none, it bisects.
+    ``forecast()`` gives the largest size that should fit by all probes so far, or None if they allow no forecast. It is
+    called again after each probe: once it gives no size above one that fitted, that size is the answer. If it was too
+    high, the search steps down from the failure in doubling strides. Without a forecast the search bisects.
     """
     fitted, failed, stride = 0, max_batch_size + 1, 1
     for size in SMALL_BATCH_SIZES:

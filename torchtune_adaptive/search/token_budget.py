@@ -9,11 +9,11 @@ _SHORTER_BY = (2, 4, 8)
 def largest_token_budget(
     largest_rows_at: Callable[[int, int], int], *, seq_len: int, rows: int, forecast_rows: float | None, max_rows: int
 ) -> int:
-    """The largest budget in tokens, of at least ``rows * seq_len``, unless shorter rows need more per token.
+    """The largest token budget: at least ``rows * seq_len``, unless shorter rows need more memory per token.
 
-    With rows of s tokens a step takes ``c + e * s**2 + rows * (a * s + d * s**2)`` bytes: of all rows that make up a
-    budget the longest ones take most. What the forecast names above whole rows of that length is tried with one row
-    more, as long as the budget allows, and the budget with several shorter lengths.
+    With rows of s tokens a step takes ``c + e * s**2 + rows * (a * s + d * s**2)`` bytes: for the same number of tokens
+    the longest rows take most. The forecast may allow a part of a row more than ``rows``: this is tried with one row
+    more, of the length that the budget then allows. The budget is also tried with several shorter lengths.
 
     Args:
         largest_rows_at: ``(length, bound)`` to the largest number of rows up to ``bound`` that fit, tried.

@@ -59,7 +59,7 @@ def _recipe_dir() -> Path:
 
 
 class _TrainingAnywhere:
-    """``torchtune.training``, but that it works on the CPU too, where memory statistics are empty, and on one rank."""
+    """``torchtune.training``, made to work on the CPU, where there are no memory statistics, and on one rank."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(training, name)
@@ -72,9 +72,9 @@ class _TrainingAnywhere:
             training.log_memory_stats(stats, *args, **kwargs)
 
     def shard_model(self, model: Any, *args: Any, cpu_offload: bool, **kwargs: Any) -> None:
-        """As torchtune, but that one rank shards only to offload: otherwise it would copy parameters to use them.
+        """As torchtune, but one rank shards a model only to offload it. Otherwise sharding would only cost copies.
 
-        It could not even copy NF4 weights: for one rank FSDP2 (torch 2.9.1 to 2.13) hands over one of their three
+        NF4 weights could not be used at all: on one rank FSDP2 (torch 2.9.1 to 2.13) passes on only one of their three
         parts (https://github.com/pytorch/pytorch/pull/197999), so that QLoRA would fail in its first forward.
         """
         if not _is_alone(cpu_offload=cpu_offload):
@@ -88,9 +88,9 @@ class _TrainingAnywhere:
         strict: bool = False,
         cpu_offload: bool = False,
     ) -> Any:
-        """As torchtune, whose way without shards leaves NF4 weights plain and, on the CPU, all of them in their files.
+        """As torchtune, with two differences on one rank: NF4 weights stay NF4, and no weight stays mapped to its file.
 
-        They are mapped, so that a run which writes these files again would change or kill this one.
+        On the CPU torchtune would leave weights mapped: a run that writes these files again would change them.
         """
         if not _is_alone(cpu_offload=cpu_offload):
             return training.load_from_full_model_state_dict(model, full_sd, device, strict, cpu_offload)
@@ -103,7 +103,7 @@ class _TrainingAnywhere:
     def gather_cpu_state_dict(
         self, model: nn.Module, is_rank_zero: bool, device: torch.device, adapter_weights_only: bool = False
     ) -> dict[str, torch.Tensor]:
-        """As torchtune, but never the model's own weights, into which one rank on the CPU would merge the adapters."""
+        """As torchtune, but a copy: on one CPU rank the adapters would be merged into the trained weights."""
         gathered = training.gather_cpu_state_dict(model, is_rank_zero, device, adapter_weights_only)
         if dist.get_world_size() > 1 or device.type != "cpu":
             return gathered
