@@ -1,4 +1,4 @@
-"""All results in one document, ``docs/evidence.md``, and what nobody has measured.
+"""All results in one document, ``docs/evidence.md``, and what was not measured.
 
     python -m benchmarks.evidence
 

@@ -4,8 +4,8 @@
 
 Each part runs in a process of its own, with a time of its own, and can be run alone; what a part has found is written
 before the next one begins: JSON and Markdown to ``results/gpu_DEVICE``, or to STEM. Without CUDA every part is
-rehearsed on the CPU with a tiny model, which says nothing of a GPU but that the parts run; the exit status is then 0
-if they all did, as with CUDA.
+rehearsed on the CPU with a tiny model, which shows only that the parts run; the exit status is then 0 if they all did,
+as with CUDA.
 """
 
 import argparse
@@ -38,8 +38,8 @@ PARTS = {
     "loop": 45,
     "strategies": 45,
 }
-_GRACE_S = 15  # after which a part that has not ended is told to
-_ENDING_S = 40  # and then killed; a launcher gives its ranks 30
+_GRACE_S = 15  # after which a part that has not ended gets SIGTERM
+_ENDING_S = 40  # after which it gets SIGKILL; a launcher gives its ranks 30
 
 Result = dict[str, Any]
 
@@ -116,7 +116,7 @@ def _environment() -> dict[str, str]:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End what is left of a part and of what it launched: a launcher ends its ranks if it is told to, not if killed."""
+    """End what is left of a part and of what it launched: a launcher ends its ranks at SIGTERM, not at SIGKILL."""
     with contextlib.suppress(ProcessLookupError):  # nothing is left
         os.killpg(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + _ENDING_S

@@ -3,7 +3,7 @@
     python -m benchmarks.growth
 
 Each run trains the tiny model for five epochs. The rate is the one that the optimizer's step used, the noise scale the
-estimate at the epoch's end. "planned" are the steps that loader, progress bar and schedule were told of, "taken" the
+estimate at the epoch's end. "planned" are the steps of an epoch by loader, progress bar and schedule, "taken" the
 optimizer's.
 """
 
@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torchtune.training.lr_schedulers import get_lr
 
+from benchmarks.live import Watch, live_recipe, train_step, workload_of
 from benchmarks.provenance import gloo_ranks, provenance
 from benchmarks.tables import publish, spread, table
 from tests.ranks import run_on_ranks
-from tests.recipe_runs import adaptive_recipe, finished, tiny_config
+from tests.recipe_runs import RecordingLogger, tiny_config
 from torchtune_adaptive.tiny import make_tiny_assets
 
 RANKS = 2
@@ -50,30 +52,34 @@ RUNS: dict[str, dict[str, Any]] = {
 NAMES = ("epoch", "batch", "samples per step", "micro-batch", "planned", "taken", "first rate", "last rate")
 
 
+class Epochs(Watch):
+    """Notes a row of the table for each epoch; none but on rank 0, which logs."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[str]] = []
+        self._rates: list[float] = []
+
+    def before_step(self, number: int) -> None:
+        self._rates.append(get_lr(self.recipe._optimizer))
+
+    def after_epoch(self) -> None:
+        trainer, rates = self.recipe.trainer, self._rates
+        loader, self._rates = trainer.loader, []
+        if dist.get_rank():
+            return
+        logged = RecordingLogger.last.steps[-1]
+        noise_scale = logged.get("gradient_noise_scale")
+        sizes = [str(loader.batch_size), str(loader.samples_per_step), str(trainer.micro_batches.limit)]
+        self.rows.append(
+            [
+                *(str(len(self.rows)), *sizes, str(loader.steps_per_epoch), str(len(rates))),
+                *(f"{rates[0]:.2e}", f"{rates[-1]:.2e}"),
+                *("-" if noise_scale is None else f"{noise_scale:.0f}", f"{logged['loss']:.3f}"),
+            ]
+        )
+
+
 def _train(rank: int, tiny_dir: Path, output_dir: Path, overrides: dict[str, Any]) -> list[list[str]]:
-    rows: list[list[str]] = []
-
-    class Watched(adaptive_recipe("full")):
-        def _train_epoch(self, epoch: int) -> None:
-            self.rates: list[float] = []
-            super()._train_epoch(epoch)
-            batch, rates = self._batch_size, self.rates
-            sizes = [str(batch), str(self._samples_per_step_at(batch)), str(self._limit)]
-            noise_scale = self._measured().get("gradient_noise_scale")
-            rows.append(
-                [
-                    *(str(epoch), *sizes, str(self._steps_per_epoch), str(len(rates))),
-                    *(f"{rates[0]:.2e}", f"{rates[-1]:.2e}"),
-                    *("-" if noise_scale is None else f"{noise_scale:.0f}", f"{self.losses[-1]:.3f}"),
-                ]
-            )
-
-        def _train_step(self, window: Any) -> Any:
-            self.rates.append(self._learning_rate())
-            totals = super()._train_step(window)
-            self.losses = [totals.loss]
-            return totals
-
     common: dict[str, Any] = {
         "batch_size": 4,
         "epochs": 5,
@@ -81,29 +87,27 @@ def _train(rank: int, tiny_dir: Path, output_dir: Path, overrides: dict[str, Any
         "lr_scheduler__num_warmup_steps": 10,
         "adaptive__memory_limit": "96MiB",
     }
-    finished(Watched, tiny_config("full", tiny_dir, output_dir, **common | overrides))
-    return rows
+    epochs = Epochs()
+    live_recipe(tiny_config("full", tiny_dir, output_dir, **common | overrides), watch=epochs).train()
+    return epochs.rows
 
 
 def _time_measuring(rank: int, tiny_dir: Path, output_dir: Path) -> list[list[str]]:
-    """What a measured step takes longer than another of the same window, if that has one micro-step, or two."""
+    """What a measured step takes longer than another of the same samples, if that has one micro-step, or two."""
     rows: list[list[str]] = []
     for micro_batch in (16, 8):
-        options: dict[str, Any] = {"batch_size": micro_batch, "batch_increase_function": MEASURING}
-        options |= {"adaptive": {"global_batch_size": 16 * RANKS, "growth_limit": "none", "memory_limit": "512MiB"}}
-        cfg = tiny_config("full", tiny_dir, output_dir, tokenizer__max_seq_len=64, **options)
-        recipe = adaptive_recipe("full")(cfg=cfg)
-        recipe.setup(cfg=cfg)
-        recipe._meter = None  # it takes time per operation on a CPU
+        options: dict[str, Any] = {"batch_size": micro_batch, "tokenizer__max_seq_len": 64}
+        options |= {"adaptive": {"global_batch_size": 16 * RANKS}}  # no limit: a meter takes time per operation
+        recipe = live_recipe(tiny_config("full", tiny_dir, output_dir, **options))
+        step: Any = workload_of(recipe, is_metered=False).train_step
         seconds: dict[bool, list[float]] = {True: [], False: []}
-        for window in itertools.islice(recipe._windows(), 1 + ROUNDS):
-            for measures in seconds:
-                recipe._measures = lambda measures=measures: measures
+        for samples in itertools.islice(recipe.trainer.loader.steps(0), 1 + ROUNDS):
+            for measured, taken in seconds.items():
                 dist.barrier()
                 started = time.perf_counter()
-                recipe._train_step(window)
+                train_step(recipe, step, samples, measured=measured)
                 dist.barrier()
-                seconds[measures].append(time.perf_counter() - started)
+                taken.append(time.perf_counter() - started)
         ratios = [slow / quick for slow, quick in list(zip(seconds[True], seconds[False], strict=True))[1:]]
         rows.append([str(16 // micro_batch), f"{1e3 * statistics.median(seconds[False]):.0f}", spread(ratios)])
     return rows
@@ -133,7 +137,7 @@ def main() -> None:
         "",
         "## What a measured step costs",
         "",
-        f"The same {ROUNDS} windows of 16 rows a rank, measured and not in turn; ratio of times, median [quartiles].",
+        f"The same {ROUNDS} steps of 16 rows a rank, measured and not in turn; ratio of times, median [quartiles].",
         "",
         *table(["micro-steps of a step", "ms", "measured / not"], timed),
     ]

@@ -63,17 +63,19 @@ def kind_of(cfg: DictConfig) -> str:
     return "lora" if is_lora(cfg) else "full"
 
 
-def live_recipe(cfg: DictConfig, recipe_class: Any = None, *, watch: Watch | None = None) -> Any:
+def live_recipe(cfg: DictConfig, recipe_class: Any = None, *, watch: Any = None) -> Any:
     """A recipe that is set up by ``cfg``, and whose checkpoints go nowhere. A collective.
 
     ``parts``, ``settings`` and ``consensus`` are what the trainer of our recipe was built of; a stock recipe has None.
 
     Args:
         recipe_class: None for ours.
+        watch: a ``Watch``.
     """
     watch = watch or Watch()
+    base: Any = recipe_class or adaptive_recipe(kind_of(cfg))
 
-    class LiveRecipe(recipe_class or adaptive_recipe(kind_of(cfg))):
+    class LiveRecipe(base):
         parts = settings = consensus = None
 
         def setup(self, cfg: DictConfig) -> None:

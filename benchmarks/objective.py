@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtune import training
 from torchtune.models.llama2 import llama2
 
+from benchmarks.live import live_recipe
 from benchmarks.on_ranks import run_on_ranks_of
 from benchmarks.provenance import gloo_ranks, provenance
 from benchmarks.tables import publish, table
-from tests.recipe_runs import adaptive_recipe, tiny_config
+from tests.recipe_runs import tiny_config
 from torchtune_adaptive.search.strategies import SearchResult
 from torchtune_adaptive.search.throughput import smallest_near_best
 from torchtune_adaptive.settings import Objective
@@ -73,14 +73,12 @@ def _sized(objective: Objective, tiny_dir: Path) -> Sized:
     options: dict[str, Any] = {f"model__{name}": value for name, value in GEOMETRY.items()}
     options |= {"tokenizer__max_seq_len": SEQ_LEN, "adaptive__memory_limit": LIMIT, "adaptive__objective": objective}
     cfg = tiny_config("full", tiny_dir, tiny_dir.parent / "out", use_maximum_batch_size=True, **options)
-    training.set_seed(seed=cfg.seed)
     started = time.perf_counter()
-    recipe = adaptive_recipe("full")(cfg=cfg)
-    recipe.setup(cfg=cfg)
+    trainer = live_recipe(cfg).trainer
     seconds = time.perf_counter() - started
-    report = recipe._report
-    found = Sized(objective, recipe._batch_size, report.result, report.tokens_per_second or {}, seconds)
-    del recipe
+    batch_size, sizes = trainer.loader.batch_size, trainer.sizes
+    found = Sized(objective, batch_size, sizes.result, sizes.tokens_per_second or {}, seconds)
+    del trainer
     gc.collect()
     if dist.get_rank() == 0:
         print(f"{objective}: batch_size {found.batch_size}, {seconds:.0f} s", flush=True)

@@ -14,12 +14,12 @@ PACKAGES = ("torch", "torchtune", "torchao")
 def commit() -> str:
     """The present commit's short name, and whether the working tree differs from it, but for results."""
 
-    def said(*command: str) -> str:
+    def git(*command: str) -> str:
         return subprocess.run(["git", *command], capture_output=True, text=True, check=False).stdout.strip()
 
     but_results = (".", *(f":(exclude){path}" for path in _WRITTEN))
-    differs = said("status", "--porcelain", "--", *but_results)
-    return said("rev-parse", "--short", "HEAD") + (" with changes" if differs else "")
+    differs = git("status", "--porcelain", "--", *but_results)
+    return git("rev-parse", "--short", "HEAD") + (" with changes" if differs else "")
 
 
 def provenance(
@@ -44,12 +44,12 @@ def provenance(
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {device}" + (f", {ranks}" if ranks else "")
     versions = [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)]
     day = time.strftime("%Y-%m-%d")
-    said = f"`{command}`, {day}, commit {commit_name or commit()}, {machine}, {', '.join(versions)}"
+    text = f"`{command}`, {day}, commit {commit_name or commit()}, {machine}, {', '.join(versions)}"
     if seconds is not None:
-        said += f"; {seconds:.0f} s"
+        text += f"; {seconds:.0f} s"
     if load is not None:
-        said += f". The machine's load was {load:.1f} before and {os.getloadavg()[0]:.1f} after"
-    return said + "."
+        text += f". The machine's load was {load:.1f} before and {os.getloadavg()[0]:.1f} after"
+    return text + "."
 
 
 def gloo_ranks(count: int) -> str:

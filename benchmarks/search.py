@@ -5,7 +5,7 @@
 
 Every contestant searches on the same train step, model, optimizer, data and limit: on the CPU with a card that counts
 live bytes and fails as CUDA does. Each runs in a process of its own, several times in turn, and an exhaustive search
-says what is true. Prints tables and writes them to ``results/search_cpu.md``; ``--plan_growth`` runs five contestants
+shows what is true. Prints tables and writes them to ``results/search_cpu.md``; ``--rehearse`` runs five contestants
 once and writes nothing.
 """
 
@@ -94,7 +94,7 @@ CASES = [
 def main() -> None:
     """Measure every contestant in every case and write the tables; or be one contestant's process."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--plan_growth", action="store_true", help="five contestants once, and no file")
+    parser.add_argument("--rehearse", action="store_true", help="five contestants once, and no file")
     parser.add_argument("--process", nargs=3, metavar=("CONTESTANT", "CASE", "FILE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.process:
@@ -107,7 +107,7 @@ def main() -> None:
             f"`benchmarks.search` compares with {', '.join(PEERS)}, of which {', '.join(missing)} must be installed:"
             " make their environment with `make .venv-peers` and run it with `.venv-peers/bin/python`."
         )
-    if arguments.plan_growth:
+    if arguments.rehearse:
         print("\n".join(_measured(CASES[1:2], REHEARSED, rounds=1)))
     else:
         publish(_measured(CASES, [EXHAUSTIVE, *CONTESTANTS], rounds=ROUNDS), RESULTS)
@@ -132,14 +132,14 @@ def _measured(cases: list[Case], names: list[str], *, rounds: int) -> list[str]:
             result.exact = found
         else:
             result.found[name].append(found)
-    said = provenance(
+    about = provenance(
         COMMAND,
         ranks=f"one process of {torch.get_num_threads()} thread at a time, {rounds} round{'s' * (rounds > 1)}",
         seconds=time.perf_counter() - started,
         load=load,
         packages=(*PACKAGES, *PEERS),
     )
-    return document(measured, default=DEFAULT, provenance=said)
+    return document(measured, default=DEFAULT, provenance=about)
 
 
 def _in_a_process(contestant: str, case: int) -> Found:

@@ -1,4 +1,4 @@
-"""Which batch of each stock config fits? Told without a GPU.
+"""Which batch of each stock config fits? Planned without a GPU.
 
     python -m benchmarks.stock_configs
 
@@ -20,6 +20,7 @@ from torchtune._recipe_registry import get_all_recipes
 from tqdm import tqdm
 
 from benchmarks.provenance import provenance
+from benchmarks.tables import table
 from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.plan.client import trace
 from torchtune_adaptive.plan.step_peaks import TracedStep
@@ -33,8 +34,8 @@ RECIPES = tuple(
     f"{method}_finetune_{where}" for method in ("full", "lora") for where in ("distributed", "single_device")
 )
 DEVICES_GIB = (24, 40, 80, 141)
-ROW_TOKENS = 2048  # where the config's tokenizer does not say
-RANKS = 8  # where the config's header does not say
+ROW_TOKENS = 2048  # where the config's tokenizer has none
+RANKS = 8  # where the config's header has none
 GIB = 2**30
 
 ABOUT = """\
@@ -114,7 +115,7 @@ def stock_configs() -> list[StockConfig]:
 
 
 def ranks_launched(header: str) -> int:
-    """The ranks of the launch that a config's header tells.
+    """The ranks of the launch in a config's header.
 
     >>> ranks_launched("tune run --nnodes 1 --nproc_per_node 4 x"), ranks_launched("on 2 nodes w/ 8 devices")
     (4, 16)
@@ -141,7 +142,7 @@ def document(planned: Sequence[Planned]) -> str:
     """The text of ``docs/stock_configs.md``."""
     margin = AdaptiveSettings().margin
     lines = [
-        "# The stock configs' batch sizes, told without a GPU",
+        "# The stock configs' batch sizes, planned without a GPU",
         "",
         provenance("python -m benchmarks.stock_configs"),
         "",
@@ -150,11 +151,10 @@ def document(planned: Sequence[Planned]) -> str:
         ABOUT.format(row_tokens=ROW_TOKENS, device=DEVICES_GIB[0], margin=margin).rstrip(),
     ]
     for recipe in RECIPES:
-        told = [one for one in planned if one.config.recipe == recipe and one.step is not None]
         header = ["config", "method", "ranks", "parameters", "tokens", "1 row", "own batch", "paged"]
         header += [f"{device} GiB" for device in DEVICES_GIB]
-        rows = [_cells(one.config, one.step, margin) for one in told if one.step is not None]
-        lines += ["", f"## {recipe}", "", *(_line(row) for row in (header, ["---"] * len(header), *rows))]
+        rows = [_cells(one.config, one.step, margin) for one in planned if one.config.recipe == recipe and one.step]
+        lines += ["", f"## {recipe}", "", *table(header, rows)]
     for title, reasons in (
         ("Refused", {one.config.name: one.refused for one in planned if one.refused}),
         ("Failed", {one.config.name: one.failed for one in planned if one.failed}),
@@ -186,10 +186,6 @@ def _cells(config: StockConfig, step: TracedStep, margin: float) -> list[str]:
         f"{step.paged_bytes / GIB:.2f}" if step.paged_bytes else "",
         *("any" if batch_size is None else str(batch_size) for batch_size in largest),
     ]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 if __name__ == "__main__":

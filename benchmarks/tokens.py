@@ -5,7 +5,7 @@
 Trains on two CPU ranks, with the same memory limit for all, by as many rows as fit, by the power of two below, by a
 token budget, and by packs. All live in the same processes and take turns in every round, each with one whole
 optimizer step; those without packs get the same samples, and must have the same loss. With ``--cost`` the token
-budget alone also trains with other weights of a micro-step than ``batching.py`` takes. Prints tables and writes them
+budget alone also trains with other weights of a micro-step than ``batch.limits`` takes. Prints tables and writes them
 to ``results/tokens_cpu.md``.
 
 A CPU is held to a limit by a meter that watches every operation, which a GPU's allocator does for nothing. So sizes
@@ -28,16 +28,18 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torchtune import training
 from torchtune.datasets import PackedDataset
 
+from benchmarks.live import live_recipe, train_step, workload_of
 from benchmarks.on_ranks import run_on_ranks_of
 from benchmarks.provenance import gloo_ranks, provenance
 from benchmarks.tables import publish, spread, table
-from tests.recipe_runs import adaptive_recipe, tiny_config
-from torchtune_adaptive.batch import limits as batching
+from tests.recipe_runs import tiny_config
+from torchtune_adaptive.batch import limits
+from torchtune_adaptive.batch.loader import StepSamples
+from torchtune_adaptive.batch.row_format import Row
 from torchtune_adaptive.tiny import make_tiny_assets
-from torchtune_adaptive.worst_case import Row
+from torchtune_adaptive.training.train_step import TrainStep
 
 RESULTS = Path(__file__).parent / "results" / "tokens_cpu.md"
 RANKS = 2
@@ -45,7 +47,7 @@ LIMIT = "128MiB"  # per rank
 SEQ_LEN = 256
 SAMPLES_PER_STEP = (128, 512)  # over all ranks
 ROUNDS = 5  # and one before, in which what is set up lazily is set up
-_METERED = 2  # windows, which take twice their time under the meter
+_METERED = 2  # steps, which take twice their time under the meter
 ROWS, POWER, TOKENS, PACKED = VARIANTS = ("fixed rows", "fixed rows, power of two", "token budget", "packed")
 OPTIONS: dict[str, dict[str, Any]] = {
     ROWS: {"use_maximum_batch_size": True, "adaptive__power_of_two": False},
@@ -53,7 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     TOKENS: {"adaptive__max_tokens_per_micro_batch": "auto"},
     PACKED: {"use_maximum_batch_size": True, "adaptive__power_of_two": False, "dataset__packed": True},
 }
-TAKEN = Fraction(batching._COST_OF_MICRO_STEP).limit_denominator(1024)
+TAKEN = Fraction(limits._COST_OF_MICRO_STEP).limit_denominator(1024)
 COSTS = sorted({TAKEN, *(Fraction(1, parts) for parts in (4, 8, 16, 32, 64, 128, 256))}, reverse=True)
 
 PACKS_DIFFER = (
@@ -77,15 +79,27 @@ class Contestant:
 
     name: str
     recipe: Any
-    windows: list[list[Row]]
+    steps: list[StepSamples]
+    finish: TrainStep  # not metered, as all that is timed
     cost: Fraction = TAKEN
-    num_samples: list[int] = field(default_factory=list)  # by window
-    num_tokens: list[int] = field(default_factory=list)  # real ones, by window
+    num_samples: list[int] = field(default_factory=list)  # by step
+    num_tokens: list[int] = field(default_factory=list)  # real ones, by step
     micro_steps: float = 0.0  # per optimizer step
     padding: float = 0.0  # share of the tokens computed with
     peak: float = 0.0  # share of the limit, in the step and on the rank where it is highest
-    seconds: list[float] = field(default_factory=list)  # by window, the first one's among them
+    seconds: list[float] = field(default_factory=list)  # by step, the first one's among them
     losses: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, name: str, recipe: Any) -> "Contestant":
+        """One with a live recipe."""
+        step: Any = workload_of(recipe, is_metered=False).train_step
+        return cls(name, recipe, list(itertools.islice(recipe.trainer.loader.steps(0), 1 + ROUNDS)), step)
+
+    @property
+    def limit(self) -> str:
+        """Of a micro-batch."""
+        return str(self.recipe.trainer.micro_batches.limit)
 
     @property
     def speeds(self) -> list[float]:
@@ -93,41 +107,40 @@ class Contestant:
         return [tokens / seconds for tokens, seconds in zip(self.num_tokens, self.seconds, strict=True)][1:]
 
     def count(self) -> None:
-        """Cut every window as training will, and count what comes of it. A collective."""
-        recipe = self.recipe
-        recipe._padding()  # begins to count anew
+        """Cut every step as training will, and count what comes of it. A collective."""
         with self._cost():
-            self.micro_steps = fmean(len(recipe._micro_steps(window)) for window in self.windows)
-        padded = torch.tensor(recipe._num_padded)
-        sums = torch.tensor([_total(window, recipe._tokenizer.pad_id) for window in self.windows])
+            cuts = [self.recipe.trainer.micro_batches.cut(samples) for samples in self.steps]
+        self.micro_steps = fmean(len(cut.micro_batches) for cut in cuts)
+        padded = torch.tensor(sum(cut.num_padded_tokens for cut in cuts))
+        sums = torch.tensor([_total(samples.rows, self.recipe._tokenizer.pad_id) for samples in self.steps])
         dist.all_reduce(padded)
         dist.all_reduce(sums)
         self.num_samples, self.num_tokens = sums.T.tolist()
         self.padding = 1 - sum(self.num_tokens) / int(padded)
 
     def find_peak(self) -> None:
-        """Train on some windows under the meter, without its limit, and put the meter away. A collective."""
-        recipe, meter = self.recipe, self.recipe._meter
-        limit_bytes, meter.limit_bytes, meter.exact = meter.limit_bytes, None, True
+        """Train on some steps under a meter without a limit. A collective."""
+        workload, limit_bytes = workload_of(self.recipe), self.recipe.settings.memory_limit_bytes
+        meter = workload.meter_for_probes()
         meter.reset()
-        for window in self.windows[:_METERED]:
-            recipe._metered(recipe._train_step, window)
-        self.peak = recipe._consensus.max_over_ranks(meter.peak_bytes) / limit_bytes
-        recipe._meter = None
+        for samples in self.steps[:_METERED]:
+            with meter:
+                workload.train_step(self.recipe.trainer.micro_batches.cut(samples).micro_batches)
+        self.peak = workload.consensus.max_over_ranks(meter.peak_bytes) / limit_bytes
 
     def train(self, place: int) -> None:
-        """One optimizer step on the window at ``place``, timed until all ranks are done. A collective."""
+        """One optimizer step on the samples at ``place``, timed until all ranks are done. A collective."""
         gc.collect()
         with self._cost():
             dist.barrier()
             started = time.perf_counter()
-            totals = self.recipe._train_step(self.windows[place])
+            result = train_step(self.recipe, self.finish, self.steps[place])
             dist.barrier()
             self.seconds.append(time.perf_counter() - started)
-        self.losses.append(totals.loss)
+        self.losses.append(result.loss)
 
     def _cost(self) -> Any:
-        return mock.patch.object(batching, "_COST_OF_MICRO_STEP", float(self.cost))
+        return mock.patch.object(limits, "_COST_OF_MICRO_STEP", float(self.cost))
 
 
 Measured = dict[int, tuple[list[Contestant], list[Contestant]]]  # by samples per step: variants, costs
@@ -150,7 +163,7 @@ def main() -> None:
 def _measure(samples: int, tiny_dir: Path, tries_costs: bool) -> tuple[list[Contestant], list[Contestant]]:
     """The variants at ``samples`` per optimizer step, and the token budget by several costs. A collective."""
     variants = [_contestant(name, samples, tiny_dir) for name in (ROWS, POWER, TOKENS)]
-    dataset = variants[0].recipe._dataloader.dataset
+    dataset = variants[0].recipe.trainer.loader.dataset
     packs_per_sample = len(PackedDataset(dataset, max_seq_len=SEQ_LEN)) / len(dataset)
     variants.append(_contestant(PACKED, RANKS * round(samples * packs_per_sample / RANKS), tiny_dir))
     for one in variants:
@@ -158,7 +171,7 @@ def _measure(samples: int, tiny_dir: Path, tries_costs: bool) -> tuple[list[Cont
         one.find_peak()
     budget = variants[VARIANTS.index(TOKENS)]
     tries_costs &= samples == SAMPLES_PER_STEP[0]
-    costs = [Contestant(str(cost), budget.recipe, budget.windows, cost) for cost in COSTS if tries_costs]
+    costs = [Contestant(str(cost), budget.recipe, budget.steps, budget.finish, cost) for cost in COSTS if tries_costs]
     for one in costs:
         one.count()
     for contestants in (variants, costs):
@@ -168,14 +181,11 @@ def _measure(samples: int, tiny_dir: Path, tries_costs: bool) -> tuple[list[Cont
 
 
 def _contestant(name: str, samples: int, tiny_dir: Path) -> Contestant:
-    """A recipe whose sizes are found under the limit. A collective."""
+    """A variant of ``samples`` per optimizer step. A collective."""
     options = {"adaptive__memory_limit": LIMIT, "adaptive__global_batch_size": samples}
     options |= {"tokenizer__max_seq_len": SEQ_LEN}
     cfg = tiny_config("full", tiny_dir, tiny_dir.parent / "out", **options, **OPTIONS[name])
-    training.set_seed(seed=cfg.seed)
-    recipe = adaptive_recipe("full")(cfg=cfg)
-    recipe.setup(cfg=cfg)
-    return Contestant(name, recipe, list(itertools.islice(recipe._windows(), 1 + ROUNDS)))
+    return Contestant.of(name, live_recipe(cfg))
 
 
 def _total(rows: Iterable[Row], pad_id: int) -> tuple[int, int]:
@@ -205,13 +215,13 @@ def compare_losses(losses: list[list[float]], *, tolerance: float = 1e-5) -> Non
     Raises:
         RuntimeError: the variants did not do the same work.
     """
-    for of_window in zip(*losses, strict=True):
-        if not all(math.isclose(loss, of_window[0], rel_tol=tolerance) for loss in of_window):
-            raise RuntimeError(f"the variants had other losses, so that they did not do the same work: {of_window}")
+    for of_step in zip(*losses, strict=True):
+        if not all(math.isclose(loss, of_step[0], rel_tol=tolerance) for loss in of_step):
+            raise RuntimeError(f"the variants had other losses, so that they did not do the same work: {of_step}")
 
 
 def _cells(one: Contestant, baseline: Contestant) -> list[str]:
-    size = str(one.recipe._limit).replace("rows", f"packs of {SEQ_LEN}" if one.name == PACKED else "rows")
+    size = one.limit.replace("rows", f"packs of {SEQ_LEN}" if one.name == PACKED else "rows")
     figures = [f"{one.micro_steps:.1f}", f"{one.padding:.1%}", f"{median(one.speeds):.0f}"]
     return [size, *figures, spread(ratios(one, baseline))]
 

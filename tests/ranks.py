@@ -17,10 +17,17 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_GROUP_TIMEOUT = timedelta(seconds=30)
-_IMPORT_TIMEOUT_S = 180.0  # several processes import torch at once, on a machine that others use too
+# Limits that matter only when something hangs: a machine that others use too may be very slow.
+_GROUP_TIMEOUT = timedelta(seconds=300)
+_IMPORT_TIMEOUT_S = 600.0
 # Imported by the process that all ranks are forked from, and which does nothing else: that takes seconds, a fork none.
-_IMPORTED_ONCE = ["adaptive_full_finetune_distributed", "adaptive_lora_finetune_distributed", "tests.recipe_runs"]
+_IMPORTED_ONCE = [
+    "adaptive_full_finetune_distributed",
+    "adaptive_full_finetune_single_device",
+    "adaptive_lora_finetune_distributed",
+    "adaptive_lora_finetune_single_device",
+    "tests.recipe_runs",
+]
 _LAST_WORDS = 8000  # characters
 _GRACE_S = 5.0  # how long the peers of a failed rank may take to tell what happened to them
 
@@ -29,10 +36,10 @@ class RanksFailedError(AssertionError):
     """A rank raised, died or hung; the message has every such rank's traceback or stack."""
 
 
-def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 600.0) -> list[Any]:
     """Calls ``function(rank, *args)`` in ``world_size`` new processes and returns what each returned, by rank.
 
-    In each process the default process group is initialised (gloo, a file store, 30 s timeout), so that
+    In each process the default process group is initialised (gloo, a file store, 300 s timeout), so that
     ``dist.get_rank()`` and collectives work. ``function`` must be a top-level function of an importable
     module; ``args`` and the returned values (tensors are fine) are pickled. A process starts anew, from one that has
     imported the recipes: it has the test's environment, but neither its fixtures and monkeypatches nor its warning
@@ -53,16 +60,29 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
     >>> run_on_ranks(square_of_rank, 2, 10)  # doctest: +SKIP
     [10, 11]
     """
+    calls = [(rank, *args) for rank in range(world_size)]
+    return _run(function, calls, has_group=True, timeout_s=timeout_s)
+
+
+def run_alone(function: Callable[..., Any], *args: Any, timeout_s: float = 600.0) -> Any:
+    """Calls ``function(*args)`` in one new process, which has no process group; else as ``run_on_ranks``."""
+    (value,) = _run(function, [args], has_group=False, timeout_s=timeout_s)
+    return value
+
+
+def _run(function: Callable[..., Any], calls: list[tuple[Any, ...]], *, has_group: bool, timeout_s: float) -> list[Any]:
+    """What ``function`` returns for the arguments of each of ``calls``, in processes of their own."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED_ONCE)
     with tempfile.TemporaryDirectory(prefix="ranks_") as directory:
-        task = pickle.dumps((function, args, dict(os.environ)))
+        store = f"file://{directory}/store" if has_group else None
         ranks: list[_Rank] = []
         try:
-            for rank in range(world_size):
+            for rank, args in enumerate(calls):
                 here, there = context.Pipe()
                 stderr_path = Path(directory) / f"stderr_{rank}"
-                arguments = (there, rank, world_size, f"{directory}/store", str(stderr_path), task)
+                task = pickle.dumps((function, args, dict(os.environ)))
+                arguments = (there, rank, len(calls), store, str(stderr_path), task)
                 process = context.Process(target=_child, args=arguments, daemon=True)
                 process.start()
                 there.close()
@@ -93,10 +113,12 @@ class _Rank:
 
     def stack(self) -> str:
         """Where the process is now, by thread."""
+        before, deadline = self._last_words(), time.monotonic() + _GRACE_S
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGUSR1)
-            time.sleep(0.5)
-        return self._last_words()
+        while (words := self._last_words()) == before and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return words
 
     def _last_words(self) -> str:
         """What the rank has written to standard error: warnings, an abort's message, the stacks of its threads."""
@@ -135,7 +157,9 @@ def _collect(ranks: list[_Rank], *, timeout_s: float, task: str) -> list[Any]:
     return [values[rank.rank] for rank in ranks]
 
 
-def _child(connection: Connection, rank: int, world_size: int, store: str, stderr_path: str, task: bytes) -> None:
+def _child(
+    connection: Connection, rank: int, world_size: int, store: str | None, stderr_path: str, task: bytes
+) -> None:
     with open(stderr_path, "w") as stderr:
         os.dup2(stderr.fileno(), 2)
         faulthandler.enable()
@@ -149,10 +173,11 @@ def _child(connection: Connection, rank: int, world_size: int, store: str, stder
             gc.freeze()  # a garbage collection need not go through all that the imports have made
             connection.send_bytes(pickle.dumps((True, None)))
             connection.recv_bytes()
-            dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT
-            )
-            answer = pickle.dumps((True, function(rank, *args)))
+            if store is not None:
+                dist.init_process_group(
+                    "gloo", init_method=store, rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT
+                )
+            answer = pickle.dumps((True, function(*args)))
         except BaseException:
             answer = pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
         connection.send_bytes(answer)

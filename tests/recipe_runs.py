@@ -17,6 +17,7 @@ from torchtune.training.metric_logging import MetricLoggerInterface
 from torchtune_adaptive import assembly
 from torchtune_adaptive.memory.devices import meter_for
 from torchtune_adaptive.stock.configs import resolve_config_argument
+from torchtune_adaptive.tiny import DATA_NAME, MODEL_GEOMETRY, MODEL_NAME, TOKENIZER_NAME
 
 Step = dict[str, float]
 RECIPES = {
@@ -25,6 +26,7 @@ RECIPES = {
     "full_single": ("adaptive_full_finetune_single_device", "AdaptiveFullFinetuneRecipeSingleDevice"),
     "lora_single": ("adaptive_lora_finetune_single_device", "AdaptiveLoRAFinetuneRecipeSingleDevice"),
 }
+SHALLOW = {"model__num_layers": 2}
 
 
 class RecordingLogger(MetricLoggerInterface):
@@ -55,6 +57,16 @@ def adamw_with_tensor_rate(parameters: Any, lr: float) -> torch.optim.Optimizer:
 def no_samples(tokenizer: Any, **_: Any) -> list[Any]:
     """A data set that a config can name, without a sample."""
     return []
+
+
+def shallow_assets(tiny_dir: Path, directory: Path) -> Path:
+    """The assets of ``tiny_dir`` with two of the model's four layers in ``directory``, for runs with ``SHALLOW``."""
+    for name in (DATA_NAME, TOKENIZER_NAME):
+        (directory / name).symlink_to(tiny_dir / name)
+    model = torch.load(tiny_dir / MODEL_NAME)
+    dropped = tuple(f"layers.{layer}." for layer in range(SHALLOW["model__num_layers"], MODEL_GEOMETRY["num_layers"]))
+    torch.save({name: value for name, value in model.items() if not name.startswith(dropped)}, directory / MODEL_NAME)
+    return directory
 
 
 def tiny_config(kind: str, tiny_dir: Path, output_dir: Path, **overrides: Any) -> DictConfig:

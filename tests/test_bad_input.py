@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_on_ranks
-from tests.recipe_runs import RecordingLogger, adaptive_recipe, tiny_config
+from tests.recipe_runs import RecordingLogger, adaptive_recipe, set_up, tiny_config
 from tests.test_tune_run import tune_run
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.stock.configs import resolve_config_argument
@@ -141,8 +141,7 @@ def _answers(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, str]:
         cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(_with_empty_file(overrides, output_dir)))
         RecordingLogger()
         try:
-            recipe = adaptive_recipe("full")(cfg=cfg)
-            recipe.setup(cfg=cfg)
+            set_up(adaptive_recipe("full"), cfg)
         except InputError as error:
             answers[name] = str(error)
         assert RecordingLogger.last.steps == [], "no step may be taken before a refusal"
@@ -151,7 +150,7 @@ def _answers(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def answers(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run_on_ranks(_answers, 2, tiny_dir, tmp_path_factory.mktemp("bad_input"), timeout_s=120)
+    return run_on_ranks(_answers, 2, tiny_dir, tmp_path_factory.mktemp("bad_input"))
 
 
 @pytest.mark.parametrize("case", list(CASES))

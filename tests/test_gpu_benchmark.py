@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import gpu
-from benchmarks.on_gpu.random_recipe import live_recipe, logged, random_config
+from benchmarks.on_gpu.random_recipe import live_random_recipe, logged, random_config
 from benchmarks.on_gpu.random_rows import PlainTokenizer, RandomRows
 from benchmarks.on_gpu.stage import Section, Stage, stage_for
 from benchmarks.on_gpu.staged import StagedReduceScatter, stage_collectives
@@ -26,7 +26,7 @@ def stage(tmp_path: Path) -> Stage:
 
 def _train(stage: Stage, kind: str, **options: Any) -> tuple[list[float], dict[str, Any]]:
     cfg = random_config(stage, f"tiny/{kind}", num_rows=12, batch_size=3, epochs=1, max_steps_per_epoch=2)
-    recipe = live_recipe(stage, cfg, **options)
+    recipe = live_random_recipe(cfg, **options)
     recipe.train()
     return [step["loss"] for step in logged(recipe)], local_parameters(recipe._model)
 
@@ -64,7 +64,7 @@ def test_rows_are_of_one_length_or_of_lengths_that_differ_one_of_them_the_greate
     assert alike[3] == RandomRows(tokenizer, num_rows=50, vocab_size=1000)[3] != alike[4]
 
 
-@pytest.mark.parametrize("ignores", ["", "trap '' TERM; "], ids=["ends when told", "ignores it"])
+@pytest.mark.parametrize("ignores", ["", "trap '' TERM; "], ids=["ends on SIGTERM", "ignores it"])
 def test_a_part_that_does_not_end_is_killed_with_what_it_has_started(
     ignores: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -80,7 +80,7 @@ def test_a_part_that_does_not_end_is_killed_with_what_it_has_started(
     assert not Path(f"/proc/{started}").exists()
 
 
-def test_a_part_that_fails_is_said_and_keeps_what_it_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_part_that_fails_is_reported_and_keeps_what_it_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "loop.json").write_text('[{"title": "so far"}]')
     _play_instead(monkeypatch, "exit 3")
     result = gpu._play("loop", tmp_path, seconds=5.0)
@@ -99,11 +99,11 @@ def test_results_name_what_failed_and_that_no_gpu_was_measured(tmp_path: Path) -
         {"part": "loop", "ended": "failed with exit status 3", "seconds": 1.0, "sections": []},
     ]
     gpu._write(results, tmp_path / "found", seconds=2.0, has_cuda=False, commit_name="abc")
-    said = (tmp_path / "found.md").read_text()
-    assert "No GPU was measured" in said
-    assert "commit abc" in said
-    assert "| a |\n| --- |\n| 1 |" in said
-    assert "failed with exit status 3" in said
+    written = (tmp_path / "found.md").read_text()
+    assert "No GPU was measured" in written
+    assert "commit abc" in written
+    assert "| a |\n| --- |\n| 1 |" in written
+    assert "failed with exit status 3" in written
 
 
 def test_an_unknown_part_is_refused() -> None:

@@ -91,3 +91,41 @@ def test_an_error_that_is_no_refusal_keeps_its_traceback(
     said = capsys.readouterr().err
     assert "in recipe_main" in said
     assert said.endswith("KeyError: 'a bug'\n")
+
+
+@pytest.mark.parametrize("world_size", [None, "1"])
+def test_a_recipe_for_one_device_starts_without_a_launcher_or_as_its_only_process(
+    world_size: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[bool] = []
+    monkeypatch.setattr("sys.argv", ["recipe", "--config", "tiny/full"])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    if world_size is not None:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    with pytest.raises(SystemExit) as end:
+        launch.launch_on_one_device(lambda: started.append("RANK" in os.environ))
+    assert not end.value.code
+    assert started == [False]  # it needs no process group, and gets nothing to start one with
+
+
+def test_a_recipe_for_one_device_refuses_several_processes_before_it_starts(
+    torchrun: TCPStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    started: list[bool] = []
+
+    def leave(status: int) -> None:
+        ended.append(status)
+        raise SystemExit(status)
+
+    monkeypatch.setattr("sys.argv", ["/recipes/recipe.py", "--config", "tiny/full"])
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(launch, "_leave", leave)  # which would end this process at once
+    for rank in ("0", "1", "2"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit):
+            launch.launch_on_one_device(lambda: started.append(True))
+    assert (started, ended) == ([], [1, 1, 1])
+    expected = "recipe: `--nproc_per_node` must be 1 for a single-device recipe, but is 3 instead.\n"
+    assert capsys.readouterr().err == expected

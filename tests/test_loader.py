@@ -51,9 +51,7 @@ def global_loader_over(
     shuffle: bool = False,
 ) -> GlobalStepLoader:
     sampler = StatefulDistributedSampler(dataset, ranks, rank, shuffle=shuffle, seed=3)
-    return GlobalStepLoader(
-        sampler, TokenRows(-100), batch_size=batch_size, max_steps_per_epoch=max_steps_per_epoch
-    )
+    return GlobalStepLoader(sampler, TokenRows(-100), batch_size=batch_size, max_steps_per_epoch=max_steps_per_epoch)
 
 
 def places(rows: list[Row]) -> list[int]:
@@ -146,9 +144,7 @@ def test_a_global_batch_is_shared_out_over_the_ranks_without_repeating_a_sample(
 def test_fewer_samples_than_ranks_are_refused() -> None:
     with pytest.raises(InputError) as refused:
         global_loader_over(dataset_of(8), batch_size=2, ranks=3)
-    assert str(refused.value) == (
-        "`global_batch_size` must be at least the number of ranks (3), but is 2 instead."
-    )
+    assert str(refused.value) == ("`global_batch_size` must be at least the number of ranks (3), but is 2 instead.")
 
 
 # ---- an epoch after the other

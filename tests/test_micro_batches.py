@@ -93,9 +93,7 @@ def test_every_rank_has_as_many_micro_batches_and_every_row_is_in_one_of_them(
         for rows in (rows_of_rank(samples, rank=rank, ranks=ranks) for rank in range(ranks))
     ]
     counts = [len(limit.cut(of_rank)) for of_rank in lengths]
-    cuts = [
-        batcher(limit, With(*counts)).cut(StepSamples(rows_of(*of_rank), most, samples)) for of_rank in lengths
-    ]
+    cuts = [batcher(limit, With(*counts)).cut(StepSamples(rows_of(*of_rank), most, samples)) for of_rank in lengths]
     assert len({len(cut.micro_batches) for cut in cuts}) == 1
     for of_rank, cut in zip(lengths, cuts, strict=True):
         placed = [name for micro_batch in names(cut) for name in micro_batch if name != "silent"]

@@ -1,4 +1,4 @@
-"""LoRA on one rank: nothing is sharded, which changes no bit of plain LoRA and lets NF4 models train."""
+"""One rank, where nothing is sharded: no bit of plain LoRA changes, NF4 models train. One device without any rank."""
 
 import shutil
 from pathlib import Path
@@ -7,14 +7,27 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchtune import training
 
-from tests.ranks import run_on_ranks
-from tests.recipe_runs import Step, adaptive_recipe, finished, same_bits, stock_recipe, tiny_config
+from tests.ranks import run_alone, run_on_ranks
+from tests.recipe_runs import (
+    Step,
+    adaptive_recipe,
+    finished,
+    resuming_config,
+    same_bits,
+    stock_recipe,
+    tiny_config,
+    with_micro_batches,
+    without_saving,
+)
+from torchtune_adaptive.batch.limits import RowLimit, TokenLimit
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.memory.operations import plain_parts
+from torchtune_adaptive.testing import Fault, faults_in
 
 SHARDING = ("shard_model", "load_from_full_model_state_dict", "gather_cpu_state_dict")
 PLAIN = {
@@ -187,3 +200,192 @@ def test_offloading_a_quantized_model_is_refused_in_one_sentence(outcomes: dict[
     assert outcomes["quantized"]["refusal"] == (
         "`fsdp_cpu_offload` must be False for a quantized model on one rank, but is True instead."
     )
+
+
+# ---- on one device, without a process group
+
+ON_ONE_DEVICE: dict[str, Any] = {"dataset__split": "train[:40]", "tokenizer__max_seq_len": 64, "optimizer__lr": 1e-2}
+UNMETERED: dict[str, Any] = ON_ONE_DEVICE | {"adaptive__memory_limit": None}
+DROPOUT = {"full_single": {"model__attn_dropout": 0.1}, "lora_single": {"model__lora_dropout": 0.1}}
+
+
+def _run_alone(
+    kind: str, tiny_dir: Path, output_dir: Path, change: Any = without_saving, **overrides: Any
+) -> tuple[list[Step], dict[str, torch.Tensor], Any]:
+    """A finished run of the recipe, changed by ``change``."""
+    return finished(change(adaptive_recipe(kind)), tiny_config(kind, tiny_dir, output_dir, **overrides))
+
+
+def _search_on_device(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    """With a search, and told the size that it found."""
+    common = ON_ONE_DEVICE | DROPOUT[kind] | {"epochs": 1, "adaptive__memory_limit": "64MiB"}
+    steps, parameters, recipe = _run_alone(kind, tiny_dir, output_dir, **common, use_maximum_batch_size=True)
+    found = recipe.trainer.sizes.result
+    told_steps, told_parameters, _ = _run_alone(kind, tiny_dir, output_dir, **common, batch_size=found.batch_size)
+    return {
+        "found": found,
+        "steps": (_figures(steps), _figures(told_steps)),
+        "batch sizes": {step["batch_size"] for step in steps},
+        "peak": max(step["peak_memory_bytes"] for step in steps),
+        "parameters equal": same_bits(parameters, told_parameters),
+    }
+
+
+def _recover_on_device(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    """Out of memory in the second of five steps, and told the micro-batches that are then taken."""
+    common: dict[str, Any] = UNMETERED | DROPOUT[kind] | {"epochs": 1, "gradient_accumulation_steps": 2}
+    fault = Fault(30, phase="backward")
+    recipe_class = without_saving(adaptive_recipe(kind))
+    with faults_in(recipe_class, {(1, 1): fault}):
+        steps, parameters, recipe = _run_alone(kind, tiny_dir, output_dir, lambda _: recipe_class, **common)
+    told = with_micro_batches(recipe_class, lambda step: None if step == 0 else 2)
+    told_steps, told_parameters, _ = _run_alone(kind, tiny_dir, output_dir, lambda _: told, **common)
+    return {
+        "struck": fault.has_struck,
+        "steps": (_figures(steps), _figures(told_steps)),
+        "sizes": [(step["micro_batch_size"], step["oom_retries"]) for step in steps],
+        "reasons": [entry["reason"] for entry in recipe.trainer.record.history],
+        "parameters equal": same_bits(parameters, told_parameters),
+    }
+
+
+def _resume_on_device(kind: str, tiny_dir: Path, output_dir: Path, **overrides: Any) -> dict[str, Any]:
+    """Two epochs, and the second of them once more by a run that goes on from the first one's checkpoint."""
+    common: dict[str, Any] = UNMETERED | {"epochs": 2, "lr_scheduler__num_warmup_steps": 2} | overrides
+    steps, parameters, _ = _run_alone(kind, tiny_dir, output_dir, lambda recipe_class: recipe_class, **common)
+    shutil.rmtree(output_dir / "epoch_1")
+    cfg = resuming_config(kind, tiny_dir, output_dir, epochs_run=1, **common)
+    resumed_steps, resumed_parameters, _ = finished(adaptive_recipe(kind), cfg)
+    return {
+        "steps": (_figures(steps), _figures(resumed_steps)),
+        "parameters equal": same_bits(parameters, resumed_parameters),
+    }
+
+
+def _save_on_device(tiny_dir: Path, output_dir: Path, **overrides: Any) -> dict[str, Any]:
+    """Two epochs of LoRA, saved and not; and what was saved after the first."""
+    runs = []
+    common: dict[str, Any] = UNMETERED | {"epochs": 2} | overrides
+    for change in (lambda recipe_class: recipe_class, without_saving):
+        steps, _, recipe = _run_alone("lora_single", tiny_dir, output_dir, change, **common)
+        runs.append(
+            (_figures(steps), _trained(recipe), _is_base_of_checkpoint(recipe, torch.load(tiny_dir / "model.pt")))
+        )
+    (steps, adapters, base_kept), (unsaved_steps, unsaved_adapters, _) = runs
+    name = "layers.0.attn.q_proj.weight"
+    saved = torch.load(output_dir / "epoch_0" / "model-00001-of-00001.bin")[name]
+    return {
+        "steps": (steps, unsaved_steps),
+        "adapters equal": same_bits(adapters, unsaved_adapters),
+        "base kept": base_kept,
+        "merged": not torch.equal(saved, torch.load(tiny_dir / "model.pt")[name]),
+    }
+
+
+def _size_on_device(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    """What the settings beyond a search of rows make of a run on one device."""
+    common = ON_ONE_DEVICE | {"epochs": 1}
+    ways: dict[str, dict[str, Any]] = {
+        "throughput": {"memory_limit": "64MiB", "max_batch_size": 4, "objective": "throughput"},
+        "global batch": {"memory_limit": None, "global_batch_size": 7},
+        "tokens": {"memory_limit": None, "global_batch_size": 7, "max_tokens_per_micro_batch": 100},
+        "tokens that fit": {"memory_limit": "36MiB", "global_batch_size": 7, "max_tokens_per_micro_batch": "auto"},
+    }
+    found = {}
+    for name, adaptive in ways.items():
+        searched = {"use_maximum_batch_size": True} if name == "throughput" else {"batch_size": 3}
+        steps, _, recipe = _run_alone("full_single", tiny_dir, output_dir, **common, **searched, adaptive=adaptive)
+        found[name] = {"steps": steps, "sizes": recipe.trainer.sizes, "limit": recipe.trainer.micro_batches.limit}
+    return found
+
+
+def _train_on_device(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    kinds = ("full_single", "lora_single")
+    found = {
+        "searched": {kind: _search_on_device(kind, tiny_dir, output_dir / f"{kind}_searched") for kind in kinds},
+        "recovered": {kind: _recover_on_device(kind, tiny_dir, output_dir / f"{kind}_recovered") for kind in kinds},
+        "resumed": {kind: _resume_on_device(kind, tiny_dir, output_dir / f"{kind}_resumed") for kind in kinds},
+        "saved": {
+            "plain": _save_on_device(tiny_dir, output_dir / "plain"),
+            "quantized": _save_on_device(tiny_dir, output_dir / "quantized", model__quantize_base=True),
+        },
+        "sized": _size_on_device(tiny_dir, output_dir / "sized"),
+    }
+    assert not dist.is_initialized()
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_device(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_alone(_train_on_device, tiny_dir, tmp_path_factory.mktemp("one_device"))
+
+
+@pytest.mark.parametrize("kind", ["full_single", "lora_single"])
+def test_without_a_process_group_a_search_fits_and_leaves_no_trace(kind: str, on_device: dict[str, Any]) -> None:
+    outcome = on_device["searched"][kind]
+    assert outcome["found"].world_size == 1
+    assert outcome["found"].batch_size > 1
+    assert outcome["batch sizes"] == {outcome["found"].batch_size}
+    assert outcome["peak"] <= outcome["found"].memory_limit_bytes
+    steps, told = outcome["steps"]
+    assert len(told) >= 2
+    assert steps == told
+    assert outcome["parameters equal"]
+
+
+@pytest.mark.parametrize("kind", ["full_single", "lora_single"])
+def test_without_a_process_group_a_run_recovers_from_out_of_memory_bit_for_bit(
+    kind: str, on_device: dict[str, Any]
+) -> None:
+    outcome = on_device["recovered"][kind]
+    assert outcome["struck"]
+    steps, told = outcome["steps"]
+    assert len(told) == 5
+    assert steps == told
+    assert outcome["sizes"] == [(4, 0)] + [(2, 1)] * 4
+    (reason,) = outcome["reasons"]
+    assert reason.startswith("micro-batch 4 -> 2 rows: in step 2 rank 0 ran out of memory in backward (not metered: ")
+    assert outcome["parameters equal"]
+
+
+@pytest.mark.parametrize("kind", ["full_single", "lora_single"])
+def test_without_a_process_group_a_run_resumes_as_if_uninterrupted(kind: str, on_device: dict[str, Any]) -> None:
+    outcome = on_device["resumed"][kind]
+    steps, resumed = outcome["steps"]
+    assert len(steps) == 20
+    assert resumed == steps[10:]
+    assert outcome["parameters equal"]
+
+
+@pytest.mark.parametrize("base", ["plain", "quantized"])
+def test_on_one_device_saving_leaves_the_base_and_the_training_of_lora_as_they_are(
+    base: str, on_device: dict[str, Any]
+) -> None:
+    """Stock merges the adapters into the weights that it trains, if these are on the CPU."""
+    outcome = on_device["saved"][base]
+    steps, unsaved = outcome["steps"]
+    assert len(unsaved) == 20
+    assert steps == unsaved
+    assert outcome["adapters equal"]
+    assert outcome["base kept"]
+    assert outcome["merged"]
+
+
+def test_on_one_device_the_fastest_of_the_sizes_that_fit_is_trained_with(on_device: dict[str, Any]) -> None:
+    outcome = on_device["sized"]["throughput"]
+    assert list(outcome["sizes"].tokens_per_second) == [4, 2, 1]
+    assert {step["batch_size"] for step in outcome["steps"]} == {outcome["sizes"].fitting_rows}
+    assert outcome["sizes"].fitting_rows in (4, 2, 1)
+
+
+def test_on_one_device_a_global_batch_is_the_same_however_it_is_cut(on_device: dict[str, Any]) -> None:
+    rows, tokens, that_fit = (on_device["sized"][name] for name in ("global batch", "tokens", "tokens that fit"))
+    assert (rows["limit"], tokens["limit"]) == (RowLimit(3), TokenLimit(100))
+    assert that_fit["limit"] == TokenLimit(that_fit["sizes"].token_budget)
+    assert that_fit["limit"].size >= 64
+    losses = [step["loss"] for step in rows["steps"]]
+    assert len(losses) == 40 // 7
+    for outcome in (rows, tokens, that_fit):
+        assert {step["global_batch_size"] for step in outcome["steps"]} == {7}
+        assert outcome["steps"][-1]["oom_retries"] == 0
+        assert [step["loss"] for step in outcome["steps"]] == pytest.approx(losses, rel=1e-5)

@@ -4,7 +4,8 @@ The toy: a linear model, and rows of which the first token and the number of tok
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,14 @@ from torchtune_adaptive.training.train_step import StepSums, TrainStep
 
 CPU = torch.device("cpu")
 FAULT = "OutOfMemoryError: CUDA out of memory (a fault on purpose)"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_garbage_collection() -> Iterator[None]:
+    """Each failure collects garbage; it need not go through all that this process has imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def rows_of(*lengths: int) -> list[Row]:
@@ -147,15 +156,16 @@ class Toy:
         assert found.recovery is not None
         return found.recovery
 
-    def failing_at(self, *numbers: int, phase: str = "forward", **fault: Any) -> "Toy":
+    def failing_at(self, *numbers: int, phase: str = "forward", **options: Any) -> "Toy":
         """The same; from now on micro-steps of these numbers run out of memory in ``phase``."""
 
         def around(number: int, run: Run) -> StepSums:
             self.numbers.append(number)
             if number not in numbers:
                 return run()
-            with Fault(0, phase=phase, **fault) as active:
-                active.phase_now = lambda: self.step.phase
+            fault = Fault(0, phase=phase, **options)
+            fault.watch_phase(lambda: self.step.phase)
+            with fault:
                 return run()
 
         self.retry.wrap_micro_steps(around)
@@ -253,8 +263,8 @@ def test_what_happened_is_noted_with_rank_phase_and_figures(phase: str) -> None:
             f"rank 1 ran out of memory in forward (not metered: {FAULT})",
         ),
         (
-            (MemoryPressure.OUT_OF_MEMORY, "backward", "peak 1, limit 2", "Error: of " + "words " * 50),
-            f"ranks 0, 1 ran out of memory in backward (peak 1, limit 2: Error: of {'words ' * 31}[...])",
+            (MemoryPressure.OUT_OF_MEMORY, "backward", "peak 1, limit 2", "x " * 150),
+            f"ranks 0, 1 ran out of memory in backward (peak 1, limit 2: {'x ' * 97}[...])",
         ),
     ],
 )
@@ -282,7 +292,7 @@ def test_where_a_single_row_does_not_fit_the_run_ends_with_one_sentence(phase: s
     assert str(caught.value) == (
         f"a single row per micro-step must fit, but in step 3 rank 0 ran out of memory in {phase}"
         f" (not metered: {FAULT}); shorter rows, activation checkpointing, LoRA or more ranks would need less."
-    ).replace("0 ran", "0 ran")
+    )
     assert toy.micro_batches.limit == RowLimit(1)
     assert toy.retry.retries == 2
     assert all(parameter.grad is None for parameter in toy.model.parameters())
@@ -410,7 +420,6 @@ def test_single_rows_stay_although_they_are_slow_which_is_logged_once(caplog: py
 def test_a_measured_step_is_cut_in_two_halves_of_which_the_first_is_the_small_batch(faults: list[int]) -> None:
     toy = Toy(RowLimit(4)).failing_at(*faults)
     sums = toy.sums(ROWS[:7], measured=True)
-    assert toy.cuts[-len(toy.cuts) + len(faults) :] if False else True
     assert sums.weight.item() == 7
     assert sums.small_batch is not None
     norm_squared, weight = sums.small_batch.tolist()

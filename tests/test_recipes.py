@@ -153,7 +153,9 @@ def _grow(tiny_dir: Path, output_dir: Path) -> list[dict[str, float]]:
         "tokenizer__max_seq_len": 128,
     }
     growing["adaptive"] = {"memory_limit": "160MiB", "power_of_two": False, "max_batch_size": 6}
-    steps, _, _ = finished(without_saving(adaptive_recipe("full")), tiny_config("full", tiny_dir, output_dir, **growing))
+    steps, _, _ = finished(
+        without_saving(adaptive_recipe("full")), tiny_config("full", tiny_dir, output_dir, **growing)
+    )
     return steps
 
 
@@ -170,7 +172,9 @@ def _train_on_two_ranks(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str
 def two_ranks(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     output_dir = tmp_path_factory.mktemp("two_ranks")
     ranks = run_on_ranks(_train_on_two_ranks, 2, tiny_dir, output_dir)
-    return [rank | {"report": json.loads((output_dir / "growth" / "adaptive_batch.json").read_text())} for rank in ranks]
+    return [
+        rank | {"report": json.loads((output_dir / "growth" / "adaptive_batch.json").read_text())} for rank in ranks
+    ]
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -250,7 +254,9 @@ def _tensor_rate(tiny_dir: Path, output_dir: Path) -> list[float]:
     options: dict[str, Any] = {"epochs": 1, "max_steps_per_epoch": 3, "tokenizer__max_seq_len": 64}
     options |= {"use_maximum_batch_size": True, "adaptive__memory_limit": LIMIT, "adaptive__max_batch_size": 4}
     options["optimizer"] = {"_component_": "tests.recipe_runs.adamw_with_tensor_rate", "lr": 1e-3}
-    _, _, recipe = finished(without_saving(adaptive_recipe("full")), tiny_config("full", tiny_dir, output_dir, **options))
+    _, _, recipe = finished(
+        without_saving(adaptive_recipe("full")), tiny_config("full", tiny_dir, output_dir, **options)
+    )
     group = recipe._optimizer.param_groups[0]
     return [float(group["lr"]), float(group["initial_lr"])]
 
@@ -326,7 +332,9 @@ def test_logged_figures_are_those_of_the_samples(tiny_dir: Path, tmp_path: Path)
         assert step["global_batch_size"] == 3 * 2 * 1
         assert (step["batch_size"], step["micro_batch_size"], step["oom_retries"]) == (3, 3, 0)
     # of the second of both steps, as torchtune logs them
-    assert [step["tokens_per_second_per_gpu"] for step in steps] == [sum(counted[end - 6 : end]) for end in (12, 24, 36)]
+    assert [step["tokens_per_second_per_gpu"] for step in steps] == [
+        sum(counted[end - 6 : end]) for end in (12, 24, 36)
+    ]
 
 
 def _padding(lengths: Sequence[int], *, rows: int) -> float:

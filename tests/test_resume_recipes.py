@@ -10,7 +10,16 @@ import torch
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
 from tests.ranks import RanksFailedError, run_on_ranks
-from tests.recipe_runs import adaptive_recipe, finished, local_parameters, same_bits, stock_recipe, tiny_config
+from tests.recipe_runs import (
+    adaptive_recipe,
+    finished,
+    local_parameters,
+    resuming_config,
+    same_bits,
+    set_up,
+    stock_recipe,
+    tiny_config,
+)
 from torchtune_adaptive.errors import InputError
 
 # 34 samples a rank are 17 micro-batches of 2 rows: with an accumulation of 2 one is left over at the first epoch's end.
@@ -27,25 +36,17 @@ RUN: dict[str, Any] = {
 }
 PLAIN: dict[str, Any] = {"epochs": 3, "max_steps_per_epoch": 2, "batch_size": 2, "tokenizer__max_seq_len": 64}
 FIGURES = ("step", "batch_size", "global_batch_size", "micro_batch_size", "lr", "loss", "grad_norm", "padding")
-SECOND_CHECKPOINT = "epoch_1/model-00001-of-00001.bin"
 
 
 def _die(rank: int, tiny_dir: Path, output_dir: Path) -> None:
     """Killed in the midst of the third epoch."""
 
     class Dying(adaptive_recipe("full")):
-        def _train_step(self, window: Any) -> Any:
-            if self.epochs_run == 2 and self.global_step > 14:
+        def before_step(self, step: int) -> None:
+            if self.trainer.epochs_run == 2 and step > 14:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return super()._train_step(window)
 
     finished(Dying, tiny_config("full", tiny_dir, output_dir, **RUN))
-
-
-def _resumed(tiny_dir: Path, output_dir: Path, *, after_epoch: int = 1, **overrides: Any) -> Any:
-    cfg = tiny_config("full", tiny_dir, output_dir, resume_from_checkpoint=True, **overrides)
-    cfg.checkpointer.checkpoint_files = [f"epoch_{after_epoch}/model-00001-of-00001.bin"]
-    return cfg
 
 
 def _go_on(rank: int, tiny_dir: Path, died_in: Path, output_dir: Path) -> dict[str, Any]:
@@ -54,25 +55,27 @@ def _go_on(rank: int, tiny_dir: Path, died_in: Path, output_dir: Path) -> dict[s
     whole, whole_parameters, _ = finished(ours, tiny_config("full", tiny_dir, output_dir, **RUN))
     changed = RUN | {"dataset__split": "train[:60]", "epochs": 3}
     changed["adaptive"] = changed["adaptive"] | {"memory_limit": "128MiB"}
-    changed_steps, _, changed_recipe = finished(ours, _resumed(tiny_dir, died_in, **changed))
+    changed_steps, _, changed_recipe = finished(
+        ours, resuming_config("full", tiny_dir, died_in, epochs_run=2, **changed)
+    )
     other: dict[str, Any] = RUN | {"batch_increase_function": {"_component_": "tests.growth_functions.Stubborn"}}
-    cfg = _resumed(tiny_dir, died_in, **other)
     with pytest.raises(InputError) as refusal:
-        ours(cfg=cfg).setup(cfg=cfg)
-    resumed, parameters, _ = finished(ours, _resumed(tiny_dir, died_in, **RUN))
+        set_up(ours, resuming_config("full", tiny_dir, died_in, epochs_run=2, **other))
+    resumed, parameters, _ = finished(ours, resuming_config("full", tiny_dir, died_in, epochs_run=2, **RUN))
     opened = []
     for recipe_class in (stock, ours):
-        cfg = _resumed(tiny_dir, died_in, **PLAIN)
-        recipe = recipe_class(cfg=cfg)
-        recipe.setup(cfg=cfg)
+        recipe = set_up(recipe_class, resuming_config("full", tiny_dir, died_in, epochs_run=2, **PLAIN))
         opened.append(local_parameters(recipe._model))
     finished(stock, tiny_config("full", tiny_dir, output_dir / "stock", **PLAIN))
-    after_stock = [finished(one, _resumed(tiny_dir, output_dir / "stock", **PLAIN))[0] for one in (stock, ours)]
+    after_stock = [
+        finished(one, resuming_config("full", tiny_dir, output_dir / "stock", epochs_run=2, **PLAIN))[0]
+        for one in (stock, ours)
+    ]
     return {
         "whole": [[step[name] for name in FIGURES] for step in whole],
         "resumed": [[step[name] for name in FIGURES] for step in resumed],
         "parameters equal": same_bits(whole_parameters, parameters),
-        "changed": (changed_recipe._report.history, [step["global_batch_size"] for step in changed_steps]),
+        "changed": (changed_recipe.trainer.record.history, [step["global_batch_size"] for step in changed_steps]),
         "refusal": str(refusal.value),
         "opened by stock": same_bits(*opened),
         "after stock": [[(step["step"], step["lr"], step["loss"]) for step in steps] for steps in after_stock],
@@ -83,14 +86,14 @@ def _go_on(rank: int, tiny_dir: Path, died_in: Path, output_dir: Path) -> dict[s
 def died_in(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("died")
     with pytest.raises(RanksFailedError) as failure:
-        run_on_ranks(_die, 2, tiny_dir, directory, timeout_s=120)
+        run_on_ranks(_die, 2, tiny_dir, directory)
     assert "died with exit status -9" in str(failure.value)
     return directory
 
 
 @pytest.fixture(scope="module")
 def ranks(tiny_dir: Path, died_in: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_on_ranks(_go_on, 2, tiny_dir, died_in, tmp_path_factory.mktemp("whole"), timeout_s=240)
+    return run_on_ranks(_go_on, 2, tiny_dir, died_in, tmp_path_factory.mktemp("whole"))
 
 
 def test_a_killed_run_goes_on_as_the_uninterrupted_one(ranks: list[dict[str, Any]]) -> None:
@@ -136,15 +139,17 @@ def test_stock_opens_our_checkpoints_and_we_those_of_stock(ranks: list[dict[str,
 
 
 def _resume_alone(rank: int, tiny_dir: Path, died_in: Path) -> tuple[list[str], list[dict[str, float]]]:
-    steps, _, recipe = finished(adaptive_recipe("full"), _resumed(tiny_dir, died_in, after_epoch=2, **RUN))
-    return [entry["reason"] for entry in recipe._report.history], steps
+    steps, _, recipe = finished(
+        adaptive_recipe("full"), resuming_config("full", tiny_dir, died_in, epochs_run=3, **RUN)
+    )
+    return [entry["reason"] for entry in recipe.trainer.record.history], steps
 
 
 def test_another_number_of_ranks_is_noticed_and_the_rate_goes_with_the_batch(
     ranks: list[dict[str, Any]], tiny_dir: Path, died_in: Path
 ) -> None:
     """A single rank takes half the samples a step, those that the config was written for: its rate is the config's."""
-    ((reasons, steps),) = run_on_ranks(_resume_alone, 1, tiny_dir, died_in, timeout_s=120)
+    ((reasons, steps),) = run_on_ranks(_resume_alone, 1, tiny_dir, died_in)
     assert reasons[-2] == "resumed with changes: ranks 2 -> 1; samples per optimizer step 16 -> 8"
     assert {step["global_batch_size"] for step in steps} == {8}
     # after a quarter of the last epoch, which is its first step on two ranks and its second on one

@@ -1,21 +1,33 @@
-"""The three strategies against every limit up to 200: exact, within bounds, frugal, and safe with any forecast."""
+"""The three strategies against every limit up to 200: exact, within bounds, frugal, and safe with any forecast.
 
+A search by any of them leaves model and meter as they were, whether something fits or not.
+"""
+
+import gc
 import random
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple, get_args
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.errors import InputError, NothingFitsError
+from torchtune_adaptive.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.search.find import first_that_fits, search
 from torchtune_adaptive.search.strategies import (
     Fits,
+    SearchResult,
     binary_search,
     decrease_until_oom,
     linear_extrapolation,
     round_down_to_power_of_two,
-    within,
 )
+from torchtune_adaptive.search.workload import Workload
+from torchtune_adaptive.settings import AdaptiveSettings, Strategy
 
 LIMITS = range(201)
 BOUNDS = (1, 2, 3, 4, 7, 64, 100, 199, 200, 201, 1000)
@@ -184,65 +196,188 @@ def test_decrease_until_oom_starts_at_the_top_and_halves() -> None:
     assert device.asked[:6] == [1000, 500, 250, 125, 62, 31]
 
 
-# ---- with an expectation
-
-EXPECTATIONS = (None, 0, 1, 2, 3, 7, 36, 37, 38, 60, 100, 101, 5000)
-
-
-def run_within(strategy: Search, limit: int, bound: int, expected: int | None) -> Run:
-    device = FitsUpTo(limit)
-    answer = within(lambda most: strategy(device, most), device, expected=expected, max_batch_size=bound)
-    return Run(limit, bound, answer, device)
-
-
-@pytest.fixture(scope="module", params=STRATEGIES.values(), ids=list(STRATEGIES))
-def expectant(request: pytest.FixtureRequest) -> list[tuple[int | None, Run]]:
-    """The strategy with every expectation, right or wrong."""
-    return [
-        (expected, run_within(request.param, limit, bound, expected))
-        for limit in (*range(40), 59, 60, 99, 100, 101, 200)
-        for bound in (1, 2, 3, 37, 100)
-        for expected in EXPECTATIONS
-    ]
-
-
-def test_any_expectation_leaves_the_answer_exact_and_tried(expectant: list[tuple[int | None, Run]]) -> None:
-    assert [run for _, run in expectant if run.answer != min(run.limit, run.bound)] == []
-    assert [run for _, run in expectant if run.answer and run.answer not in run.device.asked] == []
-    assert [run for _, run in expectant if not all(1 <= size <= run.bound for size in run.device.asked)] == []
-    assert [run for _, run in expectant if len(set(run.device.asked)) < len(run.device.asked)] == []
-
-
-def test_no_size_beyond_the_next_above_what_is_expected_is_asked_unless_that_fits(
-    expectant: list[tuple[int | None, Run]],
-) -> None:
-    bounded = [(expected, run) for expected, run in expectant if expected and expected < run.bound]
-    assert [run for expected, run in bounded if run.limit <= expected < max(run.device.asked) - 1] == []
-    assert [run for expected, run in bounded if run.limit < expected < max(run.device.asked)] == []
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
-@pytest.mark.parametrize("expected", [None, 0, -1, 100, 101, 5000])
-def test_an_expectation_that_bounds_nothing_changes_nothing(strategy: Search, expected: int | None) -> None:
-    for limit in (0, 1, 2, 37, 99, 100, 101):
-        device = FitsUpTo(limit)
-        strategy(device, 100)
-        assert run_within(strategy, limit, 100, expected).device.asked == device.asked
-
-
-def test_from_above_a_right_expectation_takes_one_try_and_one_above_it_that_fails() -> None:
-    for limit in range(1, 1000):
-        assert run_within(STRATEGIES["decrease"], limit, 1000, limit).device.asked == [limit, limit + 1]
-
-
-def test_an_expectation_too_low_costs_no_more_than_doubling_from_it() -> None:
-    for limit in range(38, 1000):
-        run = run_within(STRATEGIES["decrease"], limit, 1000, 37)
-        assert len(run.device.asked) <= 2 + 2 * (limit // 37).bit_length() + (37).bit_length()
-
-
 def test_rounding_goes_to_a_power_of_two_and_never_up() -> None:
     for size in range(1, 2000):
         rounded = round_down_to_power_of_two(size)
         assert rounded in {2**exponent for exponent in range(12)}
         assert rounded <= size < 2 * rounded
+
+
+# ---- the search around a strategy
+
+ROW_BYTES = 1000
+NAMES: tuple[Strategy, ...] = get_args(Strategy)
+
+
+class SmallCard(CpuMeter):
+    """A meter as training uses it, with a limit of its own; remembers limit and exactness of each step under it."""
+
+    def __init__(self, *, limit_bytes: int | None = 777, available_bytes: int = 2**40) -> None:
+        super().__init__(exact=False)
+        self.set_limit(limit_bytes)
+        self.seen: list[tuple[int | None, bool]] = []
+        self._available_bytes = available_bytes
+
+    @property
+    def available_bytes(self) -> int:
+        return self._available_bytes
+
+    @property
+    def figures(self) -> tuple[int | None, bool]:
+        return self._limit_bytes, self._exact
+
+
+class Rows:
+    """A model whose step on a number of rows takes 1000 bytes each, moves a weight and draws a random number.
+
+    Args:
+        never: sizes that do not fit, whatever memory there is.
+    """
+
+    def __init__(self, meter: SmallCard, *, never: Collection[int] = (), consensus: Consensus | None = None) -> None:
+        self.meter = meter
+        self.taken: list[int] = []
+        self._never = never
+        self._model = nn.Linear(1, 1)
+        self._weight = self._model.weight.detach().numpy()  # the meter does not see what happens to it
+        self.workload = Workload(
+            train_step=self._train_step,
+            model=self._model,
+            optimizers=[],
+            device=torch.device("cpu"),
+            meter=meter,
+            consensus=consensus or Consensus(),
+        )
+
+    def _train_step(self, rows: int) -> None:
+        self.taken.append(rows)
+        self.meter.seen.append(self.meter.figures)
+        kept = torch.empty(rows * ROW_BYTES, dtype=torch.uint8)
+        self._weight += random.random()
+        if rows in self._never:
+            raise torch.OutOfMemoryError(f"never for {rows} rows, not even {kept.nbytes} bytes")
+
+    def search(self, *, start: int = 1, bound: int = 100, **settings: Any) -> SearchResult:
+        options = AdaptiveSettings(**({"margin": 0.0, "power_of_two": False} | settings))
+        return search(self.workload, lambda rows: rows, settings=options, start=start, bound=bound)
+
+    def state(self) -> tuple[Any, ...]:
+        return self._weight.item(), random.getstate()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_garbage_collection() -> Iterator[None]:
+    """Each probe collects garbage; it need not go through all that this process has imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("strategy", NAMES)
+def test_a_search_finds_what_fits_within_the_margin_and_leaves_no_trace(strategy: Strategy) -> None:
+    device = Rows(SmallCard())
+    before = device.state()
+    found = device.search(strategy=strategy, memory_limit_bytes=17_000, margin=0.2)  # of which 13 600 may be used
+    assert (found.exact_batch_size, found.batch_size, found.bound) == (13, 13, 100)
+    assert (found.strategy, found.memory_limit_bytes, found.margin, found.world_size) == (strategy, 17_000, 0.2, 1)
+    assert (found.usable_bytes, [probe.batch_size for probe in found.probes]) == (13_600, device.taken[1:])
+    assert all(probe.fits == (probe.batch_size <= 13) for probe in found.probes)
+    assert device.state() == before
+
+
+@pytest.mark.parametrize("strategy", NAMES)
+def test_a_search_is_exact_and_limited_and_the_meter_is_afterwards_as_it_was(strategy: Strategy) -> None:
+    device = Rows(SmallCard())
+    device.search(strategy=strategy, memory_limit_bytes=13_000)
+    assert set(device.meter.seen) == {(13_000, True)}
+    assert device.meter.figures == (777, False)
+    with device.meter.exactly():
+        device.search(strategy=strategy, memory_limit_bytes=13_000)
+        assert device.meter.figures == (777, True)
+
+
+@pytest.mark.parametrize("strategy", NAMES)
+def test_where_nothing_fits_model_and_meter_are_as_they_were_and_one_sentence_says_why(strategy: Strategy) -> None:
+    device = Rows(SmallCard())
+    before = device.state()
+    with pytest.raises(NothingFitsError) as caught:
+        device.search(strategy=strategy, memory_limit_bytes=990, margin=0.1)
+    assert str(caught.value) == (
+        "not even one row fits: its step ran out of memory at 1000 B on one rank, of the 891 B that may be used"
+        " (limit 990 B, margin 0.1); shorter rows, activation checkpointing, LoRA or more ranks would need less."
+    )
+    assert device.taken == [2, 1]
+    assert device.meter.figures == (777, False)
+    assert device.state() == before
+
+
+def test_the_sentence_has_the_greatest_need_and_the_least_limit_of_all_ranks() -> None:
+    class Ranks(Consensus):
+        def max_over_ranks(self, number: int) -> int:
+            return max(number, 5120) if number >= ROW_BYTES else number  # smaller ones are votes
+
+        def min_over_ranks(self, number: int) -> int:
+            return min(number, 512)
+
+    with pytest.raises(NothingFitsError, match=r"at 5.0 KiB on one rank, of the 512 B .* \(limit 512 B, margin 0\)"):
+        Rows(SmallCard(), consensus=Ranks()).search(memory_limit_bytes=990)
+
+
+def test_memory_that_others_have_taken_cannot_be_used() -> None:
+    found = Rows(SmallCard(available_bytes=9_500)).search(memory_limit_bytes=20_000)
+    assert (found.exact_batch_size, found.memory_limit_bytes) == (9, 9_500)
+
+
+def test_a_limit_that_cannot_be_kept_is_refused_before_anything_runs() -> None:
+    device = Rows(SmallCard())
+    with pytest.raises(InputError, match="`memory_limit` must be given"):
+        device.search()
+    with pytest.raises(InputError, match="`memory_limit` must be at most what the device has"):
+        device.search(memory_limit_bytes=2**60)
+    assert device.taken == []
+
+
+@pytest.mark.parametrize(("limit_rows", "rounded"), [(1, 1), (2, 2), (3, 2), (13, 8), (16, 16), (100, 64)])
+def test_a_size_is_rounded_down_to_a_power_of_two_that_has_itself_been_tried(limit_rows: int, rounded: int) -> None:
+    device = Rows(SmallCard())
+    found = device.search(memory_limit_bytes=ROW_BYTES * limit_rows, power_of_two=True)
+    assert (found.exact_batch_size, found.batch_size) == (limit_rows, rounded)
+    assert any(probe.fits and probe.batch_size == rounded for probe in found.probes)
+    tried = [probe.batch_size for probe in found.probes]
+    assert len(set(tried)) == len(tried)
+
+
+def test_a_power_of_two_that_does_not_fit_after_all_is_halved_again() -> None:
+    device = Rows(SmallCard(), never=[8])
+    found = device.search(memory_limit_bytes=13_000, power_of_two=True)
+    assert (found.exact_batch_size, found.batch_size) == (13, 4)
+    assert device.taken[-2:] == [8, 4]
+
+
+def test_what_the_forecast_gives_between_whole_rows_is_kept_unless_the_bound_stopped_the_search() -> None:
+    device = Rows(SmallCard())
+    assert device.search(memory_limit_bytes=13_250).forecast_rows == 13.25
+    assert device.search(memory_limit_bytes=13_250, strategy="binary_search").forecast_rows is None
+    assert device.search(memory_limit_bytes=13_250, bound=13).forecast_rows is None
+
+
+# ---- in the middle of training
+
+
+@pytest.mark.parametrize(("sizes", "found"), [([40, 20, 10, 5], 10), ([12, 6], 12), ([50, 25], None), ([], None)])
+def test_the_first_size_that_fits_is_taken_and_leaves_no_trace(sizes: list[int], found: int | None) -> None:
+    device = Rows(SmallCard())
+    before = device.state()
+    settings = AdaptiveSettings(memory_limit_bytes=16_000, margin=0.2)
+    assert first_that_fits(device.workload, lambda rows: rows, sizes, settings=settings) == found
+    assert device.taken == (sizes if found is None else sizes[: sizes.index(found) + 1])
+    assert set(device.meter.seen) <= {(12_800, True)}
+    assert device.meter.figures == (777, False)
+    assert device.state() == before
+
+
+def test_without_a_limit_what_the_device_has_left_bounds_a_try() -> None:
+    device = Rows(SmallCard(limit_bytes=None, available_bytes=12_000))
+    settings = AdaptiveSettings(margin=0.25)
+    assert first_that_fits(device.workload, lambda rows: rows, [12, 10, 9, 1], settings=settings) == 9
+    assert device.meter.figures == (None, False)

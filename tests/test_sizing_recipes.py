@@ -1,6 +1,6 @@
 """What a recipe makes of the sizes that a search finds: as rows, as tokens, as the fastest, and beyond memory."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -8,9 +8,11 @@ from unittest import mock
 import pytest
 
 from tests.ranks import run_on_ranks
-from tests.recipe_runs import adaptive_recipe, finished, tiny_config
-from torchtune_adaptive import sizing
+from tests.recipe_runs import adaptive_recipe, set_up, tiny_config, trained, without_saving
+from torchtune_adaptive import assembly
 from torchtune_adaptive.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
+from torchtune_adaptive.search import sizes
+from torchtune_adaptive.training.start import StartingPoint, starting_point
 
 UNEQUAL = ("64MiB", "128MiB")  # rank 0's limit is the one that counts
 DOUBLING = {"_component_": "torchtune_adaptive.schedule.geometric"}
@@ -32,42 +34,43 @@ SET_UPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def _rates(sizes: list[int], *_: Any, **__: Any) -> Mapping[int, float]:
-    return {size: RATES[size] for size in sizes}
+def _rates(workload: Any, make_batch: Any, timed: Sequence[int], **_: Any) -> Mapping[int, float]:
+    return {size: RATES[size] for size in timed}
 
 
 def _size_all(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, dict[str, Any]]:
     found = {}
-    with mock.patch.object(sizing, "tokens_per_second", _rates):
+    recipe_class = without_saving(adaptive_recipe("full"))
+    common: dict[str, Any] = {"tokenizer__max_seq_len": 128, "epochs": 1}
+    starts: list[StartingPoint] = []
+
+    def start(*args: Any, **options: Any) -> StartingPoint:
+        starts.append(starting_point(*args, **options))
+        return starts[-1]
+
+    with mock.patch.object(sizes, "tokens_per_second", _rates), mock.patch.object(assembly, "starting_point", start):
         for name, (keys, settings) in SET_UPS.items():
             adaptive = {"memory_limit": UNEQUAL[rank]} | settings
-            cfg = tiny_config("full", tiny_dir, output_dir, **keys, adaptive=adaptive, tokenizer__max_seq_len=128)
-            recipe = adaptive_recipe("full")(cfg=cfg)
-            recipe.setup(cfg=cfg)
+            recipe = set_up(
+                recipe_class, tiny_config("full", tiny_dir, output_dir, **common, **keys, adaptive=adaptive)
+            )
+            trainer = recipe.trainer
             found[name] = {
-                "batch": recipe._batch_size,
-                "limit": recipe._limit,
-                "exact": None if recipe._result is None else recipe._result.exact_batch_size,
-                "maximum": recipe._maximum,
-                "steps": recipe._steps_per_epoch,
+                "batch": trainer.loader.batch_size,
+                "limit": trainer.micro_batches.limit,
+                "exact": None if trainer.sizes.result is None else trainer.sizes.result.exact_batch_size,
+                "maximum": starts[-1].largest_batch_size,
+                "steps": trainer.loader.steps_per_epoch,
             }
-    cfg = tiny_config(
-        "full",
-        tiny_dir,
-        output_dir,
-        **SEARCHED,
-        adaptive=SET_UPS["tokens"][1] | {"memory_limit": UNEQUAL[0]},
-        tokenizer__max_seq_len=128,
-        epochs=1,
-    )
-    steps, _, _ = finished(adaptive_recipe("full"), cfg)
-    found["trained"] = {"retries": steps[-1]["oom_retries"] if steps else 0.0, "steps": len(steps)}
+            if name == "tokens":
+                steps, _ = trained(recipe)
+                found["trained"] = {"retries": trainer.retry.retries, "steps": len(steps)}
     return found
 
 
 @pytest.fixture(scope="module")
 def ranks(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    return run_on_ranks(_size_all, 2, tiny_dir, tmp_path_factory.mktemp("sizing"), timeout_s=240)
+    return run_on_ranks(_size_all, 2, tiny_dir, tmp_path_factory.mktemp("sizing"))
 
 
 @pytest.mark.parametrize(
@@ -105,4 +108,4 @@ def test_the_token_budget_is_that_of_the_rank_with_least_and_lies_above_whole_ro
 
 
 def test_training_by_the_token_budget_stays_within_memory(ranks: list[dict[str, dict[str, Any]]]) -> None:
-    assert ranks[0]["trained"] == {"retries": 0.0, "steps": 400 // 60}
+    assert ranks[0]["trained"] == {"retries": 0, "steps": 400 // 60}

@@ -3,22 +3,27 @@
 import gc
 import subprocess
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from torchtune_adaptive.batch.limits import RowLimit
+from torchtune_adaptive.batch.loader import StepSamples
+from torchtune_adaptive.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.dry_run import dry_run
 from torchtune_adaptive.distributed.fsdp_state import AllGather
 from torchtune_adaptive.distributed.ledger import Ledger, RecordedAllGather
 from torchtune_adaptive.distributed.recovery import Recovery
 from torchtune_adaptive.memory.cpu_meter import CpuMeter
-from torchtune_adaptive.memory.out_of_memory import free_memory
+from torchtune_adaptive.memory.out_of_memory import free_memory, only_new_garbage
+from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.testing import Fault, ballast, faults_in, out_of_memory
+from torchtune_adaptive.training.oom_retry import OomRetry
 
 CPU = torch.device("cpu")
 PATCHED = [
@@ -30,6 +35,13 @@ PATCHED = [
     (Ledger, "begin"),
     (Recovery, "attempt"),
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_garbage_collections() -> Iterator[None]:
+    """A failure collects garbage, which takes long where the whole of torch is looked through."""
+    with only_new_garbage():
+        yield
 
 
 def patched() -> list[Any]:
@@ -193,7 +205,7 @@ with Fault(1, strike=kill_process):
     torch.ones(1)
 print("still alive", flush=True)
 """
-    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=600)
     assert ended.returncode == -9
     assert ended.stdout == "alive\n"
 
@@ -247,104 +259,133 @@ def test_a_fault_within_itself_is_refused_and_the_outer_one_goes_on() -> None:
 # ---- in a recipe
 
 
-class Base:
-    """Trains as a recipe does, on windows of numbers: a micro-step adds up the twofold of its rows."""
+class DoublingStep:
+    """Micro-steps on numbers, which add up their twofold."""
 
-    def __init__(self) -> None:
-        self.global_step = 0
-        self.retries = 0
-        self._phase = ""
+    def __init__(self, phases: Phases) -> None:
+        self._phases = phases
 
-    def _survive(self, window: Sequence[Sequence[int]]) -> float:
-        while True:
-            try:
-                return sum(self._micro_step(rows) for rows in window)
-            except torch.OutOfMemoryError:
-                self.retries += 1
-
-    def _micro_step(self, rows: Sequence[int]) -> float:
-        self._phase = "forward"
-        doubled = torch.tensor(rows) * 2
-        self._phase = "backward"
+    def micro_step(self, numbers: Sequence[int]) -> float:
+        self._phases.enter("forward")
+        doubled = torch.tensor(numbers) * 2
+        self._phases.enter("backward")
         return doubled.sum().item()
 
-    def train(self, windows: Sequence[Sequence[Sequence[int]]]) -> list[float]:
-        totals = []
-        for window in windows:
-            totals.append(self._survive(window))
+
+class NumbersTrainer:
+    """Trains as a recipe's trainer does, by its micro-steps and its retries, on the numbers of each optimizer step."""
+
+    def __init__(self, rows_per_micro_step: int) -> None:
+        self.global_step = 0
+        self.totals: list[float] = []
+        phases, consensus = Phases([], None), Consensus()
+        self.step: Any = DoublingStep(phases)
+        row_format: Any = SimpleNamespace(num_tokens=lambda number: 1)
+        self.micro_batches = MicroBatcher(
+            RowLimit(rows_per_micro_step), row_format, consensus, make_silent_row=dict
+        )
+        recovery = dry_run([lambda: None] * 2, model=nn.Linear(1, 1), device=CPU, consensus=consensus).recovery
+        assert recovery is not None
+        self.retry = OomRetry(
+            self.step,
+            self.micro_batches,
+            recovery=recovery,
+            phases=phases,
+            meter=None,
+            consensus=consensus,
+            first_that_fits=lambda *_: None,
+        )
+        self._phases = phases
+
+    @property
+    def phase(self) -> str:
+        return self._phases.now
+
+    def train(self) -> None:
+        for numbers in NUMBERS:
+            samples = StepSamples(list(numbers), most_rows=len(numbers), num_samples=len(numbers))
+            total: Any = self.retry.run(samples, number=self.global_step + 1, measured=False, note=lambda reason: None)
+            self.totals.append(total)
             self.global_step += 1
-        return totals
+
+
+class Base:
+    """Trains by its trainer."""
+
+    def __init__(self, rows_per_micro_step: int = 2) -> None:
+        self.trainer = NumbersTrainer(rows_per_micro_step)
+
+    def train(self) -> None:
+        self.trainer.train()
 
 
 class Recipe(Base):
     """A user's, which leaves the training to what is below it."""
 
 
-class RecoveringRecipe(Base):
-    """Runs a step again that a recovery says has failed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        steps = [lambda: None] * 2
-        recovery = dry_run(steps, model=nn.Linear(1, 1), device=CPU, consensus=Consensus()).recovery
-        assert recovery is not None
-        self.recovery = recovery
-
-    def _survive(self, window: Sequence[Sequence[int]]) -> float:
-        while True:
-            micro_steps = [partial(self._micro_step, rows) for rows in window]
-            attempt = self.recovery.attempt(micro_steps, is_thrashing=lambda: False)
-            if attempt.result is not None:
-                return attempt.result
-            self.retries += 1
-
-
-WINDOWS = [[[1, 2], [3, 4]], [[5, 6], [7, 8]], [[9, 10], [11, 12]]]
+NUMBERS: Any = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
 TOTALS = [20, 52, 84]
 
 
 def test_a_recipe_meets_a_fault_in_the_micro_step_that_it_is_for() -> None:
     recipe, fault = Recipe(), Fault(0)
     with faults_in(Recipe, {(1, 1): fault}):
-        assert recipe.train(WINDOWS) == TOTALS
-    assert recipe.retries == 1
+        recipe.train()
+    assert recipe.trainer.totals == TOTALS
+    assert recipe.trainer.retry.retries == 1
     assert (fault.count, fault.has_struck) == (1, True)
 
 
 def test_micro_steps_of_a_step_that_is_run_again_go_on_counting() -> None:
-    recipe = Recipe()
-    faults = {(0, number): Fault(0 if number in (1, 2, 4) else None) for number in range(9)}
+    recipe = Recipe(rows_per_micro_step=4)
+    faults = {(0, number): Fault(0 if number in (0, 2) else None) for number in range(9)}
     with faults_in(Recipe, faults):
-        assert recipe.train(WINDOWS) == TOTALS
-    assert recipe.retries == 3  # 1 fails; the step is run again as 2, which fails; as 3 and 4, which fails; as 5 and 6
+        recipe.train()
+    assert recipe.trainer.totals == TOTALS
+    assert recipe.trainer.retry.retries == 2  # 0 fails; run again as 1 and 2, which fails; as 3 to 6
     assert [fault.count > 0 for fault in faults.values()] == [True] * 7 + [False] * 2
 
 
 def test_micro_steps_that_a_rank_leaves_out_after_a_failure_are_counted_too() -> None:
     """Its peers run them: so a micro-step has the same number on every rank."""
-    recipe = RecoveringRecipe()
-    faults = {(0, number): Fault(0 if number in (0, 3) else None) for number in range(8)}
-    with faults_in(RecoveringRecipe, faults):
-        assert recipe.train(WINDOWS) == TOTALS
-    assert recipe.retries == 2  # 0 fails, and 1 is left out; 2 is good, and 3 fails
+    recipe = Recipe()
+    faults = {(0, number): Fault(0 if number == 0 else None) for number in range(8)}
+    with faults_in(Recipe, faults):
+        recipe.train()
+    assert recipe.trainer.totals == TOTALS
+    assert recipe.trainer.retry.retries == 1  # 0 fails, and 1 is left out
     assert [number for (_, number), fault in faults.items() if fault.count > 0] == [0, 2, 3, 4, 5]
 
 
 def test_each_step_counts_its_micro_steps_from_zero_whatever_became_of_the_one_before() -> None:
-    faults = {(step, number): Fault(0 if (step, number) == (0, 0) else None) for step in range(3) for number in (0, 1)}
+    recipe = Recipe(rows_per_micro_step=4)
+    faults = {
+        (step, number): Fault(0 if (step, number) == (0, 0) else None) for step in range(3) for number in range(4)
+    }
     with faults_in(Recipe, faults):
-        Recipe().train(WINDOWS)
+        recipe.train()
     operations = faults[1, 1].count
     assert operations > 0
-    assert [fault.count for fault in faults.values()] == [1, operations, operations, operations, operations, operations]
+    of_two_halves = [operations, operations]
+    assert [fault.count for fault in faults.values()] == [
+        1,
+        *of_two_halves,
+        0,
+        *of_two_halves,
+        0,
+        0,
+        *of_two_halves,
+        0,
+        0,
+    ]
 
 
 def test_a_fault_in_a_recipe_knows_its_phase() -> None:
     recipe = Recipe()
     phases: list[str] = []
-    whole, part = Fault(None), Fault(0, phase="backward", strike=lambda: phases.append(recipe._phase))
+    whole, part = Fault(None), Fault(0, phase="backward", strike=lambda: phases.append(recipe.trainer.phase))
     with faults_in(Recipe, {(0, 0): whole, (1, 0): part}):
-        recipe.train(WINDOWS)
+        recipe.train()
     assert phases == ["backward"]
     assert 0 < part.count < whole.count
 
@@ -352,10 +393,11 @@ def test_a_fault_in_a_recipe_knows_its_phase() -> None:
 def test_micro_steps_outside_of_training_have_no_faults() -> None:
     recipe = Recipe()
     with faults_in(Recipe, {(0, 0): Fault(0)}):
-        assert recipe._micro_step([1, 2]) == 6
-        assert recipe.train(WINDOWS) == TOTALS
-        assert recipe._micro_step([1, 2]) == 6
-    assert recipe.retries == 1
+        assert recipe.trainer.step.micro_step([1, 2]) == 6
+        recipe.train()
+        assert recipe.trainer.step.micro_step([1, 2]) == 6
+    assert recipe.trainer.totals == TOTALS
+    assert recipe.trainer.retry.retries == 1
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -365,7 +407,7 @@ def test_the_recipes_class_is_afterwards_as_before(fails: bool) -> None:
 
     def work() -> None:
         with faults_in(Recipe, {(1, 0): fault}):
-            Recipe().train(WINDOWS)
+            Recipe().train()
 
     if fails:
         with pytest.raises(IndexError):

@@ -143,6 +143,16 @@ def test_what_is_logged_has_no_hold_of_the_graph() -> None:
     assert [one.requires_grad for one in (sums.loss, *sums.metrics.values())] == [False, False, False]
 
 
+def test_tokens_are_what_the_weight_counts_where_nothing_else_is_said() -> None:
+    model = toy_model()
+
+    def objective(batch: dict[str, torch.Tensor]) -> Loss:
+        found = toy_objective(model)(batch)
+        return Loss(found.total, found.weight)
+
+    assert step_of(model, objective=objective)(cut(ROWS, [1, 3])).read().num_tokens == 4
+
+
 @pytest.mark.parametrize("max_norm", [0.5, 3.0, 4.5, 1000.0])
 def test_gradients_are_clipped_after_they_were_normalized_and_the_norm_is_that_before(max_norm: float) -> None:
     model = toy_model()
@@ -275,7 +285,8 @@ def sums_of(loss: float, weight: int, *small_batch: float) -> StepSums:
 def test_micro_steps_add_up_whichever_of_them_are_of_the_small_batch(order: tuple[int, ...]) -> None:
     sums = [sums_of(2.0, 3, 0.0, 3.0), sums_of(4.0, 5, 0.5, 5.0), sums_of(8.0, 7)]
     total = functools.reduce(operator.add, (sums[place] for place in order))
-    assert (total.loss.item(), total.weight.item(), total.num_tokens.item()) == (14.0, 15, 30)
+    assert total.num_tokens is not None
+    assert (total.loss.item(), total.weight.item(), total.num_tokens) == (14.0, 15, torch.tensor(30))
     assert total.metrics["x"].item() == 140.0
     assert total.small_batch is not None
     assert total.small_batch.tolist() == [0.5, 8.0]
@@ -417,7 +428,7 @@ def test_the_loss_is_that_of_each_token_given_those_before_it(
     found = objective({"tokens": TOKENS, "labels": LABELS})
     logits = ToyDecoder(None)(TOKENS)[:, :-1]
     mean = F.cross_entropy(logits.reshape(-1, VOCAB), LABELS[:, 1:].reshape(-1), ignore_index=IGNORED)
-    assert (found.weight.item(), found.num_tokens.item(), found.metrics) == (num_tokens, num_tokens, {})
+    assert (found.weight.item(), found.num_tokens, found.metrics) == (num_tokens, None, {})  # the weight counts tokens
     torch.testing.assert_close(found.total, mean * num_tokens)
 
 
@@ -455,11 +466,11 @@ def test_a_row_without_a_label_weighs_nothing_and_leaves_no_trace_in_the_sums() 
 
 
 def test_the_model_is_given_all_of_the_batch_but_the_labels() -> None:
-    objective = next_token(None, weight_depends_on_cut=True)
+    model, loss_fn = ToyDecoder(None), nn.CrossEntropyLoss(ignore_index=IGNORED)
+    objective = NextToken(model, loss_fn, contextlib.nullcontext(), weight_depends_on_cut=True)
     positions, mask = torch.arange(6), torch.ones(2, 6, 6)
     objective({"tokens": TOKENS, "labels": LABELS, "input_pos": positions, "mask": mask})
-    (given,) = objective._model.given  # pyright: ignore[reportAttributeAccessIssue]
-    assert given == {"input_pos": positions, "mask": mask}
+    assert model.given == [{"input_pos": positions, "mask": mask}]
 
 
 def test_forward_alone_runs_in_the_context_of_activations() -> None:

@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).parent.parent
 SHORT = ["epochs=1", "max_steps_per_epoch=2", "adaptive.memory_limit=128MiB", "tokenizer.max_seq_len=128"]
 
 
-def tune_run(*arguments: str, directory: Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+def tune_run(*arguments: str, directory: Path, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
     """``tune run ARGUMENTS`` in ``directory``, with the recipes on the path as an installed package has them.
 
     So are the tests' own.
@@ -76,6 +76,27 @@ def test_stock_tune_run_searches_and_trains(whose: str, kind: str, ranks: int, t
     assert report["seq_len"] == 128
     assert report["batch_size"] == report["history"][0]["batch_size"] >= 4
     assert list((tmp_path / "out" / "epoch_0").iterdir())
+
+
+def test_on_a_single_device_stock_tune_run_searches_and_trains(tiny_dir: Path, tmp_path: Path) -> None:
+    overrides = [f"tiny_dir={tiny_dir}", f"output_dir={tmp_path / 'out'}", "use_maximum_batch_size=True", *SHORT]
+    recipe = "adaptive_full_finetune_single_device"
+    run = tune_run(recipe, "--config", "tiny/full", *overrides, directory=tmp_path)
+    assert run.returncode == 0, run.stderr[-3000:]
+    report = json.loads((tmp_path / "out" / "adaptive_batch.json").read_text())
+    assert report["world_size"] == 1
+    assert report["batch_size"] == report["history"][0]["batch_size"] >= 4
+    assert list((tmp_path / "out" / "epoch_0").iterdir())
+
+
+def test_two_processes_of_a_single_device_recipe_are_refused_in_one_sentence(tiny_dir: Path, tmp_path: Path) -> None:
+    overrides = [f"tiny_dir={tiny_dir}", f"output_dir={tmp_path / 'out'}"]
+    recipe = "adaptive_full_finetune_single_device"
+    run = tune_run("--nproc_per_node", "2", recipe, "--config", "tiny/full", *overrides, directory=tmp_path)
+    assert run.returncode == 1
+    sentence = f"{recipe}: `--nproc_per_node` must be 1 for a single-device recipe, but is 2 instead."
+    assert run.stderr.count(sentence) == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_refused_value_is_said_once_and_fails_the_launch(tiny_dir: Path, tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.loop import OFF, ON, STOCK, STOCK_AGAIN, VARIANTS, Block, train_epoch
-from benchmarks.on_gpu.random_recipe import live_recipe, logged, random_config, start_group
+from benchmarks.live import Watch, train_again
+from benchmarks.loop import OFF, ON, STOCK, STOCK_AGAIN, VARIANTS, Block
+from benchmarks.on_gpu.random_recipe import live_random_recipe, logged, random_config, start_group
 from benchmarks.on_gpu.stage import Section, Stage
 from benchmarks.tables import spread
 
-_ROUNDS, _STEPS = 8, 5  # the first step of an epoch is not timed
+_ROUNDS, _STEPS = 8, 5  # the first step of a round is not timed
 _BATCH_SIZES = (1, 4)
 HEADER = ["rows", "loop", "ms per step", "tokens/s", "/ stock", "losses"]
 
@@ -33,9 +34,16 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
             ]
             apart = max(abs(a - b) / abs(b) for a, b in zip(losses[variant], losses[STOCK], strict=True))
             step_ms = median(block.wall_ms for block in blocks[variant])
-            said = "the same" if apart == 0 else f"apart by {apart:.1e}"
+            losses_are = "the same" if apart == 0 else f"apart by {apart:.1e}"
             cells.append(
-                [str(batch_size), variant, f"{step_ms:.1f}", f"{median(speeds):.0f}", spread(ratios, digits=3), said]
+                [
+                    str(batch_size),
+                    variant,
+                    f"{step_ms:.1f}",
+                    f"{median(speeds):.0f}",
+                    spread(ratios, digits=3),
+                    losses_are,
+                ]
             )
             data.append({"rows": batch_size, "loop": variant, "step_ms": step_ms, "ratios": ratios, "apart": apart})
     text = [
@@ -50,44 +58,42 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
 def _raced(stage: Stage, batch_size: int) -> tuple[dict[str, list[Block]], dict[str, list[float]]]:
     """The blocks of each variant, and its losses."""
     recipes: dict[str, Any] = {}
-    for variant in VARIANTS:
+    clocks = {variant: _Clock(stage.device) for variant in VARIANTS}
+    for variant, clock in clocks.items():
         cfg = random_config(
             stage,
             stage.lora,
             num_rows=4 * batch_size * (1 + _STEPS),
             batch_size=batch_size,
-            epochs=1 + _ROUNDS,
+            epochs=1,
             max_steps_per_epoch=1 + _STEPS,
             clip_grad_norm=None,
             adaptive={"oom_recovery": variant == ON},
         )
-        recipes[variant] = live_recipe(stage, cfg, stock=variant in (STOCK, STOCK_AGAIN))
+        recipes[variant] = live_random_recipe(cfg, stock=variant in (STOCK, STOCK_AGAIN), watch=clock)
         if variant != STOCK:
             recipes[variant]._model.load_state_dict(recipes[STOCK]._model.state_dict())
     blocks: dict[str, list[Block]] = {variant: [] for variant in VARIANTS}
     num_tokens = batch_size * stage.seq_len
-    for epoch in tqdm(range(1 + _ROUNDS), desc=f"rounds of {batch_size} rows"):
-        turn = epoch % len(VARIANTS)
+    for number in tqdm(range(1 + _ROUNDS), desc=f"rounds of {batch_size} rows"):
+        turn = number % len(VARIANTS)
         for variant in VARIANTS[turn:] + VARIANTS[:turn]:
-            recipe = recipes[variant]
-            recipe._profiler = clock = _Clock(recipe._device)
             gc.collect()
-            train_epoch(recipe)
-            if epoch > 0:
-                blocks[variant].append(Block(num_tokens * _STEPS, _STEPS, clock.ms_per_step(_STEPS), 0.0))
+            train_again(recipes[variant], seed=number)
+            if number > 0:
+                step_ms = clocks[variant].ms_per_step(_STEPS)
+                blocks[variant].append(Block(num_tokens * _STEPS, _STEPS, step_ms, 0.0))
     return blocks, {variant: [step["loss"] for step in logged(recipe)] for variant, recipe in recipes.items()}
 
 
-class _Clock:
-    """Takes the place of a recipe's profiler, which is told of each step's end; waits for the device there."""
+class _Clock(Watch):
+    """Notes when each step has ended, and waits for the device there."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+
+    def start(self) -> None:
         self._moments: list[float] = []
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
 
     def step(self) -> None:
         if len(self._moments) in (0, _STEPS) and self._device.type == "cuda":

@@ -5,37 +5,43 @@ from typing import Any
 
 import torch
 
-
-def live_bytes(recipe: Any) -> int:
-    """What is allocated on the recipe's device."""
-    is_cuda = recipe._device.type == "cuda"
-    return torch.cuda.memory_allocated(recipe._device) if is_cuda else recipe._meter.live_bytes
+from benchmarks.live import Watch
 
 
-class Observed:
-    """A recipe whose every step is timed, and its device's memory noted."""
+class Observed(Watch):
+    """Times every step, and notes the peak of its device's memory.
 
-    def __init__(self, recipe: Any) -> None:
-        self.recipe = recipe
+    Attributes:
+        seconds: of each step.
+        peak_bytes: of what was allocated, in the last step at least.
+    """
+
+    def __init__(self) -> None:
         self.seconds: list[float] = []
         self.peak_bytes = 0
-        self._train_step = recipe._train_step
-        recipe._train_step = self._observed
 
-    def before(self, step: int) -> None:
-        """Called before each step, the first of which is 1."""
+    def begin(self, recipe: Any) -> None:
+        super().begin(recipe)
+        self.is_cuda = recipe.parts.device.type == "cuda"
+        # The log at the end of a step resets the meter, so peaks are noted when the optimizer has stepped.
+        recipe.parts.stepping.optimizers[-1].register_step_post_hook(lambda *_: self.note_peak())
 
-    def _observed(self, window: Any) -> Any:
-        is_cuda = self.recipe._device.type == "cuda"
-        self.before(self.recipe.global_step + 1)
-        if is_cuda:
+    def before_step(self, number: int) -> None:
+        self._synchronize()
+        self._started = time.perf_counter()
+
+    def step(self) -> None:
+        self._synchronize()
+        self.seconds.append(time.perf_counter() - self._started)
+
+    def note_peak(self) -> None:
+        """Called when the optimizer has stepped."""
+        self.peak_bytes = torch.cuda.max_memory_allocated() if self.is_cuda else self.recipe.trainer.meter.peak_bytes
+
+    def live_bytes(self) -> int:
+        """What is allocated on the device."""
+        return torch.cuda.memory_allocated() if self.is_cuda else self.recipe.trainer.meter.live_bytes
+
+    def _synchronize(self) -> None:
+        if self.is_cuda:
             torch.cuda.synchronize()
-        started = time.perf_counter()
-        totals = self._train_step(window)
-        if is_cuda:
-            torch.cuda.synchronize()
-            self.peak_bytes = torch.cuda.max_memory_allocated()
-        else:
-            self.peak_bytes = self.recipe._meter.peak_bytes
-        self.seconds.append(time.perf_counter() - started)
-        return totals

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,10 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtune import training
 
+from benchmarks.live import Watch, kind_of, live_recipe
 from benchmarks.on_gpu.stage import Stage
 from tests.recipe_runs import RecordingLogger, adaptive_recipe, stock_recipe
 from torchtune_adaptive.memory.out_of_memory import free_memory
-from torchtune_adaptive.stock.configs import is_lora, load_config
+from torchtune_adaptive.stock.configs import load_config
 
 _STANDARD_DEVIATION = 0.02
 _SMALLEST_VOCABULARY = 1000  # of the models that are trained here
@@ -49,18 +49,27 @@ def random_config(
     return cfg
 
 
-def live_recipe(
-    stage: Stage, cfg: DictConfig, *, stock: bool = False, shard: Callable[[nn.Module], None] | None = None
+def live_random_recipe(
+    cfg: DictConfig,
+    *,
+    stock: bool = False,
+    watch: Watch | None = None,
+    shard: Callable[[nn.Module], None] | None = None,
 ) -> Any:
-    """A recipe by ``cfg`` that is set up and ready to train, and whose checkpoints go nowhere. A collective.
+    """A recipe by ``cfg`` with random weights. A collective.
 
     Args:
         shard: is given the model once it is sharded, before anything is computed with it.
     """
-    kind = "lora" if is_lora(cfg) else "full"
+    kind = kind_of(cfg)
     recipe_class: Any = stock_recipe(kind) if stock else adaptive_recipe(kind)
 
     class RandomWeights(recipe_class):
+        def __init__(self, cfg: DictConfig) -> None:
+            super().__init__(cfg=cfg)
+            if kind == "full":
+                self._checkpoint_client.load_base_checkpoint = self.load_checkpoint
+
         def load_checkpoint(self, *_: Any, **__: Any) -> dict[str, Any]:
             return {training.MODEL_KEY: {}}
 
@@ -74,21 +83,7 @@ def live_recipe(
                 shard(model)
             return model
 
-        def save_checkpoint(self, *_: Any, **__: Any) -> None: ...
-
-        def _save(self, epoch: int) -> None: ...
-
-        def _save_state(self) -> None: ...
-
-    training.set_seed(seed=cfg.seed)
-    recipe = RandomWeights(cfg=cfg)
-    if kind == "full":
-        checkpoint = SimpleNamespace(
-            load_base_checkpoint=recipe.load_checkpoint, save_checkpoint=recipe.save_checkpoint
-        )
-        recipe._checkpoint_client = checkpoint
-    recipe.setup(cfg=cfg)
-    return recipe
+    return live_recipe(cfg, RandomWeights, watch=watch)
 
 
 def logged(recipe: Any) -> list[dict[str, float]]:

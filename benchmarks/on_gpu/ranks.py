@@ -1,7 +1,7 @@
 """One of the ranks that share a device: ``python -m benchmarks.on_gpu.ranks OUTPUT SECONDS DIRECTORY``.
 
 Trains with a tensor in the way on one rank, so that its allocator really runs out of memory: first before a forward,
-then before a backward. Then once more with nothing in the way, but told the micro-batches that came of it.
+then before a backward. Then once more with nothing in the way, but with the micro-batches set that came of it.
 """
 
 import json
@@ -9,17 +9,19 @@ import logging
 import os
 import sys
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.on_gpu.observed import Observed, live_bytes
-from benchmarks.on_gpu.random_recipe import let_go, live_recipe, logged, random_config
+from benchmarks.on_gpu.observed import Observed
+from benchmarks.on_gpu.random_recipe import let_go, live_random_recipe, logged, random_config
 from benchmarks.on_gpu.stage import Stage, stage_for
 from benchmarks.on_gpu.staged import stage_collectives
 from tests.recipe_runs import local_parameters, same_bits
+from torchtune_adaptive.testing import ballast
 
 BATCH_SIZE, EPOCHS, STEPS = 8, 2, 5  # rows per rank, steps per epoch
 FORWARD_STEP, BACKWARD_STEP = 2, 4  # of the first epoch, in which the tensor comes before that phase
@@ -30,51 +32,50 @@ _LITTLE_ROOM = 0.02  # of them, that it leaves in backward
 class Crowded(Observed):
     """With a tensor in the way: on rank 1 from before a forward on, on rank 0 from before a backward on."""
 
-    def __init__(self, recipe: Any) -> None:
-        super().__init__(recipe)
-        self._backward = recipe._backward
-        self._ballast: torch.Tensor | None = None
-        self._limit_bytes = recipe._meter.limit_bytes
+    def __init__(self) -> None:
+        super().__init__()
+        self._tensor_in_the_way = ExitStack()
+        self._fills_before_backward = False
 
-    def before(self, step: int) -> None:
+    def before_step(self, number: int) -> None:
         rank = dist.get_rank()
-        self._activations_bytes = self.peak_bytes - live_bytes(self.recipe)
-        if step == FORWARD_STEP and rank == 1:
-            self._fill(self._limit_bytes - live_bytes(self.recipe) - round(_ROOM * self._activations_bytes))
-        if step == BACKWARD_STEP and rank == 0:
-            self.recipe._backward = self._fill_and_go_backward
-        if step > STEPS:
-            self._ballast = None
+        self._activations_bytes = self.peak_bytes - self.live_bytes()
+        if number == FORWARD_STEP and rank == 1:
+            self._fill(_ROOM)
+        self._fills_before_backward = number == BACKWARD_STEP and rank == 0
+        super().before_step(number)
 
-    def leave(self) -> None:
-        """Nothing is in the way any more."""
-        self._ballast = None
+    def before_backward(self) -> None:
+        if self._fills_before_backward:
+            self._fills_before_backward = False
+            self._fill(_LITTLE_ROOM)
 
-    def _fill_and_go_backward(self, *args: Any) -> None:
-        self.recipe._backward = self._backward
-        self._fill(self._limit_bytes - live_bytes(self.recipe) - round(_LITTLE_ROOM * self._activations_bytes))
-        self._backward(*args)
+    def after_epoch(self) -> None:
+        self._tensor_in_the_way.close()
 
-    def _fill(self, num_bytes: int) -> None:
-        device = self.recipe._device
-        if device.type == "cuda":
+    def _fill(self, room: float) -> None:
+        """Leave memory for the share ``room`` of a step's activations."""
+        if self.is_cuda:
             torch.cuda.empty_cache()  # what the allocator keeps would be in the way of the tensor
-        self._ballast = torch.empty(max(num_bytes, 0), dtype=torch.uint8, device=device)
+        meter = self.recipe.trainer.meter
+        num_bytes = max(meter.limit_bytes - self.live_bytes() - round(room * self._activations_bytes), 0)
+        self._tensor_in_the_way.enter_context(ballast(num_bytes, self.recipe.parts.device, meter=meter))
 
 
-class Told(Observed):
-    """Told before each step how many rows fit."""
+class Resized(Observed):
+    """With micro-batches that are set before each step, instead of memory that runs out."""
 
-    def __init__(self, recipe: Any, micro_batches: dict[int, int]) -> None:
-        super().__init__(recipe)
+    def __init__(self, micro_batches: dict[int, int]) -> None:
+        super().__init__()
         self._micro_batches = micro_batches
 
-    def before(self, step: int) -> None:
-        if step in self._micro_batches:
-            self.recipe._largest_micro_batch = self._micro_batches[step]
+    def before_step(self, number: int) -> None:
+        if number in self._micro_batches:
+            self.recipe.trainer.micro_batches.resize(self._micro_batches[number])
+        super().before_step(number)
 
 
-def _recipe(stage: Stage) -> Any:
+def _recipe(stage: Stage, watch: Observed) -> Any:
     settings = {"memory_limit": stage.rank_limit_bytes}
     model: dict[str, Any] = {"model": stage.rank_model} if stage.rank_model else {}
     cfg = random_config(
@@ -88,50 +89,45 @@ def _recipe(stage: Stage) -> Any:
         adaptive=settings,
         **model,
     )
-    return live_recipe(stage, cfg, shard=stage_collectives)
+    return live_random_recipe(cfg, watch=watch, shard=stage_collectives)
 
 
 def _train(stage: Stage) -> dict[str, Any]:
-    crowded = Crowded(_recipe(stage))
-    recipe, steps = crowded.recipe, logged(crowded.recipe)
-    save = recipe._save_state
-
-    def at_end_of_epoch() -> None:
-        crowded.leave()
-        save()
-
-    recipe._save_state = at_end_of_epoch
+    crowded = Crowded()
+    recipe = _recipe(stage, crowded)
+    steps, trainer = logged(recipe), recipe.trainer
     recipe.train()
-    events = [entry for entry in recipe._report.history if "step" in entry]
+    events = [entry["reason"] for entry in trainer.record.history if "step" in entry]
+    ooms = trainer.retry.retries
     parameters = local_parameters(recipe._model)
     micro_batches = _micro_batches_by_step(steps)
-    retries = recipe._oom_retries
+    del trainer
     let_go(recipe)
-    told = Told(_recipe(stage), micro_batches)
-    told.recipe.train()
-    same = same_bits(parameters, local_parameters(told.recipe._model))
+    resized = Resized(micro_batches)
+    recipe = _recipe(stage, resized)
+    recipe.train()
     return {
         "ranks": dist.get_world_size(),
-        "ooms": retries,
-        "events": [entry["reason"] for entry in events],
+        "ooms": ooms,
+        "events": events,
         "micro_batches": micro_batches,
         "seconds": crowded.seconds,
-        "told_seconds": told.seconds,
+        "resized_seconds": resized.seconds,
         "losses": [step["loss"] for step in steps],
-        "told_losses": [step["loss"] for step in logged(told.recipe)],
-        "same_parameters": same,
+        "resized_losses": [step["loss"] for step in logged(recipe)],
+        "same_parameters": same_bits(parameters, local_parameters(recipe._model)),
     }
 
 
 def _micro_batches_by_step(steps: list[dict[str, float]]) -> dict[int, int]:
-    """Logged by rank 0, told to all."""
+    """On every rank, as rank 0 has logged them."""
     box = [{int(step["step"]): int(step["micro_batch_size"]) for step in steps}]
     dist.broadcast_object_list(box)
     return box[0]
 
 
 def main() -> None:
-    """Take part; rank 0 writes what was seen, as JSON."""
+    """Take part; rank 0 writes what was measured, as JSON."""
     output, seconds, directory = sys.argv[1:]
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")

@@ -20,7 +20,7 @@ HEADER = [
     "usual step, s",
     f"step {FORWARD_STEP} (OOM), s",
     f"step {BACKWARD_STEP} (OOM), s",
-    "the same, told: s",
+    "micro-batches set: s",
 ]
 
 
@@ -30,11 +30,11 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     data: list[dict[str, Any]] = []
     text = [
         f"Full finetuning, {BATCH_SIZE} rows per rank of {stage.seq_len} random tokens, ranks of"
-        f" {stage.said(stage.rank_limit_bytes)} on one device, FSDP2's collectives staged through gloo on the host."
-        f" Before step {FORWARD_STEP} a tensor takes memory on rank 1 until its forward no longer fits, before the"
-        f" backward of step {BACKWARD_STEP} one on rank 0; both go at the epoch's end, after step {STEPS}. *Equal*: bit"
-        " for bit with a run that has nothing in the way and is told the micro-batches, whose times are in the last"
-        " column.",
+        f" {stage.limit_text(stage.rank_limit_bytes)} on one device, FSDP2's collectives staged through gloo on the"
+        f" host. Before step {FORWARD_STEP} a tensor takes memory on rank 1 until its forward no longer fits, before"
+        f" the backward of step {BACKWARD_STEP} one on rank 0; both go at the epoch's end, after step {STEPS}. *Equal*:"
+        " bit for bit with a run that has nothing in the way and has these micro-batches set, whose times are in the"
+        " last column.",
     ]
     section = Section(title="Out of memory on one of several ranks", header=HEADER, rows=cells, text=text, data=data)
     failed: list[int] = []
@@ -62,15 +62,15 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
 
 
 def _cells(seen: dict[str, Any]) -> list[str]:
-    seconds, told = seen["seconds"], seen["told_seconds"]
+    seconds, resized = seen["seconds"], seen["resized_seconds"]
     failed = [seconds[step - 1] for step in (FORWARD_STEP, BACKWARD_STEP)]
     return [
         str(seen["ranks"]),
         str(seen["ooms"]),
         " ".join(str(rows) for rows in seen["micro_batches"].values()),
-        "yes" if seen["losses"] == seen["told_losses"] else "no",
+        "yes" if seen["losses"] == seen["resized_losses"] else "no",
         "yes" if seen["same_parameters"] else "no",
         f"{median(seconds[STEPS:]):.2f}",
         *(f"{one:.2f}" for one in failed),
-        ", ".join(f"{told[step - 1]:.2f}" for step in (FORWARD_STEP, BACKWARD_STEP)),
+        ", ".join(f"{resized[step - 1]:.2f}" for step in (FORWARD_STEP, BACKWARD_STEP)),
     ]

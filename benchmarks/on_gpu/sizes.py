@@ -7,12 +7,13 @@ from typing import Any
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from benchmarks.on_gpu.random_recipe import let_go, live_recipe, random_config, start_group
+from benchmarks.live import probe_maker, workload_of
+from benchmarks.on_gpu.random_recipe import let_go, live_random_recipe, random_config, start_group
 from benchmarks.on_gpu.stage import Section, Stage, total_bytes
 from torchtune_adaptive.errors import InputError, NothingFitsError, reason_of
 from torchtune_adaptive.memory.out_of_memory import free_memory
 from torchtune_adaptive.plan.client import trace
-from torchtune_adaptive.plan.plan import Card, Plan, plan
+from torchtune_adaptive.plan.plan import Card, plan
 from torchtune_adaptive.plan.step_peaks import TracedStep
 from torchtune_adaptive.search.find import first_that_fits
 from torchtune_adaptive.search.throughput import tokens_per_second
@@ -58,16 +59,16 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     with ThreadPoolExecutor(1 if stage.is_rehearsal else _TRACES_AT_ONCE) as pool:
         traced = {name: pool.submit(_traced, _config(stage, name, None)) for name in stage.configs}
         for name, limit_bytes in tqdm(cases, desc="sizes", unit=" cases"):
-            case = f"{name} at {stage.said(limit_bytes)}"
+            case = f"{name} at {stage.limit_text(limit_bytes)}"
             if stage.seconds_left < _SECONDS_FOR_ONE:
                 sizes.text.append(f"Not measured, for want of time: {case}.")
             else:
                 try:
                     found = _case(stage, name, limit_bytes, traced[name])
                     sizes.data.append({"config": name, "limit_bytes": limit_bytes} | found)
-                    sizes.rows.append([name, stage.said(limit_bytes), *_sizes(found)])
+                    sizes.rows.append([name, stage.limit_text(limit_bytes), *_sizes(found)])
                     if "tokens_per_second" in found:
-                        speeds.rows.append([name, stage.said(limit_bytes), *_speeds(found)])
+                        speeds.rows.append([name, stage.limit_text(limit_bytes), *_speeds(found)])
                 except Exception as error:  # what else was measured is not lost
                     sizes.text.append(f"Failed: {case}: {reason_of(error)}.")
                     failed.append(case)
@@ -95,13 +96,13 @@ def _case(stage: Stage, name: str, limit_bytes: int, traced: "Future[TracedStep]
     cfg = _config(stage, name, None if whole else limit_bytes)
     found: dict[str, Any] = {"stock_batch_size": int(cfg.batch_size)}
     try:
-        recipe = live_recipe(stage, cfg)
+        recipe = live_random_recipe(cfg)
     except NothingFitsError as error:
         found["refused"] = str(error)
         error.__traceback__ = None  # which holds the model
         free_memory(stage.device)
     else:
-        found |= _searched(recipe, cfg, is_timed=limit_bytes == max(stage.limits_bytes))
+        found |= _searched(recipe, is_timed=limit_bytes == max(stage.limits_bytes))
         let_go(recipe)
     try:
         found |= _planned(stage, cfg, limit_bytes, traced.result(), found.get("used"))
@@ -110,8 +111,8 @@ def _case(stage: Stage, name: str, limit_bytes: int, traced: "Future[TracedStep]
     return found
 
 
-def _searched(recipe: Any, cfg: DictConfig, *, is_timed: bool) -> dict[str, Any]:
-    result = recipe._result
+def _searched(recipe: Any, *, is_timed: bool) -> dict[str, Any]:
+    result = recipe.trainer.sizes.result
     exact, used = result.exact_batch_size, result.batch_size
     probes = {probe.batch_size: probe for probe in result.probes if probe.fits}
     found = {
@@ -126,37 +127,24 @@ def _searched(recipe: Any, cfg: DictConfig, *, is_timed: bool) -> dict[str, Any]
         "allocated_peak_bytes": max(probes[used].phase_peak_bytes.values()),
         "usable_bytes": result.usable_bytes,
     }
-    parts = {
-        "model": recipe._model,
-        "optimizer": recipe._optimizer,
-        "device": recipe._device,
-        "consensus": recipe._consensus,
-    }
-    seq_len = cfg.tokenizer.max_seq_len
-
-    def window(rows: int) -> Any:
-        return recipe._probe_window(rows, seq_len)
-
+    workload, make_batch = workload_of(recipe), probe_maker(recipe)
     if exact < result.bound:
-        above = first_that_fits(
-            [exact + 1], recipe._probe_step, window, meter=recipe._meter, settings=recipe._adaptive, **parts
-        )
+        above = first_that_fits(workload, make_batch, [exact + 1], settings=recipe.settings)
         found["one_more_fits"] = above is not None
     if is_timed:
-        sizes = sorted({min(cfg.batch_size, used), used})
-        found["tokens_per_second"] = tokens_per_second(
-            sizes, recipe._probe_step, window, lambda rows: rows * seq_len, **parts
-        )
+        seq_len, sizes = recipe.trainer.sizes.seq_len, sorted({min(recipe.parts.batch_size, used), used})
+        rates = tokens_per_second(workload, make_batch, sizes, num_tokens=lambda rows: rows * seq_len)
+        found["tokens_per_second"] = rates
     return found
 
 
 def _planned(stage: Stage, cfg: DictConfig, limit_bytes: int, step: TracedStep, used: int | None) -> dict[str, Any]:
-    """What a plan says of the limit, with a calibration of this device if there is one."""
+    """A plan for the limit, with a calibration of this device if there is one."""
     calibration = stage.calibration_path
     card_bytes = limit_bytes if stage.is_rehearsal else total_bytes(stage.device)
     card = Card(memory_bytes=card_bytes, calibration=calibration if calibration.exists() else None)
-    told: Plan = plan(cfg, world_size=1, card=card, seq_lens=[stage.seq_len], traced_by=lambda *_, **__: step)
-    (length,) = told.lengths
+    made = plan(cfg, world_size=1, card=card, seq_lens=[stage.seq_len], traced_by=lambda *_, **__: step)
+    (length,) = made.lengths
     found: dict[str, Any] = {"planned": length.exact_batch_size, "certain": length.certain_batch_size}
     if used is not None:
         found["traced_peak_bytes"] = step.peaks[0].peak_bytes(used)

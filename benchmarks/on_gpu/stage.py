@@ -56,7 +56,7 @@ class Stage:
 
     @property
     def is_rehearsal(self) -> bool:
-        """Whether nothing that is measured says anything of a GPU."""
+        """Whether there is no GPU to measure."""
         return self.device.type == "cpu"
 
     @property
@@ -69,7 +69,7 @@ class Stage:
         """Until the deadline."""
         return self.deadline - time.monotonic()
 
-    def said(self, limit_bytes: int) -> str:
+    def limit_text(self, limit_bytes: int) -> str:
         """A limit for a table."""
         whole = " (whole card)" if not self.is_rehearsal and limit_bytes == total_bytes(self.device) else ""
         return format_bytes(limit_bytes) + whole

@@ -1,10 +1,9 @@
 """A token budget against fixed rows on rows of very different lengths, with the same limit and the same samples."""
 
-import itertools
 from collections.abc import Iterator
 from statistics import median
 
-from benchmarks.on_gpu.random_recipe import live_recipe, random_config, start_group
+from benchmarks.on_gpu.random_recipe import live_random_recipe, random_config, start_group
 from benchmarks.on_gpu.stage import Section, Stage
 from benchmarks.tables import spread
 from benchmarks.tokens import ROUNDS, ROWS, TOKENS, Contestant, compare_losses, race, ratios
@@ -24,13 +23,13 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     compare_losses([one.losses for one in contestants], tolerance=1e-5 if stage.is_rehearsal else 1e-2)
     cells = []
     for one in contestants:
-        figures = [str(one.recipe._limit), f"{one.micro_steps:.1f}", f"{one.padding:.1%}", f"{median(one.speeds):.0f}"]
+        figures = [one.limit, f"{one.micro_steps:.1f}", f"{one.padding:.1%}", f"{median(one.speeds):.0f}"]
         cells.append([one.name, *figures, spread(ratios(one, contestants[0])), f"{one.peak:.0%}"])
     data = [
         {"variant": one.name, "padding": one.padding, "speeds": one.speeds, "peak": one.peak} for one in contestants
     ]
     text = [
-        f"Config `{stage.lora}`, limit {stage.said(stage.limits_bytes[-2])}, rows of up to {stage.seq_len} random"
+        f"Config `{stage.lora}`, limit {stage.limit_text(stage.limits_bytes[-2])}, rows of up to {stage.seq_len} random"
         f" tokens (log-normal, median a quarter of that), {_SAMPLES_PER_STEP} samples per optimizer step, one process,"
         f" {ROUNDS} rounds of one whole step of each in turn. Tokens are those that are no padding.",
     ]
@@ -45,5 +44,4 @@ def _contestant(stage: Stage, name: str) -> Contestant:
     num_rows = (2 + ROUNDS) * _SAMPLES_PER_STEP
     keys = {"epochs": 1, "use_maximum_batch_size": name == ROWS, "adaptive": settings}
     cfg = random_config(stage, stage.lora, num_rows=num_rows, lengths_differ=True, **keys)
-    recipe = live_recipe(stage, cfg)
-    return Contestant(name, recipe, list(itertools.islice(recipe._windows(), 1 + ROUNDS)))
+    return Contestant.of(name, live_random_recipe(cfg))

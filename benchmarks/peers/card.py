@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +22,7 @@ class Card(Protocol):
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the tensors that are there: what ``torch.cuda.memory_allocated`` says."""
+        """Bytes of the tensors that are there: what ``torch.cuda.memory_allocated`` returns."""
         ...
 
     def hold(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -40,9 +39,7 @@ class Card(Protocol):
 
     def __enter__(self) -> "Card": ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *error: Any) -> None: ...
 
 
 def card_on(device: torch.device, limit_bytes: int) -> Card:
@@ -51,12 +48,12 @@ def card_on(device: torch.device, limit_bytes: int) -> Card:
 
 
 class CpuCard(CpuMeter):
-    """Counts the bytes that our own meter counts. Peers tell an error by its text, so its text is CUDA's."""
+    """Counts the bytes that our own meter counts. Peers recognise an error by its text, so its text is CUDA's."""
 
     def __init__(self, limit_bytes: int) -> None:
-        super().__init__()
-        self.exact = False
-        self.limit_bytes = self._total_bytes = limit_bytes
+        super().__init__(exact=False)
+        self.set_limit(limit_bytes)
+        self._total_bytes = limit_bytes
         self.ooms = 0
         self._is_on_host = False
 
@@ -145,9 +142,7 @@ class CudaCard:
         torch.cuda.set_per_process_memory_fraction(self._fraction, self._device)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         torch.cuda.set_per_process_memory_fraction(1.0, self._device)
 
     def _ooms_so_far(self) -> int:

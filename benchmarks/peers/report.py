@@ -105,7 +105,7 @@ def _compared(case: Measured, default: str) -> str:
     if default not in done:
         return f"{default} failed."
     mine = done.pop(default)
-    told = f"{default}: {_rows(mine)} rows in {_seconds(mine):.2f} s and {_steps(mine)} full steps"
+    own = f"{default}: {_rows(mine)} rows in {_seconds(mine):.2f} s and {_steps(mine)} full steps"
     quicker = [
         f"{name} ({_seconds(found):.2f} s, {_rows(found)} rows)"
         for name, found in done.items()
@@ -122,7 +122,7 @@ def _compared(case: Measured, default: str) -> str:
         if _rows(found) > _rows(mine)
     ]
     before_us = {"In less time": quicker, "In fewer full steps": fewer_steps, "More rows": more_rows}
-    return ". ".join([told, *(f"{what}: {'; '.join(names) or 'none'}" for what, names in before_us.items())]) + "."
+    return ". ".join([own, *(f"{what}: {'; '.join(names) or 'none'}" for what, names in before_us.items())]) + "."
 
 
 def _rows(found: Sequence[Found]) -> int:

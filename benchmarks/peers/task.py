@@ -80,7 +80,7 @@ class Task:
         optimizer.zero_grad()
 
     def trained(self, size: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-        """Trains at ``size``, and says whether it survived."""
+        """Trains at ``size``; whether it survived, in words."""
         self.card.hold(model, optimizer)
         for step in range(STEPS):
             try:

@@ -20,13 +20,13 @@ class Loss:
     Attributes:
         total: a scalar to call ``backward`` on.
         weight: a scalar count, for example of unmasked tokens or of pairs; 0 if the micro-batch does not count.
-        num_tokens: what the logged tokens per second count.
+        num_tokens: what the logged tokens per second count; None if ``weight`` counts tokens.
         metrics: sums over the units of ``weight``, logged as their mean; "loss" stands for that of ``total``.
     """
 
     total: torch.Tensor
     weight: torch.Tensor
-    num_tokens: torch.Tensor
+    num_tokens: torch.Tensor | None = None
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -66,4 +66,4 @@ class NextToken:
         shifted = F.pad(labels[..., 1:], (0, 1), value=ignore_index)  # [B, S]
         if not isinstance(logits, list):
             shifted, logits = shifted.reshape(-1), logits.reshape(-1, logits.size(-1))
-        return Loss(self._loss_fn(logits, shifted) * num_tokens, num_tokens, num_tokens)
+        return Loss(self._loss_fn(logits, shifted) * num_tokens, num_tokens)

@@ -31,7 +31,7 @@ class StepSums:
 
     loss: torch.Tensor
     weight: torch.Tensor
-    num_tokens: torch.Tensor
+    num_tokens: torch.Tensor | None = None  # None: the weight counts them
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     small_batch: torch.Tensor | None = None
 
@@ -47,7 +47,7 @@ class StepSums:
         return StepSums(
             self.loss + other.loss,
             self.weight + other.weight,
-            self.num_tokens + other.num_tokens,
+            None if self.num_tokens is None or other.num_tokens is None else self.num_tokens + other.num_tokens,
             {name: value + other.metrics[name] for name, value in self.metrics.items()},
             torch.stack(small_batches).sum(dim=0) if small_batches else None,
         )
@@ -196,7 +196,8 @@ class TrainStep:
 
         In float64, which holds counts exactly and rounds two ranks' sum as their own type would.
         """
-        scalars = [sums.loss, sums.weight, sums.num_tokens, *sums.metrics.values()]
+        num_tokens = sums.weight if sums.num_tokens is None else sums.num_tokens
+        scalars = [sums.loss, sums.weight, num_tokens, *sums.metrics.values()]
         values = torch.stack([value.detach().double() for value in scalars])
         if sums.small_batch is not None:
             norm_squared = own_norm_squared(self._stepping.model).to(values.device)

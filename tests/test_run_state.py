@@ -4,14 +4,13 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from torchtune_adaptive.batch.noise_scale import gradient_noise_scale
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.training.run_state import AdaptiveState, read_state, refuse_unsavable, state_path, write_state
+from torchtune_adaptive.training.run_state import AdaptiveState, read_state, state_path, write_state
 
 STATE = AdaptiveState(
     epochs_run=2,
@@ -84,6 +83,54 @@ def test_another_programs_file_is_replaced(path: Path, content: str) -> None:
     path.write_bytes(content.encode(errors="surrogateescape"))
     write_state(path, STATE)
     assert read_state(path, epochs_run=2) == STATE
+
+
+# As the version before the trainer with parts wrote it, after two epochs.
+EARLIER = """{
+  "2": {
+    "epochs_run": 2,
+    "schedule_steps": 25,
+    "batch_size": 8,
+    "is_global": false,
+    "reference_samples": 16,
+    "samples_per_step": 32,
+    "global_step": 75,
+    "micro_batch": null,
+    "micro_batch_unit": "rows",
+    "longest_row_tokens": 512,
+    "left_over": [
+      96,
+      100
+    ],
+    "dataset_samples": 400,
+    "ranks": 4,
+    "memory_limit_bytes": 85899345920,
+    "schedule": {
+      "trace": 0.1,
+      "samples": [
+        1,
+        2
+      ]
+    },
+    "history": [
+      {
+        "epoch": 0,
+        "batch_size": 4,
+        "reason": "config"
+      }
+    ]
+  }
+}
+"""
+
+
+def test_a_file_of_an_earlier_version_is_read_and_written_to_the_same_bytes(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text(EARLIER)
+    assert read_state(path, epochs_run=2) == STATE
+    path.unlink()
+    write_state(path, STATE)
+    assert path.read_text() == EARLIER
 
 
 # ---- what cannot be read
@@ -169,57 +216,3 @@ def test_all_changes_are_said_and_what_a_run_itself_moves_on_is_none() -> None:
     ]
     assert STATE.changes(replace(STATE, global_step=80, epochs_run=3, history=[], left_over=(0, 0))) == []
     assert STATE.changes(replace(STATE, memory_limit_bytes=None)) == []  # not known
-
-
-# ---- functions with a state
-
-
-class Stateful:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def __call__(self, epoch: int, current_batch_size: int) -> int:
-        return 0
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.state = state_dict
-
-
-@pytest.mark.parametrize(
-    "function", [None, lambda epoch, size: 0, Stateful({"seen": [1, 2.5, None]}), gradient_noise_scale()]
-)
-def test_a_function_without_a_state_or_with_one_that_json_holds_passes(function: object) -> None:
-    refuse_unsavable(function)
-
-
-@pytest.mark.parametrize("state", [{"seen": {1, 2}}, {(1, 2): 3}, {"bytes": b"1"}])
-def test_a_state_that_json_cannot_hold_is_refused(state: Any) -> None:
-    with pytest.raises(InputError) as refused:
-        refuse_unsavable(Stateful(state))
-    sentence = str(refused.value)
-    assert sentence.startswith(
-        "`batch_increase_function.state_dict()` must give what JSON can hold, but fails: TypeErr"
-    )
-    assert sentence.endswith(".")
-    assert "\n" not in sentence
-
-
-def raises_in_its_state() -> dict[str, Any]:
-    raise AttributeError("no state yet")
-
-
-@pytest.mark.parametrize(
-    ("state", "sentence"),
-    [
-        (lambda: {1: (2, 3)}, "but gives {1: (2, 3)}, which comes back as {'1': [2, 3]}."),
-        (raises_in_its_state, "but fails: AttributeError: no state yet."),
-    ],
-)
-def test_a_state_that_does_not_come_back_as_it_was_is_refused(state: Any, sentence: str) -> None:
-    function = SimpleNamespace(state_dict=state, load_state_dict=lambda state: None)
-    with pytest.raises(InputError) as caught:
-        refuse_unsavable(function)
-    assert str(caught.value).endswith(sentence)

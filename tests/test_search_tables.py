@@ -1,27 +1,9 @@
-"""The report is complete, never half written, and its table can be read."""
+"""What a search found can be read: columns align, blanks are blank, and the summary says what it rests on."""
 
-import json
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from torchtune_adaptive.search.strategies import Probe, SearchResult
-from torchtune_adaptive.training.report import REPORT_NAME, AdaptiveReport, probe_table, rate_table, summary
-
-KEYS = {
-    "strategy",
-    "exact_batch_size",
-    "batch_size",
-    "memory_limit_bytes",
-    "margin",
-    "seq_len",
-    "world_size",
-    "probes",
-    "history",
-}
-PROBE_KEYS = {"batch_size", "fits", "peak_bytes", "phase_peak_bytes", "seconds"}
-HISTORY_KEYS = {"epoch", "batch_size", "reason"}
+from torchtune_adaptive.search.tables import length_table, probe_table, rate_table, summary
 
 PROBES = (
     Probe(
@@ -55,59 +37,7 @@ def result_of(**changes: Any) -> SearchResult:
     return SearchResult(**(figures | changes))
 
 
-@pytest.fixture
-def report() -> AdaptiveReport:
-    made = AdaptiveReport(result_of(), seq_len=128)
-    made.decided(epoch=0, batch_size=2, reason="binary_search search")
-    made.decided(epoch=3, batch_size=4, reason="grew")
-    return made
-
-
-# ---- the file
-
-
-def test_the_file_has_every_key_that_is_promised(report: AdaptiveReport, tmp_path: Path) -> None:
-    content = json.loads(report.write(tmp_path).read_text())
-    assert set(content) >= KEYS
-    assert all(set(probe) >= PROBE_KEYS for probe in content["probes"])
-    assert all(set(entry) == HISTORY_KEYS for entry in content["history"])
-    assert {key: content[key] for key in ("strategy", "exact_batch_size", "batch_size", "seq_len", "world_size")} == {
-        "strategy": "binary_search",
-        "exact_batch_size": 2,
-        "batch_size": 2,
-        "seq_len": 128,
-        "world_size": 2,
-    }
-    assert (content["memory_limit_bytes"], content["margin"]) == (100 * 2**20, 0.05)
-
-
-def test_probes_and_decisions_are_in_the_order_in_which_they_were_made(report: AdaptiveReport, tmp_path: Path) -> None:
-    content = json.loads(report.write(tmp_path).read_text())
-    assert [(probe["batch_size"], probe["fits"]) for probe in content["probes"]] == [(2, True), (1000, False)]
-    assert [probe["phase_peak_bytes"] for probe in content["probes"]] == [probe.phase_peak_bytes for probe in PROBES]
-    assert content["history"] == [
-        {"epoch": 0, "batch_size": 2, "reason": "binary_search search"},
-        {"epoch": 3, "batch_size": 4, "reason": "grew"},
-    ]
-
-
-def test_the_file_lies_where_it_is_promised_in_a_directory_made_for_it(report: AdaptiveReport, tmp_path: Path) -> None:
-    path = report.write(str(tmp_path / "new" / "run"))
-    assert path == tmp_path / "new" / "run" / "adaptive_batch.json"
-    assert REPORT_NAME == "adaptive_batch.json"
-
-
-def test_what_was_not_looked_for_is_not_in_the_file_and_what_was_is(tmp_path: Path) -> None:
-    assert set(json.loads(AdaptiveReport().write(tmp_path).read_text())) == {"history"}
-    report = AdaptiveReport(result_of(), seq_len=128, token_budget=1920, tokens_per_second={2: 99.5, 1: 60.0})
-    report.decided(epoch=0, batch_size=64, reason="config", samples_per_step=64)
-    content = json.loads(report.write(tmp_path).read_text())
-    assert set(content) >= KEYS
-    assert (content["token_budget"], content["tokens_per_second"]) == (1920, {"2": 99.5, "1": 60.0})
-    assert content["history"] == [{"epoch": 0, "batch_size": 64, "samples_per_step": 64, "reason": "config"}]
-
-
-# ---- the table
+# ---- probes
 
 
 def test_the_columns_of_the_table_align() -> None:
@@ -146,6 +76,18 @@ def test_a_table_without_probes_is_its_header() -> None:
     header, rule = probe_table(result_of(probes=())).splitlines()
     assert header.split() == ["batch_size", "peak", "may", "use", "fits", "seconds"]
     assert len(header) == len(rule)
+
+
+# ---- lengths and rates
+
+
+def test_the_table_of_lengths_has_a_line_for_each_probe_with_its_tokens() -> None:
+    header, _, *rows = length_table([(256, PROBES[0]), (16, PROBES[1])]).splitlines()
+    assert header.split() == ["rows", "of", "rows", "tokens", "peak", "fits", "seconds"]
+    assert [row.split() for row in rows] == [
+        ["256", "2", "512", "3.0", "MiB", "yes", "0.25"],
+        ["16", "1000", "16000", "123.0", "MiB", "no", "12.00"],
+    ]
 
 
 def test_the_table_of_rates_has_a_line_for_each_size_by_size_and_marks_the_one_chosen() -> None:

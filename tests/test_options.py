@@ -1,0 +1,120 @@
+"""What of a stock config cannot be combined with ours is refused before anything is set up, with the option's name."""
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.stock.options import check_options, why_unrecoverable
+
+SEARCHES: dict[str, Any] = {"use_maximum_batch_size": True}
+
+
+def check(config: dict[str, Any], *, ranks: int = 1, **settings: Any) -> None:
+    check_options(OmegaConf.create({"device": "cuda"} | config), AdaptiveSettings(**settings), ranks=ranks)
+
+
+def refusal(config: dict[str, Any], *, ranks: int = 1, **settings: Any) -> str:
+    with pytest.raises(InputError) as refused:
+        check(config, ranks=ranks, **settings)
+    return str(refused.value)
+
+
+# ---- searches
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            {"optimizer_in_bwd": True},
+            "`optimizer_in_bwd` must be False for a search of the batch size, but is True instead;"
+            " with optimizer_in_bwd=False an 8-bit optimizer such as torchao.optim.AdamW8bit saves memory too.",
+        ),
+        (
+            {"tensor_parallel_dim": 2},
+            "`tensor_parallel_dim` must be 1 for a search of the batch size, but is 2 instead.",
+        ),
+        (
+            {"compile": True, "device": "cpu"},
+            "`compile` must be False for a search on the CPU, where the memory of compiled code cannot be metered,"
+            " but is True instead.",
+        ),
+    ],
+)
+def test_what_a_search_cannot_measure_or_undo_is_refused_only_where_there_is_one(
+    config: dict[str, Any], sentence: str
+) -> None:
+    assert refusal(config, **SEARCHES) == sentence
+    assert refusal(config, batch_increase_function=lambda epoch, size: 1) == sentence
+    check(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"optimizer_in_bwd": False, "tensor_parallel_dim": 1, "compile": False, "enable_async_checkpointing": False},
+        {"compile": True, "device": "cuda:1"},
+        {"compile": False, "device": "cpu"},
+    ],
+)
+def test_other_options_pass(config: dict[str, Any]) -> None:
+    check(config, **SEARCHES)
+
+
+# ---- steps within backward
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("global_batch_size", 8), ("max_tokens_per_micro_batch", 512), ("lr_scaling", "sqrt")]
+)
+def test_steps_within_backward_cannot_be_cut_or_scaled(name: str, value: Any) -> None:
+    assert refusal({"optimizer_in_bwd": True}, **{name: value}) == (
+        f"`optimizer_in_bwd` must be False with `{name}` {value}, but is True instead."
+    )
+    check({"optimizer_in_bwd": False}, **{name: value})
+    check({}, **{name: value})
+
+
+# ---- checkpoints in the background
+
+
+def test_saving_in_the_background_is_refused_on_several_cpu_ranks_alone() -> None:
+    saves = {"enable_async_checkpointing": True}
+    assert refusal(saves | {"device": "cpu"}, ranks=3) == (
+        "`enable_async_checkpointing` must be False on 3 CPU ranks, whose collectives in the background would get"
+        " between those of training, but is True instead."
+    )
+    check(saves | {"device": "cpu"}, ranks=1)
+    check(saves, ranks=3)
+    check({"enable_async_checkpointing": False, "device": "cpu"}, ranks=3)
+    check({"device": "cpu"}, ranks=3)
+
+
+# ---- recovery
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"device": "cpu"}, ""),
+        ({"device": "cuda"}, ""),
+        ({"device": "cuda:3"}, ""),
+        ({"device": "cuda", "optimizer_in_bwd": False, "tensor_parallel_dim": 1}, ""),
+        (
+            {"device": "cuda", "optimizer_in_bwd": True},
+            "with `optimizer_in_bwd` parameters change before the ranks can agree on a step",
+        ),
+        (
+            {"device": "cuda", "tensor_parallel_dim": 2},
+            "with `tensor_parallel_dim` above 1 collectives depend on the batch",
+        ),
+        ({"device": "xpu:0"}, "it is built for the CPU and CUDA, not for `device` xpu:0"),
+        ({"device": "mps"}, "it is built for the CPU and CUDA, not for `device` mps"),
+    ],
+)
+def test_what_cannot_recover_is_named_with_its_reason(config: dict[str, Any], reason: str) -> None:
+    assert why_unrecoverable(OmegaConf.create(config)) == reason

@@ -1,0 +1,73 @@
+"""The profiler moves on once for each step, and the memory history is that of the steps asked for."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from torchtune_adaptive.training.profiling import StepProfiler
+
+
+class Calls:
+    """Stands for torchtune's profiler and for CUDA's memory history; remembers what was asked of them, in order."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def start(self) -> None:
+        self.made.append("start")
+
+    def step(self) -> None:
+        self.made.append("step")
+
+    def stop(self) -> None:
+        self.made.append("stop")
+
+    def record_memory_history(self, **options: Any) -> None:
+        self.made.append(f"history{options or ''}")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    calls = Calls()
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", calls.record_memory_history)
+    return calls
+
+
+def run(profiler: StepProfiler, calls: Calls, *, epochs: int = 2, steps: int = 5) -> dict[str, list[str]]:
+    """What was asked for before and after each step, by "epoch.step", and around training."""
+    profiler.start()
+    asked = {"begin": calls.made.copy()}
+    for epoch in range(epochs):
+        for step in range(1, steps + 1):
+            calls.made.clear()
+            profiler.begin_step(epoch, step)
+            calls.made.append("training")
+            profiler.end_step(epoch, step)
+            asked[f"{epoch}.{step}"] = calls.made.copy()
+    calls.made.clear()
+    profiler.stop()
+    return asked | {"end": calls.made}
+
+
+def test_the_profiler_is_started_stepped_once_for_each_step_and_stopped(calls: Calls) -> None:
+    asked = run(StepProfiler(calls, memory_steps=None), calls)
+    assert (asked.pop("begin"), asked.pop("end")) == (["start"], ["stop"])
+    assert list(asked.values()) == [["training", "step"]] * 10
+
+
+@pytest.mark.parametrize(("memory_steps", "first", "last"), [(range(2, 5), "0.2", "0.4"), (range(1, 6), "0.1", "0.5")])
+def test_memory_history_is_recorded_from_the_first_to_the_last_of_its_steps_in_the_first_epoch(
+    calls: Calls, memory_steps: range, first: str, last: str
+) -> None:
+    asked = run(StepProfiler(calls, memory_steps=memory_steps), calls)
+    expected = {place: ["training", "step"] for place in asked} | {"begin": ["start"], "end": ["stop"]}
+    expected[first] = ["history", "training", "step"]
+    expected[last] = ["training", "history{'enabled': None}", "step"]
+    assert asked == expected
+
+
+def test_memory_history_of_a_single_step_begins_and_ends_with_it(calls: Calls) -> None:
+    asked = run(StepProfiler(calls, memory_steps=range(3, 4)), calls)
+    assert asked["0.3"] == ["history", "training", "history{'enabled': None}", "step"]
+    assert [place for place, made in asked.items() if any("history" in one for one in made)] == ["0.3"]

@@ -1,0 +1,173 @@
+"""A run begins with what config or search say, and goes on where an earlier part of it, ours or stock's, has been."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+from torchtune_adaptive.batch.growth import BatchGrowth
+from torchtune_adaptive.batch.loader import GlobalStepLoader, StepLoader
+from torchtune_adaptive.batch.row_format import TokenRows
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.search.sizes import Sizes
+from torchtune_adaptive.search.strategies import SearchResult
+from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.training.run_state import AdaptiveState
+from torchtune_adaptive.training.start import StartingPoint, starting_point
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
+
+EPOCHS = 4
+DATASET: Any = [{"tokens": [0]}] * 240  # with 2 micro-steps and 1 rank 120 rows of a micro-step are an epoch
+FOUND = SearchResult(
+    strategy="binary_search",
+    exact_batch_size=13,
+    batch_size=8,
+    bound=100,
+    memory_limit_bytes=1000,
+    margin=0.05,
+    world_size=1,
+    probes=(),
+)
+SEARCHED = Sizes(result=FOUND, probe_row={"tokens": [0]}, seq_len=1, fitting_rows=8)
+SAVED = AdaptiveState(
+    epochs_run=2,
+    schedule_steps=25,
+    batch_size=7,
+    is_global=False,
+    reference_samples=16,
+    samples_per_step=32,
+    global_step=77,
+    micro_batch=None,
+    micro_batch_unit="rows",
+    longest_row_tokens=512,
+    left_over=(96, 100),
+    dataset_samples=400,
+    ranks=4,
+    memory_limit_bytes=1000,
+)
+
+
+def adds_two(epoch: int, current_batch_size: int) -> int:
+    return 2
+
+
+def loader_of(batch_size: int, *, is_global: bool = False) -> StepLoader:
+    sampler = StatefulDistributedSampler(DATASET, 1, 0, shuffle=False)
+    options: dict[str, Any] = {"batch_size": batch_size, "max_steps_per_epoch": None}
+    if is_global:
+        return GlobalStepLoader(sampler, TokenRows(-100), **options)
+    return StepLoader(sampler, TokenRows(-100), micro_steps=2, **options)
+
+
+class Case(NamedTuple):
+    """What a run begins from, with the config's ``batch_size`` of 4; ``config`` is of `AdaptiveSettings`."""
+
+    config: dict[str, Any]
+    sizes: Sizes = Sizes()
+    is_global: bool = False
+    batch_size: int = 4
+    epochs_run: int = 0
+    saved: AdaptiveState | None = None
+
+    def start(self) -> tuple[StartingPoint, BatchGrowth]:
+        settings = AdaptiveSettings(**self.config)
+        loader = loader_of(self.batch_size, is_global=self.is_global)
+        growth = BatchGrowth(settings.batch_increase_function, total_epochs=EPOCHS, consensus=Consensus())
+        start = starting_point(settings, loader, growth, self.sizes, epochs_run=self.epochs_run, saved=self.saved)
+        assert loader.batch_size == self.batch_size
+        return start, growth
+
+
+GROWS: dict[str, Any] = {"batch_increase_function": adds_two}
+MAXIMUM: dict[str, Any] = {"use_maximum_batch_size": True}
+GLOBAL: dict[str, Any] = {"global_batch_size": 12}
+FAST = replace(SEARCHED, fitting_rows=4)  # the smallest of the sizes that are as fast as the best
+
+BEGINNINGS = {
+    "as the config says": (Case({}), StartingPoint(4, 120, 0, 30)),
+    "with what was found": (Case(MAXIMUM, SEARCHED), StartingPoint(8, 8, 0, 15)),
+    "with what was found to be fast": (Case(MAXIMUM, FAST), StartingPoint(4, 8, 0, 30)),
+    "growing to what was found": (Case(GROWS, SEARCHED), StartingPoint(4, 8, 0, 30)),
+    "as large as fits, above the power of two": (
+        Case(GROWS, SEARCHED, batch_size=13),
+        StartingPoint(13, 8, 0, 9),
+    ),
+    "growing to a number": (Case(GROWS | {"growth_limit": 20}, SEARCHED), StartingPoint(4, 20, 0, 30)),
+    "growing to a number above the data": (Case(GROWS | {"growth_limit": 500}, SEARCHED), StartingPoint(4, 120, 0, 30)),
+    "growing without a bound": (Case(GROWS | {"growth_limit": "none"}, SEARCHED), StartingPoint(4, 120, 0, 30)),
+    "above what fits, without growing": (Case({}, SEARCHED, batch_size=20), StartingPoint(20, 8, 0, 6)),
+    "above what fits, cut by a growth limit": (
+        Case(GROWS | {"growth_limit": 40}, SEARCHED, batch_size=20),
+        StartingPoint(20, 40, 0, 6),
+    ),
+    "a global batch": (Case(GLOBAL, is_global=True, batch_size=12), StartingPoint(12, 240, 0, 20)),
+    "a global batch in micro-batches as found": (
+        Case(GLOBAL | MAXIMUM, SEARCHED, is_global=True, batch_size=12),
+        StartingPoint(12, 8, 0, 20),
+    ),
+    "a global batch that grows": (
+        Case(GLOBAL | GROWS | {"growth_limit": 100}, SEARCHED, is_global=True, batch_size=12),
+        StartingPoint(12, 100, 0, 20),
+    ),
+}
+CONTINUATIONS = {
+    "of stock": (Case({}, epochs_run=2), StartingPoint(4, 120, 60, 30)),
+    "of stock, with what was found": (Case(MAXIMUM, SEARCHED, epochs_run=3), StartingPoint(8, 8, 45, 15)),
+    "of stock, as if the batch had grown": (  # 6 and 8 rows: 20 and 15 steps
+        Case(GROWS, SEARCHED, epochs_run=2),
+        StartingPoint(8, 8, 35, 30),
+    ),
+    "ours": (Case({}, epochs_run=2, saved=SAVED), StartingPoint(4, 120, 77, 25)),
+    "ours, with what had been found": (
+        Case(MAXIMUM, SEARCHED, epochs_run=2, saved=SAVED),
+        StartingPoint(7, 8, 77, 25),
+    ),
+    "ours, with what it had grown to": (Case(GROWS, SEARCHED, epochs_run=2, saved=SAVED), StartingPoint(7, 8, 77, 25)),
+    "ours, from rows to a global batch": (
+        Case(GLOBAL | MAXIMUM, SEARCHED, is_global=True, batch_size=12, epochs_run=2, saved=SAVED),
+        StartingPoint(12, 8, 77, 25),
+    ),
+    "ours, from rows to a global batch that grows": (
+        Case(GLOBAL | GROWS | {"growth_limit": "none"}, is_global=True, batch_size=12, epochs_run=2, saved=SAVED),
+        StartingPoint(16, 240, 77, 25),
+    ),
+    "ours, from a global batch to rows": (
+        Case(GROWS, SEARCHED, epochs_run=1, saved=replace(SAVED, is_global=True)),
+        StartingPoint(6, 8, 77, 25),
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "expected"), BEGINNINGS.values(), ids=list(BEGINNINGS))
+def test_a_run_begins(case: Case, expected: StartingPoint) -> None:
+    assert case.start()[0] == expected
+
+
+@pytest.mark.parametrize(("case", "expected"), CONTINUATIONS.values(), ids=list(CONTINUATIONS))
+def test_a_run_goes_on(case: Case, expected: StartingPoint) -> None:
+    assert case.start()[0] == expected
+
+
+def test_the_batch_grows_as_far_as_was_decided() -> None:
+    _, growth = Case(GROWS, SEARCHED).start()
+    assert growth.sizes(4) == [6, 8, 8, 8]
+    _, growth = Case(GROWS | {"growth_limit": 9}, SEARCHED).start()
+    assert growth.sizes(4) == [6, 8, 8, 8]
+    _, growth = Case(GROWS | {"growth_limit": 10}, SEARCHED).start()
+    assert growth.sizes(4) == [6, 8, 10, 10]
+
+
+@pytest.mark.parametrize(("bound", "what"), [(100, "that fits"), (13, "that data set and max_batch_size allow")])
+def test_a_batch_that_is_to_grow_and_does_not_fit_is_refused(bound: int, what: str) -> None:
+    sizes = replace(SEARCHED, result=replace(FOUND, bound=bound))
+    with pytest.raises(InputError) as refused:
+        Case(GROWS, sizes, batch_size=14).start()
+    assert str(refused.value) == f"`batch_size` must be at most the largest {what} (13), but is 14 instead."
+
+
+def test_a_bad_answer_of_the_function_is_refused() -> None:
+    with pytest.raises(InputError, match="at epoch 3"):
+        Case({"batch_increase_function": lambda epoch, size: -1 if epoch == 3 else 1}, SEARCHED).start()

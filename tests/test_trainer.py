@@ -1,0 +1,647 @@
+"""The loop: epochs with growth between them, every figure that is logged, what is saved, and a resumed run.
+
+The toy: the model is one weight w, the loss of a row w * x where x is its first token. So the gradient of a step is the
+mean x of its rows, whatever w is, and all numbers can be worked out by hand.
+"""
+
+import gc
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+from torchtune_adaptive import trainer as trainer_module
+from torchtune_adaptive.batch.growth import BatchGrowth
+from torchtune_adaptive.batch.limits import RowLimit
+from torchtune_adaptive.batch.loader import GlobalStepLoader, StepLoader
+from torchtune_adaptive.batch.micro_batches import MicroBatcher
+from torchtune_adaptive.batch.noise_scale import GradientNorms, MeasuredSchedule
+from torchtune_adaptive.batch.row_format import Row, TokenRows
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.distributed.dry_run import dry_run
+from torchtune_adaptive.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.memory.phases import Phases
+from torchtune_adaptive.search.sizes import Sizes
+from torchtune_adaptive.search.strategies import SearchResult
+from torchtune_adaptive.settings import LearningRateScaling
+from torchtune_adaptive.testing import Fault
+from torchtune_adaptive.trainer import Trainer
+from torchtune_adaptive.training.learning_rate import LearningRate
+from torchtune_adaptive.training.objectives import Loss
+from torchtune_adaptive.training.oom_retry import OomRetry, Run
+from torchtune_adaptive.training.optimizers import OptimizerStep
+from torchtune_adaptive.training.profiling import StepProfiler
+from torchtune_adaptive.training.record import RunRecord
+from torchtune_adaptive.training.run_state import AdaptiveState, read_state, state_path
+from torchtune_adaptive.training.step_log import StepLog
+from torchtune_adaptive.training.train_step import StepSums, TrainStep
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
+
+CPU = torch.device("cpu")
+W, LR = 2.0, 0.25
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_garbage_collection() -> Iterator[None]:
+    """Each dry run collects garbage; it need not go through all that this process has imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def rows_of(*xs: float, lengths: Sequence[int] = ()) -> list[Row]:
+    return [{"tokens": [x] * length} for x, length in zip(xs, lengths or [1] * len(xs), strict=True)]
+
+
+TWELVE = rows_of(*range(12))
+
+
+class Recording(MeasuredSchedule):
+    """Remembers what it is told of every second step, and never grows."""
+
+    every_steps = 2
+
+    def __init__(self) -> None:
+        self.seen: list[GradientNorms] = []
+
+    def observe(self, norms: GradientNorms) -> None:
+        self.seen.append(norms)
+
+    def __call__(self, epoch: int, current_batch_size: int) -> int:
+        return 0
+
+    def figures(self) -> dict[str, float]:
+        return {"seen": float(len(self.seen))}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": len(self.seen)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def adds_two_in_epoch_one(epoch: int, current_batch_size: int) -> int:
+    return 2 if epoch == 1 else 0
+
+
+@dataclass
+class Toy:
+    """A trainer over ``dataset`` with all of its parts; no recipe, no config, no process group.
+
+    Attributes:
+        events: what was called, in order, with the argument.
+        logged: the figures of each step.
+        fitting: sizes of micro-batches up to it fit where larger ones are tried again.
+    """
+
+    directory: Path
+    dataset: list[Row] = field(default_factory=lambda: TWELVE)
+    batch_size: int = 2
+    micro_steps: int = 1
+    global_batch_size: int | None = None
+    function: Any = None
+    maximum: int = 100
+    sizes: Sizes = field(default_factory=Sizes)
+    epochs: range = range(2)
+    steps_done: int = 0
+    saved: AdaptiveState | None = None
+    max_grad_norm: float | None = None
+    decays: bool = False
+    rule: LearningRateScaling = "none"
+    schedule_steps: int | None = None
+    every_steps: int = 1
+    ranks: int = 1
+    meter: CpuMeter | None = None
+    recovers: bool = False
+    fitting: int = 0
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.SGD
+    events: list[str] = field(default_factory=list)
+    logged: dict[int, dict[str, float]] = field(default_factory=dict)
+    on_before_step: Callable[[int], object] = lambda step: None
+    on_log: Callable[[], object] = lambda: None
+    on_save: Callable[[int], object] = lambda epoch: None
+
+    def __post_init__(self) -> None:
+        self.model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(self.model.weight, W)
+        make_optimizer: Any = self.optimizer_class
+        self.optimizer: torch.optim.Optimizer = make_optimizer(self.model.parameters(), lr=LR)
+        self.tried: list[int] = []
+        phases = Phases([self.model], self.meter)
+        self.step = TrainStep(
+            self._objective,
+            OptimizerStep(self.model, [self.optimizer], ranks=1, max_grad_norm=self.max_grad_norm),
+            collate=lambda rows: torch.tensor([[float(row["tokens"][0]), len(row["tokens"])] for row in rows]),
+            device=CPU,
+            phases=phases,
+            meter=self.meter,
+        )
+        self.loader = self._loader()
+        limit = self.sizes.limit(self.loader.rows_per_micro_step)
+        micro_batches = MicroBatcher(limit, TokenRows(-100), Consensus(), make_silent_row=dict)
+        self.retry = OomRetry(
+            self.step,
+            micro_batches,
+            recovery=self._recovery() if self.recovers else None,
+            phases=phases,
+            meter=self.meter,
+            consensus=Consensus(),
+            first_that_fits=self._first_that_fits,
+        )
+        growth = BatchGrowth(self.function, total_epochs=self.epochs.stop, consensus=Consensus())
+        growth.set_maximum(self.maximum)
+        self.record = RunRecord(
+            self.directory, state_path(self.directory), self.sizes, memory_limit_bytes=1000, writes=True
+        )
+        self.trainer = Trainer(
+            self.step,
+            self.retry,
+            self.loader,
+            growth,
+            self._rate(),
+            self.record,
+            StepLog(
+                SimpleNamespace(log_dict=self._log),
+                self.step,
+                self.retry,
+                self.loader,
+                growth,
+                every_steps=self.every_steps,
+                device=CPU,
+                ranks=self.ranks,
+                with_memory_stats=False,
+            ),
+            StepProfiler(
+                SimpleNamespace(**{name: partial(self.events.append, name) for name in ("start", "step", "stop")}),
+                memory_steps=None,
+            ),
+            sizes=self.sizes,
+            before_step=self._before_step,
+            save=self._save,
+            epochs=self.epochs,
+            steps_done=self.steps_done,
+        )
+
+    def train(self) -> "Toy":
+        self.trainer.train()
+        return self
+
+    @property
+    def weight(self) -> float:
+        return self.model.weight.item()
+
+    def figures(self, name: str) -> list[float]:
+        """The logged figure of each step."""
+        return [figures[name] for figures in self.logged.values()]
+
+    def history(self) -> list[dict[str, Any]]:
+        """As the report on disk has it."""
+        return json.loads((self.directory / "adaptive_batch.json").read_text())["history"]
+
+    def _objective(self, batch: torch.Tensor) -> Loss:
+        xs, lengths = batch[:, :1], batch[:, 1]  # [B, 1], [B]
+        metrics = {"twice_x": 2 * xs.sum()}
+        return Loss(self.model(xs).sum(), torch.tensor(len(batch)), lengths.sum(), metrics)
+
+    def _loader(self) -> StepLoader:
+        dataset: Any = self.dataset
+        sampler = StatefulDistributedSampler(dataset, 1, 0, shuffle=False)
+        options: dict[str, Any] = {"max_steps_per_epoch": None}
+        if self.global_batch_size is not None:
+            return GlobalStepLoader(sampler, TokenRows(-100), batch_size=self.global_batch_size, **options)
+        options |= {"batch_size": self.batch_size, "micro_steps": self.micro_steps}
+        return StepLoader(sampler, TokenRows(-100), **options)
+
+    def _rate(self) -> LearningRate:
+        def build(steps: int, last: int) -> Any:
+            return LambdaLR(self.optimizer, lambda step: 1 - step / steps, last_epoch=last) if self.decays else None
+
+        schedule_steps = self.schedule_steps or self.loader.steps_per_epoch
+        rate = LearningRate(
+            build(1, -1),
+            [self.optimizer],
+            build,
+            total_epochs=self.epochs.stop,
+            schedule_steps=schedule_steps,
+            rule=self.rule,
+            reference_samples=self.loader.samples_per_step,
+        )
+        if self.saved is not None:
+            rate.load_state_dict(asdict(self.saved))
+        steps = self.loader.steps_per_epoch
+        rate.begin(epoch=self.epochs.start, step=self.steps_done, steps_per_epoch=steps, grows=True)
+        return rate
+
+    def _recovery(self) -> Any:
+        micro_steps = [partial(self.step.micro_step, TWELVE[:count]) for count in (1, 2)]
+        return dry_run(micro_steps, model=self.model, device=CPU, consensus=Consensus()).recovery
+
+    def _first_that_fits(self, make_batch: Callable[[int], list[list[Row]]], sizes: Iterable[int]) -> int | None:
+        for size in sizes:
+            self.tried.append(len(make_batch(size)[0][0]["tokens"]))
+            if size <= self.fitting:
+                return size
+        return None
+
+    def _log(self, payload: dict[str, float], step: int) -> None:
+        self.logged[step] = payload
+        self.on_log()
+
+    def _before_step(self, step: int) -> None:
+        self.events.append(f"before {step}")
+        self.on_before_step(step)
+
+    def _save(self, epoch: int) -> None:
+        self.events.append(f"save {epoch}")
+        self.on_save(epoch)
+
+
+# ---- the figures of a step
+
+
+def test_every_figure_that_is_logged_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps of 4 rows in micro-batches of 2; the last one has a row of three tokens beside one of one."""
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
+
+    def pass_time(seconds: float) -> None:
+        now.seconds += seconds
+
+    class Peak(CpuMeter):
+        @property
+        def peak_bytes(self) -> int:
+            return 4321
+
+    toy = Toy(
+        tmp_path,
+        rows_of(*range(12), lengths=[1] * 11 + [3]),
+        micro_steps=2,
+        epochs=range(1),
+        max_grad_norm=4.0,
+        ranks=5,
+        decays=True,
+        meter=Peak(),
+        on_before_step=lambda step: pass_time(step + 1.0),
+        on_log=lambda: pass_time(1000.0),  # is not training
+    ).train()
+    always = {"global_batch_size": 4, "batch_size": 2, "micro_batch_size": 2, "oom_retries": 0}
+    always |= {"peak_memory_bytes": 4321}
+    weights = [W, W - LR * 1.5, W - LR * 1.5 - LR * 2 / 3 * 4.0]  # the second and third gradient are clipped to 4
+    assert toy.logged == {
+        step: always
+        | {
+            "loss": pytest.approx(weight * mean_x),
+            "lr": pytest.approx(LR * (1 - step / 3)),  # of the next step, as torchtune logs it
+            "tokens_per_second_per_gpu": pytest.approx(tokens / (step * 5)),
+            "padding": pytest.approx(padding),
+            "grad_norm": pytest.approx(mean_x),
+            "twice_x": pytest.approx(2 * mean_x),
+        }
+        for step, weight, mean_x, tokens, padding in (
+            (1, weights[0], 1.5, 4, 0.0),
+            (2, weights[1], 5.5, 4, 0.0),
+            (3, weights[2], 9.5, 6, 1 - 6 / 8),
+        )
+    }
+    assert toy.weight == pytest.approx(weights[2] - LR * 1 / 3 * 4.0)
+    assert (toy.trainer.meter, toy.trainer.phase) == (toy.meter, "optimizer")
+
+
+def test_steps_are_metered_and_what_is_between_them_is_not(tmp_path: Path) -> None:
+    events: list[str] = []
+
+    class Noting(CpuMeter):
+        def __enter__(self) -> "Noting":
+            events.append("metered")
+            super().__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            events.append("not metered")
+            super().__exit__(*error)
+
+    Toy(tmp_path, meter=Noting(), batch_size=6, epochs=range(1), events=events).train()
+    around = ["metered", "not metered", "step"]
+    assert events == ["start", "before 0", *around, "before 1", *around, "save 0", "stop"]
+
+
+def test_every_nth_step_is_logged_over_epochs(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, every_steps=4).train()
+    assert list(toy.logged) == [4, 8, 12]
+    assert "grad_norm" not in toy.logged[4]
+    assert "peak_memory_bytes" not in toy.logged[4]
+
+
+def test_a_global_batch_has_no_batch_size_of_torchtunes(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, global_batch_size=5, sizes=Sizes(most_rows=2), epochs=range(1)).train()
+    assert toy.figures("global_batch_size") == [5, 5]
+    assert toy.figures("micro_batch_size") == [2, 2]
+    assert not any("batch_size" in figures for figures in toy.logged.values())
+
+
+# ---- epochs
+
+
+def test_epochs_follow_each_other_and_each_is_saved_with_its_state_before_it(tmp_path: Path) -> None:
+    seen: list[tuple[int, int, bool]] = []
+
+    def on_save(epoch: int) -> None:
+        state = read_state(state_path(tmp_path), epochs_run=epoch + 1)
+        seen.append((toy.trainer.epochs_run, toy.trainer.global_step, state == toy.trainer.state()))
+
+    toy = Toy(tmp_path, batch_size=4, on_save=on_save)
+    toy.model.weight.grad = torch.full((1, 1), 1e6)  # what a search has left is not trained with
+    toy.train()
+    steps = [["before 0", "step", "before 1", "step", "before 2", "step"]]
+    steps += [["before 3", "step", "before 4", "step", "before 5", "step"]]
+    assert toy.events == ["start", *steps[0], "save 0", *steps[1], "save 1", "stop"]
+    assert seen == [(1, 3, True), (2, 6, True)]
+    weight = W
+    for loss, mean_x in zip(toy.figures("loss"), [1.5, 5.5, 9.5] * 2, strict=True):
+        assert loss == pytest.approx(weight * mean_x)
+        weight -= LR * mean_x
+    assert toy.weight == pytest.approx(weight)
+
+
+def test_samples_left_over_open_the_next_epochs_first_step(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, rows_of(*range(10)), micro_steps=2).train()
+    assert toy.figures("twice_x") == pytest.approx([2 * mean for mean in (1.5, 5.5, (8 + 9 + 0 + 1 + 2 + 3) / 6, 5.5)])
+    assert toy.trainer.state().left_over == (8, 10)
+
+
+def test_the_batch_grows_between_epochs_and_all_that_depends_on_it_follows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = Sizes(result=_result(exact=3, batch_size=2), fitting_rows=2)
+    toy = Toy(tmp_path, function=adds_two_in_epoch_one, epochs=range(3), decays=True, sizes=sizes).train()
+    assert toy.figures("batch_size") == [2] * 6 + [4] * 3 + [4] * 3
+    assert toy.figures("global_batch_size") == [2] * 6 + [4] * 6
+    assert toy.figures("micro_batch_size") == [2] * 12  # 4 rows do not fit
+    assert toy.figures("lr") == pytest.approx(
+        [LR * (1 - step / 18) for step in (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 18)]
+    )
+    reason = "epoch 1: increase of 2 granted, batch_size 2 -> 4"
+    assert toy.history() == [{"epoch": 1, "batch_size": 4, "samples_per_step": 4, "reason": reason}]
+    assert [message for message in caplog.messages if "written" not in message] == [
+        reason,
+        f"batch_size 4 ({reason}): 4 rows * 1 micro-steps * 1 ranks = 4 samples per optimizer step,"
+        " in micro-steps of at most 2 rows per rank",
+    ]
+
+
+def _result(*, exact: int, batch_size: int) -> SearchResult:
+    return SearchResult(
+        strategy="binary_search",
+        exact_batch_size=exact,
+        batch_size=batch_size,
+        bound=100,
+        memory_limit_bytes=1000,
+        margin=0,
+        world_size=1,
+        probes=(),
+    )
+
+
+def test_the_rate_scales_with_a_batch_that_grows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    toy = Toy(tmp_path, function=adds_two_in_epoch_one, rule="linear").train()
+    assert toy.figures("lr") == [LR] * 6 + [2 * LR] * 3
+    assert "learning rate * 2: linear scaling to 4 samples per optimizer step, from the config's 2" in caplog.messages
+
+
+def test_an_increase_that_is_refused_is_logged_and_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    toy = Toy(tmp_path, function=adds_two_in_epoch_one, maximum=3).train()
+    assert toy.figures("batch_size") == [2] * 12
+    assert toy.record.history == []
+    assert [message for message in caplog.messages if "written" not in message] == [
+        "epoch 1: increase of 2 refused, 2 + 2 = 4 is above the maximum of 3"
+    ]
+
+
+def test_the_batch_size_is_noted_with_how_a_step_is_cut_where_it_does_not_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Toy(tmp_path).trainer.note_batch_size("config", epoch=0)
+    Toy(tmp_path, sizes=Sizes(token_budget=64)).trainer.note_batch_size("config", epoch=0)
+    shared = Toy(tmp_path, global_batch_size=6)
+    shared.trainer.note_batch_size("config", epoch=3)
+    assert [message for message in caplog.messages if "written" not in message] == [
+        "batch_size 2 (config): 2 rows * 1 micro-steps * 1 ranks = 2 samples per optimizer step",
+        "batch_size 2 (config): 2 rows * 1 micro-steps * 1 ranks = 2 samples per optimizer step,"
+        " in micro-steps of at most 64 tokens per rank",
+        "global_batch_size 6 (config): 6 samples per optimizer step on 1 ranks,"
+        " in micro-steps of at most 6 rows per rank",
+    ]
+    assert shared.history() == [{"epoch": 3, "batch_size": 6, "samples_per_step": 6, "reason": "config"}]
+
+
+# ---- gradient noise
+
+
+def test_measured_steps_reach_the_schedule_with_the_norms_of_mean_gradients(tmp_path: Path) -> None:
+    schedule = Recording()
+    toy = Toy(tmp_path, function=schedule, batch_size=4, epochs=range(1)).train()
+    assert schedule.seen == [
+        GradientNorms(2, pytest.approx(0.5**2), 4, pytest.approx(1.5**2)),  # pyright: ignore[reportArgumentType]
+        GradientNorms(2, pytest.approx(8.5**2), 4, pytest.approx(9.5**2)),  # pyright: ignore[reportArgumentType]
+    ]
+    assert toy.figures("seen") == [1, 1, 2]
+    assert toy.figures("micro_batch_size") == [4, 4, 4]
+
+
+def test_a_step_of_one_row_is_not_measured(tmp_path: Path) -> None:
+    schedule = Recording()
+    Toy(tmp_path, function=schedule, batch_size=1, epochs=range(1)).train()
+    assert schedule.seen == []
+
+
+# ---- out of memory
+
+
+def fails_at(toy: Toy, step: int, number: int) -> None:
+    """Micro-step ``number`` of optimizer step ``step``, from 0, runs out of memory."""
+
+    def around(count: int, run: Run) -> StepSums:
+        if (toy.trainer.global_step, count) != (step, number):
+            return run()
+        with Fault(0):
+            return run()
+
+    toy.retry.wrap_micro_steps(around)
+
+
+def test_a_step_that_runs_out_of_memory_is_noted_and_trains_the_same(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, batch_size=4, recovers=True)
+    fails_at(toy, step=4, number=0)
+    toy.train()
+    assert toy.weight == pytest.approx(W - LR * 2 * (1.5 + 5.5 + 9.5))
+    assert toy.figures("oom_retries") == [0] * 4 + [1, 1]
+    assert toy.figures("micro_batch_size") == [4] * 4 + [2, 2]
+    (entry,) = toy.history()
+    reason = entry.pop("reason")
+    assert entry == {"epoch": 1, "batch_size": 4, "step": 5, "micro_batch_size": 2}
+    assert reason.startswith("micro-batch 4 -> 2 rows: in step 5 rank 0 ran out of memory in forward (not metered: Out")
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes", "batch_size"),
+    [(None, [1, 1, 1, 2, 2, 2], 4), (adds_two_in_epoch_one, [1, 1, 1, 3, 3], 6)],
+    ids=["same batch", "grown batch"],
+)
+def test_larger_micro_batches_are_tried_again_at_an_epochs_start(
+    tmp_path: Path, function: Any, sizes: list[int], batch_size: int
+) -> None:
+    """Not before the first step, when no row is known to be the longest."""
+    toy = Toy(tmp_path, batch_size=4, function=function, fitting=3)
+    toy.retry.micro_batches.resize(1)
+    toy.train()
+    assert toy.figures("micro_batch_size") == sizes
+    assert toy.history()[-1] == {
+        "epoch": 1,
+        "batch_size": batch_size,
+        "step": 4,
+        "micro_batch_size": sizes[-1],
+        "reason": f"micro-batch 1 -> {sizes[-1]} rows: fits again at the start of epoch 1",
+    }
+
+
+def test_tries_are_of_the_probes_row_or_else_of_the_longest_trained_with(tmp_path: Path) -> None:
+    dataset = rows_of(*range(12), lengths=[1] * 7 + [3] + [1] * 4)
+    toy = Toy(tmp_path, dataset, batch_size=4)
+    toy.retry.micro_batches.resize(2)
+    assert set(toy.train().tried) == {3}
+    toy = Toy(tmp_path, dataset, batch_size=4, epochs=range(1), sizes=Sizes(probe_row={"tokens": [1] * 9}))
+    toy.retry.micro_batches.resize(2)
+    assert toy.train().tried == [9]
+
+
+class FailsIn(torch.optim.SGD):
+    """Fails in its third step."""
+
+    steps = 0
+    error: Exception
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if self.steps == 3:
+            raise self.error
+        return super().step(closure)
+
+
+class OutOfMemory(FailsIn):
+    error = torch.OutOfMemoryError("CUDA out of memory")
+
+
+class OutOfMemoryInCollective(FailsIn):
+    error = torch.distributed.DistBackendError("NCCL error: Cuda failure 2 'out of memory'")
+
+
+class OtherError(FailsIn):
+    error = ZeroDivisionError("on purpose")
+
+
+@pytest.mark.parametrize("optimizer", [OutOfMemory, OutOfMemoryInCollective])
+@pytest.mark.parametrize("recovers", [False, True])
+def test_a_run_out_of_memory_in_the_optimizer_ends_with_what_to_do(
+    tmp_path: Path, optimizer: type[FailsIn], recovers: bool
+) -> None:
+    toy = Toy(tmp_path, optimizer_class=optimizer, recovers=recovers)
+    with pytest.raises(RuntimeError) as caught:
+        toy.train()
+    assert str(caught.value) == (
+        "out of memory in phase 'optimizer' of step 3, when parameters and optimizer state may be half updated: the"
+        " run must end, and may resume from its last checkpoint; an 8-bit optimizer, LoRA or more ranks would need less"
+    )
+    assert caught.value.__cause__ is optimizer.error
+    assert toy.trainer.global_step == 2
+
+
+def test_another_error_of_the_optimizer_is_not_taken_for_out_of_memory(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        Toy(tmp_path, optimizer_class=OtherError).train()
+
+
+# ---- a resumed run
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_never_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a growing batch with samples left over, a reduced micro-batch and a decaying rate."""
+    seconds = itertools.count()
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+
+    def make(directory: Path, epochs: range, **options: Any) -> Toy:
+        options |= {"micro_steps": 2, "function": adds_two_in_epoch_one, "decays": True, "epochs": epochs}
+        return Toy(directory, rows_of(*range(11)), **options)
+
+    whole = make(tmp_path / "whole", range(4))
+    whole.trainer.note_batch_size("config", epoch=0)
+    whole.retry.micro_batches.resize(1)
+    weights: list[float] = []
+    whole.on_save = lambda epoch: weights.append(whole.weight)
+    whole.train()
+    for epochs_run in (1, 2, 3):
+        saved = read_state(state_path(tmp_path / "whole"), epochs_run=epochs_run)
+        assert saved is not None
+        resumed = make(
+            tmp_path / "resumed",
+            range(epochs_run, 4),
+            batch_size=saved.batch_size,
+            steps_done=saved.global_step,
+            saved=saved,
+        )
+        nn.init.constant_(resumed.model.weight, weights[epochs_run - 1])
+        resumed.trainer.load_state(saved)
+        assert resumed.trainer.state() == saved
+        resumed.train()
+        assert resumed.logged == {step: figures for step, figures in whole.logged.items() if step > saved.global_step}
+        assert resumed.weight == whole.weight
+        assert resumed.trainer.state() == whole.trainer.state()
+        assert resumed.history() == whole.history()
+
+
+def test_what_is_not_as_it_was_is_logged_and_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved = Toy(tmp_path, epochs=range(1)).train().trainer.state()
+    caplog.clear()
+    toy = Toy(tmp_path, rows_of(*range(15)), batch_size=3, epochs=range(1, 2), steps_done=6)
+    toy.trainer.load_state(saved)
+    reason = "resumed with changes: samples in the data set 12 -> 15; samples per optimizer step 2 -> 3"
+    assert [message for message in caplog.messages if "written" not in message] == [reason]
+    assert toy.history() == [{"epoch": 1, "batch_size": 3, "reason": reason}]
+    same = Toy(tmp_path, epochs=range(1, 2), steps_done=6)
+    same.trainer.load_state(saved)
+    assert same.record.history == []
+
+
+def test_the_state_is_that_of_all_parts(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, micro_steps=2, function=Recording(), epochs=range(1), schedule_steps=7)
+    toy.retry.micro_batches.resize(1)
+    assert vars(toy.train().trainer.state()) == {
+        "epochs_run": 1,
+        "global_step": 3,
+        "batch_size": 2,
+        "is_global": False,
+        "samples_per_step": 4,
+        "left_over": (12, 12),
+        "longest_row_tokens": 1,
+        "dataset_samples": 12,
+        "ranks": 1,
+        "micro_batch": 1,
+        "micro_batch_unit": "rows",
+        "schedule_steps": 7,
+        "reference_samples": 4,
+        "schedule": {"seen": 2},
+        "history": [],
+        "memory_limit_bytes": 1000,
+    }
+    assert toy.retry.micro_batches.limit == RowLimit(1)
