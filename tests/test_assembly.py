@@ -1,0 +1,295 @@
+"""A trainer is built of a recipe's parts; it searches, trains, survives, grows and resumes without a recipe."""
+
+import gc
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+from torchtune_adaptive.assembly import RecipeParts, build_trainer
+from torchtune_adaptive.batch.row_format import Row, TokenRows
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.testing import Fault
+from torchtune_adaptive.trainer import Trainer
+from torchtune_adaptive.training.objectives import NextToken
+from torchtune_adaptive.training.optimizers import OptimizerStep
+from torchtune_adaptive.training.profiling import StepProfiler
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
+
+CPU = torch.device("cpu")
+VOCAB, WIDTH, IGNORED = 32, 16, -100
+LENGTHS = [3, 8, 5, 2, 7, 4, 6, 8, 2, 3, 5, 8]
+SEARCH: dict[str, Any] = {"use_maximum_batch_size": True, "memory_limit_bytes": 40_000, "margin": 0.0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_garbage_collection() -> Iterator[None]:
+    """Each probe collects garbage; it need not go through all that this process has imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class TinyModel(nn.Module):
+    max_seq_len = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.output = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.output(self.embedding(tokens))
+
+
+class Logger:
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def log_dict(self, metrics: dict[str, float], step: int) -> None:
+        self.steps.append(metrics | {"step": step})
+
+
+class NoProfiler:
+    def start(self) -> None: ...
+    def step(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+def collate(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    longest = max(len(row["tokens"]) for row in rows)
+    padded = [row["tokens"] + [0] * (longest - len(row["tokens"])) for row in rows]
+    labels = [row["labels"] + [IGNORED] * (longest - len(row["labels"])) for row in rows]
+    return {"tokens": torch.tensor(padded), "labels": torch.tensor(labels)}
+
+
+class Recipe:
+    """What a recipe would bring; ``saved`` are the epochs after which it was asked to save."""
+
+    def __init__(self, directory: Path, *, epochs: range = range(2), makes_scheduler: Any = LambdaLR) -> None:
+        self.model, self.logger = TinyModel(), Logger()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.saved: list[int] = []
+        self._makes_scheduler = makes_scheduler
+        generator = torch.Generator().manual_seed(0)
+        tokens = [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+        dataset: Any = [{"tokens": row, "labels": row} for row in tokens]
+        loss = nn.CrossEntropyLoss(ignore_index=IGNORED)
+        self.parts = RecipeParts(
+            models=[self.model],
+            objective=NextToken(self.model, loss, nullcontext(), weight_depends_on_cut=False),
+            stepping=OptimizerStep(self.model, [self.optimizer], ranks=1, max_grad_norm=1.0),
+            forget=lambda: None,
+            scheduler=self.build_scheduler(12, -1),
+            build_scheduler=self.build_scheduler,
+            sampler=StatefulDistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=0),
+            collate=collate,
+            row_format=TokenRows(IGNORED),
+            tokenizer_max_seq_len=8,
+            batch_size=2,
+            micro_steps=1,
+            max_steps_per_epoch=None,
+            epochs=epochs,
+            device=CPU,
+            ranks=1,
+            metric_logger=self.logger,
+            log_every_steps=1,
+            with_memory_stats=False,
+            profiler=StepProfiler(NoProfiler(), memory_steps=None),
+            output_dir=directory / "output",
+            checkpoint_dir=directory / "checkpoints",
+            why_unrecoverable="",
+            before_step=lambda step: None,
+            save=self.saved.append,
+        )
+
+    def build_scheduler(self, num_training_steps: int, last_epoch: int) -> Any:
+        if self._makes_scheduler is StepLR:
+            return StepLR(self.optimizer, 1)
+        return LambdaLR(self.optimizer, lambda step: 1 - step / num_training_steps, last_epoch)
+
+    def trainer(self, **settings: Any) -> Trainer:
+        return build_trainer(self.parts, AdaptiveSettings(**settings), Consensus())
+
+
+def train(recipe: Recipe, **settings: Any) -> list[dict[str, float]]:
+    recipe.trainer(**settings).train()
+    return recipe.logger.steps
+
+
+def figures(steps: list[dict[str, float]], *names: str) -> list[tuple[float, ...]]:
+    return [tuple(step[name] for name in names) for step in steps]
+
+
+def same_weights(one: Recipe, other: Recipe) -> bool:
+    pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def history(directory: Path) -> list[dict[str, Any]]:
+    return json.loads((directory / "output" / "adaptive_batch.json").read_text())["history"]
+
+
+def test_by_torchtunes_keys_alone_it_trains_with_them_and_writes_no_report(tmp_path: Path) -> None:
+    recipe = Recipe(tmp_path)
+    steps = train(recipe)
+    assert figures(steps, "step", "batch_size") == [(number, 2) for number in range(1, 13)]
+    assert [step["lr"] for step in steps] == pytest.approx([0.1 * (1 - number / 12) for number in range(1, 13)])
+    assert "peak_memory_bytes" not in steps[0]
+    assert recipe.saved == [0, 1]
+    assert not (tmp_path / "output").exists()
+    assert (tmp_path / "checkpoints" / "recipe_state" / "adaptive_state.json").exists()
+
+
+def test_a_search_leaves_no_trace_and_training_is_that_of_the_size_found(tmp_path: Path) -> None:
+    searched, given = Recipe(tmp_path / "searched"), Recipe(tmp_path / "given")
+    untouched = TinyModel()
+    torch.manual_seed(1)
+    random_state = torch.get_rng_state()
+    trainer = searched.trainer(**SEARCH)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    result = trainer.sizes.result
+    assert result is not None
+    assert 1 < result.batch_size < len(LENGTHS)
+    pairs = zip(searched.model.parameters(), untouched.parameters(), strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+    assert trainer.sizes.seq_len == 8
+    assert trainer.meter is not None
+    assert trainer.meter.limit_bytes == SEARCH["memory_limit_bytes"]
+    trainer.train()
+    scheduler = given.build_scheduler(2 * len(LENGTHS) // result.batch_size, -1)
+    given.parts = replace(given.parts, batch_size=result.batch_size, scheduler=scheduler)
+    steps = train(given)
+    names = ("step", "loss", "grad_norm", "batch_size")
+    assert figures(searched.logger.steps, *names) == figures(steps, *names)
+    assert same_weights(searched, given)
+    assert history(tmp_path / "searched") == [
+        {
+            "epoch": 0,
+            "batch_size": result.batch_size,
+            "samples_per_step": result.batch_size,
+            "reason": "linear_extrapolation search",
+        }
+    ]
+
+
+def test_an_error_in_training_is_survived_and_can_be_left_to_end_the_run(tmp_path: Path) -> None:
+    survivor, given = Recipe(tmp_path / "survivor"), Recipe(tmp_path / "given")
+    trainer = survivor.trainer()
+    fault = Fault(5)
+
+    def fails_once(number: int, run: Any) -> Any:
+        if trainer.global_step or number:
+            return run()
+        with fault:
+            return run()
+
+    trainer.retry.wrap_micro_steps(fails_once)
+    trainer.train()
+    assert fault.has_struck
+    assert figures(survivor.logger.steps, "micro_batch_size", "oom_retries")[0] == (1, 1)
+    smaller = given.trainer()
+    smaller.micro_batches.resize(1)
+    assert smaller.retry.recovers
+    smaller.train()
+    assert figures(survivor.logger.steps, "step", "loss") == figures(given.logger.steps, "step", "loss")
+    assert same_weights(survivor, given)
+    assert not Recipe(tmp_path / "off").trainer(oom_recovery=False).retry.recovers
+    cannot = Recipe(tmp_path / "cannot")
+    cannot.parts = replace(cannot.parts, why_unrecoverable="it is not built for this")
+    assert not cannot.trainer().retry.recovers
+
+
+def grows_by_two(epoch: int, current_batch_size: int) -> int:
+    return 2 if epoch else 0
+
+
+GROWTH: dict[str, Any] = {
+    "batch_increase_function": grows_by_two,
+    "growth_limit": 6,
+    "lr_scaling": "linear",
+    "memory_limit_bytes": 2**20,
+}
+
+
+def test_a_batch_grows_and_the_rate_follows_over_the_same_schedule(tmp_path: Path) -> None:
+    steps = train(Recipe(tmp_path, epochs=range(3)), **GROWTH)
+    assert [step["batch_size"] for step in steps] == [2] * 6 + [4] * 3 + [6] * 2
+    done = [number / 6 for number in range(1, 7)] + [1 + number / 3 for number in range(1, 4)] + [2.5, 3.0]
+    # Logged after the scheduler's step: the rate of the next one, by the samples of this one.
+    expected = [0.1 * (1 - epochs / 3) * step["batch_size"] / 2 for epochs, step in zip(done, steps, strict=True)]
+    assert [step["lr"] for step in steps] == pytest.approx(expected, abs=1e-12)
+    assert [entry["epoch"] for entry in history(tmp_path)] == [0, 1, 2]
+
+
+def test_a_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path) -> None:
+    whole = Recipe(tmp_path / "whole", epochs=range(3))
+    steps = train(whole, **GROWTH)
+    first = Recipe(tmp_path / "parts", epochs=range(3))
+    first.parts = replace(first.parts, save=lambda epoch: first.saved.append(epoch) if epoch < 1 else _stop())
+    with pytest.raises(InterruptedError):
+        train(first, **GROWTH)
+    second = Recipe(tmp_path / "parts", epochs=range(1, 3))
+    kept = Recipe(tmp_path / "kept", epochs=range(1))  # the checkpoint after the first epoch
+    kept.parts = replace(kept.parts, epochs=range(3), save=lambda epoch: _stop())
+    with pytest.raises(InterruptedError):
+        train(kept, **GROWTH)
+    second.model.load_state_dict(kept.model.state_dict())
+    second.optimizer.load_state_dict(kept.optimizer.state_dict())
+    trainer = second.trainer(**GROWTH)
+    assert (trainer.epochs_run, trainer.global_step, trainer.loader.batch_size) == (1, 6, 2)
+    trainer.train()
+    names = ("step", "loss", "lr", "grad_norm", "batch_size")
+    assert figures(second.logger.steps, *names) == figures(steps[6:], *names)
+    assert same_weights(whole, second)
+    assert "config, resumed at epoch 1" in [entry["reason"] for entry in history(tmp_path / "parts")]
+
+
+def _stop() -> None:
+    raise InterruptedError
+
+
+def test_a_global_batch_is_cut_as_memory_allows(tmp_path: Path) -> None:
+    steps = train(Recipe(tmp_path), global_batch_size=5)
+    assert figures(steps, "global_batch_size", "micro_batch_size") == [(5, 2)] * 4
+    assert "batch_size" not in steps[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"global_batch_size": 13}, "`dataset` must fill an optimizer step (13 samples per optimizer step on 1 ranks)"),
+        (
+            GROWTH | SEARCH | {"growth_limit": "memory", "use_maximum_batch_size": False},
+            "the largest that fits (7), but is 8",
+        ),
+    ],
+    ids=["more samples than there are", "a start above what fits"],
+)
+def test_what_does_not_go_together_is_refused_before_training(
+    settings: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    recipe = Recipe(tmp_path)
+    recipe.parts = replace(recipe.parts, batch_size=8)
+    with pytest.raises(InputError) as refusal:
+        recipe.trainer(**settings)
+    assert sentence in str(refusal.value)
+
+
+def test_a_scheduler_that_cannot_follow_is_refused_with_growth_and_kept_without(tmp_path: Path) -> None:
+    recipe = Recipe(tmp_path, makes_scheduler=StepLR)
+    with pytest.raises(InputError) as refusal:
+        recipe.trainer(**GROWTH)
+    assert "`lr_scheduler` must make a torch.optim.lr_scheduler.LambdaLR" in str(refusal.value)
+    assert len(train(Recipe(tmp_path, makes_scheduler=StepLR))) == 12
