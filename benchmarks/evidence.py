@@ -6,7 +6,6 @@ Measures nothing itself: run what it names, for example ``make bench``, and then
 """
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
@@ -69,10 +68,10 @@ def document() -> str:
         "",
         "## Not measured",
         "",
-        *_bulleted(NOT_MEASURED if gpus else (NO_GPU, *NOT_MEASURED)),
+        *(f"- {item}" for item in (NOT_MEASURED if gpus else (NO_GPU, *NOT_MEASURED))),
     ]
     for stem in stems:
-        lines += ["", _one_level_down(found[stem]).rstrip()]
+        lines += ["", re.sub(r"^#", "##", found[stem], flags=re.MULTILINE).rstrip()]  # one level down
     return "\n".join(lines) + "\n"
 
 
@@ -85,14 +84,6 @@ def _entry(stem: str, text: str) -> str:
 def _anchor(title: str) -> str:
     """As GitHub makes them."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-
-
-def _one_level_down(text: str) -> str:
-    return re.sub(r"^#", "##", text, flags=re.MULTILINE)
-
-
-def _bulleted(items: Iterable[str]) -> list[str]:
-    return [f"- {item}" for item in items]
 
 
 if __name__ == "__main__":

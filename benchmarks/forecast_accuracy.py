@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 from tqdm import tqdm
 
-from benchmarks.live import live_recipe, no_progress_bars, probe_maker, search_again, workload_of
+from benchmarks.live import live_recipe, real_steps, search_again, workload_of
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 from tests.ranks import run_on_ranks
@@ -37,8 +37,8 @@ from tests.recipe_runs import tiny_config
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.client import trace
 from torchtune_adaptive.plan.step_peaks import StepPeaks, TracedStep
-from torchtune_adaptive.search.probe import Prober
 from torchtune_adaptive.search.strategies import SMALL_BATCH_SIZES, Probe, SearchResult, usable_bytes
+from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.settings import STRATEGIES, Strategy
 from torchtune_adaptive.tiny import MODEL_GEOMETRY, make_tiny_assets
 
@@ -237,43 +237,14 @@ class Truth:
 def measure(rank: int, cases: list[Case], tiny_dir: Path, directory: Path) -> list[Truth]:
     """Real steps of every case. A collective of as many ranks as the cases are for."""
     logging.disable(logging.WARNING)
-    progress = tqdm(cases, desc=f"real steps on {cases[0].world_size} ranks", unit=" cases", disable=rank != 0)
-    return [_truth(case, tiny_dir, directory) for case in progress]
+    return [_truth(case, tiny_dir, directory) for case in cases]
 
 
-class Steps:
-    """Takes real steps of a case's recipe, of the longest rows, under an exact meter. To make one is a collective."""
-
-    def __init__(self, case: Case, tiny_dir: Path, directory: Path) -> None:
-        self._recipe = live_recipe(config_of(case, tiny_dir, directory))
-        self._workload = workload_of(self._recipe)
-        self._make_batch = probe_maker(self._recipe)
-        self.consensus = self._workload.consensus
-
-    def probes(self, sizes: Iterable[int], *, limit_bytes: int | None) -> list[Probe]:
-        """Whole steps of ``sizes`` rows under ``limit_bytes``, up to the first that does not fit. A collective."""
-        meter = self._workload.meter_for_probes()
-        prober = Prober(self._workload, self._make_batch, meter=meter, forecasts=False)
-        with meter.exactly(), self._workload.kept_as_it_is() as restore_optimizers:
-            meter.set_limit(limit_bytes)
-            prober.warm_up(MOST_ROWS, after_failure=restore_optimizers)
-            for size in sizes:
-                if not prober.fits(size):
-                    break
-        return prober.probes
-
-    def searched(self, strategy: Strategy, limit_bytes: int) -> SearchResult:
-        """What the recipe's own search finds. A collective."""
-        return search_again(
-            self._recipe,
-            self._workload,
-            wanted_rows=START_ROWS,
-            strategy=strategy,
-            power_of_two=False,
-            max_batch_size=MOST_ROWS,
-            memory_limit_bytes=limit_bytes,
-            margin=MARGIN,
-        )
+def step_probes(recipe: Any, workload: Workload, sizes: Iterable[int], *, limit_bytes: int | None) -> list[Probe]:
+    """Whole steps of ``sizes`` rows under ``limit_bytes``, up to the first that does not fit. A collective."""
+    with real_steps(recipe, workload, limit_bytes=limit_bytes) as prober:
+        all(prober.fits(size) for size in sizes)
+    return prober.probes
 
 
 def limit_for(wanted_bytes: int) -> int:
@@ -285,23 +256,30 @@ def limit_for(wanted_bytes: int) -> int:
 
 
 def _truth(case: Case, tiny_dir: Path, directory: Path) -> Truth:
-    with no_progress_bars():  # each search has one of its own
-        steps = Steps(case, tiny_dir, directory)
-        limit_bytes, above = _limit(steps, case)
-        probes = steps.probes(range(1, MOST_ROWS + 1), limit_bytes=usable_bytes(limit_bytes, MARGIN))
-        searches = {strategy: steps.searched(strategy, limit_bytes) for strategy in STRATEGIES}
-    steps.consensus.close()
-    del steps
+    recipe = live_recipe(config_of(case, tiny_dir, directory))
+    workload = workload_of(recipe)
+    limit_bytes, above = _limit(recipe, workload, case)
+    sizes = range(1, MOST_ROWS + 1)
+    probes = step_probes(recipe, workload, sizes, limit_bytes=usable_bytes(limit_bytes, MARGIN))
+    searches = {strategy: searched(recipe, workload, strategy, limit_bytes) for strategy in STRATEGIES}
+    recipe.consensus.close()
+    del recipe, workload
     gc.collect()
     return Truth(limit_bytes, tuple(probes), above, searches)
 
 
-def _limit(steps: Steps, case: Case) -> tuple[int, Probe]:
+def _limit(recipe: Any, workload: Workload, case: Case) -> tuple[int, Probe]:
     """The case's limit, by real steps without one, and the step of one row more than was drawn. A collective."""
-    below, above = steps.probes([case.rows, case.rows + 1], limit_bytes=None)
-    fits, needs = (steps.consensus.max_over_ranks(probe.peak_bytes) for probe in (below, above))
+    below, above = step_probes(recipe, workload, [case.rows, case.rows + 1], limit_bytes=None)
+    fits, needs = (workload.consensus.max_over_ranks(probe.peak_bytes) for probe in (below, above))
     usable = {LIMITS[0]: fits, LIMITS[1]: max(fits, needs - 1), LIMITS[2]: int(fits + case.place * (needs - fits))}
     return limit_for(usable[case.limit]), above
+
+
+def searched(recipe: Any, workload: Workload, strategy: Strategy, limit_bytes: int) -> SearchResult:
+    """What the recipe's own search finds. A collective."""
+    options = {"max_batch_size": MOST_ROWS, "power_of_two": False, "margin": MARGIN, "memory_limit_bytes": limit_bytes}
+    return search_again(recipe, workload, wanted_rows=START_ROWS, strategy=strategy, **options)
 
 
 @dataclass(frozen=True)

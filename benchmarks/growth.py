@@ -10,18 +10,17 @@ optimizer's.
 import argparse
 import itertools
 import statistics
-import tempfile
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torchtune.training.lr_schedulers import get_lr
 
-from benchmarks.live import Watch, live_recipe, train_step, workload_of
-from benchmarks.provenance import gloo_ranks, provenance
+from benchmarks.live import Watch, live_recipe, timed_step, workload_of
+from benchmarks.on_ranks import measured_on_ranks
+from benchmarks.provenance import provenance
 from benchmarks.tables import publish, spread, table
-from tests.ranks import run_on_ranks
 from tests.recipe_runs import RecordingLogger, tiny_config
 from torchtune_adaptive.tiny import make_tiny_assets
 
@@ -49,6 +48,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "adaptive__lr_scaling": "sqrt",
     },
 }
+Rows = list[list[str]]  # of a table
 NAMES = ("epoch", "batch", "samples per step", "micro-batch", "planned", "taken", "first rate", "last rate")
 
 
@@ -56,7 +56,7 @@ class Epochs(Watch):
     """Notes a row of the table for each epoch; none but on rank 0, which logs."""
 
     def __init__(self) -> None:
-        self.rows: list[list[str]] = []
+        self.rows: Rows = []
         self._rates: list[float] = []
 
     def before_step(self, number: int) -> None:
@@ -79,7 +79,7 @@ class Epochs(Watch):
         )
 
 
-def _train(rank: int, tiny_dir: Path, output_dir: Path, overrides: dict[str, Any]) -> list[list[str]]:
+def _train(tiny_dir: Path, output_dir: Path, overrides: dict[str, Any]) -> Rows:
     common: dict[str, Any] = {
         "batch_size": 4,
         "epochs": 5,
@@ -92,9 +92,9 @@ def _train(rank: int, tiny_dir: Path, output_dir: Path, overrides: dict[str, Any
     return epochs.rows
 
 
-def _time_measuring(rank: int, tiny_dir: Path, output_dir: Path) -> list[list[str]]:
+def _time_measuring(tiny_dir: Path, output_dir: Path) -> Rows:
     """What a measured step takes longer than another of the same samples, if that has one micro-step, or two."""
-    rows: list[list[str]] = []
+    rows: Rows = []
     for micro_batch in (16, 8):
         options: dict[str, Any] = {"batch_size": micro_batch, "tokenizer__max_seq_len": 64}
         options |= {"adaptive": {"global_batch_size": 16 * RANKS}}  # no limit: a meter takes time per operation
@@ -103,36 +103,34 @@ def _time_measuring(rank: int, tiny_dir: Path, output_dir: Path) -> list[list[st
         seconds: dict[bool, list[float]] = {True: [], False: []}
         for samples in itertools.islice(recipe.trainer.loader.steps(0), 1 + ROUNDS):
             for measured, taken in seconds.items():
-                dist.barrier()
-                started = time.perf_counter()
-                train_step(recipe, step, samples, measured=measured)
-                dist.barrier()
-                taken.append(time.perf_counter() - started)
+                taken.append(timed_step(recipe, step, samples, measured=measured)[0])
         ratios = [slow / quick for slow, quick in list(zip(seconds[True], seconds[False], strict=True))[1:]]
         rows.append([str(16 // micro_batch), f"{1e3 * statistics.median(seconds[False]):.0f}", spread(ratios)])
     return rows
 
 
+def _measure(tiny_dir: Path, runs: dict[str, dict[str, Any]]) -> tuple[list[Rows], Rows]:
+    output_dir = tiny_dir.parent / "run"
+    return [_train(tiny_dir, output_dir, run) for run in runs.values()], _time_measuring(tiny_dir, output_dir)
+
+
 def main() -> None:
     """Train, print the tables and write them."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
+    (trained, timed), run = measured_on_ranks(
+        _measure, RANKS, RUNS, make_assets=partial(make_tiny_assets, num_samples=600)
+    )
     lines = [
         "# Growth on two CPU ranks",
         "",
-        provenance("OMP_NUM_THREADS=1 python -m benchmarks.growth", ranks=gloo_ranks(RANKS)),
+        provenance("OMP_NUM_THREADS=1 python -m benchmarks.growth", **run),
         "",
         "The tiny model of `torchtune_adaptive.tiny` on 600 samples, rows of up to 64 tokens, limit 96 MiB per rank,"
         " cosine schedule with 10 steps of warm-up at a rate of 1e-3. Rates are those that steps used; *planned* is the"
         " progress bar's total, *taken* what the optimizer did.",
     ]
-    with tempfile.TemporaryDirectory() as directory:
-        tiny_dir = Path(directory) / "tiny"
-        make_tiny_assets(tiny_dir, num_samples=600)
-        for name, overrides in RUNS.items():
-            rows = run_on_ranks(_train, RANKS, tiny_dir, Path(directory) / "run", overrides, timeout_s=300)[0]
-            header = [*NAMES, "noise scale", "last loss"]
-            lines += ["", f"## {name}", "", *table(header, rows)]
-        timed = run_on_ranks(_time_measuring, RANKS, tiny_dir, Path(directory) / "run", timeout_s=300)[0]
+    for name, rows in zip(RUNS, trained, strict=True):
+        lines += ["", f"## {name}", "", *table([*NAMES, "noise scale", "last loss"], rows)]
     lines += [
         "",
         "## What a measured step costs",

@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
 from torchtune import training
@@ -18,8 +20,9 @@ from torchtune_adaptive import recipe as recipe_module
 from torchtune_adaptive.batch.loader import StepSamples
 from torchtune_adaptive.memory.devices import meter_for
 from torchtune_adaptive.memory.phases import Phases
+from torchtune_adaptive.search.probe import Prober
 from torchtune_adaptive.search.sizes import MicroBatches, SizeFinder, probe_batch
-from torchtune_adaptive.search.strategies import SearchResult
+from torchtune_adaptive.search.strategies import SMALL_BATCH_SIZES, SearchResult
 from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.stock.configs import is_lora
 from torchtune_adaptive.training.objectives import Loss
@@ -39,14 +42,12 @@ class Watch:
         """Called at the end of the set-up."""
         self.recipe = recipe
 
-    def start(self) -> None:
-        """Called before training."""
+    def start(self) -> None: ...
 
     def step(self) -> None:
         """Called at the end of each optimizer step."""
 
-    def stop(self) -> None:
-        """Called after training."""
+    def stop(self) -> None: ...
 
     def before_step(self, number: int) -> None:
         """Called before each optimizer step with its number, from 1. Our recipes only."""
@@ -64,13 +65,10 @@ def kind_of(cfg: DictConfig) -> str:
 
 
 def live_recipe(cfg: DictConfig, recipe_class: Any = None, *, watch: Any = None) -> Any:
-    """A recipe that is set up by ``cfg``, and whose checkpoints go nowhere. A collective.
+    """A recipe, ours or of ``recipe_class``, that is set up and whose checkpoints go nowhere. A collective.
 
     ``parts``, ``settings`` and ``consensus`` are what the trainer of our recipe was built of; a stock recipe has None.
-
-    Args:
-        recipe_class: None for ours.
-        watch: a ``Watch``.
+    ``watch`` is a ``Watch``.
     """
     watch = watch or Watch()
     base: Any = recipe_class or adaptive_recipe(kind_of(cfg))
@@ -121,15 +119,9 @@ def train_again(recipe: Any, *, seed: int) -> None:
     recipe.epochs_run = 0  # where a stock recipe begins
     recipe._dataloader.sampler.seed = seed
     # Stock clears a device cache before it trains, which the CPU has not; our loop does not ask for it there.
-    with mock.patch.object(training, "cleanup_before_training"), no_progress_bars():
+    clearing = mock.patch.object(training, "cleanup_before_training")
+    with clearing, open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):  # its progress bar
         recipe.train()
-
-
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Inside, nothing is written to standard error."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-        yield
 
 
 # ---- parts of a recipe of ours
@@ -171,6 +163,17 @@ def probe_maker(recipe: Any) -> Callable[[int], MicroBatches]:
     return lambda rows: probe_batch(row, rows, micro_steps=parts.micro_steps)
 
 
+@contextmanager
+def real_steps(recipe: Any, workload: Workload, *, limit_bytes: int | None) -> Iterator[Prober]:
+    """Inside, a prober of the longest rows under ``limit_bytes``, warmed up. Leaves no trace. A collective."""
+    meter = workload.meter_for_probes()
+    prober = Prober(workload, probe_maker(recipe), meter=meter, forecasts=False)
+    with meter.exactly(), workload.kept_as_it_is() as restore_optimizers:
+        meter.set_limit(limit_bytes)
+        prober.warm_up(SMALL_BATCH_SIZES[0], after_failure=restore_optimizers)
+        yield prober
+
+
 def search_again(recipe: Any, workload: Workload, *, wanted_rows: int, **settings: Any) -> SearchResult:
     """What the recipe's search finds with other ``settings``. A collective, which leaves no trace."""
     parts = recipe.parts
@@ -188,12 +191,16 @@ def search_again(recipe: Any, workload: Workload, *, wanted_rows: int, **setting
     return result
 
 
-def train_step(recipe: Any, finish: TrainStep, samples: StepSamples, *, measured: bool = False) -> StepResult:
-    """An optimizer step over ``samples`` as in training, but not metered. A collective.
+def timed_step(
+    recipe: Any, finish: TrainStep, samples: StepSamples, *, measured: bool = False
+) -> tuple[float, StepResult]:
+    """An optimizer step over ``samples`` as in training, but not metered; and its seconds on all ranks. A collective.
 
-    Args:
-        finish: the train step that finishes it.
-        measured: take the gradient norms of a small batch.
+    ``finish`` is the train step that ends it; a ``measured`` one takes the gradient norms of a small batch.
     """
+    dist.barrier()
+    started = time.perf_counter()
     sums = recipe.trainer.retry.run(samples, number=1, measured=measured, note=lambda reason: None)
-    return finish.finish(sums).read()
+    result = finish.finish(sums).read()
+    dist.barrier()
+    return time.perf_counter() - started, result

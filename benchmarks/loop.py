@@ -11,22 +11,22 @@ counted. Prints a table and writes it to ``results/loop_cpu.md``.
 
 import gc
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
-from torchtune.training.metric_logging import MetricLoggerInterface
 
 from benchmarks.live import Watch, live_recipe, train_again
-from benchmarks.on_ranks import run_on_ranks_of
-from benchmarks.provenance import gloo_ranks, provenance
+from benchmarks.on_ranks import measured_on_ranks
+from benchmarks.provenance import provenance
 from benchmarks.step_counts import STEPS, Counts, StepCounter
 from benchmarks.tables import publish, spread, table
-from tests.recipe_runs import stock_recipe, tiny_config
+from tests.recipe_runs import RecordingLogger, stock_recipe, tiny_config
 from torchtune_adaptive.tiny import make_tiny_assets
 
 RESULTS = Path(__file__).parent / "results" / "loop_cpu.md"
@@ -74,30 +74,19 @@ class Block:
         return 1e3 * self.num_tokens / (self.steps * self.wall_ms)
 
 
-class Measured(NamedTuple):
-    """By variant: its blocks by round, none but on rank 0, and what its steps ask of ranks and device."""
-
-    blocks: dict[str, list[Block]]
-    counts: dict[str, Counts]
+Measured = tuple[dict[str, list[Block]], dict[str, Counts]]  # by variant: blocks by round, and what its steps ask for
 
 
-class StepClock(MetricLoggerInterface):
+class StepClock(RecordingLogger):
     """Notes when a step was logged, and what, unread: to read a tensor is to wait for it."""
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.moments: list[tuple[float, float]] = []  # by the wall's clock, and in CPU time of this thread
-        self.payloads: list[Any] = []
-
-    def log(self, name: str, data: Any, step: int) -> None:
-        raise AssertionError("recipes log dictionaries")
-
-    def log_config(self, config: DictConfig) -> None: ...
 
     def log_dict(self, payload: Any, step: int) -> None:
         self.moments.append((time.perf_counter(), time.thread_time()))
-        self.payloads.append(payload)
-
-    def close(self) -> None: ...
+        self.steps.append(payload)
 
 
 def recipe_of(
@@ -119,17 +108,15 @@ def recipe_of(
 
 
 def main() -> None:
-    """Measure every case and write the table; starts the ranks if it is not one of them."""
-    run_on_ranks_of(
-        "benchmarks.loop",
-        RANKS,
-        prepare=lambda tiny_dir: make_tiny_assets(tiny_dir, num_samples=2000),
-        measure=lambda tiny_dir: [(case, _measure(case, tiny_dir)) for case in CASES],
-        report=lambda measured, seconds, load: _report(measured, seconds=seconds, load=load),
-    )
+    """Measure every case and write the table."""
+    _report(*measured_on_ranks(_measure, RANKS, CASES, make_assets=partial(make_tiny_assets, num_samples=2000)))
 
 
-def _measure(case: Case, tiny_dir: Path) -> Measured:
+def _measure(tiny_dir: Path, cases: list[Case]) -> list[tuple[Case, Measured]]:
+    return [(case, _measured(case, tiny_dir)) for case in cases]
+
+
+def _measured(case: Case, tiny_dir: Path) -> Measured:
     """Time and count the steps of each variant. A collective."""
     steps = 1 + case.timed_steps  # the first step of a round is not timed: the data loader starts in it
     rounds = 1 + case.rounds + 1  # not timed: the first, in which lazy set-up is done, and the last, that counts
@@ -145,25 +132,31 @@ def _measure(case: Case, tiny_dir: Path) -> Measured:
         variant: recipe_of(variant, case.kind, tiny_dir, tiny_dir.parent / "out", watch=counter, **overrides)
         for variant, counter in counters.items()
     }
-    gc.freeze()  # a garbage collection need not go through all that imports and set-up have made
+    num_tokens = [_timed_tokens(recipes[STOCK], number, case) for number in range(rounds)]
     blocks: dict[str, list[Block]] = {variant: [] for variant in VARIANTS}
+    for number, variant in race(recipes, rounds):
+        if number == rounds - 2:
+            counters[variant].count()  # in the last round
+        if 0 < number < rounds - 1 and dist.get_rank() == 0:
+            first, *_, last = recipes[variant]._metric_logger.moments[-steps:]
+            wall_ms, cpu_ms = (1e3 * (b - a) / case.timed_steps for a, b in zip(first, last, strict=True))
+            blocks[variant].append(Block(num_tokens[number], case.timed_steps, wall_ms, cpu_ms))
+    if dist.get_rank() == 0:
+        _check_same(recipes.values(), steps=rounds * steps)
+    return blocks, {variant: counter.counts for variant, counter in counters.items()}
+
+
+def race(recipes: dict[str, Any], rounds: int) -> Iterator[tuple[int, str]]:
+    """Train each recipe once in each round, in an order that turns: the round's number and which has trained."""
+    gc.freeze()  # a garbage collection need not go through all that imports and set-up have made
+    names = list(recipes)
     for number in range(rounds):
-        num_tokens = _timed_tokens(recipes[STOCK], number, case)
-        if number == rounds - 1:
-            for counter in counters.values():
-                counter.count()
-        turned = VARIANTS[number % len(VARIANTS) :] + VARIANTS[: number % len(VARIANTS)]
-        for variant in turned if number // len(VARIANTS) % 2 else turned[::-1]:
+        turned = names[number % len(names) :] + names[: number % len(names)]
+        for name in turned if number // len(names) % 2 else turned[::-1]:
             gc.collect()
             dist.barrier()
-            train_again(recipes[variant], seed=number)
-            if 0 < number < rounds - 1 and dist.get_rank() == 0:
-                first, *_, last = recipes[variant]._metric_logger.moments[-steps:]
-                wall_ms, cpu_ms = (1e3 * (b - a) / case.timed_steps for a, b in zip(first, last, strict=True))
-                blocks[variant].append(Block(num_tokens, case.timed_steps, wall_ms, cpu_ms))
-    if dist.get_rank() == 0:
-        _compare([_figures(recipe) for recipe in recipes.values()], steps=rounds * steps)
-    return Measured(blocks, {variant: counter.counts for variant, counter in counters.items()})
+            train_again(recipes[name], seed=number)
+            yield number, name
 
 
 def _timed_tokens(recipe: Any, seed: int, case: Case) -> int:
@@ -179,12 +172,9 @@ def _timed_tokens(recipe: Any, seed: int, case: Case) -> int:
     return int(num_tokens)
 
 
-def _figures(recipe: Any) -> list[tuple[float, ...]]:
+def _check_same(recipes: Iterable[Any], *, steps: int) -> None:
     names = ("loss", "lr", "grad_norm")
-    return [tuple(float(payload[name]) for name in names) for payload in recipe._metric_logger.payloads]
-
-
-def _compare(logged: list[list[tuple[float, ...]]], *, steps: int) -> None:
+    logged = [[tuple(float(step[name]) for name in names) for step in one._metric_logger.steps] for one in recipes]
     if any(figures != logged[0] for figures in logged) or len(logged[0]) != steps:
         raise RuntimeError("the variants logged different steps, so that they did not do the same work")
 
@@ -209,7 +199,7 @@ def _asked(case: Case, counts: dict[str, Counts]) -> list[list[str]]:
     return [[case.name, variant, *numbers] for variant, numbers in per_step.items()]
 
 
-def _report(measured: list[tuple[Case, Measured]], *, seconds: float, load: float) -> None:
+def _report(measured: list[tuple[Case, Measured]], run: dict[str, Any]) -> None:
     names = (STOCK, ON, OFF)
     speeds = ["step", "rounds x steps", *(f"{name}, ms" for name in names), *(f"{name}, tokens/s" for name in names)]
     ratios = ["step", "clock", *(f"{one} / {other}" for one, other in RATIOS), f"{ON} - {STOCK}, ms"]
@@ -217,7 +207,7 @@ def _report(measured: list[tuple[Case, Measured]], *, seconds: float, load: floa
     lines = [
         "# Speed of the training loop without out-of-memory errors against the stock recipes, CPU",
         "",
-        provenance(COMMAND, ranks=gloo_ranks(RANKS), seconds=seconds, load=load),
+        provenance(COMMAND, **run),
         "",
         "All recipes live in the same processes and take turns in every round; loss, learning rate and gradient norm"
         " of every step are equal, bit for bit. Set-up, saving, the first round and the first step of each turn are not"

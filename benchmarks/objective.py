@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torchtune.models.llama2 import llama2
 
 from benchmarks.live import live_recipe
-from benchmarks.on_ranks import run_on_ranks_of
-from benchmarks.provenance import gloo_ranks, provenance
+from benchmarks.on_ranks import measured_on_ranks
+from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 from tests.recipe_runs import tiny_config
 from torchtune_adaptive.search.strategies import SearchResult
@@ -50,14 +50,12 @@ class Sized:
 
 
 def main() -> None:
-    """Size by both objectives and write the tables; starts the ranks if it is not one of them."""
-    run_on_ranks_of(
-        "benchmarks.objective",
-        RANKS,
-        prepare=_make_assets,
-        measure=lambda tiny_dir: [_sized(objective, tiny_dir) for objective in OBJECTIVES],
-        report=lambda found, seconds, load: _report(found, seconds=seconds, load=load),
-    )
+    """Size by both objectives and write the tables."""
+    _report(*measured_on_ranks(_measure, RANKS, make_assets=_make_assets))
+
+
+def _measure(tiny_dir: Path) -> list[Sized]:
+    return [_sized(objective, tiny_dir) for objective in OBJECTIVES]
 
 
 def _make_assets(tiny_dir: Path) -> None:
@@ -85,13 +83,6 @@ def _sized(objective: Objective, tiny_dir: Path) -> Sized:
     return found
 
 
-def _probes(result: SearchResult) -> list[list[str]]:
-    return [
-        [str(probe.batch_size), format_bytes(probe.peak_bytes), "yes" if probe.fits else "no"]
-        for probe in result.probes
-    ]
-
-
 def _speeds(sized: Sized) -> list[str]:
     """Of each size its tokens per second, and their share of the best; the chosen one in bold."""
     rates = sized.tokens_per_second
@@ -100,7 +91,7 @@ def _speeds(sized: Sized) -> list[str]:
     return [f"**{cell}**" if size == sized.batch_size else cell for size, cell in zip(rates, cells, strict=True)]
 
 
-def _report(found: list[Sized], *, seconds: float, load: float) -> None:
+def _report(found: list[Sized], run: dict[str, Any]) -> None:
     geometry = ", ".join(f"{name} {value}" for name, value in GEOMETRY.items())
     by_memory, *by_speed = found
     sizes = list(by_speed[0].tokens_per_second)
@@ -110,10 +101,14 @@ def _report(found: list[Sized], *, seconds: float, load: float) -> None:
         [sized.objective, str(sized.batch_size), f"{sized.seconds:.0f}", *(_speeds(sized) or [""] * len(sizes))]
         for sized in found
     ]
+    probes = [
+        [str(probe.batch_size), format_bytes(probe.peak_bytes), "yes" if probe.fits else "no"]
+        for probe in by_memory.result.probes
+    ]
     lines = [
         "# The batch size by throughput against that by memory, CPU",
         "",
-        provenance(COMMAND, ranks=gloo_ranks(RANKS), seconds=seconds, load=load),
+        provenance(COMMAND, **run),
         "",
         f"Full finetuning of a Llama of random weights ({geometry}) on rows of up to {SEQ_LEN} tokens, limit"
         f" {LIMIT} per rank, margin {by_memory.result.margin:g}, power of two.",
@@ -122,7 +117,7 @@ def _report(found: list[Sized], *, seconds: float, load: float) -> None:
         f" The largest size that fits was {' or '.join(map(str, sorted(exact)))} in all {len(found)} searches."
         " The search's probes on rank 0, in their order:",
         "",
-        *table(["batch_size", "peak", "fits"], _probes(by_memory.result)),
+        *table(["batch_size", "peak", "fits"], probes),
         "",
         "Steps as in training, timed after the search: tokens per second of a rank, median of 5 interleaved steps, and"
         " their share of the best. The smallest size within 2 % of the best is chosen, in bold:",

@@ -1,48 +1,35 @@
-"""Run a benchmark on several gloo ranks, as processes that its own command starts."""
+"""Run a benchmark on several gloo ranks of one thread, in a directory with the tiny model and its data."""
 
 import logging
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import torch.distributed as dist
+from tests.ranks import run_on_ranks
+from torchtune_adaptive.tiny import make_tiny_assets
 
 Measured = TypeVar("Measured")
+_LONGEST_S = 3600.0
 
 
-def run_on_ranks_of(
-    module: str,
-    ranks: int,
-    *,
-    prepare: Callable[[Path], object],
-    measure: Callable[[Path], Measured],
-    report: Callable[[Measured, float, float], object],
-) -> None:
-    """``measure`` on every rank of ``python -m MODULE``, in a directory that rank 0 has prepared; does not return.
-
-    ``report`` is called on rank 0, with the seconds that it all took and the machine's load before.
-    """
-    if "RANK" not in os.environ:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        raise SystemExit(subprocess.run([*launcher, "-m", module, *sys.argv[1:]], check=False).returncode)
-    dist.init_process_group("gloo")
-    logging.disable(logging.WARNING)
+def measured_on_ranks(
+    measure: Callable[..., Measured], ranks: int, *args: Any, make_assets: Callable[[Path], object] = make_tiny_assets
+) -> tuple[Measured, dict[str, Any]]:
+    """Rank 0's ``measure(tiny_dir, *args)``, which runs on every rank; and for ``provenance`` how it was measured."""
     started, load = time.perf_counter(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as directory:
         tiny_dir = Path(directory) / "tiny"
-        if dist.get_rank() == 0:
-            prepare(tiny_dir)
-        shared = [tiny_dir]
-        dist.broadcast_object_list(shared)
-        measured = measure(shared[0])
-        dist.barrier()
-    if dist.get_rank() == 0:
-        report(measured, time.perf_counter() - started, load)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads can abort an interpreter that shuts down
+        os.environ |= {"HF_HOME": str(Path(directory) / "huggingface"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        make_assets(tiny_dir)
+        measured, *_ = run_on_ranks(_measure, ranks, measure, tiny_dir, *args, timeout_s=_LONGEST_S)
+    seconds = time.perf_counter() - started
+    return measured, {"ranks": f"{ranks} gloo ranks of 1 thread", "seconds": seconds, "load": load}
+
+
+def _measure(rank: int, measure: Callable[..., Measured], *args: Any) -> Measured | None:
+    logging.disable(logging.WARNING)
+    measured = measure(*args)
+    return None if rank else measured

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -32,30 +31,24 @@ CASES = [
 ]
 
 
-class Cost(NamedTuple):
-    """Of one program with its children: seconds, and the most memory that one of them had resident."""
-
-    seconds: float
-    resident_bytes: int
-
-
 def main() -> None:
     rows = []
     for config, ranks in tqdm(CASES, desc="planning"):
-        command = ["-m", "torchtune_adaptive.plan.cli", "plan", "--config", config, "--nproc_per_node", str(ranks)]
-        answer, cost = _run([sys.executable, *command, "--memory", "80GiB", "--seq-len", "2048", "--json"])
+        command = [sys.executable, "-m", "torchtune_adaptive.plan.cli", "plan", "--config", config, "--json"]
+        command += ["--nproc_per_node", str(ranks), "--memory", "80GiB", "--seq-len", "2048"]
+        answer, seconds, resident_bytes = _run(command)
         plan = json.loads(answer)
         length = plan["lengths"][0]
         traced = " and ".join(map(str, plan["traced_layers"]))
-        figures = f"{cost.seconds:.1f}", f"{cost.resident_bytes / 2**30:.2f}"
+        figures = f"{seconds:.1f}", f"{resident_bytes / 2**30:.2f}"
         rows.append(
             [config, str(ranks), f"{traced} of {plan['num_layers']}", *figures, str(length["exact_batch_size"])]
         )
     _report(rows)
 
 
-def _run(command: list[str]) -> tuple[str, Cost]:
-    """What ``command`` prints, and what it costs; of its children's memory the most, by a process between."""
+def _run(command: list[str]) -> tuple[str, float, int]:
+    """What ``command`` prints, its seconds, and the most bytes that it or one of its children had resident."""
     between = (
         "import json, resource, subprocess, sys; "
         "out = subprocess.run(sys.argv[1:], capture_output=True, text=True, check=True).stdout; "
@@ -65,7 +58,7 @@ def _run(command: list[str]) -> tuple[str, Cost]:
     done = subprocess.run([sys.executable, "-c", between, *command], capture_output=True, text=True, check=True)
     seconds = time.perf_counter() - started
     answer, resident_kib = json.loads(done.stdout)
-    return answer, Cost(seconds, resident_kib * 1024)
+    return answer, seconds, resident_kib * 1024
 
 
 def _report(rows: list[list[str]]) -> None:

@@ -50,8 +50,3 @@ def provenance(
     if load is not None:
         text += f". The machine's load was {load:.1f} before and {os.getloadavg()[0]:.1f} after"
     return text + "."
-
-
-def gloo_ranks(count: int) -> str:
-    """So many processes of one thread, in words."""
-    return f"{count} gloo ranks of 1 thread"

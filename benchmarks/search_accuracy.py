@@ -8,14 +8,15 @@ used on a rank, and two beyond. Prints a table and writes it to ``results/search
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.live import live_recipe, probe_maker, workload_of
-from benchmarks.on_ranks import run_on_ranks_of
-from benchmarks.provenance import gloo_ranks, provenance
+from benchmarks.live import live_recipe, real_steps, workload_of
+from benchmarks.on_ranks import measured_on_ranks
+from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 from tests.recipe_runs import tiny_config
 from torchtune_adaptive.search.strategies import SearchResult
@@ -69,14 +70,12 @@ CASES = [
 
 
 def main() -> None:
-    """Measure every case and write the table; starts the ranks if it is not one of them."""
-    run_on_ranks_of(
-        "benchmarks.search_accuracy",
-        RANKS,
-        prepare=lambda tiny_dir: make_tiny_assets(tiny_dir, num_samples=2000),
-        measure=lambda tiny_dir: [_row(case, tiny_dir) for case in CASES],
-        report=lambda rows, seconds, _: _report(rows, seconds=seconds),
-    )
+    """Measure every case and write the table."""
+    _report(*measured_on_ranks(_measure, RANKS, CASES, make_assets=partial(make_tiny_assets, num_samples=2000)))
+
+
+def _measure(tiny_dir: Path, cases: list[Case]) -> list[list[str]]:
+    return [_row(case, tiny_dir) for case in cases]
 
 
 def _row(case: Case, tiny_dir: Path) -> list[str]:
@@ -107,26 +106,19 @@ def _search(case: Case, strategy: str, tiny_dir: Path) -> SearchResult:
 def _exhaustive(case: Case, usable_bytes: int, tiny_dir: Path) -> int:
     """Largest number of rows whose metered peak is at most ``usable_bytes`` on every rank, by trying them all."""
     recipe = _recipe(case, tiny_dir, adaptive={"oom_recovery": False})
-    workload, make_batch = workload_of(recipe), probe_maker(recipe)
-    meter = workload.meter_for_probes()
     peaks: list[int] = [0]
     too_large = 0
-    with workload.kept_as_it_is():
-        with meter:
-            workload.train_step(make_batch(2))  # the optimizer's state is there from now on, and counted
+    with real_steps(recipe, workload_of(recipe), limit_bytes=None) as prober:
         while too_large <= BEYOND:
-            batch = make_batch(len(peaks))
-            meter.reset()
-            with meter:
-                workload.train_step(batch)
-            peaks.append(recipe.consensus.max_over_ranks(meter.peak_bytes))
+            prober.fits(len(peaks))
+            peaks.append(recipe.consensus.max_over_ranks(prober.probes[-1].peak_bytes))
             too_large += peaks[-1] > usable_bytes
     fitting = [rows for rows, peak_bytes in enumerate(peaks) if peak_bytes <= usable_bytes]
     assert fitting == list(range(len(fitting))), f"memory does not grow with the batch: {peaks}"
     return fitting[-1]
 
 
-def _report(rows: list[list[str]], *, seconds: float) -> None:
+def _report(rows: list[list[str]], run: dict[str, Any]) -> None:
     header = ["case", "limit", "exhaustive"]
     for strategy in STRATEGIES:
         header += [strategy, "probes", "OOMs"]
@@ -134,7 +126,7 @@ def _report(rows: list[list[str]], *, seconds: float) -> None:
     lines = [
         "# Largest batch size by each strategy against exhaustive search, CPU",
         "",
-        provenance(COMMAND, ranks=gloo_ranks(RANKS), seconds=seconds),
+        provenance(COMMAND, **run),
         "",
         "Margin 0.05, no rounding. Probes are whole train steps; each search also takes one step of two rows before its"
         " first probe.",

@@ -1,5 +1,6 @@
 """What a step of training asks of the other ranks and of the device: collectives, and reads of tensors."""
 
+import math
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -55,9 +56,7 @@ class StepCounter(Watch):
     """Counts what the last ``STEPS`` steps of an epoch ask for, whose first step is not counted."""
 
     counts: Counts
-
-    def __init__(self) -> None:
-        self._is_counting = False
+    _steps = -math.inf  # of the epoch that is counted
 
     def begin(self, recipe: Any) -> None:
         super().begin(recipe)
@@ -68,22 +67,17 @@ class StepCounter(Watch):
 
     def count(self) -> None:
         """Count in the next epoch."""
-        self._is_counting = True
         self._steps = 0
-        self._reads = CountReads()
 
     def step(self) -> None:
-        if not self._is_counting:
-            return
         self._steps += 1
         if self._steps == 1:
-            self._before = self._issued()
+            self._before, self._reads = self._issued(), CountReads()
             self._reads.__enter__()
         if self._steps == 1 + STEPS:
             self._reads.__exit__(None, None, None)
             training, agreement = (now - before for now, before in zip(self._issued(), self._before, strict=True))
             self.counts = Counts(training, agreement, self._reads.reads)
-            self._is_counting = False
 
     def _issued(self) -> tuple[int, int]:
         """Collectives so far: of training, and agreements."""

@@ -17,9 +17,8 @@ import gc
 import itertools
 import math
 import sys
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from statistics import fmean, median
@@ -30,16 +29,14 @@ import torch
 import torch.distributed as dist
 from torchtune.datasets import PackedDataset
 
-from benchmarks.live import live_recipe, train_step, workload_of
-from benchmarks.on_ranks import run_on_ranks_of
-from benchmarks.provenance import gloo_ranks, provenance
+from benchmarks.live import live_recipe, timed_step, workload_of
+from benchmarks.on_ranks import measured_on_ranks
+from benchmarks.provenance import provenance
 from benchmarks.tables import publish, spread, table
 from tests.recipe_runs import tiny_config
 from torchtune_adaptive.batch import limits
 from torchtune_adaptive.batch.loader import StepSamples
 from torchtune_adaptive.batch.row_format import Row
-from torchtune_adaptive.tiny import make_tiny_assets
-from torchtune_adaptive.training.train_step import TrainStep
 
 RESULTS = Path(__file__).parent / "results" / "tokens_cpu.md"
 RANKS = 2
@@ -80,7 +77,8 @@ class Contestant:
     name: str
     recipe: Any
     steps: list[StepSamples]
-    finish: TrainStep  # not metered, as all that is timed
+    finish: Any  # the train step that finishes it, which is not metered, as nothing is that is timed
+    limit: str  # of a micro-batch
     cost: Fraction = TAKEN
     num_samples: list[int] = field(default_factory=list)  # by step
     num_tokens: list[int] = field(default_factory=list)  # real ones, by step
@@ -93,13 +91,14 @@ class Contestant:
     @classmethod
     def of(cls, name: str, recipe: Any) -> "Contestant":
         """One with a live recipe."""
-        step: Any = workload_of(recipe, is_metered=False).train_step
-        return cls(name, recipe, list(itertools.islice(recipe.trainer.loader.steps(0), 1 + ROUNDS)), step)
+        trainer = recipe.trainer
+        steps = list(itertools.islice(trainer.loader.steps(0), 1 + ROUNDS))
+        finish = workload_of(recipe, is_metered=False).train_step
+        return cls(name, recipe, steps, finish, str(trainer.micro_batches.limit))
 
-    @property
-    def limit(self) -> str:
-        """Of a micro-batch."""
-        return str(self.recipe.trainer.micro_batches.limit)
+    def figures(self) -> "Contestant":
+        """What was measured, without the recipe."""
+        return replace(self, recipe=None, steps=[], finish=None)
 
     @property
     def speeds(self) -> list[float]:
@@ -132,11 +131,8 @@ class Contestant:
         """One optimizer step on the samples at ``place``, timed until all ranks are done. A collective."""
         gc.collect()
         with self._cost():
-            dist.barrier()
-            started = time.perf_counter()
-            result = train_step(self.recipe, self.finish, self.steps[place])
-            dist.barrier()
-            self.seconds.append(time.perf_counter() - started)
+            seconds, result = timed_step(self.recipe, self.finish, self.steps[place])
+        self.seconds.append(seconds)
         self.losses.append(result.loss)
 
     def _cost(self) -> Any:
@@ -147,20 +143,18 @@ Measured = dict[int, tuple[list[Contestant], list[Contestant]]]  # by samples pe
 
 
 def main() -> None:
-    """Measure everything and write the tables; starts the ranks if it is not one of them."""
+    """Measure everything and write the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tokens", description="A token budget against rows.")
     parser.add_argument("--cost", action="store_true", help="try other weights of a micro-step too")
     options = parser.parse_args()
-    run_on_ranks_of(
-        "benchmarks.tokens",
-        RANKS,
-        prepare=make_tiny_assets,
-        measure=lambda tiny_dir: {samples: _measure(samples, tiny_dir, options.cost) for samples in SAMPLES_PER_STEP},
-        report=lambda measured, seconds, load: _report(measured, seconds=seconds, load=load),
-    )
+    _report(*measured_on_ranks(_measure, RANKS, SAMPLES_PER_STEP, options.cost))
 
 
-def _measure(samples: int, tiny_dir: Path, tries_costs: bool) -> tuple[list[Contestant], list[Contestant]]:
+def _measure(tiny_dir: Path, samples_per_step: Iterable[int], tries_costs: bool) -> Measured:
+    return {samples: _measured(samples, tiny_dir, tries_costs) for samples in samples_per_step}
+
+
+def _measured(samples: int, tiny_dir: Path, tries_costs: bool) -> tuple[list[Contestant], list[Contestant]]:
     """The variants at ``samples`` per optimizer step, and the token budget by several costs. A collective."""
     variants = [_contestant(name, samples, tiny_dir) for name in (ROWS, POWER, TOKENS)]
     dataset = variants[0].recipe.trainer.loader.dataset
@@ -171,13 +165,17 @@ def _measure(samples: int, tiny_dir: Path, tries_costs: bool) -> tuple[list[Cont
         one.find_peak()
     budget = variants[VARIANTS.index(TOKENS)]
     tries_costs &= samples == SAMPLES_PER_STEP[0]
-    costs = [Contestant(str(cost), budget.recipe, budget.steps, budget.finish, cost) for cost in COSTS if tries_costs]
+    costs = [
+        Contestant(str(cost), budget.recipe, budget.steps, budget.finish, budget.limit, cost)
+        for cost in COSTS
+        if tries_costs
+    ]
     for one in costs:
         one.count()
     for contestants in (variants, costs):
         race(contestants)
     compare_losses([one.losses for one in (*variants[:-1], *costs)])
-    return variants, costs
+    return [one.figures() for one in variants], [one.figures() for one in costs]
 
 
 def _contestant(name: str, samples: int, tiny_dir: Path) -> Contestant:
@@ -220,7 +218,7 @@ def compare_losses(losses: list[list[float]], *, tolerance: float = 1e-5) -> Non
             raise RuntimeError(f"the variants had other losses, so that they did not do the same work: {of_step}")
 
 
-def _cells(one: Contestant, baseline: Contestant) -> list[str]:
+def cells(one: Contestant, baseline: Contestant) -> list[str]:
     size = one.limit.replace("rows", f"packs of {SEQ_LEN}" if one.name == PACKED else "rows")
     figures = [f"{one.micro_steps:.1f}", f"{one.padding:.1%}", f"{median(one.speeds):.0f}"]
     return [size, *figures, spread(ratios(one, baseline))]
@@ -239,22 +237,22 @@ def _verdict(samples: int, variants: list[Contestant]) -> str:
     return f"with {samples} samples per step {budget.padding:.1%}{padding} and {ratio:.2f} times{speed}"
 
 
-def _report(measured: Measured, *, seconds: float, load: float) -> None:
+def _report(measured: Measured, run: dict[str, Any]) -> None:
     command = " ".join(["OMP_NUM_THREADS=1 python -m benchmarks.tokens", *sys.argv[1:]])
     header = ["samples per step", "micro-batch", "micro-steps per step", "padding", "tokens/s"]
     rows, cost_rows = [], []
     for variants, costs in measured.values():
         for one in variants:
             samples = " to ".join(str(end) for end in sorted({min(one.num_samples), max(one.num_samples)}))
-            rows.append([one.name, samples, *_cells(one, variants[0]), f"{one.peak:.0%}"])
+            rows.append([one.name, samples, *cells(one, variants[0]), f"{one.peak:.0%}"])
         for one in costs:
             (taken,) = (other for other in costs if other.cost == TAKEN)
-            cost_rows.append([one.name, str(one.num_samples[0]), *_cells(one, taken)])
+            cost_rows.append([one.name, str(one.num_samples[0]), *cells(one, taken)])
     verdicts = "; ".join(_verdict(samples, variants) for samples, (variants, _) in measured.items())
     lines = [
         "# A token budget against fixed rows and packs, CPU",
         "",
-        provenance(command, ranks=gloo_ranks(RANKS), seconds=seconds, load=load),
+        provenance(command, **run),
         "",
         f"Config `tiny/full`, samples of up to {SEQ_LEN} tokens, limit {LIMIT} per rank of which 5 % are held back;"
         " sizes are those that searches found under it. Steps are timed without the meter that keeps the limit on a"

@@ -8,10 +8,10 @@ CONFIG is any stock config of LoRA finetuning on a single device. The keys are t
 
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 from torchtune import config
 
+from torchtune_adaptive.distributed.snapshot import KeptTensors
 from torchtune_adaptive.launch import launch_on_one_device, run_recipe
 from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.load import load_stock_recipe
@@ -26,11 +26,9 @@ class AdaptiveLoRAFinetuneRecipeSingleDevice(AdaptiveRecipe, StockRecipe):
 
     def save_checkpoint(self, epoch: int) -> None:
         """Save as stock does, which on the CPU merges the adapters into the weights that are trained: restore these."""
-        weights = [value.detach().clone() for value in self._model.parameters()] if self._device.type == "cpu" else []
+        weights = KeptTensors(self._model.parameters() if self._device.type == "cpu" else [])
         super().save_checkpoint(epoch)
-        with torch.no_grad():
-            for parameter, weight in zip(self._model.parameters(), weights, strict=False):
-                parameter.copy_(weight)
+        weights.restore()
 
 
 @config.parse

@@ -59,13 +59,19 @@ def no_samples(tokenizer: Any, **_: Any) -> list[Any]:
     return []
 
 
-def shallow_assets(tiny_dir: Path, directory: Path) -> Path:
-    """The assets of ``tiny_dir`` with two of the model's four layers in ``directory``, for runs with ``SHALLOW``."""
-    for name in (DATA_NAME, TOKENIZER_NAME):
-        (directory / name).symlink_to(tiny_dir / name)
-    model = torch.load(tiny_dir / MODEL_NAME)
-    dropped = tuple(f"layers.{layer}." for layer in range(SHALLOW["model__num_layers"], MODEL_GEOMETRY["num_layers"]))
-    torch.save({name: value for name, value in model.items() if not name.startswith(dropped)}, directory / MODEL_NAME)
+def shallow_assets(tiny_dir: Path) -> Path:
+    """Where the assets of ``tiny_dir`` are with two of the model's four layers, for runs with ``SHALLOW``."""
+    directory = tiny_dir.with_name(f"{tiny_dir.name}_shallow")
+    if not directory.exists():
+        directory.mkdir()
+        for name in (DATA_NAME, TOKENIZER_NAME):
+            (directory / name).symlink_to(tiny_dir / name)
+        dropped = range(SHALLOW["model__num_layers"], MODEL_GEOMETRY["num_layers"])
+        prefixes = tuple(f"layers.{layer}." for layer in dropped)
+        model = torch.load(tiny_dir / MODEL_NAME)
+        torch.save(
+            {name: value for name, value in model.items() if not name.startswith(prefixes)}, directory / MODEL_NAME
+        )
     return directory
 
 

@@ -287,6 +287,26 @@ def test_what_does_not_go_together_is_refused_before_training(
     assert sentence in str(refusal.value)
 
 
+def bad_in_the_last_epoch(epoch: int, current_batch_size: int) -> int:
+    return -epoch
+
+
+def test_a_bad_answer_of_the_growth_function_is_refused_before_the_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(InputError) as refusal:
+        Recipe(tmp_path).trainer(**SEARCH, batch_increase_function=bad_in_the_last_epoch)
+    assert "returned -1 at epoch 1" in str(refusal.value)
+    assert "probes" not in capsys.readouterr().err
+
+
+def test_why_there_is_no_recovery_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recipe = Recipe(tmp_path)
+    recipe.parts = replace(recipe.parts, why_unrecoverable="it is not built for this")
+    recipe.trainer()
+    assert "An out-of-memory error in training will end the run: it is not built for this." in caplog.text
+
+
 def test_a_scheduler_that_cannot_follow_is_refused_with_growth_and_kept_without(tmp_path: Path) -> None:
     recipe = Recipe(tmp_path, makes_scheduler=StepLR)
     with pytest.raises(InputError) as refusal:

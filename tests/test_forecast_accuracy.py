@@ -14,14 +14,16 @@ from benchmarks.forecast_accuracy import (
     MOST_ROWS,
     Case,
     Comparison,
-    Steps,
     Truth,
     config_of,
     draw_cases,
     forecast,
     limit_for,
+    searched,
+    step_probes,
     write_checkpoint,
 )
+from benchmarks.live import live_recipe, workload_of
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.plan.step_peaks import TracedStep
 from torchtune_adaptive.search.strategies import Probe, SearchResult, usable_bytes
@@ -76,7 +78,8 @@ CASES = {  # of the first a single row is so short that gradients, which gloo co
 
 def _probe(rank: int, tiny_dir: Path, directory: Path) -> dict[str, list[Probe]]:
     """Real steps of every case."""
-    return {kind: Steps(case, tiny_dir, directory).probes(SIZES, limit_bytes=None) for kind, case in CASES.items()}
+    recipes = {kind: live_recipe(config_of(case, tiny_dir, directory)) for kind, case in CASES.items()}
+    return {kind: step_probes(one, workload_of(one), SIZES, limit_bytes=None) for kind, one in recipes.items()}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +98,8 @@ def forecasts_and_steps(
 
 
 def _search(rank: int, tiny_dir: Path, directory: Path) -> int:
-    return Steps(CASES["full"], tiny_dir, directory).searched(STRATEGIES[0], 1 << 30).exact_batch_size
+    recipe = live_recipe(config_of(CASES["full"], tiny_dir, directory))
+    return searched(recipe, workload_of(recipe), STRATEGIES[0], 1 << 30).exact_batch_size
 
 
 def test_searches_go_as_far_as_the_benchmark_compares(tiny_dir: Path, tmp_path: Path) -> None:

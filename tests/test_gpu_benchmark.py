@@ -2,7 +2,7 @@
 
 import argparse
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def test_a_part_without_time_is_not_begun(tmp_path: Path) -> None:
 
 
 def test_results_name_what_failed_and_that_no_gpu_was_measured(tmp_path: Path) -> None:
-    section = Section(title="Sizes", header=["a"], rows=[["1"]], text=["b"], data=[]).as_json()
+    section = asdict(Section(title="Sizes", header=["a"], rows=[["1"]], text=["b"], data=[]))
     results = [
         {"part": "sizes", "ended": "done", "seconds": 1.0, "sections": [section]},
         {"part": "loop", "ended": "failed with exit status 3", "seconds": 1.0, "sections": []},

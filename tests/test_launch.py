@@ -2,8 +2,10 @@
 
 import os
 from datetime import timedelta
+from typing import Any, cast
 
 import pytest
+from omegaconf import DictConfig
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from torchtune_adaptive import launch
@@ -129,3 +131,33 @@ def test_a_recipe_for_one_device_refuses_several_processes_before_it_starts(
     assert (started, ended) == ([], [1, 1, 1])
     expected = "recipe: `--nproc_per_node` must be 1 for a single-device recipe, but is 3 instead.\n"
     assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "several_ranks", "backends"),
+    [("cpu", True, ["gloo"]), ("cuda", True, ["cuda:nccl,cpu:gloo"]), ("cpu", False, [])],
+)
+def test_a_recipe_of_several_ranks_has_a_group_that_can_decide_on_the_cpu(
+    device: str, several_ranks: bool, backends: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    done: list[str] = []
+
+    class Recipe:
+        on_several_ranks = several_ranks
+
+        def __init__(self, cfg: DictConfig) -> None: ...
+
+        def setup(self, cfg: DictConfig) -> None:
+            done.append("setup")
+
+        def train(self) -> None:
+            done.append("train")
+
+        def cleanup(self) -> None:
+            done.append("cleanup")
+
+    monkeypatch.setattr(launch, "start_process_group", started.append)
+    launch.run_recipe(cast(Any, Recipe), DictConfig({"device": device}))
+    assert started == backends
+    assert done == ["setup", "train", "cleanup"]

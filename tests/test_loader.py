@@ -300,13 +300,14 @@ def test_the_state_has_what_the_run_had() -> None:
     }
 
 
-@pytest.mark.parametrize(("samples", "ranks"), [(18, 1), (17, 2)], ids=["other data", "other ranks"])
+@pytest.mark.parametrize(("samples", "ranks"), [(40, 2), (42, 2), (40, 1)], ids=["same", "other data", "other ranks"])
 def test_nothing_is_left_over_for_a_run_on_other_data_or_ranks(samples: int, ranks: int) -> None:
-    loader = loader_over(dataset_of(17, longest=1), batch_size=2, micro_steps=3)
+    loader = loader_over(dataset_of(40, longest=2), batch_size=2, micro_steps=3, ranks=2)
     steps_of(loader, 0)
+    assert loader.state_dict()["left_over"] == (18, 20)
     resumed = loader_over(dataset_of(samples), batch_size=1, ranks=ranks)
     resumed.load_state_dict(loader.state_dict(), epoch=0)
-    assert len(next(resumed.steps(1)).rows) == 1
+    assert len(next(resumed.steps(1)).rows) == (3 if (samples, ranks) == (40, 2) else 1)
     assert resumed.state_dict()["longest_row_tokens"] == 5  # training met it all the same
 
 

@@ -14,11 +14,13 @@ from torchtune import training
 
 from tests.ranks import run_alone, run_on_ranks
 from tests.recipe_runs import (
+    SHALLOW,
     Step,
     adaptive_recipe,
     finished,
     resuming_config,
     same_bits,
+    shallow_assets,
     stock_recipe,
     tiny_config,
     with_micro_batches,
@@ -204,7 +206,9 @@ def test_offloading_a_quantized_model_is_refused_in_one_sentence(outcomes: dict[
 
 # ---- on one device, without a process group
 
-ON_ONE_DEVICE: dict[str, Any] = {"dataset__split": "train[:40]", "tokenizer__max_seq_len": 64, "optimizer__lr": 1e-2}
+# Six steps an epoch, of four rows.
+ON_ONE_DEVICE: dict[str, Any] = {"dataset__split": "train[:24]", "tokenizer__max_seq_len": 64, "optimizer__lr": 1e-2}
+ON_ONE_DEVICE |= SHALLOW
 UNMETERED: dict[str, Any] = ON_ONE_DEVICE | {"adaptive__memory_limit": None}
 DROPOUT = {"full_single": {"model__attn_dropout": 0.1}, "lora_single": {"model__lora_dropout": 0.1}}
 
@@ -218,7 +222,7 @@ def _run_alone(
 
 def _search_on_device(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     """With a search, and told the size that it found."""
-    common = ON_ONE_DEVICE | DROPOUT[kind] | {"epochs": 1, "adaptive__memory_limit": "64MiB"}
+    common = ON_ONE_DEVICE | DROPOUT[kind] | {"epochs": 1, "adaptive__memory_limit": "32MiB"}
     steps, parameters, recipe = _run_alone(kind, tiny_dir, output_dir, **common, use_maximum_batch_size=True)
     found = recipe.trainer.sizes.result
     told_steps, told_parameters, _ = _run_alone(kind, tiny_dir, output_dir, **common, batch_size=found.batch_size)
@@ -232,7 +236,7 @@ def _search_on_device(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, 
 
 
 def _recover_on_device(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    """Out of memory in the second of five steps, and told the micro-batches that are then taken."""
+    """Out of memory in the second of three steps, and told the micro-batches that are then taken."""
     common: dict[str, Any] = UNMETERED | DROPOUT[kind] | {"epochs": 1, "gradient_accumulation_steps": 2}
     fault = Fault(30, phase="backward")
     recipe_class = without_saving(adaptive_recipe(kind))
@@ -286,10 +290,10 @@ def _size_on_device(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     """What the settings beyond a search of rows make of a run on one device."""
     common = ON_ONE_DEVICE | {"epochs": 1}
     ways: dict[str, dict[str, Any]] = {
-        "throughput": {"memory_limit": "64MiB", "max_batch_size": 4, "objective": "throughput"},
+        "throughput": {"memory_limit": "32MiB", "max_batch_size": 4, "objective": "throughput"},
         "global batch": {"memory_limit": None, "global_batch_size": 7},
         "tokens": {"memory_limit": None, "global_batch_size": 7, "max_tokens_per_micro_batch": 100},
-        "tokens that fit": {"memory_limit": "36MiB", "global_batch_size": 7, "max_tokens_per_micro_batch": "auto"},
+        "tokens that fit": {"memory_limit": "28MiB", "global_batch_size": 7, "max_tokens_per_micro_batch": "auto"},
     }
     found = {}
     for name, adaptive in ways.items():
@@ -317,7 +321,7 @@ def _train_on_device(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def on_device(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_alone(_train_on_device, tiny_dir, tmp_path_factory.mktemp("one_device"))
+    return run_alone(_train_on_device, shallow_assets(tiny_dir), tmp_path_factory.mktemp("one_device"))
 
 
 @pytest.mark.parametrize("kind", ["full_single", "lora_single"])
@@ -340,9 +344,9 @@ def test_without_a_process_group_a_run_recovers_from_out_of_memory_bit_for_bit(
     outcome = on_device["recovered"][kind]
     assert outcome["struck"]
     steps, told = outcome["steps"]
-    assert len(told) == 5
+    assert len(told) == 3
     assert steps == told
-    assert outcome["sizes"] == [(4, 0)] + [(2, 1)] * 4
+    assert outcome["sizes"] == [(4, 0)] + [(2, 1)] * 2
     (reason,) = outcome["reasons"]
     assert reason.startswith("micro-batch 4 -> 2 rows: in step 2 rank 0 ran out of memory in backward (not metered: ")
     assert outcome["parameters equal"]
@@ -352,8 +356,8 @@ def test_without_a_process_group_a_run_recovers_from_out_of_memory_bit_for_bit(
 def test_without_a_process_group_a_run_resumes_as_if_uninterrupted(kind: str, on_device: dict[str, Any]) -> None:
     outcome = on_device["resumed"][kind]
     steps, resumed = outcome["steps"]
-    assert len(steps) == 20
-    assert resumed == steps[10:]
+    assert len(steps) == 12
+    assert resumed == steps[6:]
     assert outcome["parameters equal"]
 
 
@@ -364,7 +368,7 @@ def test_on_one_device_saving_leaves_the_base_and_the_training_of_lora_as_they_a
     """Stock merges the adapters into the weights that it trains, if these are on the CPU."""
     outcome = on_device["saved"][base]
     steps, unsaved = outcome["steps"]
-    assert len(unsaved) == 20
+    assert len(unsaved) == 12
     assert steps == unsaved
     assert outcome["adapters equal"]
     assert outcome["base kept"]
@@ -384,7 +388,7 @@ def test_on_one_device_a_global_batch_is_the_same_however_it_is_cut(on_device: d
     assert that_fit["limit"] == TokenLimit(that_fit["sizes"].token_budget)
     assert that_fit["limit"].size >= 64
     losses = [step["loss"] for step in rows["steps"]]
-    assert len(losses) == 40 // 7
+    assert len(losses) == 24 // 7
     for outcome in (rows, tokens, that_fit):
         assert {step["global_batch_size"] for step in outcome["steps"]} == {7}
         assert outcome["steps"][-1]["oom_retries"] == 0

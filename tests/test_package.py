@@ -2,19 +2,18 @@
 
 import importlib.util
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.settings import BLOCK_KEYS, AdaptiveSettings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((REPOSITORY / "configs").rglob("*.yaml"))
 # Not the changelog: it tells of what was.
 DOCUMENTS = sorted({*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")} - {REPOSITORY / "CHANGELOG.md"})
-BLOCK_KEYS = {"strategy", "power_of_two", "max_batch_size", "memory_limit", "margin", "seq_len", "oom_recovery"}
-BLOCK_KEYS |= {"global_batch_size", "max_tokens_per_micro_batch", "growth_limit", "lr_scaling", "objective"}
 
 
 def load(path: Path) -> DictConfig:
@@ -64,7 +63,7 @@ def test_paths_are_recognised_in_a_document() -> None:
 def test_a_shipped_config_writes_out_every_key_and_none_that_nobody_reads(path: Path) -> None:
     cfg = load(path)
     settings = AdaptiveSettings.from_cfg(cfg)  # refuses unknown keys
-    assert set(cfg.adaptive) == BLOCK_KEYS
+    assert set(cfg.adaptive) == set(BLOCK_KEYS)
     assert cfg.use_maximum_batch_size is False
     assert cfg.batch_increase_function is None
     assert not settings.searches
@@ -89,3 +88,12 @@ def test_adding_one_override_to_a_config_for_the_cpu_is_enough_to_search(path: P
     settings = AdaptiveSettings.from_cfg(DictConfig({**cfg, "use_maximum_batch_size": True}))
     assert settings.searches
     assert settings.memory_limit_bytes is not None
+
+
+def test_the_readme_has_every_key_with_its_default() -> None:
+    table = dict(re.findall(r"^\| `([\w.]+)` \| `([\w.]+)` \|", (REPOSITORY / "README.md").read_text(), re.M))
+    defaults = {one.name: one.default for one in fields(AdaptiveSettings)}
+    blocks = {f"adaptive.{key}": defaults.get(key, defaults.get(f"{key}_bytes")) for key in BLOCK_KEYS}
+    expected = {name: value for name, value in defaults.items() if name in table} | blocks
+    assert table == {name: "null" if value is None else str(value) for name, value in expected.items()}
+    assert {"use_maximum_batch_size", "batch_increase_function"} < expected.keys()

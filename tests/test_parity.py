@@ -89,7 +89,7 @@ def _train_on_one_device(tiny_dir: Path, output_dir: Path) -> list[Outcome]:
 
 @pytest.fixture(scope="module")
 def outcomes(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    assets = shallow_assets(tiny_dir, tmp_path_factory.mktemp("assets"))
+    assets = shallow_assets(tiny_dir)
     on_ranks = run_on_ranks(_train_on_ranks, 2, assets, tmp_path_factory.mktemp("ranks"))
     found = {
         _name(case): (first[0], first[1], first[2] and second[2])

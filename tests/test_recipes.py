@@ -16,13 +16,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DistributedSampler
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
-from tests.ranks import run_on_ranks
+from tests.ranks import run_alone, run_on_ranks
 from tests.recipe_runs import (
+    SHALLOW,
+    Step,
     adaptive_recipe,
     finished,
     local_parameters,
     same_bits,
     set_up,
+    shallow_assets,
     tiny_config,
     trained,
     without_saving,
@@ -51,7 +54,7 @@ def _everything(recipe: Any) -> dict[str, Any]:
             {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ],
         "random": torch.get_rng_state().tolist(),
-        "state": {name: value for name, value in state.items() if name != "history"},
+        "state": {name: value for name, value in state.items() if name not in ("history", "reference_samples")},
         "steps": (recipe.trainer.global_step, loader.steps_per_epoch, loader.batch_size),
         "data": loader.data_loader.state_dict()["_sampler_iter_yielded"],
         "logged": list(recipe._metric_logger.steps) if dist.get_rank() == 0 else [],
@@ -81,7 +84,7 @@ def _figures(steps: list[dict[str, float]]) -> list[tuple[float, ...]]:
 
 def _search_then_train(kind: str, tiny_dir: Path, output_dir: Path, **settings: Any) -> dict[str, Any]:
     """Once with a search, once told the size that it found; dropout makes the random state visible in every loss."""
-    common: dict[str, Any] = {"epochs": 2, "max_steps_per_epoch": 5, "tokenizer__max_seq_len": 128}
+    common: dict[str, Any] = SHALLOW | {"epochs": 2, "max_steps_per_epoch": 5, "tokenizer__max_seq_len": 128}
     common["model__lora_dropout" if kind == "lora" else "model__attn_dropout"] = 0.1
     limit = {"memory_limit": "96MiB"}
     recipe_class = without_saving(adaptive_recipe(kind))
@@ -107,7 +110,7 @@ def _search_then_train(kind: str, tiny_dir: Path, output_dir: Path, **settings: 
 
 def _all_strategies(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     found = {}
-    common: dict[str, Any] = {"gradient_accumulation_steps": 2}
+    common: dict[str, Any] = SHALLOW | {"gradient_accumulation_steps": 2}
     for strategy in ("linear_extrapolation", "binary_search", "decrease_until_oom"):
         adaptive = {"strategy": strategy, "memory_limit": LIMIT, "max_batch_size": 40}
         searching = common | {"use_maximum_batch_size": True, "adaptive": adaptive}
@@ -144,7 +147,7 @@ def _metered_peaks(recipe: Any, batch_size: int) -> list[int]:
 
 
 def _grow(tiny_dir: Path, output_dir: Path) -> list[dict[str, float]]:
-    growing: dict[str, Any] = {
+    growing: dict[str, Any] = SHALLOW | {
         "epochs": 4,
         "batch_size": 2,
         "batch_increase_function": GROWING,
@@ -171,7 +174,7 @@ def _train_on_two_ranks(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str
 @pytest.fixture(scope="module")
 def two_ranks(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     output_dir = tmp_path_factory.mktemp("two_ranks")
-    ranks = run_on_ranks(_train_on_two_ranks, 2, tiny_dir, output_dir)
+    ranks = run_on_ranks(_train_on_two_ranks, 2, shallow_assets(tiny_dir), output_dir)
     return [
         rank | {"report": json.loads((output_dir / "growth" / "adaptive_batch.json").read_text())} for rank in ranks
     ]
@@ -238,7 +241,8 @@ def test_the_rate_is_one_function_of_the_fraction_of_training(two_ranks: list[di
 
 def _train_packed(tiny_dir: Path, output_dir: Path) -> tuple[int, list[float]]:
     """Many micro-batches with masks, held together, and a limit without any margin that just allows the search."""
-    common: dict[str, Any] = {"dataset__packed": True, "gradient_accumulation_steps": 12, "epochs": 2, "batch_size": 2}
+    common: dict[str, Any] = SHALLOW | {"dataset__packed": True, "gradient_accumulation_steps": 12}
+    common |= {"epochs": 2, "batch_size": 2}
     common |= {"tokenizer__max_seq_len": 256, "use_maximum_batch_size": True}
     settings = {"max_batch_size": 2, "power_of_two": False, "margin": 0.0}
     recipe_class = without_saving(adaptive_recipe("full"))
@@ -251,7 +255,7 @@ def _train_packed(tiny_dir: Path, output_dir: Path) -> tuple[int, list[float]]:
 
 def _tensor_rate(tiny_dir: Path, output_dir: Path) -> list[float]:
     """The options of an optimizer whose rate is a tensor, as torchao's are, after a search and some steps."""
-    options: dict[str, Any] = {"epochs": 1, "max_steps_per_epoch": 3, "tokenizer__max_seq_len": 64}
+    options: dict[str, Any] = SHALLOW | {"epochs": 1, "max_steps_per_epoch": 3, "tokenizer__max_seq_len": 64}
     options |= {"use_maximum_batch_size": True, "adaptive__memory_limit": LIMIT, "adaptive__max_batch_size": 4}
     options["optimizer"] = {"_component_": "tests.recipe_runs.adamw_with_tensor_rate", "lr": 1e-3}
     _, _, recipe = finished(
@@ -263,7 +267,7 @@ def _tensor_rate(tiny_dir: Path, output_dir: Path) -> list[float]:
 
 def _train_beyond_the_limit(tiny_dir: Path, output_dir: Path) -> tuple[str, list[dict[str, float]]]:
     """A batch_size by hand that this "device" does not allow, and one on a device that allows no row at all."""
-    common: dict[str, Any] = {"batch_size": 32, "max_steps_per_epoch": 2, "epochs": 1}
+    common: dict[str, Any] = SHALLOW | {"batch_size": 32, "max_steps_per_epoch": 2, "epochs": 1}
     recipe_class = without_saving(adaptive_recipe("full"))
     with pytest.raises(InputError) as refusal:
         set_up(recipe_class, tiny_config("full", tiny_dir, output_dir, **common, adaptive__memory_limit="16MiB"))
@@ -282,7 +286,7 @@ def _train_alone(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    (found,) = run_on_ranks(_train_alone, 1, tiny_dir, tmp_path_factory.mktemp("alone"))
+    (found,) = run_on_ranks(_train_alone, 1, shallow_assets(tiny_dir), tmp_path_factory.mktemp("alone"))
     return found
 
 
@@ -310,31 +314,34 @@ def test_training_by_hand_beyond_the_limit_takes_smaller_micro_batches(alone: di
 # ---- what is logged
 
 
-def test_logged_figures_are_those_of_the_samples(tiny_dir: Path, tmp_path: Path) -> None:
-    """Every second step is logged: with the padding of both steps' micro-batches, and with its own tokens."""
-    options: dict[str, Any] = {"batch_size": 3, "gradient_accumulation_steps": 2, "epochs": 1}
+def _log_figures(tiny_dir: Path, output_dir: Path) -> tuple[list[Step], list[int], list[int]]:
+    """Steps, and each sample's tokens, and those that count in the loss, in the order of training."""
+    options: dict[str, Any] = SHALLOW | {"batch_size": 3, "gradient_accumulation_steps": 2, "epochs": 1}
     options |= {"dataset__split": "train[:36]", "tokenizer__max_seq_len": 64, "log_every_n_steps": 2}
-    cfg = tiny_config("full_single", tiny_dir, tmp_path, **options, adaptive__memory_limit=None)
+    cfg = tiny_config("full_single", tiny_dir, output_dir, **options, adaptive__memory_limit=None)
     seconds = itertools.count()  # one passes from each look at the clock to the next
     with mock.patch.object(trainer, "time", SimpleNamespace(perf_counter=lambda: next(seconds))):
         steps, _, recipe = finished(without_saving(adaptive_recipe("full_single")), cfg)
     dataset = recipe.trainer.loader.dataset
-    order = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=0)
-    samples = [dataset[place] for place in order]
-    lengths = [len(sample["tokens"]) for sample in samples]
+    samples = [dataset[place] for place in DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=0)]
     counted = [sum(label != recipe._loss_fn.ignore_index for label in sample["labels"]) for sample in samples]
+    return steps, [len(sample["tokens"]) for sample in samples], counted
+
+
+def test_logged_figures_are_those_of_the_samples(tiny_dir: Path, tmp_path: Path) -> None:
+    """Every second step is logged: with the padding of both steps' micro-batches, and with its own tokens."""
+    steps, lengths, counted = run_alone(_log_figures, shallow_assets(tiny_dir), tmp_path)
     assert len(set(lengths)) > 1
     assert [step["step"] for step in steps] == [2, 4, 6]
     assert [step["padding"] for step in steps] == pytest.approx(
         [_padding(lengths[start : start + 12], rows=3) for start in (0, 12, 24)]
     )
-    for step in steps:
-        assert step["global_batch_size"] == 3 * 2 * 1
-        assert (step["batch_size"], step["micro_batch_size"], step["oom_retries"]) == (3, 3, 0)
-    # of the second of both steps, as torchtune logs them
     assert [step["tokens_per_second_per_gpu"] for step in steps] == [
         sum(counted[end - 6 : end]) for end in (12, 24, 36)
     ]
+    for step in steps:
+        assert step["global_batch_size"] == 3 * 2 * 1
+        assert (step["batch_size"], step["micro_batch_size"], step["oom_retries"]) == (3, 3, 0)
 
 
 def _padding(lengths: Sequence[int], *, rows: int) -> float:

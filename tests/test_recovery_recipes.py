@@ -17,12 +17,14 @@ from torchtune import training
 
 from tests.ranks import run_on_ranks
 from tests.recipe_runs import (
+    SHALLOW,
     RecordingLogger,
     adaptive_recipe,
     finished,
     meters_of_recipes,
     same_bits,
     set_up,
+    shallow_assets,
     tiny_config,
     with_micro_batches,
     without_saving,
@@ -31,7 +33,7 @@ from tests.test_tune_run import tune_run
 from torchtune_adaptive.errors import NothingFitsError
 from torchtune_adaptive.testing import Fault, ballast, faults_in
 
-SMALL = {"tokenizer__max_seq_len": 64, "optimizer__lr": 1e-2}
+SMALL = SHALLOW | {"tokenizer__max_seq_len": 64, "optimizer__lr": 1e-2}
 UNMETERED = SMALL | {"adaptive__memory_limit": None, "log_every_n_steps": 1}
 
 
@@ -147,7 +149,7 @@ def _ballast(config: Any, rank: int) -> dict[str, Any]:
         def save_checkpoint(self, epoch: int) -> None:
             neighbour.close()
 
-    limit = {"adaptive__memory_limit": "48MiB", "epochs": 2, "batch_size": 4}
+    limit = {"adaptive__memory_limit": "34MiB", "epochs": 2, "batch_size": 4}
     with meters_of_recipes() as meters:
         steps, _, recipe = finished(WithNeighbour, config(**limit))
     return {
@@ -162,7 +164,7 @@ def _unequal_limits(config: Any, rank: int) -> dict[str, tuple[int, int]]:
     All of them find the same in equal limits: ``test_every_strategy_finds_the_largest_batch_that_a_metered_step_fits``.
     """
     found = {}
-    unequal, equal = ("96MiB", "48MiB"), ("48MiB", "48MiB")
+    unequal, equal = ("56MiB", "28MiB"), ("28MiB", "28MiB")
     strategies = ("linear_extrapolation", "binary_search", "decrease_until_oom")
     for name, strategy, limit in [*(("unequal", one, unequal) for one in strategies), ("equal", strategies[1], equal)]:
         settings = {"memory_limit": limit[rank], "strategy": strategy, "max_batch_size": 48}
@@ -215,7 +217,7 @@ def _compiler_resets(config: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def troubles(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_on_ranks(_troubles, 2, tiny_dir, tmp_path_factory.mktemp("troubles"))
+    return run_on_ranks(_troubles, 2, shallow_assets(tiny_dir), tmp_path_factory.mktemp("troubles"))
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -275,7 +277,7 @@ def test_a_neighbours_memory_makes_micro_batches_small_until_it_is_gone(troubles
     assert sizes[4:] == [4] * 4
     first, *_, last = troubles[0]["ballast"]["reasons"]
     assert "in step 3 rank 1 ran out of memory in" in first
-    assert "limit 48.0 MiB" in first
+    assert "limit 34.0 MiB" in first
     assert last == f"micro-batch {sizes[3]:.0f} -> 4 rows: fits again at the start of epoch 1"
 
 
@@ -343,7 +345,7 @@ def _soak(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
 def test_a_thousand_steps_with_fifty_faults_neither_hang_nor_leak_nor_change_the_result(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
-    ranks = run_on_ranks(_soak, 2, tiny_dir, tmp_path, timeout_s=3600)
+    ranks = run_on_ranks(_soak, 2, shallow_assets(tiny_dir), tmp_path, timeout_s=3600)
     print(f"{ranks[0]['steps']} steps, {ranks[0]['retries']} retries")
     print("live bytes at the epochs' ends:", [sorted(set(rank["live bytes"])) for rank in ranks])
     assert ranks[0]["steps"] == 1000

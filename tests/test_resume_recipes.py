@@ -11,12 +11,14 @@ from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
 from tests.ranks import RanksFailedError, run_on_ranks
 from tests.recipe_runs import (
+    SHALLOW,
     adaptive_recipe,
     finished,
     local_parameters,
     resuming_config,
     same_bits,
     set_up,
+    shallow_assets,
     stock_recipe,
     tiny_config,
 )
@@ -24,7 +26,7 @@ from torchtune_adaptive.errors import InputError
 
 # 34 samples a rank are 17 micro-batches of 2 rows: with an accumulation of 2 one is left over at the first epoch's end.
 MEASURING = {"_component_": "torchtune_adaptive.schedule.gradient_noise_scale", "every_steps": 2, "min_measurements": 2}
-RUN: dict[str, Any] = {
+RUN: dict[str, Any] = SHALLOW | {
     "epochs": 4,
     "batch_size": 2,
     "gradient_accumulation_steps": 2,
@@ -32,9 +34,9 @@ RUN: dict[str, Any] = {
     "tokenizer__max_seq_len": 64,
     "lr_scheduler__num_warmup_steps": 5,
     "batch_increase_function": MEASURING,
-    "adaptive": {"memory_limit": "96MiB", "growth_limit": "none", "lr_scaling": "sqrt", "max_batch_size": 3},
+    "adaptive": {"memory_limit": "96MiB", "growth_limit": 4, "lr_scaling": "sqrt", "max_batch_size": 3},
 }
-PLAIN: dict[str, Any] = {"epochs": 3, "max_steps_per_epoch": 2, "batch_size": 2, "tokenizer__max_seq_len": 64}
+PLAIN: dict[str, Any] = SHALLOW | {"epochs": 3, "max_steps_per_epoch": 2, "batch_size": 2, "tokenizer__max_seq_len": 64}
 FIGURES = ("step", "batch_size", "global_batch_size", "micro_batch_size", "lr", "loss", "grad_norm", "padding")
 
 
@@ -86,14 +88,14 @@ def _go_on(rank: int, tiny_dir: Path, died_in: Path, output_dir: Path) -> dict[s
 def died_in(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("died")
     with pytest.raises(RanksFailedError) as failure:
-        run_on_ranks(_die, 2, tiny_dir, directory)
+        run_on_ranks(_die, 2, shallow_assets(tiny_dir), directory)
     assert "died with exit status -9" in str(failure.value)
     return directory
 
 
 @pytest.fixture(scope="module")
 def ranks(tiny_dir: Path, died_in: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_on_ranks(_go_on, 2, tiny_dir, died_in, tmp_path_factory.mktemp("whole"))
+    return run_on_ranks(_go_on, 2, shallow_assets(tiny_dir), died_in, tmp_path_factory.mktemp("whole"))
 
 
 def test_a_killed_run_goes_on_as_the_uninterrupted_one(ranks: list[dict[str, Any]]) -> None:
@@ -149,7 +151,7 @@ def test_another_number_of_ranks_is_noticed_and_the_rate_goes_with_the_batch(
     ranks: list[dict[str, Any]], tiny_dir: Path, died_in: Path
 ) -> None:
     """A single rank takes half the samples a step, those that the config was written for: its rate is the config's."""
-    ((reasons, steps),) = run_on_ranks(_resume_alone, 1, tiny_dir, died_in)
+    ((reasons, steps),) = run_on_ranks(_resume_alone, 1, shallow_assets(tiny_dir), died_in)
     assert reasons[-2] == "resumed with changes: ranks 2 -> 1; samples per optimizer step 16 -> 8"
     assert {step["global_batch_size"] for step in steps} == {8}
     # after a quarter of the last epoch, which is its first step on two ranks and its second on one

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.growth_functions import Recording
 from tests.ranks import run_on_ranks
-from tests.recipe_runs import adaptive_recipe, finished, tiny_config, without_saving
+from tests.recipe_runs import SHALLOW, adaptive_recipe, finished, shallow_assets, tiny_config, without_saving
 from torchtune_adaptive.testing import Fault, faults_in
 
 # By name: the overrides for a step of `rows` rows on each of two ranks, and where a rank runs out of memory.
@@ -64,7 +64,7 @@ def _train(
     found = {}
     for way in ways:
         overrides, faults = WAYS[way]
-        common: dict[str, Any] = {
+        common: dict[str, Any] = SHALLOW | {
             "adaptive__memory_limit": None,
             "adaptive__global_batch_size": 2 * rows,
             "max_steps_per_epoch": min(num_steps, 3),
@@ -94,7 +94,7 @@ def _farthest(one: torch.Tensor, other: torch.Tensor) -> float:
 def test_every_cut_has_the_same_gradient_and_the_same_losses(
     rows: int, num_steps: int, tiny_dir: Path, tmp_path: Path
 ) -> None:
-    ranks = run_on_ranks(_train, 2, tiny_dir, tmp_path, list(WAYS), rows, num_steps, timeout_s=3600)
+    ranks = run_on_ranks(_train, 2, shallow_assets(tiny_dir), tmp_path, list(WAYS), rows, num_steps, timeout_s=3600)
     runs, expected = ranks[0], ranks[0]["at once"]
     assert len(expected["losses"]) == num_steps
     gaps = {}
@@ -124,7 +124,7 @@ def test_every_cut_is_the_same_also_where_the_first_token_of_a_row_is_not_masked
 ) -> None:
     """Nothing predicts it: who counts it lets a row weigh more the shorter the rows of its micro-batch are."""
     at_once, *others = ways = ["at once", "in quarters", "tokens"]
-    runs = run_on_ranks(_train_on_every_token, 2, tiny_dir, tmp_path, ways)[0]
+    runs = run_on_ranks(_train_on_every_token, 2, shallow_assets(tiny_dir), tmp_path, ways)[0]
     for way in others:
         assert _farthest(runs[at_once]["gradient"], runs[way]["gradient"]) < 1e-5, way
         assert runs[way]["losses"] == pytest.approx(runs[at_once]["losses"], rel=1e-5)
@@ -134,7 +134,12 @@ def _train_anywhere(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, An
     """Steps of 31 samples, by rows and by tokens, which no number of ranks above 1 divides; and measured gradients."""
 
     def steps_of(**overrides: Any) -> list[dict[str, float]]:
-        common = {"batch_size": 4, "max_steps_per_epoch": 3, "epochs": 1, "tokenizer__max_seq_len": 64}
+        common: dict[str, Any] = SHALLOW | {
+            "batch_size": 4,
+            "max_steps_per_epoch": 3,
+            "epochs": 1,
+            "tokenizer__max_seq_len": 64,
+        }
         cfg = tiny_config("full", tiny_dir, output_dir, **common | overrides)
         return finished(without_saving(adaptive_recipe("full")), cfg)[0]
 
@@ -158,7 +163,7 @@ def _train_anywhere(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, An
 def anywhere(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """What rank 0 saw, by the number of ranks."""
     output_dir = tmp_path_factory.mktemp("anywhere")
-    return {ranks: run_on_ranks(_train_anywhere, ranks, tiny_dir, output_dir)[0] for ranks in (1, 3)}
+    return {ranks: run_on_ranks(_train_anywhere, ranks, shallow_assets(tiny_dir), output_dir)[0] for ranks in (1, 3)}
 
 
 @pytest.mark.parametrize("cut", ["rows", "tokens"])

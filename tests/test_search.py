@@ -354,6 +354,13 @@ def test_a_power_of_two_that_does_not_fit_after_all_is_halved_again() -> None:
     assert device.taken[-2:] == [8, 4]
 
 
+def test_rounding_may_go_down_to_a_single_row() -> None:
+    device = Rows(SmallCard(), never=[2, 4])
+    found = device.search(memory_limit_bytes=7_000, power_of_two=True, strategy="binary_search", start=5)
+    assert (found.exact_batch_size, found.batch_size) == (7, 1)
+    assert device.taken[-2:] == [4, 2]
+
+
 def test_what_the_forecast_gives_between_whole_rows_is_kept_unless_the_bound_stopped_the_search() -> None:
     device = Rows(SmallCard())
     assert device.search(memory_limit_bytes=13_250).forecast_rows == 13.25

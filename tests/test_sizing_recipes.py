@@ -8,13 +8,13 @@ from unittest import mock
 import pytest
 
 from tests.ranks import run_on_ranks
-from tests.recipe_runs import adaptive_recipe, set_up, tiny_config, trained, without_saving
+from tests.recipe_runs import SHALLOW, adaptive_recipe, set_up, shallow_assets, tiny_config, trained, without_saving
 from torchtune_adaptive import assembly
 from torchtune_adaptive.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
 from torchtune_adaptive.search import sizes
 from torchtune_adaptive.training.start import StartingPoint, starting_point
 
-UNEQUAL = ("64MiB", "128MiB")  # rank 0's limit is the one that counts
+UNEQUAL = ("40MiB", "80MiB")  # rank 0's limit is the one that counts
 DOUBLING = {"_component_": "torchtune_adaptive.schedule.geometric"}
 RATES = {4: 1000.0, 2: 985.0, 1: 500.0}
 SEARCHED = {"use_maximum_batch_size": True}
@@ -41,7 +41,7 @@ def _rates(workload: Any, make_batch: Any, timed: Sequence[int], **_: Any) -> Ma
 def _size_all(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, dict[str, Any]]:
     found = {}
     recipe_class = without_saving(adaptive_recipe("full"))
-    common: dict[str, Any] = {"tokenizer__max_seq_len": 128, "epochs": 1}
+    common: dict[str, Any] = SHALLOW | {"tokenizer__max_seq_len": 128, "epochs": 1}
     starts: list[StartingPoint] = []
 
     def start(*args: Any, **options: Any) -> StartingPoint:
@@ -70,7 +70,7 @@ def _size_all(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, dict[str
 
 @pytest.fixture(scope="module")
 def ranks(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    return run_on_ranks(_size_all, 2, tiny_dir, tmp_path_factory.mktemp("sizing"))
+    return run_on_ranks(_size_all, 2, shallow_assets(tiny_dir), tmp_path_factory.mktemp("sizing"))
 
 
 @pytest.mark.parametrize(

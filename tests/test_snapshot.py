@@ -15,7 +15,7 @@ from faults import FailsAt, ShardedTrainee, same_bits
 from ranks import run_on_ranks
 from torch import nn
 
-from torchtune_adaptive.distributed.snapshot import KeptBuffers, RandomStates, keep_random_states, leave_no_trace
+from torchtune_adaptive.distributed.snapshot import KeptTensors, RandomStates, keep_random_states, leave_no_trace
 from torchtune_adaptive.memory.out_of_memory import free_memory
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -421,7 +421,7 @@ def test_random_generators_are_as_before_also_after_a_failure(fails: bool) -> No
 
 def test_changed_buffers_are_found_whatever_changed_them() -> None:
     written, through_a_view, unseen, read = (torch.ones(3) for _ in range(4))
-    kept = KeptBuffers([read, written, through_a_view, unseen])
+    kept = KeptTensors([read, written, through_a_view, unseen])
     assert kept.changed() == []
     written.add_(1)
     through_a_view[1:].zero_()
@@ -435,7 +435,7 @@ def test_changed_buffers_are_found_whatever_changed_them() -> None:
 def test_buffers_can_be_restored_repeatedly() -> None:
     buffers = [torch.arange(3.0), torch.tensor(7), torch.tensor([True, False])]
     places = [buffer.data_ptr() for buffer in buffers]
-    kept = KeptBuffers(buffers)
+    kept = KeptTensors(buffers)
     for _ in range(2):
         for buffer in buffers:
             buffer.zero_()
@@ -446,7 +446,7 @@ def test_buffers_can_be_restored_repeatedly() -> None:
 
 def test_all_buffers_that_batch_norm_writes_are_found() -> None:
     layer = nn.BatchNorm1d(6)
-    kept = KeptBuffers(layer.buffers())
+    kept = KeptTensors(layer.buffers())
     layer(torch.randn(5, 6))
     assert [id(buffer) for buffer in kept.changed()] == [id(buffer) for buffer in layer.buffers()]
 

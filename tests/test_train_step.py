@@ -301,14 +301,14 @@ def test_the_last_micro_step_of_the_small_batch_measures_the_gradient_that_is_th
     """Its own backward is in it, and what follows is not."""
     step = step_of(toy_model(), max_grad_norm=1.0)
     first = step.micro_step_of_small_batch(ROWS[:1], is_last=False)
-    last = step.micro_step_of_small_batch(ROWS[1:3], is_last=True)
+    last = step.micro_step_of_small_batch(ROWS[1:4], is_last=True)
     assert first.small_batch is not None
     assert first.small_batch.tolist() == [0.0, 1.0]
     assert last.small_batch is not None
-    assert last.small_batch.tolist() == [(1.0 + 2.0) ** 2, 1.0]
+    assert last.small_batch.tolist() == [(1.0 + 2 + 9) ** 2, 2.0]
     assert last.small_batch.dtype == torch.float64
-    result = step.finish(first + last + step.micro_step(ROWS[3:])).read()
-    assert result.measured == (9.0, 2.0, (1.0 + 2 + 9 + 4) ** 2)  # of sums, before they are normalized and clipped
+    result = step.finish(first + last + step.micro_step(ROWS[4:])).read()
+    assert result.measured == (144.0, 3.0, (1.0 + 2 + 9 + 4) ** 2)  # of sums, before they are normalized and clipped
     assert result.grad_norm == pytest.approx(MEAN_X)
     assert result.metrics == {"mean_x": pytest.approx(MEAN_X), "one": 1.0}
 

@@ -108,6 +108,7 @@ class Toy:
     dataset: list[Row] = field(default_factory=lambda: TWELVE)
     batch_size: int = 2
     micro_steps: int = 1
+    shuffle: bool = False
     global_batch_size: int | None = None
     function: Any = None
     maximum: int = 100
@@ -215,7 +216,7 @@ class Toy:
 
     def _loader(self) -> StepLoader:
         dataset: Any = self.dataset
-        sampler = StatefulDistributedSampler(dataset, 1, 0, shuffle=False)
+        sampler = StatefulDistributedSampler(dataset, 1, 0, shuffle=self.shuffle)
         options: dict[str, Any] = {"max_steps_per_epoch": None}
         if self.global_batch_size is not None:
             return GlobalStepLoader(sampler, TokenRows(-100), batch_size=self.global_batch_size, **options)
@@ -582,7 +583,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_ended(tmp_path: Path, monkeypa
 
     def make(directory: Path, epochs: range, **options: Any) -> Toy:
         options |= {"micro_steps": 2, "function": adds_two_in_epoch_one, "decays": True, "epochs": epochs}
-        return Toy(directory, rows_of(*range(11)), **options)
+        return Toy(directory, rows_of(*range(11)), shuffle=True, **options)
 
     whole = make(tmp_path / "whole", range(4))
     whole.trainer.note_batch_size("config", epoch=0)

@@ -251,7 +251,8 @@ class _Assembly:
         )
         if saved is not None:
             rate.load_state_dict(asdict(saved))
-        if settings.decides or settings.lr_scaling != "none":
+        # On resuming too: some of torchtune's recipes begin their schedule anew then.
+        if settings.decides or settings.lr_scaling != "none" or parts.epochs.start:
             steps = loader.steps_per_epoch
             rate.begin(epoch=parts.epochs.start, step=start.steps_done, steps_per_epoch=steps, grows=grows)
             if scaled := rate.scale(loader.samples_per_step):

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.on_gpu.stage import stage_for
@@ -23,7 +24,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     stage = stage_for(Path(directory), seconds=float(seconds))
     for sections in importlib.import_module(f"{__package__}.{part}").measure(stage):
-        write_whole(Path(output), json.dumps([section.as_json() for section in sections]))
+        write_whole(Path(output), json.dumps([asdict(section) for section in sections]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

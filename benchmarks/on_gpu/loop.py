@@ -1,16 +1,14 @@
 """Our training loop against the stock one at the same batch size, in one process and in turn."""
 
-import gc
 import time
 from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from benchmarks.live import Watch, train_again
-from benchmarks.loop import OFF, ON, STOCK, STOCK_AGAIN, VARIANTS, Block
+from benchmarks.live import Watch
+from benchmarks.loop import OFF, ON, STOCK, STOCK_AGAIN, VARIANTS, Block, race
 from benchmarks.on_gpu.random_recipe import live_random_recipe, logged, random_config, start_group
 from benchmarks.on_gpu.stage import Section, Stage
 from benchmarks.tables import spread
@@ -75,14 +73,9 @@ def _raced(stage: Stage, batch_size: int) -> tuple[dict[str, list[Block]], dict[
             recipes[variant]._model.load_state_dict(recipes[STOCK]._model.state_dict())
     blocks: dict[str, list[Block]] = {variant: [] for variant in VARIANTS}
     num_tokens = batch_size * stage.seq_len
-    for number in tqdm(range(1 + _ROUNDS), desc=f"rounds of {batch_size} rows"):
-        turn = number % len(VARIANTS)
-        for variant in VARIANTS[turn:] + VARIANTS[:turn]:
-            gc.collect()
-            train_again(recipes[variant], seed=number)
-            if number > 0:
-                step_ms = clocks[variant].ms_per_step(_STEPS)
-                blocks[variant].append(Block(num_tokens * _STEPS, _STEPS, step_ms, 0.0))
+    for number, variant in race(recipes, 1 + _ROUNDS):
+        if number > 0:
+            blocks[variant].append(Block(num_tokens * _STEPS, _STEPS, clocks[variant].ms_per_step(_STEPS), 0.0))
     return blocks, {variant: [step["loss"] for step in logged(recipe)] for variant, recipe in recipes.items()}
 
 

@@ -56,11 +56,7 @@ def live_random_recipe(
     watch: Watch | None = None,
     shard: Callable[[nn.Module], None] | None = None,
 ) -> Any:
-    """A recipe by ``cfg`` with random weights. A collective.
-
-    Args:
-        shard: is given the model once it is sharded, before anything is computed with it.
-    """
+    """A recipe with random weights; ``shard`` gets its model once that is sharded, before it computes. A collective."""
     kind = kind_of(cfg)
     recipe_class: Any = stock_recipe(kind) if stock else adaptive_recipe(kind)
 

@@ -1,16 +1,12 @@
-"""One of the ranks that share a device: ``python -m benchmarks.on_gpu.ranks OUTPUT SECONDS DIRECTORY``.
+"""One of the ranks that share a device, launched by ``recovery``.
 
 Trains with a tensor in the way on one rank, so that its allocator really runs out of memory: first before a forward,
 then before a backward. Then once more with nothing in the way, but with the micro-batches set that came of it.
 """
 
-import json
-import logging
 import os
-import sys
-import warnings
+from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.on_gpu.observed import Observed
 from benchmarks.on_gpu.random_recipe import let_go, live_random_recipe, logged, random_config
-from benchmarks.on_gpu.stage import Stage, stage_for
+from benchmarks.on_gpu.stage import Section, Stage
 from benchmarks.on_gpu.staged import stage_collectives
 from tests.recipe_runs import local_parameters, same_bits
 from torchtune_adaptive.testing import ballast
@@ -126,23 +122,13 @@ def _micro_batches_by_step(steps: list[dict[str, float]]) -> dict[int, int]:
     return box[0]
 
 
-def main() -> None:
-    """Take part; rank 0 writes what was measured, as JSON."""
-    output, seconds, directory = sys.argv[1:]
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
+def measure(stage: Stage) -> Iterator[list[Section]]:
+    """What one of the ranks has measured, on rank 0."""
     dist.init_process_group("gloo")
     os.environ["LOCAL_RANK"] = "0"  # all ranks are on the first device
-    stage = stage_for(Path(directory), seconds=float(seconds))
-    seen = _train(stage)
+    found = _train(stage)
     same = [False] * dist.get_world_size()
-    dist.all_gather_object(same, seen["same_parameters"])
+    dist.all_gather_object(same, found["same_parameters"])
     if dist.get_rank() == 0:
-        Path(output).write_text(json.dumps(seen | {"same_parameters": all(same)}))
+        yield [Section(title="", header=[], rows=[], text=[], data=[found | {"same_parameters": all(same)}])]
     dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads can abort an interpreter that shuts down
-
-
-if __name__ == "__main__":
-    main()

@@ -11,17 +11,8 @@ from benchmarks.on_gpu.ranks import BACKWARD_STEP, BATCH_SIZE, FORWARD_STEP, STE
 from benchmarks.on_gpu.stage import Section, Stage
 
 _WORLD_SIZES = (2, 4)
-HEADER = [
-    "ranks",
-    "OOMs survived",
-    "micro-batches by step",
-    "losses equal",
-    "parameters equal",
-    "usual step, s",
-    f"step {FORWARD_STEP} (OOM), s",
-    f"step {BACKWARD_STEP} (OOM), s",
-    "micro-batches set: s",
-]
+HEADER = ["ranks", "OOMs survived", "micro-batches by step", "losses equal", "parameters equal", "usual step, s"]
+HEADER += [f"step {step} (OOM), s" for step in (FORWARD_STEP, BACKWARD_STEP)] + ["micro-batches set: s"]
 
 
 def measure(stage: Stage) -> Iterator[list[Section]]:
@@ -41,7 +32,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     for world_size in _WORLD_SIZES:
         output = stage.directory / f"ranks_{world_size}.json"
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
-        part = ["-m", "benchmarks.on_gpu.ranks", str(output), str(stage.seconds_left), str(stage.directory)]
+        part = ["-m", "benchmarks.on_gpu", "ranks", str(output), str(stage.seconds_left), str(stage.directory)]
         with subprocess.Popen([sys.executable, *launch, *part]) as ranks:
             try:
                 ranks.wait(timeout=max(1.0, stage.seconds_left))
@@ -52,7 +43,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
             yield [section]
             failed.append(world_size)
             continue
-        seen = json.loads(output.read_text())
+        (seen,) = json.loads(output.read_text())[0]["data"]
         data.append(seen)
         cells.append(_cells(seen))
         text += [f"{world_size} ranks: {event}." for event in seen["events"]]

@@ -9,8 +9,9 @@ from tqdm import tqdm
 
 from benchmarks.live import probe_maker, workload_of
 from benchmarks.on_gpu.random_recipe import let_go, live_random_recipe, random_config, start_group
-from benchmarks.on_gpu.stage import Section, Stage, total_bytes
+from benchmarks.on_gpu.stage import Section, Stage
 from torchtune_adaptive.errors import InputError, NothingFitsError, reason_of
+from torchtune_adaptive.memory.meter import device_memory_bytes
 from torchtune_adaptive.memory.out_of_memory import free_memory
 from torchtune_adaptive.plan.client import trace
 from torchtune_adaptive.plan.plan import Card, plan
@@ -21,20 +22,8 @@ from torchtune_adaptive.search.throughput import tokens_per_second
 _NUM_ROWS = 4096
 _SECONDS_FOR_ONE = 30.0  # a case is not begun with less than that left
 _TRACES_AT_ONCE = 6
-SIZES = [
-    "config",
-    "memory",
-    "planned",
-    "found",
-    "one more fits",
-    "steps",
-    "OOMs",
-    "search, s",
-    "peak / may use",
-    "used",
-    "peak / may use",
-    "traced / measured peak",
-]
+SIZES = ["config", "memory", "planned", "found", "one more fits", "steps", "OOMs", "search, s", "peak / may use"]
+SIZES += ["used", "peak / may use", "traced / measured peak"]
 SPEEDS = ["config", "memory", "stock batch_size", "tokens/s", "used", "tokens/s", "ratio"]
 
 
@@ -57,7 +46,8 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     )
     failed: list[str] = []
     with ThreadPoolExecutor(1 if stage.is_rehearsal else _TRACES_AT_ONCE) as pool:
-        traced = {name: pool.submit(_traced, _config(stage, name, None)) for name in stage.configs}
+        length = {"world_size": 1, "seq_lens": [stage.seq_len]}
+        traced = {name: pool.submit(trace, _config(stage, name, None), **length) for name in stage.configs}
         for name, limit_bytes in tqdm(cases, desc="sizes", unit=" cases"):
             case = f"{name} at {stage.limit_text(limit_bytes)}"
             if stage.seconds_left < _SECONDS_FOR_ONE:
@@ -86,13 +76,9 @@ def _config(stage: Stage, name: str, limit_bytes: int | None) -> DictConfig:
     return cfg
 
 
-def _traced(cfg: DictConfig) -> TracedStep:
-    return trace(cfg, world_size=1, seq_lens=[cfg.tokenizer.max_seq_len])
-
-
 def _case(stage: Stage, name: str, limit_bytes: int, traced: "Future[TracedStep]") -> dict[str, Any]:
     """What was found of one config under one limit."""
-    whole = not stage.is_rehearsal and limit_bytes == total_bytes(stage.device)
+    whole = not stage.is_rehearsal and limit_bytes == device_memory_bytes(stage.device)
     cfg = _config(stage, name, None if whole else limit_bytes)
     found: dict[str, Any] = {"stock_batch_size": int(cfg.batch_size)}
     try:
@@ -141,7 +127,7 @@ def _searched(recipe: Any, *, is_timed: bool) -> dict[str, Any]:
 def _planned(stage: Stage, cfg: DictConfig, limit_bytes: int, step: TracedStep, used: int | None) -> dict[str, Any]:
     """A plan for the limit, with a calibration of this device if there is one."""
     calibration = stage.calibration_path
-    card_bytes = limit_bytes if stage.is_rehearsal else total_bytes(stage.device)
+    card_bytes = limit_bytes if stage.is_rehearsal else device_memory_bytes(stage.device)
     card = Card(memory_bytes=card_bytes, calibration=calibration if calibration.exists() else None)
     made = plan(cfg, world_size=1, card=card, seq_lens=[stage.seq_len], traced_by=lambda *_, **__: step)
     (length,) = made.lengths

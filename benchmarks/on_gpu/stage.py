@@ -1,12 +1,13 @@
 """Where a part plays, what it plays with there, and what it leaves."""
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torchtune_adaptive.memory.meter import device_memory_bytes
 from torchtune_adaptive.text import format_bytes
 
 _GIB, _MIB = 2**30, 2**20
@@ -23,10 +24,6 @@ class Section:
     rows: list[list[str]]
     text: list[str]
     data: list[dict[str, Any]]
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain containers."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +68,8 @@ class Stage:
 
     def limit_text(self, limit_bytes: int) -> str:
         """A limit for a table."""
-        whole = " (whole card)" if not self.is_rehearsal and limit_bytes == total_bytes(self.device) else ""
+        whole = " (whole card)" if not self.is_rehearsal and limit_bytes == device_memory_bytes(self.device) else ""
         return format_bytes(limit_bytes) + whole
-
-
-def total_bytes(device: torch.device) -> int:
-    """Of a CUDA device."""
-    return torch.cuda.mem_get_info(device)[1]
 
 
 def stage_for(directory: Path, *, seconds: float) -> Stage:
@@ -98,7 +90,7 @@ def stage_for(directory: Path, *, seconds: float) -> Stage:
         )
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    card_bytes = total_bytes(device)
+    card_bytes = device_memory_bytes(device)
     return Stage(
         device=device,
         configs=(

@@ -10,8 +10,7 @@ import torch
 from benchmarks.live import probe_maker, search_again, workload_of
 from benchmarks.on_gpu.random_recipe import live_random_recipe, random_config, start_group
 from benchmarks.on_gpu.stage import Section, Stage
-from benchmarks.peers.rfc import bisect, by_difference
-from torchtune_adaptive.memory.out_of_memory import comes_from_out_of_memory
+from benchmarks.peers.rfc import bisect, by_difference, is_out_of_memory
 from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.settings import STRATEGIES
 
@@ -62,14 +61,8 @@ def _bisection(recipe: Any, workload: Workload) -> Answer:
 
     def is_oom(rows: int) -> bool:
         nonlocal steps, ooms
-        failed = False
-        try:
-            with meter:
-                workload.train_step(make_batch(rows))
-        except Exception as error:
-            if not comes_from_out_of_memory(error):
-                raise
-            failed = True
+        with meter:
+            failed = is_out_of_memory(workload.train_step, make_batch(rows))
         workload.clean_up()
         steps, ooms = steps + (not failed), ooms + failed
         return failed

@@ -1,12 +1,10 @@
 """A token budget against fixed rows on rows of very different lengths, with the same limit and the same samples."""
 
 from collections.abc import Iterator
-from statistics import median
 
 from benchmarks.on_gpu.random_recipe import live_random_recipe, random_config, start_group
 from benchmarks.on_gpu.stage import Section, Stage
-from benchmarks.tables import spread
-from benchmarks.tokens import ROUNDS, ROWS, TOKENS, Contestant, compare_losses, race, ratios
+from benchmarks.tokens import ROUNDS, ROWS, TOKENS, Contestant, cells, compare_losses, race
 
 _SAMPLES_PER_STEP = 64
 HEADER = ["variant", "micro-batch", "micro-steps per step", "padding", "tokens/s", f"/ {ROWS}", "peak / limit"]
@@ -21,10 +19,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
         one.find_peak()
     race(contestants)
     compare_losses([one.losses for one in contestants], tolerance=1e-5 if stage.is_rehearsal else 1e-2)
-    cells = []
-    for one in contestants:
-        figures = [one.limit, f"{one.micro_steps:.1f}", f"{one.padding:.1%}", f"{median(one.speeds):.0f}"]
-        cells.append([one.name, *figures, spread(ratios(one, contestants[0])), f"{one.peak:.0%}"])
+    rows = [[one.name, *cells(one, contestants[0]), f"{one.peak:.0%}"] for one in contestants]
     data = [
         {"variant": one.name, "padding": one.padding, "speeds": one.speeds, "peak": one.peak} for one in contestants
     ]
@@ -33,7 +28,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
         f" tokens (log-normal, median a quarter of that), {_SAMPLES_PER_STEP} samples per optimizer step, one process,"
         f" {ROUNDS} rounds of one whole step of each in turn. Tokens are those that are no padding.",
     ]
-    yield [Section(title="A token budget against fixed rows", header=HEADER, rows=cells, text=text, data=data)]
+    yield [Section(title="A token budget against fixed rows", header=HEADER, rows=rows, text=text, data=data)]
 
 
 def _contestant(stage: Stage, name: str) -> Contestant:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,43 +12,17 @@ from torchtune_adaptive.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.memory.meter import device_memory_bytes
 
 
-class Card(Protocol):
-    """What happens inside ``with card:`` runs out of memory above its limit, with the error that CUDA raises."""
-
-    @property
-    def ooms(self) -> int:
-        """How many such errors there were."""
-        ...
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the tensors that are there: what ``torch.cuda.memory_allocated`` returns."""
-        ...
-
-    def hold(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Count a model and an optimizer that were made outside of ``with card:``."""
-        ...
-
-    def on_host(self) -> AbstractContextManager[object]:
-        """What is made inside lies in the host's memory, not on the card."""
-        ...
-
-    def place(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Bring a batch from the host onto the card."""
-        ...
-
-    def __enter__(self) -> "Card": ...
-
-    def __exit__(self, *error: Any) -> None: ...
-
-
-def card_on(device: torch.device, limit_bytes: int) -> Card:
-    """A card of ``limit_bytes`` on ``device``."""
+def card_on(device: torch.device, limit_bytes: int) -> "Card":
+    """A card of ``limit_bytes`` on ``device``: inside ``with card:`` memory runs out above them, as on CUDA."""
     return CudaCard(device, limit_bytes) if device.type == "cuda" else CpuCard(limit_bytes)
 
 
 class CpuCard(CpuMeter):
-    """Counts the bytes that our own meter counts. Peers recognise an error by its text, so its text is CUDA's."""
+    """Counts the bytes that our own meter counts. Peers recognise an error by its text, so its text is CUDA's.
+
+    Attributes:
+        ooms: how often memory has run out.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(exact=False)
@@ -62,12 +36,14 @@ class CpuCard(CpuMeter):
         return self
 
     def hold(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Count a model and an optimizer that were made outside of ``with card:``."""
         self.count([list(model.parameters()), list(model.buffers())])
         if optimizer is not None:
             self.count([list(values.values()) for values in optimizer.state.values()])
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
+        """What is made inside lies in the host's memory, not on the card."""
         self._is_on_host = True
         try:
             yield
@@ -75,6 +51,7 @@ class CpuCard(CpuMeter):
             self._is_on_host = False
 
     def place(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Bring a batch from the host onto the card."""
         return {name: values.clone() for name, values in batch.items()}
 
     def after_operation(self, func: Any, inputs: Any, outputs: Any) -> None:
@@ -147,3 +124,6 @@ class CudaCard:
 
     def _ooms_so_far(self) -> int:
         return torch.cuda.memory_stats(self._device).get("num_ooms", 0)
+
+
+Card = CpuCard | CudaCard

@@ -4,6 +4,7 @@ import torch
 
 from benchmarks.peers.card import card_on
 from benchmarks.peers.data import Batch
+from benchmarks.peers.rfc import is_out_of_memory
 from benchmarks.peers.task import Task
 from benchmarks.peers.watch import Clock, Found, Search
 from torchtune_adaptive import find_max_batch_size
@@ -70,10 +71,10 @@ def _fits(task: Task, rows: int) -> bool:
     task.card = card_on(task.device, task.limit_bytes)
     task.card.hold(model)
     batch = task.collate(task.rows.worst(rows))
-    try:
+
+    def train() -> None:
         with task.card:
             for _ in range(STEPS_OF_A_TRIAL):
                 task.train_step(model, optimizer, task.card.place(batch))
-    except torch.OutOfMemoryError:
-        return False
-    return True
+
+    return not is_out_of_memory(train)

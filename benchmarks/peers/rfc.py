@@ -1,6 +1,7 @@
 """The three sketches of torchtune RFC 2199, written anew, without its rounding down to a power of two."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -8,10 +9,21 @@ from benchmarks.peers.data import Batch
 from benchmarks.peers.task import STEPS, Model, Task
 from benchmarks.peers.watch import Attempts, Found, Search
 from torchtune_adaptive.distributed.snapshot import RandomStates
-from torchtune_adaptive.memory.out_of_memory import free_memory
+from torchtune_adaptive.memory.out_of_memory import comes_from_out_of_memory, free_memory
 
 WHOLE_BATCH = 128  # which the first sketch cuts into chunks
 MOST_ROWS = 100_000  # where the second begins to bisect
+
+
+def is_out_of_memory(run: Callable[..., object], *args: Any) -> bool:
+    """Whether ``run(*args)`` runs out of memory."""
+    try:
+        run(*args)
+    except Exception as error:
+        if not comes_from_out_of_memory(error):
+            raise
+        return True
+    return False
 
 
 # ---- the sketches
@@ -24,13 +36,8 @@ def halve_chunks(run: Callable[[int], object], *, chunk_size: int) -> int:
     """
     random_states = RandomStates()
     while chunk_size:
-        out_of_memory = False
         random_states.restore()
-        try:
-            run(chunk_size)
-        except torch.OutOfMemoryError:
-            out_of_memory = True
-        if not out_of_memory:
+        if not is_out_of_memory(run, chunk_size):
             return chunk_size
         chunk_size //= 2
     raise RuntimeError("Not enough memory even for one row.")
@@ -96,22 +103,12 @@ def bisection(task: Task) -> Found:
     def is_oom(rows: int) -> bool:
         nonlocal next_row
         start, next_row = next_row, next_row + rows
-        out_of_memory = False
-        try:
-            task.train_step(model, optimizer, task.take(start, rows))
-        except torch.OutOfMemoryError:
-            out_of_memory = True
+        failed = is_out_of_memory(lambda: task.train_step(model, optimizer, task.take(start, rows)))
         optimizer.zero_grad()
         free_memory(task.device)
-        return out_of_memory
+        return failed
 
-    task.card.hold(model, optimizer)
-    search = Search(task, model, optimizer)
-    with task.card:
-        size = bisect(is_oom, most=MOST_ROWS)
-    found = search.over(size)
-    found.survives = task.trained(size, model, optimizer)
-    return found
+    return _searched(task, model, optimizer, lambda: bisect(is_oom, most=MOST_ROWS))
 
 
 def difference(task: Task) -> Found:
@@ -126,10 +123,15 @@ def difference(task: Task) -> Found:
         del loss
         return allocated
 
+    return _searched(task, model, optimizer, lambda: by_difference(allocated_bytes, total_bytes=task.limit_bytes))
+
+
+def _searched(task: Task, model: Model, optimizer: torch.optim.Optimizer, find: Callable[[], int]) -> Found:
+    """What ``find`` finds, and whether training survives with it."""
     task.card.hold(model, optimizer)
     search = Search(task, model, optimizer)
     with task.card:
-        size = by_difference(allocated_bytes, total_bytes=task.limit_bytes)
+        size = find()
     found = search.over(size)
     found.survives = task.trained(size, model, optimizer)
     return found

@@ -11,7 +11,7 @@ from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.fsdp_state import CannotRecordError, reset_after_failure
 from torchtune_adaptive.distributed.ledger import Collective, Ledger
 from torchtune_adaptive.distributed.recovery import Recovery
-from torchtune_adaptive.distributed.snapshot import KeptBuffers, keep_random_states
+from torchtune_adaptive.distributed.snapshot import KeptTensors, keep_random_states
 from torchtune_adaptive.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.memory.operations import CountCollectives
 from torchtune_adaptive.memory.out_of_memory import free_memory
@@ -61,7 +61,7 @@ def dry_run(
     if ledger is None:
         return DryRun(None, reason)
     record = _Record(ledger)
-    buffers = KeptBuffers(model.buffers())
+    buffers = KeptTensors(model.buffers())
     with keep_random_states():
         outcome = run_with_votes(lambda: record.run(micro_steps), consensus)
     forget()

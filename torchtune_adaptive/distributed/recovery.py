@@ -17,7 +17,7 @@ from torchtune import utils
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.fsdp_state import reset_after_failure
 from torchtune_adaptive.distributed.ledger import CollectiveInDoubtError, Ledger
-from torchtune_adaptive.distributed.snapshot import KeptBuffers, RandomStates
+from torchtune_adaptive.distributed.snapshot import KeptTensors, RandomStates
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.memory.out_of_memory import (
     comes_from_out_of_memory,
@@ -86,7 +86,7 @@ class Recovery:
 
     def keep(self) -> Callable[[], None]:
         """Save the random states and the changing buffers, and return a function that restores them."""
-        random_states, buffers = RandomStates(self._device), KeptBuffers(self._changing_buffers)
+        random_states, buffers = RandomStates(self._device), KeptTensors(self._changing_buffers)
 
         def restore() -> None:
             random_states.restore()

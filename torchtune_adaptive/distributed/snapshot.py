@@ -82,25 +82,25 @@ class RandomStates:
             torch.cuda.set_rng_state(state, device)
 
 
-class KeptBuffers:
-    """Copies of a model's buffers on their own device. Copying does not wait for the device."""
+class KeptTensors:
+    """Copies of tensors on their own device, for example of a model's buffers. Copying does not wait for the device."""
 
-    def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._copies = [
-            (buffer, part.detach(), part.detach().clone()) for buffer in buffers for part in plain_parts(buffer)
+            (tensor, part.detach(), part.detach().clone()) for tensor in tensors for part in plain_parts(tensor)
         ]
 
     def changed(self) -> list[torch.Tensor]:
-        """Return the buffers that differ from their copies, or contain a NaN.
+        """Return the tensors that differ from their copies, or contain a NaN.
 
         Version counters are no substitute: batch normalisation does not increase them.
         """
-        changed = {id(buffer): buffer for buffer, part, copied in self._copies if not torch.equal(part, copied)}
+        changed = {id(tensor): tensor for tensor, part, copied in self._copies if not torch.equal(part, copied)}
         return list(changed.values())
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the buffers from their copies."""
+        """Restore the tensors from their copies."""
         for _, part, copied in self._copies:
             part.copy_(copied)
 
