@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_on_ranks
-from tests.recipe_runs import RecordingLogger, adaptive_recipe, set_up, tiny_config
+from tests.recipe_runs import SHALLOW, RecordingLogger, adaptive_recipe, set_up, shallow_assets, tiny_config
 from tests.test_tune_run import tune_run
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.stock.configs import resolve_config_argument
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     "no data file": (["dataset.data_files=/no/such.json"], "not empty, but failed: FileNotFoundError: Unable to find"),
     "rows beyond the model": ([SEARCH, "adaptive.seq_len=513"], "the model's max_seq_len (512 tokens), but have 513."),
     "start above the maximum": (
-        [GROW + "tests.growth_functions.gives_two", "batch_size=64", "adaptive.memory_limit=64MiB"],
+        [GROW + "tests.growth_functions.gives_two", "batch_size=64", "adaptive.memory_limit=44MiB"],
         "`batch_size` must be at most the largest that fits (3), but is 64 instead.",
     ),
     "nothing fits": ([SEARCH, "adaptive.memory_limit=9MiB"], "not even one row fits: its step ran out of memory at"),
@@ -90,7 +90,10 @@ CASES: dict[str, tuple[list[str], str]] = {
         ["adaptive.global_batch_size=401"],
         "`dataset` must fill an optimizer step (401 samples per optimizer step on 2 ranks), but has 400 samples.",
     ),
-    "search on data below a global batch": ([SEARCH, "adaptive.global_batch_size=401"], "but has 400 samples."),
+    "search on data below a global batch": (
+        [SEARCH, "adaptive.global_batch_size=401", "adaptive.max_batch_size=1"],
+        "but has 400 samples.",
+    ),
     "global batch in backward": (
         ["adaptive.global_batch_size=8", "optimizer_in_bwd=True", "clip_grad_norm=null"],
         "`optimizer_in_bwd` must be False with `global_batch_size` 8, but is True instead.",
@@ -137,7 +140,7 @@ def _answers(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, str]:
 
     answers: dict[str, str] = {}
     for name, (overrides, _) in CASES.items():
-        cfg: Any = tiny_config("full", tiny_dir, output_dir)
+        cfg: Any = tiny_config("full", tiny_dir, output_dir, **SHALLOW)
         cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(_with_empty_file(overrides, output_dir)))
         RecordingLogger()
         try:
@@ -150,7 +153,7 @@ def _answers(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def answers(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run_on_ranks(_answers, 2, tiny_dir, tmp_path_factory.mktemp("bad_input"))
+    return run_on_ranks(_answers, 2, shallow_assets(tiny_dir), tmp_path_factory.mktemp("bad_input"))
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -171,7 +174,8 @@ def test_a_bad_input_ends_tune_run_with_its_sentence_said_once(case: str, tiny_d
         "adaptive_full_finetune_distributed",
         "--config",
         "tiny/full",
-        f"tiny_dir={tiny_dir}",
+        f"tiny_dir={shallow_assets(tiny_dir)}",
+        *(f"{key.replace('__', '.')}={value}" for key, value in SHALLOW.items()),
         f"output_dir={tmp_path / 'out'}",
         *_with_empty_file(overrides, tmp_path),
         directory=tmp_path,

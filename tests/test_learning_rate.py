@@ -117,8 +117,9 @@ def test_without_a_change_the_rates_are_the_same_bits(grows: bool) -> None:
 def test_a_run_that_goes_on_has_the_rates_of_one_that_never_ended(grows: bool, tensors: bool) -> None:
     run = Run(tensors=tensors)
     run.take(7)  # the saved optimizer is in the middle of the schedule when a recipe has loaded it
-    run.begin(epoch=2, step=20, grows=grows)
-    assert run.first(20) == pytest.approx(plain_rates(40)[20:], rel=1e-6)
+    for epoch in (2, 1, 2):  # resumed again and again
+        run.begin(epoch=epoch, step=10 * epoch, grows=grows)
+        assert run.first(20) == pytest.approx(plain_rates(40)[10 * epoch :][:20], rel=1e-6)
 
 
 def test_more_or_fewer_steps_per_epoch_go_along_the_schedule_slower_or_faster() -> None:

@@ -309,12 +309,12 @@ def test_what_was_compiled_before_training_is_dropped(troubles: list[dict[str, A
 # ---- long runs
 
 
-def _soak(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    """Fifty epochs of twenty steps, in each a fault at a random place of a random step on a random rank."""
+def _soak(rank: int, tiny_dir: Path, output_dir: Path, epochs: int) -> dict[str, Any]:
+    """Epochs of twenty steps, in each a fault at a random place of a random step on a random rank."""
     choose = random.Random(0)  # on every rank the same
     live_bytes: list[int] = []
     faults = {}
-    for epoch in range(50):
+    for epoch in range(epochs):
         ranks = [choose.randrange(2)]
         faults[20 * epoch + choose.randrange(20), 0] = Fault(choose.randrange(900), ranks=ranks)
 
@@ -325,7 +325,7 @@ def _soak(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
         def save_checkpoint(self, epoch: int) -> None:
             live_bytes.append(meters[0].live_bytes)
 
-    common: dict[str, Any] = SMALL | {"adaptive__memory_limit": "2GiB", "epochs": 50, "max_steps_per_epoch": 20}
+    common: dict[str, Any] = SMALL | {"adaptive__memory_limit": "2GiB", "epochs": epochs, "max_steps_per_epoch": 20}
     common |= {"batch_size": 2, "tokenizer__max_seq_len": 32, "lr_scheduler__num_warmup_steps": 5}
     with faults_in(Watched, faults), meters_of_recipes() as meters:
         steps, parameters, recipe = finished(Watched, tiny_config("full", tiny_dir, output_dir, **common))
@@ -345,7 +345,7 @@ def _soak(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
 def test_a_thousand_steps_with_fifty_faults_neither_hang_nor_leak_nor_change_the_result(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
-    ranks = run_on_ranks(_soak, 2, shallow_assets(tiny_dir), tmp_path, timeout_s=3600)
+    ranks = run_on_ranks(_soak, 2, shallow_assets(tiny_dir), tmp_path, 50, timeout_s=3600)
     print(f"{ranks[0]['steps']} steps, {ranks[0]['retries']} retries")
     print("live bytes at the epochs' ends:", [sorted(set(rank["live bytes"])) for rank in ranks])
     assert ranks[0]["steps"] == 1000

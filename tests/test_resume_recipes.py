@@ -1,5 +1,6 @@
 """A run that is killed goes on from its last checkpoint as if nothing had been; what is not as it was is said."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -37,6 +38,25 @@ RUN: dict[str, Any] = SHALLOW | {
     "adaptive": {"memory_limit": "96MiB", "growth_limit": 4, "lr_scaling": "sqrt", "max_batch_size": 3},
 }
 PLAIN: dict[str, Any] = SHALLOW | {"epochs": 3, "max_steps_per_epoch": 2, "batch_size": 2, "tokenizer__max_seq_len": 64}
+# What every version so far has written and reads: a run may go on with the next version.
+STATE_FIELDS = {
+    "epochs_run",
+    "schedule_steps",
+    "batch_size",
+    "is_global",
+    "reference_samples",
+    "samples_per_step",
+    "global_step",
+    "micro_batch",
+    "micro_batch_unit",
+    "longest_row_tokens",
+    "left_over",
+    "dataset_samples",
+    "ranks",
+    "memory_limit_bytes",
+    "schedule",
+    "history",
+}
 FIGURES = ("step", "batch_size", "global_batch_size", "micro_batch_size", "lr", "loss", "grad_norm", "padding")
 
 
@@ -105,6 +125,15 @@ def test_a_killed_run_goes_on_as_the_uninterrupted_one(ranks: list[dict[str, Any
     assert len(resumed) == 8
     assert resumed == whole[-8:]
     assert all(rank["parameters equal"] for rank in ranks)
+
+
+def test_the_state_that_a_run_goes_on_from_has_the_fields_of_every_version_so_far(
+    ranks: list[dict[str, Any]], died_in: Path
+) -> None:
+    states = json.loads((died_in / "recipe_state" / "adaptive_state.json").read_text())
+    assert set(states) >= {"1", "2"}  # what was left by the run that died, and added to by the one that went on
+    assert all(state.keys() == STATE_FIELDS for state in states.values())
+    assert states["2"]["global_step"] == ranks[0]["resumed"][0][0] - 1
 
 
 def test_the_rate_is_that_of_its_place_scaled_by_the_root_of_the_batch(ranks: list[dict[str, Any]]) -> None:

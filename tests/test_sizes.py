@@ -331,10 +331,18 @@ def test_the_token_budget_is_what_the_longest_rows_leave_to_the_token(caplog: py
     assert str(found.limit(100)) == "1000 tokens"
 
 
-def test_other_lengths_are_searched_exactly_whatever_the_settings_round() -> None:
-    loader = loader_over(Samples(*[32] * 50), batch_size=50)
-    found = Device().find(loader, limit_bytes=10 * 1000 + GRADIENT_BYTES, power_of_two=True, **AUTO)
-    assert (found.fitting_rows, found.token_budget) == (16, 1000)
+@pytest.mark.parametrize(("strategy", "budget"), [("linear_extrapolation", 1000), ("binary_search", 31 * 32)])
+def test_a_token_budget_is_searched_exactly_although_the_rows_are_rounded(strategy: str, budget: int) -> None:
+    """Without a forecast it is whole rows of the greatest length."""
+
+    def tried_at_other_lengths(*, power_of_two: bool) -> list[tuple[int, int, int]]:
+        device, loader = Device(), loader_over(Samples(*[32] * 50), batch_size=50)
+        options: dict[str, Any] = {"strategy": strategy, "power_of_two": power_of_two} | AUTO
+        found = device.find(loader, limit_bytes=10 * 1000 + GRADIENT_BYTES, **options)
+        assert (found.fitting_rows, found.token_budget) == (16 if power_of_two else 31, budget)
+        return [one for one in device.tried if one[2] != 32]
+
+    assert tried_at_other_lengths(power_of_two=True) == tried_at_other_lengths(power_of_two=False)
 
 
 # ---- speed

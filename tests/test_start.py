@@ -120,6 +120,10 @@ CONTINUATIONS = {
         Case(GROWS, SEARCHED, epochs_run=2),
         StartingPoint(8, 8, 35, 30),
     ),
+    "of stock, as if the batch had grown on and on": (
+        Case(GROWS | {"growth_limit": "none"}, SEARCHED, epochs_run=2),
+        StartingPoint(8, 120, 35, 30),
+    ),
     "ours": (Case({}, epochs_run=2, saved=SAVED), StartingPoint(4, 120, 77, 25)),
     "ours, with what had been found": (
         Case(MAXIMUM, SEARCHED, epochs_run=2, saved=SAVED),
