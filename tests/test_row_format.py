@@ -146,6 +146,8 @@ def test_small_batches_leave_rows_of_another_kind_as_they_are() -> None:
     assert [len(row["tokens"]) for batch in ROWS.small_batches(packs_of(64), 1) for row in batch] == [64, 64]
     longer = {"tokens": [1] * 40, "labels": [1] * 40, "image": "of these tokens"}
     assert ROWS.shortened(longer, 16) is longer
+    tensors = {"tokens": torch.ones(40), "labels": torch.ones(40)}
+    assert ROWS.shortened(tensors, 16) is tensors
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)

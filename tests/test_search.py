@@ -237,7 +237,9 @@ class Rows:
     def __init__(self, meter: SmallCard, *, never: Collection[int] = (), consensus: Consensus | None = None) -> None:
         self.meter = meter
         self.taken: list[int] = []
+        self.began_with_gradients = False
         self._never = never
+        self._gradient = torch.ones(1, 1)  # which each step leaves behind
         self._model = nn.Linear(1, 1)
         self._weight = self._model.weight.detach().numpy()  # the meter does not see what happens to it
         self.workload = Workload(
@@ -251,6 +253,8 @@ class Rows:
 
     def _train_step(self, rows: int) -> None:
         self.taken.append(rows)
+        self.began_with_gradients |= self._model.weight.grad is not None
+        self._model.weight.grad = self._gradient
         self.meter.seen.append(self.meter.figures)
         kept = torch.empty(rows * ROW_BYTES, dtype=torch.uint8)
         self._weight += random.random()
@@ -282,6 +286,7 @@ def test_a_search_finds_what_fits_within_the_margin_and_leaves_no_trace(strategy
     assert (found.strategy, found.memory_limit_bytes, found.margin, found.world_size) == (strategy, 17_000, 0.2, 1)
     assert (found.usable_bytes, [probe.batch_size for probe in found.probes]) == (13_600, device.taken[1:])
     assert all(probe.fits == (probe.batch_size <= 13) for probe in found.probes)
+    assert not device.began_with_gradients
     assert device.state() == before
 
 

@@ -326,6 +326,7 @@ def test_the_token_budget_is_what_the_longest_rows_leave_to_the_token(caplog: py
     assert found.result is not None
     assert (found.result.exact_batch_size, found.fitting_rows, found.token_budget) == (31, 31, 1000)  # 31.25 rows
     assert {length for _, _, length in device.tried} == {32, 1000 // 32, 16}
+    assert max(rows for _, rows, _ in device.tried) == 50  # although 62 rows of 16 tokens would make it up
     assert caplog.messages[-1].startswith("Other lengths:\nrows of")
     assert caplog.messages[-1].endswith("token budget: 1000 with padding")
     assert str(found.limit(100)) == "1000 tokens"

@@ -23,6 +23,7 @@ from torchtune_adaptive.batch.row_format import Row
 from torchtune_adaptive.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.memory.phases import Phases
+from torchtune_adaptive.stock.activations import Activations
 from torchtune_adaptive.training.objectives import Loss, NextToken, Objective
 from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep, Stepping
 from torchtune_adaptive.training.train_step import StepResult, StepSums, TrainStep
@@ -493,3 +494,28 @@ def test_forward_alone_runs_in_the_context_of_activations() -> None:
     loss_fn = Noted(ignore_index=IGNORED)
     NextToken(model, loss_fn, activations(), weight_depends_on_cut=True)({"tokens": TOKENS, "labels": LABELS})
     assert now == ["begin", "forward", "end", "loss"]
+
+
+class Once(contextlib.AbstractContextManager[None]):
+    """A context that cannot be used again after an error, as torchtune's that offloads activations."""
+
+    failed = False
+
+    def __enter__(self) -> None:
+        assert not self.failed
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self.failed = kind is not None
+
+
+def test_a_context_that_a_failed_step_leaves_unusable_is_made_anew() -> None:
+    activations = Activations(Once())
+    with activations:
+        pass
+    with pytest.raises(MemoryError), activations:
+        raise MemoryError
+    with pytest.raises(AssertionError), activations:
+        pass
+    activations.renew()
+    with activations:
+        pass

@@ -137,7 +137,7 @@ class Toy:
         nn.init.constant_(self.model.weight, W)
         make_optimizer: Any = self.optimizer_class
         self.optimizer: torch.optim.Optimizer = make_optimizer(self.model.parameters(), lr=LR)
-        self.tried: list[int] = []
+        self.tried: list[tuple[int, int]] = []  # rows and their length
         phases = Phases([self.model], self.meter)
         self.step = TrainStep(
             self._objective,
@@ -249,7 +249,8 @@ class Toy:
 
     def _first_that_fits(self, make_batch: Callable[[int], list[list[Row]]], sizes: Iterable[int]) -> int | None:
         for size in sizes:
-            self.tried.append(len(make_batch(size)[0][0]["tokens"]))
+            rows = make_batch(size)[0]
+            self.tried.append((len(rows), len(rows[0]["tokens"])))
             if size <= self.fitting:
                 return size
         return None
@@ -521,10 +522,10 @@ def test_tries_are_of_the_probes_row_or_else_of_the_longest_trained_with(tmp_pat
     dataset = rows_of(*range(12), lengths=[1] * 7 + [3] + [1] * 4)
     toy = Toy(tmp_path, dataset, batch_size=4)
     toy.retry.micro_batches.resize(2)
-    assert set(toy.train().tried) == {3}
+    assert toy.train().tried == [(4, 3)]
     toy = Toy(tmp_path, dataset, batch_size=4, epochs=range(1), sizes=Sizes(probe_row={"tokens": [1] * 9}))
     toy.retry.micro_batches.resize(2)
-    assert toy.train().tried == [9]
+    assert toy.train().tried == [(4, 9)]
 
 
 class FailsIn(torch.optim.SGD):
