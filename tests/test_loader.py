@@ -311,6 +311,17 @@ def test_nothing_is_left_over_for_a_run_on_other_data_or_ranks(samples: int, ran
     assert resumed.state_dict()["longest_row_tokens"] == 5  # training met it all the same
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_is_left_over_for_a_run_whose_batch_counts_in_another_unit(rank: int) -> None:
+    """Else its first step would have other numbers of rows, and so of micro-steps, on the ranks."""
+    loader = loader_over(dataset_of(40), batch_size=2, micro_steps=3, ranks=2, rank=rank)
+    steps_of(loader, 0)
+    resumed = global_loader_over(dataset_of(40), batch_size=5, ranks=2, rank=rank)
+    resumed.load_state_dict(loader.state_dict(), epoch=0)
+    first = next(resumed.steps(1))
+    assert (len(first.rows), first.most_rows, first.num_samples) == (3 - rank, 3, 5)
+
+
 def test_the_batch_size_and_an_unknown_longest_row_are_not_taken() -> None:
     loader = loader_over(dataset_of(17), batch_size=2, micro_steps=3)
     resumed = loader_over(dataset_of(17), batch_size=4, micro_steps=3)

@@ -182,11 +182,15 @@ class StepLoader:
     def load_state_dict(self, state: dict[str, Any], *, epoch: int) -> None:
         """Go on from ``state_dict``, given after ``epoch``. The batch size is not taken: the caller sets it.
 
-        Left-over samples are read again, unless the data or the number of ranks is another.
+        Left-over samples are read again, unless the data, the number of ranks or the unit of the batch is another.
         """
         if state["longest_row_tokens"]:
             self._longest_row = self._row_format.of_length(self.dataset, state["longest_row_tokens"])
-        if (state["dataset_samples"], state["ranks"]) == (len(self.dataset), self.ranks):
+        if (state["is_global"], state["dataset_samples"], state["ranks"]) == (
+            self.is_global,
+            len(self.dataset),
+            self.ranks,
+        ):
             self._sampler.set_epoch(epoch)
             self._left_over = [self.dataset[place] for place in list(self._sampler)[slice(*state["left_over"])]]
 
