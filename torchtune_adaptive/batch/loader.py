@@ -180,17 +180,14 @@ class StepLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, epoch: int) -> None:
-        """Go on from ``state_dict``, given after ``epoch``. The batch size is not taken: the caller sets it.
+        """Go on from ``state_dict``, given after ``epoch``, but for the batch size, which the caller sets.
 
         Left-over samples are read again, unless the data, the number of ranks or the unit of the batch is another.
         """
         if state["longest_row_tokens"]:
             self._longest_row = self._row_format.of_length(self.dataset, state["longest_row_tokens"])
-        if (state["is_global"], state["dataset_samples"], state["ranks"]) == (
-            self.is_global,
-            len(self.dataset),
-            self.ranks,
-        ):
+        is_alike = state["is_global"], state["dataset_samples"], state["ranks"]
+        if is_alike == (self.is_global, len(self.dataset), self.ranks):
             self._sampler.set_epoch(epoch)
             self._left_over = [self.dataset[place] for place in list(self._sampler)[slice(*state["left_over"])]]
 
@@ -208,8 +205,7 @@ class StepLoader:
 class GlobalStepLoader(StepLoader):
     """A ``StepLoader`` whose batch size is ``adaptive.global_batch_size``: samples per optimizer step over all ranks.
 
-    Args:
-        sampler: torchtune's, whose order of samples, shuffling and seed are kept.
+    The sampler's order, shuffling and seed are kept.
     """
 
     key = "global_batch_size"
