@@ -1,6 +1,7 @@
 """A refusal is said once, whichever ranks refuse, and a launch without torchrun is a launch of one."""
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -16,7 +17,6 @@ from torchtune_adaptive.errors import InputError
 def torchrun(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     """The store that torchrun's agent holds, and the environment it gives its ranks."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(launch, "_WAIT_FOR_RANK_ZERO", timedelta(seconds=0.5))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
@@ -37,6 +37,7 @@ def test_rank_zero_says_it_and_the_others_are_silent(
 def test_a_rank_that_refuses_alone_says_it_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(launch, "_WAIT_FOR_RANK_ZERO", timedelta(seconds=1))  # to connect to the store, and for rank 0
     monkeypatch.setenv("RANK", "1")
     launch._say_once("this rank's data set is missing.")
     assert capsys.readouterr().err == "this rank's data set is missing.\n"
@@ -76,6 +77,21 @@ def test_the_exit_status_says_whether_the_run_was_complete(
         launch.launch(recipe_main)
     assert (end.value.code or 0) == status
     assert ("recipe: `x` is wrong." in capsys.readouterr().err) == (status == 1)
+
+
+@pytest.mark.parametrize("start", [launch.launch, launch.launch_on_one_device])
+def test_a_config_that_is_missing_is_named_before_anything_starts(
+    start: Callable[[Callable[[], Any]], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[bool] = []
+    monkeypatch.setattr("sys.argv", ["recipe", "--config", "no/such"])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit) as end:
+        start(lambda: started.append(True))
+    assert (end.value.code, started) == (1, [])
+    expected = "recipe: `--config` must be the name or path of a config, but is 'no/such'.\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_an_error_that_is_no_refusal_keeps_its_traceback(

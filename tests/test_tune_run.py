@@ -109,12 +109,6 @@ def test_a_refused_value_is_said_once_and_fails_the_launch(tiny_dir: Path, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_a_config_that_is_missing_is_named_before_anything_starts(tmp_path: Path) -> None:
-    run = tune_run("adaptive_full_finetune_distributed", "--config", "no/such", directory=tmp_path)
-    assert run.returncode != 0
-    assert run.stderr.count("`--config` must be the name or path of a config, but is 'no/such'.") == 1
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_thirty_launches_end_with_status_zero_on_every_rank(ranks: int, tiny_dir: Path, tmp_path: Path) -> None:
