@@ -14,7 +14,7 @@ from torchtune_adaptive.plan.calibration import (
     BATCH_SIZES,
     CALIBRATION_MODEL,
     SEQ_LEN,
-    Card,
+    MeasuredCard,
     StepPeak,
     calibrate,
     fit_residuals,
@@ -29,7 +29,7 @@ MIB, GIB = 2**20, 2**30
 
 
 @dataclass
-class FakeCard(Card):
+class FakeCard(MeasuredCard):
     """A GPU that allocates what its fields say, and loads kernels when they first run; ``done`` lists what it did."""
 
     context_bytes: int = 400 * MIB

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.toys import STATE, search_result
 from torchtune_adaptive.search.sizes import Sizes
-from torchtune_adaptive.search.strategies import Probe, SearchResult
+from torchtune_adaptive.search.strategies import Probe
 from torchtune_adaptive.training.record import REPORT_NAME, RunRecord
-from torchtune_adaptive.training.run_state import AdaptiveState, read_state, state_path
+from torchtune_adaptive.training.run_state import read_state, state_path
 
 KEYS = {
     "strategy",
@@ -30,34 +31,8 @@ PROBES = (
     Probe(batch_size=2, fits=True, peak_bytes=300, phase_peak_bytes={"": 10, "forward": 300}, seconds=0.25),
     Probe(batch_size=1000, fits=False, peak_bytes=9000, phase_peak_bytes={"": 10, "forward": 9000}, seconds=12.0),
 )
-RESULT = SearchResult(
-    strategy="binary_search",
-    exact_batch_size=3,
-    batch_size=2,
-    bound=4096,
-    memory_limit_bytes=1000,
-    margin=0.05,
-    world_size=2,
-    probes=PROBES,
-    forecast_rows=3.5,
-)
+RESULT = search_result(exact_batch_size=3, batch_size=2, bound=4096, world_size=2, probes=PROBES, forecast_rows=3.5)
 SEARCHED = Sizes(result=RESULT, probe_row={"tokens": [1]}, seq_len=128, fitting_rows=2)
-STATE = AdaptiveState(
-    epochs_run=2,
-    schedule_steps=25,
-    batch_size=8,
-    is_global=False,
-    reference_samples=16,
-    samples_per_step=32,
-    global_step=75,
-    micro_batch=None,
-    micro_batch_unit="rows",
-    longest_row_tokens=512,
-    left_over=(96, 100),
-    dataset_samples=400,
-    ranks=4,
-    memory_limit_bytes=1000,
-)
 
 
 def record_in(directory: Path, sizes: Sizes = SEARCHED, *, writes: bool = True) -> RunRecord:

@@ -8,24 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests import toys
 from torchtune_adaptive.batch.noise_scale import gradient_noise_scale
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.training.run_state import AdaptiveState, read_state, state_path, write_state
+from torchtune_adaptive.training.run_state import read_state, state_path, write_state
 
-STATE = AdaptiveState(
-    epochs_run=2,
-    schedule_steps=25,
-    batch_size=8,
-    is_global=False,
-    reference_samples=16,
-    samples_per_step=32,
-    global_step=75,
-    micro_batch=None,
-    micro_batch_unit="rows",
-    longest_row_tokens=512,
-    left_over=(96, 100),
-    dataset_samples=400,
-    ranks=4,
+STATE = replace(
+    toys.STATE,
     memory_limit_bytes=80 * 2**30,
     schedule={"trace": 0.1, "samples": [1, 2]},
     history=[{"epoch": 0, "batch_size": 4, "reason": "config"}],

@@ -14,6 +14,7 @@ from torch import nn
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchtune.datasets import PackedDataset
 
+from tests.toys import Samples, search_result
 from torchtune_adaptive.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
 from torchtune_adaptive.batch.loader import GlobalStepLoader, StepLoader
 from torchtune_adaptive.batch.row_format import Row, TokenRows
@@ -22,7 +23,6 @@ from torchtune_adaptive.errors import InputError, NothingFitsError
 from torchtune_adaptive.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.search import sizes as sizes_module
 from torchtune_adaptive.search.sizes import SizeFinder, Sizes, probe_batch
-from torchtune_adaptive.search.strategies import SearchResult
 from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.settings import AdaptiveSettings
 
@@ -41,21 +41,6 @@ def quick_garbage_collection() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-class Samples:
-    """Rows of given lengths; remembers which were read."""
-
-    def __init__(self, *lengths: int) -> None:
-        self.lengths = lengths
-        self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> Row:
-        self.read.append(index)
-        return {"tokens": [1] * self.lengths[index], "labels": [1] * self.lengths[index]}
 
 
 class Device:
@@ -113,19 +98,6 @@ def loader_over(
     if is_global:
         return GlobalStepLoader(sampler, TokenRows(-100), **options)
     return StepLoader(sampler, TokenRows(-100), micro_steps=micro_steps, **options)
-
-
-def result_of(exact: int, batch_size: int) -> SearchResult:
-    return SearchResult(
-        strategy="binary_search",
-        exact_batch_size=exact,
-        batch_size=batch_size,
-        bound=100,
-        memory_limit_bytes=1,
-        margin=0,
-        world_size=1,
-        probes=(),
-    )
 
 
 # ---- what is found
@@ -380,13 +352,21 @@ def test_of_the_sizes_that_fit_the_smallest_that_is_as_fast_is_used(monkeypatch:
         (Sizes(), 32, RowLimit(32)),
         (Sizes(most_rows=8), 32, RowLimit(8)),
         (Sizes(most_rows=8), 5, RowLimit(5)),
-        (Sizes(result=result_of(13, 8), fitting_rows=8), 13, RowLimit(13)),
-        (Sizes(result=result_of(13, 8), fitting_rows=8), 14, RowLimit(8)),
-        (Sizes(result=result_of(13, 8), fitting_rows=4), 14, RowLimit(4)),
-        (Sizes(result=result_of(13, 8), fitting_rows=8, most_rows=10), 20, RowLimit(10)),
-        (Sizes(result=result_of(13, 8), fitting_rows=8, most_rows=16), 20, RowLimit(8)),
+        (Sizes(result=search_result(), fitting_rows=8), 13, RowLimit(13)),
+        (Sizes(result=search_result(), fitting_rows=8), 14, RowLimit(8)),
+        (Sizes(result=search_result(), fitting_rows=4), 14, RowLimit(4)),
+        (
+            Sizes(result=search_result(), fitting_rows=8, most_rows=10),
+            20,
+            RowLimit(10),
+        ),
+        (Sizes(result=search_result(), fitting_rows=8, most_rows=16), 20, RowLimit(8)),
         (Sizes(token_budget=512), 32, TokenLimit(512)),
-        (Sizes(token_budget=512, most_rows=3, result=result_of(13, 8)), 32, TokenLimit(512)),
+        (
+            Sizes(token_budget=512, most_rows=3, result=search_result()),
+            32,
+            TokenLimit(512),
+        ),
     ],
 )
 def test_a_micro_batch_is_as_large_as_asked_for_where_that_fits(

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import pytest
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
+from tests.toys import STATE, search_result
 from torchtune_adaptive.batch.growth import BatchGrowth
 from torchtune_adaptive.batch.loader import GlobalStepLoader, StepLoader
 from torchtune_adaptive.batch.row_format import TokenRows
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.search.sizes import Sizes
-from torchtune_adaptive.search.strategies import SearchResult
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.start import StartingPoint, starting_point
@@ -21,33 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWa
 
 EPOCHS = 4
 DATASET: Any = [{"tokens": [0]}] * 240  # with 2 micro-steps and 1 rank 120 rows of a micro-step are an epoch
-FOUND = SearchResult(
-    strategy="binary_search",
-    exact_batch_size=13,
-    batch_size=8,
-    bound=100,
-    memory_limit_bytes=1000,
-    margin=0.05,
-    world_size=1,
-    probes=(),
-)
-SEARCHED = Sizes(result=FOUND, probe_row={"tokens": [0]}, seq_len=1, fitting_rows=8)
-SAVED = AdaptiveState(
-    epochs_run=2,
-    schedule_steps=25,
-    batch_size=7,
-    is_global=False,
-    reference_samples=16,
-    samples_per_step=32,
-    global_step=77,
-    micro_batch=None,
-    micro_batch_unit="rows",
-    longest_row_tokens=512,
-    left_over=(96, 100),
-    dataset_samples=400,
-    ranks=4,
-    memory_limit_bytes=1000,
-)
+SEARCHED = Sizes(result=search_result(), probe_row={"tokens": [0]}, seq_len=1, fitting_rows=8)
+SAVED = replace(STATE, batch_size=7, global_step=77)
 
 
 def adds_two(epoch: int, current_batch_size: int) -> int:
@@ -166,7 +141,7 @@ def test_the_batch_grows_as_far_as_was_decided() -> None:
 
 @pytest.mark.parametrize(("bound", "what"), [(100, "that fits"), (13, "that data set and max_batch_size allow")])
 def test_a_batch_that_is_to_grow_and_does_not_fit_is_refused(bound: int, what: str) -> None:
-    sizes = replace(SEARCHED, result=replace(FOUND, bound=bound))
+    sizes = replace(SEARCHED, result=search_result(bound=bound))
     with pytest.raises(InputError) as refused:
         Case(GROWS, sizes, batch_size=14).start()
     assert str(refused.value) == f"`batch_size` must be at most the largest {what} (13), but is 14 instead."

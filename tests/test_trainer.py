@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
+from tests.toys import search_result
 from torchtune_adaptive import trainer as trainer_module
 from torchtune_adaptive.batch.growth import BatchGrowth
 from torchtune_adaptive.batch.limits import RowLimit
@@ -32,7 +33,6 @@ from torchtune_adaptive.distributed.dry_run import dry_run
 from torchtune_adaptive.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.search.sizes import Sizes
-from torchtune_adaptive.search.strategies import SearchResult
 from torchtune_adaptive.settings import LearningRateScaling
 from torchtune_adaptive.testing import Fault
 from torchtune_adaptive.trainer import Trainer
@@ -384,7 +384,7 @@ def test_samples_left_over_open_the_next_epochs_first_step(tmp_path: Path) -> No
 def test_the_batch_grows_between_epochs_and_all_that_depends_on_it_follows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sizes = Sizes(result=_result(exact=3, batch_size=2), fitting_rows=2)
+    sizes = Sizes(result=search_result(exact_batch_size=3, batch_size=2), fitting_rows=2)
     toy = Toy(tmp_path, function=adds_two_in_epoch_one, epochs=range(3), decays=True, sizes=sizes).train()
     assert toy.figures("batch_size") == [2] * 6 + [4] * 3 + [4] * 3
     assert toy.figures("global_batch_size") == [2] * 6 + [4] * 6
@@ -399,19 +399,6 @@ def test_the_batch_grows_between_epochs_and_all_that_depends_on_it_follows(
         f"batch_size 4 ({reason}): 4 rows * 1 micro-steps * 1 ranks = 4 samples per optimizer step,"
         " in micro-steps of at most 2 rows per rank",
     ]
-
-
-def _result(*, exact: int, batch_size: int) -> SearchResult:
-    return SearchResult(
-        strategy="binary_search",
-        exact_batch_size=exact,
-        batch_size=batch_size,
-        bound=100,
-        memory_limit_bytes=1000,
-        margin=0,
-        world_size=1,
-        probes=(),
-    )
 
 
 def test_the_rate_scales_with_a_batch_that_grows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -58,7 +58,7 @@ class Trainer(NamedTuple):
     train_step: Callable[[torch.Tensor], None]
 
 
-class Card(ABC):
+class MeasuredCard(ABC):
     """What a calibration needs of a GPU."""
 
     @abstractmethod
@@ -83,7 +83,7 @@ class Card(ABC):
 
 
 def calibrate(
-    output: Path, *, forecast_peak: Callable[[int, int], float], device_index: int = 0, card: Card | None = None
+    output: Path, *, forecast_peak: Callable[[int, int], float], device_index: int = 0, card: MeasuredCard | None = None
 ) -> Calibration:
     """Measure one GPU, write the figures to ``output`` and return them. Nothing else may use the GPU.
 
@@ -115,7 +115,7 @@ def calibrate(
     return measured
 
 
-def measure_context_bytes(card: Card) -> int:
+def measure_context_bytes(card: MeasuredCard) -> int:
     """Bytes outside the allocator when the context exists and nothing was computed yet.
 
     Raises:
@@ -129,12 +129,12 @@ def measure_context_bytes(card: Card) -> int:
     return context_bytes
 
 
-def measure_workspace_bytes(card: Card) -> int:
+def measure_workspace_bytes(card: MeasuredCard) -> int:
     """Bytes that the first matrix product and its backward leave allocated, which are cuBLAS's workspaces."""
     return max(0, card.workspace_bytes())
 
 
-def measure_nccl_bytes(card: Card) -> int:
+def measure_nccl_bytes(card: MeasuredCard) -> int:
     """Bytes outside the allocator that the first collective of a single rank allocates."""
     before_bytes = card.outside_bytes()
     return max(0, card.outside_bytes_in_a_group() - before_bytes)
@@ -173,7 +173,7 @@ def _cuda_card(device_index: int) -> "CudaCard":
     return CudaCard(torch.device("cuda", device_index))
 
 
-class CudaCard(Card):
+class CudaCard(MeasuredCard):
     """A CUDA device that this process has not used before."""
 
     def __init__(self, device: torch.device) -> None:

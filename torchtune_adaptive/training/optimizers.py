@@ -4,6 +4,7 @@
 then ``normalize`` and ``step``.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,50 @@ from torchtune.training.lr_schedulers import get_lr
 from torchtune_adaptive.training.objectives import Loss
 
 
-class OptimizerStep:
+class Stepping(ABC):
+    """What a train step asks of the optimizers of ``model``, the trained one."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._model = model
+        self._optimizers = tuple(optimizers)
+
+    @property
+    def model(self) -> nn.Module:
+        """The trained model."""
+        return self._model
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """All optimizers."""
+        return self._optimizers
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the first optimizer."""
+        return get_lr(self._optimizers[0])
+
+    def zero_grad(self) -> None:
+        """Drop gradients."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    @abstractmethod
+    def backward(self, loss: Loss) -> None:
+        """The backward pass of one micro-step. With FSDP2 a collective."""
+
+    @abstractmethod
+    def normalize(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Divide gradients by the step's ``weight`` over all ranks and clip them; their norm before it, if clipped.
+
+        With FSDP2 a collective.
+        """
+
+    @abstractmethod
+    def step(self) -> None:
+        """Step all optimizers, and drop gradients."""
+
+
+class OptimizerStep(Stepping):
     """Gradients of all micro-steps add up. Then they are normalized and clipped, and the optimizers step.
 
     Args:
@@ -34,40 +78,14 @@ class OptimizerStep:
         ranks: int,
         max_grad_norm: float | None,
     ) -> None:
-        self._model = model
-        self._optimizers = tuple(optimizers)
+        super().__init__(model, optimizers)
         self._ranks = ranks
         self._max_grad_norm = max_grad_norm
 
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """All optimizers."""
-        return self._optimizers
-
-    @property
-    def model(self) -> nn.Module:
-        """The trained model."""
-        return self._model
-
-    @property
-    def learning_rate(self) -> float:
-        """That of the first optimizer."""
-        return get_lr(self._optimizers[0])
-
-    def zero_grad(self) -> None:
-        """Drop gradients."""
-        for optimizer in self._optimizers:
-            optimizer.zero_grad(set_to_none=True)
-
     def backward(self, loss: Loss) -> None:
-        """The backward pass of one micro-step."""
         loss.total.backward()
 
     def normalize(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Divide gradients by the step's ``weight`` over all ranks and clip them; their norm before it, if clipped.
-
-        With FSDP2 a collective.
-        """
         # FSDP2 divides gradients by the number of ranks; this multiplies them back.
         training.scale_grads(self._model, self._ranks / weight)
         if self._max_grad_norm is None:
@@ -76,13 +94,12 @@ class OptimizerStep:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def step(self) -> None:
-        """Step all optimizers, and drop gradients."""
         for optimizer in self._optimizers:
             optimizer.step()
         self.zero_grad()
 
 
-class OptimizerInBackward:
+class OptimizerInBackward(Stepping):
     """torchtune's ``optimizer_in_bwd``: each parameter has an optimizer, which steps as soon as its gradient is there.
 
     An optimizer step is a single micro-step, whose loss is normalized before its backward pass.
@@ -93,33 +110,11 @@ class OptimizerInBackward:
     """
 
     def __init__(self, model: nn.Module, wrapper: Any, *, ranks: int, normalizes: bool) -> None:
-        self._model = model
-        self._wrapper = wrapper
+        super().__init__(model, list(wrapper.optim_map.values()))
         self._ranks = ranks
         self._normalizes = normalizes
 
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """All optimizers, one for each parameter."""
-        return list(self._wrapper.optim_map.values())
-
-    @property
-    def model(self) -> nn.Module:
-        """The trained model."""
-        return self._model
-
-    @property
-    def learning_rate(self) -> float:
-        """That of the first optimizer."""
-        return get_lr(self._wrapper)
-
-    def zero_grad(self) -> None:
-        """Drop gradients."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-
     def backward(self, loss: Loss) -> None:
-        """The backward pass of a step, in which all optimizers step. On several ranks a collective."""
         if not self._normalizes:
             loss.total.backward()
             return
@@ -130,9 +125,6 @@ class OptimizerInBackward:
 
     def step(self) -> None:
         """Nothing is left to do."""
-
-
-Stepping = OptimizerStep | OptimizerInBackward
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
