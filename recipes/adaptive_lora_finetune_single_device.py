@@ -11,7 +11,6 @@ from typing import Any
 from omegaconf import DictConfig
 from torchtune import config
 
-from torchtune_adaptive.distributed.snapshot import KeptTensors
 from torchtune_adaptive.launch import launch_on_one_device, run_recipe
 from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.load import load_stock_recipe
@@ -23,12 +22,6 @@ class AdaptiveLoRAFinetuneRecipeSingleDevice(AdaptiveRecipe, StockRecipe):
     """The stock recipe, trained by our trainer."""
 
     on_several_ranks = False
-
-    def save_checkpoint(self, epoch: int) -> None:
-        """Save as stock does, which on the CPU merges the adapters into the weights that are trained: restore these."""
-        weights = KeptTensors(self._model.parameters() if self._device.type == "cpu" else [])
-        super().save_checkpoint(epoch)
-        weights.restore()
 
 
 @config.parse

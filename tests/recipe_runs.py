@@ -17,7 +17,7 @@ from torchtune.training.metric_logging import MetricLoggerInterface
 from torchtune_adaptive import assembly
 from torchtune_adaptive.memory.devices import meter_for
 from torchtune_adaptive.stock.configs import resolve_config_argument
-from torchtune_adaptive.tiny import DATA_NAME, MODEL_GEOMETRY, MODEL_NAME, TOKENIZER_NAME
+from torchtune_adaptive.tiny import DATA_NAME, MODEL_GEOMETRY, MODEL_NAME, PAIRS_NAME, TOKENIZER_NAME
 
 Step = dict[str, float]
 RECIPES = {
@@ -25,8 +25,43 @@ RECIPES = {
     "lora": ("adaptive_lora_finetune_distributed", "AdaptiveLoRAFinetuneRecipeDistributed"),
     "full_single": ("adaptive_full_finetune_single_device", "AdaptiveFullFinetuneRecipeSingleDevice"),
     "lora_single": ("adaptive_lora_finetune_single_device", "AdaptiveLoRAFinetuneRecipeSingleDevice"),
+    "full_dpo": ("adaptive_full_dpo_distributed", "AdaptiveFullDPORecipeDistributed"),
+    "lora_dpo": ("adaptive_lora_dpo_distributed", "AdaptiveLoRADPORecipeDistributed"),
+    "lora_dpo_single": ("adaptive_lora_dpo_single_device", "AdaptiveLoRADPORecipeSingleDevice"),
+    "lora_kd": ("adaptive_knowledge_distillation_distributed", "AdaptiveKDRecipeDistributed"),
+    "lora_kd_single": ("adaptive_knowledge_distillation_single_device", "AdaptiveKDRecipeSingleDevice"),
+    "full_qat": ("adaptive_qat_distributed", "AdaptiveQATRecipeDistributed"),
+    "lora_qat": ("adaptive_qat_lora_finetune_distributed", "AdaptiveQATLoRAFinetuneRecipeDistributed"),
 }
 SHALLOW = {"model__num_layers": 2}
+TEACHER_NAME = "teacher.pt"
+_QUANTIZER = {"_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer", "groupsize": 32}
+_PAIRS: dict[str, Any] = {
+    "dataset": {
+        "_component_": "torchtune.datasets.preference_dataset",
+        "source": "json",
+        "data_files": f"${{tiny_dir}}/{PAIRS_NAME}",
+        "split": "train",
+    },
+    "loss": {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": 0.1},
+}
+# What a method's config has beside that of full or LoRA finetuning.
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {},
+    "full_dpo": _PAIRS | {"ref_checkpointer": "${checkpointer}"},
+    "lora_dpo": _PAIRS | {"clip_grad_norm": None},
+    "lora_kd": {
+        "teacher_model": {"_component_": "torchtune.models.llama2.llama2"} | MODEL_GEOMETRY,
+        "teacher_checkpointer": "${checkpointer}",
+        "teacher_checkpointer__checkpoint_files": [TEACHER_NAME],
+        "kd_loss": {"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"},
+        "kd_ratio": 0.5,
+        "clip_grad_norm": None,
+    },
+    "full_qat": {"quantizer": _QUANTIZER, "fake_quant_after_n_steps": 2},
+    "lora_qat": {"quantizer": _QUANTIZER},
+}
 
 
 class RecordingLogger(MetricLoggerInterface):
@@ -60,12 +95,16 @@ def no_samples(tokenizer: Any, **_: Any) -> list[Any]:
 
 
 def shallow_assets(tiny_dir: Path) -> Path:
-    """Where the assets of ``tiny_dir`` are with two of the model's four layers, for runs with ``SHALLOW``."""
+    """Where the assets of ``tiny_dir`` are with two of the model's four layers, for runs with ``SHALLOW``.
+
+    The whole model is there as a teacher.
+    """
     directory = tiny_dir.with_name(f"{tiny_dir.name}_shallow")
     if not directory.exists():
         directory.mkdir()
-        for name in (DATA_NAME, TOKENIZER_NAME):
+        for name in (DATA_NAME, PAIRS_NAME, TOKENIZER_NAME):
             (directory / name).symlink_to(tiny_dir / name)
+        (directory / TEACHER_NAME).symlink_to(tiny_dir / MODEL_NAME)
         dropped = range(SHALLOW["model__num_layers"], MODEL_GEOMETRY["num_layers"])
         prefixes = tuple(f"layers.{layer}." for layer in dropped)
         model = torch.load(tiny_dir / MODEL_NAME)
@@ -76,13 +115,16 @@ def shallow_assets(tiny_dir: Path) -> Path:
 
 
 def tiny_config(kind: str, tiny_dir: Path, output_dir: Path, **overrides: Any) -> DictConfig:
-    """The config ``tiny/full`` or ``tiny/lora`` on the test's own data; keys of overrides may be dotted with "__"."""
-    path = resolve_config_argument(["--config", f"tiny/{kind.removesuffix('_single')}"])[1]
+    """The config of a method on the test's own data; keys of overrides may be dotted with "__"."""
+    method = kind.removesuffix("_single")
+    path = resolve_config_argument(["--config", f"tiny/{method.partition('_')[0]}"])[1]
     cfg = OmegaConf.load(path)
     assert isinstance(cfg, DictConfig)
     quiet = {"tiny_dir": str(tiny_dir), "output_dir": str(output_dir)}
     quiet |= {"metric_logger": {"_component_": "tests.recipe_runs.RecordingLogger"}}
-    for key, value in (quiet | overrides).items():
+    for key, value in (METHODS[method] | quiet | overrides).items():
+        if value in ("${checkpointer}",):
+            value = OmegaConf.create(OmegaConf.to_container(cfg.checkpointer))
         OmegaConf.update(cfg, key.replace("__", "."), value, merge=False)
     return cfg
 

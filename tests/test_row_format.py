@@ -6,10 +6,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchtune.data import padded_collate_packed
+from torchtune.data import padded_collate_dpo, padded_collate_packed
 from torchtune.datasets import ConcatDataset, PackedDataset
 
-from torchtune_adaptive.batch.row_format import Row, TokenRows, check_row_length, check_unpacked, is_packed
+from torchtune_adaptive.batch.row_format import (
+    PreferenceRows,
+    Row,
+    TokenRows,
+    check_row_length,
+    check_unpacked,
+    is_packed,
+)
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
 
@@ -225,3 +232,52 @@ def test_rows_longer_than_the_model_has_positions_are_refused() -> None:
     with pytest.raises(InputError) as refusal:
         check_row_length(65, model)
     assert str(refusal.value) == "Rows must have at most the model's max_seq_len (64 tokens), but have 65."
+
+
+# ---- pairs of answers
+
+PAIRS = PreferenceRows(-100)
+
+
+def pair(chosen: int, rejected: int) -> Row:
+    """A pair of answers of so many tokens; the first half of each does not count."""
+    row: Row = {}
+    for name, length in (("chosen", chosen), ("rejected", rejected)):
+        tokens = list(range(1, length + 1))
+        row |= {f"{name}_input_ids": tokens, f"{name}_labels": [-100] * (length // 2) + tokens[length // 2 :]}
+    return row
+
+
+@pytest.mark.parametrize(("chosen", "rejected"), [(3, 9), (9, 3)])
+def test_a_pair_is_padded_to_its_longer_answer_and_has_two_rows(chosen: int, rejected: int) -> None:
+    row = pair(chosen, rejected)
+    assert (PAIRS.num_tokens(row), PAIRS.padded_tokens(row), PAIRS.own_tokens(row)) == (9, 18, 12)
+    tokens, _ = padded_collate_dpo([row])  # pyright: ignore[reportArgumentType]
+    assert tokens.numel() == PAIRS.padded_tokens(row)
+
+
+@pytest.mark.parametrize("length", [2, 9, 30])
+def test_a_stretched_pair_has_two_answers_of_that_length_that_count(length: int) -> None:
+    row = PAIRS.stretched(pair(3, 9), length)
+    assert set(row) == set(pair(1, 1))
+    assert {len(values) for values in row.values()} == {length}
+    assert row["chosen_labels"] == row["rejected_labels"] == row["chosen_input_ids"]
+    assert row["chosen_input_ids"][:9] == list(range(1, 10))[:length]
+
+
+def test_a_shortened_pair_is_cut_in_all_its_parts() -> None:
+    row = PAIRS.shortened(pair(9, 3), 4)
+    assert [len(row[name]) for name in ("chosen_input_ids", "chosen_labels", "rejected_labels")] == [4, 4, 3]
+
+
+def test_a_silent_pair_has_no_label() -> None:
+    row = PAIRS.silent(pair(9, 3))
+    assert set(row["chosen_labels"] + row["rejected_labels"]) == {-100}
+    assert len(row["chosen_labels"]) == len(row["chosen_input_ids"]) == 9
+
+
+def test_a_pair_above_the_token_budget_is_refused_with_the_tokens_of_both_rows() -> None:
+    dataset = [pair(3, 3), pair(9, 3)]
+    PAIRS.check_lengths(dataset, max_tokens=18, consensus=Consensus())
+    with pytest.raises(InputError, match="is 17, and sample 1 has 18 tokens"):
+        PAIRS.check_lengths(dataset, max_tokens=17, consensus=Consensus())

@@ -84,7 +84,7 @@ class Device:
             loader,
             TokenRows(-100),
             AdaptiveSettings(**options),
-            trained_model=self.model,
+            models=[self.model],
             wanted_rows=wanted_rows,
             tokenizer_max_seq_len=tokenizer_max_seq_len,
         ).find()

@@ -197,7 +197,7 @@ class _Assembly:
             self._loader,
             parts.row_format,
             settings,
-            trained_model=parts.models[0],
+            models=parts.models,
             wanted_rows=parts.batch_size,
             tokenizer_max_seq_len=parts.tokenizer_max_seq_len,
         )

@@ -1,5 +1,6 @@
 """A stock recipe as the parts of a trainer. Only this module and the recipes know torchtune's attribute names."""
 
+import contextlib
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from torchtune import training
 from torchtune_adaptive.assembly import RecipeParts, build_trainer
 from torchtune_adaptive.batch.row_format import RowFormat, TokenRows
 from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.distributed.snapshot import KeptTensors
 from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.memory.devices import check_limit
 from torchtune_adaptive.settings import AdaptiveSettings
@@ -41,8 +43,6 @@ class AdaptiveRecipe:
     total_epochs: int
     max_steps_per_epoch: int | None
     global_step: int
-    activations_handling_ctx: Any
-    profiler_profile_memory: bool
     profiler_wait_steps: int
     profiler_warmup_steps: int
     profiler_active_steps: int
@@ -56,7 +56,6 @@ class AdaptiveRecipe:
     _setup_lr_scheduler: Callable[..., Any]
     _dataloader: Any
     _gradient_accumulation_steps: int
-    _profiler: Any
     _metric_logger: Any
     _log_every_n_steps: int
     _log_peak_memory_stats: bool
@@ -66,6 +65,9 @@ class AdaptiveRecipe:
     on_several_ranks = True
     world_size = 1
     _is_rank_zero = True
+    _profiler: Any = training.DummyProfiler()
+    activations_handling_ctx: Any = contextlib.nullcontext()
+    profiler_profile_memory = False
     _clip_grad_norm: Any = None
     _lr_scheduler: Any = None
     _optimizer_in_bwd = False
@@ -79,9 +81,12 @@ class AdaptiveRecipe:
             check_limit(self._settings.memory_limit_bytes, self._device)
         self._consensus = Consensus()
 
-    def objective(self) -> Objective:
-        """What a micro-batch contributes to an optimizer step."""
-        as_stock = not self._settings.cuts_samples  # the weight of a sample must not depend on our cut
+    def objective(self, *, as_stock: bool) -> Objective:
+        """What a micro-batch contributes to an optimizer step.
+
+        Args:
+            as_stock: do as stock even where that depends on how a step is cut into micro-batches.
+        """
         return NextToken(self._model, self._loss_fn, self._activations, weight_depends_on_cut=as_stock)
 
     def models(self) -> list[nn.Module]:
@@ -101,7 +106,7 @@ class AdaptiveRecipe:
         self._activations = self.activations_handling_ctx = Activations(self.activations_handling_ctx)
         parts = RecipeParts(
             models=self.models(),
-            objective=self.objective(),
+            objective=self.objective(as_stock=not self._settings.cuts_samples),
             stepping=self.stepping(),
             forget=self._activations.renew,
             scheduler=self._lr_scheduler,
@@ -181,4 +186,8 @@ class AdaptiveRecipe:
         """Save as stock does, with the trainer's progress where stock looks for it. A collective."""
         self.epochs_run, self.global_step = self.trainer.epochs_run, self.trainer.global_step
         self._dataloader = self.trainer.loader.data_loader
+        # On one CPU stock's recipes of LoRA merge the adapters into the weights that are trained.
+        is_merged = self._device.type == "cpu" and not self.on_several_ranks
+        weights = KeptTensors(self._model.parameters() if is_merged else [])
         self.save_checkpoint(epoch=epoch)
+        weights.restore()

@@ -1,6 +1,7 @@
 """Make a small data set, tokenizer and model for the demo, the tests and the `tiny/*` configs, without a network.
 
-The data are the docstrings of Python's standard library: the prompt is a signature, the answer its docstring.
+The data are the docstrings of Python's standard library: the prompt is a signature, the answer its docstring. Of a
+pair of answers the rejected one is another function's docstring.
 Run ``python -m torchtune_adaptive.tiny [OUTPUT_DIR]``.
 """
 
@@ -28,7 +29,8 @@ from torchtune.models.llama2 import llama2, llama2_tokenizer
 from tqdm import tqdm
 
 DEFAULT_OUTPUT_DIR = "/tmp/torchtune_adaptive_tiny"  # the `tiny_dir` of configs/tiny/*.yaml
-DATA_NAME, TOKENIZER_NAME, MODEL_NAME, STAMP_NAME = "docstrings.json", "tokenizer.model", "model.pt", "tiny.json"
+DATA_NAME, PAIRS_NAME, STAMP_NAME = "docstrings.json", "preferences.json", "tiny.json"
+TOKENIZER_NAME, MODEL_NAME = "tokenizer.model", "model.pt"
 MODEL_GEOMETRY = {
     "vocab_size": 2048,
     "num_layers": 4,
@@ -46,7 +48,7 @@ SKIPPED_DIRS = frozenset({"dist-packages", "ensurepip", "idlelib", "lib2to3", "s
 def make_tiny_assets(
     output_dir: str | Path, *, seed: int = 0, num_samples: int | None = None, force: bool = False
 ) -> None:
-    """Write instruction data, a tokenizer trained on them and a randomly initialised model to `output_dir`.
+    """Write instruction data, preferences, a tokenizer trained on them and a model of random weights to `output_dir`.
 
     Assets already there are kept if they are complete and were made with the same arguments; otherwise they are
     written again. The same arguments, Python and libraries give the same bytes. The tokenizer depends on no argument.
@@ -68,7 +70,7 @@ def make_tiny_assets(
         _write_data(partial, seed=seed, num_samples=num_samples)
         (partial / TOKENIZER_NAME).write_bytes(_tokenizer())
         _write_model(partial, seed=seed)
-        digests = {name: _digest(partial / name) for name in (DATA_NAME, TOKENIZER_NAME, MODEL_NAME)}
+        digests = {name: _digest(partial / name) for name in (DATA_NAME, PAIRS_NAME, TOKENIZER_NAME, MODEL_NAME)}
         stamp = {"arguments": arguments, "sha256": digests}
         (partial / STAMP_NAME).write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
         for name in (*digests, STAMP_NAME):  # the stamp last, because it says that the others are complete
@@ -131,8 +133,22 @@ def _write_data(directory: Path, *, seed: int, num_samples: int | None) -> None:
     if num_samples is not None and not 1 <= num_samples <= len(samples):
         raise ValueError(f"`num_samples` must be in [1, {len(samples)}], but is {num_samples} instead.")
     random.Random(seed).shuffle(samples)
-    lines = [json.dumps({"input": signature, "output": docstring}) for signature, docstring in samples[:num_samples]]
-    (directory / DATA_NAME).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    samples = samples[:num_samples]
+    _write_lines(directory / DATA_NAME, [{"input": signature, "output": docstring} for signature, docstring in samples])
+    others = samples[1:] + samples[:1]
+    pairs = zip(samples, others, strict=True)
+    conversations = [
+        {"chosen": _conversation(*sample), "rejected": _conversation(sample[0], other[1])} for sample, other in pairs
+    ]
+    _write_lines(directory / PAIRS_NAME, conversations)
+
+
+def _conversation(prompt: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+def _write_lines(path: Path, lines: list[Any]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 @functools.cache
@@ -178,6 +194,7 @@ def describe_tiny_assets(output_dir: str | Path) -> str:
     return (
         f"instruction data  {directory / DATA_NAME}  {len(lengths)} samples, "
         f"tokens per sample: mean {mean:.1f}, median {median:g}, max {max(lengths)}\n"
+        f"preferences       {directory / PAIRS_NAME}  {len(lengths)} pairs\n"
         f"tokenizer         {directory / TOKENIZER_NAME}  {tokenizer.vocab_size} pieces\n"
         f"model             {directory / MODEL_NAME}  {parameters} parameters"
     )

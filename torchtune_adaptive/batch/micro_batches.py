@@ -67,7 +67,7 @@ class MicroBatcher:
 
     def rows_of(self, row: Row, *, size: int) -> int:
         """Rows like ``row`` that a micro-batch has where its limit is ``size``."""
-        return self._largest.of_size(size).rows_of(self._row_format.num_tokens(row))
+        return self._largest.of_size(size).rows_of(self._row_format.padded_tokens(row))
 
     def can_reduce(self, samples: StepSamples) -> bool:
         """Whether some rank has a micro-batch of more than one row, so that a lower limit helps. A collective."""
@@ -89,7 +89,7 @@ class MicroBatcher:
         places = spread(places, count)
         micro_batches = tuple([rows[place] for place in one] or [self._make_silent_row()] for one in places)
         padded = sum(len(one) * max(lengths[place] for place in one) for one in places if one)
-        return Cut(micro_batches, sum(lengths), padded)
+        return Cut(micro_batches, sum(map(self._row_format.own_tokens, rows)), padded)
 
     def count_padding(self, *cuts: Cut) -> None:
         """Count the padding of micro-batches that were trained with. Failed attempts do not count."""
@@ -112,4 +112,4 @@ class MicroBatcher:
             self._reduced_size = state["micro_batch"]
 
     def _lengths(self, rows: list[Row]) -> list[int]:
-        return [self._row_format.num_tokens(row) for row in rows]
+        return [self._row_format.padded_tokens(row) for row in rows]

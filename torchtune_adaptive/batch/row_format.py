@@ -14,15 +14,30 @@ from torchtune_adaptive.errors import InputError
 
 Row: TypeAlias = dict[str, Any]
 
+_ANSWERS = ("chosen", "rejected")
 _DRY_RUN_TOKENS = (16, 24)  # row lengths of the two batches of a dry run, which must differ in shape
 
 
 class RowFormat(ABC):
-    """Knows the keys of a data set's samples. Owns nothing."""
+    """Knows the keys of a data set's samples. Owns nothing.
+
+    Attributes:
+        sequences: that a sample has in a batch, all padded to the longest one.
+    """
+
+    sequences = 1
 
     @abstractmethod
     def num_tokens(self, row: Row) -> int:
         """The length in tokens that the sample pads its micro-batch to."""
+
+    def padded_tokens(self, row: Row) -> int:
+        """Tokens of the sample's part of a micro-batch in which no sample is longer."""
+        return self.sequences * self.num_tokens(row)
+
+    def own_tokens(self, row: Row) -> int:
+        """Tokens of the sample without padding."""
+        return self.num_tokens(row)
 
     @abstractmethod
     def stretched(self, row: Row, length: int) -> Row:
@@ -69,7 +84,8 @@ class RowFormat(ABC):
             InputError: a sample is longer; on every rank, with the first one's index and length.
         """
         lengths = self._lengths(dataset, consensus, task="looking for samples above the token budget")
-        too_long = next(((index, length) for index, length in lengths if length > max_tokens), None)
+        tokens = ((index, self.sequences * length) for index, length in lengths)
+        too_long = next(((index, number) for index, number in tokens if number > max_tokens), None)
         found = [one for one in consensus.from_all_ranks(too_long) if one is not None]
         if found:
             index, length = min(found)
@@ -126,6 +142,38 @@ class TokenRows(RowFormat):
         if isinstance(labels, torch.Tensor):
             return short | {"labels": torch.full_like(labels, self._ignore_index)}
         return short | {"labels": [self._ignore_index] * len(labels)}
+
+
+class PreferenceRows(RowFormat):
+    """Pairs of a chosen and a rejected answer, as direct preference optimization has them.
+
+    Args:
+        ignore_index: the label of tokens that do not count in the loss.
+    """
+
+    sequences = 2
+
+    def __init__(self, ignore_index: int) -> None:
+        self._ignore_index = ignore_index
+
+    def num_tokens(self, row: Row) -> int:
+        return max(len(row["chosen_input_ids"]), len(row["rejected_input_ids"]))
+
+    def own_tokens(self, row: Row) -> int:
+        return sum(len(row[f"{answer}_input_ids"]) for answer in _ANSWERS)
+
+    def stretched(self, row: Row, length: int) -> Row:
+        longest = max(row["chosen_input_ids"], row["rejected_input_ids"], key=len)
+        tokens = _repeated(longest, length)
+        return {f"{answer}_{part}": list(tokens) for answer in _ANSWERS for part in ("input_ids", "labels")}
+
+    def shortened(self, row: Row, length: int) -> Row:
+        return {name: values[:length] for name, values in row.items()}
+
+    def silent(self, row: Row) -> Row:
+        short = self.shortened(row, _DRY_RUN_TOKENS[0])
+        masked = {f"{one}_labels": [self._ignore_index] * len(short[f"{one}_labels"]) for one in _ANSWERS}
+        return short | masked
 
 
 def is_packed(dataset: Any) -> bool:

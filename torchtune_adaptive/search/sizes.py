@@ -1,6 +1,7 @@
 """Find how large a recipe's micro-batch may be, by whole train steps on the longest rows that training can meet."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,7 +67,7 @@ class SizeFinder:
     Args:
         workload: its train step takes the micro-batches of a step, as lists of rows.
         loader: as the config describes it, before anything was found.
-        trained_model: of several models the one whose rows are limited by its positions.
+        models: all that are given rows, of which each limits their length by its positions.
         wanted_rows: the config's ``batch_size``.
         tokenizer_max_seq_len: to which the tokenizer cuts samples; None if it does not.
     """
@@ -78,7 +79,7 @@ class SizeFinder:
         row_format: RowFormat,
         settings: AdaptiveSettings,
         *,
-        trained_model: nn.Module,
+        models: Sequence[nn.Module],
         wanted_rows: int,
         tokenizer_max_seq_len: int | None,
     ) -> None:
@@ -86,7 +87,7 @@ class SizeFinder:
         self._loader = loader
         self._row_format = row_format
         self._settings = settings
-        self._trained_model = trained_model
+        self._models = models
         self._wanted_rows = wanted_rows
         self._tokenizer_max_seq_len = tokenizer_max_seq_len
 
@@ -138,13 +139,14 @@ class SizeFinder:
 
         def largest_rows_at(length: int, bound: int) -> int:
             settings = replace(self._settings, strategy="decrease_until_oom", power_of_two=False)
-            found = self._search_rows(self._row_format.stretched(row, length), settings, start=bound, bound=bound)
+            stretched = self._row_format.stretched(row, length // self._row_format.sequences)
+            found = self._search_rows(stretched, settings, start=bound, bound=bound)
             tried.extend((length, probe) for probe in found.probes)
             return found.exact_batch_size
 
         budget = largest_token_budget(
             largest_rows_at,
-            seq_len=self._row_format.num_tokens(row),
+            seq_len=self._row_format.padded_tokens(row),
             rows=result.exact_batch_size,
             forecast_rows=result.forecast_rows,
             max_rows=most_rows,
@@ -154,12 +156,12 @@ class SizeFinder:
 
     def _time_sizes(self, row: Row, result: SearchResult) -> dict[int, float]:
         """Tokens per second of the size found and its halvings. A collective."""
-        seq_len = self._row_format.num_tokens(row)
+        tokens = self._row_format.padded_tokens(row)
         rates = tokens_per_second(
             self._workload,
             lambda rows: self._probe_batch(row, rows),
             halvings(result.batch_size, above=0),
-            num_tokens=lambda rows: rows * seq_len * len(self._probe_batch(row, rows)),
+            num_tokens=lambda rows: rows * tokens * len(self._probe_batch(row, rows)),
         )
         table = rate_table(rates, chosen=smallest_near_best(rates))
         utils.log_rank_zero(log, f"Steps as in training, timed:\n{table}")
@@ -199,7 +201,8 @@ class SizeFinder:
             consensus=self._workload.consensus,
         )
         seq_len = self._row_format.num_tokens(row)
-        check_row_length(seq_len, self._trained_model)
+        for model in self._models:
+            check_row_length(seq_len, model)
         if longest is not None and seq_len < longest:
             utils.log_rank_zero(
                 log, f"Rows may have {longest} tokens, but probes have {seq_len}: longer ones may not fit."

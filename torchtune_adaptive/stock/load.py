@@ -1,11 +1,12 @@
 """Load a stock recipe of the installed torchtune by file: its ``recipes`` package cannot be imported, on purpose.
 
-The loaded module is a private copy. Two of the names it uses are replaced there, and nowhere else:
-``training``, some of whose functions fail on the CPU or with one rank, and ``init_process_group``, which
-would start the group a second time.
+The loaded module is a private copy. Three of the names it uses are replaced there, and nowhere else: ``training``, some
+of whose functions fail on the CPU or with one rank, ``init_process_group``, which would start the group a second time,
+and ``swap_lora_linear_with_qat``, which asks for a class that torchao has renamed.
 """
 
 import importlib.util
+from dataclasses import fields
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -18,7 +19,9 @@ import torchtune
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
+from torchao.quantization.qat import FakeQuantizeConfig
 from torchtune import training
+from torchtune.training.quantization import swap_lora_linear_with_qat
 
 SUPPORTED_TORCHTUNE = "0.6.1"
 
@@ -40,6 +43,8 @@ def load_stock_recipe(name: str) -> ModuleType:
     spec.loader.exec_module(module)
     vars(module)["training"] = _TrainingAnywhere()
     vars(module)["init_process_group"] = start_process_group
+    if "swap_lora_linear_with_qat" in vars(module):
+        vars(module)["swap_lora_linear_with_qat"] = _swap_lora_linear_with_qat
     return module
 
 
@@ -108,6 +113,14 @@ class _TrainingAnywhere:
         if dist.get_world_size() > 1 or device.type != "cpu":
             return gathered
         return {name: value.clone() for name, value in gathered.items()}
+
+
+def _swap_lora_linear_with_qat(module: nn.Module, *qat_configs: Any) -> None:
+    """As torchtune, which asks for ``FakeQuantizeConfig``: since torchao 0.13 quantizers give the class above it."""
+    renamed = [
+        FakeQuantizeConfig(**{part.name: getattr(one, part.name) for part in fields(one)}) for one in qat_configs
+    ]
+    swap_lora_linear_with_qat(module, *renamed)
 
 
 def _is_alone(*, cpu_offload: bool) -> bool:

@@ -34,7 +34,7 @@ Objective: TypeAlias = Callable[[Any], Loss]  # from a batch on the device
 
 
 class NextToken:
-    """Supervised finetuning: the cross entropy of each unmasked token. For full and LoRA finetuning.
+    """Supervised finetuning: the cross entropy of each unmasked token. Full or LoRA, quantization-aware or not.
 
     Args:
         loss_fn: the mean loss per unmasked token, of logits [B, S, vocabulary] as a whole or in chunks.
@@ -63,7 +63,17 @@ class NextToken:
         num_tokens = (counted != ignore_index).sum()
         with self._activations:
             logits = self._model(**batch)
-        shifted = F.pad(labels[..., 1:], (0, 1), value=ignore_index)  # [B, S]
-        if not isinstance(logits, list):
-            shifted, logits = shifted.reshape(-1), logits.reshape(-1, logits.size(-1))
-        return Loss(self._loss_fn(logits, shifted) * num_tokens, num_tokens)
+        return Loss(self._loss_fn(*shifted(logits, labels, ignore_index)) * num_tokens, num_tokens)
+
+
+def shifted(logits: Any, labels: torch.Tensor, ignore_index: int) -> tuple[Any, torch.Tensor]:
+    """Logits and what each of them predicts, as torchtune's losses take them: in chunks as they are, else flat.
+
+    Args:
+        logits: [B, S, vocabulary], or a list of chunks.
+        labels: [B, S].
+    """
+    targets = F.pad(labels[..., 1:], (0, 1), value=ignore_index)  # [B, S]
+    if isinstance(logits, list):
+        return logits, targets
+    return logits.reshape(-1, logits.size(-1)), targets.reshape(-1)

@@ -1,0 +1,58 @@
+"""Direct preference optimization by FSDP2 with a batch size that is searched for and may grow.
+
+    tune run --nproc_per_node 2 adaptive_full_dpo_distributed --config CONFIG use_maximum_batch_size=True
+
+CONFIG is any stock config of full DPO. The keys are those of the stock recipe
+``full_dpo_distributed`` and of ``torchtune_adaptive.settings``.
+"""
+
+from functools import partial
+from typing import Any
+
+from omegaconf import DictConfig
+from torch import nn
+from torchtune import config
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+
+from torchtune_adaptive.batch.row_format import PreferenceRows
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.launch import launch, run_recipe
+from torchtune_adaptive.recipe import AdaptiveRecipe
+from torchtune_adaptive.stock.load import load_stock_recipe
+from torchtune_adaptive.training.preference import Preference
+
+StockRecipe: Any = load_stock_recipe("full_dpo_distributed").FullDPORecipeDistributed
+
+
+class AdaptiveFullDPORecipeDistributed(AdaptiveRecipe, StockRecipe):
+    """The stock recipe, trained by our trainer. Policy and reference are both on the device."""
+
+    def __init__(self, cfg: DictConfig) -> None:
+        if cfg.get("optimizer_in_bwd", False):
+            raise InputError("`optimizer_in_bwd` must be False, with which torchtune's own recipe fails, but is True.")
+        super().__init__(cfg)
+
+    def models(self) -> list[nn.Module]:
+        return [self._model, self._ref_model]
+
+    def row_format(self) -> PreferenceRows:
+        return PreferenceRows(CROSS_ENTROPY_IGNORE_IDX)
+
+    def objective(self, *, as_stock: bool) -> Preference:
+        return Preference(
+            partial(self.concatenated_forward, self._model),
+            partial(self.concatenated_forward, self._ref_model, activations_handling=False),
+            self._loss_fn,
+            ignore_index=CROSS_ENTROPY_IGNORE_IDX,
+            counts_masked_pairs=as_stock,
+        )
+
+
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    """DPO with an adaptive batch size: stock keys, plus ``use_maximum_batch_size`` and ``adaptive``."""
+    run_recipe(AdaptiveFullDPORecipeDistributed, cfg)
+
+
+if __name__ == "__main__":
+    launch(recipe_main)

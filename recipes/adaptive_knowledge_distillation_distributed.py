@@ -1,0 +1,41 @@
+"""Knowledge distillation by FSDP2 with a batch size that is searched for and may grow.
+
+    tune run --nproc_per_node 2 adaptive_knowledge_distillation_distributed --config CONFIG use_maximum_batch_size=True
+
+CONFIG is any stock config of knowledge distillation. The keys are those of the stock recipe
+``knowledge_distillation_distributed`` and of ``torchtune_adaptive.settings``.
+"""
+
+from typing import Any
+
+from omegaconf import DictConfig
+from torch import nn
+from torchtune import config
+
+from torchtune_adaptive.launch import launch, run_recipe
+from torchtune_adaptive.recipe import AdaptiveRecipe
+from torchtune_adaptive.stock.load import load_stock_recipe
+from torchtune_adaptive.training.distillation import Distillation
+
+StockRecipe: Any = load_stock_recipe("knowledge_distillation_distributed").KDRecipeDistributed
+
+
+class AdaptiveKDRecipeDistributed(AdaptiveRecipe, StockRecipe):
+    """The stock recipe, trained by our trainer. Student and teacher are both on the device."""
+
+    def models(self) -> list[nn.Module]:
+        return [self._model, self._teacher_model]
+
+    def objective(self, *, as_stock: bool) -> Distillation:
+        losses = self._loss_fn, self._kd_loss_fn
+        return Distillation(self._model, self._teacher_model, *losses, ratio=self._kd_ratio, means_add_up=as_stock)
+
+
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    """Knowledge distillation with an adaptive batch size."""
+    run_recipe(AdaptiveKDRecipeDistributed, cfg)
+
+
+if __name__ == "__main__":
+    launch(recipe_main)

@@ -1,0 +1,55 @@
+"""Direct preference optimization of LoRA adapters on one device with a batch size that is searched for and may grow.
+
+    tune run adaptive_lora_dpo_single_device --config CONFIG use_maximum_batch_size=True
+
+CONFIG is any stock config of LoRA DPO on a single device. The keys are those of the stock recipe
+``lora_dpo_single_device`` and of ``torchtune_adaptive.settings``.
+"""
+
+from functools import partial
+from typing import Any
+
+from omegaconf import DictConfig
+from torchtune import config
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.modules.peft import disable_adapter
+
+from torchtune_adaptive.batch.row_format import PreferenceRows
+from torchtune_adaptive.launch import launch_on_one_device, run_recipe
+from torchtune_adaptive.recipe import AdaptiveRecipe
+from torchtune_adaptive.stock.load import load_stock_recipe
+from torchtune_adaptive.training.preference import Preference
+
+StockRecipe: Any = load_stock_recipe("lora_dpo_single_device").LoRADPORecipeSingleDevice
+
+
+class AdaptiveLoRADPORecipeSingleDevice(AdaptiveRecipe, StockRecipe):
+    """The stock recipe, trained by our trainer. The reference is the policy without its adapters."""
+
+    on_several_ranks = False
+
+    def row_format(self) -> PreferenceRows:
+        return PreferenceRows(CROSS_ENTROPY_IGNORE_IDX)
+
+    def objective(self, *, as_stock: bool) -> Preference:
+        return Preference(
+            partial(self.concatenated_forward, self._model),
+            self._reference,
+            self._loss_fn,
+            ignore_index=CROSS_ENTROPY_IGNORE_IDX,
+            counts_masked_pairs=as_stock,
+        )
+
+    def _reference(self, batch: Any) -> Any:
+        with disable_adapter(self._model):
+            return self.concatenated_forward(self._model, batch)
+
+
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    """LoRA DPO with an adaptive batch size: stock keys, plus ``use_maximum_batch_size`` and ``adaptive``."""
+    run_recipe(AdaptiveLoRADPORecipeSingleDevice, cfg)
+
+
+if __name__ == "__main__":
+    launch_on_one_device(recipe_main)

@@ -1,0 +1,43 @@
+"""Quantization-aware training by FSDP2 with a batch size that is searched for and may grow.
+
+    tune run --nproc_per_node 2 adaptive_qat_distributed --config CONFIG use_maximum_batch_size=True
+
+CONFIG is any stock config of quantization-aware training. The keys are those of the stock recipe
+``qat_distributed`` and of ``torchtune_adaptive.settings``.
+"""
+
+from typing import Any
+
+from omegaconf import DictConfig
+from torchtune import config
+from torchtune.training import quantization
+
+from torchtune_adaptive.launch import launch, run_recipe
+from torchtune_adaptive.recipe import AdaptiveRecipe
+from torchtune_adaptive.stock.load import load_stock_recipe
+
+StockRecipe: Any = load_stock_recipe("qat_distributed").QATRecipeDistributed
+
+
+class AdaptiveQATRecipeDistributed(AdaptiveRecipe, StockRecipe):
+    """The stock recipe, trained by our trainer. A search probes with fake quantization, which needs more memory."""
+
+    _is_fake_quantized = True
+
+    def before_step(self, step: int) -> None:
+        """Fake quantization is off until the configured step."""
+        wanted = step >= (self._fake_quant_after_n_steps or 0)
+        if wanted != self._is_fake_quantized:
+            switch = quantization._get_enable_fake_quant if wanted else quantization._get_disable_fake_quant
+            self._model.apply(switch(self._quantizer_mode))
+            self._is_fake_quantized = wanted
+
+
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    """Quantization-aware training with an adaptive batch size."""
+    run_recipe(AdaptiveQATRecipeDistributed, cfg)
+
+
+if __name__ == "__main__":
+    launch(recipe_main)

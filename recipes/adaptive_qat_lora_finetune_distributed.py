@@ -1,0 +1,32 @@
+"""Quantization-aware LoRA finetuning by FSDP2 with a batch size that is searched for and may grow.
+
+    tune run --nproc_per_node 2 adaptive_qat_lora_finetune_distributed --config CONFIG use_maximum_batch_size=True
+
+CONFIG is any stock config of quantization-aware LoRA finetuning. The keys are those of the stock recipe
+``qat_lora_finetune_distributed`` and of ``torchtune_adaptive.settings``.
+"""
+
+from typing import Any
+
+from omegaconf import DictConfig
+from torchtune import config
+
+from torchtune_adaptive.launch import launch, run_recipe
+from torchtune_adaptive.recipe import AdaptiveRecipe
+from torchtune_adaptive.stock.load import load_stock_recipe
+
+StockRecipe: Any = load_stock_recipe("qat_lora_finetune_distributed").QATLoRAFinetuneRecipeDistributed
+
+
+class AdaptiveQATLoRAFinetuneRecipeDistributed(AdaptiveRecipe, StockRecipe):
+    """The stock recipe, trained by our trainer."""
+
+
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    """Quantization-aware LoRA finetuning with an adaptive batch size."""
+    run_recipe(AdaptiveQATLoRAFinetuneRecipeDistributed, cfg)
+
+
+if __name__ == "__main__":
+    launch(recipe_main)

@@ -1,0 +1,239 @@
+"""What every recipe can do, run once for each: the same trials for full finetuning, LoRA, DPO, distillation and QAT.
+
+Each trial is a function of a test's own process, and returns what a test asserts.
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.recipe_runs import (
+    SHALLOW,
+    adaptive_recipe,
+    finished,
+    meters_of_recipes,
+    resuming_config,
+    same_bits,
+    set_up,
+    stock_recipe,
+    tiny_config,
+    trained,
+    with_micro_batches,
+    without_saving,
+)
+from torchtune_adaptive.distributed.snapshot import keep_random_states
+from torchtune_adaptive.memory.devices import meter_for
+from torchtune_adaptive.memory.phases import Phases
+from torchtune_adaptive.testing import Fault, faults_in
+from torchtune_adaptive.training.train_step import TrainStep
+
+ROWS_THAT_FIT = 6
+STRATEGIES = ("linear_extrapolation", "binary_search", "decrease_until_oom")
+COMMON: dict[str, Any] = SHALLOW | {
+    "epochs": 1,
+    "batch_size": 2,
+    "tokenizer__max_seq_len": 64,
+    "optimizer__lr": 1e-2,
+    "lr_scheduler__num_warmup_steps": 1,
+    "adaptive__memory_limit": None,
+}
+# Figures that stock logs of the last micro-batch, or summed over ranks.
+LOGGED_OTHERWISE = {"lora_dpo": {"loss"}, "lora_kd": {"loss", "class_loss", "kd_loss"}}
+
+
+class Trials:
+    """The trials of one kind of recipe, on the ranks that there are.
+
+    Args:
+        tiny_dir: the shallow assets.
+    """
+
+    def __init__(self, kind: str, tiny_dir: Path, output_dir: Path) -> None:
+        self._kind = kind
+        self._tiny_dir = tiny_dir
+        self._directories = (output_dir / str(number) for number in itertools.count())
+        self._recipe = adaptive_recipe(kind)
+        self._silent = without_saving(self._recipe)  # saves nothing
+        self._dropout: dict[str, Any] = {
+            f"model__{'lora' if 'lora' in kind else 'attn'}_dropout": 0.1
+        }  # makes random states visible
+
+    def parity(self, accumulation: int) -> dict[str, Any]:
+        """Six steps of stock and of ours."""
+        cfg = self._config(gradient_accumulation_steps=accumulation, max_steps_per_epoch=6)
+        stock_steps, stock_parameters, _ = finished(without_saving(stock_recipe(self._kind)), cfg)
+        steps, parameters, _ = finished(self._silent, cfg)
+        return {"steps": (stock_steps, steps), "parameters equal": same_bits(stock_parameters, parameters)}
+
+    def search(self, strategies: tuple[str, ...] = STRATEGIES) -> dict[str, Any]:
+        """What is found where ``ROWS_THAT_FIT`` rows of 64 tokens fit, and whether a search has left a trace."""
+        limit_bytes = self._limit_bytes()
+        recipes = []
+        for strategy in strategies:
+            adaptive = {"memory_limit": limit_bytes, "margin": 0.0, "power_of_two": False}
+            adaptive |= {"strategy": strategy, "max_batch_size": 20}
+            cfg = self._config(use_maximum_batch_size=True, max_steps_per_epoch=2, adaptive=adaptive, **self._dropout)
+            recipes.append(set_up(self._silent, cfg))
+        searched = recipes[-1]
+        state = asdict(searched.trainer.state())
+        steps, parameters = trained(searched)
+        common = self._dropout | {"batch_size": ROWS_THAT_FIT, "adaptive__memory_limit": limit_bytes}
+        cfg = self._config(max_steps_per_epoch=2, **common)
+        told = set_up(self._silent, cfg)
+        told_state = asdict(told.trainer.state())
+        told_steps, told_parameters = trained(told)
+        changed = {name for name in state if state[name] != told_state[name]}
+        return {
+            "found": [recipe.trainer.sizes.result.exact_batch_size for recipe in recipes],
+            "figures": (_figures(steps), _figures(told_steps)),
+            "changed": changed - {"history", "reference_samples"},
+            "parameters equal": same_bits(parameters, told_parameters),
+        }
+
+    def growth(self) -> list[float]:
+        """The batch sizes of a run whose batch grows by two rows at each of three epochs."""
+        growing = {"_component_": "torchtune_adaptive.schedule.linear", "increment": 2}
+        adaptive = {"memory_limit": "256MiB", "max_batch_size": 6, "power_of_two": False}
+        cfg = self._config(epochs=3, max_steps_per_epoch=1, batch_increase_function=growing, adaptive=adaptive)
+        steps, _, _ = finished(self._silent, cfg)
+        return [step["batch_size"] for step in steps]
+
+    def recovery(self, *, points: int | None, stride: int = 7) -> dict[str, Any]:
+        """A fault in each step, at another operation and on another rank, and a run told the same micro-batches.
+
+        Args:
+            points: how many faults, spread over all operations; None: every ``stride``-th operation on each rank.
+        """
+        count, ranks = self._operations(), dist.get_world_size() if dist.is_initialized() else 1
+        if points is None:
+            where = list(itertools.product(range(0, count, stride), range(ranks)))
+        else:
+            where = [(place * count // points, place % ranks) for place in range(points)]
+        faults = {(step, 0): Fault(place, ranks=[rank]) for step, (place, rank) in enumerate(where)}
+        steps_per_epoch = min(40, len(where))
+        common = self._dropout | {"epochs": math.ceil(len(where) / steps_per_epoch), "adaptive__memory_limit": "2GiB"}
+        common["max_steps_per_epoch"] = steps_per_epoch
+        whole = with_micro_batches(self._silent, lambda step: None)  # from the largest again in each step
+        with faults_in(whole, faults), _live_bytes_of(whole) as live_bytes:
+            steps, parameters, recipe = finished(whole, self._config(**common))
+        told_class = with_micro_batches(self._silent, lambda step: 1 if (step, 0) in faults else None)
+        with _live_bytes_of(told_class) as told_live_bytes:
+            told_steps, told_parameters, _ = finished(told_class, self._config(**common))
+        return {
+            "faults": len(faults),
+            "struck": sum(fault.has_struck for fault in faults.values()),
+            "retries": recipe.trainer.retry.retries,
+            "figures": (_figures(steps), _figures(told_steps)),
+            "parameters equal": same_bits(parameters, told_parameters),
+            "live bytes": (live_bytes, told_live_bytes),
+        }
+
+    def resume(self) -> dict[str, Any]:
+        """Two epochs in one run, and the second of them in a run of its own."""
+        common: dict[str, Any] = {"epochs": 2, "max_steps_per_epoch": 3}  # without dropout, whose state is not saved
+        steps, parameters, _ = finished(self._recipe, self._config(**common))
+        directory = next(self._directories)
+        stopped = _stopped_after_an_epoch(self._recipe)
+        with contextlib.suppress(_StopError):
+            finished(stopped, self._config(directory, **common))
+        cfg = resuming_config(self._kind, self._tiny_dir, directory, epochs_run=1, **(self._overrides() | common))
+        resumed, resumed_parameters, _ = finished(self._recipe, cfg)
+        return {
+            "figures": (_figures(steps[3:]), _figures(resumed)),
+            "parameters equal": same_bits(parameters, resumed_parameters),
+        }
+
+    def cuts(self) -> dict[str, Any]:
+        """The losses of a global batch of ten samples, cut into micro-batches in three ways."""
+        ways: dict[str, tuple[int, dict[str, Any]]] = {
+            "whole": (10, {}),
+            "rows": (2, {}),
+            "tokens": (2, {"max_tokens_per_micro_batch": 140}),
+        }
+        found = {}
+        for name, (rows, adaptive) in ways.items():
+            adaptive = {"memory_limit": None, "global_batch_size": 10} | adaptive
+            cfg = self._config(batch_size=rows, max_steps_per_epoch=4, optimizer__lr=1e-3, adaptive=adaptive)
+            steps, _, recipe = finished(self._silent, cfg)
+            found[name] = ([step["loss"] for step in steps], str(recipe.trainer.micro_batches.limit))
+        return found
+
+    def _overrides(self) -> dict[str, Any]:
+        return COMMON | ({} if self._kind != "full_qat" else {"fake_quant_after_n_steps": 2})
+
+    def _config(self, output_dir: Any = None, **overrides: Any) -> Any:
+        options = self._overrides() | overrides
+        if "adaptive" in overrides:
+            options.pop("adaptive__memory_limit")
+        return tiny_config(self._kind, self._tiny_dir, output_dir or next(self._directories), **options)
+
+    def _limit_bytes(self) -> int:
+        """A limit that ``ROWS_THAT_FIT`` rows keep to and one more does not, by the peaks of metered steps."""
+        recipe = set_up(self._silent, self._config(**self._dropout))
+        trainer, rows = recipe.trainer, recipe.row_format()
+        meter = meter_for(recipe._device, torch.nn.ModuleList(recipe.models()), recipe.stepping().optimizers)
+        step = TrainStep(
+            recipe.objective(as_stock=True),
+            recipe.stepping(),
+            collate=recipe._dataloader.collate_fn,
+            device=recipe._device,
+            phases=Phases(recipe.models(), meter),
+            meter=None,
+        )
+        row = rows.stretched(trainer.loader.dataset[0], 64)
+        peaks = []
+        for size in (1, ROWS_THAT_FIT, ROWS_THAT_FIT + 1):
+            meter.reset()
+            with meter, keep_random_states():
+                step([[row] * size])
+            peaks.append(meter.peak_bytes)
+        return sum(peaks[1:]) // 2
+
+    def _operations(self) -> int:
+        """Places for a fault in a micro-step, the smallest number of all ranks and micro-steps."""
+        counting = {(step, 0): Fault(None) for step in range(3)}
+        with faults_in(self._silent, counting):
+            _, _, recipe = finished(self._silent, self._config(max_steps_per_epoch=3, **self._dropout))
+        return recipe._consensus.min_over_ranks(min(fault.count for fault in counting.values()))
+
+
+class _StopError(Exception):
+    """Ends a run after its first epoch."""
+
+
+def _stopped_after_an_epoch(recipe_class: Any) -> Any:
+    class Stopped(recipe_class):
+        def save_checkpoint(self, epoch: int) -> None:
+            super().save_checkpoint(epoch)
+            raise _StopError
+
+    return Stopped
+
+
+@contextlib.contextmanager
+def _live_bytes_of(recipe_class: Any) -> Iterator[list[int]]:
+    """Inside, collects the metered bytes at the start of each step of the recipe."""
+    live_bytes: list[int] = []
+    before_step: Callable[..., None] = recipe_class.before_step
+
+    def noting(recipe: Any, step: int) -> None:
+        live_bytes.append(meters[0].live_bytes)
+        before_step(recipe, step)
+
+    recipe_class.before_step = noting
+    with meters_of_recipes() as meters:
+        yield live_bytes
+    recipe_class.before_step = before_step
+
+
+def _figures(steps: list[dict[str, float]]) -> list[dict[str, float]]:
+    """What two runs of the same training have in common."""
+    differ = {"tokens_per_second_per_gpu", "oom_retries", "padding", "peak_memory_bytes"}
+    return [{name: value for name, value in step.items() if name not in differ} for step in steps]

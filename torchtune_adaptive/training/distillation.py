@@ -1,0 +1,45 @@
+"""Knowledge distillation (Hinton et al. 2015, https://arxiv.org/abs/1503.02531)."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtune_adaptive.training.objectives import Loss, shifted
+
+
+class Distillation:
+    """Cross entropy of each unmasked token, and the divergence from what a teacher predicts for it.
+
+    Args:
+        loss_fn: the mean loss per unmasked token, of logits as a whole or in chunks.
+        kd_loss_fn: the same of the student's logits, the teacher's and labels.
+        ratio: the share of the divergence in the loss, in [0, 1].
+        means_add_up: as torchtune, add up the mean losses of micro-batches, and divide their sum by all tokens. The
+            gradient is then too small by the tokens of a micro-batch, and depends on how a step is cut.
+    """
+
+    def __init__(
+        self, student: nn.Module, teacher: nn.Module, loss_fn: Any, kd_loss_fn: Any, *, ratio: float, means_add_up: bool
+    ) -> None:
+        self._student = student
+        self._teacher = teacher
+        self._loss_fn = loss_fn
+        self._kd_loss_fn = kd_loss_fn
+        self._ratio = ratio
+        self._means_add_up = means_add_up
+
+    def __call__(self, batch: dict[str, torch.Tensor]) -> Loss:
+        labels = batch.pop("labels")  # [B, S]
+        ignore_index = self._loss_fn.ignore_index
+        counted = labels if self._means_add_up else labels[..., 1:]
+        num_tokens = (counted != ignore_index).sum()
+        logits, targets = shifted(self._student(**batch), labels, ignore_index)
+        with torch.no_grad():
+            teacher_logits, _ = shifted(self._teacher(**batch), labels, ignore_index)
+        kd_loss = self._kd_loss_fn(logits, teacher_logits, targets)
+        class_loss = self._loss_fn(logits, targets)
+        mean = (1 - self._ratio) * class_loss + self._ratio * kd_loss
+        means = {"loss": mean, "class_loss": class_loss, "kd_loss": kd_loss}
+        sums = {name: value.detach() * num_tokens for name, value in means.items()}
+        return Loss(mean if self._means_add_up else mean * num_tokens, num_tokens, None, sums)

@@ -1,0 +1,66 @@
+"""Direct preference optimization (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290)."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from torchtune_adaptive.training.objectives import Loss
+
+# From a batch to log probabilities [pairs] and logits [pairs, S, vocabulary], of chosen answers and of rejected ones:
+# (chosen, rejected, chosen logits, rejected logits).
+PairForward: TypeAlias = Callable[[Any], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+class Preference:
+    """The loss of pairs of answers, by a policy that is trained and a reference that is not.
+
+    A batch is a tuple of tokens and labels, both [2 * pairs, S]: first all chosen answers, then all rejected ones.
+
+    Args:
+        policy: torchtune's ``concatenated_forward`` of the trained model.
+        reference: the same of the reference model.
+        loss_fn: gives loss [pairs], rewards of chosen and of rejected answers [pairs].
+        ignore_index: the label of tokens that do not count.
+        counts_masked_pairs: count pairs in which no token counts, as torchtune does.
+    """
+
+    def __init__(
+        self,
+        policy: PairForward,
+        reference: PairForward,
+        loss_fn: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        *,
+        ignore_index: int,
+        counts_masked_pairs: bool,
+    ) -> None:
+        self._policy = policy
+        self._reference = reference
+        self._loss_fn = loss_fn
+        self._ignore_index = ignore_index
+        self._counts_masked_pairs = counts_masked_pairs
+
+    def __call__(self, batch: tuple[torch.Tensor, torch.Tensor]) -> Loss:
+        tokens, labels = batch
+        chosen, rejected, chosen_logits, rejected_logits = self._policy(batch)
+        logits = {"logits/chosen": chosen_logits.detach().mean(), "logits/rejected": rejected_logits.detach().mean()}
+        del chosen_logits, rejected_logits  # the largest tensors, which the reference's may replace
+        with torch.no_grad():
+            reference_chosen, reference_rejected, *_ = self._reference(batch)
+        losses, chosen_rewards, rejected_rewards = self._loss_fn(chosen, rejected, reference_chosen, reference_rejected)
+        counts = torch.ones_like(losses)
+        if not self._counts_masked_pairs:
+            counts = (labels != self._ignore_index).any(dim=1).view(2, -1).any(dim=0).to(losses.dtype)
+        pairs = counts.sum()
+        metrics = {
+            "rewards/chosen": chosen_rewards,
+            "rewards/rejected": rejected_rewards,
+            "rewards/accuracies": (chosen_rewards > rejected_rewards).to(losses.dtype),
+            "rewards/margins": chosen_rewards - rejected_rewards,
+            "log_probs/chosen": chosen.detach(),
+            "log_probs/rejected": rejected.detach(),
+        }
+        sums = {name: (values * counts).sum() for name, values in metrics.items()}
+        sums |= {name: mean * pairs for name, mean in logits.items()}
+        num_tokens = torch.tensor(tokens.numel(), device=tokens.device)
+        return Loss((losses * counts).sum(), pairs, num_tokens, sums)
