@@ -41,7 +41,7 @@ GIB = 2**30
 ABOUT = """\
 Nothing here was run on a GPU. A train step of our recipe was traced over fake tensors, with the config as it is, on the
 first of its ranks, which holds the most. The single-device configs are planned for our recipes on one rank. Those with
-`optimizer_in_bwd` can be trained with, but not searched with.
+`optimizer_in_bwd` are searched and trained with, but an out-of-memory error in training ends the run.
 
 - *ranks*: what the config's header launches.
 - *parameters*: of the model, adapters included, over all ranks.

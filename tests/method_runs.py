@@ -53,10 +53,12 @@ class Trials:
 
     Args:
         tiny_dir: the shallow assets.
+        more: overrides of the config for all trials.
     """
 
-    def __init__(self, kind: str, tiny_dir: Path, output_dir: Path) -> None:
+    def __init__(self, kind: str, tiny_dir: Path, output_dir: Path, **more: Any) -> None:
         self._kind = kind
+        self._more = more
         self._tiny_dir = tiny_dir
         self._directories = (output_dir / str(number) for number in itertools.count())
         self._recipe = adaptive_recipe(kind)
@@ -143,7 +145,8 @@ class Trials:
         stopped = _stopped_after_an_epoch(self._recipe)
         with contextlib.suppress(_StopError):
             finished(stopped, self._config(directory, **common))
-        cfg = resuming_config(self._kind, self._tiny_dir, directory, epochs_run=1, **(self._overrides() | common))
+        options = COMMON | self._more | common
+        cfg = resuming_config(self._kind, self._tiny_dir, directory, epochs_run=1, **options)
         resumed, resumed_parameters, _ = finished(self._recipe, cfg)
         return {
             "figures": (_figures(steps[3:]), _figures(resumed)),
@@ -165,11 +168,8 @@ class Trials:
             found[name] = ([step["loss"] for step in steps], str(recipe.trainer.micro_batches.limit))
         return found
 
-    def _overrides(self) -> dict[str, Any]:
-        return COMMON | ({} if self._kind != "full_qat" else {"fake_quant_after_n_steps": 2})
-
     def _config(self, output_dir: Any = None, **overrides: Any) -> Any:
-        options = self._overrides() | overrides
+        options = COMMON | self._more | overrides
         if "adaptive" in overrides:
             options.pop("adaptive__memory_limit")
         return tiny_config(self._kind, self._tiny_dir, output_dir or next(self._directories), **options)

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+from torchtune.training import create_optim_in_bwd_wrapper
 
 from torchtune_adaptive.assembly import RecipeParts, build_trainer
 from torchtune_adaptive.batch.row_format import Row, TokenRows
@@ -22,7 +24,7 @@ from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.testing import Fault
 from torchtune_adaptive.trainer import Trainer
 from torchtune_adaptive.training.objectives import NextToken
-from torchtune_adaptive.training.optimizers import OptimizerStep
+from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep
 from torchtune_adaptive.training.profiling import StepProfiler
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
@@ -254,6 +256,21 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path) -> None:
     assert figures(second.logger.steps, *names) == figures(steps[6:], *names)
     assert same_weights(whole, second)
     assert "config, resumed at epoch 1" in [entry["reason"] for entry in history(tmp_path / "parts")]
+
+
+def test_within_backward_a_resumed_batch_that_no_longer_fits_at_once_is_refused(tmp_path: Path) -> None:
+    """Optimizers that step within backward would step once for each micro-batch."""
+    directory = tmp_path / "run"
+    first = Recipe(directory)
+    first.parts = replace(first.parts, epochs=range(1))
+    assert train(first, **SEARCH)[-1]["batch_size"] == 4
+    resumed = Recipe(directory, epochs=range(1, 2))
+    wrapper = create_optim_in_bwd_wrapper(resumed.model, {one: AdamW([one]) for one in resumed.model.parameters()})
+    stepping = OptimizerInBackward(resumed.model, wrapper, ranks=1, normalizes=True)
+    resumed.parts = replace(resumed.parts, stepping=stepping, scheduler=None, why_unrecoverable="steps in backward")
+    resumed.trainer(**SEARCH)
+    with pytest.raises(InputError, match="to go on with a batch of 4 rows, of which 2 fit now, but is True instead"):
+        resumed.trainer(**SEARCH | {"memory_limit_bytes": 14_000})
 
 
 def _stop() -> None:

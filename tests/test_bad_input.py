@@ -50,8 +50,13 @@ CASES: dict[str, tuple[list[str], str]] = {
     "function giving a negative": ([GROW + "tests.growth_functions.gives_negative"], "returned -4 at epoch 0"),
     "function giving a bool": ([GROW + "tests.growth_functions.gives_bool"], "gives_bool returned True at epoch 0"),
     "optimizer in backward": (
-        [SEARCH, "optimizer_in_bwd=True", "clip_grad_norm=null"],
-        "`optimizer_in_bwd` must be False",
+        [
+            GROW + "tests.growth_functions.gives_two",
+            "adaptive.growth_limit=none",
+            "optimizer_in_bwd=True",
+            "clip_grad_norm=null",
+        ],
+        "`optimizer_in_bwd` must be False with `growth_limit` none, but is True instead.",
     ),
     "tensor parallelism": (
         [SEARCH, "tensor_parallel_dim=2"],

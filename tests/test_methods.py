@@ -134,6 +134,32 @@ def test_global_batch(kind: str, cut: str, outcomes: Any) -> None:
     assert losses == pytest.approx(whole, rel=1e-3 if "qat" in kind else 2e-6)
 
 
+# ---- with optimizers that step within backward
+
+STEPS_IN_BACKWARD = ["full", "full_single", "full_qat"]
+
+
+def _trials_in_backward(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    trials = Trials(kind, tiny_dir, output_dir, optimizer_in_bwd=True, clip_grad_norm=None)
+    return {"search": trials.search(STRATEGIES[:2]), "growth": trials.growth()}
+
+
+@pytest.fixture(scope="module")
+def in_backward(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return functools.cache(lambda kind: _run(_trials_in_backward, kind, tiny_dir, tmp_path_factory.mktemp(kind)))
+
+
+@pytest.mark.parametrize("kind", STEPS_IN_BACKWARD)
+def test_search_in_backward(kind: str, in_backward: Any) -> None:
+    """Weights move in each backward pass of a probe, and are afterwards as they were."""
+    _check_search([rank["search"] for rank in in_backward(kind)], strategies=STRATEGIES[:2])
+
+
+@pytest.mark.parametrize("kind", STEPS_IN_BACKWARD)
+def test_growth_in_backward(kind: str, in_backward: Any) -> None:
+    assert in_backward(kind)[0]["growth"] == [2, 4, 6]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_strategy_and_every_seventh_operation(kind: str, tiny_dir: Path, tmp_path: Path) -> None:

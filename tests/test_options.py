@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from torchtune_adaptive.batch.noise_scale import gradient_noise_scale
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.options import check_options, why_unrecoverable
@@ -28,11 +29,6 @@ def refusal(config: dict[str, Any], *, ranks: int = 1, **settings: Any) -> str:
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (
-            {"optimizer_in_bwd": True},
-            "`optimizer_in_bwd` must be False for a search of the batch size, but is True instead;"
-            " with optimizer_in_bwd=False an 8-bit optimizer such as torchao.optim.AdamW8bit saves memory too.",
-        ),
         (
             {"tensor_parallel_dim": 2},
             "`tensor_parallel_dim` must be 1 for a search of the batch size, but is 2 instead.",
@@ -59,6 +55,7 @@ def test_what_a_search_cannot_measure_or_undo_is_refused_only_where_there_is_one
         {"optimizer_in_bwd": False, "tensor_parallel_dim": 1, "compile": False, "enable_async_checkpointing": False},
         {"compile": True, "device": "cuda:1"},
         {"compile": False, "device": "cpu"},
+        {"optimizer_in_bwd": True},
     ],
 )
 def test_other_options_pass(config: dict[str, Any]) -> None:
@@ -69,7 +66,8 @@ def test_other_options_pass(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("global_batch_size", 8), ("max_tokens_per_micro_batch", 512), ("lr_scaling", "sqrt")]
+    ("name", "value"),
+    [("global_batch_size", 8), ("max_tokens_per_micro_batch", 512), ("growth_limit", "none"), ("lr_scaling", "sqrt")],
 )
 def test_steps_within_backward_cannot_be_cut_or_scaled(name: str, value: Any) -> None:
     assert refusal({"optimizer_in_bwd": True}, **{name: value}) == (
@@ -77,6 +75,15 @@ def test_steps_within_backward_cannot_be_cut_or_scaled(name: str, value: Any) ->
     )
     check({"optimizer_in_bwd": False}, **{name: value})
     check({}, **{name: value})
+
+
+def test_steps_within_backward_cannot_measure_the_gradients_of_half_a_batch() -> None:
+    growing: dict[str, Any] = {"batch_increase_function": gradient_noise_scale()}
+    assert refusal({"optimizer_in_bwd": True}, **growing) == (
+        "`optimizer_in_bwd` must be False with a `batch_increase_function` that measures gradients,"
+        " but is True instead."
+    )
+    check({"optimizer_in_bwd": False}, **growing)
 
 
 # ---- checkpoints in the background

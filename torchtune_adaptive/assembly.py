@@ -17,6 +17,7 @@ from torchtune_adaptive.batch.row_format import Row, RowFormat
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.recovery import Recovery
 from torchtune_adaptive.distributed.snapshot import keep_random_states
+from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.memory.devices import meter_for
 from torchtune_adaptive.memory.meter import MemoryMeter, device_memory_bytes
 from torchtune_adaptive.memory.phases import Phases
@@ -143,6 +144,7 @@ class _Assembly:
             start = starting_point(settings, self._loader, growth, sizes, epochs_run=parts.epochs.start, saved=saved)
             self._loader.set_batch_size(start.batch_size)
             self._loader.check_size(start.batch_size)
+            self._check_fits_at_once(sizes)
             retry = self._make_retry(sizes)
             trainer = Trainer(
                 self._step,
@@ -206,6 +208,20 @@ class _Assembly:
             self._meter.set_limit(settings.memory_limit_bytes)
             self._meter.reset()
         return sizes
+
+    def _check_fits_at_once(self, sizes: Sizes) -> None:
+        """Check that no step has to be cut where the optimizers step in each backward pass.
+
+        Raises:
+            InputError: the batch of an earlier part of the run is larger than what fits now.
+        """
+        rows = self._loader.rows_per_micro_step
+        limit = sizes.limit(rows)
+        if not self._parts.stepping.accumulates and limit.size < rows:
+            raise InputError(
+                f"`optimizer_in_bwd` must be False to go on with a batch of {rows} rows, of which {limit.size} fit now,"
+                " but is True instead."
+            )
 
     def _make_retry(self, sizes: Sizes) -> OomRetry:
         loader, row_format = self._loader, self._parts.row_format

@@ -2,6 +2,7 @@
 
 from omegaconf import DictConfig
 
+from torchtune_adaptive.batch.noise_scale import MeasuredSchedule
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import AdaptiveSettings
 
@@ -31,11 +32,6 @@ def why_unrecoverable(cfg: DictConfig) -> str:
 
 def _check_searchable(cfg: DictConfig) -> None:
     """Refuse options with which a search could not measure a step, or not undo it."""
-    if cfg.get("optimizer_in_bwd", False):
-        raise InputError(
-            "`optimizer_in_bwd` must be False for a search of the batch size, but is True instead;"
-            " with optimizer_in_bwd=False an 8-bit optimizer such as torchao.optim.AdamW8bit saves memory too."
-        )
     tensor_parallel_dim = cfg.get("tensor_parallel_dim", 1)
     if tensor_parallel_dim > 1:
         raise InputError(
@@ -50,11 +46,18 @@ def _check_searchable(cfg: DictConfig) -> None:
 
 def _check_steps_after_backward(cfg: DictConfig, settings: AdaptiveSettings) -> None:
     """Refuse what needs an optimizer step of several micro-steps, or a rate that scales, with `optimizer_in_bwd`."""
+    if not cfg.get("optimizer_in_bwd", False):
+        return
     defaults = AdaptiveSettings()
-    for name in ("global_batch_size", "max_tokens_per_micro_batch", "lr_scaling"):
+    for name in ("global_batch_size", "max_tokens_per_micro_batch", "growth_limit", "lr_scaling"):
         value = getattr(settings, name)
-        if cfg.get("optimizer_in_bwd", False) and value != getattr(defaults, name):
+        if value != getattr(defaults, name):
             raise InputError(f"`optimizer_in_bwd` must be False with `{name}` {value}, but is True instead.")
+    if isinstance(settings.batch_increase_function, MeasuredSchedule):
+        raise InputError(
+            "`optimizer_in_bwd` must be False with a `batch_increase_function` that measures gradients,"
+            " but is True instead."
+        )
 
 
 def _check_checkpointing(cfg: DictConfig, *, ranks: int) -> None:

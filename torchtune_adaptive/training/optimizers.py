@@ -19,7 +19,13 @@ from torchtune_adaptive.training.objectives import Loss
 
 
 class Stepping(ABC):
-    """What a train step asks of the optimizers of ``model``, the trained one."""
+    """What a train step asks of the optimizers of ``model``, the trained one.
+
+    Attributes:
+        accumulates: whether a step may have several micro-steps.
+    """
+
+    accumulates = True
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._model = model
@@ -108,6 +114,8 @@ class OptimizerInBackward(Stepping):
         wrapper: torchtune's, which has the optimizers.
         normalizes: torchtune's single-device recipe does not, so that its gradient is the sum over tokens.
     """
+
+    accumulates = False
 
     def __init__(self, model: nn.Module, wrapper: Any, *, ranks: int, normalizes: bool) -> None:
         super().__init__(model, list(wrapper.optim_map.values()))
