@@ -12,7 +12,6 @@ from typing import Any
 from omegaconf import DictConfig
 from torch import nn
 from torchtune import config
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from torchtune_adaptive.batch.row_format import PreferenceRows
 from torchtune_adaptive.errors import InputError
@@ -36,16 +35,12 @@ class AdaptiveFullDPORecipeDistributed(AdaptiveRecipe, StockRecipe):
         return [self._model, self._ref_model]
 
     def row_format(self) -> PreferenceRows:
-        return PreferenceRows(CROSS_ENTROPY_IGNORE_IDX)
+        return PreferenceRows()
 
     def objective(self, *, as_stock: bool) -> Preference:
-        return Preference(
-            partial(self.concatenated_forward, self._model),
-            partial(self.concatenated_forward, self._ref_model, activations_handling=False),
-            self._loss_fn,
-            ignore_index=CROSS_ENTROPY_IGNORE_IDX,
-            counts_masked_pairs=as_stock,
-        )
+        policy = partial(self.concatenated_forward, self._model)
+        reference = partial(self.concatenated_forward, self._ref_model, activations_handling=False)
+        return Preference(policy, reference, self._loss_fn, counts_masked_pairs=as_stock)
 
 
 @config.parse

@@ -11,7 +11,6 @@ from typing import Any
 
 from omegaconf import DictConfig
 from torchtune import config
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules.peft import disable_adapter
 
 from torchtune_adaptive.batch.row_format import PreferenceRows
@@ -27,16 +26,11 @@ class AdaptiveLoRADPORecipeDistributed(AdaptiveRecipe, StockRecipe):
     """The stock recipe, trained by our trainer. The reference is the policy without its adapters."""
 
     def row_format(self) -> PreferenceRows:
-        return PreferenceRows(CROSS_ENTROPY_IGNORE_IDX)
+        return PreferenceRows()
 
     def objective(self, *, as_stock: bool) -> Preference:
-        return Preference(
-            partial(self.concatenated_forward, self._model),
-            self._reference,
-            self._loss_fn,
-            ignore_index=CROSS_ENTROPY_IGNORE_IDX,
-            counts_masked_pairs=as_stock,
-        )
+        policy = partial(self.concatenated_forward, self._model)
+        return Preference(policy, self._reference, self._loss_fn, counts_masked_pairs=as_stock)
 
     def _reference(self, batch: Any) -> Any:
         with disable_adapter(self._model):

@@ -27,11 +27,11 @@ class AdaptiveLoRAFinetuneRecipeDistributed(AdaptiveRecipe, StockRecipe):
     def setup(self, cfg: DictConfig) -> None:
         """Refuse what one rank cannot load, then set up. A collective."""
         if self.world_size == 1 and cfg.get("fsdp_cpu_offload", False):
-            _refuse_quantized(cfg.model)
+            refuse_quantized(cfg.model)
         super().setup(cfg)
 
 
-def _refuse_quantized(cfg_model: DictConfig) -> None:
+def refuse_quantized(cfg_model: DictConfig) -> None:
     """Refuse an NF4 model where one rank would shard it to offload it: FSDP2 cannot gather it there.
 
     Delete with the last torch that lacks https://github.com/pytorch/pytorch/pull/197999.

@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from torch import nn
+from torchtune.modules.model_fusion import DeepFusionModel, EarlyFusionModel
 
 from torchtune_adaptive.batch.noise_scale import gradient_noise_scale
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import AdaptiveSettings
-from torchtune_adaptive.stock.options import check_options, why_unrecoverable
+from torchtune_adaptive.stock.options import check_model, check_options, why_unrecoverable
 
 SEARCHES: dict[str, Any] = {"use_maximum_batch_size": True}
 
@@ -84,6 +86,30 @@ def test_steps_within_backward_cannot_measure_the_gradients_of_half_a_batch() ->
         " but is True instead."
     )
     check({"optimizer_in_bwd": False}, **growing)
+
+
+# ---- a CPU, and images
+
+
+@pytest.mark.parametrize("name", ["fsdp_cpu_offload", "enable_activation_offloading"])
+def test_offloading_from_a_cpu_is_refused(name: str) -> None:
+    assert refusal({"device": "cpu", name: True}) == (
+        f"`{name}` must be False on a CPU, which has no other memory, but is True instead."
+    )
+    check({"device": "cpu", name: False})
+    check({"device": "cuda", name: True})
+
+
+@pytest.mark.parametrize("kind", [DeepFusionModel, EarlyFusionModel])
+def test_a_model_of_images_is_trained_but_not_searched(kind: Any) -> None:
+    model, searches = kind.__new__(kind), AdaptiveSettings(use_maximum_batch_size=True)
+    with pytest.raises(
+        InputError, match=rf"`model` must be a text model .*, but is a {kind.__name__} instead"
+    ) as refused:
+        check_model(model, searches)
+    assert "\n" not in str(refused.value)
+    check_model(model, AdaptiveSettings())
+    check_model(nn.Linear(1, 1), searches)
 
 
 # ---- checkpoints in the background

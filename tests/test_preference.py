@@ -28,7 +28,6 @@ def objective(scale: torch.Tensor, *, counts_masked_pairs: bool = False) -> Pref
         lambda batch: forward(scale, batch),
         lambda batch: forward(reference, batch),
         DPOLoss(beta=0.3),
-        ignore_index=IGNORED,
         counts_masked_pairs=counts_masked_pairs,
     )
 
@@ -95,7 +94,6 @@ def test_the_reference_is_not_trained() -> None:
         lambda batch: forward(scale, batch),
         lambda batch: forward(reference, batch),
         DPOLoss(),
-        ignore_index=IGNORED,
         counts_masked_pairs=True,
     )
     preference(batch_of(*PAIRS)).total.backward()

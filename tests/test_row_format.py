@@ -236,7 +236,7 @@ def test_rows_longer_than_the_model_has_positions_are_refused() -> None:
 
 # ---- pairs of answers
 
-PAIRS = PreferenceRows(-100)
+PAIRS = PreferenceRows()
 
 
 def pair(chosen: int, rejected: int) -> Row:

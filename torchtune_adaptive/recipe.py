@@ -21,7 +21,7 @@ from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.memory.devices import check_limit
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.activations import Activations
-from torchtune_adaptive.stock.options import check_options, why_unrecoverable
+from torchtune_adaptive.stock.options import check_model, check_options, why_unrecoverable
 from torchtune_adaptive.training.objectives import NextToken, Objective
 from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep, Stepping
 from torchtune_adaptive.training.profiling import StepProfiler
@@ -103,6 +103,7 @@ class AdaptiveRecipe:
     def setup(self, cfg: DictConfig) -> None:
         """Set up as stock does, then build the trainer, which may search for the batch size. A collective."""
         super().setup(cfg)  # pyright: ignore[reportAttributeAccessIssue]
+        check_model(self._model, self._settings)
         self._activations = self.activations_handling_ctx = Activations(self.activations_handling_ctx)
         parts = RecipeParts(
             models=self.models(),

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.datasets import ConcatDataset, PackedDataset
 from tqdm import tqdm
 
@@ -145,16 +146,9 @@ class TokenRows(RowFormat):
 
 
 class PreferenceRows(RowFormat):
-    """Pairs of a chosen and a rejected answer, as direct preference optimization has them.
-
-    Args:
-        ignore_index: the label of tokens that do not count in the loss.
-    """
+    """Pairs of a chosen and a rejected answer, as direct preference optimization has them."""
 
     sequences = 2
-
-    def __init__(self, ignore_index: int) -> None:
-        self._ignore_index = ignore_index
 
     def num_tokens(self, row: Row) -> int:
         return max(len(row["chosen_input_ids"]), len(row["rejected_input_ids"]))
@@ -172,7 +166,7 @@ class PreferenceRows(RowFormat):
 
     def silent(self, row: Row) -> Row:
         short = self.shortened(row, _DRY_RUN_TOKENS[0])
-        masked = {f"{one}_labels": [self._ignore_index] * len(short[f"{one}_labels"]) for one in _ANSWERS}
+        masked = {f"{one}_labels": [CROSS_ENTROPY_IGNORE_IDX] * len(short[f"{one}_labels"]) for one in _ANSWERS}
         return short | masked
 
 

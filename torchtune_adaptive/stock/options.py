@@ -1,6 +1,8 @@
 """Options of stock configs with which a batch cannot be searched for, adapted or recovered."""
 
 from omegaconf import DictConfig
+from torch import nn
+from torchtune.modules.model_fusion import DeepFusionModel, EarlyFusionModel
 
 from torchtune_adaptive.batch.noise_scale import MeasuredSchedule
 from torchtune_adaptive.errors import InputError
@@ -15,6 +17,7 @@ def check_options(cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int) ->
     """
     if settings.searches:
         _check_searchable(cfg)
+    _check_offloading(cfg)
     _check_steps_after_backward(cfg, settings)
     _check_checkpointing(cfg, ranks=ranks)
 
@@ -42,6 +45,27 @@ def _check_searchable(cfg: DictConfig) -> None:
             "`compile` must be False for a search on the CPU, where the memory of compiled code cannot be metered,"
             " but is True instead."
         )
+
+
+def check_model(model: nn.Module, settings: AdaptiveSettings) -> None:
+    """Check that a search can make the longest samples of what ``model`` takes.
+
+    Raises:
+        InputError: the model takes images.
+    """
+    if settings.searches and isinstance(model, DeepFusionModel | EarlyFusionModel):
+        kind = next(kind for kind in (DeepFusionModel, EarlyFusionModel) if isinstance(model, kind))
+        raise InputError(
+            "`model` must be a text model for a search of the batch size, whose probes have no images,"
+            f" but is a {kind.__name__} instead."
+        )
+
+
+def _check_offloading(cfg: DictConfig) -> None:
+    """Refuse to offload from the CPU to the host: torchtune and FSDP2 would fail in mid set-up."""
+    for name in ("fsdp_cpu_offload", "enable_activation_offloading"):
+        if cfg.get(name, False) and str(cfg.device).startswith("cpu"):
+            raise InputError(f"`{name}` must be False on a CPU, which has no other memory, but is True instead.")
 
 
 def _check_steps_after_backward(cfg: DictConfig, settings: AdaptiveSettings) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from torchtune_adaptive.training.objectives import Loss
 
@@ -21,7 +22,6 @@ class Preference:
         policy: torchtune's ``concatenated_forward`` of the trained model.
         reference: the same of the reference model.
         loss_fn: gives loss [pairs], rewards of chosen and of rejected answers [pairs].
-        ignore_index: the label of tokens that do not count.
         counts_masked_pairs: count pairs in which no token counts, as torchtune does.
     """
 
@@ -31,13 +31,11 @@ class Preference:
         reference: PairForward,
         loss_fn: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
         *,
-        ignore_index: int,
         counts_masked_pairs: bool,
     ) -> None:
         self._policy = policy
         self._reference = reference
         self._loss_fn = loss_fn
-        self._ignore_index = ignore_index
         self._counts_masked_pairs = counts_masked_pairs
 
     def __call__(self, batch: tuple[torch.Tensor, torch.Tensor]) -> Loss:
@@ -50,7 +48,7 @@ class Preference:
         losses, chosen_rewards, rejected_rewards = self._loss_fn(chosen, rejected, reference_chosen, reference_rejected)
         counts = torch.ones_like(losses)
         if not self._counts_masked_pairs:
-            counts = (labels != self._ignore_index).any(dim=1).view(2, -1).any(dim=0).to(losses.dtype)
+            counts = (labels != CROSS_ENTROPY_IGNORE_IDX).any(dim=1).view(2, -1).any(dim=0).to(losses.dtype)
         pairs = counts.sum()
         metrics = {
             "rewards/chosen": chosen_rewards,
