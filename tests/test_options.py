@@ -1,5 +1,6 @@
 """What of a stock config cannot be combined with ours is refused before anything is set up, with the option's name."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,7 +89,26 @@ def test_steps_within_backward_cannot_measure_the_gradients_of_half_a_batch() ->
     check({"optimizer_in_bwd": False}, **growing)
 
 
-# ---- a CPU, and images
+# ---- packages, a CPU, and images
+
+
+def test_an_optimizer_of_a_package_that_is_not_installed_is_refused() -> None:
+    config = {"optimizer": {"_component_": "no_such_package.optim.PagedAdamW8bit"}}
+    assert refusal(config) == (
+        "`optimizer` must be of an installed package, but is 'no_such_package.optim.PagedAdamW8bit' instead."
+    )
+    for component in ("torch.optim.AdamW", "torchao.optim.AdamW8bit", "tests.recipe_runs.adamw_with_tensor_rate"):
+        check({"optimizer": {"_component_": component}})
+
+
+def test_an_optimizer_of_a_file_in_the_working_directory_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_optimizers.py").touch()
+    config = {"optimizer": {"_component_": "my_optimizers.Mine"}}
+    assert "my_optimizers.Mine" in refusal(config)
+    monkeypatch.chdir(tmp_path)
+    check(config)
 
 
 @pytest.mark.parametrize("name", ["fsdp_cpu_offload", "enable_activation_offloading"])

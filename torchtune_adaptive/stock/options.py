@@ -1,11 +1,15 @@
 """Options of stock configs with which a batch cannot be searched for, adapted or recovered."""
 
+import os
+import sys
+from importlib.machinery import PathFinder
+
 from omegaconf import DictConfig
 from torch import nn
 from torchtune.modules.model_fusion import DeepFusionModel, EarlyFusionModel
 
 from torchtune_adaptive.batch.noise_scale import MeasuredSchedule
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import InputError, quote
 from torchtune_adaptive.settings import AdaptiveSettings
 
 
@@ -17,6 +21,7 @@ def check_options(cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int) ->
     """
     if settings.searches:
         _check_searchable(cfg)
+    _check_installed(cfg)
     _check_offloading(cfg)
     _check_steps_after_backward(cfg, settings)
     _check_checkpointing(cfg, ranks=ranks)
@@ -59,6 +64,14 @@ def check_model(model: nn.Module, settings: AdaptiveSettings) -> None:
             "`model` must be a text model for a search of the batch size, whose probes have no images,"
             f" but is a {kind.__name__} instead."
         )
+
+
+def _check_installed(cfg: DictConfig) -> None:
+    """Refuse an optimizer of a package that is not there: torchtune would find out after it has loaded the model."""
+    component = str(cfg.get("optimizer", {}).get("_component_", "torch"))
+    package = component.partition(".")[0]
+    if package not in sys.modules and PathFinder.find_spec(package, [*sys.path, os.getcwd()]) is None:
+        raise InputError(f"`optimizer` must be of an installed package, but is {quote(component)} instead.")
 
 
 def _check_offloading(cfg: DictConfig) -> None:
