@@ -83,8 +83,8 @@ def live_recipe(cfg: DictConfig, recipe_class: Any = None, *, watch: Any = None)
             if build.called:
                 self.parts, self.settings, self.consensus = build.call_args.args
 
-        def objective(self) -> Callable[[Any], Loss]:
-            objective = super().objective()
+        def objective(self, *, as_stock: bool) -> Callable[[Any], Loss]:
+            objective = super().objective(as_stock=as_stock)
 
             def watched(batch: Any) -> Loss:
                 loss = objective(batch)

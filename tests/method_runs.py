@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from tests.recipe_runs import (
     SHALLOW,
     adaptive_recipe,
     finished,
+    local_parameters,
     meters_of_recipes,
     resuming_config,
     same_bits,
@@ -84,18 +86,17 @@ class Trials:
             cfg = self._config(use_maximum_batch_size=True, max_steps_per_epoch=2, adaptive=adaptive, **self._dropout)
             recipes.append(set_up(self._silent, cfg))
         searched = recipes[-1]
-        state = asdict(searched.trainer.state())
+        after_search = everything(searched)
         steps, parameters = trained(searched)
         common = self._dropout | {"batch_size": ROWS_THAT_FIT, "adaptive__memory_limit": limit_bytes}
         cfg = self._config(max_steps_per_epoch=2, **common)
         told = set_up(self._silent, cfg)
-        told_state = asdict(told.trainer.state())
+        traces = differences(after_search, everything(told))
         told_steps, told_parameters = trained(told)
-        changed = {name for name in state if state[name] != told_state[name]}
         return {
             "found": [recipe.trainer.sizes.result.exact_batch_size for recipe in recipes],
             "figures": (_figures(steps), _figures(told_steps)),
-            "changed": changed - {"history", "reference_samples"},
+            "traces": traces,
             "parameters equal": same_bits(parameters, told_parameters),
         }
 
@@ -125,12 +126,14 @@ class Trials:
         whole = with_micro_batches(self._silent, lambda step: None)  # from the largest again in each step
         with faults_in(whole, faults), _live_bytes_of(whole) as live_bytes:
             steps, parameters, recipe = finished(whole, self._config(**common))
-        told_class = with_micro_batches(self._silent, lambda step: 1 if (step, 0) in faults else None)
+        struck = [step for (step, _), fault in faults.items() if fault.has_struck]  # a few steps have fewer operations
+        struck_anywhere = {step for steps in recipe._consensus.from_all_ranks(struck) for step in steps}
+        told_class = with_micro_batches(self._silent, lambda step: 1 if step in struck_anywhere else None)
         with _live_bytes_of(told_class) as told_live_bytes:
             told_steps, told_parameters, _ = finished(told_class, self._config(**common))
         return {
             "faults": len(faults),
-            "struck": sum(fault.has_struck for fault in faults.values()),
+            "struck": len(struck_anywhere),
             "retries": recipe.trainer.retry.retries,
             "figures": (_figures(steps), _figures(told_steps)),
             "parameters equal": same_bits(parameters, told_parameters),
@@ -202,6 +205,42 @@ class Trials:
         with faults_in(self._silent, counting):
             _, _, recipe = finished(self._silent, self._config(max_steps_per_epoch=3, **self._dropout))
         return recipe._consensus.min_over_ranks(min(fault.count for fault in counting.values()))
+
+
+def everything(recipe: Any) -> dict[str, Any]:
+    """All that a search could leave a trace in, as values that can be compared."""
+    models, optimizers = torch.nn.ModuleList(recipe.models()), recipe.stepping().optimizers
+    state = asdict(recipe.trainer.state())
+    loader = recipe.trainer.loader
+    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+    places = [(optimizer, parameter) for optimizer, group in groups for parameter in group["params"]]
+    is_rank_zero = not dist.is_initialized() or dist.get_rank() == 0
+    return {
+        "parameters": local_parameters(models),
+        "buffers": {name: buffer.clone() for name, buffer in models.named_buffers()},
+        "gradients": [name for name, parameter in models.named_parameters() if parameter.grad is not None],
+        "optimizer state": {
+            f"{place} {name}": (value.to_local() if isinstance(value, DTensor) else value).clone()
+            for place, (optimizer, parameter) in enumerate(places)
+            for name, value in optimizer.state.get(parameter, {}).items()
+        },
+        "options": [{key: value for key, value in group.items() if key != "params"} for _, group in groups],
+        "random": torch.get_rng_state().tolist(),
+        "state": {name: value for name, value in state.items() if name not in ("history", "reference_samples")},
+        "steps": (recipe.trainer.global_step, loader.steps_per_epoch, loader.batch_size),
+        "data": loader.data_loader.state_dict()["_sampler_iter_yielded"],
+        "logged": list(recipe._metric_logger.steps) if is_rank_zero else [],
+    }
+
+
+def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
+    """Where two results of ``everything`` differ."""
+
+    def equal(one: Any, other: Any) -> bool:
+        has_tensors = isinstance(one, dict) and any(isinstance(value, torch.Tensor) for value in one.values())
+        return same_bits(one, other) if has_tensors else one == other
+
+    return [name for name in right if not equal(left[name], right[name])]
 
 
 class _StopError(Exception):

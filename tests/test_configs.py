@@ -3,13 +3,15 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config
+from torchtune._recipe_registry import Recipe, get_all_recipes
 
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.stock.configs import load_config, resolve_config_argument, stock_recipes_of
+from torchtune_adaptive.stock.configs import Method, load_config, method_of, resolve_config_argument
 
 OVERRIDES: dict[str, list[str]] = {
     "none": [],
@@ -111,12 +113,6 @@ def test_a_config_is_found_by_our_name_by_stock_name_and_by_path(file: Path) -> 
     assert found[0].adaptive.strategy == "linear_extrapolation"
 
 
-def test_a_stock_config_has_recipes_and_any_other_has_none(file: Path) -> None:
-    assert stock_recipes_of("llama3_1/8B_lora") == ["lora_finetune_distributed"]
-    assert stock_recipes_of("llama3_1/8B_full_dpo") == ["full_dpo_distributed"]
-    assert [stock_recipes_of(name) for name in ("tiny/full", str(file), "no/such")] == [[], [], []]
-
-
 @pytest.mark.parametrize(
     ("override", "quoted"),
     [
@@ -135,3 +131,64 @@ def test_an_override_that_cannot_be_applied_is_refused_and_quoted(override: str,
         load_config("tiny/full", ["seed=1", override])
     assert quoted in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+# ---- the method that a config is for
+
+METHODS: tuple[Method, ...] = get_args(Method)
+LORA = {"_component_": "torchtune.models.llama2.lora_llama2", "lora_attn_modules": ["q_proj"]}
+DPO = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
+
+
+def config_with(**blocks: Any) -> DictConfig:
+    """A config of full finetuning by the keys that matter, with other blocks; None removes one."""
+    plain = {"model": {"_component_": "torchtune.models.llama2.llama2"}, "optimizer": {"lr": 1.0}, "loss": {}}
+    return OmegaConf.create({key: block for key, block in (plain | blocks).items() if block is not None})
+
+
+def recipes_of_method(method: Method) -> list[Recipe]:
+    return [one for one in get_all_recipes() if one.name in (f"{method}_distributed", f"{method}_single_device")]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_method_of_every_stock_config_is_the_one_of_its_recipe(method: Method) -> None:
+    names = [config.name for recipe in recipes_of_method(method) for config in recipe.configs]
+    assert names
+    assert {name: method_of(load_config(name)) for name in names} == dict.fromkeys(names, method)
+
+
+def test_dpo_with_another_loss_and_keys_that_are_null_are_recognised() -> None:
+    rso = {"_component_": "torchtune.rlhf.loss.RSOLoss"}
+    assert method_of(config_with(loss=rso, model=LORA, ref_checkpointer={})) == "lora_dpo"
+    nothing = OmegaConf.create({"teacher_model": None, "quantizer": None, "early_exit_loss": None})
+    assert method_of(DictConfig(config_with() | nothing)) == "full_finetune"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "sentence"),
+    [
+        (
+            {"loss": {"_component_": "torchtune.dev.grpo.loss.GRPOLoss"}},
+            "`loss` must be one of finetuning, distillation or DPO, but is 'torchtune.dev.grpo.loss.GRPOLoss' instead.",
+        ),
+        (
+            {"layer_dropout": {"prob": 0.2}},
+            "`layer_dropout` must be null, because no recipe of ours has early exits, but is {'prob': 0.2} instead.",
+        ),
+        (
+            {"optimizer": None},
+            "The config must be one of training, with `model`, `optimizer` and `loss`, but has no `optimizer`.",
+        ),
+        (
+            {"teacher_model": {}},
+            "`model` must be a LoRA model where there is a `teacher_model`, but is 'torchtune.models.llama2.llama2'"
+            " instead.",
+        ),
+        ({"loss": DPO}, "`ref_checkpointer` must be set for DPO without LoRA, but is missing."),
+    ],
+    ids=["GRPO", "early exit", "no training", "full distillation", "DPO without a reference"],
+)
+def test_a_config_that_no_recipe_of_ours_trains_by_is_refused(blocks: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        method_of(config_with(**blocks))
+    assert str(refusal.value) == sentence

@@ -170,7 +170,7 @@ class RepeatingRecipe:
     """
 
     def __init__(self, cfg: DictConfig, *, world_size: int, num_layers: int | None = None) -> None:
-        self.model = nn.Identity()
+        self.models = [nn.Identity()]
         self.true_num_layers = 10
         self.num_layers = num_layers or self.true_num_layers
         self._operation = cfg.get("operation", "mm")

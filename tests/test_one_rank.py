@@ -19,18 +19,15 @@ from tests.recipe_runs import (
     Step,
     adaptive_recipe,
     finished,
-    resuming_config,
     same_bits,
     shallow_assets,
     stock_recipe,
     tiny_config,
-    with_micro_batches,
     without_saving,
 )
 from torchtune_adaptive.batch.limits import RowLimit, TokenLimit
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.memory.operations import plain_parts
-from torchtune_adaptive.testing import Fault, faults_in
 
 SHARDING = ("shard_model", "load_from_full_model_state_dict", "gather_cpu_state_dict")
 PLAIN = {
@@ -208,7 +205,6 @@ def test_offloading_a_quantized_model_is_refused_in_one_sentence(tiny_dir: Path,
 ON_ONE_DEVICE: dict[str, Any] = {"dataset__split": "train[:24]", "tokenizer__max_seq_len": 64, "optimizer__lr": 1e-2}
 ON_ONE_DEVICE |= SHALLOW
 UNMETERED: dict[str, Any] = ON_ONE_DEVICE | {"adaptive__memory_limit": None}
-DROPOUT = {"full_single": {"model__attn_dropout": 0.1}, "lora_single": {"model__lora_dropout": 0.1}}
 
 
 def _run_alone(
@@ -216,52 +212,6 @@ def _run_alone(
 ) -> tuple[list[Step], dict[str, torch.Tensor], Any]:
     """A finished run of the recipe, changed by ``change``."""
     return finished(change(adaptive_recipe(kind)), tiny_config(kind, tiny_dir, output_dir, **overrides))
-
-
-def _search_on_device(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    """With a search, and told the size that it found."""
-    common = ON_ONE_DEVICE | DROPOUT[kind] | {"epochs": 1, "adaptive__memory_limit": "32MiB"}
-    steps, parameters, recipe = _run_alone(kind, tiny_dir, output_dir, **common, use_maximum_batch_size=True)
-    found = recipe.trainer.sizes.result
-    told_steps, told_parameters, _ = _run_alone(kind, tiny_dir, output_dir, **common, batch_size=found.batch_size)
-    return {
-        "found": found,
-        "steps": (_figures(steps), _figures(told_steps)),
-        "batch sizes": {step["batch_size"] for step in steps},
-        "peak": max(step["peak_memory_bytes"] for step in steps),
-        "parameters equal": same_bits(parameters, told_parameters),
-    }
-
-
-def _recover_on_device(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    """Out of memory in the second of three steps, and told the micro-batches that are then taken."""
-    common: dict[str, Any] = UNMETERED | DROPOUT[kind] | {"epochs": 1, "gradient_accumulation_steps": 2}
-    fault = Fault(30, phase="backward")
-    recipe_class = without_saving(adaptive_recipe(kind))
-    with faults_in(recipe_class, {(1, 1): fault}):
-        steps, parameters, recipe = _run_alone(kind, tiny_dir, output_dir, lambda _: recipe_class, **common)
-    told = with_micro_batches(recipe_class, lambda step: None if step == 0 else 2)
-    told_steps, told_parameters, _ = _run_alone(kind, tiny_dir, output_dir, lambda _: told, **common)
-    return {
-        "struck": fault.has_struck,
-        "steps": (_figures(steps), _figures(told_steps)),
-        "sizes": [(step["micro_batch_size"], step["oom_retries"]) for step in steps],
-        "reasons": [entry["reason"] for entry in recipe.trainer.record.history],
-        "parameters equal": same_bits(parameters, told_parameters),
-    }
-
-
-def _resume_on_device(kind: str, tiny_dir: Path, output_dir: Path, **overrides: Any) -> dict[str, Any]:
-    """Two epochs, and the second of them once more by a run that goes on from the first one's checkpoint."""
-    common: dict[str, Any] = UNMETERED | {"epochs": 2, "lr_scheduler__num_warmup_steps": 2} | overrides
-    steps, parameters, _ = _run_alone(kind, tiny_dir, output_dir, lambda recipe_class: recipe_class, **common)
-    shutil.rmtree(output_dir / "epoch_1")
-    cfg = resuming_config(kind, tiny_dir, output_dir, epochs_run=1, **common)
-    resumed_steps, resumed_parameters, _ = finished(adaptive_recipe(kind), cfg)
-    return {
-        "steps": (_figures(steps), _figures(resumed_steps)),
-        "parameters equal": same_bits(parameters, resumed_parameters),
-    }
 
 
 def _save_on_device(tiny_dir: Path, output_dir: Path, **overrides: Any) -> dict[str, Any]:
@@ -302,11 +252,7 @@ def _size_on_device(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
 
 
 def _train_on_device(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    kinds = ("full_single", "lora_single")
     found = {
-        "searched": {kind: _search_on_device(kind, tiny_dir, output_dir / f"{kind}_searched") for kind in kinds},
-        "recovered": {kind: _recover_on_device(kind, tiny_dir, output_dir / f"{kind}_recovered") for kind in kinds},
-        "resumed": {kind: _resume_on_device(kind, tiny_dir, output_dir / f"{kind}_resumed") for kind in kinds},
         "saved": {
             "plain": _save_on_device(tiny_dir, output_dir / "plain"),
             "quantized": _save_on_device(tiny_dir, output_dir / "quantized", model__quantize_base=True),
@@ -320,43 +266,6 @@ def _train_on_device(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def on_device(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_alone(_train_on_device, shallow_assets(tiny_dir), tmp_path_factory.mktemp("one_device"))
-
-
-@pytest.mark.parametrize("kind", ["full_single", "lora_single"])
-def test_without_a_process_group_a_search_fits_and_leaves_no_trace(kind: str, on_device: dict[str, Any]) -> None:
-    outcome = on_device["searched"][kind]
-    assert outcome["found"].world_size == 1
-    assert outcome["found"].batch_size > 1
-    assert outcome["batch sizes"] == {outcome["found"].batch_size}
-    assert outcome["peak"] <= outcome["found"].memory_limit_bytes
-    steps, told = outcome["steps"]
-    assert len(told) >= 2
-    assert steps == told
-    assert outcome["parameters equal"]
-
-
-@pytest.mark.parametrize("kind", ["full_single", "lora_single"])
-def test_without_a_process_group_a_run_recovers_from_out_of_memory_bit_for_bit(
-    kind: str, on_device: dict[str, Any]
-) -> None:
-    outcome = on_device["recovered"][kind]
-    assert outcome["struck"]
-    steps, told = outcome["steps"]
-    assert len(told) == 3
-    assert steps == told
-    assert outcome["sizes"] == [(4, 0)] + [(2, 1)] * 2
-    (reason,) = outcome["reasons"]
-    assert reason.startswith("micro-batch 4 -> 2 rows: in step 2 rank 0 ran out of memory in backward (not metered: ")
-    assert outcome["parameters equal"]
-
-
-@pytest.mark.parametrize("kind", ["full_single", "lora_single"])
-def test_without_a_process_group_a_run_resumes_as_if_uninterrupted(kind: str, on_device: dict[str, Any]) -> None:
-    outcome = on_device["resumed"][kind]
-    steps, resumed = outcome["steps"]
-    assert len(steps) == 12
-    assert resumed == steps[6:]
-    assert outcome["parameters equal"]
 
 
 @pytest.mark.parametrize("base", ["plain", "quantized"])

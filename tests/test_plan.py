@@ -281,6 +281,19 @@ def test_a_step_has_the_tokens_of_all_ranks_and_micro_steps() -> None:
     assert found.lengths[0].batch_size > 1
 
 
+def test_a_row_that_is_a_pair_has_the_tokens_and_the_scratch_memory_of_two_sequences() -> None:
+    one, two = (
+        planned(cfg_of(), step_of(peaks(512, held_bytes=GIB, bytes_per_row=100 * MIB), sequences=sequences)).lengths[0]
+        for sequences in (1, 2)
+    )
+    assert two.tokens_per_step == 2 * two.batch_size * 512
+    assert one.batch_size == two.batch_size
+    assert one.exact_batch_size is not None
+    assert two.exact_batch_size is not None
+    assert two.exact_batch_size < one.exact_batch_size
+    assert two.added_bytes > one.added_bytes
+
+
 def test_a_config_without_accumulation_takes_one_micro_step() -> None:
     cfg = OmegaConf.create({"device": "cpu"})
     length = planned(cfg, step_of(peaks(512, held_bytes=100, bytes_per_row=10)), memory_bytes=300).lengths[0]
@@ -589,6 +602,12 @@ def test_the_text_begins_with_the_model_and_the_card() -> None:
     assert second == "8 ranks of 80.0 GiB, of which a fraction of 0.05 is held back"
 
 
+def test_the_text_tells_the_parameters_of_a_frozen_model_from_those_of_the_trained_one() -> None:
+    found = some_plan(num_parameters=9_270_000_000, num_frozen_parameters=8_030_000_000, traced_layers=(32,))
+    first = plan_text(found, title="any").splitlines()[0]
+    assert first == "any: 1.24 B parameters in 32 layers; 8.03 B in a frozen model"
+
+
 def test_the_text_names_no_smaller_models_where_the_whole_was_traced() -> None:
     step = step_of(peaks(64, held_bytes=1, bytes_per_row=1), num_layers=2, traced_layers=(2,))
     first, second, *_ = plan_text(planned(cfg_of(), step), title="tiny").splitlines()
@@ -680,6 +699,7 @@ def test_the_json_holds_the_whole_plan_and_its_suggestions() -> None:
         "memory_bytes": 80 * GIB,
         "margin": 0.05,
         "num_parameters": 8_030_000_000,
+        "num_frozen_parameters": 0,
         "num_layers": 32,
         "paged_bytes": 7,
     }

@@ -3,7 +3,6 @@
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,18 +10,16 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DistributedSampler
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
+from tests.method_runs import differences, everything
 from tests.ranks import run_alone, run_on_ranks
 from tests.recipe_runs import (
     SHALLOW,
     Step,
     adaptive_recipe,
     finished,
-    local_parameters,
     same_bits,
     set_up,
     shallow_assets,
@@ -41,66 +38,30 @@ LIMIT = "64MiB"
 GROWING = {"_component_": "torchtune_adaptive.schedule.linear", "increment": 2}
 
 
-def _everything(recipe: Any) -> dict[str, Any]:
-    """All that a search could leave a trace in, as values that can be compared."""
-    optimizer, loader = recipe._optimizer, recipe.trainer.loader
-    state = asdict(recipe.trainer.state())
-    return {
-        "parameters": local_parameters(recipe._model),
-        "buffers": {name: buffer.clone() for name, buffer in recipe._model.named_buffers()},
-        "gradients": [name for name, parameter in recipe._model.named_parameters() if parameter.grad is not None],
-        "optimizer state": _optimizer_state(optimizer),
-        "options": [
-            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-        ],
-        "random": torch.get_rng_state().tolist(),
-        "state": {name: value for name, value in state.items() if name not in ("history", "reference_samples")},
-        "steps": (recipe.trainer.global_step, loader.steps_per_epoch, loader.batch_size),
-        "data": loader.data_loader.state_dict()["_sampler_iter_yielded"],
-        "logged": list(recipe._metric_logger.steps) if dist.get_rank() == 0 else [],
-    }
-
-
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """By place of the parameter and name; this rank's part, copied."""
-    places = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {
-        f"{place} {name}": (value.to_local() if isinstance(value, DTensor) else value).clone()
-        for place, parameter in enumerate(places)
-        for name, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, dict) and any(isinstance(value, torch.Tensor) for value in left.values()):
-        return same_bits(left, right)
-    return left == right
-
-
 def _figures(steps: list[dict[str, float]]) -> list[tuple[float, ...]]:
     names = ("step", "loss", "lr", "batch_size", "grad_norm")
     return [tuple(step[name] for name in names) for step in steps]
 
 
-def _search_then_train(kind: str, tiny_dir: Path, output_dir: Path, **settings: Any) -> dict[str, Any]:
+def _search_then_train(tiny_dir: Path, output_dir: Path, **settings: Any) -> dict[str, Any]:
     """Once with a search, once told the size that it found; dropout makes the random state visible in every loss."""
     common: dict[str, Any] = SHALLOW | {"epochs": 2, "max_steps_per_epoch": 5, "tokenizer__max_seq_len": 128}
-    common["model__lora_dropout" if kind == "lora" else "model__attn_dropout"] = 0.1
+    common["model__lora_dropout"] = 0.1
     limit = {"memory_limit": "96MiB"}
-    recipe_class = without_saving(adaptive_recipe(kind))
+    recipe_class = without_saving(adaptive_recipe("lora"))
     searching = common | {"use_maximum_batch_size": True, "adaptive": limit | settings}
-    searched = set_up(recipe_class, tiny_config(kind, tiny_dir, output_dir, **searching))
+    searched = set_up(recipe_class, tiny_config("lora", tiny_dir, output_dir, **searching))
     result, rates = searched.trainer.sizes.result, searched.trainer.sizes.tokens_per_second
-    after_search = _everything(searched)
+    after_search = everything(searched)
     searched_steps, searched_parameters = trained(searched)
     telling = common | {"batch_size": searched.trainer.loader.batch_size, "adaptive": limit}
-    told = set_up(recipe_class, tiny_config(kind, tiny_dir, output_dir, **telling))
-    after_setup = _everything(told)
+    told = set_up(recipe_class, tiny_config("lora", tiny_dir, output_dir, **telling))
+    after_setup = everything(told)
     told_steps, told_parameters = trained(told)
     return {
         "found": (result.exact_batch_size, result.batch_size, len(result.probes)),
         "timed": None if rates is None else list(rates),
-        "traces": [name for name in after_setup if not _equal(after_search[name], after_setup[name])],
+        "traces": differences(after_search, after_setup),
         "noted": {name: len(value) for name, value in after_setup.items() if isinstance(value, dict)},
         "steps": (_figures(searched_steps), _figures(told_steps)),
         "parameters equal": same_bits(searched_parameters, told_parameters),
@@ -129,7 +90,7 @@ def _metered_peaks(recipe: Any, batch_size: int) -> list[int]:
     """Peaks of steps of ``batch_size`` rows and of one more, on the longest rows, with the optimizer state there."""
     meter = meter_for(recipe._device, recipe._model, [recipe._optimizer])
     step = TrainStep(
-        recipe.objective(),
+        recipe.objective(as_stock=True),
         recipe.stepping(),
         collate=recipe._dataloader.collate_fn,
         device=recipe._device,
@@ -164,8 +125,7 @@ def _grow(tiny_dir: Path, output_dir: Path) -> list[dict[str, float]]:
 
 def _train_on_two_ranks(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     return {
-        "full": _search_then_train("full", tiny_dir, output_dir / "full"),
-        "lora": _search_then_train("lora", tiny_dir, output_dir / "lora", objective="throughput", max_batch_size=8),
+        "lora": _search_then_train(tiny_dir, output_dir / "lora", objective="throughput", max_batch_size=8),
         "strategies": _all_strategies(tiny_dir, output_dir / "strategies"),
         "growth": _grow(tiny_dir, output_dir / "growth"),
     }
@@ -180,15 +140,13 @@ def two_ranks(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     ]
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_a_search_leaves_no_trace_and_training_equals_a_run_told_the_size(
-    kind: str, two_ranks: list[dict[str, Any]]
+def test_a_search_that_times_steps_leaves_no_trace_and_training_equals_a_run_told_the_size(
+    two_ranks: list[dict[str, Any]],
 ) -> None:
-    """That for LoRA times steps too, each of which is a whole one."""
-    ranks = [rank[kind] for rank in two_ranks]
+    ranks = [rank["lora"] for rank in two_ranks]
     assert ranks[0]["found"] == ranks[1]["found"]
     assert ranks[0]["found"][1] > 1
-    assert ranks[0]["timed"] == (None if kind == "full" else [8, 4, 2, 1])
+    assert ranks[0]["timed"] == [8, 4, 2, 1]
     searched, told = ranks[0]["steps"]
     assert len(told) == 10
     assert searched == told

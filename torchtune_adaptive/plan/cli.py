@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.errors import InputError, quote, require_integer
+from torchtune_adaptive.errors import InputError, require_integer
 from torchtune_adaptive.plan.calibration import calibrate
 from torchtune_adaptive.plan.client import calibration_peak, trace
 from torchtune_adaptive.plan.gpus import memory_of
@@ -22,9 +22,8 @@ from torchtune_adaptive.plan.plan import USUAL_SEQ_LENS, Card, Plan, plan
 from torchtune_adaptive.plan.report import plan_json, plan_text, suggestion_text
 from torchtune_adaptive.plan.suggestions import Suggestion, suggestions
 from torchtune_adaptive.settings import AdaptiveSettings
-from torchtune_adaptive.stock.configs import load_config, resolved, stock_recipes_of
+from torchtune_adaptive.stock.configs import load_config, method_of, resolved
 
-_METHODS = ("full_finetune", "lora_finetune")
 _TRACE = partial(trace, shows_progress=True)
 
 
@@ -65,10 +64,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    _refuse_other_recipes(arguments.config)
     cfg = load_config(arguments.config, arguments.overrides)
     settings = AdaptiveSettings.from_cfg(cfg)
     cfg = DictConfig(resolved(cfg))
+    method_of(cfg)  # refused before anything is traced
     per_node = _integer("nproc_per_node", arguments.nproc_per_node)
     world_size = per_node * _integer("nnodes", arguments.nnodes)
     card = Card(memory_bytes=_memory_bytes(arguments.memory, settings), calibration=arguments.calibration)
@@ -141,14 +140,6 @@ def _integer(name: str, text: str, *, minimum: int = 1) -> int:
     except ValueError:
         value = text  # which the check refuses and quotes
     return require_integer(name, value, minimum=minimum)
-
-
-def _refuse_other_recipes(name: str) -> None:
-    recipes = stock_recipes_of(name)
-    if recipes and not any(recipe.startswith(_METHODS) for recipe in recipes):
-        raise InputError(
-            f"`--config` must be one of full or LoRA finetuning, but {quote(name)} is of {recipes[0]!r} instead."
-        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A recipe's train step without memory, data or weights: model and optimizer of a config as fake tensors.
+"""A recipe's train step without memory, data or weights: models and optimizer of a config as fake tensors.
 
 Works on a process of its own: it starts a process group of which only one rank exists. Fake tensors are on the device
 "cpu", because a fake "cuda" aborts the process on a machine without one; what CUDA would do otherwise is set up here.
@@ -6,8 +6,9 @@ Works on a process of its own: it starts a process group of which only one rank 
 
 import contextlib
 import importlib
+import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,33 +20,38 @@ from omegaconf import DictConfig, ListConfig
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune import config
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import DoRALinear
 
-from torchtune_adaptive.batch.row_format import Row
+from torchtune_adaptive.batch.row_format import PreferenceRows, Row
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.plan.cuda_stand_ins import OffloadedActivations, stand_in_for_optimizer
 from torchtune_adaptive.plan.fake_model import layers_limited_to, make_fake
 from torchtune_adaptive.plan.trace import CUDA_GRANULARITY_BYTES, ON_HOST, Mark, StepTrace
-from torchtune_adaptive.stock.configs import is_lora, resolved
-from torchtune_adaptive.training.objectives import NextToken
+from torchtune_adaptive.recipe import AdaptiveRecipe
+from torchtune_adaptive.stock.configs import method_of, resolved
 from torchtune_adaptive.training.train_step import TrainStep
+
+# Whose stock recipes shard the trained model without `custom_sharded_layers`.
+_WITHOUT_CUSTOM_SHARDS = ("knowledge_distillation", "qat_lora_finetune")
 
 
 class FakeRecipe:
     """The first rank of a recipe that trains by ``cfg`` with ``world_size`` ranks.
 
     Args:
-        num_layers: build only so many of the model's layers; None: all.
+        num_layers: build only so many layers of each model; None: all.
 
     Attributes:
-        num_layers: layers that were built.
-        true_num_layers: layers that the config's model has.
+        models: all on the device, the trained one first.
+        num_layers: layers of the trained model that were built.
+        true_num_layers: layers that the config's trained model has.
 
     Raises:
-        InputError: the config's model is none that can be planned.
+        InputError: the config is none that can be planned, or ``num_layers`` is given for models that differ in depth.
     """
 
     def __init__(self, cfg: DictConfig, *, world_size: int, num_layers: int | None = None) -> None:
@@ -54,21 +60,21 @@ class FakeRecipe:
         self._keeps_on_host = bool(cfg.get("fsdp_cpu_offload", False))
         start_fake_process_group(world_size)
         recipe = _recipe_of(self.cfg)
-        with layers_limited_to(num_layers, str(cfg.model._component_)) as true_counts:
-            _set_up_model(recipe, self.cfg)
-        self.model: Any = recipe._model
-        if not isinstance(self.model, TransformerDecoder):
-            kind = type(self.model).__name__
-            raise InputError(f"`model` must be a text model (a TransformerDecoder), but is a {kind} instead.")
-        self.num_layers = len(self.model.layers)
-        self.true_num_layers = true_counts[0] if true_counts else self.num_layers
+        true_nums = _set_up_models(recipe, self.cfg, num_layers)
+        if num_layers is not None and len(set(true_nums)) > 1:
+            # To extrapolate them, one model would have to be built with more layers while the others stay as they are.
+            raise InputError(f"Models must be equally deep to be built with few layers, but have {true_nums} layers.")
+        self.models: list[Any] = recipe.models()
+        self.num_layers = len(self.models[0].layers)
+        self.true_num_layers = true_nums[0]
         self._micro_steps = min(2, recipe._gradient_accumulation_steps)
         self._fake_mode = FakeTensorMode()
         with self._as_on_device():
-            make_fake(self.model)
+            make_fake(nn.ModuleList(self.models))
             _set_up_optimizer_and_loss(recipe, self.cfg)
         self._stepping = recipe.stepping()
-        self._loss_fn, self._activations = recipe._loss_fn, recipe.activations_handling_ctx
+        self._objective = recipe.objective(as_stock=True)
+        self._row_format = recipe.row_format()
         self._is_warm = False
 
     def trace(self, batch_size: int, seq_len: int) -> StepTrace:
@@ -87,35 +93,40 @@ class FakeRecipe:
                 for _ in range(2):
                     self._train_step(Phases([], None), micro_batches)
                 self._is_warm = True
-            trace.mark(list(self.model.buffers()), "parameters")
-            trace.mark(list(self.model.parameters()), ON_HOST if on_host else "parameters")
+            for index, model in enumerate(self.models):
+                kind: Mark = "frozen models" if index else "parameters"
+                trace.mark(list(model.buffers()), kind)
+                trace.mark(list(model.parameters()), ON_HOST if on_host else kind)
             states = [list(optimizer.state.values()) for optimizer in self._stepping.optimizers]
             trace.mark(states, ON_HOST if on_host else "optimizer state")
-            phases = _TracedPhases([self.model], trace, gradients_are=ON_HOST if on_host else "gradients")
+            phases = _TracedPhases(self.models, trace, gradients_are=ON_HOST if on_host else "gradients")
             with trace:
                 self._train_step(phases, micro_batches)
             phases.remove()
         return trace
 
     def figures(self) -> dict[str, int]:
-        """Figures of the model over all ranks that are lines in its number of layers, see ``TracedStep``."""
-        numbers = [parameter.numel() for parameter in self.model.parameters()]
+        """Figures of the models over all ranks that are lines in their number of layers, see ``TracedStep``."""
+        trained, *frozen = (sum(one.numel() for one in model.parameters()) for model in self.models)
         return {
-            "num_parameters": sum(numbers),
+            "num_parameters": trained + sum(frozen),
+            "num_frozen_parameters": sum(frozen),
             "paged_bytes": sum(getattr(optimizer, "paged_bytes", 0) for optimizer in self._stepping.optimizers),
-            "attention_width": self.model.num_heads * self.model.head_dim,
+            "attention_width": max(model.num_heads * model.head_dim for model in self.models),
+            "sequences": self._row_format.sequences,
         }
 
     def _train_step(self, phases: Phases, micro_batches: list[list[Row]]) -> None:
-        objective = NextToken(self.model, self._loss_fn, self._activations, weight_depends_on_cut=True)
         device = torch.device("cpu")
-        TrainStep(objective, self._stepping, collate=self._collate, device=device, phases=phases, meter=None)(
+        TrainStep(self._objective, self._stepping, collate=self._collate, device=device, phases=phases, meter=None)(
             micro_batches
         )
 
-    def _collate(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    def _collate(self, rows: Sequence[Row]) -> Any:
         """A batch of the shape of ``rows``, without content."""
-        shape = len(rows), rows[0]["num_tokens"]
+        shape = self._row_format.sequences * len(rows), rows[0]["num_tokens"]
+        if isinstance(self._row_format, PreferenceRows):
+            return tuple(torch.zeros(shape, dtype=torch.long) for _ in ("tokens", "labels"))
         names = ("tokens", "labels", "input_pos") if _is_packed(self.cfg.dataset) else ("tokens", "labels")
         batch = {name: torch.zeros(shape, dtype=torch.long) for name in names}
         if "input_pos" in batch and not self._like_cuda:
@@ -171,42 +182,107 @@ def _on_fake_device(cfg: DictConfig) -> DictConfig:
 
 def _recipe_of(cfg: DictConfig) -> Any:
     """The recipe of the method as its own set-up finds it, but that it reads no checkpoint and takes fake weights."""
-    kind = "LoRA" if is_lora(cfg) else "Full"
-    module: Any = importlib.import_module(f"adaptive_{kind.lower()}_finetune_distributed")
+    module: Any = importlib.import_module(f"adaptive_{method_of(cfg)}_distributed")
     names = module.StockRecipe._setup_model.__globals__
     if not isinstance(names["training"], _TrainingOnFakes):
         names["training"] = _TrainingOnFakes(names["training"])
     names["validate_missing_and_unexpected_for_lora"] = lambda **_: None
-    recipe_class = getattr(module, f"Adaptive{kind}FinetuneRecipeDistributed")
-    recipe = recipe_class.__new__(recipe_class)
-    module.StockRecipe.__init__(recipe, cfg)
+    recipe_class = getattr(module, f"Adaptive{module.StockRecipe.__name__}")
+    recipe: Any = type(recipe_class.__name__, (recipe_class, _WithoutRanks), {})(cfg)
     recipe._compile = False
-    recipe._optimizer_in_bwd = cfg.get("optimizer_in_bwd", False)
     return recipe
 
 
-def _set_up_model(recipe: Any, cfg: DictConfig) -> None:
-    # Selective checkpointing counts layers over all models of a process: delete when torchtune begins anew.
-    vars(torchtune_activations.checkpoint_wrapper).pop("_count", None)
-    weights = {"base_model_state_dict": {}, "lora_weights_state_dict": {"any": None}}
-    more = {"ac_mode": cfg.get("ac_mode", None), "ac_option": cfg.get("ac_option", None)}
-    recipe._model = recipe._setup_model(
-        cfg_model=cfg.model,
-        enable_activation_checkpointing=recipe._enable_activation_checkpointing,
-        enable_activation_offloading=cfg.wants_offloading,
-        fsdp_cpu_offload=False,  # what is on the host is told apart by its kind
-        reshard_after_forward=cfg.get("fsdp_reshard_after_forward", True),
-        custom_sharded_layers=cfg.get("custom_sharded_layers", None),
-        **(weights if is_lora(cfg) else {"model_state_dict": {}} | more),
-    )
+class _WithoutRanks(AdaptiveRecipe):
+    """Stands between a recipe of ours and the stock one: agrees on nothing with ranks that do not exist."""
+
+    def __init__(self, cfg: DictConfig) -> None:
+        super(AdaptiveRecipe, self).__init__(cfg=cfg)  # pyright: ignore[reportCallIssue]
+
+
+def _set_up_models(recipe: Any, cfg: DictConfig, num_layers: int | None) -> list[int]:
+    """Build the recipe's models, the trained one first, and return how many layers those of the config have.
+
+    Raises:
+        InputError: one of them is no text model.
+    """
+    method, true_nums = method_of(cfg), []
+
+    def built(set_up: Callable[..., nn.Module], key: str) -> nn.Module:
+        # Selective checkpointing counts layers over all models of a process: delete when torchtune begins anew.
+        vars(torchtune_activations.checkpoint_wrapper).pop("_count", None)
+        shards = cfg.get("custom_sharded_layers", None)
+        values = {
+            **dict.fromkeys(("cfg_model", "model_cfg"), cfg[key]),
+            "enable_activation_checkpointing": cfg.get("enable_activation_checkpointing", False),
+            "enable_activation_offloading": cfg.wants_offloading,
+            "fsdp_cpu_offload": False,  # what is on the host is told apart by its kind
+            "reshard_after_forward": cfg.get("fsdp_reshard_after_forward", True),
+            "custom_sharded_layers": None if key == "model" and method in _WITHOUT_CUSTOM_SHARDS else shards,
+            "ac_mode": cfg.get("ac_mode", None),
+            "ac_option": cfg.get("ac_option", None),
+            "quantizer_cfg": cfg.get("quantizer", None),
+            "model_state_dict": {},
+            "base_model_state_dict": {},
+            "lora_weights_state_dict": {"any": None},
+        }
+        taken = inspect.signature(set_up).parameters
+        with layers_limited_to(num_layers, str(cfg[key]._component_)) as counts:
+            model = set_up(**{name: value for name, value in values.items() if name in taken})
+        if not isinstance(model, TransformerDecoder):
+            kind = type(model).__name__
+            raise InputError(f"`{key}` must be a text model (a TransformerDecoder), but is a {kind} instead.")
+        true_nums.append(counts[0] if counts else len(model.layers))
+        return model
+
+    recipe._model = built(recipe._setup_model, "model")
+    recipe._activations = recipe.activations_handling_ctx
+    if method == "full_dpo":
+        recipe._ref_model = built(recipe._setup_reference_model, "model")
+    if method == "knowledge_distillation":
+        recipe._teacher_model = built(recipe._setup_teacher_model, "teacher_model")
+        if recipe.world_size == 1:
+            # As stock's recipe for one device, which clips gradients, and whose teacher's parameters want gradients.
+            recipe._clip_grad_norm = cfg.get("clip_grad_norm", None)
+            recipe._teacher_model.requires_grad_(True)
+    return true_nums
 
 
 def _set_up_optimizer_and_loss(recipe: Any, cfg: DictConfig) -> None:
-    how = {} if is_lora(cfg) else {"optimizer_in_bwd": recipe._optimizer_in_bwd}
-    recipe._optimizer = recipe._setup_optimizer(cfg_optimizer=cfg.optimizer, **how)
+    how = {"cfg_optimizer": cfg.optimizer, "optimizer_in_bwd": recipe._optimizer_in_bwd}
+    taken = inspect.signature(recipe._setup_optimizer).parameters
+    recipe._optimizer = recipe._setup_optimizer(**{name: value for name, value in how.items() if name in taken})
     recipe._loss_fn = config.instantiate(cfg.loss)
-    if hasattr(recipe._loss_fn, "num_output_chunks"):
-        recipe._model.set_num_output_chunks(recipe._loss_fn.num_output_chunks)
+    chunks = getattr(recipe._loss_fn, "num_output_chunks", None)
+    if chunks is not None:
+        for model in recipe.models():
+            model.set_num_output_chunks(chunks)
+    if method_of(cfg) == "knowledge_distillation":
+        kd_loss = config.instantiate(cfg.kd_loss)
+        kd_chunks = getattr(kd_loss, "num_output_chunks", None)
+        if kd_chunks != chunks:
+            raise InputError(f"`kd_loss` must take as many chunks as `loss` ({chunks}), but takes {kd_chunks} instead.")
+        recipe._kd_loss_fn = _WithTokensThatCount(kd_loss)
+
+
+class _WithTokensThatCount:
+    """A loss of torchtune that asks whether no token counts, which fake tensors do not know: one does."""
+
+    def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
+        self._loss = loss
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        with _QuestionsAnsweredNo():
+            return self._loss(*args)
+
+
+class _QuestionsAnsweredNo(TorchDispatchMode):
+    """Inside, every boolean that is read from a tensor is False."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return False
+        return func(*args, **(kwargs or {}))
 
 
 class _TrainingOnFakes:

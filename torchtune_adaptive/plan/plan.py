@@ -89,7 +89,14 @@ def plan(cfg: DictConfig, *, world_size: int, card: Card, seq_lens: Sequence[int
         check_samples_per_step(settings.global_batch_size, ranks=world_size)
     step = traced_by(as_traced(settings, cfg), world_size=world_size, seq_lens=seq_lens)
     overhead = _overhead(cfg, card, world_size, step.attention_width)
-    planner = _LengthPlanner(settings, card=card, overhead=overhead, world_size=world_size, micro_steps=micro_steps)
+    planner = _LengthPlanner(
+        settings,
+        card=card,
+        overhead=overhead,
+        world_size=world_size,
+        micro_steps=micro_steps,
+        sequences=step.sequences,
+    )
     return Plan(
         world_size=world_size,
         card=card,
@@ -116,12 +123,20 @@ class _LengthPlanner:
     """Plans the batch sizes of one launch for rows of a given length."""
 
     def __init__(
-        self, settings: AdaptiveSettings, *, card: Card, overhead: Overhead, world_size: int, micro_steps: int
+        self,
+        settings: AdaptiveSettings,
+        *,
+        card: Card,
+        overhead: Overhead,
+        world_size: int,
+        micro_steps: int,
+        sequences: int,
     ) -> None:
         self._settings = settings
         self._overhead = overhead
         self._world_size = world_size
         self._micro_steps = micro_steps
+        self._sequences = sequences
         memory_limit = settings.memory_limit_bytes or card.memory_bytes
         self._limit_bytes = min(card.memory_bytes, memory_limit + overhead.outside_bytes)
 
@@ -131,7 +146,7 @@ class _LengthPlanner:
         batch_size = self._batch_size_to_use(exact)
         moment = peaks.moment(batch_size)
         peak_bytes = moment.total.at(batch_size)
-        added_bytes = self._overhead.added_bytes(peak_bytes, num_tokens=batch_size * _padded(peaks.seq_len))
+        added_bytes = self._overhead.added_bytes(peak_bytes, num_tokens=self._padded_tokens(batch_size, peaks))
         samples_per_step = self._settings.global_batch_size or batch_size * self._micro_steps * self._world_size
         return LengthPlan(
             seq_len=peaks.seq_len,
@@ -143,7 +158,7 @@ class _LengthPlanner:
             kinds=moment.at(batch_size),
             added_bytes=added_bytes + self._overhead.outside_bytes,
             uncertainty_bytes=self._overhead.uncertainty_bytes_at(peak_bytes),
-            tokens_per_step=samples_per_step * peaks.seq_len,
+            tokens_per_step=samples_per_step * self._sequences * peaks.seq_len,
         )
 
     def _largest(self, peaks: StepPeaks, *, certain: bool) -> int | None:
@@ -156,11 +171,15 @@ class _LengthPlanner:
             peak_bytes = peaks.peak_bytes(batch_size)
             needed_bytes = peak_bytes + (self._overhead.uncertainty_bytes_at(peak_bytes) if certain else 0)
             return needed_bytes <= self._overhead.largest_traced_bytes(
-                self._limit_bytes, self._settings.margin, num_tokens=batch_size * _padded(peaks.seq_len)
+                self._limit_bytes, self._settings.margin, num_tokens=self._padded_tokens(batch_size, peaks)
             )
 
         largest = binary_search(fits, start=2, max_batch_size=NO_BOUND)  # not 1: a single row may need more than two
         return None if largest == NO_BOUND else largest
+
+    def _padded_tokens(self, batch_size: int, peaks: StepPeaks) -> int:
+        """Tokens of a batch for flash attention, whose scratch memory is for multiples of 128 in each sequence."""
+        return batch_size * self._sequences * math.ceil(peaks.seq_len / 128) * 128
 
     def _batch_size_to_use(self, exact: int | None) -> int:
         """The largest batch size that fits and that the settings allow; at least 1, so that it has figures."""
@@ -186,8 +205,3 @@ def _overhead(cfg: DictConfig, card: Card, world_size: int, attention_width: int
         attention_width=attention_width,
         expandable_segments="expandable_segments:True" in allocator,
     )
-
-
-def _padded(seq_len: int) -> int:
-    """Tokens of a row for flash attention, whose scratch memory is for multiples of 128."""
-    return math.ceil(seq_len / 128) * 128

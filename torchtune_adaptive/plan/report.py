@@ -17,9 +17,11 @@ def plan_text(plan: Plan, *, title: str) -> str:
     step = plan.step
     layers = " and ".join(map(str, step.traced_layers))
     traced = "" if step.traced_layers == (step.num_layers,) else f", extrapolated from models of {layers} layers"
+    trained = _count(step.num_parameters - step.num_frozen_parameters)
+    frozen = f"; {_count(step.num_frozen_parameters)} in a frozen model" if step.num_frozen_parameters else ""
     ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
     lines = [
-        f"{title}: {_count(step.num_parameters)} parameters in {step.num_layers} layers{traced}",
+        f"{title}: {trained} parameters in {step.num_layers} layers{traced}{frozen}",
         f"{ranks} of {format_bytes(plan.card.memory_bytes)}, of which a fraction of {plan.margin:g} is held back",
         "",
         text_table([_SIZES, *map(_sizes, plan.lengths)]),
@@ -57,6 +59,7 @@ def plan_json(plan: Plan, suggestions: Iterable[Suggestion]) -> dict[str, Any]:
         "memory_bytes": plan.card.memory_bytes,
         "margin": plan.margin,
         "num_parameters": step.num_parameters,
+        "num_frozen_parameters": step.num_frozen_parameters,
         "num_layers": step.num_layers,
         "traced_layers": list(step.traced_layers),
         "paged_bytes": step.paged_bytes,

@@ -149,11 +149,13 @@ class TracedStep:
     """Peaks of a config's step by the length of its rows, with figures of the model.
 
     Attributes:
-        num_layers: the model's layers.
+        num_layers: the trained model's layers.
         traced_layers: layers of each model that was traced: two small ones, or the whole one.
-        num_parameters: the model's parameters, over all ranks.
+        num_parameters: parameters of all models, over all ranks.
         paged_bytes: optimizer state in paged memory, which is not counted in the peaks.
-        attention_width: heads times head dimension.
+        attention_width: heads times head dimension, of the widest model.
+        num_frozen_parameters: of ``num_parameters``, those of models that are not trained: a reference or a teacher.
+        sequences: that a row of the batch has: two if it is a pair of answers.
     """
 
     peaks: tuple[StepPeaks, ...]
@@ -162,6 +164,8 @@ class TracedStep:
     num_parameters: int
     paged_bytes: int
     attention_width: int
+    num_frozen_parameters: int = 0
+    sequences: int = 1
 
     def as_json(self) -> dict[str, Any]:
         """The step as values that JSON can hold."""

@@ -12,7 +12,7 @@ from torchtune_adaptive.memory.storages import Storages, WatchOperations
 from torchtune_adaptive.memory.timeline import Timeline
 
 Kind: TypeAlias = Literal[
-    "parameters", "gradients", "optimizer state", "gathered parameters", "activations", "temporaries"
+    "parameters", "frozen models", "gradients", "optimizer state", "gathered parameters", "activations", "temporaries"
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 CUDA_GRANULARITY_BYTES = 512  # of its caching allocator (kMinBlockSize in c10/core/AllocatorConfig.h of torch 2.13)
@@ -55,8 +55,12 @@ class StepTrace:
         self._phase = name
 
     def timelines(self, batch_size: int) -> dict[str, Timeline]:
-        """The timeline of each kind of bytes on the device, for a step at ``batch_size``."""
-        live_bytes: dict[str, list[int]] = {kind: [] for kind in KINDS}
+        """The timeline of each kind of bytes on the device, for a step at ``batch_size``.
+
+        "frozen models" is missing where no storage was marked so: most methods have none.
+        """
+        has_frozen = "frozen models" in self._kinds.values()
+        live_bytes: dict[str, list[int]] = {kind: [] for kind in KINDS if kind != "frozen models" or has_frozen}
         now_bytes: dict[str, int] = defaultdict(int)
         changes = deque(self._changes)
         for index in range(len(self._operations)):

@@ -41,7 +41,8 @@ def trace_config(
     """Trace the step of the first rank for rows of each of ``seq_lens`` tokens.
 
     Where layers repeat, two models of a few layers are traced and the whole model is extrapolated from them; a third
-    one checks that layers do repeat. Otherwise the whole model is traced.
+    one checks that layers do repeat. Otherwise the whole model is traced. A method of two models, both of one depth,
+    is traced with as few layers of each; with models of different depths they are traced whole.
 
     Raises:
         InputError: the config cannot be planned; the message says why.
@@ -57,7 +58,7 @@ class StepTracer:
     """Traces steps of one config's model, built with all or only a few of its layers.
 
     Attributes:
-        num_layers: layers of the whole model.
+        num_layers: layers of the whole trained model.
     """
 
     def __init__(self, cfg: DictConfig, *, world_size: int, shows_progress: bool = False) -> None:
@@ -70,7 +71,7 @@ class StepTracer:
         self._fewest_layers = _FEWEST_LAYERS_OFFLOADING if offloading else _FEWEST_LAYERS
         try:
             self.num_layers = self._recipe(self._fewest_layers).true_num_layers
-        except InputError:  # the model cannot be built with few layers, or not at all
+        except InputError:  # the models cannot be built with few layers, or not at all
             self.num_layers = self._recipe(None).num_layers
 
     def __enter__(self) -> "StepTracer":
@@ -170,7 +171,8 @@ class StepTracer:
         key = num_layers, batch_size, seq_len
         if key not in self._traced:
             recipe = self._recipe(num_layers)
-            check_row_length(seq_len, recipe.model)
+            for model in recipe.models:
+                check_row_length(seq_len, model)
             self._progress.set_postfix_str(f"{num_layers} layers, batch {batch_size} of {seq_len} tokens")
             self._traced[key] = recipe.trace(batch_size, seq_len).timelines(batch_size)
             self._progress.update()

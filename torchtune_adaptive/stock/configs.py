@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -13,6 +13,14 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 
 from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.stock.load import stock_config_dir
+
+# Stock recipes that we have a recipe of, without "_distributed" and "_single_device".
+Method: TypeAlias = Literal[
+    "full_finetune", "lora_finetune", "full_dpo", "lora_dpo", "knowledge_distillation", "qat", "qat_lora_finetune"
+]
+_DPO_LOSSES = ("torchtune.rlhf.loss.DPOLoss", "torchtune.rlhf.loss.RSOLoss")
+_REINFORCEMENT_LOSSES = ("torchtune.rlhf.", "torchtune.dev.")  # how all others of these begin
+_EARLY_EXIT = ("early_exit_loss", "layer_dropout")
 
 
 def resolve_config_argument(arguments: Sequence[str]) -> list[str]:
@@ -72,9 +80,47 @@ def is_lora(cfg: DictConfig) -> bool:
     return "lora_attn_modules" in cfg.model
 
 
-def stock_recipes_of(name: str) -> list[str]:
-    """The stock recipes that have a registered config of that name; none if the config is not a stock one."""
-    return [recipe.name for recipe in get_all_recipes() for config in recipe.configs if config.name == name]
+def method_of(cfg: DictConfig) -> Method:
+    """The method that trains by ``cfg``, found by what the config holds, because a config does not name its recipe.
+
+    Raises:
+        InputError: no recipe of ours trains by it.
+
+    >>> loss = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
+    >>> method_of(OmegaConf.create({"model": {"lora_attn_modules": ["q_proj"]}, "optimizer": {}, "loss": loss}))
+    'lora_dpo'
+    """
+    loss = _component(cfg, "loss")
+    if loss.startswith(_REINFORCEMENT_LOSSES) and loss not in _DPO_LOSSES:
+        raise InputError(f"`loss` must be one of finetuning, distillation or DPO, but is {quote(loss)} instead.")
+    for key in _EARLY_EXIT:
+        if cfg.get(key) is not None:
+            value = quote(cfg[key])
+            raise InputError(
+                f"`{key}` must be null, because no recipe of ours has early exits, but is {value} instead."
+            )
+    for key in ("model", "optimizer", "loss"):
+        if cfg.get(key) is None:
+            keys = "`model`, `optimizer` and `loss`"
+            raise InputError(f"The config must be one of training, with {keys}, but has no `{key}`.")
+    if cfg.get("teacher_model") is not None:
+        if not is_lora(cfg):
+            model = quote(_component(cfg, "model"))
+            raise InputError(f"`model` must be a LoRA model where there is a `teacher_model`, but is {model} instead.")
+        return "knowledge_distillation"
+    if loss in _DPO_LOSSES:
+        if not is_lora(cfg) and cfg.get("ref_checkpointer") is None:
+            raise InputError("`ref_checkpointer` must be set for DPO without LoRA, but is missing.")
+        return "lora_dpo" if is_lora(cfg) else "full_dpo"
+    if cfg.get("quantizer") is not None:
+        return "qat_lora_finetune" if is_lora(cfg) else "qat"
+    return "lora_finetune" if is_lora(cfg) else "full_finetune"
+
+
+def _component(cfg: DictConfig, key: str) -> str:
+    """The dotted name that a block of the config has; "" if there is none."""
+    block = cfg.get(key)
+    return str(block.get("_component_", "")) if isinstance(block, DictConfig) else ""
 
 
 def _config_path(name: str) -> Path:

@@ -1,0 +1,221 @@
+"""A step of each method, planned over fake tensors, needs what real steps are metered at, to the byte."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+from torch import nn
+
+from tests.ranks import run_alone, run_on_ranks
+from tests.recipe_runs import SHALLOW, adaptive_recipe, set_up, shallow_assets, tiny_config, without_saving
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.memory.devices import meter_for
+from torchtune_adaptive.memory.phases import Phases
+from torchtune_adaptive.plan.cli import main
+from torchtune_adaptive.plan.step_peaks import StepPeaks, TracedStep
+from torchtune_adaptive.plan.worker import StepTracer, trace_config
+from torchtune_adaptive.search.probe import Prober
+from torchtune_adaptive.search.sizes import probe_batch
+from torchtune_adaptive.search.strategies import Probe
+from torchtune_adaptive.search.workload import Workload
+from torchtune_adaptive.training.train_step import TrainStep
+
+SEQ_LEN = 40
+SIZES = (1, 2, 5)
+PHASES = ["forward", "loss", "backward", "clip", "optimizer"]
+ONE_DEVICE = ["full_single", "lora_single", "lora_dpo_single", "lora_kd_single"]
+METHODS = ["full", "lora", "full_dpo", "lora_dpo", "lora_kd", "full_qat", "lora_qat"]
+CASES = [(kind, ranks) for kind in METHODS for ranks in (1, 2)] + [(kind, 1) for kind in ONE_DEVICE]
+DEEP = {
+    "model__num_layers": 10,
+    "model__embed_dim": 32,
+    "model__intermediate_dim": 64,
+    "gradient_accumulation_steps": 1,
+}
+NO_QAT = "torchtune.training.quantization.Int8DynActInt4WeightQuantizer"
+
+
+def _config(kind: str, tiny_dir: Path, **overrides: Any) -> DictConfig:
+    common = SHALLOW | {
+        "gradient_accumulation_steps": 2,
+        "enable_activation_checkpointing": kind in ("full_dpo", "lora_kd"),
+        "custom_sharded_layers": ["tok_embeddings", "output"],
+        "adaptive": {"oom_recovery": False},
+    }
+    if kind == "lora_kd_single":  # of distillation stock clips on one device only
+        common["clip_grad_norm"] = 1.0
+    return tiny_config(kind, tiny_dir, tiny_dir.with_name("planned"), **common | overrides)
+
+
+def _probes(kind: str, tiny_dir: Path) -> list[Probe]:
+    """Real steps of the recipe at ``SIZES``, metered exactly. A collective."""
+    recipe: Any = set_up(without_saving(adaptive_recipe(kind)), _config(kind, tiny_dir))
+    model, stepping = nn.ModuleList(recipe.models()), recipe.stepping()
+    meter = meter_for(recipe._device, model, stepping.optimizers)
+    step = TrainStep(
+        recipe.objective(as_stock=True),
+        stepping,
+        collate=recipe._dataloader.collate_fn,
+        device=recipe._device,
+        phases=Phases(recipe.models(), meter),
+        meter=meter,
+    )
+    workload = Workload(
+        train_step=step,
+        model=model,
+        optimizers=stepping.optimizers,
+        device=recipe._device,
+        meter=meter,
+        consensus=recipe._consensus,
+    )
+    row = recipe.row_format().stretched(recipe.trainer.loader.dataset[0], SEQ_LEN)
+    prober = Prober(workload, lambda rows: probe_batch(row, rows, micro_steps=2), meter=meter, forecasts=False)
+    with meter.exactly(), workload.kept_as_it_is() as restore_optimizers:
+        prober.warm_up(2, after_failure=restore_optimizers)
+        for size in SIZES:
+            prober.fits(size)
+    return prober.probes
+
+
+def _probes_of_all(_: int, kinds: list[str], tiny_dir: Path) -> dict[str, list[Probe]]:
+    return {kind: _probes(kind, tiny_dir) for kind in kinds}
+
+
+@pytest.fixture(scope="module")
+def metered(tiny_dir: Path) -> dict[tuple[str, int], list[Probe]]:
+    """What rank 0 saw, by kind and number of ranks."""
+    directory = shallow_assets(tiny_dir)
+    found = {(kind, 1): run_alone(_probes, kind, directory) for kind in ONE_DEVICE}
+    for ranks in (1, 2):
+        first = run_on_ranks(_probes_of_all, ranks, METHODS, directory)[0]
+        found |= {(kind, ranks): probes for kind, probes in first.items()}
+    return found
+
+
+def _planned(_: int, tiny_dir: Path) -> dict[tuple[str, int], TracedStep]:
+    return {
+        (kind, ranks): trace_config(_config(kind, tiny_dir), world_size=ranks, seq_lens=[SEQ_LEN])
+        for kind, ranks in CASES
+    }
+
+
+@pytest.fixture(scope="module")
+def planned(tiny_dir: Path) -> dict[tuple[str, int], TracedStep]:
+    return run_on_ranks(_planned, 1, tiny_dir)[0]
+
+
+@pytest.mark.parametrize(("kind", "ranks"), CASES)
+def test_every_phase_of_a_step_needs_what_was_planned_to_the_byte(
+    kind: str, ranks: int, metered: Any, planned: Any
+) -> None:
+    peaks: StepPeaks = planned[kind, ranks].peaks[0]
+    # One rank is planned as one device, where stock's teacher wants gradients: forward holds more in its projections.
+    excepted = {"forward"} if (kind, ranks) == ("lora_kd", 1) else set()
+    assert [probe.batch_size for probe in metered[kind, ranks]] == list(SIZES)
+    for probe in metered[kind, ranks]:
+        phases = peaks.phases(probe.batch_size)
+        assert list(phases) == PHASES
+        assert all(phases[phase] == probe.phase_peak_bytes[phase] for phase in set(PHASES) - excepted)
+        assert all(phases[phase] >= probe.phase_peak_bytes[phase] for phase in excepted)
+        assert peaks.peak_bytes(probe.batch_size) == probe.peak_bytes
+
+
+@pytest.mark.parametrize(("kind", "ranks"), CASES)
+def test_a_reference_and_a_teacher_are_counted_as_frozen_models(kind: str, ranks: int, planned: Any) -> None:
+    step: TracedStep = planned[kind, ranks]
+    frozen, trained = step.num_frozen_parameters, step.num_parameters - step.num_frozen_parameters
+    kinds = [step.peaks[0].moment(2, phase).at(2) for phase in PHASES]
+    if kind == "full_dpo":
+        assert frozen == trained
+        assert all(one["frozen models"] == one["parameters"] for one in kinds)
+    elif kind.startswith("lora_kd"):  # the teacher has more layers
+        assert frozen > trained
+        assert all(one["frozen models"] > one["parameters"] for one in kinds)
+    else:
+        assert frozen == 0
+        assert not any("frozen models" in one for one in kinds)
+
+
+@pytest.mark.parametrize(("kind", "ranks"), CASES)
+def test_a_row_of_dpo_has_two_sequences(kind: str, ranks: int, planned: Any) -> None:
+    assert planned[kind, ranks].sequences == (2 if "dpo" in kind else 1)
+
+
+def test_a_stock_config_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--config", "llama3_1/8B_full_dpo", "--nproc_per_node", "8", "--memory", "H100"]
+    with pytest.raises(SystemExit) as end:
+        main([*words, "--seq-len", "128", "gradient_accumulation_steps=1"])
+    printed = capsys.readouterr().out
+    assert end.value.code == 0
+    assert printed.startswith("llama3_1/8B_full_dpo: 8.03 B parameters in 32 layers")
+    assert printed.splitlines()[0].endswith("; 8.03 B in a frozen model")
+    assert "frozen models" in printed
+
+
+# ---- many layers
+
+DEEPER = ("full_dpo", "full_qat")
+
+
+def _deep_plans(_: int, tiny_dir: Path) -> dict[str, Any]:
+    """Which layers are traced; peaks and figures of the whole models from these layers, and from all."""
+    found: dict[str, Any] = {}
+    for kind in (*DEEPER, "lora_kd"):
+        tracer = StepTracer(_config(kind, tiny_dir, **DEEP), world_size=2)
+        layers = tracer.layers_to_trace(SEQ_LEN)
+        ways = [layers, (tracer.num_layers,)] if kind in DEEPER else []
+        found[kind] = layers, [(tracer.peaks([SEQ_LEN], one)[0].phases(7), tracer.figures(one)) for one in ways]
+    return found
+
+
+@pytest.fixture(scope="module")
+def deep_plans(tiny_dir: Path) -> dict[str, Any]:
+    return run_on_ranks(_deep_plans, 1, tiny_dir)[0]
+
+
+@pytest.mark.parametrize("kind", DEEPER)
+def test_many_layers_are_planned_from_few(kind: str, deep_plans: Any) -> None:
+    layers, (from_few, whole) = deep_plans[kind]
+    assert layers == (4, 6)
+    assert from_few == whole
+
+
+def test_models_of_different_depths_are_traced_whole(deep_plans: Any) -> None:
+    assert deep_plans["lora_kd"] == ((10,), [])
+
+
+# ---- what is refused
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "`kd_loss` must take as many chunks as `loss` (8), but takes 3 instead.": (
+        "lora_kd",
+        {"kd_loss__num_output_chunks": 3},
+    ),
+    "`teacher_model` must be a text model": (
+        "lora_kd",
+        {"teacher_model": {"_component_": "tests.fake_models.of_images"}},
+    ),
+    "Rows must have at most the model's max_seq_len (32 tokens), but have 40.": (
+        "lora_kd",
+        {"teacher_model__max_seq_len": 32},
+    ),
+    "`optimizer_in_bwd` must be False": ("full_dpo", {"optimizer_in_bwd": True}),
+    "The config must be one that its recipe can set up": ("full_qat", {"quantizer": {"_component_": NO_QAT}}),
+}
+
+
+def _refusals(_: int, tiny_dir: Path) -> list[str]:
+    said = []
+    for kind, overrides in REFUSED.values():
+        try:
+            trace_config(_config(kind, tiny_dir, **overrides), world_size=1, seq_lens=[SEQ_LEN])
+        except InputError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_config_that_cannot_be_planned_is_refused_with_the_reason(tiny_dir: Path) -> None:
+    said = run_on_ranks(_refusals, 1, tiny_dir)[0]
+    assert len(said) == len(REFUSED)
+    assert all(one.startswith(sentence) for one, sentence in zip(said, REFUSED, strict=True)), said
