@@ -1,5 +1,6 @@
 """A step of each method, planned over fake tensors, needs what real steps are metered at, to the byte."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ SIZES = (1, 2, 5)
 PHASES = ["forward", "loss", "backward", "clip", "optimizer"]
 ONE_DEVICE = ["full_single", "lora_single", "lora_dpo_single", "lora_kd_single"]
 METHODS = ["full", "lora", "full_dpo", "lora_dpo", "lora_kd", "full_qat", "lora_qat"]
-CASES = [(kind, ranks) for kind in METHODS for ranks in (1, 2)] + [(kind, 1) for kind in ONE_DEVICE]
+CASES: list[Any] = [(kind, 2) for kind in METHODS] + [(kind, 1) for kind in ONE_DEVICE]
+# On one rank nothing is sharded, as on one device.
+CASES += [pytest.param(kind, 1, marks=pytest.mark.exhaustive) for kind in METHODS]
 DEEP = {
     "model__num_layers": 10,
     "model__embed_dim": 32,
@@ -82,38 +85,44 @@ def _probes_of_all(_: int, kinds: list[str], tiny_dir: Path) -> dict[str, list[P
     return {kind: _probes(kind, tiny_dir) for kind in kinds}
 
 
+def _plans_of_all(_: int, kinds: list[str], ranks: int, tiny_dir: Path) -> dict[str, TracedStep]:
+    return {kind: trace_config(_config(kind, tiny_dir), world_size=ranks, seq_lens=[SEQ_LEN]) for kind in kinds}
+
+
 @pytest.fixture(scope="module")
-def metered(tiny_dir: Path) -> dict[tuple[str, int], list[Probe]]:
-    """What rank 0 saw, by kind and number of ranks."""
+def metered(tiny_dir: Path) -> Any:
+    """A function from kind and number of ranks to what rank 0 saw."""
     directory = shallow_assets(tiny_dir)
-    found = {(kind, 1): run_alone(_probes, kind, directory) for kind in ONE_DEVICE}
-    for ranks in (1, 2):
-        first = run_on_ranks(_probes_of_all, ranks, METHODS, directory)[0]
-        found |= {(kind, ranks): probes for kind, probes in first.items()}
-    return found
 
+    @functools.cache
+    def probes(alone: bool, ranks: int) -> dict[str, list[Probe]]:
+        if alone:
+            return run_alone(_probes_of_all, 0, ONE_DEVICE, directory)
+        return run_on_ranks(_probes_of_all, ranks, METHODS, directory)[0]
 
-def _planned(_: int, tiny_dir: Path) -> dict[tuple[str, int], TracedStep]:
-    return {
-        (kind, ranks): trace_config(_config(kind, tiny_dir), world_size=ranks, seq_lens=[SEQ_LEN])
-        for kind, ranks in CASES
-    }
+    return lambda kind, ranks: probes(kind in ONE_DEVICE, ranks)[kind]
 
 
 @pytest.fixture(scope="module")
-def planned(tiny_dir: Path) -> dict[tuple[str, int], TracedStep]:
-    return run_on_ranks(_planned, 1, tiny_dir)[0]
+def planned(tiny_dir: Path) -> Any:
+    """A function from kind and number of ranks to the plan."""
+
+    @functools.cache
+    def plans(alone: bool, ranks: int) -> dict[str, TracedStep]:
+        return run_on_ranks(_plans_of_all, 1, ONE_DEVICE if alone else METHODS, ranks, tiny_dir)[0]
+
+    return lambda kind, ranks: plans(kind in ONE_DEVICE, ranks)[kind]
 
 
 @pytest.mark.parametrize(("kind", "ranks"), CASES)
 def test_every_phase_of_a_step_needs_what_was_planned_to_the_byte(
     kind: str, ranks: int, metered: Any, planned: Any
 ) -> None:
-    peaks: StepPeaks = planned[kind, ranks].peaks[0]
+    peaks: StepPeaks = planned(kind, ranks).peaks[0]
     # One rank is planned as one device, where stock's teacher wants gradients: forward holds more in its projections.
     excepted = {"forward"} if (kind, ranks) == ("lora_kd", 1) else set()
-    assert [probe.batch_size for probe in metered[kind, ranks]] == list(SIZES)
-    for probe in metered[kind, ranks]:
+    assert [probe.batch_size for probe in metered(kind, ranks)] == list(SIZES)
+    for probe in metered(kind, ranks):
         phases = peaks.phases(probe.batch_size)
         assert list(phases) == PHASES
         assert all(phases[phase] == probe.phase_peak_bytes[phase] for phase in set(PHASES) - excepted)
@@ -123,7 +132,7 @@ def test_every_phase_of_a_step_needs_what_was_planned_to_the_byte(
 
 @pytest.mark.parametrize(("kind", "ranks"), CASES)
 def test_a_reference_and_a_teacher_are_counted_as_frozen_models(kind: str, ranks: int, planned: Any) -> None:
-    step: TracedStep = planned[kind, ranks]
+    step: TracedStep = planned(kind, ranks)
     frozen, trained = step.num_frozen_parameters, step.num_parameters - step.num_frozen_parameters
     kinds = [step.peaks[0].moment(2, phase).at(2) for phase in PHASES]
     if kind == "full_dpo":
@@ -139,9 +148,10 @@ def test_a_reference_and_a_teacher_are_counted_as_frozen_models(kind: str, ranks
 
 @pytest.mark.parametrize(("kind", "ranks"), CASES)
 def test_a_row_of_dpo_has_two_sequences(kind: str, ranks: int, planned: Any) -> None:
-    assert planned[kind, ranks].sequences == (2 if "dpo" in kind else 1)
+    assert planned(kind, ranks).sequences == (2 if "dpo" in kind else 1)
 
 
+@pytest.mark.exhaustive
 def test_a_stock_config_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--config", "llama3_1/8B_full_dpo", "--nproc_per_node", "8", "--memory", "H100"]
     with pytest.raises(SystemExit) as end:
@@ -174,6 +184,7 @@ def deep_plans(tiny_dir: Path) -> dict[str, Any]:
     return run_on_ranks(_deep_plans, 1, tiny_dir)[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", DEEPER)
 def test_many_layers_are_planned_from_few(kind: str, deep_plans: Any) -> None:
     layers, (from_few, whole) = deep_plans[kind]
@@ -181,6 +192,7 @@ def test_many_layers_are_planned_from_few(kind: str, deep_plans: Any) -> None:
     assert from_few == whole
 
 
+@pytest.mark.exhaustive
 def test_models_of_different_depths_are_traced_whole(deep_plans: Any) -> None:
     assert deep_plans["lora_kd"] == ((10,), [])
 
