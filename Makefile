@@ -3,7 +3,7 @@ STAMP := .venv/stamp
 PEERS_STAMP := .venv-peers/stamp
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
-.PHONY: test demo bench gpu plans exhaustive format clean
+.PHONY: test demo bench gpu plans starts exhaustive format clean
 
 test: $(STAMP)
 	$(IN_VENV) scripts/check
@@ -30,6 +30,10 @@ gpu: $(STAMP)
 
 plans: $(STAMP)
 	.venv/bin/python -m benchmarks.stock_configs
+
+starts: $(STAMP)
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.stock_starts
+	.venv/bin/python -m benchmarks.evidence
 
 exhaustive: $(STAMP)
 	$(IN_VENV) scripts/test -m exhaustive

@@ -17,6 +17,7 @@ QUESTIONS = {
     "forecast_accuracy_cpu": "Is the forecast of memory right?",
     "plan_cost_cpu": "What does a forecast cost?",
     "recovery_cpu": "Does training survive out-of-memory errors, and rightly?",
+    "stock_starts_cpu": "Does any stock config start?",
     "loop_cpu": "What does the loop cost while nothing happens?",
     "tokens_cpu": "What does a token budget bring?",
     "objective_cpu": "Is the largest batch the fastest?",

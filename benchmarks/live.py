@@ -182,7 +182,7 @@ def search_again(recipe: Any, workload: Workload, *, wanted_rows: int, **setting
         recipe.trainer.loader,
         parts.row_format,
         replace(recipe.settings, use_maximum_batch_size=True, **settings),
-        trained_model=parts.models[0],
+        models=parts.models,
         wanted_rows=wanted_rows,
         tokenizer_max_seq_len=parts.tokenizer_max_seq_len,
     )
