@@ -45,7 +45,7 @@ def kinds_of(test: Callable[..., Any]) -> list[str]:
     """The kinds of recipes that ``test`` is run with."""
     marks = [mark for mark in vars(test).get("pytestmark", []) if mark.name == "parametrize"]
     values = {name: list(cases) for name, cases in (mark.args for mark in marks)}
-    return values.get("kind") or [case[0] for case in values["kind", "ranks"] if isinstance(case[0], str)]
+    return values.get("kind") or [getattr(case, "values", case)[0] for case in values["kind", "ranks"]]
 
 
 def in_backward(kind: str) -> str:

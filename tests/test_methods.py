@@ -20,7 +20,7 @@ def _all_trials(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
         "parity": [trials.parity(accumulation) for accumulation in (1, 2)],
         "search": trials.search(STRATEGIES[:1]),
         "growth": trials.growth(),
-        "recovery": trials.recovery(points=4),
+        "recovery": trials.recovery(points=3),
         "resume": trials.resume(),
         "cuts": trials.cuts(),
     }

@@ -1,6 +1,5 @@
 """With adaptation off our recipes train exactly as the stock ones: every logged figure and every parameter bit."""
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,10 @@ COMMON: dict[str, Any] = {
 IN_BACKWARD = {"gradient_accumulation_steps": 1, "clip_grad_norm": None, "optimizer_in_bwd": True}
 
 
-def _accumulating_and_clipping(kind: str) -> list[dict[str, Any]]:
-    return [
-        {"kind": kind, "gradient_accumulation_steps": accumulation, "clip_grad_norm": clip}
-        for accumulation, clip in product((1, 4), (None, 1.0))
-    ]
-
-
+UNCLIPPED = {"gradient_accumulation_steps": 4, "clip_grad_norm": None}  # clipped ones are in `test_methods.py`
 ON_TWO_RANKS: list[dict[str, Any]] = [
-    *_accumulating_and_clipping("full"),
-    *_accumulating_and_clipping("lora"),
+    {"kind": "full"} | UNCLIPPED,
+    {"kind": "lora"} | UNCLIPPED,
     {"kind": "full"} | IN_BACKWARD,
     {
         "kind": "full",
@@ -50,9 +43,9 @@ ON_TWO_RANKS: list[dict[str, Any]] = [
     {"kind": "full", "gradient_accumulation_steps": 3, "loss": {"_component_": "torch.nn.CrossEntropyLoss"}},
 ]
 ON_ONE_DEVICE: list[dict[str, Any]] = [
-    *_accumulating_and_clipping("full_single"),
+    {"kind": "full_single"} | UNCLIPPED,
     {"kind": "full_single"} | IN_BACKWARD,
-    *_accumulating_and_clipping("lora_single"),
+    {"kind": "lora_single"} | UNCLIPPED,
 ]
 Outcome = tuple[list[dict[str, float]], list[dict[str, float]], bool]  # steps of stock, our steps, equal parameters
 

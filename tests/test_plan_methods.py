@@ -25,11 +25,14 @@ from torchtune_adaptive.training.train_step import TrainStep
 SEQ_LEN = 40
 SIZES = (1, 2, 5)
 PHASES = ["forward", "loss", "backward", "clip", "optimizer"]
-ONE_DEVICE = ["full_single", "lora_single", "lora_dpo_single", "lora_kd_single"]
-METHODS = ["full", "lora", "full_dpo", "lora_dpo", "lora_kd", "full_qat", "lora_qat"]
+ONE_DEVICE = ["lora_dpo_single", "lora_kd_single"]
+METHODS = ["full_dpo", "lora_kd", "full_qat"]
+# Planned as those above are, but for a part of them. On one rank nothing is sharded, as on one device.
+OTHERS, OTHERS_ON_ONE_DEVICE = ["full", "lora", "lora_dpo", "lora_qat"], ["full_single", "lora_single"]
+GROUPS = (ONE_DEVICE, METHODS, OTHERS, OTHERS_ON_ONE_DEVICE)
+RARE = [(kind, 2) for kind in OTHERS] + [(kind, 1) for kind in METHODS + OTHERS + OTHERS_ON_ONE_DEVICE]
 CASES: list[Any] = [(kind, 2) for kind in METHODS] + [(kind, 1) for kind in ONE_DEVICE]
-# On one rank nothing is sharded, as on one device.
-CASES += [pytest.param(kind, 1, marks=pytest.mark.exhaustive) for kind in METHODS]
+CASES += [pytest.param(*case, marks=pytest.mark.exhaustive) for case in RARE]
 DEEP = {
     "model__num_layers": 10,
     "model__embed_dim": 32,
@@ -89,18 +92,24 @@ def _plans_of_all(_: int, kinds: list[str], ranks: int, tiny_dir: Path) -> dict[
     return {kind: trace_config(_config(kind, tiny_dir), world_size=ranks, seq_lens=[SEQ_LEN]) for kind in kinds}
 
 
+def _group_of(kind: str) -> int:
+    """The place of the kinds that share processes with ``kind``."""
+    return next(place for place, kinds in enumerate(GROUPS) if kind in kinds)
+
+
 @pytest.fixture(scope="module")
 def metered(tiny_dir: Path) -> Any:
     """A function from kind and number of ranks to what rank 0 saw."""
     directory = shallow_assets(tiny_dir)
 
     @functools.cache
-    def probes(alone: bool, ranks: int) -> dict[str, list[Probe]]:
-        if alone:
-            return run_alone(_probes_of_all, 0, ONE_DEVICE, directory)
-        return run_on_ranks(_probes_of_all, ranks, METHODS, directory)[0]
+    def probes(group: int, ranks: int) -> dict[str, list[Probe]]:
+        kinds = GROUPS[group]
+        if kinds[0].endswith("_single"):
+            return run_alone(_probes_of_all, 0, kinds, directory)
+        return run_on_ranks(_probes_of_all, ranks, kinds, directory)[0]
 
-    return lambda kind, ranks: probes(kind in ONE_DEVICE, ranks)[kind]
+    return lambda kind, ranks: probes(_group_of(kind), ranks)[kind]
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +117,10 @@ def planned(tiny_dir: Path) -> Any:
     """A function from kind and number of ranks to the plan."""
 
     @functools.cache
-    def plans(alone: bool, ranks: int) -> dict[str, TracedStep]:
-        return run_on_ranks(_plans_of_all, 1, ONE_DEVICE if alone else METHODS, ranks, tiny_dir)[0]
+    def plans(group: int, ranks: int) -> dict[str, TracedStep]:
+        return run_on_ranks(_plans_of_all, 1, GROUPS[group], ranks, tiny_dir)[0]
 
-    return lambda kind, ranks: plans(kind in ONE_DEVICE, ranks)[kind]
+    return lambda kind, ranks: plans(_group_of(kind), ranks)[kind]
 
 
 @pytest.mark.parametrize(("kind", "ranks"), CASES)

@@ -280,7 +280,7 @@ class NumbersTrainer:
         self.totals: list[float] = []
         phases, consensus = Phases([], None), Consensus()
         self.step: Any = DoublingStep(phases)
-        row_format: Any = SimpleNamespace(num_tokens=lambda number: 1)
+        row_format: Any = SimpleNamespace(padded_tokens=lambda number: 1, own_tokens=lambda number: 1)
         self.micro_batches = MicroBatcher(RowLimit(rows_per_micro_step), row_format, consensus, make_silent_row=dict)
         recovery = dry_run([lambda: None] * 2, model=nn.Linear(1, 1), device=CPU, consensus=consensus).recovery
         assert recovery is not None
