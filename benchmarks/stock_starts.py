@@ -36,7 +36,7 @@ KINDS = {module.removeprefix("adaptive_"): kind for kind, (module, _) in RECIPES
 STEPS, GROUP_SIZE = 2, 32
 # NF4 has a scale for each 64 values, and a scale of scales for each 256 of these: wide enough to be split among two.
 WIDE_NAME, WIDE = "wide.pt", MODEL_GEOMETRY | {"num_layers": 2, "embed_dim": 256, "intermediate_dim": 512}
-STARTED, REFUSED, FAILED = "started", "refused", "failed"
+STARTED, REFUSED, FAILED = OUTCOMES = ("started", "refused", "failed")
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,13 @@ def start(recipe: str, name: str, assets: Path) -> Start:
     with tempfile.TemporaryDirectory() as output_dir:
         arguments = KINDS[recipe], name, assets, Path(output_dir)
         try:
-            answers = [run_alone(_start, *arguments)] if recipe.endswith("single_device") else _on_two_ranks(arguments)
+            if recipe.endswith("single_device"):
+                outcome, detail = run_alone(_start, *arguments)
+            else:
+                outcome, detail = run_on_ranks(_start_rank, 2, *arguments)[0]
         except RanksFailedError as error:
             return Start(recipe, name, FAILED, str(error).strip().splitlines()[-1])
-    outcome, detail = answers[0]
     return Start(recipe, name, outcome, detail)
-
-
-def _on_two_ranks(arguments: tuple[Any, ...]) -> list[tuple[str, str]]:
-    return run_on_ranks(_start_rank, 2, *arguments)
 
 
 def _start_rank(rank: int, *arguments: Any) -> tuple[str, str]:
@@ -173,11 +171,10 @@ def _tiny_data(cfg: DictConfig, assets: Path) -> dict[str, Any]:
 def document(starts: Sequence[Start], *, seconds: float) -> list[str]:
     """The lines of the result."""
     counted = Counter(one.outcome for one in starts)
-    totals = ", ".join(f"{counted[outcome]} {outcome}" for outcome in (STARTED, REFUSED, FAILED))
+    totals = ", ".join(f"{counted[outcome]} {outcome}" for outcome in OUTCOMES)
     rows = [
-        (recipe, *(str(sum(one.recipe == recipe and one.outcome == outcome for one in starts)) for outcome in outcomes))
+        (recipe, *(str(sum(one.recipe == recipe and one.outcome == outcome for one in starts)) for outcome in OUTCOMES))
         for recipe in dict.fromkeys(one.recipe for one in starts)
-        for outcomes in [(STARTED, REFUSED, FAILED)]
     ]
     others = [one for one in starts if one.outcome != STARTED]
     return [
@@ -190,7 +187,7 @@ def document(starts: Sequence[Start], *, seconds: float) -> list[str]:
         "",
         f"{len(starts)} text configs: {totals}.",
         "",
-        *table(["recipe", STARTED, REFUSED, FAILED], rows),
+        *table(["recipe", *OUTCOMES], rows),
         *(
             ["", *table(["config", "outcome", "why"], [(one.name, one.outcome, one.detail) for one in others])]
             if others

@@ -28,7 +28,7 @@ class AdaptiveFullDPORecipeDistributed(AdaptiveRecipe, StockRecipe):
 
     def __init__(self, cfg: DictConfig) -> None:
         if cfg.get("optimizer_in_bwd", False):
-            raise InputError("`optimizer_in_bwd` must be False, with which torchtune's own recipe fails, but is True.")
+            raise InputError("`optimizer_in_bwd` must be False for full DPO, as in torchtune, but is True instead.")
         super().__init__(cfg)
 
     def models(self) -> list[nn.Module]:

@@ -6,18 +6,16 @@ CONFIG is any stock config of LoRA DPO. The keys are those of the stock recipe
 ``lora_dpo_distributed`` and of ``torchtune_adaptive.settings``.
 """
 
-from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
 from torchtune import config
-from torchtune.modules.peft import disable_adapter
 
 from torchtune_adaptive.batch.row_format import PreferenceRows
 from torchtune_adaptive.launch import launch, run_recipe
 from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.load import load_stock_recipe
-from torchtune_adaptive.training.preference import Preference
+from torchtune_adaptive.training.preference import Preference, preference_to_base
 
 StockRecipe: Any = load_stock_recipe("lora_dpo_distributed").LoRADPORecipeDistributed
 
@@ -29,12 +27,7 @@ class AdaptiveLoRADPORecipeDistributed(AdaptiveRecipe, StockRecipe):
         return PreferenceRows()
 
     def objective(self, *, as_stock: bool) -> Preference:
-        policy = partial(self.concatenated_forward, self._model)
-        return Preference(policy, self._reference, self._loss_fn, counts_masked_pairs=as_stock)
-
-    def _reference(self, batch: Any) -> Any:
-        with disable_adapter(self._model):
-            return self.concatenated_forward(self._model, batch)
+        return preference_to_base(self.concatenated_forward, self._model, self._loss_fn, counts_masked_pairs=as_stock)
 
 
 @config.parse

@@ -6,18 +6,16 @@ CONFIG is any stock config of LoRA DPO on a single device. The keys are those of
 ``lora_dpo_single_device`` and of ``torchtune_adaptive.settings``.
 """
 
-from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
 from torchtune import config
-from torchtune.modules.peft import disable_adapter
 
 from torchtune_adaptive.batch.row_format import PreferenceRows
 from torchtune_adaptive.launch import launch_on_one_device, run_recipe
 from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.load import load_stock_recipe
-from torchtune_adaptive.training.preference import Preference
+from torchtune_adaptive.training.preference import Preference, preference_to_base
 
 StockRecipe: Any = load_stock_recipe("lora_dpo_single_device").LoRADPORecipeSingleDevice
 
@@ -31,12 +29,7 @@ class AdaptiveLoRADPORecipeSingleDevice(AdaptiveRecipe, StockRecipe):
         return PreferenceRows()
 
     def objective(self, *, as_stock: bool) -> Preference:
-        policy = partial(self.concatenated_forward, self._model)
-        return Preference(policy, self._reference, self._loss_fn, counts_masked_pairs=as_stock)
-
-    def _reference(self, batch: Any) -> Any:
-        with disable_adapter(self._model):
-            return self.concatenated_forward(self._model, batch)
+        return preference_to_base(self.concatenated_forward, self._model, self._loss_fn, counts_masked_pairs=as_stock)
 
 
 @config.parse

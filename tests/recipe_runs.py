@@ -123,7 +123,7 @@ def tiny_config(kind: str, tiny_dir: Path, output_dir: Path, **overrides: Any) -
     quiet = {"tiny_dir": str(tiny_dir), "output_dir": str(output_dir)}
     quiet |= {"metric_logger": {"_component_": "tests.recipe_runs.RecordingLogger"}}
     for key, value in (METHODS[method] | quiet | overrides).items():
-        if value in ("${checkpointer}",):
+        if value == "${checkpointer}":
             value = OmegaConf.create(OmegaConf.to_container(cfg.checkpointer))
         OmegaConf.update(cfg, key.replace("__", "."), value, merge=False)
     return cfg

@@ -187,8 +187,8 @@ class AdaptiveRecipe:
         """Save as stock does, with the trainer's progress where stock looks for it. A collective."""
         self.epochs_run, self.global_step = self.trainer.epochs_run, self.trainer.global_step
         self._dataloader = self.trainer.loader.data_loader
-        # On one CPU stock's recipes of LoRA merge the adapters into the weights that are trained.
+        # On one CPU stock's recipes of LoRA merge the adapters into the base weights, which training goes on with.
         is_merged = self._device.type == "cpu" and not self.on_several_ranks
-        weights = KeptTensors(self._model.parameters() if is_merged else [])
+        base = KeptTensors(weight for weight in self._model.parameters() if is_merged and not weight.requires_grad)
         self.save_checkpoint(epoch=epoch)
-        weights.restore()
+        base.restore()

@@ -1,10 +1,13 @@
 """Direct preference optimization (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.modules.peft import disable_adapter
 
 from torchtune_adaptive.training.objectives import Loss
 
@@ -62,3 +65,20 @@ class Preference:
         sums |= {name: mean * pairs for name, mean in logits.items()}
         num_tokens = torch.tensor(tokens.numel(), device=tokens.device)
         return Loss((losses * counts).sum(), pairs, num_tokens, sums)
+
+
+def preference_to_base(
+    forward: Callable[..., Any], model: nn.Module, loss_fn: Any, *, counts_masked_pairs: bool
+) -> Preference:
+    """The objective whose policy is ``model``, and whose reference is the same model without its LoRA adapters.
+
+    Args:
+        forward: torchtune's ``concatenated_forward``, of a model and a batch.
+        loss_fn, counts_masked_pairs: see ``Preference``.
+    """
+
+    def reference(batch: Any) -> Any:
+        with disable_adapter(model):
+            return forward(model, batch)
+
+    return Preference(partial(forward, model), reference, loss_fn, counts_masked_pairs=counts_masked_pairs)
