@@ -44,8 +44,9 @@ def table() -> str:
 def kinds_of(test: Callable[..., Any]) -> list[str]:
     """The kinds of recipes that ``test`` is run with."""
     marks = [mark for mark in vars(test).get("pytestmark", []) if mark.name == "parametrize"]
-    values = {name: list(cases) for name, cases in (mark.args for mark in marks)}
-    return values.get("kind") or [getattr(case, "values", case)[0] for case in values["kind", "ranks"]]
+    cases = next(cases for names, cases in (mark.args for mark in marks) if "kind" in names)
+    values = [getattr(case, "values", case) for case in cases]  # of a `pytest.param` its values
+    return [value if isinstance(value, str) else value[0] for value in values]
 
 
 def in_backward(kind: str) -> str:

@@ -10,7 +10,9 @@ from tests.method_runs import LOGGED_OTHERWISE, ROWS_THAT_FIT, STRATEGIES, Trial
 from tests.ranks import run_alone, run_on_ranks
 from tests.recipe_runs import RECIPES, shallow_assets
 
-KINDS = list(RECIPES)
+# Of finetuning, which other files test at length, these trials are among the exhaustive ones.
+FINETUNING = ("full", "lora", "full_single", "lora_single")
+KINDS = [pytest.param(kind, marks=pytest.mark.exhaustive) if kind in FINETUNING else kind for kind in RECIPES]
 MEANS = ("rewards/", "log_probs/", "logits/")  # stock takes means of means
 
 
