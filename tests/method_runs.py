@@ -171,6 +171,12 @@ class Trials:
             found[name] = ([step["loss"] for step in steps], str(recipe.trainer.micro_batches.limit))
         return found
 
+    def compiled(self) -> tuple[list[float], list[float]]:
+        """The losses of three steps of eager code, and of compiled code."""
+        runs = [finished(self._silent, self._config(max_steps_per_epoch=3, compile=it)) for it in (False, True)]
+        eager, compiled = ([step["loss"] for step in steps] for steps, _, _ in runs)
+        return eager, compiled
+
     def _config(self, output_dir: Any = None, **overrides: Any) -> Any:
         options = COMMON | self._more | overrides
         if "adaptive" in overrides:

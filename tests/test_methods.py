@@ -19,7 +19,7 @@ MEANS = ("rewards/", "log_probs/", "logits/")  # stock takes means of means
 def _all_trials(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     trials = Trials(kind, tiny_dir, output_dir)
     return {
-        "parity": [trials.parity(accumulation) for accumulation in (1, 2)],
+        "parity": trials.parity(2),
         "search": trials.search(STRATEGIES[:1]),
         "growth": trials.growth(),
         "recovery": trials.recovery(points=3),
@@ -30,7 +30,7 @@ def _all_trials(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
 
 def _exhaustive_trials(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     trials = Trials(kind, tiny_dir, output_dir)
-    return {"search": trials.search(), "recovery": trials.recovery(points=None)}
+    return {"parity": trials.parity(1), "search": trials.search(), "recovery": trials.recovery(points=None)}
 
 
 def _on_rank(rank: int, trials: Any, *arguments: Any) -> dict[str, Any]:
@@ -54,22 +54,25 @@ def outcomes(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_parity(kind: str, outcomes: Any) -> None:
     """Losses, rates, norms and parameters equal those of stock bit for bit, unless stock logs something else."""
-    for accumulation, number in ((1, 0), (2, 1)):
-        assert all(rank["parity"][number]["parameters equal"] for rank in outcomes(kind))
-        stock_steps, steps = outcomes(kind)[0]["parity"][number]["steps"]
-        assert len(stock_steps) == len(steps) == 6
-        otherwise = LOGGED_OTHERWISE.get(kind, set()) | {"tokens_per_second_per_gpu"}
-        last_only = kind == "lora_dpo_single" and accumulation > 1  # its metrics are those of the last micro-batch
-        for stock_step, step in zip(stock_steps, steps, strict=True):
-            for name in stock_step.keys() - otherwise:
-                if not name.startswith(MEANS) and "_loss" not in name and not kind.startswith("lora_kd"):
-                    assert step[name] == stock_step[name]
-                elif not last_only:
-                    assert step[name] == pytest.approx(stock_step[name], rel=1e-5, abs=1e-6)
+    _check_parity(kind, [rank["parity"] for rank in outcomes(kind)], accumulation=2)
+
+
+def _check_parity(kind: str, ranks: list[dict[str, Any]], *, accumulation: int) -> None:
+    assert all(rank["parameters equal"] for rank in ranks)
+    stock_steps, steps = ranks[0]["steps"]
+    assert len(stock_steps) == len(steps) == 6
+    otherwise = LOGGED_OTHERWISE.get(kind, set()) | {"tokens_per_second_per_gpu"}
+    last_only = kind == "lora_dpo_single" and accumulation > 1  # its metrics are those of the last micro-batch
+    for stock_step, step in zip(stock_steps, steps, strict=True):
+        for name in stock_step.keys() - otherwise:
+            if not name.startswith(MEANS) and "_loss" not in name and not kind.startswith("lora_kd"):
+                assert step[name] == stock_step[name]
+            elif not last_only:
+                assert step[name] == pytest.approx(stock_step[name], rel=1e-5, abs=1e-6)
 
 
 def test_the_loss_of_lora_dpo_is_the_mean_over_ranks_where_stock_logs_their_sum(outcomes: Any) -> None:
-    stock_steps, steps = outcomes("lora_dpo")[0]["parity"][0]["steps"]
+    stock_steps, steps = outcomes("lora_dpo")[0]["parity"]["steps"]
     assert [2 * step["loss"] for step in steps] == [step["loss"] for step in stock_steps]
     assert steps[-1]["loss"] != steps[0]["loss"]
 
@@ -162,9 +165,23 @@ def test_growth_in_backward(kind: str, in_backward: Any) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RECIPES)
 def test_every_strategy_and_every_seventh_operation(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
     ranks = _run(_exhaustive_trials, kind, tiny_dir, tmp_path)
+    _check_parity(kind, [rank["parity"] for rank in ranks], accumulation=1)
     _check_search([rank["search"] for rank in ranks], strategies=STRATEGIES)
     _check_recovery([rank["recovery"] for rank in ranks])
     print(f"{kind}: {ranks[0]['recovery']['struck']} faults, and as many right results")
+
+
+def _compiled(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    return {"losses": Trials(kind, tiny_dir, output_dir).compiled()}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", RECIPES)
+def test_compile(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
+    """Without a search, compiled code trains as eager code does. It takes a C++ compiler and half a minute."""
+    eager, compiled = _run(_compiled, kind, tiny_dir, tmp_path)[0]["losses"]
+    assert len(eager) == 3
+    assert compiled == pytest.approx(eager, rel=1e-4)

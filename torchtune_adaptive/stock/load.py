@@ -8,7 +8,7 @@ and ``swap_lora_linear_with_qat``, which asks for a class that torchao has renam
 import importlib.util
 from dataclasses import fields
 from importlib.metadata import version
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPO
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchao.quantization.qat import FakeQuantizeConfig
 from torchtune import training
+from torchtune.training.memory import OptimizerInBackwardWrapper
 from torchtune.training.quantization import swap_lora_linear_with_qat
 
 SUPPORTED_TORCHTUNE = "0.6.1"
@@ -104,6 +105,14 @@ class _TrainingAnywhere:
         places = {name.replace(_CHECKPOINT_PREFIX, ""): place for name, place in own}
         loaded = {name: _alike(places.get(name), value, device) for name, value in full_sd.items()}
         return model.load_state_dict(loaded, strict=strict, assign=True)
+
+    def create_optim_in_bwd_wrapper(self, model: nn.Module, optim_dict: dict[nn.Parameter, Any]) -> Any:
+        """As torchtune, but with every optimizer of ``optim_dict``: PPO trains two models, and would save one's."""
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        others = (f"other.{place}" for place in count())
+        return OptimizerInBackwardWrapper(
+            {names.get(parameter) or next(others): optimizer for parameter, optimizer in optim_dict.items()}
+        )
 
     def gather_cpu_state_dict(
         self, model: nn.Module, is_rank_zero: bool, device: torch.device, adapter_weights_only: bool = False

@@ -12,6 +12,15 @@ from torchtune_adaptive.batch.noise_scale import MeasuredSchedule
 from torchtune_adaptive.errors import InputError, quote
 from torchtune_adaptive.settings import AdaptiveSettings
 
+# Settings that only our own training loop can follow.
+_OF_OUR_TRAINING = (
+    "batch_increase_function",
+    "global_batch_size",
+    "max_tokens_per_micro_batch",
+    "lr_scaling",
+    "objective",
+)
+
 
 def check_options(cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int) -> None:
     """Check that a config's own options can be combined with ours, before anything is set up.
@@ -25,6 +34,20 @@ def check_options(cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int) ->
     _check_offloading(cfg)
     _check_steps_after_backward(cfg, settings)
     _check_checkpointing(cfg, ranks=ranks)
+
+
+def check_finds_sizes_only(settings: AdaptiveSettings, *, method: str) -> None:
+    """Check that ``settings`` ask for nothing but sizes of micro-batches, where torchtune's own loop trains.
+
+    Raises:
+        InputError: they ask for more.
+    """
+    defaults = AdaptiveSettings()
+    for name in _OF_OUR_TRAINING:
+        value, default = getattr(settings, name), getattr(defaults, name)
+        if value != default:
+            wanted_value = "null" if default is None else default
+            raise InputError(f"`{name}` must be {wanted_value} for {method}, but is {quote(value)} instead.")
 
 
 def why_unrecoverable(cfg: DictConfig) -> str:

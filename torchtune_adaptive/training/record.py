@@ -49,11 +49,13 @@ class RunRecord:
     def note(self, reason: str, *, epoch: int, batch_size: int, **figures: int) -> None:
         """Add an entry to the history, with more ``figures``, and write the report."""
         self._history.append({"epoch": epoch, "batch_size": batch_size} | figures | {"reason": reason})
-        self._write("Report", self._write_report)
+        if self._writes:
+            write_report(self._output_dir, self._report())
 
     def save_state(self, state: AdaptiveState) -> None:
         """Write the state after an epoch."""
-        self._write("State", lambda: write_state(self._state_path, state))
+        if self._writes:
+            _write_or_log("State", lambda: write_state(self._state_path, state))
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
@@ -63,20 +65,24 @@ class RunRecord:
         """Go on from ``state_dict``."""
         self._history = list(state["history"])
 
-    def _write_report(self) -> Path:
+    def _report(self) -> dict[str, Any]:
         sizes = self._sizes
         found = {} if sizes.result is None else asdict(sizes.result) | {"seq_len": sizes.seq_len}
         if sizes.result is not None and sizes.token_budget is not None:
             found |= {"token_budget": sizes.token_budget}
         if sizes.tokens_per_second is not None:
             found |= {"tokens_per_second": sizes.tokens_per_second}
-        content = json.dumps(found | {"history": self._history}, indent=2) + "\n"
-        return write_whole(self._output_dir / REPORT_NAME, content)
+        return found | {"history": self._history}
 
-    def _write(self, what: str, write: Callable[[], Path]) -> None:
-        if not self._writes:
-            return
-        try:
-            log.info(f"{what} written to {write()}")
-        except OSError as error:
-            log.warning(f"{what} not written: {reason_of(error)}")
+
+def write_report(output_dir: Path, report: dict[str, Any]) -> None:
+    """Write ``report`` as JSON. A file that cannot be written is logged, and does not end the run."""
+    content = json.dumps(report, indent=2) + "\n"
+    _write_or_log("Report", lambda: write_whole(output_dir / REPORT_NAME, content))
+
+
+def _write_or_log(what: str, write: Callable[[], Path]) -> None:
+    try:
+        log.info(f"{what} written to {write()}")
+    except OSError as error:
+        log.warning(f"{what} not written: {reason_of(error)}")

@@ -1,0 +1,164 @@
+"""Reinforcement learning by PPO on one device, with the largest micro-batches that fit beside its four models.
+
+    tune run adaptive_ppo_full_finetune_single_device --config CONFIG use_maximum_batch_size=True
+
+CONFIG is the stock config of PPO. ``batch_size`` and ``ppo_batch_size`` stay as they are: they belong to the method.
+Searched for are the answers that are generated at once (``forward_batch_size``) and those that are trained on at once
+(``ppo_batch_size`` divided by ``gradient_accumulation_steps``).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torchtune import config, rlhf
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.modules import delete_kv_caches
+from torchtune.rlhf import Trajectory
+
+from torchtune_adaptive.batch.row_format import TokenRows, check_row_length
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.launch import launch_on_one_device, run_recipe
+from torchtune_adaptive.search.turn_sizes import TurnSizes, find_turn_sizes
+from torchtune_adaptive.search.workload import Workload
+from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.stock.load import load_stock_recipe
+from torchtune_adaptive.stock.options import check_finds_sizes_only, check_options
+from torchtune_adaptive.training.prepare_recovery import log_no_recovery
+from torchtune_adaptive.training.record import write_report
+
+StockRecipe: Any = load_stock_recipe("ppo_full_finetune_single_device").PPOFullFinetuneRecipeSingleDevice
+
+
+class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
+    """The stock recipe, which trains itself with the sizes that a search found."""
+
+    on_several_ranks = False
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self._settings = AdaptiveSettings.from_cfg(cfg)
+        check_finds_sizes_only(self._settings, method="PPO")
+        check_options(cfg, self._settings, ranks=1)
+        super().__init__(cfg=cfg)
+
+    def setup(self, cfg: DictConfig) -> None:
+        """Set up as stock does, then search for the sizes if the config asks for it."""
+        super().setup(cfg)
+        if self._settings.oom_recovery:
+            log_no_recovery("PPO is trained by torchtune's own loop")
+        if self._settings.searches:
+            sizes = self._find_sizes()
+            self._use(sizes.generated, sizes.trained)
+            searches = {name: asdict(found) for name, found in sizes.searches.items()}
+            steps = self._gradient_accumulation_steps
+            report = {"forward_batch_size": sizes.generated, "gradient_accumulation_steps": steps, "searches": searches}
+            write_report(Path(self._output_dir), report)
+
+    def _find_sizes(self) -> TurnSizes:
+        """The largest sizes whose turn fits, on prompts of the greatest length. Leaves no trace."""
+        models = [self._policy_model, self._value_model, self._ref_policy_model, self._reward_model]
+        consensus = Consensus()
+        prompt = TokenRows(CROSS_ENTROPY_IGNORE_IDX).worst_case(
+            self._dataloader.dataset,
+            seq_len=self._settings.seq_len,
+            tokenizer_max_seq_len=getattr(self._tokenizer, "max_seq_len", None),
+            consensus=consensus,
+        )["tokens"]
+        seq_len = len(prompt) + self._max_generated_tokens
+        for model in models:
+            check_row_length(seq_len, model)
+        optimizers = self._optim_ckpt_wrapper.optim_map.values() if self._optimizer_in_bwd else [self._optimizer]
+        workload = Workload(
+            train_step=lambda _: None,
+            model=nn.ModuleList(models),
+            optimizers=list(optimizers),
+            device=self._device,
+            meter=None,
+            consensus=consensus,
+            forget=self._forget,
+        )
+        prompts = [prompt] * self.batch_size
+        with self._kept_as_it_is():
+            sizes = find_turn_sizes(
+                lambda generated, trained: self._turn(prompts, generated, trained),
+                workload,
+                self._settings,
+                answers=self.batch_size,
+                answers_per_step=self._ppo_batch_size,
+                seq_len=seq_len,
+            )
+        if self._optimizer_in_bwd and sizes.trained < self._ppo_batch_size:
+            raise InputError(
+                f"`ppo_batch_size` must be at most {sizes.trained}, which fit at once, with `optimizer_in_bwd`,"
+                f" but is {self._ppo_batch_size} instead."
+            )
+        return sizes
+
+    def _turn(self, prompts: list[list[int]], generated: int, trained: int) -> None:
+        """What a turn has on the device at its dearest: the last answers generated, and two micro-steps of training."""
+        batch = torch.tensor(prompts, device=self._device)  # [answers, prompt tokens]
+        micro_steps = min(2, self._ppo_batch_size // trained)
+        with torch.no_grad():
+            # Beside the last answers there are those of the turn before and the earlier ones of this turn. They take
+            # memory, but not the time to generate them here.
+            self._use(1, trained)
+            one = self.generate_trajectory(batch[:1])
+            before = [values.repeat_interleave(len(batch), 0) for values in one]
+            earlier = [values.repeat_interleave(len(batch) - generated, 0) for values in one]
+            self._use(generated, trained)
+            last = self.generate_trajectory(batch[:generated])
+            trajectory = Trajectory(*(torch.cat(values) for values in zip(earlier, last, strict=True)))
+            del one, before, earlier, last
+        rewards, *_kl = rlhf.get_rewards_ppo(
+            trajectory.scores, trajectory.logprobs, trajectory.ref_logprobs, self._kl_coeff, trajectory.value_seq_idxs
+        )
+        masks = ~trajectory.response_padding_masks
+        advantages, returns = rlhf.estimate_advantages(
+            trajectory.values, rewards, self._gamma, self._lmbda, masks=masks
+        )
+        chosen = torch.arange(trained, device=self._device)
+        statistics = []
+        for _ in range(micro_steps):
+            part = Trajectory(*(values.index_select(0, chosen) for values in trajectory))
+            statistics.append(self.ppo_step(part, advantages[chosen], returns[chosen], batch.shape[1]))
+            del part
+        if not self._optimizer_in_bwd:
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def _use(self, generated: int, trained: int) -> None:
+        """Generate and train by these sizes from now on."""
+        self._forward_batch_size, self._ppo_backward_batch_size = generated, trained
+        self._gradient_accumulation_steps = self._ppo_batch_size // trained
+
+    @contextmanager
+    def _kept_as_it_is(self) -> Iterator[None]:
+        """On leaving, the sizes and the generator of answers are as on entering."""
+        generated, trained = self._forward_batch_size, self._ppo_backward_batch_size
+        random_state = self._rng.get_state()
+        try:
+            yield
+        finally:
+            self._use(generated, trained)
+            self._rng.set_state(random_state)
+
+    def _forget(self) -> None:
+        """Drop what a failed turn leaves outside of parameters: the cache of keys and values."""
+        if self._policy_model.caches_are_setup():
+            delete_kv_caches(self._policy_model)
+
+
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    """PPO with the largest micro-batches that fit: stock keys, plus ``use_maximum_batch_size`` and ``adaptive``."""
+    run_recipe(AdaptivePPOFullFinetuneRecipeSingleDevice, cfg)
+
+
+if __name__ == "__main__":
+    launch_on_one_device(recipe_main)

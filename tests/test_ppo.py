@@ -1,0 +1,152 @@
+"""PPO: the sizes found are those that a metered run of torchtune's own loop fits, and nothing else changes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import adaptive_ppo_full_finetune_single_device as ppo
+import pytest
+from omegaconf import DictConfig
+from torch import nn
+
+from tests.ppo_runs import ANSWERS_PER_STEP, PROMPT_TOKENS, make_reward_model, ppo_config
+from tests.ranks import run_alone
+from tests.recipe_runs import RecordingLogger, local_parameters, same_bits, shallow_assets
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.memory.devices import meter_for
+from torchtune_adaptive.settings import STRATEGIES
+from torchtune_adaptive.training.record import REPORT_NAME
+
+# Of the divisors of 12, 6 answers can be generated at once within it and 12 cannot; 2 can be trained on, and not 3.
+LIMIT_BYTES = 38_000_000
+SEARCHING = {"use_maximum_batch_size": True, "adaptive": {"memory_limit": LIMIT_BYTES, "margin": 0.0}}
+# torchtune cuts texts to a token less than the tokenizer's length; the data's labels stay beside the prompts.
+TOKEN_BYTES, LABEL_BYTES = 20_000 * ANSWERS_PER_STEP, 8 * ANSWERS_PER_STEP * PROMPT_TOKENS
+
+
+def _recipe(cfg: DictConfig, *, stock: bool = False) -> Any:
+    recipe = (ppo.StockRecipe if stock else ppo.AdaptivePPOFullFinetuneRecipeSingleDevice)(cfg)
+    recipe.save_checkpoint = lambda *_, **__: None
+    recipe.setup(cfg)
+    return recipe
+
+
+def _models(recipe: Any) -> nn.ModuleList:
+    return nn.ModuleList([recipe._policy_model, recipe._value_model, recipe._ref_policy_model, recipe._reward_model])
+
+
+def _told(generated: int, trained: int) -> dict[str, int]:
+    """The keys of torchtune that say what a search would find."""
+    return {"forward_batch_size": generated, "gradient_accumulation_steps": ANSWERS_PER_STEP // trained}
+
+
+def _peak_bytes(cfg: DictConfig) -> int:
+    """The metered peak of torchtune's own loop."""
+    recipe = _recipe(cfg, stock=True)
+    meter = meter_for(recipe._device, _models(recipe), [recipe._optimizer])
+    meter.reset()
+    with meter:
+        recipe.train()
+    return meter.peak_bytes
+
+
+def _trained(cfg: DictConfig, *, stock: bool = False) -> tuple[list[dict[str, float]], dict[str, Any], tuple[int, int]]:
+    """What was logged, the weights of all four models, and the sizes used."""
+    recipe = _recipe(cfg, stock=stock)
+    recipe.train()
+    steps = [
+        {name: value for name, value in step.items() if "tokens_per_second" not in name}
+        for step in RecordingLogger.last.steps
+    ]
+    sizes = recipe._forward_batch_size, recipe._ppo_backward_batch_size
+    return steps, local_parameters(_models(recipe)), sizes
+
+
+def _search(assets: Path, output_dir: Path) -> dict[str, Any]:
+    found = {}
+    for strategy in STRATEGIES:
+        _recipe(ppo_config(assets, output_dir, **SEARCHING, adaptive__strategy=strategy))
+        found[strategy] = json.loads((output_dir / REPORT_NAME).read_text())
+    steps, parameters, sizes = _trained(ppo_config(assets, output_dir, **SEARCHING))
+    told_steps, told_parameters, _ = _trained(ppo_config(assets, output_dir, **_told(6, 2)), stock=True)
+    peaks = {told: _peak_bytes(ppo_config(assets, output_dir, **_told(*told))) for told in ((12, 1), (1, 2), (1, 3))}
+    return {
+        "found": found,
+        "used": sizes,
+        "steps": (steps, told_steps),
+        "parameters equal": same_bits(parameters, told_parameters),
+        "peaks": peaks,
+    }
+
+
+@pytest.fixture(scope="module")
+def assets(tiny_dir: Path) -> Path:
+    directory = shallow_assets(tiny_dir)
+    make_reward_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def searched(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_alone(_search, assets, tmp_path_factory.mktemp("ppo"))
+
+
+def test_every_strategy_finds_what_torchtunes_own_loop_fits(searched: dict[str, Any]) -> None:
+    for report in searched["found"].values():
+        assert {key: report[key] for key in _told(6, 2)} == _told(6, 2)
+    probes = searched["found"]["binary_search"]["searches"]["trained"]["probes"]
+    (probe_bytes,) = [probe["peak_bytes"] for probe in probes if probe["batch_size"] == 2]
+    assert -LABEL_BYTES <= probe_bytes - searched["peaks"][1, 2] <= TOKEN_BYTES
+    assert searched["peaks"][1, 2] <= LIMIT_BYTES < searched["peaks"][1, 3]
+    assert searched["peaks"][12, 1] > LIMIT_BYTES
+
+
+def test_a_search_leaves_no_trace_and_training_equals_stock_told_the_sizes(searched: dict[str, Any]) -> None:
+    assert searched["used"] == (6, 2)
+    steps, told = searched["steps"]
+    assert len(told) == 2
+    assert steps == told
+    assert searched["parameters equal"]
+
+
+def _search_in_backward(assets: Path, output_dir: Path) -> dict[str, Any]:
+    options = {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1}
+    roomy = SEARCHING | {"adaptive": {"memory_limit": "64MiB"}}
+    steps, parameters, sizes = _trained(ppo_config(assets, output_dir, **options, **roomy))
+    told_steps, told_parameters, _ = _trained(
+        ppo_config(assets, output_dir, **options, forward_batch_size=12), stock=True
+    )
+    with pytest.raises(InputError) as refused:
+        _recipe(ppo_config(assets, output_dir, **options, **SEARCHING))
+    return {
+        "used": sizes,
+        "steps": (steps, told_steps),
+        "parameters equal": same_bits(parameters, told_parameters),
+        "refused": str(refused.value),
+    }
+
+
+def test_optimizers_that_step_in_backward_leave_no_trace_and_need_a_step_that_fits_at_once(
+    assets: Path, tmp_path: Path
+) -> None:
+    found = run_alone(_search_in_backward, assets, tmp_path)
+    assert found["used"] == (12, 12)
+    steps, told = found["steps"]
+    assert steps == told
+    assert found["parameters equal"]
+    assert found["refused"] == (
+        "`ppo_batch_size` must be at most 4, which fit at once, with `optimizer_in_bwd`, but is 12 instead."
+    )
+
+
+@pytest.mark.parametrize(
+    ("adaptive", "sentence"),
+    [
+        ({"global_batch_size": 8}, "`global_batch_size` must be null for PPO, but is 8 instead."),
+        ({"lr_scaling": "sqrt"}, "`lr_scaling` must be none for PPO, but is 'sqrt' instead."),
+    ],
+)
+def test_what_is_of_our_own_training_is_refused(adaptive: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as refused:
+        ppo.AdaptivePPOFullFinetuneRecipeSingleDevice(ppo_config(tmp_path, tmp_path, adaptive=adaptive))
+    assert str(refused.value) == sentence

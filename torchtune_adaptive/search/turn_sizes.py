@@ -1,0 +1,78 @@
+"""The sizes of a turn of reinforcement learning: answers generated at once, and answers trained on at once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torchtune import utils
+
+from torchtune_adaptive.search.find import search
+from torchtune_adaptive.search.strategies import SearchResult
+from torchtune_adaptive.search.tables import probe_table, summary
+from torchtune_adaptive.search.workload import Workload
+from torchtune_adaptive.settings import AdaptiveSettings
+
+log = utils.get_logger("DEBUG")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnSizes:
+    """The largest sizes that divide what they are parts of, and the searches that found them.
+
+    Attributes:
+        generated: answers that are generated at once.
+        trained: answers of a micro-step of training.
+        searches: by "generated" and "trained".
+    """
+
+    generated: int
+    trained: int
+    searches: dict[str, SearchResult]
+
+
+def find_turn_sizes(
+    turn: Callable[[int, int], object],
+    workload: Workload,
+    settings: AdaptiveSettings,
+    *,
+    answers: int,
+    answers_per_step: int,
+    seq_len: int,
+) -> TurnSizes:
+    """Find both sizes, each while the other is 1: the two halves of a turn never hold their peaks at the same time.
+
+    Leaves no trace, as ``search`` does. A collective.
+
+    Args:
+        turn: ``turn(generated, trained)`` generates and trains with these sizes, on the longest rows.
+        workload: what a turn may change; its train step is not used.
+        answers: generated in a turn.
+        answers_per_step: trained on in an optimizer step.
+        seq_len: tokens of a row, for the log.
+
+    Raises:
+        NothingFitsError: not even one answer can be generated, or trained on.
+    """
+    settings = replace(settings, power_of_two=False)
+
+    def largest(what: str, step: Callable[[int], object], total: int) -> tuple[int, SearchResult]:
+        bound = min(total, settings.max_batch_size or total)
+        found = search(replace(workload, train_step=step), lambda size: size, settings=settings, start=1, bound=bound)
+        size = largest_divisor(total, at_most=found.exact_batch_size)
+        utils.log_rank_zero(
+            log, f"Answers {what} at once: {size} of {total}\n{probe_table(found)}\n{summary(found, seq_len)}"
+        )
+        return size, found
+
+    trained, trained_search = largest("trained on", lambda size: turn(1, size), answers_per_step)
+    generated, generated_search = largest("generated", lambda size: turn(size, 1), answers)
+    searches = {"generated": generated_search, "trained": trained_search}
+    return TurnSizes(generated=generated, trained=trained, searches=searches)
+
+
+def largest_divisor(total: int, *, at_most: int) -> int:
+    """The largest divisor of ``total`` that is not above ``at_most``.
+
+    >>> [largest_divisor(12, at_most=size) for size in (12, 11, 5, 1)]
+    [12, 6, 4, 1]
+    """
+    return next(size for size in range(min(total, at_most), 0, -1) if total % size == 0)
