@@ -33,6 +33,8 @@ from torchtune_adaptive.stock.options import check_finds_sizes_only, check_optio
 from torchtune_adaptive.training.prepare_recovery import log_no_recovery
 from torchtune_adaptive.training.record import write_report
 
+WHY_UNRECOVERABLE = "PPO is trained by torchtune's own loop"
+
 StockRecipe: Any = load_stock_recipe("ppo_full_finetune_single_device").PPOFullFinetuneRecipeSingleDevice
 
 
@@ -51,7 +53,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         """Set up as stock does, then search for the sizes if the config asks for it."""
         super().setup(cfg)
         if self._settings.oom_recovery:
-            log_no_recovery("PPO is trained by torchtune's own loop")
+            log_no_recovery(WHY_UNRECOVERABLE)
         if self._settings.searches:
             sizes = self._find_sizes()
             self._use(sizes.generated, sizes.trained)

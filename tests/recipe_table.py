@@ -9,15 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import adaptive_ppo_full_finetune_single_device as ppo
 import pytest
 from omegaconf import OmegaConf
 
-from tests import test_methods, test_plan_methods
+from tests import test_methods, test_plan_methods, test_ppo
+from tests.ppo_runs import STOCK_CONFIG
 from tests.recipe_runs import RECIPES, adaptive_recipe, stock_recipe
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.stock.configs import load_config, method_of
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "recipes.md"
 BEGIN, END = "<!-- what the tests show: python -m tests.recipe_table -->", "<!-- end -->"
+GROWTH = {"_component_": "torchtune_adaptive.schedule.linear", "increment": 2}
 # Column, and the tests that show it.
 FEATURES: dict[str, list[Callable[..., Any]]] = {
     "as stock": [test_methods.test_parity],
@@ -27,6 +31,7 @@ FEATURES: dict[str, list[Callable[..., Any]]] = {
     "resume": [test_methods.test_resume],
     "global batch, token budget": [test_methods.test_global_batch],
     "plan": [test_plan_methods.test_every_phase_of_a_step_needs_what_was_planned_to_the_byte],
+    "compile": [test_methods.test_compile],
 }
 
 
@@ -34,11 +39,51 @@ def table() -> str:
     """The table in Markdown, one row for each recipe."""
     rows = [["recipe", *FEATURES, "`optimizer_in_bwd`"], ["---"] * (len(FEATURES) + 2)]
     for kind, (module, _) in RECIPES.items():
-        shown = [
-            " ".join(f"`{test.__name__}`" for test in tests if kind in kinds_of(test)) for tests in FEATURES.values()
-        ]
+        shown = [named(*(test for test in tests if kind in kinds_of(test))) for tests in FEATURES.values()]
         rows.append([f"`{module}`", *shown, in_backward(kind)])
+    rows.append(row_of_ppo())
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def row_of_ppo() -> list[str]:
+    """What PPO can do, which torchtune's own loop trains."""
+    recipe = ppo.AdaptivePPOFullFinetuneRecipeSingleDevice
+    cfg = load_config(STOCK_CONFIG)
+
+    def refused(keys: dict[str, Any]) -> str:
+        merged: Any = OmegaConf.merge(cfg, keys)
+        return refusal(lambda: recipe(merged))
+
+    cells = {
+        "as stock": named(test_ppo.test_a_search_leaves_no_trace_and_training_equals_stock_told_the_sizes),
+        "search, no trace": named(test_ppo.test_every_strategy_finds_what_torchtunes_own_loop_fits),
+        "growth": refused({"batch_increase_function": GROWTH}),
+        "recovery": f"none: {ppo.WHY_UNRECOVERABLE}",
+        "resume": "torchtune's own, after a search anew",
+        "global batch, token budget": refusal(
+            lambda: recipe(OmegaConf.merge(cfg, {"adaptive": {"global_batch_size": 8}}))
+        ),
+        "plan": refusal(lambda: method_of(cfg)),
+        "compile": "as `search` on CUDA",
+    }
+    in_backward = named(test_ppo.test_optimizers_that_step_in_backward_leave_no_trace_and_need_a_step_that_fits_at_once)
+    return [f"`{ppo.__name__}`", *(cells[feature] for feature in FEATURES), in_backward]
+
+
+def growing(cfg: Any, **keys: Any) -> Any:
+    return OmegaConf.merge(cfg, keys)
+
+
+def named(*tests: Callable[..., Any]) -> str:
+    """The names of ``tests``."""
+    return " ".join(f"`{test.__name__}`" for test in tests)
+
+
+def refusal(action: Callable[[], Any]) -> str:
+    """The sentence with which ``action`` is refused."""
+    with pytest.raises(InputError) as refused:
+        action()
+    return f"refused: {refused.value}"
 
 
 def kinds_of(test: Callable[..., Any]) -> list[str]:
@@ -55,9 +100,7 @@ def in_backward(kind: str) -> str:
         return "searched, not recovered"
     if "optimizer_in_bwd" not in Path(stock_recipe(kind).setup.__code__.co_filename).read_text():
         return "not a key of stock's"
-    with pytest.raises(InputError) as refused:
-        adaptive_recipe(kind)(OmegaConf.create({"optimizer_in_bwd": True}))
-    return f"refused: {refused.value}"
+    return refusal(lambda: adaptive_recipe(kind)(OmegaConf.create({"optimizer_in_bwd": True})))
 
 
 def main() -> None:
