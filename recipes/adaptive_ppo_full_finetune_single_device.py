@@ -30,6 +30,7 @@ from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.options import check_finds_sizes_only, check_options
+from torchtune_adaptive.stock.set_up import setting_up
 from torchtune_adaptive.training.prepare_recovery import log_no_recovery
 from torchtune_adaptive.training.record import write_report
 
@@ -47,11 +48,13 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         self._settings = AdaptiveSettings.from_cfg(cfg)
         check_finds_sizes_only(self._settings, method="PPO")
         check_options(cfg, self._settings, ranks=1)
-        super().__init__(cfg=cfg)
+        with setting_up():
+            super().__init__(cfg=cfg)
 
     def setup(self, cfg: DictConfig) -> None:
         """Set up as stock does, then search for the sizes if the config asks for it."""
-        super().setup(cfg)
+        with setting_up():
+            super().setup(cfg)
         if self._settings.oom_recovery:
             log_no_recovery(WHY_UNRECOVERABLE)
         if self._settings.searches:

@@ -47,12 +47,11 @@ def table() -> str:
 
 def row_of_ppo() -> list[str]:
     """What PPO can do, which torchtune's own loop trains."""
-    recipe = ppo.AdaptivePPOFullFinetuneRecipeSingleDevice
+    recipe: Any = ppo.AdaptivePPOFullFinetuneRecipeSingleDevice
     cfg = load_config(STOCK_CONFIG)
 
     def refused(keys: dict[str, Any]) -> str:
-        merged: Any = OmegaConf.merge(cfg, keys)
-        return refusal(lambda: recipe(merged))
+        return refusal(lambda: recipe(OmegaConf.merge(cfg, keys)))
 
     cells = {
         "as stock": named(test_ppo.test_a_search_leaves_no_trace_and_training_equals_stock_told_the_sizes),

@@ -76,6 +76,30 @@ CASES: dict[str, tuple[list[str], str]] = {
         "must be loadable and not empty, but failed: StopIteration.",
     ),
     "no data file": (["dataset.data_files=/no/such.json"], "not empty, but failed: FileNotFoundError: Unable to find"),
+    "samples of another method": (
+        [
+            "dataset._component_=torchtune.datasets.preference_dataset",
+            "dataset.data_files=${tiny_dir}/preferences.json",
+        ],
+        "must give samples with tokens, labels, but its first one has chosen_input_ids, chosen_labels, rejected_input",
+    ),
+    "column that is not there": (
+        ["dataset.column_map={input: nope, output: output}"],
+        "`dataset` must give samples, but its first one fails: KeyError: 'nope'.",
+    ),
+    "no checkpoint": (
+        ["checkpointer.checkpoint_dir=/no/such"],
+        "that its recipe can set up, but failed: ValueError: /no/such is not a valid directory (_utils.py, line ",
+    ),
+    "loss of another method": (
+        ["loss._component_=torchtune.rlhf.loss.DPOLoss"],
+        "can set up, but failed: AttributeError: 'DPOLoss' object has no attribute 'ignore_index' (",
+    ),
+    "no micro-steps": (
+        ["gradient_accumulation_steps=0"],
+        "`gradient_accumulation_steps` must be at least 1, but is 0 instead.",
+    ),
+    "no rows": (["batch_size=two"], "`batch_size` must be an integer, but is 'two' instead."),
     "rows beyond the model": ([SEARCH, "adaptive.seq_len=513"], "the model's max_seq_len (512 tokens), but have 513."),
     "start above the maximum": (
         [GROW + "tests.growth_functions.gives_two", "batch_size=64", "adaptive.memory_limit=44MiB"],

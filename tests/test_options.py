@@ -65,6 +65,28 @@ def test_other_options_pass(config: dict[str, Any]) -> None:
     check(config, **SEARCHES)
 
 
+# ---- numbers
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"batch_size": 0}, "`batch_size` must be at least 1, but is 0 instead."),
+        ({"fake_quant_after_n_steps": -1}, "`fake_quant_after_n_steps` must be at least 0, but is -1 instead."),
+        ({"fake_quant_after_n_steps": "x"}, "`fake_quant_after_n_steps` must be an integer, but is 'x' instead."),
+        ({"kd_ratio": 1.5}, "`kd_ratio` must be in [0, 1], but is 1.5 instead."),
+        ({"kd_ratio": "half"}, "`kd_ratio` must be in [0, 1], but is 'half' instead."),
+    ],
+)
+def test_numbers_of_stock_keys_are_checked(config: dict[str, Any], sentence: str) -> None:
+    assert refusal(config) == sentence
+
+
+def test_null_and_the_bounds_are_right() -> None:
+    check({"batch_size": 1, "gradient_accumulation_steps": 1, "fake_quant_after_n_steps": None, "kd_ratio": 0})
+    check({"fake_quant_after_n_steps": 0, "kd_ratio": 1})
+
+
 # ---- steps within backward
 
 

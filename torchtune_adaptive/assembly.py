@@ -139,6 +139,7 @@ class _Assembly:
         if growth.grows or settings.lr_scaling != "none":
             check_follows(parts.scheduler)
         with keep_random_states():  # the data set's transforms and the user's function may draw from them
+            parts.row_format.check_sample(self._loader.dataset)
             growth.sizes(self._loader.batch_size)  # so that a bad answer is found before the search
             sizes = self._find_sizes()
             start = starting_point(settings, self._loader, growth, sizes, epochs_run=parts.epochs.start, saved=saved)

@@ -1,6 +1,8 @@
 """What a user is told when a value is refused: one sentence that quotes the value."""
 
 import operator
+import traceback
+from pathlib import Path
 
 _LONGEST_QUOTE_CHARS = 200
 
@@ -33,6 +35,13 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, InputError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def cannot_set_up(error: BaseException) -> InputError:
+    """What a user is told where a recipe's set-up failed with ``error``, and where in the code it was raised."""
+    places = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
+    return InputError(f"The config must be one that its recipe can set up, but failed: {reason_of(error)}{where}.")
 
 
 def as_integer(value: object) -> int | None:

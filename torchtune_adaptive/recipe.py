@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from datasets.exceptions import DatasetsError
 from omegaconf import DictConfig
 from torch import nn
 from torchtune import training
@@ -17,11 +16,11 @@ from torchtune_adaptive.assembly import RecipeParts, build_trainer
 from torchtune_adaptive.batch.row_format import RowFormat, TokenRows
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.snapshot import KeptTensors
-from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.memory.devices import check_limit
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.activations import Activations
 from torchtune_adaptive.stock.options import check_model, check_options, why_unrecoverable
+from torchtune_adaptive.stock.set_up import load_data, setting_up
 from torchtune_adaptive.training.objectives import NextToken, Objective
 from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep, Stepping
 from torchtune_adaptive.training.profiling import StepProfiler
@@ -76,7 +75,8 @@ class AdaptiveRecipe:
     def __init__(self, cfg: DictConfig) -> None:
         self._settings = AdaptiveSettings.from_cfg(cfg)
         check_options(cfg, self._settings, ranks=dist.get_world_size() if dist.is_initialized() else 1)
-        super().__init__(cfg=cfg)  # pyright: ignore[reportCallIssue]
+        with setting_up():
+            super().__init__(cfg=cfg)  # pyright: ignore[reportCallIssue]
         if self._settings.searches:
             check_limit(self._settings.memory_limit_bytes, self._device)
         self._consensus = Consensus()
@@ -102,7 +102,8 @@ class AdaptiveRecipe:
 
     def setup(self, cfg: DictConfig) -> None:
         """Set up as stock does, then build the trainer, which may search for the batch size. A collective."""
-        super().setup(cfg)  # pyright: ignore[reportAttributeAccessIssue]
+        with setting_up():
+            super().setup(cfg)  # pyright: ignore[reportAttributeAccessIssue]
         check_model(self._model, self._settings)
         self._activations = self.activations_handling_ctx = Activations(self.activations_handling_ctx)
         parts = RecipeParts(
@@ -157,15 +158,8 @@ class AdaptiveRecipe:
             dist.destroy_process_group()
 
     def _setup_data(self, *args: Any, **kwargs: Any) -> Any:
-        """Stock's, but data that cannot be loaded is refused in one sentence."""
-        try:
-            data = super()._setup_data(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        except (DatasetsError, OSError, StopIteration, ValueError) as error:  # StopIteration: an empty JSON file
-            raise InputError(f"`dataset` must be loadable and not empty, but failed: {reason_of(error)}.") from error
-        loader = data[-1] if isinstance(data, tuple) else data
-        if len(loader.dataset) == 0:
-            raise InputError("`dataset` must have samples, but has 0.")
-        return data
+        load = super()._setup_data  # pyright: ignore[reportAttributeAccessIssue]
+        return load_data(lambda: load(*args, **kwargs))
 
     def stepping(self) -> Stepping:
         """How the optimizers step."""

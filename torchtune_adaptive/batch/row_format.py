@@ -11,11 +11,11 @@ from torchtune.datasets import ConcatDataset, PackedDataset
 from tqdm import tqdm
 
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import InputError, reason_of
 
 Row: TypeAlias = dict[str, Any]
 
-_ANSWERS = ("chosen", "rejected")
+_ANSWERS, _PARTS = ("chosen", "rejected"), ("input_ids", "labels")
 _DRY_RUN_TOKENS = (16, 24)  # row lengths of the two batches of a dry run, which must differ in shape
 
 
@@ -23,9 +23,11 @@ class RowFormat(ABC):
     """Knows the keys of a data set's samples. Owns nothing.
 
     Attributes:
+        keys: that every sample has.
         sequences: that a sample has in a batch, all padded to the longest one.
     """
 
+    keys: tuple[str, ...] = ()
     sequences = 1
 
     @abstractmethod
@@ -78,6 +80,21 @@ class RowFormat(ABC):
         row = dict(dataset[0])
         return row if is_packed(dataset) else self.stretched(row, length)
 
+    def check_sample(self, dataset: Any) -> None:
+        """Check that the first sample is of this format.
+
+        Raises:
+            InputError: it cannot be made of the data, or is of another format.
+        """
+        try:
+            row = dataset[0]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InputError(f"`dataset` must give samples, but its first one fails: {reason_of(error)}.") from error
+        if not set(self.keys) <= set(row):
+            raise InputError(
+                f"`dataset` must give samples with {', '.join(self.keys)}, but its first one has {', '.join(row)}."
+            )
+
     def check_lengths(self, dataset: Any, *, max_tokens: int, consensus: Consensus) -> None:
         """Check that no sample is longer than ``max_tokens``, by reading the whole data set once. A collective.
 
@@ -123,6 +140,8 @@ class TokenRows(RowFormat):
         ignore_index: the label of tokens that do not count in the loss.
     """
 
+    keys = ("tokens", "labels")
+
     def __init__(self, ignore_index: int) -> None:
         self._ignore_index = ignore_index
 
@@ -148,6 +167,7 @@ class TokenRows(RowFormat):
 class PreferenceRows(RowFormat):
     """Pairs of a chosen and a rejected answer, as direct preference optimization has them."""
 
+    keys = tuple(f"{answer}_{part}" for answer in _ANSWERS for part in _PARTS)
     sequences = 2
 
     def num_tokens(self, row: Row) -> int:
@@ -159,7 +179,7 @@ class PreferenceRows(RowFormat):
     def stretched(self, row: Row, length: int) -> Row:
         longest = max(row["chosen_input_ids"], row["rejected_input_ids"], key=len)
         tokens = _repeated(longest, length)
-        return {f"{answer}_{part}": list(tokens) for answer in _ANSWERS for part in ("input_ids", "labels")}
+        return {f"{answer}_{part}": list(tokens) for answer in _ANSWERS for part in _PARTS}
 
     def shortened(self, row: Row, length: int) -> Row:
         return {name: values[:length] for name, values in row.items()}

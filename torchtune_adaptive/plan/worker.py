@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
 from torchtune_adaptive.batch.row_format import check_row_length
-from torchtune_adaptive.errors import InputError, reason_of
+from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.memory.timeline import Timeline, sum_of_timelines
 from torchtune_adaptive.plan.calibration import make_trainer
 from torchtune_adaptive.plan.fake_recipe import FakeRecipe
@@ -26,6 +26,7 @@ from torchtune_adaptive.plan.layer_extrapolation import extrapolate_layers
 from torchtune_adaptive.plan.step_peaks import StepLines, StepPeaks, TracedStep
 from torchtune_adaptive.plan.trace import CUDA_GRANULARITY_BYTES, StepTrace
 from torchtune_adaptive.search.strategies import SMALL_BATCH_SIZES
+from torchtune_adaptive.stock.set_up import setting_up
 
 # The first and the last layer differ from those between, and in some models every second layer differs from its
 # neighbours.
@@ -181,14 +182,8 @@ class StepTracer:
     def _recipe(self, num_layers: int | None) -> FakeRecipe:
         """The recipe with a model of ``num_layers`` layers (None: all), which is built only once."""
         if num_layers is None or num_layers not in self._recipes:
-            try:
+            with setting_up():
                 recipe = FakeRecipe(self._cfg, world_size=self._world_size, num_layers=num_layers)
-            except InputError:
-                raise
-            except Exception as error:  # the config's components can be anybody's code and raise anything
-                raise InputError(
-                    f"The config must be one that its recipe can set up, but failed: {reason_of(error)}."
-                ) from error
             num_layers = num_layers or recipe.num_layers
             self._recipes[num_layers] = recipe
         return self._recipes[num_layers]

@@ -9,7 +9,7 @@ from torch import nn
 from torchtune.modules.model_fusion import DeepFusionModel, EarlyFusionModel
 
 from torchtune_adaptive.batch.noise_scale import MeasuredSchedule
-from torchtune_adaptive.errors import InputError, quote
+from torchtune_adaptive.errors import InputError, quote, require_integer
 from torchtune_adaptive.settings import AdaptiveSettings
 
 # Settings that only our own training loop can follow.
@@ -30,6 +30,7 @@ def check_options(cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int) ->
     """
     if settings.searches:
         _check_searchable(cfg)
+    _check_numbers(cfg)
     _check_installed(cfg)
     _check_offloading(cfg)
     _check_steps_after_backward(cfg, settings)
@@ -87,6 +88,16 @@ def check_model(model: nn.Module, settings: AdaptiveSettings) -> None:
             "`model` must be a text model for a search of the batch size, whose probes have no images,"
             f" but is a {kind.__name__} instead."
         )
+
+
+def _check_numbers(cfg: DictConfig) -> None:
+    """Refuse numbers with which torchtune would fail later, or train another way than meant."""
+    for name, minimum in (("batch_size", 1), ("gradient_accumulation_steps", 1), ("fake_quant_after_n_steps", 0)):
+        if cfg.get(name) is not None:
+            require_integer(name, cfg[name], minimum=minimum)
+    ratio = cfg.get("kd_ratio", 0)
+    if not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
+        raise InputError(f"`kd_ratio` must be in [0, 1], but is {quote(ratio)} instead.")
 
 
 def _check_installed(cfg: DictConfig) -> None:
