@@ -26,7 +26,8 @@ from torchtune_adaptive.search.strategies import SMALL_BATCH_SIZES, SearchResult
 from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.stock.configs import is_lora
 from torchtune_adaptive.training.objectives import Loss
-from torchtune_adaptive.training.train_step import StepResult, TrainStep
+from torchtune_adaptive.training.step_figures import StepResult
+from torchtune_adaptive.training.train_step import TrainStep
 
 
 class Watch:

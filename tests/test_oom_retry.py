@@ -27,7 +27,8 @@ from torchtune_adaptive.testing import Fault
 from torchtune_adaptive.training.objectives import Loss
 from torchtune_adaptive.training.oom_retry import OomRetry, Run
 from torchtune_adaptive.training.optimizers import OptimizerStep
-from torchtune_adaptive.training.train_step import StepSums, TrainStep
+from torchtune_adaptive.training.step_figures import StepSums
+from torchtune_adaptive.training.train_step import TrainStep
 
 CPU = torch.device("cpu")
 FAULT = "OutOfMemoryError: CUDA out of memory (a fault on purpose)"

@@ -7,7 +7,7 @@ import torch
 from torchtune.rlhf.loss import DPOLoss
 
 from torchtune_adaptive.training.preference import Preference
-from torchtune_adaptive.training.train_step import StepSums
+from torchtune_adaptive.training.step_figures import StepSums
 
 IGNORED = -100
 VOCABULARY = 5

@@ -15,8 +15,8 @@ from torchtune_adaptive.batch.noise_scale import GradientNorms, gradient_noise_s
 from torchtune_adaptive.batch.row_format import TokenRows
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.training.step_figures import StepResult
 from torchtune_adaptive.training.step_log import StepLog
-from torchtune_adaptive.training.train_step import StepResult
 
 RESULT = StepResult(loss=0.5, weight=30.0, num_tokens=1200, metrics={}, grad_norm=None)
 ALWAYS = {"loss", "lr", "tokens_per_second_per_gpu", "global_batch_size", "padding", "oom_retries"}

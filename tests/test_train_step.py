@@ -26,7 +26,8 @@ from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.stock.activations import Activations
 from torchtune_adaptive.training.objectives import Loss, NextToken, Objective
 from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep, Stepping
-from torchtune_adaptive.training.train_step import StepResult, StepSums, TrainStep
+from torchtune_adaptive.training.step_figures import StepResult, StepSums
+from torchtune_adaptive.training.train_step import TrainStep
 
 CPU = torch.device("cpu")
 W, LR = 2.0, 0.5

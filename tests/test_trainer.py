@@ -43,8 +43,9 @@ from torchtune_adaptive.training.optimizers import OptimizerStep
 from torchtune_adaptive.training.profiling import StepProfiler
 from torchtune_adaptive.training.record import RunRecord
 from torchtune_adaptive.training.run_state import AdaptiveState, read_state, state_path
+from torchtune_adaptive.training.step_figures import StepSums
 from torchtune_adaptive.training.step_log import StepLog
-from torchtune_adaptive.training.train_step import StepSums, TrainStep
+from torchtune_adaptive.training.train_step import TrainStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
 

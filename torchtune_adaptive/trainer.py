@@ -18,8 +18,9 @@ from torchtune_adaptive.training.oom_retry import OomRetry
 from torchtune_adaptive.training.profiling import StepProfiler
 from torchtune_adaptive.training.record import RunRecord
 from torchtune_adaptive.training.run_state import AdaptiveState
+from torchtune_adaptive.training.step_figures import StepResult
 from torchtune_adaptive.training.step_log import StepLog
-from torchtune_adaptive.training.train_step import StepResult, TrainStep
+from torchtune_adaptive.training.train_step import TrainStep
 
 log = utils.get_logger("DEBUG")
 

@@ -24,7 +24,8 @@ from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.search.find import NOTHING_FITS_ADVICE
 from torchtune_adaptive.search.sizes import MicroBatches, probe_batch
 from torchtune_adaptive.text import ranks_text
-from torchtune_adaptive.training.train_step import StepFigures, StepSums, TrainStep
+from torchtune_adaptive.training.step_figures import StepFigures, StepSums
+from torchtune_adaptive.training.train_step import TrainStep
 
 log = utils.get_logger("DEBUG")
 

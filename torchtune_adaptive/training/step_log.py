@@ -8,7 +8,8 @@ from torchtune import training
 from torchtune_adaptive.batch.growth import BatchGrowth
 from torchtune_adaptive.batch.loader import StepLoader
 from torchtune_adaptive.training.oom_retry import OomRetry
-from torchtune_adaptive.training.train_step import StepResult, TrainStep
+from torchtune_adaptive.training.step_figures import StepResult
+from torchtune_adaptive.training.train_step import TrainStep
 
 
 class StepLog:
