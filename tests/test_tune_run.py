@@ -6,9 +6,13 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
+from tests.ppo_runs import make_reward_model, ppo_config
+from tests.recipe_runs import RECIPES, SHALLOW, shallow_assets, tiny_config
 from torchtune_adaptive.tiny import MODEL_GEOMETRY
 
 REPOSITORY = Path(__file__).parent.parent
@@ -77,6 +81,26 @@ def test_stock_tune_run_searches_and_trains(whose: str, kind: str, ranks: int, t
     assert report["seq_len"] == 128
     assert report["batch_size"] == report["history"][0]["batch_size"] >= 4
     assert list((tmp_path / "out" / "epoch_0").iterdir())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", [*RECIPES, "ppo"])
+def test_stock_tune_run_starts_every_recipe(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
+    assets, search = shallow_assets(tiny_dir), {"memory_limit": "256MiB", "max_batch_size": 4}
+    options: dict[str, Any] = {"use_maximum_batch_size": True, "adaptive": search}
+    options["metric_logger"] = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(tmp_path)}
+    if kind == "ppo":
+        make_reward_model(assets)
+        recipe, cfg = "adaptive_ppo_full_finetune_single_device", ppo_config(assets, tmp_path, **options)
+    else:
+        options |= SHALLOW | {"epochs": 1, "max_steps_per_epoch": 2, "tokenizer__max_seq_len": 64}
+        recipe, cfg = RECIPES[kind][0], tiny_config(kind, assets, tmp_path, **options)
+    OmegaConf.save(cfg, tmp_path / "config.yaml")
+    launcher = [] if recipe.endswith("single_device") else ["--nproc_per_node", "2"]
+    run = tune_run(*launcher, recipe, "--config", str(tmp_path / "config.yaml"), directory=tmp_path)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert (tmp_path / "adaptive_batch.json").exists()
+    assert list((tmp_path / "epoch_0").iterdir())
 
 
 def test_on_a_single_device_stock_tune_run_searches_and_trains(tiny_dir: Path, tmp_path: Path) -> None:
