@@ -23,6 +23,7 @@ from torchtune.rlhf import Trajectory
 
 from torchtune_adaptive.batch.row_format import TokenRows, check_row_length
 from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.distributed.snapshot import keep_random_states
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.launch import launch_on_one_device, run_recipe
 from torchtune_adaptive.search.turn_sizes import TurnSizes, find_turn_sizes
@@ -58,7 +59,10 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         if self._settings.oom_recovery:
             log_no_recovery(WHY_UNRECOVERABLE)
         if self._settings.searches:
-            sizes = self._find_sizes()
+            with keep_random_states(), self._kept_as_it_is():
+                sizes = self._find_sizes()
+            if cfg.get("compile", False):
+                torch.compiler.reset()  # what was compiled for probes would make training's own sizes dynamic ones
             self._use(sizes.generated, sizes.trained)
             searches = {name: asdict(found) for name, found in sizes.searches.items()}
             steps = self._gradient_accumulation_steps
@@ -68,9 +72,10 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
     def _find_sizes(self) -> TurnSizes:
         """The largest sizes whose turn fits, on prompts of the greatest length. Leaves no trace."""
         models = [self._policy_model, self._value_model, self._ref_policy_model, self._reward_model]
-        consensus = Consensus()
-        prompt = TokenRows(CROSS_ENTROPY_IGNORE_IDX).worst_case(
-            self._dataloader.dataset,
+        consensus, rows, dataset = Consensus(), TokenRows(CROSS_ENTROPY_IGNORE_IDX), self._dataloader.dataset
+        rows.check_sample(dataset)
+        prompt = rows.worst_case(
+            dataset,
             seq_len=self._settings.seq_len,
             tokenizer_max_seq_len=getattr(self._tokenizer, "max_seq_len", None),
             consensus=consensus,
@@ -89,15 +94,14 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             forget=self._forget,
         )
         prompts = [prompt] * self.batch_size
-        with self._kept_as_it_is():
-            sizes = find_turn_sizes(
-                lambda generated, trained: self._turn(prompts, generated, trained),
-                workload,
-                self._settings,
-                answers=self.batch_size,
-                answers_per_step=self._ppo_batch_size,
-                seq_len=seq_len,
-            )
+        sizes = find_turn_sizes(
+            lambda generated, trained: self._turn(prompts, generated, trained),
+            workload,
+            self._settings,
+            answers=self.batch_size,
+            answers_per_step=self._ppo_batch_size,
+            seq_len=seq_len,
+        )
         if self._optimizer_in_bwd and sizes.trained < self._ppo_batch_size:
             raise InputError(
                 f"`ppo_batch_size` must be at most {sizes.trained}, which fit at once, with `optimizer_in_bwd`,"

@@ -118,7 +118,10 @@ def _search_in_backward(assets: Path, output_dir: Path) -> dict[str, Any]:
     )
     with pytest.raises(InputError) as refused:
         _recipe(ppo_config(assets, output_dir, **options, **SEARCHING))
+    recipe = _recipe(ppo_config(assets, output_dir, **options))
+    trained = [*recipe._policy_model.parameters(), *recipe._value_model.parameters()]
     return {
+        "saved": (len(recipe._optim_ckpt_wrapper.state_dict()), len(trained)),
         "used": sizes,
         "steps": (steps, told_steps),
         "parameters equal": same_bits(parameters, told_parameters),
@@ -131,6 +134,7 @@ def test_optimizers_that_step_in_backward_leave_no_trace_and_need_a_step_that_fi
 ) -> None:
     found = run_alone(_search_in_backward, assets, tmp_path)
     assert found["used"] == (12, 12)
+    assert found["saved"] == (42, 42)
     steps, told = found["steps"]
     assert steps == told
     assert found["parameters equal"]

@@ -45,7 +45,7 @@ def _figures(steps: list[dict[str, float]]) -> list[tuple[float, ...]]:
 
 def _search_then_train(tiny_dir: Path, output_dir: Path, **settings: Any) -> dict[str, Any]:
     """Once with a search, once told the size that it found; dropout makes the random state visible in every loss."""
-    common: dict[str, Any] = SHALLOW | {"epochs": 2, "max_steps_per_epoch": 5, "tokenizer__max_seq_len": 128}
+    common: dict[str, Any] = SHALLOW | {"epochs": 2, "max_steps_per_epoch": 3, "tokenizer__max_seq_len": 64}
     common["model__lora_dropout"] = 0.1
     limit = {"memory_limit": "96MiB"}
     recipe_class = without_saving(adaptive_recipe("lora"))
@@ -71,9 +71,9 @@ def _search_then_train(tiny_dir: Path, output_dir: Path, **settings: Any) -> dic
 
 def _all_strategies(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     found = {}
-    common: dict[str, Any] = SHALLOW | {"gradient_accumulation_steps": 2}
+    common: dict[str, Any] = SHALLOW | {"gradient_accumulation_steps": 2, "tokenizer__max_seq_len": 64}
     for strategy in ("linear_extrapolation", "binary_search", "decrease_until_oom"):
-        adaptive = {"strategy": strategy, "memory_limit": LIMIT, "max_batch_size": 40}
+        adaptive = {"strategy": strategy, "memory_limit": "32MiB", "max_batch_size": 40}
         searching = common | {"use_maximum_batch_size": True, "adaptive": adaptive}
         recipe = set_up(adaptive_recipe("full"), tiny_config("full", tiny_dir, output_dir / strategy, **searching))
         found[strategy] = recipe.trainer.sizes.result
@@ -99,7 +99,7 @@ def _metered_peaks(recipe: Any, batch_size: int) -> list[int]:
     )
     peaks = []
     for rows in (1, batch_size, batch_size + 1):
-        row = {"tokens": list(range(256)), "labels": list(range(256))}
+        row = {"tokens": list(range(64)), "labels": list(range(64))}
         meter.reset()
         with meter, keep_random_states():
             step([[row] * rows] * 2)
@@ -114,7 +114,7 @@ def _grow(tiny_dir: Path, output_dir: Path) -> list[dict[str, float]]:
         "batch_increase_function": GROWING,
         "dataset__split": "train[:48]",
         "lr_scheduler__num_warmup_steps": 5,
-        "tokenizer__max_seq_len": 128,
+        "tokenizer__max_seq_len": 64,
     }
     growing["adaptive"] = {"memory_limit": "160MiB", "power_of_two": False, "max_batch_size": 6}
     steps, _, _ = finished(
@@ -148,7 +148,7 @@ def test_a_search_that_times_steps_leaves_no_trace_and_training_equals_a_run_tol
     assert ranks[0]["found"][1] > 1
     assert ranks[0]["timed"] == [8, 4, 2, 1]
     searched, told = ranks[0]["steps"]
-    assert len(told) == 10
+    assert len(told) == 6
     assert searched == told
     for rank in ranks:
         assert rank["noted"]["parameters"] > 0
