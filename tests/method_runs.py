@@ -46,6 +46,7 @@ COMMON: dict[str, Any] = SHALLOW | {
     "lr_scheduler__num_warmup_steps": 1,
     "adaptive__memory_limit": None,
 }
+QUICK: dict[str, Any] = {"oom_recovery": False}  # whose dry runs take a third of a short run
 # Figures that stock logs of the last micro-batch, or summed over ranks.
 LOGGED_OTHERWISE = {"lora_dpo": {"loss"}, "lora_kd": {"loss", "class_loss", "kd_loss"}}
 
@@ -81,14 +82,14 @@ class Trials:
         limit_bytes = self._limit_bytes()
         recipes = []
         for strategy in strategies:
-            adaptive = {"memory_limit": limit_bytes, "margin": 0.0, "power_of_two": False}
+            adaptive = QUICK | {"memory_limit": limit_bytes, "margin": 0.0, "power_of_two": False}
             adaptive |= {"strategy": strategy, "max_batch_size": 20}
             cfg = self._config(use_maximum_batch_size=True, max_steps_per_epoch=2, adaptive=adaptive, **self._dropout)
             recipes.append(set_up(self._silent, cfg))
         searched = recipes[-1]
         after_search = everything(searched)
         steps, parameters = trained(searched)
-        common = self._dropout | {"batch_size": ROWS_THAT_FIT, "adaptive__memory_limit": limit_bytes}
+        common = self._dropout | {"batch_size": ROWS_THAT_FIT, "adaptive": QUICK | {"memory_limit": limit_bytes}}
         cfg = self._config(max_steps_per_epoch=2, **common)
         told = set_up(self._silent, cfg)
         traces = differences(after_search, everything(told))
@@ -103,7 +104,7 @@ class Trials:
     def growth(self) -> list[float]:
         """The batch sizes of a run whose batch grows by two rows at each of three epochs."""
         growing = {"_component_": "torchtune_adaptive.schedule.linear", "increment": 2}
-        adaptive = {"memory_limit": "256MiB", "max_batch_size": 6, "power_of_two": False}
+        adaptive = QUICK | {"memory_limit": "256MiB", "max_batch_size": 6, "power_of_two": False}
         cfg = self._config(epochs=3, max_steps_per_epoch=1, batch_increase_function=growing, adaptive=adaptive)
         steps, _, _ = finished(self._silent, cfg)
         return [step["batch_size"] for step in steps]
@@ -165,7 +166,7 @@ class Trials:
         }
         found = {}
         for name, (rows, adaptive) in ways.items():
-            adaptive = {"memory_limit": None, "global_batch_size": 10} | adaptive
+            adaptive = QUICK | {"memory_limit": None, "global_batch_size": 10} | adaptive
             cfg = self._config(batch_size=rows, max_steps_per_epoch=4, optimizer__lr=1e-3, adaptive=adaptive)
             steps, _, recipe = finished(self._silent, cfg)
             found[name] = ([step["loss"] for step in steps], str(recipe.trainer.micro_batches.limit))

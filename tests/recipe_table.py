@@ -55,7 +55,7 @@ def row_of_ppo() -> list[str]:
 
     cells = {
         "as stock": named(test_ppo.test_a_search_leaves_no_trace_and_training_equals_stock_told_the_sizes),
-        "search, no trace": named(test_ppo.test_every_strategy_finds_what_torchtunes_own_loop_fits),
+        "search, no trace": named(test_ppo.test_a_search_finds_what_torchtunes_own_loop_fits),
         "growth": refused({"batch_increase_function": GROWTH}),
         "recovery": f"none: {ppo.WHY_UNRECOVERABLE}",
         "resume": "torchtune's own, after a search anew",

@@ -160,7 +160,7 @@ def strategy(request: pytest.FixtureRequest) -> Strategy:
 # ---- what is found
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 32, MOST_ROWS])
+@pytest.mark.parametrize("rows", [1, 5, MOST_ROWS])
 def test_every_strategy_finds_what_exhaustive_search_finds(
     measured: tuple[type[Loop], list[int]], strategy: Strategy, rows: int
 ) -> None:

@@ -102,6 +102,7 @@ def _search(rank: int, tiny_dir: Path, directory: Path) -> int:
     return searched(recipe, workload_of(recipe), STRATEGIES[0], 1 << 30).exact_batch_size
 
 
+@pytest.mark.exhaustive
 def test_searches_go_as_far_as_the_benchmark_compares(tiny_dir: Path, tmp_path: Path) -> None:
     assert config_of(CASES["full"], tiny_dir, tmp_path).batch_size < MOST_ROWS
     write_checkpoint(config_of(CASES["full"], tiny_dir, tmp_path))

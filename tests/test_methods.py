@@ -10,9 +10,9 @@ from tests.method_runs import LOGGED_OTHERWISE, ROWS_THAT_FIT, STRATEGIES, Trial
 from tests.ranks import run_alone, run_on_ranks
 from tests.recipe_runs import RECIPES, shallow_assets
 
-# Of finetuning, which other files test at length, these trials are among the exhaustive ones.
-FINETUNING = ("full", "lora", "full_single", "lora_single")
-KINDS = [pytest.param(kind, marks=pytest.mark.exhaustive) if kind in FINETUNING else kind for kind in RECIPES]
+# Finetuning has files of its own, and QAT with LoRA is made of two others: among the exhaustive tests.
+ELSEWHERE = ("full", "lora", "full_single", "lora_single", "lora_qat")
+KINDS = [pytest.param(kind, marks=pytest.mark.exhaustive) if kind in ELSEWHERE else kind for kind in RECIPES]
 MEANS = ("rewards/", "log_probs/", "logits/")  # stock takes means of means
 
 
@@ -140,7 +140,7 @@ def test_global_batch(kind: str, cut: str, outcomes: Any) -> None:
 
 # ---- with optimizers that step within backward
 
-STEPS_IN_BACKWARD = ["full", "full_single", "full_qat"]
+STEPS_IN_BACKWARD = [pytest.param("full", marks=pytest.mark.exhaustive), "full_single", "full_qat"]
 
 
 def _trials_in_backward(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:

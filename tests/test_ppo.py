@@ -62,9 +62,9 @@ def _trained(cfg: DictConfig, *, stock: bool = False) -> tuple[list[dict[str, fl
     return steps, local_parameters(_models(recipe)), sizes
 
 
-def _search(assets: Path, output_dir: Path) -> dict[str, Any]:
+def _search(assets: Path, output_dir: Path, strategies: tuple[str, ...]) -> dict[str, Any]:
     found = {}
-    for strategy in STRATEGIES:
+    for strategy in strategies:
         _recipe(ppo_config(assets, output_dir, **SEARCHING, adaptive__strategy=strategy))
         found[strategy] = json.loads((output_dir / REPORT_NAME).read_text())
     steps, parameters, sizes = _trained(ppo_config(assets, output_dir, **SEARCHING))
@@ -88,17 +88,28 @@ def assets(tiny_dir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def searched(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_alone(_search, assets, tmp_path_factory.mktemp("ppo"))
+    return run_alone(_search, assets, tmp_path_factory.mktemp("ppo"), ("binary_search",))
 
 
-def test_every_strategy_finds_what_torchtunes_own_loop_fits(searched: dict[str, Any]) -> None:
-    for report in searched["found"].values():
-        assert {key: report[key] for key in _told(6, 2)} == _told(6, 2)
+def test_a_search_finds_what_torchtunes_own_loop_fits(searched: dict[str, Any]) -> None:
+    _check_sizes(searched)
     probes = searched["found"]["binary_search"]["searches"]["trained"]["probes"]
     (probe_bytes,) = [probe["peak_bytes"] for probe in probes if probe["batch_size"] == 2]
     assert -LABEL_BYTES <= probe_bytes - searched["peaks"][1, 2] <= TOKEN_BYTES
     assert searched["peaks"][1, 2] <= LIMIT_BYTES < searched["peaks"][1, 3]
     assert searched["peaks"][12, 1] > LIMIT_BYTES
+
+
+def _check_sizes(searched: dict[str, Any]) -> None:
+    for report in searched["found"].values():
+        assert {key: report[key] for key in _told(6, 2)} == _told(6, 2)
+
+
+@pytest.mark.exhaustive
+def test_every_strategy_finds_the_same_sizes(assets: Path, tmp_path: Path) -> None:
+    found = run_alone(_search, assets, tmp_path, STRATEGIES)
+    assert list(found["found"]) == list(STRATEGIES)
+    _check_sizes(found)
 
 
 def test_a_search_leaves_no_trace_and_training_equals_stock_told_the_sizes(searched: dict[str, Any]) -> None:

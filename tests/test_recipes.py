@@ -73,7 +73,7 @@ def _all_strategies(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     found = {}
     common: dict[str, Any] = SHALLOW | {"gradient_accumulation_steps": 2, "tokenizer__max_seq_len": 64}
     for strategy in ("linear_extrapolation", "binary_search", "decrease_until_oom"):
-        adaptive = {"strategy": strategy, "memory_limit": "32MiB", "max_batch_size": 40}
+        adaptive = {"strategy": strategy, "memory_limit": "32MiB", "max_batch_size": 40, "oom_recovery": False}
         searching = common | {"use_maximum_batch_size": True, "adaptive": adaptive}
         recipe = set_up(adaptive_recipe("full"), tiny_config("full", tiny_dir, output_dir / strategy, **searching))
         found[strategy] = recipe.trainer.sizes.result

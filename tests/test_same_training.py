@@ -66,6 +66,7 @@ def _train(
         overrides, faults = WAYS[way]
         common: dict[str, Any] = SHALLOW | {
             "adaptive__memory_limit": None,
+            "adaptive__oom_recovery": bool(faults),
             "adaptive__global_batch_size": 2 * rows,
             "max_steps_per_epoch": min(num_steps, 3),
             "epochs": num_steps // min(num_steps, 3),

@@ -50,7 +50,7 @@ def _size_all(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, dict[str
 
     with mock.patch.object(sizes, "tokens_per_second", _rates), mock.patch.object(assembly, "starting_point", start):
         for name, (keys, settings) in SET_UPS.items():
-            adaptive = {"memory_limit": UNEQUAL[rank]} | settings
+            adaptive = {"memory_limit": UNEQUAL[rank], "oom_recovery": name == "tokens"} | settings
             recipe = set_up(
                 recipe_class, tiny_config("full", tiny_dir, output_dir, **common, **keys, adaptive=adaptive)
             )
