@@ -20,6 +20,7 @@ from tests.recipe_runs import (
     adaptive_recipe,
     finished,
     local_parameters,
+    metered_peaks,
     meters_of_recipes,
     resuming_config,
     same_bits,
@@ -30,11 +31,7 @@ from tests.recipe_runs import (
     with_micro_batches,
     without_saving,
 )
-from torchtune_adaptive.distributed.snapshot import keep_random_states
-from torchtune_adaptive.memory.devices import meter_for
-from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.testing import Fault, faults_in
-from torchtune_adaptive.training.train_step import TrainStep
 
 ROWS_THAT_FIT = 6
 STRATEGIES = ("linear_extrapolation", "binary_search", "decrease_until_oom")
@@ -187,23 +184,8 @@ class Trials:
     def _limit_bytes(self) -> int:
         """A limit that ``ROWS_THAT_FIT`` rows keep to and one more does not, by the peaks of metered steps."""
         recipe = set_up(self._silent, self._config(**self._dropout))
-        trainer, rows = recipe.trainer, recipe.row_format()
-        meter = meter_for(recipe._device, torch.nn.ModuleList(recipe.models()), recipe.stepping().optimizers)
-        step = TrainStep(
-            recipe.objective(as_stock=True),
-            recipe.stepping(),
-            collate=recipe._dataloader.collate_fn,
-            device=recipe._device,
-            phases=Phases(recipe.models(), meter),
-            meter=None,
-        )
-        row = rows.stretched(trainer.loader.dataset[0], 64)
-        peaks = []
-        for size in (1, ROWS_THAT_FIT, ROWS_THAT_FIT + 1):
-            meter.reset()
-            with meter, keep_random_states():
-                step([[row] * size])
-            peaks.append(meter.peak_bytes)
+        row = recipe.row_format().stretched(recipe.trainer.loader.dataset[0], 64)
+        peaks = metered_peaks(recipe, row, (1, ROWS_THAT_FIT, ROWS_THAT_FIT + 1))
         return sum(peaks[1:]) // 2
 
     def _operations(self) -> int:

@@ -1,7 +1,7 @@
 """Run recipes, ours and the stock ones, inside a test's own process and see every logged step and the end state."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,12 @@ from torchtune import training
 from torchtune.training.metric_logging import MetricLoggerInterface
 
 from torchtune_adaptive import assembly
+from torchtune_adaptive.distributed.snapshot import keep_random_states
 from torchtune_adaptive.memory.devices import meter_for
+from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.stock.configs import resolve_config_argument
 from torchtune_adaptive.tiny import DATA_NAME, MODEL_GEOMETRY, MODEL_NAME, PAIRS_NAME, TOKENIZER_NAME
+from torchtune_adaptive.training.train_step import TrainStep
 
 Step = dict[str, float]
 RECIPES = {
@@ -221,3 +224,24 @@ def local_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     """Whether both hold the same tensors, bit for bit."""
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def metered_peaks(recipe: Any, row: Any, sizes: Sequence[int], *, micro_steps: int = 1) -> list[int]:
+    """The peaks of whole steps of so many times ``row``. The step of the first size makes the optimizers' state too."""
+    models, optimizers = recipe.models(), recipe.stepping().optimizers
+    meter = meter_for(recipe._device, torch.nn.ModuleList(models), optimizers)
+    step = TrainStep(
+        recipe.objective(as_stock=True),
+        recipe.stepping(),
+        collate=recipe._dataloader.collate_fn,
+        device=recipe._device,
+        phases=Phases(models, meter),
+        meter=None,
+    )
+    peaks = []
+    for size in sizes:
+        meter.reset()
+        with meter, keep_random_states():
+            step([[row] * size] * micro_steps)
+        peaks.append(meter.peak_bytes)
+    return peaks

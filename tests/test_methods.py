@@ -10,8 +10,8 @@ from tests.method_runs import LOGGED_OTHERWISE, ROWS_THAT_FIT, STRATEGIES, Trial
 from tests.ranks import run_alone, run_on_ranks
 from tests.recipe_runs import RECIPES, shallow_assets
 
-# Finetuning has files of its own, and QAT with LoRA is made of two others: among the exhaustive tests.
-ELSEWHERE = ("full", "lora", "full_single", "lora_single", "lora_qat")
+# Finetuning has files of its own, and the other three are made of what those left have: among the exhaustive tests.
+ELSEWHERE = ("full", "lora", "full_single", "lora_single", "lora_dpo", "lora_kd_single", "lora_qat")
 KINDS = [pytest.param(kind, marks=pytest.mark.exhaustive) if kind in ELSEWHERE else kind for kind in RECIPES]
 MEANS = ("rewards/", "log_probs/", "logits/")  # stock takes means of means
 
@@ -71,6 +71,7 @@ def _check_parity(kind: str, ranks: list[dict[str, Any]], *, accumulation: int) 
                 assert step[name] == pytest.approx(stock_step[name], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_the_loss_of_lora_dpo_is_the_mean_over_ranks_where_stock_logs_their_sum(outcomes: Any) -> None:
     stock_steps, steps = outcomes("lora_dpo")[0]["parity"]["steps"]
     assert [2 * step["loss"] for step in steps] == [step["loss"] for step in stock_steps]

@@ -20,6 +20,7 @@ from tests.recipe_runs import (
     Step,
     adaptive_recipe,
     finished,
+    metered_peaks,
     same_bits,
     set_up,
     shallow_assets,
@@ -28,13 +29,10 @@ from tests.recipe_runs import (
     without_saving,
 )
 from torchtune_adaptive import trainer
-from torchtune_adaptive.distributed.snapshot import keep_random_states
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.memory.devices import meter_for
-from torchtune_adaptive.memory.phases import Phases
-from torchtune_adaptive.training.train_step import TrainStep
 
 LIMIT = "64MiB"
+LONGEST = {"tokens": list(range(64)), "labels": list(range(64))}  # as long as the tokenizer lets rows become
 GROWING = {"_component_": "torchtune_adaptive.schedule.linear", "increment": 2}
 
 
@@ -79,32 +77,12 @@ def _all_strategies(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
         found[strategy] = recipe.trainer.sizes.result
     cfg = tiny_config("full", tiny_dir, output_dir, **common, adaptive__memory_limit=None)
     result = found["binary_search"]
+    sizes = (1, result.exact_batch_size, result.exact_batch_size + 1)
     return {
         "found": found,
-        "peaks": _metered_peaks(set_up(adaptive_recipe("full"), cfg), result.exact_batch_size),
+        "peaks": metered_peaks(set_up(adaptive_recipe("full"), cfg), LONGEST, sizes, micro_steps=2)[1:],
         "may": result.memory_limit_bytes * (1 - result.margin),
     }
-
-
-def _metered_peaks(recipe: Any, batch_size: int) -> list[int]:
-    """Peaks of steps of ``batch_size`` rows and of one more, on the longest rows, with the optimizer state there."""
-    meter = meter_for(recipe._device, recipe._model, [recipe._optimizer])
-    step = TrainStep(
-        recipe.objective(as_stock=True),
-        recipe.stepping(),
-        collate=recipe._dataloader.collate_fn,
-        device=recipe._device,
-        phases=Phases(recipe.models(), meter),
-        meter=None,
-    )
-    peaks = []
-    for rows in (1, batch_size, batch_size + 1):
-        row = {"tokens": list(range(64)), "labels": list(range(64))}
-        meter.reset()
-        with meter, keep_random_states():
-            step([[row] * rows] * 2)
-        peaks.append(meter.peak_bytes)
-    return peaks[1:]
 
 
 def _grow(tiny_dir: Path, output_dir: Path) -> list[dict[str, float]]:

@@ -114,6 +114,7 @@ def test_on_a_single_device_stock_tune_run_searches_and_trains(tiny_dir: Path, t
     assert list((tmp_path / "out" / "epoch_0").iterdir())
 
 
+@pytest.mark.exhaustive
 def test_two_processes_of_a_single_device_recipe_are_refused_in_one_sentence(tiny_dir: Path, tmp_path: Path) -> None:
     overrides = [f"tiny_dir={tiny_dir}", f"output_dir={tmp_path / 'out'}"]
     recipe = "adaptive_full_finetune_single_device"
