@@ -109,6 +109,7 @@ def test_searches_go_as_far_as_the_benchmark_compares(tiny_dir: Path, tmp_path: 
     assert run_on_ranks(_search, RANKS, tiny_dir, tmp_path) == [MOST_ROWS] * RANKS
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", CASES)
 def test_every_phase_of_a_step_needs_what_was_forecast_to_the_byte(kind: str, forecasts_and_steps: Any) -> None:
     forecasts, (first, _) = forecasts_and_steps
@@ -122,17 +123,20 @@ def test_every_phase_of_a_step_needs_what_was_forecast_to_the_byte(kind: str, fo
         assert peaks.peak_bytes(probe.batch_size) == probe.peak_bytes
 
 
+@pytest.mark.exhaustive
 def test_many_layers_are_forecast_from_few(forecasts_and_steps: Any) -> None:
     forecasts, _ = forecasts_and_steps
     assert max(forecasts["full"].traced_layers) < forecasts["full"].num_layers == FULL["model"]["num_layers"]
 
 
+@pytest.mark.exhaustive
 def test_no_rank_needs_more_than_the_first_one(forecasts_and_steps: Any) -> None:
     _, (first, second) = forecasts_and_steps
     for kind in CASES:
         assert all(theirs.peak_bytes <= ours.peak_bytes for ours, theirs in zip(first[kind], second[kind], strict=True))
 
 
+@pytest.mark.exhaustive
 def test_the_benchmark_reports_all_that_is_not_as_it_should_be(forecasts_and_steps: Any) -> None:
     forecasts, (first, second) = forecasts_and_steps
     limit_bytes = limit_for(int(forecasts["lora"].peaks[0].peak_bytes(5)))
