@@ -3,11 +3,14 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import adaptive_ppo_full_finetune_single_device as ppo
 import pytest
+import torch
 from omegaconf import DictConfig
 from torch import nn
+from torchtune.modules import KVCache, attention
 
 from tests.ppo_runs import ANSWERS_PER_STEP, PROMPT_TOKENS, make_reward_model, ppo_config
 from tests.ranks import run_alone
@@ -152,6 +155,31 @@ def test_optimizers_that_step_in_backward_leave_no_trace_and_need_a_step_that_fi
     assert found["refused"] == (
         "`ppo_batch_size` must be at most 4, which fit at once, with `optimizer_in_bwd`, but is 12 instead."
     )
+
+
+def _out_of_memory_among_caches(assets: Path, output_dir: Path) -> bool:
+    """Whether a cache was left by a turn that ran out of memory as the second layer's was made."""
+    recipe = _recipe(ppo_config(assets, output_dir, max_generated_tokens=2))
+    prompts = torch.ones(1, 4, dtype=torch.long)
+    made: list[KVCache] = []
+
+    def cache(*args: Any, **kwargs: Any) -> KVCache:
+        if made:
+            raise torch.OutOfMemoryError("no room for a cache")
+        made.append(KVCache(*args, **kwargs))
+        return made[0]
+
+    with mock.patch.object(attention, "KVCache", cache), pytest.raises(torch.OutOfMemoryError):
+        recipe.generate_trajectory(prompts)
+    was_left = recipe._policy_model.caches_are_setup()
+    recipe._forget()
+    recipe._use(1, 1)
+    recipe.generate_trajectory(prompts)  # which refuses a cache that is there
+    return was_left
+
+
+def test_a_cache_that_a_failed_turn_left_is_dropped(assets: Path, tmp_path: Path) -> None:
+    assert run_alone(_out_of_memory_among_caches, assets, tmp_path)
 
 
 @pytest.mark.parametrize(
