@@ -39,8 +39,9 @@ def table() -> str:
     """The table in Markdown, one row for each recipe."""
     rows = [["recipe", *FEATURES, "`optimizer_in_bwd`"], ["---"] * (len(FEATURES) + 2)]
     for kind, (module, _) in RECIPES.items():
-        shown = [named(*(test for test in tests if kind in kinds_of(test))) for tests in FEATURES.values()]
-        rows.append([f"`{module}`", *shown, in_backward(kind)])
+        cells = {name: named(*(test for test in tests if kind in kinds_of(test))) for name, tests in FEATURES.items()}
+        cells["compile"] = cells["compile"] or compiled(kind)
+        rows.append([f"`{module}`", *cells.values(), in_backward(kind)])
     rows.append(row_of_ppo())
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
@@ -67,10 +68,6 @@ def row_of_ppo() -> list[str]:
     }
     in_backward = named(test_ppo.test_optimizers_that_step_in_backward_leave_no_trace_and_need_a_step_that_fits_at_once)
     return [f"`{ppo.__name__}`", *(cells[feature] for feature in FEATURES), in_backward]
-
-
-def growing(cfg: Any, **keys: Any) -> Any:
-    return OmegaConf.merge(cfg, keys)
 
 
 def named(*tests: Callable[..., Any]) -> str:
@@ -100,6 +97,12 @@ def in_backward(kind: str) -> str:
     if "optimizer_in_bwd" not in Path(stock_recipe(kind).setup.__code__.co_filename).read_text():
         return "not a key of stock's"
     return refusal(lambda: adaptive_recipe(kind)(OmegaConf.create({"optimizer_in_bwd": True})))
+
+
+def compiled(kind: str) -> str:
+    """Why a recipe is not compiled."""
+    cfg = OmegaConf.create({"device": "cpu", "dtype": "fp32", "compile": True})
+    return refusal(lambda: adaptive_recipe(kind)(cfg))
 
 
 def main() -> None:

@@ -180,7 +180,7 @@ def _compiled(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("kind", [kind for kind in RECIPES if "qat" not in kind])  # which torchtune refuses
 def test_compile(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
     """Without a search, compiled code trains as eager code does. It takes a C++ compiler and half a minute."""
     eager, compiled = _run(_compiled, kind, tiny_dir, tmp_path)[0]["losses"]
