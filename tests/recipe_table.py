@@ -60,9 +60,7 @@ def row_of_ppo() -> list[str]:
         "growth": refused({"batch_increase_function": GROWTH}),
         "recovery": f"none: {ppo.WHY_UNRECOVERABLE}",
         "resume": "torchtune's own, after a search anew",
-        "global batch, token budget": refusal(
-            lambda: recipe(OmegaConf.merge(cfg, {"adaptive": {"global_batch_size": 8}}))
-        ),
+        "global batch, token budget": refused({"adaptive": {"global_batch_size": 8}}),
         "plan": refusal(lambda: method_of(cfg)),
         "compile": "as `search` on CUDA",
     }
