@@ -84,8 +84,9 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         for model in models:
             check_row_length(seq_len, model)
         optimizers = self._optim_ckpt_wrapper.optim_map.values() if self._optimizer_in_bwd else [self._optimizer]
+        prompts = [prompt] * self.batch_size
         workload = Workload(
-            train_step=lambda _: None,
+            train_step=lambda sizes: self._turn(prompts, *sizes),
             model=nn.ModuleList(models),
             optimizers=list(optimizers),
             device=self._device,
@@ -93,9 +94,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             consensus=consensus,
             forget=self._forget,
         )
-        prompts = [prompt] * self.batch_size
         sizes = find_turn_sizes(
-            lambda generated, trained: self._turn(prompts, generated, trained),
             workload,
             self._settings,
             answers=self.batch_size,

@@ -17,6 +17,7 @@ from torchtune.training.metric_logging import MetricLoggerInterface
 from torchtune_adaptive import assembly
 from torchtune_adaptive.distributed.snapshot import keep_random_states
 from torchtune_adaptive.memory.devices import meter_for
+from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.stock.configs import resolve_config_argument
 from torchtune_adaptive.tiny import DATA_NAME, MODEL_GEOMETRY, MODEL_NAME, PAIRS_NAME, TOKENIZER_NAME
@@ -226,18 +227,24 @@ def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def metered_peaks(recipe: Any, row: Any, sizes: Sequence[int], *, micro_steps: int = 1) -> list[int]:
-    """The peaks of whole steps of so many times ``row``. The step of the first size makes the optimizers' state too."""
-    models, optimizers = recipe.models(), recipe.stepping().optimizers
-    meter = meter_for(recipe._device, torch.nn.ModuleList(models), optimizers)
+def metered_step(recipe: Any) -> tuple[TrainStep, MemoryMeter]:
+    """A train step of the recipe's parts alone, and the meter that it is under."""
+    models, stepping = recipe.models(), recipe.stepping()
+    meter = meter_for(recipe._device, torch.nn.ModuleList(models), stepping.optimizers)
     step = TrainStep(
         recipe.objective(as_stock=True),
-        recipe.stepping(),
+        stepping,
         collate=recipe._dataloader.collate_fn,
         device=recipe._device,
         phases=Phases(models, meter),
-        meter=None,
+        meter=meter,
     )
+    return step, meter
+
+
+def metered_peaks(recipe: Any, row: Any, sizes: Sequence[int], *, micro_steps: int = 1) -> list[int]:
+    """The peaks of whole steps of so many times ``row``. The step of the first size makes the optimizers' state too."""
+    step, meter = metered_step(recipe)
     peaks = []
     for size in sizes:
         meter.reset()

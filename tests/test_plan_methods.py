@@ -9,10 +9,16 @@ from omegaconf import DictConfig
 from torch import nn
 
 from tests.ranks import run_alone, run_on_ranks
-from tests.recipe_runs import SHALLOW, adaptive_recipe, set_up, shallow_assets, tiny_config, without_saving
+from tests.recipe_runs import (
+    SHALLOW,
+    adaptive_recipe,
+    metered_step,
+    set_up,
+    shallow_assets,
+    tiny_config,
+    without_saving,
+)
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.memory.devices import meter_for
-from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.plan.cli import main
 from torchtune_adaptive.plan.step_peaks import StepPeaks, TracedStep
 from torchtune_adaptive.plan.worker import StepTracer, trace_config
@@ -20,7 +26,6 @@ from torchtune_adaptive.search.probe import Prober
 from torchtune_adaptive.search.sizes import probe_batch
 from torchtune_adaptive.search.strategies import Probe
 from torchtune_adaptive.search.workload import Workload
-from torchtune_adaptive.training.train_step import TrainStep
 
 SEQ_LEN = 40
 SIZES = (1, 2, 5)
@@ -57,20 +62,11 @@ def _config(kind: str, tiny_dir: Path, **overrides: Any) -> DictConfig:
 def _probes(kind: str, tiny_dir: Path) -> list[Probe]:
     """Real steps of the recipe at ``SIZES``, metered exactly. A collective."""
     recipe: Any = set_up(without_saving(adaptive_recipe(kind)), _config(kind, tiny_dir))
-    model, stepping = nn.ModuleList(recipe.models()), recipe.stepping()
-    meter = meter_for(recipe._device, model, stepping.optimizers)
-    step = TrainStep(
-        recipe.objective(as_stock=True),
-        stepping,
-        collate=recipe._dataloader.collate_fn,
-        device=recipe._device,
-        phases=Phases(recipe.models(), meter),
-        meter=meter,
-    )
+    step, meter = metered_step(recipe)
     workload = Workload(
         train_step=step,
-        model=model,
-        optimizers=stepping.optimizers,
+        model=nn.ModuleList(recipe.models()),
+        optimizers=recipe.stepping().optimizers,
         device=recipe._device,
         meter=meter,
         consensus=recipe._consensus,

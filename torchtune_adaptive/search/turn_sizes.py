@@ -30,21 +30,14 @@ class TurnSizes:
 
 
 def find_turn_sizes(
-    turn: Callable[[int, int], object],
-    workload: Workload,
-    settings: AdaptiveSettings,
-    *,
-    answers: int,
-    answers_per_step: int,
-    seq_len: int,
+    workload: Workload, settings: AdaptiveSettings, *, answers: int, answers_per_step: int, seq_len: int
 ) -> TurnSizes:
     """Find both sizes, each while the other is 1: the two halves of a turn never hold their peaks at the same time.
 
     Leaves no trace, as ``search`` does. A collective.
 
     Args:
-        turn: ``turn(generated, trained)`` generates and trains with these sizes, on the longest rows.
-        workload: what a turn may change; its train step is not used.
+        workload: its train step is a turn. It takes both sizes, generated and trained, and uses the longest rows.
         answers: generated in a turn.
         answers_per_step: trained on in an optimizer step.
         seq_len: tokens of a row, for the log.
@@ -54,17 +47,17 @@ def find_turn_sizes(
     """
     settings = replace(settings, power_of_two=False)
 
-    def largest(what: str, step: Callable[[int], object], total: int) -> tuple[int, SearchResult]:
+    def largest(what: str, sizes: Callable[[int], tuple[int, int]], total: int) -> tuple[int, SearchResult]:
         bound = min(total, settings.max_batch_size or total)
-        found = search(replace(workload, train_step=step), lambda size: size, settings=settings, start=1, bound=bound)
+        found = search(workload, sizes, settings=settings, start=1, bound=bound)
         size = largest_divisor(total, at_most=found.exact_batch_size)
         utils.log_rank_zero(
             log, f"Answers {what} at once: {size} of {total}\n{probe_table(found)}\n{summary(found, seq_len)}"
         )
         return size, found
 
-    trained, trained_search = largest("trained on", lambda size: turn(1, size), answers_per_step)
-    generated, generated_search = largest("generated", lambda size: turn(size, 1), answers)
+    trained, trained_search = largest("trained on", lambda size: (1, size), answers_per_step)
+    generated, generated_search = largest("generated", lambda size: (size, 1), answers)
     searches = {"generated": generated_search, "trained": trained_search}
     return TurnSizes(generated=generated, trained=trained, searches=searches)
 

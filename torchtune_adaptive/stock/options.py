@@ -96,7 +96,7 @@ def _check_numbers(cfg: DictConfig) -> None:
         if cfg.get(name) is not None:
             require_integer(name, cfg[name], minimum=minimum)
     ratio = cfg.get("kd_ratio", 0)
-    if not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
         raise InputError(f"`kd_ratio` must be in [0, 1], but is {quote(ratio)} instead.")
 
 
