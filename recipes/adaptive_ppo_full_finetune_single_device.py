@@ -56,6 +56,11 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         """Set up as stock does, then search for the sizes if the config asks for it."""
         with setting_up():
             super().setup(cfg)
+        if len(self._dataloader) == 0:  # torchtune would end at once, with nothing trained or saved
+            prompts = len(self._dataloader.dataset)
+            raise InputError(
+                f"`batch_size` must be at most {prompts}, the prompts of `dataset`, but is {self.batch_size} instead."
+            )
         if self._settings.oom_recovery:
             log_no_recovery(WHY_UNRECOVERABLE)
         if self._settings.searches:

@@ -74,6 +74,8 @@ def test_other_options_pass(config: dict[str, Any]) -> None:
         ({"batch_size": 0}, "`batch_size` must be at least 1, but is 0 instead."),
         ({"fake_quant_after_n_steps": -1}, "`fake_quant_after_n_steps` must be at least 0, but is -1 instead."),
         ({"fake_quant_after_n_steps": "x"}, "`fake_quant_after_n_steps` must be an integer, but is 'x' instead."),
+        ({"ppo_epochs": 0}, "`ppo_epochs` must be at least 1, but is 0 instead."),
+        ({"forward_batch_size": "x"}, "`forward_batch_size` must be an integer, but is 'x' instead."),
         ({"kd_ratio": 1.5}, "`kd_ratio` must be in [0, 1], but is 1.5 instead."),
         ({"kd_ratio": True}, "`kd_ratio` must be in [0, 1], but is True instead."),
         ({"kd_ratio": "half"}, "`kd_ratio` must be in [0, 1], but is 'half' instead."),

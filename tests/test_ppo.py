@@ -193,3 +193,14 @@ def test_what_is_of_our_own_training_is_refused(adaptive: dict[str, Any], senten
     with pytest.raises(InputError) as refused:
         ppo.AdaptivePPOFullFinetuneRecipeSingleDevice(ppo_config(tmp_path, tmp_path, adaptive=adaptive))
     assert str(refused.value) == sentence
+
+
+def _with_few_prompts(assets: Path, output_dir: Path) -> str:
+    with pytest.raises(InputError) as refused:
+        _recipe(ppo_config(assets, output_dir, dataset__split="train[:4]"))
+    return str(refused.value)
+
+
+def test_fewer_prompts_than_a_batch_are_refused(assets: Path, tmp_path: Path) -> None:
+    sentence = run_alone(_with_few_prompts, assets, tmp_path)
+    assert sentence == "`batch_size` must be at most 4, the prompts of `dataset`, but is 12 instead."

@@ -20,6 +20,16 @@ _OF_OUR_TRAINING = (
     "lr_scaling",
     "objective",
 )
+# The least values of integers that torchtune does not check before it trains.
+_LEAST = {
+    "batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "fake_quant_after_n_steps": 0,
+    "forward_batch_size": 1,
+    "ppo_batch_size": 1,
+    "ppo_epochs": 1,
+    "num_steps": 1,
+}
 
 
 def check_options(cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int) -> None:
@@ -92,7 +102,7 @@ def check_model(model: nn.Module, settings: AdaptiveSettings) -> None:
 
 def _check_numbers(cfg: DictConfig) -> None:
     """Refuse numbers with which torchtune would fail later, or train another way than meant."""
-    for name, minimum in (("batch_size", 1), ("gradient_accumulation_steps", 1), ("fake_quant_after_n_steps", 0)):
+    for name, minimum in _LEAST.items():
         if cfg.get(name) is not None:
             require_integer(name, cfg[name], minimum=minimum)
     ratio = cfg.get("kd_ratio", 0)
