@@ -59,7 +59,7 @@ def _layers_traced(_: int) -> dict[str, tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def layers_traced() -> dict[str, tuple[int, ...]]:
-    return run_on_ranks(_layers_traced, 1, timeout_s=180.0)[0]
+    return run_on_ranks(_layers_traced, 1)[0]
 
 
 def test_few_layers_are_traced_where_layers_repeat(layers_traced: dict[str, tuple[int, ...]]) -> None:
@@ -110,7 +110,7 @@ def _kinds(_: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def kinds() -> dict[str, Any]:
-    return run_on_ranks(_kinds, 1, timeout_s=180.0)[0]
+    return run_on_ranks(_kinds, 1)[0]
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("alone", 1), ("sharded", 4)])
@@ -274,7 +274,7 @@ def test_bytes_are_rounded_up_as_the_allocator_rounds_them() -> None:
 def test_the_worker_process_gives_the_peaks_of_the_config() -> None:
     cfg = _cfg("full", SHALLOW)
     traced = client.trace(cfg, world_size=2, seq_lens=[SEQ_LEN])
-    assert traced == run_on_ranks(_traced, 1, cfg, timeout_s=180.0)[0]
+    assert traced == run_on_ranks(_traced, 1, cfg)[0]
 
 
 def _traced(_: int, cfg: DictConfig) -> Any:

@@ -42,7 +42,7 @@ def _train_staged_and_not(rank: int, directory: Path) -> tuple[list[float], floa
 
 
 def test_collectives_staged_on_the_host_train_as_fsdp2s_own(tmp_path: Path) -> None:
-    (losses, apart), (_, apart_on_peer) = run_on_ranks(_train_staged_and_not, 2, tmp_path, timeout_s=120)
+    (losses, apart), (_, apart_on_peer) = run_on_ranks(_train_staged_and_not, 2, tmp_path)
     assert len(losses) == 2
     assert max(apart, apart_on_peer) < 1e-6
 

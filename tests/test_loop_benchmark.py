@@ -45,7 +45,7 @@ def _count(rank: int, kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, 
 def counted(
     request: pytest.FixtureRequest, tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, dict[str, Counts]]]:
-    return run_on_ranks(_count, 2, request.param, tiny_dir, tmp_path_factory.mktemp("loop"), timeout_s=180)
+    return run_on_ranks(_count, 2, request.param, tiny_dir, tmp_path_factory.mktemp("loop"))
 
 
 @pytest.fixture(params=[_name(case) for case in CASES])

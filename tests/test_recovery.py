@@ -66,7 +66,7 @@ def _a_few_faults(rank: int) -> dict[str, Tally]:
 
 
 def test_whichever_operation_fails_the_result_is_that_of_a_run_with_the_smaller_micro_batches() -> None:
-    _assert_clean(run_on_ranks(_a_few_faults, 2, timeout_s=120), points=60)
+    _assert_clean(run_on_ranks(_a_few_faults, 2), points=60)
 
 
 def _without_parts(rank: int) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _drifted() -> list[str]:
 
 @pytest.fixture(scope="module")
 def without_parts() -> list[dict[str, Any]]:
-    return run_on_ranks(_without_parts, 2, timeout_s=90)
+    return run_on_ranks(_without_parts, 2)
 
 
 def test_without_the_replay_the_peers_hang(without_parts: list[dict[str, Any]]) -> None:
@@ -169,7 +169,7 @@ def _fails_after_an_all_reduce(trials: Trials) -> str:
 
 @pytest.fixture(scope="module")
 def four_ranks() -> list[tuple[dict[str, Tally], str]]:
-    return run_on_ranks(_on_four_ranks, 4, timeout_s=120)
+    return run_on_ranks(_on_four_ranks, 4)
 
 
 def test_four_ranks_and_hsdp_recover_too(four_ranks: list[tuple[dict[str, Tally], str]]) -> None:

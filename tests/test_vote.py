@@ -207,7 +207,7 @@ def play_everywhere(rank: int) -> list[Trial]:
 
 @pytest.mark.exhaustive
 def test_whichever_operation_fails_all_ranks_learn_of_it_and_go_on() -> None:
-    for trials in run_on_ranks(play_everywhere, 2, timeout_s=600):
+    for trials in run_on_ranks(play_everywhere, 2):
         assert len(trials) > 300
         assert {(trial.outcome, trial.as_before, trial.next_step_right) for trial in trials} == {
             ("OUT_OF_MEMORY", True, True)
