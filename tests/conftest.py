@@ -10,6 +10,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when `datasets` is imported, so befor
 
 from torchtune_adaptive.tiny import make_tiny_assets
 
+_START_PROCESSES = {"run_on_ranks", "run_alone", "tune_run"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start processes come first: they take longest, and at the end no processor should wait for another."""
+    items.sort(key=lambda item: _START_PROCESSES.isdisjoint(dir(getattr(item, "module", None))))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def hugging_face_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:

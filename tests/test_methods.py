@@ -37,12 +37,12 @@ def _on_rank(rank: int, trials: Any, *arguments: Any) -> dict[str, Any]:
     return trials(*arguments)
 
 
-def _run(trials: Any, kind: str, tiny_dir: Path, output_dir: Path) -> list[dict[str, Any]]:
+def _run(trials: Any, kind: str, tiny_dir: Path, output_dir: Path, *, timeout_s: float = 600.0) -> list[dict[str, Any]]:
     """The trials' outcomes by rank."""
     arguments = kind, shallow_assets(tiny_dir), output_dir
     if kind.endswith("_single"):
-        return [run_alone(trials, *arguments)]
-    return run_on_ranks(_on_rank, 2, trials, *arguments)
+        return [run_alone(trials, *arguments, timeout_s=timeout_s)]
+    return run_on_ranks(_on_rank, 2, trials, *arguments, timeout_s=timeout_s)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_growth_in_backward(kind: str, in_backward: Any) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", RECIPES)
 def test_every_strategy_and_every_seventh_operation(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
-    ranks = _run(_exhaustive_trials, kind, tiny_dir, tmp_path)
+    ranks = _run(_exhaustive_trials, kind, tiny_dir, tmp_path, timeout_s=7200)
     _check_parity(kind, [rank["parity"] for rank in ranks], accumulation=1)
     _check_search([rank["search"] for rank in ranks], strategies=STRATEGIES)
     _check_recovery([rank["recovery"] for rank in ranks])
