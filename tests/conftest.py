@@ -1,5 +1,6 @@
 """Fixtures for every test: no network, and one small world per session."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,14 @@ _START_PROCESSES = {"run_on_ranks", "run_alone", "tune_run"}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start processes come first: they take longest, and at the end no processor should wait for another."""
     items.sort(key=lambda item: _START_PROCESSES.isdisjoint(dir(getattr(item, "module", None))))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_garbage_collection() -> Iterator[None]:
+    """Whatever a test collects, it need not go through all that this process has imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

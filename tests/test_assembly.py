@@ -1,8 +1,7 @@
 """A trainer is built of a recipe's parts; it searches, trains, survives, grows and resumes without a recipe."""
 
-import gc
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -33,14 +32,6 @@ CPU = torch.device("cpu")
 VOCAB, WIDTH, IGNORED = 32, 16, -100
 LENGTHS = [3, 8, 5, 2, 7, 4, 6, 8, 2, 3, 5, 8]
 SEARCH: dict[str, Any] = {"use_maximum_batch_size": True, "memory_limit_bytes": 40_000, "margin": 0.0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_garbage_collection() -> Iterator[None]:
-    """Each probe collects garbage; it need not go through all that this process has imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class TinyModel(nn.Module):

@@ -3,7 +3,7 @@
 import gc
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
@@ -23,14 +23,6 @@ from torchtune_adaptive.settings import Strategy
 CPU = torch.device("cpu")
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 MOST_ROWS = 64
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_garbage_collection() -> Iterator[None]:
-    """Each probe collects garbage; it need not go through all that this process has imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Loop:
@@ -576,4 +568,4 @@ def test_probes_look_for_garbage_only_among_what_they_have_made() -> None:
         assert all(frozen)
         assert gc.get_freeze_count() == 0
     finally:
-        gc.freeze()  # as the other tests of this module expect
+        gc.freeze()  # as other tests expect

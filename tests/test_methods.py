@@ -11,7 +11,7 @@ from tests.ranks import run_alone, run_on_ranks
 from tests.recipe_runs import RECIPES, shallow_assets
 
 # Finetuning has files of its own, and the other three are made of what those left have: among the exhaustive tests.
-ELSEWHERE = ("full", "lora", "full_single", "lora_single", "lora_dpo", "lora_kd_single", "lora_qat")
+ELSEWHERE = ("full", "lora", "full_single", "lora_single", "lora_dpo", "lora_kd", "lora_qat")
 KINDS = [pytest.param(kind, marks=pytest.mark.exhaustive) if kind in ELSEWHERE else kind for kind in RECIPES]
 MEANS = ("rewards/", "log_probs/", "logits/")  # stock takes means of means
 

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -240,6 +240,15 @@ def test_without_a_new_backward_the_queue_of_the_failed_one_keeps_the_graph_aliv
     assert all(reference() is None for reference in watched)
 
 
+@pytest.fixture
+def nothing_is_frozen() -> Iterator[None]:
+    """As in a process that has not called ``gc.freeze``."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_is_frozen")
 def test_only_new_garbage_is_searched_and_all_of_it_is_freed() -> None:
     old = [[] for _ in range(1000)]
     with only_new_garbage():
@@ -250,6 +259,7 @@ def test_only_new_garbage_is_searched_and_all_of_it_is_freed() -> None:
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.usefixtures("nothing_is_frozen")
 def test_all_objects_are_searched_again_after_an_error() -> None:
     with pytest.raises(KeyError), only_new_garbage():
         raise KeyError
@@ -258,13 +268,10 @@ def test_all_objects_are_searched_again_after_an_error() -> None:
 
 def test_objects_frozen_by_other_code_stay_frozen() -> None:
     gc.freeze()
-    try:
-        frozen = gc.get_freeze_count()
-        with only_new_garbage():
-            assert gc.get_freeze_count() == frozen
+    frozen = gc.get_freeze_count()
+    with only_new_garbage():
         assert gc.get_freeze_count() == frozen
-    finally:
-        gc.unfreeze()
+    assert gc.get_freeze_count() == frozen
 
 
 def test_freeing_leaves_the_random_generator_alone() -> None:

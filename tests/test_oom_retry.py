@@ -4,8 +4,7 @@ The toy: a linear model, and rows of which the first token and the number of tok
 """
 
 import functools
-import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,14 +31,6 @@ from torchtune_adaptive.training.train_step import TrainStep
 
 CPU = torch.device("cpu")
 FAULT = "OutOfMemoryError: CUDA out of memory (a fault on purpose)"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_garbage_collection() -> Iterator[None]:
-    """Each failure collects garbage; it need not go through all that this process has imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def rows_of(*lengths: int) -> list[Row]:

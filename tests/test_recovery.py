@@ -57,7 +57,7 @@ def _assert_clean(ranks: list[dict[str, Tally]], *, points: int) -> None:
 def _a_few_faults(rank: int) -> dict[str, Tally]:
     tallies = {}
     for case in CASES:
-        tallies |= _tallies(case, "turns", 71)
+        tallies |= _tallies(case, "turns", 97)
     return (
         tallies
         | _tallies(CASES[0], "turns", 9, "storage growth")

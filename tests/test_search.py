@@ -3,9 +3,8 @@
 A search by any of them leaves model and meter as they were, whether something fits or not.
 """
 
-import gc
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, get_args
 
 import pytest
@@ -267,14 +266,6 @@ class Rows:
 
     def state(self) -> tuple[Any, ...]:
         return self._weight.item(), random.getstate()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_garbage_collection() -> Iterator[None]:
-    """Each probe collects garbage; it need not go through all that this process has imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("strategy", NAMES)

@@ -32,14 +32,6 @@ LIMIT_BYTES = 5 << 20
 OURS = [name for name in search.CONTESTANTS if name.startswith("ours")]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_garbage_collection() -> Iterator[None]:
-    """Each probe collects garbage; it need not go through all that this process has imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def keep_clocks_apart() -> Iterator[None]:
     """A contestant's clock listens to the garbage collector until its process ends."""

@@ -3,8 +3,6 @@
 Time is a fake clock that only a train step moves on.
 """
 
-import gc
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,14 +18,6 @@ from torchtune_adaptive.search.throughput import smallest_near_best, tokens_per_
 from torchtune_adaptive.search.workload import Workload
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_garbage_collection() -> Iterator[None]:
-    """Timing collects garbage; it need not go through all that this process has imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 rates_of_sizes = st.dictionaries(st.integers(1, 64), st.floats(900, 1100), min_size=1, max_size=8)
