@@ -14,6 +14,7 @@ from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
 
 from torchtune_adaptive.launch import launch, run_recipe
 from torchtune_adaptive.recipe import AdaptiveRecipe
+from torchtune_adaptive.stock.checkpoints import WholeCheckpointClient, WholeCheckpointer
 from torchtune_adaptive.stock.load import load_stock_recipe
 
 StockRecipe: Any = load_stock_recipe("full_finetune_distributed").FullFinetuneRecipeDistributed
@@ -21,6 +22,11 @@ StockRecipe: Any = load_stock_recipe("full_finetune_distributed").FullFinetuneRe
 
 class AdaptiveFullFinetuneRecipeDistributed(AdaptiveRecipe, StockRecipe):
     """The stock recipe, trained by our trainer."""
+
+    def keep_whole(self) -> WholeCheckpointer:
+        whole = WholeCheckpointer(self._checkpoint_client._get_checkpointer(), self._folder)
+        self._checkpoint_client = WholeCheckpointClient(self._cfg, whole)
+        return whole
 
     def save_checkpoint(self, epoch: int) -> None:
         """Save by torchtune's checkpoint client, as the stock recipe does within its loop. A collective."""

@@ -8,7 +8,7 @@ Searched for are the answers that are generated at once (``forward_batch_size``)
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
 
     def __init__(self, cfg: DictConfig) -> None:
         self._settings = AdaptiveSettings.from_cfg(cfg)
-        check_finds_sizes_only(self._settings, method="PPO")
+        check_finds_sizes_only(cfg, self._settings, method="PPO")
         check_options(cfg, self._settings, ranks=1)
         with setting_up():
             super().__init__(cfg=cfg)
@@ -73,6 +73,10 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             steps = self._gradient_accumulation_steps
             report = {"forward_batch_size": sizes.generated, "gradient_accumulation_steps": steps, "searches": searches}
             write_report(Path(self._output_dir), report)
+
+    def listening(self) -> AbstractContextManager[None]:
+        """Signals do as they would: torchtune's own loop trains, and cannot be ended after a step."""
+        return nullcontext()
 
     def _find_sizes(self) -> TurnSizes:
         """The largest sizes whose turn fits, on prompts of the greatest length. Leaves no trace."""

@@ -6,6 +6,7 @@ Each trial is a function of a test's own process, and returns what a test assert
 import contextlib
 import itertools
 import math
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +32,7 @@ from tests.recipe_runs import (
     with_micro_batches,
     without_saving,
 )
+from torchtune_adaptive.errors import RunEnded
 from torchtune_adaptive.testing import Fault, faults_in
 
 ROWS_THAT_FIT = 6
@@ -138,21 +140,25 @@ class Trials:
             "live bytes": (live_bytes, told_live_bytes),
         }
 
-    def resume(self) -> dict[str, Any]:
-        """Two epochs in one run, and the second of them in a run of its own."""
-        common: dict[str, Any] = {"epochs": 2, "max_steps_per_epoch": 3}  # without dropout, whose state is not saved
+    def resume(self) -> list[dict[str, Any]]:
+        """Two epochs of three steps in one run, and in two runs: one for each epoch, or one for the last two steps."""
+        common: dict[str, Any] = self._dropout | {"epochs": 2, "max_steps_per_epoch": 3}
         steps, parameters, _ = finished(self._recipe, self._config(**common))
-        directory = next(self._directories)
-        stopped = _stopped_after_an_epoch(self._recipe)
-        with contextlib.suppress(_StopError):
-            finished(stopped, self._config(directory, **common))
-        options = COMMON | self._more | common
-        cfg = resuming_config(self._kind, self._tiny_dir, directory, epochs_run=1, **options)
-        resumed, resumed_parameters, _ = finished(self._recipe, cfg)
-        return {
-            "figures": (_figures(steps[3:]), _figures(resumed)),
-            "parameters equal": same_bits(parameters, resumed_parameters),
-        }
+        found = []
+        for done, stopped in ((3, _stopped_after_an_epoch(self._recipe)), (4, _stopped_after_step(self._recipe, 4))):
+            directory = next(self._directories)
+            with contextlib.suppress(_StopError, RunEnded):
+                finished(stopped, self._config(directory, **common))
+            options = COMMON | self._more | common
+            cfg = resuming_config(self._kind, self._tiny_dir, directory, **options)
+            resumed, resumed_parameters, _ = finished(self._recipe, cfg)
+            found.append(
+                {
+                    "figures": (_figures(steps[done:]), _figures(resumed)),
+                    "parameters equal": same_bits(parameters, resumed_parameters),
+                }
+            )
+        return found
 
     def cuts(self) -> dict[str, Any]:
         """The losses of a global batch of ten samples, cut into micro-batches in three ways."""
@@ -199,8 +205,10 @@ class Trials:
 def everything(recipe: Any) -> dict[str, Any]:
     """All that a search could leave a trace in, as values that can be compared."""
     models, optimizers = torch.nn.ModuleList(recipe.models()), recipe.stepping().optimizers
-    state = asdict(recipe.trainer.state())
-    loader = recipe.trainer.loader
+    trainer = recipe.trainer
+    state = asdict(trainer._saver.state(epochs_run=trainer.epochs_run, step=trainer.global_step))
+    loader = trainer.loader
+    told_otherwise = ("history", "reference_samples", "config")
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
     places = [(optimizer, parameter) for optimizer, group in groups for parameter in group["params"]]
     is_rank_zero = not dist.is_initialized() or dist.get_rank() == 0
@@ -215,8 +223,8 @@ def everything(recipe: Any) -> dict[str, Any]:
         },
         "options": [{key: value for key, value in group.items() if key != "params"} for _, group in groups],
         "random": torch.get_rng_state().tolist(),
-        "state": {name: value for name, value in state.items() if name not in ("history", "reference_samples")},
-        "steps": (recipe.trainer.global_step, loader.steps_per_epoch, loader.batch_size),
+        "state": {name: value for name, value in state.items() if name not in told_otherwise},
+        "steps": (trainer.global_step, loader.steps_per_epoch, loader.batch_size),
         "data": loader.data_loader.state_dict()["_sampler_iter_yielded"],
         "logged": list(recipe._metric_logger.steps) if is_rank_zero else [],
     }
@@ -241,6 +249,20 @@ def _stopped_after_an_epoch(recipe_class: Any) -> Any:
         def save_checkpoint(self, epoch: int) -> None:
             super().save_checkpoint(epoch)
             raise _StopError
+
+    return Stopped
+
+
+def _stopped_after_step(recipe_class: Any, step: int) -> Any:
+    class Stopped(recipe_class):
+        def before_step(self, steps_done: int) -> None:
+            super().before_step(steps_done)
+            if steps_done == step - 1:
+                signal.raise_signal(signal.SIGTERM)
+
+        def train(self) -> None:
+            with self.listening():
+                super().train()
 
     return Stopped
 

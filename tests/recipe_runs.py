@@ -133,8 +133,18 @@ def tiny_config(kind: str, tiny_dir: Path, output_dir: Path, **overrides: Any) -
     return cfg
 
 
-def resuming_config(kind: str, tiny_dir: Path, output_dir: Path, *, epochs_run: int, **overrides: Any) -> DictConfig:
-    """As ``tiny_config``, for a run that goes on from what an earlier one has left in ``output_dir``."""
+def resuming_config(
+    kind: str, tiny_dir: Path, output_dir: Path, *, checkpoint: str | None = None, **overrides: Any
+) -> DictConfig:
+    """As ``tiny_config``, for a run of ours that goes on from a checkpoint in ``output_dir``, by default the latest."""
+    place = True if checkpoint is None else str(output_dir / checkpoint)
+    return tiny_config(kind, tiny_dir, output_dir, resume_from_checkpoint=place, **overrides)
+
+
+def stock_resuming_config(
+    kind: str, tiny_dir: Path, output_dir: Path, *, epochs_run: int, **overrides: Any
+) -> DictConfig:
+    """As ``tiny_config``, for a stock recipe that goes on after ``epochs_run`` epochs, with file names by hand."""
     cfg = tiny_config(kind, tiny_dir, output_dir, resume_from_checkpoint=True, **overrides)
     if kind.startswith("full"):  # LoRA's adapters are found by torchtune, beside the base that they were trained on
         cfg.checkpointer.checkpoint_files = [f"epoch_{epochs_run - 1}/model-00001-of-00001.bin"]

@@ -7,6 +7,7 @@ writes it into ``docs/recipes.md``, between the two lines that mark its place.
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import adaptive_ppo_full_finetune_single_device as ppo
@@ -94,13 +95,19 @@ def in_backward(kind: str) -> str:
         return "searched, not recovered"
     if "optimizer_in_bwd" not in Path(stock_recipe(kind).setup.__code__.co_filename).read_text():
         return "not a key of stock's"
-    return refusal(lambda: adaptive_recipe(kind)(OmegaConf.create({"optimizer_in_bwd": True})))
+    return refused_keys(kind, {"optimizer_in_bwd": True})
 
 
 def compiled(kind: str) -> str:
     """Why a recipe is not compiled."""
-    cfg = OmegaConf.create({"device": "cpu", "dtype": "fp32", "compile": True})
-    return refusal(lambda: adaptive_recipe(kind)(cfg))
+    return refused_keys(kind, {"device": "cpu", "dtype": "fp32", "compile": True})
+
+
+def refused_keys(kind: str, keys: dict[str, Any]) -> str:
+    """The sentence with which a recipe refuses a config of ``keys``, and of what is read before they are."""
+    with TemporaryDirectory() as directory:
+        cfg = OmegaConf.create({"epochs": 1, "output_dir": directory, "checkpointer": {}} | keys)
+        return refusal(lambda: adaptive_recipe(kind)(cfg))
 
 
 def main() -> None:

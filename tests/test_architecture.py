@@ -12,8 +12,8 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "torchtune_adaptive"
 # A package or module imports only what stands before it.
-ORDER = ["errors", "files", "text", "memory", "distributed", "batch", "schedule", "settings", "search", "training"]
-ORDER += ["stock", "trainer", "assembly", "recipe", "launch", "plan", "testing", "tiny"]
+ORDER = ["errors", "files", "text", "signals", "memory", "distributed", "batch", "schedule", "settings", "search"]
+ORDER += ["training", "checkpoints", "stock", "trainer", "assembly", "recipe", "launch", "plan", "testing", "tiny"]
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
 ADAPTER = "AdaptiveRecipe"
 NAMES_OF_STOCK_IN = {"recipe.py", "plan/fake_recipe.py"}
@@ -24,7 +24,7 @@ SET_BY_FOREIGN_BASES = {
     "BlockwiseAdam": {"param_groups", "state"},  # Optimizer
 }
 WITHOUT_TORCH = [
-    *("errors", "files", "text", "schedule", "settings", "memory/timeline", "memory/allocator_retries"),
+    *("errors", "files", "text", "signals", "schedule", "settings", "memory/timeline", "memory/allocator_retries"),
     *("batch/limits", "batch/noise_scale", "batch/increase_function"),
     *("search/strategies", "search/tables", "search/token_budget"),
     *("training/horizon", "training/run_state"),

@@ -1,5 +1,6 @@
 """A trainer is built of a recipe's parts; it searches, trains, survives, grows and resumes without a recipe."""
 
+import copy
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -17,14 +18,16 @@ from torchtune.training import create_optim_in_bwd_wrapper
 
 from torchtune_adaptive.assembly import RecipeParts, build_trainer
 from torchtune_adaptive.batch.row_format import Row, TokenRows
+from torchtune_adaptive.checkpoints.folder import Checkpoint, CheckpointFolder
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import InputError, RunEnded
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.testing import Fault
 from torchtune_adaptive.trainer import Trainer
 from torchtune_adaptive.training.objectives import NextToken
 from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep
 from torchtune_adaptive.training.profiling import StepProfiler
+from torchtune_adaptive.training.run_state import AdaptiveState
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
 
@@ -68,12 +71,19 @@ def collate(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
 
 
 class Recipe:
-    """What a recipe would bring; ``saved`` are the epochs after which it was asked to save."""
+    """What a recipe would bring.
+
+    Attributes:
+        saved: the epochs after which it was asked to save.
+        states: with what it was asked to.
+    """
 
     def __init__(self, directory: Path, *, epochs: range = range(2), makes_scheduler: Any = LambdaLR) -> None:
+        (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
         self.model, self.logger = TinyModel(), Logger()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.saved: list[int] = []
+        self.states: list[AdaptiveState] = []
         self._makes_scheduler = makes_scheduler
         generator = torch.Generator().manual_seed(0)
         tokens = [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
@@ -101,11 +111,23 @@ class Recipe:
             with_memory_stats=False,
             profiler=StepProfiler(NoProfiler(), memory_steps=None),
             output_dir=directory / "output",
-            checkpoint_dir=directory / "checkpoints",
+            checkpoints=CheckpointFolder(directory / "checkpoints"),
+            resumed=None,
+            config={"optimizer._component_": "torch.optim.AdamW"},
             why_unrecoverable="",
             before_step=lambda step: None,
-            save=self.saved.append,
+            save=self._save,
+            stop_requested=lambda: False,
         )
+
+    def _save(self, epoch: int, state: AdaptiveState) -> None:
+        self.saved.append(epoch)
+        self.states.append(state)
+
+    def resume_after(self, state: AdaptiveState) -> None:
+        """Have the trainer go on from torchtune's checkpoint of an epoch; what it holds has been loaded."""
+        path = self.parts.checkpoints.path / f"epoch_{state.epochs_run - 1}"
+        self.parts = replace(self.parts, resumed=Checkpoint(path, 1, state, state.epochs_run, path))
 
     def build_scheduler(self, num_training_steps: int, last_epoch: int) -> Any:
         if self._makes_scheduler is StepLR:
@@ -141,8 +163,8 @@ def test_by_torchtunes_keys_alone_it_trains_with_them_and_writes_no_report(tmp_p
     assert [step["lr"] for step in steps] == pytest.approx([0.1 * (1 - number / 12) for number in range(1, 13)])
     assert "peak_memory_bytes" not in steps[0]
     assert recipe.saved == [0, 1]
-    assert not (tmp_path / "output").exists()
-    assert (tmp_path / "checkpoints" / "recipe_state" / "adaptive_state.json").exists()
+    assert [(state.epochs_run, state.global_step) for state in recipe.states] == [(1, 6), (2, 12)]
+    assert list(tmp_path.rglob("*")) == [tmp_path / "checkpoints"]
 
 
 def test_a_search_leaves_no_trace_and_training_is_that_of_the_size_found(tmp_path: Path) -> None:
@@ -230,16 +252,22 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path) -> None:
     whole = Recipe(tmp_path / "whole", epochs=range(3))
     steps = train(whole, **GROWTH)
     first = Recipe(tmp_path / "parts", epochs=range(3))
-    first.parts = replace(first.parts, save=lambda epoch: first.saved.append(epoch) if epoch < 1 else _stop())
+    tensors: dict[str, Any] = {}
+
+    def save(epoch: int, state: AdaptiveState) -> None:
+        if epoch == 1:
+            raise InterruptedError
+        first.states.append(state)
+        tensors["model"] = copy.deepcopy(first.model.state_dict())
+        tensors["optimizer"] = copy.deepcopy(first.optimizer.state_dict())
+
+    first.parts = replace(first.parts, save=save)
     with pytest.raises(InterruptedError):
         train(first, **GROWTH)
     second = Recipe(tmp_path / "parts", epochs=range(1, 3))
-    kept = Recipe(tmp_path / "kept", epochs=range(1))  # the checkpoint after the first epoch
-    kept.parts = replace(kept.parts, epochs=range(3), save=lambda epoch: _stop())
-    with pytest.raises(InterruptedError):
-        train(kept, **GROWTH)
-    second.model.load_state_dict(kept.model.state_dict())
-    second.optimizer.load_state_dict(kept.optimizer.state_dict())
+    second.model.load_state_dict(tensors["model"])
+    second.optimizer.load_state_dict(tensors["optimizer"])
+    second.resume_after(first.states[0])
     trainer = second.trainer(**GROWTH)
     assert (trainer.epochs_run, trainer.global_step, trainer.loader.batch_size) == (1, 6, 2)
     trainer.train()
@@ -249,6 +277,40 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path) -> None:
     assert "config, resumed at epoch 1" in [entry["reason"] for entry in history(tmp_path / "parts")]
 
 
+@pytest.mark.parametrize("step", [2, 6, 7, 9], ids=lambda step: f"step {step}")
+def test_a_run_resumed_from_a_step_goes_on_as_the_uninterrupted_one(step: int, tmp_path: Path) -> None:
+    """Step 6 is the last one of the first epoch, and after step 7 the batch has grown."""
+    whole = Recipe(tmp_path / "whole", epochs=range(3))
+    steps = train(whole, **GROWTH)
+    first = Recipe(tmp_path / "parts", epochs=range(3))
+    first.parts = replace(first.parts, stop_requested=lambda: len(first.logger.steps) + 1 == step)
+    with pytest.raises(RunEnded):
+        train(first, **GROWTH)
+    (checkpoint,) = first.parts.checkpoints.checkpoints()
+    assert checkpoint.path.name == f"step_{step}"
+    second = Recipe(tmp_path / "parts", epochs=range(checkpoint.epochs_run, 3))
+    torch.nn.init.zeros_(second.model.output.weight)  # all of it is in the checkpoint
+    second.parts = replace(second.parts, resumed=checkpoint)
+    trainer = second.trainer(**GROWTH)
+    assert trainer.global_step == step
+    trainer.train()
+    names = ("step", "loss", "lr", "grad_norm", "batch_size")
+    assert figures(first.logger.steps + second.logger.steps, *names) == figures(steps, *names)
+    assert same_weights(whole, second)
+    assert second.states[-1].config == whole.states[-1].config
+    epoch, epoch_step = {2: (0, 2), 6: (0, 6), 7: (1, 1), 9: (1, 3)}[step]
+    reasons = [entry["reason"] for entry in history(tmp_path / "parts")]
+    assert f"config, resumed at epoch {epoch}, step {epoch_step}" in reasons
+    assert not any("resumed with changes" in reason for reason in reasons)
+
+
+def test_steps_are_saved_as_often_as_the_settings_say_and_so_many_are_kept(tmp_path: Path) -> None:
+    recipe = Recipe(tmp_path)
+    train(recipe, save_every_n_steps=3, keep_last_n_checkpoints=2)
+    assert [one.path.name for one in recipe.parts.checkpoints.checkpoints()] == ["step_9", "step_12"]
+    assert recipe.saved == [0, 1]
+
+
 def test_within_backward_a_resumed_batch_that_no_longer_fits_at_once_is_refused(tmp_path: Path) -> None:
     """Optimizers that step within backward would step once for each micro-batch."""
     directory = tmp_path / "run"
@@ -256,16 +318,13 @@ def test_within_backward_a_resumed_batch_that_no_longer_fits_at_once_is_refused(
     first.parts = replace(first.parts, epochs=range(1))
     assert train(first, **SEARCH)[-1]["batch_size"] == 4
     resumed = Recipe(directory, epochs=range(1, 2))
+    resumed.resume_after(first.states[0])
     wrapper = create_optim_in_bwd_wrapper(resumed.model, {one: AdamW([one]) for one in resumed.model.parameters()})
     stepping = OptimizerInBackward(resumed.model, wrapper, ranks=1, normalizes=True)
     resumed.parts = replace(resumed.parts, stepping=stepping, scheduler=None, why_unrecoverable="steps in backward")
     resumed.trainer(**SEARCH)
     with pytest.raises(InputError, match="to go on with a batch of 4 rows, of which 2 fit now, but is True instead"):
         resumed.trainer(**SEARCH | {"memory_limit_bytes": 14_000})
-
-
-def _stop() -> None:
-    raise InterruptedError
 
 
 def test_a_global_batch_is_cut_as_memory_allows(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchtune_adaptive.files import write_whole
+from torchtune_adaptive.files import sync_directory, write_whole
 
 
 def test_writing_again_replaces_the_file_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -16,25 +16,50 @@ def test_writing_again_replaces_the_file_and_leaves_nothing_else(tmp_path: Path)
     assert list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("fault", ["while writing", "before replacing"])
+@pytest.mark.parametrize("fault", ["fsync", "replace"])
 def test_a_write_that_fails_leaves_the_former_file_whole(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_whole(tmp_path / "state.json", "former")
-    write_text = Path.write_text
-
-    def half(path: Path, text: str, *args: Any, **options: Any) -> int:
-        write_text(path, text[: len(text) // 2], *args, **options)
-        raise OSError("no space left on device")
 
     def refuse(*_: Any) -> None:
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        if fault == "while writing":
-            patch.setattr(Path, "write_text", half)
-        else:
-            patch.setattr(os, "replace", refuse)
+        patch.setattr(os, fault, refuse)
         with pytest.raises(OSError, match="no space left"):
             write_whole(path, "latter")
     assert path.read_text() == "former"
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_whole(tmp_path / "state.json", "former")
+    seen: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def note_sync(descriptor: int) -> None:
+        seen.append(("synced", Path(f"/proc/self/fd/{descriptor}").read_text()))
+        fsync(descriptor)
+
+    def note_replace(source: Path, target: Path) -> None:
+        seen.append(("replaced", path.read_text()))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    write_whole(path, "latter")
+    assert seen == [("synced", "latter"), ("replaced", "former")]
+
+
+def test_syncing_a_directory_leaves_no_descriptor_open_even_if_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError("input/output error")
+
+    before = sorted(os.listdir("/proc/self/fd"))
+    sync_directory(tmp_path)
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="input/output"):
+        sync_directory(tmp_path)
+    assert sorted(os.listdir("/proc/self/fd")) == before

@@ -1,16 +1,26 @@
 """A refusal is said once, whichever ranks refuse, and a launch without torchrun is a launch of one."""
 
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 from omegaconf import DictConfig
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from torchtune_adaptive import launch
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded
+
+
+@pytest.fixture(autouse=True)
+def interrupts_as_before() -> Iterator[None]:
+    """A launch has Ctrl-C end its process, which here is the tests'."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
@@ -62,10 +72,22 @@ def test_torchruns_ranks_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("ended_by", "status"), [(InputError("`x` is wrong."), 1), (SystemExit(0), 0), (SystemExit(None), 0)]
+    ("ended_by", "status", "sentence"),
+    [
+        (InputError("`x` is wrong."), 1, "recipe: `x` is wrong.\n"),
+        (CheckpointError("step 2 could not be saved."), 1, "recipe: step 2 could not be saved.\n"),
+        (RunEnded("a signal ended the run.", 75), 75, "recipe: a signal ended the run.\n"),
+        (RunEnded("All 2 epochs are trained.", 0), 0, "recipe: All 2 epochs are trained.\n"),
+        (SystemExit(0), 0, ""),
+        (SystemExit(None), 0, ""),
+    ],
 )
 def test_the_exit_status_says_whether_the_run_was_complete(
-    ended_by: BaseException, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ended_by: BaseException,
+    status: int,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def recipe_main() -> None:
         raise ended_by
@@ -76,7 +98,8 @@ def test_the_exit_status_says_whether_the_run_was_complete(
     with pytest.raises(SystemExit) as end:
         launch.launch(recipe_main)
     assert (end.value.code or 0) == status
-    assert ("recipe: `x` is wrong." in capsys.readouterr().err) == (status == 1)
+    assert capsys.readouterr().err == sentence
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize("start", [launch.launch, launch.launch_on_one_device])
@@ -149,6 +172,33 @@ def test_a_recipe_for_one_device_refuses_several_processes_before_it_starts(
     assert capsys.readouterr().err == expected
 
 
+class Recipe:
+    """Writes down in ``done`` what it is asked to do, and ends its training by ``ended_by``."""
+
+    on_several_ranks = False
+    done: ClassVar[list[str]]
+    ended_by: Exception | None = None
+
+    def __init__(self, cfg: DictConfig) -> None: ...
+
+    def setup(self, cfg: DictConfig) -> None:
+        self.done.append("setup")
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        self.done.append("listen")
+        yield
+        self.done.append("no longer listen")
+
+    def train(self) -> None:
+        self.done.append("train")
+        if self.ended_by is not None:
+            raise self.ended_by
+
+    def cleanup(self) -> None:
+        self.done.append("cleanup")
+
+
 @pytest.mark.parametrize(
     ("device", "several_ranks", "backends"),
     [("cpu", True, ["gloo"]), ("cuda", True, ["cuda:nccl,cpu:gloo"]), ("cpu", False, [])],
@@ -157,23 +207,28 @@ def test_a_recipe_of_several_ranks_has_a_group_that_can_decide_on_the_cpu(
     device: str, several_ranks: bool, backends: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
-    done: list[str] = []
 
-    class Recipe:
+    class Distributed(Recipe):
         on_several_ranks = several_ranks
-
-        def __init__(self, cfg: DictConfig) -> None: ...
-
-        def setup(self, cfg: DictConfig) -> None:
-            done.append("setup")
-
-        def train(self) -> None:
-            done.append("train")
-
-        def cleanup(self) -> None:
-            done.append("cleanup")
+        done: ClassVar[list[str]] = []
 
     monkeypatch.setattr(launch, "start_process_group", started.append)
-    launch.run_recipe(cast(Any, Recipe), DictConfig({"device": device}))
+    launch.run_recipe(cast(Any, Distributed), DictConfig({"device": device}))
     assert started == backends
-    assert done == ["setup", "train", "cleanup"]
+    assert Distributed.done == ["setup", "listen", "train", "no longer listen", "cleanup"]
+
+
+@pytest.mark.parametrize(
+    ("error", "ends_together"),
+    [(RunEnded("a signal", 75), True), (CheckpointError("a full disk"), False), (ZeroDivisionError(), False)],
+)
+def test_ranks_clean_up_together_only_where_all_of_them_end_at_the_same_step(
+    error: Exception, ends_together: bool
+) -> None:
+    class Ending(Recipe):
+        done: ClassVar[list[str]] = []
+        ended_by = error
+
+    with pytest.raises(type(error)):
+        launch.run_recipe(cast(Any, Ending), DictConfig({"device": "cpu"}))
+    assert ("cleanup" in Ending.done) == ends_together

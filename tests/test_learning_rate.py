@@ -71,8 +71,18 @@ class Run:
             reference_samples=16,
         )
 
-    def begin(self, *, epoch: int = 0, step: int = 0, steps_per_epoch: int = STEPS, grows: bool = True) -> "Run":
-        self.rate.begin(epoch=epoch, step=step, steps_per_epoch=steps_per_epoch, grows=grows)
+    def begin(
+        self,
+        *,
+        epoch: int = 0,
+        step: int = 0,
+        epoch_steps: int = 0,
+        steps_per_epoch: int = STEPS,
+        grows: bool = True,
+    ) -> "Run":
+        self.rate.begin(
+            epoch=epoch, step=step, epoch_steps=epoch_steps, steps_per_epoch=steps_per_epoch, grows=grows
+        )
         return self
 
     def take(self, steps: int) -> list[list[float]]:
@@ -120,6 +130,32 @@ def test_a_run_that_goes_on_has_the_rates_of_one_that_never_ended(grows: bool, t
     for epoch in (2, 1, 2):  # resumed again and again
         run.begin(epoch=epoch, step=10 * epoch, grows=grows)
         assert run.first(20) == pytest.approx(plain_rates(40)[10 * epoch :][:20], rel=1e-6)
+
+
+@pytest.mark.parametrize("grows", [True, False], ids=["may grow", "stays"])
+@pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
+@pytest.mark.parametrize("step", [1, 7, 10, 26, 39])
+def test_a_run_that_goes_on_within_an_epoch_has_the_rates_of_one_that_never_ended(
+    step: int, grows: bool, tensors: bool
+) -> None:
+    run = Run(tensors=tensors)
+    run.take(3)
+    epoch, epoch_steps = divmod(step, STEPS)
+    run.begin(epoch=epoch, step=step, epoch_steps=epoch_steps, grows=grows)
+    rates = plain_rates(40)[step:]
+    assert run.first(40 - step) == (pytest.approx(rates, rel=1e-6) if tensors else rates)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_within_an_epoch_of_other_steps_it_goes_on_at_its_place_on_the_schedule(rule: LearningRateScaling) -> None:
+    whole = Run(rule=rule).begin()
+    whole.take(20)
+    whole.rate.change(epoch=2, step=20, steps_per_epoch=5)
+    whole.rate.scale(32)
+    expected = whole.first(10)
+    resumed = Run(rule=rule).begin(epoch=2, step=23, epoch_steps=3, steps_per_epoch=5)
+    resumed.rate.scale(32)
+    assert resumed.first(7) == pytest.approx(expected[3:], rel=1e-6)
 
 
 def test_more_or_fewer_steps_per_epoch_go_along_the_schedule_slower_or_faster() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from torchtune_adaptive.batch.loader import GlobalStepLoader, StepLoader, StepSamples
+from torchtune_adaptive.batch.loader import GlobalStepLoader, StepLoader, StepSamples, check_fills_step
 from torchtune_adaptive.batch.row_format import Row, TokenRows
 from torchtune_adaptive.errors import InputError
 
@@ -205,15 +205,15 @@ def test_the_longest_row_is_that_of_the_steps_given_so_far() -> None:
     dataset = dataset_of(12, longest=5)
     loader = loader_over(dataset, batch_size=2, micro_steps=2)
     assert loader.longest_row is None
-    assert loader.state_dict()["longest_row_tokens"] == 0
+    assert loader.longest_row_tokens == 0
     steps = loader.steps(0)
     next(steps)
-    assert loader.state_dict()["longest_row_tokens"] == 2
+    assert loader.longest_row_tokens == 2
     next(steps)
     assert loader.longest_row is dataset[5]
     next(steps)
     assert loader.longest_row is dataset[5]
-    assert loader.state_dict()["longest_row_tokens"] == 5
+    assert loader.longest_row_tokens == 5
 
 
 def test_rows_that_are_not_trained_with_do_not_count_as_the_longest() -> None:
@@ -221,9 +221,22 @@ def test_rows_that_are_not_trained_with_do_not_count_as_the_longest() -> None:
     loader = loader_over(dataset_of(7, longest=5), batch_size=2, micro_steps=2)
     assert len(loader.dataset[5]["tokens"]) == 5
     steps_of(loader, 0)
-    assert loader.state_dict()["longest_row_tokens"] == 2
+    assert loader.longest_row_tokens == 2
     next(loader.steps(1))
-    assert loader.state_dict()["longest_row_tokens"] == 5
+    assert loader.longest_row_tokens == 5
+
+
+def test_a_resumed_run_has_a_row_as_long_as_the_longest_it_was_trained_with() -> None:
+    loader = loader_over(dataset_of(12), batch_size=2)
+    loader.set_longest_row(5)
+    assert loader.longest_row_tokens == 5
+    row = loader.longest_row
+    assert row is not None
+    assert len(row["tokens"]) == 5
+    steps_of(loader)  # of two tokens each
+    assert loader.longest_row_tokens == 5
+    loader.set_longest_row(0)
+    assert (loader.longest_row, loader.longest_row_tokens) == (None, 0)
 
 
 # ---- in words
@@ -239,17 +252,17 @@ def test_a_step_is_described_by_its_arithmetic() -> None:
 
 def test_a_data_set_that_fills_no_step_is_refused() -> None:
     loader = loader_over(dataset_of(23), batch_size=3, micro_steps=2, ranks=2)
-    loader.check_size(6)
+    check_fills_step(loader, 6)
     with pytest.raises(InputError) as refused:
-        loader.check_size(7)
+        check_fills_step(loader, 7)
     assert str(refused.value) == (
         "`dataset` must fill an optimizer step (7 rows * 2 micro-steps * 2 ranks = 28 samples per optimizer step),"
         " but has 23 samples."
     )
     loader = global_loader_over(dataset_of(23), batch_size=3, ranks=2)
-    loader.check_size(23)
+    check_fills_step(loader, 23)
     with pytest.raises(InputError) as refused:
-        loader.check_size(24)
+        check_fills_step(loader, 24)
     assert str(refused.value) == (
         "`dataset` must fill an optimizer step (24 samples per optimizer step on 2 ranks), but has 23 samples."
     )
@@ -281,9 +294,9 @@ def test_the_state_has_what_the_run_had() -> None:
     assert loader.state_dict() == {
         "batch_size": 2,
         "is_global": False,
+        "epoch_samples": 0,
         "samples_per_step": 6,
         "left_over": (12, 16),
-        "longest_row_tokens": 5,
         "dataset_samples": 17,
         "ranks": 1,
     }
@@ -292,9 +305,9 @@ def test_the_state_has_what_the_run_had() -> None:
     assert shared.state_dict() == {
         "batch_size": 5,
         "is_global": True,
+        "epoch_samples": 0,
         "samples_per_step": 5,
         "left_over": (6, 6),
-        "longest_row_tokens": 2,
         "dataset_samples": 17,
         "ranks": 2,
     }
@@ -308,7 +321,6 @@ def test_nothing_is_left_over_for_a_run_on_other_data_or_ranks(samples: int, ran
     resumed = loader_over(dataset_of(samples), batch_size=1, ranks=ranks)
     resumed.load_state_dict(loader.state_dict(), epoch=0)
     assert len(next(resumed.steps(1)).rows) == (3 if (samples, ranks) == (40, 2) else 1)
-    assert resumed.state_dict()["longest_row_tokens"] == 5  # training met it all the same
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -322,9 +334,119 @@ def test_nothing_is_left_over_for_a_run_whose_batch_counts_in_another_unit(rank:
     assert (len(first.rows), first.most_rows, first.num_samples) == (3 - rank, 3, 5)
 
 
-def test_the_batch_size_and_an_unknown_longest_row_are_not_taken() -> None:
+def test_the_batch_size_and_the_longest_row_are_not_in_the_state() -> None:
     loader = loader_over(dataset_of(17), batch_size=2, micro_steps=3)
     resumed = loader_over(dataset_of(17), batch_size=4, micro_steps=3)
     resumed.load_state_dict(loader.state_dict() | {"left_over": (16, 16)}, epoch=0)
     assert resumed.batch_size == 4
     assert resumed.longest_row is None
+
+
+# ---- within an epoch
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    is_global=st.booleans(),
+    more=st.integers(0, 40),
+    ranks=st.integers(1, 3),
+    shuffle=st.booleans(),
+    most=st.none() | st.integers(1, 3),
+    data=st.data(),
+)
+def test_from_any_step_on_a_resumed_run_has_the_steps_of_one_that_never_ended(
+    is_global: bool, more: int, ranks: int, shuffle: bool, most: int | None, data: st.DataObject
+) -> None:
+    """Of the epoch that it goes on within, and of the epochs after it; steps that were done are not read."""
+    size, micro_steps = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    options: dict[str, Any] = {"ranks": ranks, "shuffle": shuffle, "max_steps_per_epoch": most}
+    options["rank"] = data.draw(st.integers(0, ranks - 1))
+    dataset = dataset_of(size * micro_steps * ranks + more)
+
+    def make() -> StepLoader:
+        if is_global:
+            return global_loader_over(dataset, batch_size=size + ranks - 1, **options)
+        return loader_over(dataset, batch_size=size, micro_steps=micro_steps, **options)
+
+    whole = make()
+    expected = [steps_of(whole, epoch) for epoch in range(3)]
+    interrupted = make()
+    epoch = data.draw(st.integers(0, 1))
+    for before in range(epoch):
+        steps_of(interrupted, before)
+    done = data.draw(st.integers(1, len(expected[epoch])))
+    steps = interrupted.steps(epoch)
+    taken = [places(next(steps).rows) for _ in range(done)]
+    assert interrupted.steps_done == done
+    state = interrupted.state_dict()
+    resumed = make()
+    resumed.load_state_dict(state, epoch=epoch - 1)
+    assert resumed.steps_done == done
+    assert resumed.state_dict() == state
+    assert taken + steps_of(resumed, epoch) == expected[epoch]
+    assert resumed.steps_done == 0
+    assert steps_of(resumed, epoch + 1) == expected[epoch + 1]
+
+
+def test_between_epochs_no_step_is_done_and_within_one_those_that_were_given() -> None:
+    loader = loader_over(dataset_of(17), batch_size=2, micro_steps=3, ranks=2)
+    assert (loader.steps_done, loader.state_dict()["epoch_samples"]) == (0, 0)
+    steps = loader.steps(0)
+    assert loader.steps_done == 0
+    next(steps)
+    assert (loader.steps_done, loader.state_dict()["epoch_samples"]) == (1, 12)
+    assert list(steps) == []
+    assert (loader.steps_done, loader.state_dict()["epoch_samples"]) == (0, 0)
+
+
+def test_with_the_last_step_given_the_epoch_is_not_over_before_what_is_left_over_is_read() -> None:
+    loader = loader_over(dataset_of(17), batch_size=2, micro_steps=3)
+    steps = loader.steps(0)
+    next(steps)
+    next(steps)
+    state = loader.state_dict()
+    assert (state["epoch_samples"], state["left_over"]) == (12, (16, 16))
+    resumed = loader_over(dataset_of(17), batch_size=2, micro_steps=3)
+    resumed.load_state_dict(state, epoch=-1)
+    assert steps_of(resumed, 0) == []
+    assert resumed.state_dict()["left_over"] == (12, 16)
+    assert steps_of(resumed, 1)[0] == [12, 13, 14, 15, 0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("ranks", "size", "first"), [(1, 4, 24), (2, 4, 24), (4, 3, 24), (1, 9, 18), (4, 5, 20)])
+def test_on_other_ranks_or_with_another_batch_it_goes_on_where_a_step_of_its_own_begins(
+    ranks: int, size: int, first: int
+) -> None:
+    """After 24 samples, or before them: no sample is left out, and less than a step is trained twice."""
+    interrupted = [loader_over(dataset_of(96), batch_size=4, ranks=3, rank=rank, shuffle=True) for rank in range(3)]
+    before: set[int] = set()
+    for loader in interrupted:
+        steps = loader.steps(0)
+        before |= {*places(next(steps).rows), *places(next(steps).rows)}
+    state = interrupted[0].state_dict()
+    assert state["epoch_samples"] == len(before) == 24
+    after: list[int] = []
+    for rank in range(ranks):
+        resumed = loader_over(dataset_of(96), batch_size=size, ranks=ranks, rank=rank, shuffle=True)
+        resumed.load_state_dict(state, epoch=-1)
+        assert resumed.steps_done * resumed.samples_per_step == first
+        after += itertools.chain(*steps_of(resumed, 0))
+    sampler: Any = DistributedSampler(dataset_of(96), 1, 0, shuffle=True, seed=3)
+    order = list(sampler)
+    assert before == set(order[:24])
+    in_whole_steps = 96 // (ranks * size) * ranks * size
+    assert sorted(after) == sorted(order[first:in_whole_steps])
+
+
+def test_a_global_batch_goes_on_at_the_same_sample_on_other_ranks() -> None:
+    interrupted = global_loader_over(dataset_of(50), batch_size=7, ranks=3, shuffle=True)
+    steps = interrupted.steps(0)
+    next(steps)
+    next(steps)
+    after: list[int] = []
+    for rank in range(2):
+        resumed = global_loader_over(dataset_of(50), batch_size=7, ranks=2, rank=rank, shuffle=True)
+        resumed.load_state_dict(interrupted.state_dict(), epoch=-1)
+        after += itertools.chain(*steps_of(resumed, 0))
+    sampler: Any = DistributedSampler(dataset_of(50), 1, 0, shuffle=True, seed=3)
+    assert sorted(after) == sorted(list(sampler)[14:49])

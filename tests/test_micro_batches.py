@@ -200,18 +200,39 @@ def test_rows_of_a_length_at_a_size() -> None:
 
 def test_a_resumed_run_goes_on_with_the_reduced_limit() -> None:
     batches, resumed = batcher(TokenLimit(80)), batcher(TokenLimit(80))
-    assert batches.state_dict() == {"micro_batch": None, "micro_batch_unit": "tokens"}
+    state = {"micro_batch": None, "micro_batch_limit": 80, "micro_batch_unit": "tokens", "padding": (0, 0)}
+    assert batches.state_dict() == state
     resumed.load_state_dict(batches.state_dict())
     assert resumed.limit == TokenLimit(80)
     batches.reduce()
-    assert batches.state_dict() == {"micro_batch": 40, "micro_batch_unit": "tokens"}
+    assert batches.state_dict() == state | {"micro_batch": 40}
     resumed.load_state_dict(batches.state_dict())
     assert resumed.limit == TokenLimit(40)
     assert resumed.state_dict() == batches.state_dict()
 
 
+def test_the_largest_limit_is_that_of_the_earlier_part_of_the_run_unless_it_is_taken_out_of_the_state() -> None:
+    state, resumed = batcher(RowLimit(8)).state_dict(), batcher(RowLimit(13))
+    resumed.load_state_dict(state | {"micro_batch_limit": None})
+    assert resumed.largest == RowLimit(13)
+    resumed.load_state_dict(state)
+    assert resumed.largest == RowLimit(8)
+
+
 def test_a_size_in_another_unit_is_not_taken() -> None:
-    batches, resumed = batcher(TokenLimit(8)), batcher(RowLimit(8))
+    batches, resumed = batcher(TokenLimit(8)), batcher(RowLimit(16))
     batches.reduce()
     resumed.load_state_dict(batches.state_dict())
-    assert resumed.limit == RowLimit(8)
+    assert (resumed.limit, resumed.largest) == (RowLimit(16), RowLimit(16))
+
+
+def test_padding_counted_before_is_in_the_figure_after() -> None:
+    whole = batcher(RowLimit(4))
+    whole.count_padding(whole.cut(samples_of(1, 5)))
+    assert whole.state_dict()["padding"] == (6, 10)
+    resumed = batcher(RowLimit(4))
+    resumed.load_state_dict(whole.state_dict())
+    for batches in (whole, resumed):
+        batches.count_padding(batches.cut(samples_of(1, 1, 4)))
+    assert resumed.take_padding() == whole.take_padding() == pytest.approx(1 - 12 / 22)
+    assert resumed.state_dict()["padding"] == (0, 0)

@@ -1,10 +1,14 @@
-"""With adaptation off our recipes train exactly as the stock ones: every logged figure and every parameter bit."""
+"""With adaptation off our recipes train exactly as the stock ones: every logged figure and every parameter bit.
+
+Ours save after steps too, one after the other at once and in the background.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
 from tests.ranks import run_alone, run_on_ranks
 from tests.recipe_runs import (
@@ -54,27 +58,32 @@ def _name(case: dict[str, Any]) -> str:
     return " ".join(f"{key.rpartition('__')[2]}={value}" for key, value in case.items())
 
 
-def _train_both(case: dict[str, Any], tiny_dir: Path, output_dir: Path) -> Outcome:
+def _train_both(number: int, case: dict[str, Any], tiny_dir: Path, output_dir: Path) -> Outcome:
     ranks = 1 if case["kind"].endswith("_single") else 2
     # Of an epoch, on each rank; with an accumulation of 4 one of them is left over.
     micro_batches = 5 if case["gradient_accumulation_steps"] == 1 else 9
     samples = COMMON["batch_size"] * micro_batches * ranks
     overrides = {"dataset__split": f"train[:{samples}]"} | COMMON | case
     kind = overrides.pop("kind")
-    cfg = tiny_config(kind, tiny_dir, output_dir, **overrides)
+    cfg = tiny_config(kind, tiny_dir, output_dir / str(number), **overrides)
     # As it saves, the stock recipe merges the adapters into the weights that it trains. Ours saves as all others do.
     stock = without_saving(stock_recipe(kind)) if kind == "lora_single" else stock_recipe(kind)
     stock_steps, stock_parameters, _ = finished(stock, cfg)
-    steps, parameters, _ = finished(adaptive_recipe(kind), cfg)
+    saving = {"save_every_n_steps": 2, "keep_last_n_checkpoints": 1, "save_in_background": number % 2 == 1}
+    for key, value in saving.items():
+        OmegaConf.update(cfg, f"adaptive.{key}", value)
+    steps, parameters, recipe = finished(adaptive_recipe(kind), cfg)
+    last_step = recipe.trainer.global_step // 2 * 2
+    assert [path.name for path in (output_dir / str(number)).glob("step_*")] == [f"step_{last_step}"]
     return stock_steps, steps, same_bits(stock_parameters, parameters)
 
 
 def _train_on_ranks(rank: int, tiny_dir: Path, output_dir: Path) -> list[Outcome]:
-    return [_train_both(case, tiny_dir, output_dir) for case in ON_TWO_RANKS]
+    return [_train_both(number, case, tiny_dir, output_dir) for number, case in enumerate(ON_TWO_RANKS)]
 
 
 def _train_on_one_device(tiny_dir: Path, output_dir: Path) -> list[Outcome]:
-    outcomes = [_train_both(case, tiny_dir, output_dir) for case in ON_ONE_DEVICE]
+    outcomes = [_train_both(number, case, tiny_dir, output_dir) for number, case in enumerate(ON_ONE_DEVICE)]
     assert not dist.is_initialized()
     return outcomes
 

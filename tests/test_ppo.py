@@ -187,6 +187,8 @@ def test_a_cache_that_a_failed_turn_left_is_dropped(assets: Path, tmp_path: Path
     [
         ({"global_batch_size": 8}, "`global_batch_size` must be null for PPO, but is 8 instead."),
         ({"lr_scaling": "sqrt"}, "`lr_scaling` must be none for PPO, but is 'sqrt' instead."),
+        ({"save_every_n_steps": 5}, "`save_every_n_steps` must be null for PPO, but is 5 instead."),
+        ({"save_in_background": True}, "`save_in_background` must be False for PPO, but is True instead."),
     ],
 )
 def test_what_is_of_our_own_training_is_refused(adaptive: dict[str, Any], sentence: str, tmp_path: Path) -> None:

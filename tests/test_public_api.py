@@ -79,5 +79,8 @@ def test_the_defaults_of_the_keys_are_the_documented_ones() -> None:
         "growth_limit": "memory",
         "lr_scaling": "none",
         "objective": "memory",
+        "save_every_n_steps": None,
+        "keep_last_n_checkpoints": None,
+        "save_in_background": False,
     }
     assert not settings.searches

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.toys import STATE, search_result
+from tests.toys import search_result
 from torchtune_adaptive.search.sizes import Sizes
 from torchtune_adaptive.search.strategies import Probe
 from torchtune_adaptive.training.record import REPORT_NAME, RunRecord
-from torchtune_adaptive.training.run_state import read_state, state_path
 
 KEYS = {
     "strategy",
@@ -36,7 +35,7 @@ SEARCHED = Sizes(result=RESULT, probe_row={"tokens": [1]}, seq_len=128, fitting_
 
 
 def record_in(directory: Path, sizes: Sizes = SEARCHED, *, writes: bool = True) -> RunRecord:
-    return RunRecord(directory, state_path(directory), sizes, memory_limit_bytes=1000, writes=writes)
+    return RunRecord(directory, sizes, memory_limit_bytes=1000, writes=writes)
 
 
 def report_in(directory: Path) -> dict[str, Any]:
@@ -89,11 +88,11 @@ def test_what_was_not_looked_for_is_not_in_the_report_and_what_was_is(tmp_path: 
     assert (report["token_budget"], report["tokens_per_second"]) == (1920, {"2": 99.5, "1": 60.0})
 
 
-def test_the_report_lies_in_a_directory_made_for_it(tmp_path: Path) -> None:
-    RunRecord(str(tmp_path / "new" / "run"), state_path(tmp_path), Sizes(), memory_limit_bytes=None, writes=True).note(
-        "config", epoch=0, batch_size=2
-    )
+def test_the_report_lies_in_a_directory_made_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    record = RunRecord(str(tmp_path / "new" / "run"), Sizes(), memory_limit_bytes=None, writes=True)
+    record.note("config", epoch=0, batch_size=2)
     assert set(report_in(tmp_path / "new" / "run")) == {"history"}
+    assert caplog.messages == [f"Report written to {tmp_path}/new/run/adaptive_batch.json"]
 
 
 # ---- who writes, and what if it cannot
@@ -102,26 +101,18 @@ def test_the_report_lies_in_a_directory_made_for_it(tmp_path: Path) -> None:
 def test_other_ranks_keep_the_history_and_write_nothing(tmp_path: Path) -> None:
     record = record_in(tmp_path, writes=False)
     record.note("config", epoch=0, batch_size=2)
-    record.save_state(STATE)
     assert list(tmp_path.iterdir()) == []
     assert record.history == [{"epoch": 0, "batch_size": 2, "reason": "config"}]
 
 
-def test_the_state_is_written_where_a_resumed_run_reads_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    record_in(tmp_path).save_state(STATE)
-    assert read_state(state_path(tmp_path), epochs_run=2) == STATE
-    assert caplog.messages == [f"State written to {tmp_path}/recipe_state/adaptive_state.json"]
-
-
-def test_a_file_that_cannot_be_written_is_logged_and_does_not_end_the_run(
+def test_a_report_that_cannot_be_written_is_logged_and_does_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    record = RunRecord(tmp_path / "file", tmp_path / "file" / "state", Sizes(), memory_limit_bytes=None, writes=True)
+    record = RunRecord(tmp_path / "file", Sizes(), memory_limit_bytes=None, writes=True)
     record.note("config", epoch=0, batch_size=2)
-    record.save_state(STATE)
-    assert [one.levelname for one in caplog.records] == ["WARNING", "WARNING"]
-    assert [message.partition(":")[0] for message in caplog.messages] == ["Report not written", "State not written"]
+    assert [one.levelname for one in caplog.records] == ["WARNING"]
+    assert [message.partition(":")[0] for message in caplog.messages] == ["Report not written"]
     assert record.history == [{"epoch": 0, "batch_size": 2, "reason": "config"}]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from tests.recipe_runs import (
     set_up,
     shallow_assets,
     stock_recipe,
+    stock_resuming_config,
     tiny_config,
 )
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import InputError, RunEnded
 
 # 34 samples a rank are 17 micro-batches of 2 rows: with an accumulation of 2 one is left over at the first epoch's end.
 MEASURING = {"_component_": "torchtune_adaptive.schedule.gradient_noise_scale", "every_steps": 2, "min_measurements": 2}
@@ -38,9 +40,10 @@ RUN: dict[str, Any] = SHALLOW | {
     "adaptive": {"memory_limit": "96MiB", "growth_limit": 4, "lr_scaling": "sqrt", "max_batch_size": 3},
 }
 PLAIN: dict[str, Any] = SHALLOW | {"epochs": 3, "max_steps_per_epoch": 2, "batch_size": 2, "tokenizer__max_seq_len": 64}
-# What every version so far has written and reads: a run may go on with the next version.
+# What is written with a checkpoint, and read by later versions: a run may go on with them.
 STATE_FIELDS = {
     "epochs_run",
+    "epoch_samples",
     "schedule_steps",
     "batch_size",
     "is_global",
@@ -48,15 +51,20 @@ STATE_FIELDS = {
     "samples_per_step",
     "global_step",
     "micro_batch",
+    "micro_batch_limit",
     "micro_batch_unit",
-    "longest_row_tokens",
     "left_over",
+    "padding",
     "dataset_samples",
     "ranks",
     "memory_limit_bytes",
+    "rank_states",
+    "optimizer",
+    "config",
     "schedule",
     "history",
 }
+STOPPED_AFTER = 14  # within the third epoch
 FIGURES = ("step", "batch_size", "global_batch_size", "micro_batch_size", "lr", "loss", "grad_norm", "padding")
 
 
@@ -71,36 +79,59 @@ def _die(rank: int, tiny_dir: Path, output_dir: Path) -> None:
     finished(Dying, tiny_config("full", tiny_dir, output_dir, **RUN))
 
 
-def _go_on(rank: int, tiny_dir: Path, died_in: Path, output_dir: Path) -> dict[str, Any]:
+def _go_on(rank: int, tiny_dir: Path, died_in: Path, copies: dict[str, Path], output_dir: Path) -> dict[str, Any]:
     """The killed run and a whole one; the killed one with other data and memory; stock after us, and we after it."""
     ours, stock = adaptive_recipe("full"), stock_recipe("full")
     whole, whole_parameters, _ = finished(ours, tiny_config("full", tiny_dir, output_dir, **RUN))
     changed = RUN | {"dataset__split": "train[:60]", "epochs": 3}
     changed["adaptive"] = changed["adaptive"] | {"memory_limit": "128MiB"}
-    changed_steps, _, changed_recipe = finished(
-        ours, resuming_config("full", tiny_dir, died_in, epochs_run=2, **changed)
-    )
+    changed_steps, _, changed_recipe = finished(ours, resuming_config("full", tiny_dir, copies["changed"], **changed))
     other: dict[str, Any] = RUN | {"batch_increase_function": {"_component_": "tests.growth_functions.Stubborn"}}
     with pytest.raises(InputError) as refusal:
-        set_up(ours, resuming_config("full", tiny_dir, died_in, epochs_run=2, **other))
-    resumed, parameters, _ = finished(ours, resuming_config("full", tiny_dir, died_in, epochs_run=2, **RUN))
-    opened = []
-    for recipe_class in (stock, ours):
-        recipe = set_up(recipe_class, resuming_config("full", tiny_dir, died_in, epochs_run=2, **PLAIN))
-        opened.append(local_parameters(recipe._model))
+        set_up(ours, resuming_config("full", tiny_dir, died_in, **other))
+    resumed, parameters, _ = finished(ours, resuming_config("full", tiny_dir, died_in, **RUN))
+    by_stock = set_up(stock, stock_resuming_config("full", tiny_dir, copies["opened"], epochs_run=2, **PLAIN))
+    by_ours = set_up(ours, resuming_config("full", tiny_dir, copies["opened"], **PLAIN))
     finished(stock, tiny_config("full", tiny_dir, output_dir / "stock", **PLAIN))
     after_stock = [
-        finished(one, resuming_config("full", tiny_dir, output_dir / "stock", epochs_run=2, **PLAIN))[0]
-        for one in (stock, ours)
+        finished(stock, stock_resuming_config("full", tiny_dir, output_dir / "stock", epochs_run=2, **PLAIN))[0],
+        finished(ours, resuming_config("full", tiny_dir, output_dir / "stock", **PLAIN))[0],
     ]
     return {
         "whole": [[step[name] for name in FIGURES] for step in whole],
         "resumed": [[step[name] for name in FIGURES] for step in resumed],
         "parameters equal": same_bits(whole_parameters, parameters),
+        "stopped": _stopped(rank, tiny_dir, output_dir / "stopped", whole_parameters),
         "changed": (changed_recipe.trainer.record.history, [step["global_batch_size"] for step in changed_steps]),
         "refusal": str(refusal.value),
-        "opened by stock": same_bits(*opened),
+        "opened by stock": same_bits(local_parameters(by_stock._model), local_parameters(by_ours._model)),
         "after stock": [[(step["step"], step["lr"], step["loss"]) for step in steps] for steps in after_stock],
+    }
+
+
+def _stopped(rank: int, tiny_dir: Path, output_dir: Path, whole_parameters: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """A run that the second rank is asked to end within an epoch, and goes on from there."""
+
+    class Stopped(adaptive_recipe("full")):
+        def before_step(self, step: int) -> None:
+            if (rank, step) == (1, STOPPED_AFTER - 1):
+                signal.raise_signal(signal.SIGTERM)
+
+        def train(self) -> None:
+            with self.listening():
+                super().train()
+
+    recipe = set_up(Stopped, tiny_config("full", tiny_dir, output_dir, **RUN))
+    with pytest.raises(RunEnded) as end:
+        recipe.train()
+    saved = sorted(path.name for path in output_dir.iterdir() if path.is_dir())
+    steps, parameters, resumed = finished(adaptive_recipe("full"), resuming_config("full", tiny_dir, output_dir, **RUN))
+    return {
+        "status": end.value.status,
+        "saved": saved,
+        "resumed": [[step[name] for name in FIGURES] for step in steps],
+        "parameters equal": same_bits(whole_parameters, parameters),
+        "reasons": [entry["reason"] for entry in resumed.trainer.record.history],
     }
 
 
@@ -115,7 +146,10 @@ def died_in(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(tiny_dir: Path, died_in: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_on_ranks(_go_on, 2, shallow_assets(tiny_dir), died_in, tmp_path_factory.mktemp("whole"))
+    copies = {name: tmp_path_factory.mktemp("copies") / name for name in ("changed", "opened")}
+    for copy in copies.values():  # the run that goes on leaves only its last epoch's optimizer state
+        shutil.copytree(died_in, copy)
+    return run_on_ranks(_go_on, 2, shallow_assets(tiny_dir), died_in, copies, tmp_path_factory.mktemp("whole"))
 
 
 def test_a_killed_run_goes_on_as_the_uninterrupted_one(ranks: list[dict[str, Any]]) -> None:
@@ -130,10 +164,24 @@ def test_a_killed_run_goes_on_as_the_uninterrupted_one(ranks: list[dict[str, Any
 def test_the_state_that_a_run_goes_on_from_has_the_fields_of_every_version_so_far(
     ranks: list[dict[str, Any]], died_in: Path
 ) -> None:
-    states = json.loads((died_in / "recipe_state" / "adaptive_state.json").read_text())
-    assert set(states) >= {"1", "2"}  # what was left by the run that died, and added to by the one that went on
-    assert all(state.keys() == STATE_FIELDS for state in states.values())
-    assert states["2"]["global_step"] == ranks[0]["resumed"][0][0] - 1
+    contents = [json.loads((died_in / f"epoch_{epoch}" / "adaptive_state.json").read_text()) for epoch in range(4)]
+    assert [content.keys() for content in contents] == [{"serial", "files", "state"}] * 4
+    assert [content["serial"] for content in contents] == [1, 2, 3, 4]  # two by the run that died
+    assert all(content["state"].keys() == STATE_FIELDS for content in contents)
+    assert contents[1]["state"]["global_step"] == ranks[0]["resumed"][0][0] - 1
+    assert [content["state"]["epochs_run"] for content in contents] == [1, 2, 3, 4]
+
+
+def test_a_run_that_a_signal_ends_goes_on_within_its_epoch_as_the_uninterrupted_one(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert [rank["stopped"]["status"] for rank in ranks] == [75, 75]
+    assert ranks[0]["stopped"]["saved"] == ["epoch_0", "epoch_1", "recipe_state", f"step_{STOPPED_AFTER}"]
+    assert ranks[0]["stopped"]["resumed"] == ranks[0]["whole"][STOPPED_AFTER:]
+    assert all(rank["stopped"]["parameters equal"] for rank in ranks)
+    reasons = ranks[0]["stopped"]["reasons"]
+    assert "config, resumed at epoch 2, step 2" in reasons
+    assert not any("changes" in reason for reason in reasons)
 
 
 def test_the_rate_is_that_of_its_place_scaled_by_the_root_of_the_batch(ranks: list[dict[str, Any]]) -> None:
@@ -150,7 +198,8 @@ def test_the_rate_is_that_of_its_place_scaled_by_the_root_of_the_batch(ranks: li
 def test_other_data_and_another_limit_are_noticed_and_the_batch_stays(ranks: list[dict[str, Any]]) -> None:
     history, sizes = ranks[0]["changed"]
     assert history[-2]["reason"] == (
-        "resumed with changes: samples in the data set 68 -> 60; bytes of memory per rank 100663296 -> 134217728"
+        "resumed with changes: samples in the data set 68 -> 60; bytes of memory per rank 100663296 -> 134217728;"
+        " adaptive.memory_limit '96MiB' -> '128MiB'; dataset.split 'train[:68]' -> 'train[:60]'; epochs 4 -> 3"
     )
     assert history[-1]["reason"] == "config, resumed at epoch 2"
     assert sizes == [16] * 3  # 30 samples a rank
@@ -171,7 +220,7 @@ def test_stock_opens_our_checkpoints_and_we_those_of_stock(ranks: list[dict[str,
 
 def _resume_alone(rank: int, tiny_dir: Path, died_in: Path) -> tuple[list[str], list[dict[str, float]]]:
     steps, _, recipe = finished(
-        adaptive_recipe("full"), resuming_config("full", tiny_dir, died_in, epochs_run=3, **RUN)
+        adaptive_recipe("full"), resuming_config("full", tiny_dir, died_in, checkpoint="epoch_2", **RUN)
     )
     return [entry["reason"] for entry in recipe.trainer.record.history], steps
 

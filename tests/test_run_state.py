@@ -1,17 +1,15 @@
-"""What a run needs to go on is read as it was written, whole or not at all, and what is not so is refused."""
+"""A state is the same after JSON, what is none is refused, and what has changed since is said in a clause each."""
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import pytest
 
 from tests import toys
 from torchtune_adaptive.batch.noise_scale import gradient_noise_scale
-from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.training.run_state import read_state, state_path, write_state
+from torchtune_adaptive.training.run_state import AdaptiveState
 
 STATE = replace(
     toys.STATE,
@@ -21,15 +19,8 @@ STATE = replace(
 )
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return state_path(tmp_path / "checkpoints")
-
-
-def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Put what ``change`` makes of a state in place of it, in a file that is otherwise as it should be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"2": change(json.loads(json.dumps(asdict(STATE))))}))
+def through_json(state: AdaptiveState) -> Any:
+    return json.loads(json.dumps(asdict(state)))
 
 
 # ---- reading what was written
@@ -37,120 +28,14 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 @pytest.mark.parametrize("schedule", [None, {"trace": 0.1}, gradient_noise_scale().state_dict()])
 @pytest.mark.parametrize("micro_batch", [None, 3])
-def test_what_was_written_is_read_as_it_was(path: Path, schedule: Any, micro_batch: int | None) -> None:
+def test_a_state_is_the_same_after_json(schedule: Any, micro_batch: int | None) -> None:
     state = replace(STATE, schedule=schedule, micro_batch=micro_batch)
-    write_state(path, state)
-    assert read_state(path, epochs_run=2) == state
+    assert AdaptiveState.from_json(through_json(state)) == state
 
 
-def test_the_state_lies_beside_torchtunes_recipe_state(tmp_path: Path) -> None:
-    path = state_path(str(tmp_path))
-    write_state(path, STATE)
-    assert path == tmp_path / "recipe_state" / "adaptive_state.json"
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_where_there_is_no_state_of_an_epoch_there_is_none(path: Path) -> None:
-    assert read_state(path, epochs_run=2) is None
-    write_state(path, STATE)
-    assert [read_state(path, epochs_run=epochs) for epochs in (1, 3, 22)] == [None] * 3
-
-
-def test_states_of_earlier_epochs_are_kept_and_those_of_a_run_that_was_gone_back_on_are_not(path: Path) -> None:
-    states = {epochs: replace(STATE, epochs_run=epochs, global_step=epochs) for epochs in (2, 9, 10)}
-    for state in states.values():
-        write_state(path, state)
-    assert [read_state(path, epochs_run=epochs) for epochs in states] == list(states.values())
-    again = replace(STATE, epochs_run=9, global_step=999)
-    write_state(path, again)
-    assert [read_state(path, epochs_run=epochs) for epochs in states] == [states[2], again, None]
-
-
-@pytest.mark.parametrize("content", ["", "{", "[1, 2]", '{"one": 2}', "\udcff"])
-def test_another_programs_file_is_replaced(path: Path, content: str) -> None:
-    path.parent.mkdir(parents=True)
-    path.write_bytes(content.encode(errors="surrogateescape"))
-    write_state(path, STATE)
-    assert read_state(path, epochs_run=2) == STATE
-
-
-# As the version before the trainer with parts wrote it, after two epochs.
-EARLIER = """{
-  "2": {
-    "epochs_run": 2,
-    "schedule_steps": 25,
-    "batch_size": 8,
-    "is_global": false,
-    "reference_samples": 16,
-    "samples_per_step": 32,
-    "global_step": 75,
-    "micro_batch": null,
-    "micro_batch_unit": "rows",
-    "longest_row_tokens": 512,
-    "left_over": [
-      96,
-      100
-    ],
-    "dataset_samples": 400,
-    "ranks": 4,
-    "memory_limit_bytes": 85899345920,
-    "schedule": {
-      "trace": 0.1,
-      "samples": [
-        1,
-        2
-      ]
-    },
-    "history": [
-      {
-        "epoch": 0,
-        "batch_size": 4,
-        "reason": "config"
-      }
-    ]
-  }
-}
-"""
-
-
-def test_a_file_of_an_earlier_version_is_read_and_written_to_the_same_bytes(path: Path) -> None:
-    path.parent.mkdir(parents=True)
-    path.write_text(EARLIER)
-    assert read_state(path, epochs_run=2) == STATE
-    path.unlink()
-    write_state(path, STATE)
-    assert path.read_text() == EARLIER
-
-
-# ---- what cannot be read
-
-
-def refusal(path: Path) -> str:
-    with pytest.raises(InputError) as refused:
-        read_state(path, epochs_run=2)
-    return str(refused.value)
-
-
-@pytest.mark.parametrize("length", [0, 1, 40, -3])
-def test_a_file_that_ends_too_soon_is_refused_by_its_path(path: Path, length: int) -> None:
-    write_state(path, STATE)
-    path.write_text(path.read_text()[:length])
-    sentence = refusal(path)
-    assert sentence.startswith(f"{path} must be as a run wrote it for its checkpoint to be resumed, but failed: ")
-    assert sentence.endswith(".")
-    assert "\n" not in sentence
-
-
-@pytest.mark.parametrize("content", [b"not JSON", b"[1, 2, 3]", b"null", b'"2"', b"17", b"\xff\xfe{}"])
-def test_a_file_of_another_kind_is_refused_by_its_path(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True)
-    path.write_bytes(content)
-    assert refusal(path).startswith(f"{path} must be ")
-
-
-def test_a_directory_in_the_files_place_is_refused_by_its_path(path: Path) -> None:
-    path.mkdir(parents=True)
-    assert refusal(path).startswith(f"{path} must be ")
+def test_a_state_within_an_epoch_is_the_same_after_json() -> None:
+    state = replace(STATE, epochs_run=0, epoch_samples=96, left_over=(100, 100), padding=(0, 0), memory_limit_bytes=None)
+    assert AdaptiveState.from_json(through_json(state)) == state
 
 
 @pytest.mark.parametrize(
@@ -161,25 +46,51 @@ def test_a_directory_in_the_files_place_is_refused_by_its_path(path: Path) -> No
         lambda state: "state",
         lambda state: {},
         lambda state: state | {"more": 1},
-        lambda state: {name: value for name, value in state.items() if name != "ranks"},
         lambda state: {name: value for name, value in state.items() if name != "left_over"},
+        lambda state: {name: value for name, value in state.items() if name != "padding"},
         lambda state: state | {"left_over": 96},
         lambda state: state | {"left_over": None},
+        lambda state: state | {"padding": [1.5, 2]},
+        lambda state: state | {"padding": [1, 2, 3]},
     ],
-    ids=["null", "list", "text", "empty", "a key more", "a key less", "no left_over", "a number", "nothing left over"],
+    ids=[
+        *("null", "list", "text", "empty", "a key more", "no left_over", "no padding", "a number", "nothing left over"),
+        *("half a token", "three numbers of tokens"),
+    ],
 )
-def test_a_state_of_other_keys_is_refused_by_its_path(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    rewrite(path, change)
-    assert refusal(path).startswith(f"{path} must be ")
+def test_a_state_of_other_keys_is_refused(change: Callable[[dict[str, Any]], Any]) -> None:
+    with pytest.raises(TypeError):
+        AdaptiveState.from_json(change(through_json(STATE)))
+
+
+@pytest.mark.parametrize("name", [one.name for one in fields(AdaptiveState) if one.name not in ("schedule", "history")])
+def test_a_state_without_one_of_its_fields_is_refused(name: str) -> None:
+    content = through_json(STATE)
+    del content[name]
+    with pytest.raises(TypeError, match=name):
+        AdaptiveState.from_json(content)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("batch_size", "8"), ("global_step", None), ("is_global", "no"), ("left_over", [1]), ("history", 3)],
+    [
+        ("batch_size", "8"),
+        ("global_step", None),
+        ("epoch_samples", 1.5),
+        ("micro_batch_limit", None),
+        ("is_global", "no"),
+        ("left_over", [1]),
+        ("history", 3),
+        ("rank_states", {}),
+        ("optimizer", []),
+        ("config", None),
+    ],
 )
-def test_a_state_of_other_types_is_refused_by_its_path(path: Path, name: str, value: Any) -> None:
-    rewrite(path, lambda state: state | {name: value})
-    assert refusal(path).startswith(f"{path} must be ")
+def test_a_state_of_other_types_is_refused_by_the_fields_name_and_value(name: str, value: Any) -> None:
+    with pytest.raises(TypeError) as refused:
+        AdaptiveState.from_json(through_json(STATE) | {name: value})
+    shown = tuple(value) if name == "left_over" else value
+    assert str(refused.value) == f"{name} is {shown!r}"
 
 
 # ---- what is not as it was
@@ -192,16 +103,44 @@ def test_a_state_of_other_types_is_refused_by_its_path(path: Path, name: str, va
         ("dataset_samples", 300, "samples in the data set 400 -> 300"),
         ("memory_limit_bytes", 1024, f"bytes of memory per rank {80 * 2**30} -> 1024"),
         ("samples_per_step", 64, "samples per optimizer step 32 -> 64"),
+        ("config", {"seed": 2, "optimizer.lr": 0.1}, "seed 1 -> 2"),
+        ("config", {"seed": 1}, "optimizer.lr 0.1 -> None"),
+        ("config", {"seed": 1, "optimizer.lr": 0.1, "dtype": "bf16"}, "dtype None -> 'bf16'"),
     ],
 )
-def test_what_is_not_as_it_was_is_said_in_a_clause_each(name: str, value: int, clause: str) -> None:
+def test_what_is_not_as_it_was_is_said_in_a_clause_each(name: str, value: Any, clause: str) -> None:
     assert STATE.changes(replace(STATE, **{name: value})) == [clause]
 
 
 def test_all_changes_are_said_and_what_a_run_itself_moves_on_is_none() -> None:
-    assert STATE.changes(replace(STATE, ranks=2, samples_per_step=16)) == [
+    config = {"seed": 2, "optimizer.lr": 0.2}
+    assert STATE.changes(replace(STATE, ranks=2, samples_per_step=16, config=config)) == [
         "ranks 4 -> 2",
         "samples per optimizer step 32 -> 16",
+        "optimizer.lr 0.1 -> 0.2",
+        "seed 1 -> 2",
     ]
-    assert STATE.changes(replace(STATE, global_step=80, epochs_run=3, history=[], left_over=(0, 0))) == []
+    moved = replace(STATE, global_step=80, epochs_run=3, epoch_samples=32, history=[], left_over=(0, 0), rank_states=[])
+    assert STATE.changes(moved) == []
     assert STATE.changes(replace(STATE, memory_limit_bytes=None)) == []  # not known
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "output_dir",
+        "checkpointer.checkpoint_files.0",
+        "metric_logger.log_dir",
+        "log_every_n_steps",
+        "profiler.enabled",
+        "resume_from_checkpoint",
+    ],
+)
+def test_where_a_run_is_and_how_it_is_watched_is_no_change(key: str) -> None:
+    assert STATE.changes(replace(STATE, config=STATE.config | {key: "other"})) == []
+
+
+def test_a_long_value_of_the_config_is_cut_where_it_is_said() -> None:
+    (clause,) = STATE.changes(replace(STATE, config=STATE.config | {"prompt": "x" * 1000}))
+    assert clause.startswith("prompt None -> 'xxx")
+    assert len(clause) < 300

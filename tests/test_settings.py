@@ -21,7 +21,8 @@ from torchtune_adaptive.settings import STRATEGIES, AdaptiveSettings, parse_memo
 HERE = __name__
 BLOCK_KEYS = (
     "strategy, power_of_two, max_batch_size, memory_limit, margin, seq_len, oom_recovery, global_batch_size,"
-    " max_tokens_per_micro_batch, growth_limit, lr_scaling, objective"
+    " max_tokens_per_micro_batch, growth_limit, lr_scaling, objective, save_every_n_steps,"
+    " keep_last_n_checkpoints, save_in_background"
 )
 COMPONENT = "torchtune_adaptive.schedule"
 
@@ -72,6 +73,8 @@ def test_config_without_our_values_gives_the_defaults(cfg):
     assert (settings.max_batch_size, settings.memory_limit_bytes, settings.seq_len) == (None, None, None)
     assert (settings.global_batch_size, settings.max_tokens_per_micro_batch) == (None, None)
     assert (settings.growth_limit, settings.lr_scaling, settings.objective) == ("memory", "none", "memory")
+    assert (settings.save_every_n_steps, settings.keep_last_n_checkpoints) == (None, None)
+    assert settings.save_in_background is False
 
 
 def test_every_key_is_read():
@@ -91,6 +94,9 @@ def test_every_key_is_read():
             "growth_limit": 1024,
             "lr_scaling": "sqrt",
             "objective": "throughput",
+            "save_every_n_steps": 100,
+            "keep_last_n_checkpoints": 3,
+            "save_in_background": True,
         },
     )
     assert settings == AdaptiveSettings(
@@ -108,6 +114,9 @@ def test_every_key_is_read():
         growth_limit=1024,
         lr_scaling="sqrt",
         objective="throughput",
+        save_every_n_steps=100,
+        keep_last_n_checkpoints=3,
+        save_in_background=True,
     )
 
 
@@ -204,6 +213,8 @@ def test_settings_cannot_be_changed():
         ("growth_limits", "adaptive.growth_limit"),
         ("lr_scale", "adaptive.lr_scaling"),
         ("objectiv", "adaptive.objective"),
+        ("save_every_steps", "adaptive.save_every_n_steps"),
+        ("keep_last_checkpoints", "adaptive.keep_last_n_checkpoints"),
         ("use_maximum_batch_size", "use_maximum_batch_size"),
         ("batch_increase_function", "batch_increase_function"),
     ],
@@ -250,6 +261,7 @@ def test_block_that_is_no_mapping_is_refused(value, quoted):
         ("growth_limit", "adaptive.growth_limit"),
         ("lr_scaling", "adaptive.lr_scaling"),
         ("objective", "adaptive.objective"),
+        ("save_every_n_steps", "adaptive.save_every_n_steps"),
     ],
 )
 def test_top_level_key_that_can_only_be_meant_for_us_is_refused(key, meant):
@@ -290,10 +302,13 @@ def test_no_stock_config_is_refused():
 def test_switches_must_be_bool(value, quoted):
     sentence = f"must be True or False, but is {quoted} instead."
     assert refusal(use_maximum_batch_size=value) == f"`use_maximum_batch_size` {sentence}"
-    assert refusal(adaptive={"power_of_two": value}) == f"`power_of_two` {sentence}"
+    for name in ("power_of_two", "oom_recovery", "save_in_background"):
+        assert refusal(adaptive={name: value}) == f"`{name}` {sentence}"
 
 
-@pytest.mark.parametrize("name", ["max_batch_size", "seq_len", "global_batch_size"])
+@pytest.mark.parametrize(
+    "name", ["max_batch_size", "seq_len", "global_batch_size", "save_every_n_steps", "keep_last_n_checkpoints"]
+)
 @pytest.mark.parametrize(
     ("value", "rest"),
     [
@@ -350,6 +365,8 @@ def test_unknown_strategy_is_refused_with_the_nearest_name(value, ending):
         ("lr_scaling", ["none", "sqrt", "linear"]),
         ("objective", ["memory", "throughput"]),
         ("global_batch_size", [None, 1, 4096]),
+        ("save_every_n_steps", [None, 1, 500]),
+        ("keep_last_n_checkpoints", [None, 1, 5]),
     ],
 )
 def test_each_word_and_number_that_a_key_knows_is_taken(name, values):

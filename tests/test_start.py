@@ -105,6 +105,30 @@ CONTINUATIONS = {
         StartingPoint(7, 8, 77, 25),
     ),
     "ours, with what it had grown to": (Case(GROWS, SEARCHED, epochs_run=2, saved=SAVED), StartingPoint(7, 8, 77, 25)),
+    "ours, within an epoch": (  # of steps of 4 * 2 samples
+        Case({}, epochs_run=2, saved=replace(SAVED, epoch_samples=40)),
+        StartingPoint(4, 120, 77, 25, epoch_steps=5),
+    ),
+    "ours, within the first epoch, with what had been found": (
+        Case(MAXIMUM, SEARCHED, saved=replace(SAVED, epochs_run=0, epoch_samples=28)),
+        StartingPoint(7, 8, 77, 25, epoch_steps=2),
+    ),
+    "ours, within an epoch, with what the batch had grown to in it": (
+        Case(GROWS, SEARCHED, epochs_run=2, saved=replace(SAVED, epoch_samples=28)),
+        StartingPoint(7, 8, 77, 25, epoch_steps=2),
+    ),
+    "ours, within an epoch, where a step of the present size begins": (
+        Case({}, epochs_run=2, saved=replace(SAVED, epoch_samples=47)),
+        StartingPoint(4, 120, 77, 25, epoch_steps=5),
+    ),
+    "ours, within the first step of an epoch": (
+        Case({}, epochs_run=2, saved=replace(SAVED, epoch_samples=7)),
+        StartingPoint(4, 120, 77, 25),
+    ),
+    "ours, from a global batch to rows within an epoch, whose increase is in the plan": (
+        Case(GROWS, SEARCHED, epochs_run=1, saved=replace(SAVED, is_global=True, epoch_samples=32)),
+        StartingPoint(8, 8, 77, 25, epoch_steps=2),
+    ),
     "ours, from rows to a global batch": (
         Case(GLOBAL | MAXIMUM, SEARCHED, is_global=True, batch_size=12, epochs_run=2, saved=SAVED),
         StartingPoint(12, 8, 77, 25),

@@ -7,7 +7,8 @@ of a step is the mean x of the rows that count, whatever w is.
 import contextlib
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,9 +25,10 @@ from torchtune_adaptive.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.stock.activations import Activations
+from torchtune_adaptive.training import train_step as train_step_module
 from torchtune_adaptive.training.objectives import Loss, NextToken, Objective
 from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep, Stepping
-from torchtune_adaptive.training.step_figures import StepResult, StepSums
+from torchtune_adaptive.training.step_figures import StepFigures, StepResult, StepSums
 from torchtune_adaptive.training.train_step import TrainStep
 
 CPU = torch.device("cpu")
@@ -65,6 +67,7 @@ def step_of(
     meter: MemoryMeter | None = None,
     collate: Any = collate,
     device: torch.device = CPU,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> TrainStep:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     return TrainStep(
@@ -74,6 +77,7 @@ def step_of(
         device=device,
         phases=Phases([model], meter),
         meter=meter,
+        stop_requested=stop_requested,
     )
 
 
@@ -205,6 +209,48 @@ def test_a_step_drops_its_gradients_and_so_does_its_owner() -> None:
     step.zero_grad()
     assert model.weight.grad is None
     assert step.learning_rate == LR
+
+
+# ---- a request to end the run
+
+
+def test_a_request_to_end_is_read_when_the_step_is_finished_and_changes_no_figure() -> None:
+    asked = False
+    step = step_of(toy_model(), max_grad_norm=1.0, stop_requested=lambda: asked)
+    sums = step.micro_step(ROWS)
+    asked = True
+    stopped = step.finish(sums).read()
+    assert stopped.stop is True
+    going_on = step_of(toy_model(), max_grad_norm=1.0)([ROWS]).read()
+    assert going_on.stop is False
+    assert stopped == replace(going_on, stop=True)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "stop"), [(False, 0, False), (False, 1, True), (True, 0, True), (True, 3, True)]
+)
+def test_every_rank_learns_of_a_request_by_the_sum_over_ranks(
+    own: bool, others: int, stop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the other ranks have no rows that count."""
+
+    def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+        of_others = torch.zeros_like(values)
+        of_others[3] = others
+        return values + of_others
+
+    monkeypatch.setattr(train_step_module, "sum_over_ranks", sum_over_ranks)
+    result = step_of(toy_model(), stop_requested=lambda: own)(cut(ROWS, [2])).read()
+    assert result.stop is stop
+    assert (result.loss, result.weight, result.num_tokens) == (pytest.approx(W * MEAN_X), 4, 50)
+    assert result.metrics == {"mean_x": pytest.approx(MEAN_X), "one": 1.0}
+
+
+def test_figures_are_read_in_their_order() -> None:
+    values = torch.tensor([0.5, 3.0, 40.0, 2.0, 7.0, 1.25, 8.0, 9.0], dtype=torch.float64)
+    assert StepFigures(values, ("x", "grad_norm")).read() == StepResult(
+        0.5, 3.0, 40, {"x": 7.0}, 1.25, measured=(8.0, 9.0), stop=True
+    )
 
 
 # ---- batches

@@ -28,8 +28,11 @@ from torchtune_adaptive.batch.loader import GlobalStepLoader, StepLoader
 from torchtune_adaptive.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.batch.noise_scale import GradientNorms, MeasuredSchedule
 from torchtune_adaptive.batch.row_format import Row, TokenRows
+from torchtune_adaptive.checkpoints.saver import RunSaver
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.dry_run import dry_run
+from torchtune_adaptive.distributed.rank_states import RankStates
+from torchtune_adaptive.errors import CheckpointError, RunEnded
 from torchtune_adaptive.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.search.sizes import Sizes
@@ -42,7 +45,7 @@ from torchtune_adaptive.training.oom_retry import OomRetry, Run
 from torchtune_adaptive.training.optimizers import OptimizerStep
 from torchtune_adaptive.training.profiling import StepProfiler
 from torchtune_adaptive.training.record import RunRecord
-from torchtune_adaptive.training.run_state import AdaptiveState, read_state, state_path
+from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.step_figures import StepSums
 from torchtune_adaptive.training.step_log import StepLog
 from torchtune_adaptive.training.train_step import TrainStep
@@ -95,6 +98,38 @@ def adds_two_in_epoch_one(epoch: int, current_batch_size: int) -> int:
     return 2 if epoch == 1 else 0
 
 
+class KeptSteps:
+    """Stands for checkpoints of steps: keeps each state that is to be saved, by its step, with the weight then."""
+
+    def __init__(self, weight: torch.Tensor, events: list[str], *, every_steps: int | None, succeeds: bool) -> None:
+        self.states: dict[int, AdaptiveState] = {}
+        self.weights: dict[int, float] = {}
+        self._weight = weight
+        self._events = events
+        self._every_steps = every_steps
+        self._succeeds = succeeds
+
+    def is_due(self, step: int) -> bool:
+        return self._every_steps is not None and step % self._every_steps == 0
+
+    def save(self, state: AdaptiveState, *, at_once: bool = False) -> bool:
+        step = state.global_step
+        self._events.append(f"save step {step}" + (" at once" if at_once else ""))
+        self.states[step], self.weights[step] = as_read(state), self._weight.item()
+        return self._succeeds
+
+    def wait(self) -> None:
+        self._events.append("wait")
+
+    def options(self) -> dict[str, Any]:
+        return {"groups": [[{"momentum": 0}]], "numbers": {}}
+
+
+def as_read(state: AdaptiveState) -> AdaptiveState:
+    """As a file gives it back."""
+    return AdaptiveState.from_json(json.loads(json.dumps(asdict(state))))
+
+
 @dataclass
 class Toy:
     """A trainer over ``dataset`` with all of its parts; no recipe, no config, no process group.
@@ -103,6 +138,8 @@ class Toy:
         events: what was called, in order, with the argument.
         logged: the figures of each step.
         fitting: sizes of micro-batches up to it fit where larger ones are tried again.
+        states: what it was saved with after epochs, by the number of epochs done.
+        stop_after: the optimizer step, from 1, in which a signal comes.
     """
 
     directory: Path
@@ -132,6 +169,11 @@ class Toy:
     on_before_step: Callable[[int], object] = lambda step: None
     on_log: Callable[[], object] = lambda: None
     on_save: Callable[[int], object] = lambda epoch: None
+    save_every_steps: int | None = None
+    saves_succeed: bool = True
+    stop_after: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    states: dict[int, AdaptiveState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.model = nn.Linear(1, 1, bias=False)
@@ -147,6 +189,7 @@ class Toy:
             device=CPU,
             phases=phases,
             meter=self.meter,
+            stop_requested=lambda: self.trainer.global_step + 1 == self.stop_after,
         )
         self.loader = self._loader()
         limit = self.sizes.limit(self.loader.rows_per_micro_step)
@@ -162,15 +205,27 @@ class Toy:
         )
         growth = BatchGrowth(self.function, total_epochs=self.epochs.stop, consensus=Consensus())
         growth.set_maximum(self.maximum)
-        self.record = RunRecord(
-            self.directory, state_path(self.directory), self.sizes, memory_limit_bytes=1000, writes=True
+        self.record = RunRecord(self.directory, self.sizes, memory_limit_bytes=1000, writes=True)
+        rate = self._rate()
+        steps: Any = KeptSteps(
+            self.model.weight, self.events, every_steps=self.save_every_steps, succeeds=self.saves_succeed
+        )
+        self.steps: KeptSteps = steps
+        self.saver = RunSaver(
+            self.loader,
+            micro_batches,
+            (rate, growth, self.record),
+            steps,
+            RankStates(Consensus(), CPU),
+            save_epoch=self._save,
+            config=self.config,
         )
         self.trainer = Trainer(
             self.step,
             self.retry,
             self.loader,
             growth,
-            self._rate(),
+            rate,
             self.record,
             StepLog(
                 SimpleNamespace(log_dict=self._log),
@@ -187,9 +242,9 @@ class Toy:
                 SimpleNamespace(**{name: partial(self.events.append, name) for name in ("start", "step", "stop")}),
                 memory_steps=None,
             ),
+            self.saver,
             sizes=self.sizes,
             before_step=self._before_step,
-            save=self._save,
             epochs=self.epochs,
             steps_done=self.steps_done,
         )
@@ -197,6 +252,10 @@ class Toy:
     def train(self) -> "Toy":
         self.trainer.train()
         return self
+
+    def state(self) -> AdaptiveState:
+        """As it would be saved now."""
+        return self.saver.state(epochs_run=self.trainer.epochs_run, step=self.trainer.global_step)
 
     @property
     def weight(self) -> float:
@@ -240,8 +299,14 @@ class Toy:
         )
         if self.saved is not None:
             rate.load_state_dict(asdict(self.saved))
-        steps = self.loader.steps_per_epoch
-        rate.begin(epoch=self.epochs.start, step=self.steps_done, steps_per_epoch=steps, grows=True)
+        samples = 0 if self.saved is None else self.saved.epoch_samples
+        rate.begin(
+            epoch=self.epochs.start,
+            step=self.steps_done,
+            epoch_steps=samples // self.loader.samples_per_step,
+            steps_per_epoch=self.loader.steps_per_epoch,
+            grows=True,
+        )
         return rate
 
     def _recovery(self) -> Any:
@@ -264,8 +329,9 @@ class Toy:
         self.events.append(f"before {step}")
         self.on_before_step(step)
 
-    def _save(self, epoch: int) -> None:
+    def _save(self, epoch: int, state: AdaptiveState) -> None:
         self.events.append(f"save {epoch}")
+        self.states[epoch + 1] = as_read(state)
         self.on_save(epoch)
 
 
@@ -335,7 +401,7 @@ def test_steps_are_metered_and_what_is_between_them_is_not(tmp_path: Path) -> No
 
     Toy(tmp_path, meter=Noting(), batch_size=6, epochs=range(1), events=events).train()
     around = ["metered", "not metered", "step"]
-    assert events == ["start", "before 0", *around, "before 1", *around, "save 0", "stop"]
+    assert events == ["start", "before 0", *around, "before 1", *around, "wait", "save 0", "stop"]
 
 
 def test_every_nth_step_is_logged_over_epochs(tmp_path: Path) -> None:
@@ -355,19 +421,18 @@ def test_a_global_batch_has_no_batch_size_of_torchtunes(tmp_path: Path) -> None:
 # ---- epochs
 
 
-def test_epochs_follow_each_other_and_each_is_saved_with_its_state_before_it(tmp_path: Path) -> None:
+def test_epochs_follow_each_other_and_each_is_saved_with_its_state(tmp_path: Path) -> None:
     seen: list[tuple[int, int, bool]] = []
 
     def on_save(epoch: int) -> None:
-        state = read_state(state_path(tmp_path), epochs_run=epoch + 1)
-        seen.append((toy.trainer.epochs_run, toy.trainer.global_step, state == toy.trainer.state()))
+        seen.append((toy.trainer.epochs_run, toy.trainer.global_step, toy.states[epoch + 1] == toy.state()))
 
     toy = Toy(tmp_path, batch_size=4, on_save=on_save)
     toy.model.weight.grad = torch.full((1, 1), 1e6)  # what a search has left is not trained with
     toy.train()
     steps = [["before 0", "step", "before 1", "step", "before 2", "step"]]
     steps += [["before 3", "step", "before 4", "step", "before 5", "step"]]
-    assert toy.events == ["start", *steps[0], "save 0", *steps[1], "save 1", "stop"]
+    assert toy.events == ["start", *steps[0], "wait", "save 0", *steps[1], "wait", "save 1", "stop"]
     assert seen == [(1, 3, True), (2, 6, True)]
     weight = W
     for loss, mean_x in zip(toy.figures("loss"), [1.5, 5.5, 9.5] * 2, strict=True):
@@ -379,7 +444,7 @@ def test_epochs_follow_each_other_and_each_is_saved_with_its_state_before_it(tmp
 def test_samples_left_over_open_the_next_epochs_first_step(tmp_path: Path) -> None:
     toy = Toy(tmp_path, rows_of(*range(10)), micro_steps=2).train()
     assert toy.figures("twice_x") == pytest.approx([2 * mean for mean in (1.5, 5.5, (8 + 9 + 0 + 1 + 2 + 3) / 6, 5.5)])
-    assert toy.trainer.state().left_over == (8, 10)
+    assert toy.state().left_over == (8, 10)
 
 
 def test_the_batch_grows_between_epochs_and_all_that_depends_on_it_follows(
@@ -565,73 +630,221 @@ def test_another_error_of_the_optimizer_is_not_taken_for_out_of_memory(tmp_path:
 # ---- a resumed run
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_never_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a growing batch with samples left over, a reduced micro-batch and a decaying rate."""
+def going_on(directory: Path, epochs: range, **options: Any) -> Toy:
+    """A growing batch with samples left over, and a decaying rate."""
+    options |= {"micro_steps": 2, "function": adds_two_in_epoch_one, "decays": True, "epochs": epochs}
+    return Toy(directory, rows_of(*range(11)), shuffle=True, **options)
+
+
+def resumed_from(saved: AdaptiveState, weight: float, directory: Path, **options: Any) -> Toy:
+    resumed = going_on(
+        directory,
+        range(saved.epochs_run, 4),
+        batch_size=saved.batch_size,
+        steps_done=saved.global_step,
+        saved=saved,
+        **options,
+    )
+    nn.init.constant_(resumed.model.weight, weight)
+    resumed.trainer.load_state(saved)
+    assert resumed.state() == saved
+    return resumed
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second passes whenever the loop looks at it."""
     seconds = itertools.count()
     monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
 
-    def make(directory: Path, epochs: range, **options: Any) -> Toy:
-        options |= {"micro_steps": 2, "function": adds_two_in_epoch_one, "decays": True, "epochs": epochs}
-        return Toy(directory, rows_of(*range(11)), shuffle=True, **options)
 
-    whole = make(tmp_path / "whole", range(4))
+@pytest.mark.usefixtures("clock")
+def test_a_resumed_run_goes_on_as_if_it_had_never_ended(tmp_path: Path) -> None:
+    """Through a growing batch with samples left over, a reduced micro-batch and a decaying rate."""
+    whole = going_on(tmp_path / "whole", range(4))
     whole.trainer.note_batch_size("config", epoch=0)
     whole.retry.micro_batches.resize(1)
     weights: list[float] = []
     whole.on_save = lambda epoch: weights.append(whole.weight)
     whole.train()
     for epochs_run in (1, 2, 3):
-        saved = read_state(state_path(tmp_path / "whole"), epochs_run=epochs_run)
-        assert saved is not None
-        resumed = make(
-            tmp_path / "resumed",
-            range(epochs_run, 4),
-            batch_size=saved.batch_size,
-            steps_done=saved.global_step,
-            saved=saved,
-        )
-        nn.init.constant_(resumed.model.weight, weights[epochs_run - 1])
-        resumed.trainer.load_state(saved)
-        assert resumed.trainer.state() == saved
-        resumed.train()
+        saved = whole.states[epochs_run]
+        resumed = resumed_from(saved, weights[epochs_run - 1], tmp_path / "resumed").train()
         assert resumed.logged == {step: figures for step, figures in whole.logged.items() if step > saved.global_step}
         assert resumed.weight == whole.weight
-        assert resumed.trainer.state() == whole.trainer.state()
+        assert resumed.state() == whole.state()
         assert resumed.history() == whole.history()
 
 
+@pytest.mark.usefixtures("clock")
+def test_from_every_step_on_a_resumed_run_goes_on_as_if_it_had_never_ended(tmp_path: Path) -> None:
+    """Also from the last step of an epoch, from the first one, and after the batch has grown."""
+    whole = going_on(tmp_path / "whole", range(4), save_every_steps=1)
+    whole.trainer.note_batch_size("config", epoch=0)
+    whole.retry.micro_batches.resize(1)
+    whole.train()
+    assert list(whole.steps.states) == [1, 2, 3, 4, 5]
+    assert [state.epoch_samples for state in whole.steps.states.values()] == [4, 8, 8, 8, 8]
+    for step, saved in whole.steps.states.items():
+        resumed = resumed_from(saved, whole.steps.weights[step], tmp_path / "resumed").train()
+        assert resumed.logged == {number: figures for number, figures in whole.logged.items() if number > step}
+        assert resumed.weight == whole.weight
+        assert resumed.state() == whole.state()
+        assert resumed.history() == whole.history()
+
+
+def test_random_draws_of_a_resumed_run_are_those_of_one_that_never_ended(tmp_path: Path) -> None:
+    """As of dropout; a data loader's iterator, which an epoch begins with, draws from the same generator."""
+
+    def draws(toy: Toy) -> list[float]:
+        drawn: list[float] = []
+        toy.on_before_step = lambda step: drawn.append(torch.rand(()).item())
+        toy.train()
+        return drawn
+
+    torch.manual_seed(5)
+    whole = going_on(tmp_path / "whole", range(4), save_every_steps=1)
+    expected = draws(whole)
+    for step, saved in whole.steps.states.items():
+        torch.manual_seed(99)
+        assert draws(resumed_from(saved, 0.0, tmp_path / "resumed")) == expected[step:]
+    for epochs_run, saved in whole.states.items():
+        torch.manual_seed(99)
+        left = draws(resumed_from(saved, 0.0, tmp_path / "resumed")) if epochs_run < 4 else []
+        assert left == expected[saved.global_step :]
+
+
 def test_what_is_not_as_it_was_is_logged_and_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saved = Toy(tmp_path, epochs=range(1)).train().trainer.state()
+    saved = Toy(tmp_path, epochs=range(1), config={"seed": 1}).train().state()
     caplog.clear()
-    toy = Toy(tmp_path, rows_of(*range(15)), batch_size=3, epochs=range(1, 2), steps_done=6)
+    toy = Toy(tmp_path, rows_of(*range(15)), batch_size=3, epochs=range(1, 2), steps_done=6, config={"seed": 2})
     toy.trainer.load_state(saved)
-    reason = "resumed with changes: samples in the data set 12 -> 15; samples per optimizer step 2 -> 3"
+    reason = "resumed with changes: samples in the data set 12 -> 15; samples per optimizer step 2 -> 3; seed 1 -> 2"
     assert [message for message in caplog.messages if "written" not in message] == [reason]
     assert toy.history() == [{"epoch": 1, "batch_size": 3, "reason": reason}]
-    same = Toy(tmp_path, epochs=range(1, 2), steps_done=6)
+    same = Toy(tmp_path, epochs=range(1, 2), steps_done=6, config={"seed": 1})
     same.trainer.load_state(saved)
     assert same.record.history == []
 
 
+@pytest.mark.parametrize(("seed", "limit"), [(1, 2), (2, 3)], ids=["as it was", "changed"])
+def test_micro_batches_are_cut_as_before_unless_something_has_changed(tmp_path: Path, seed: int, limit: int) -> None:
+    """Whatever a search finds this time."""
+    before = Sizes(result=search_result(exact_batch_size=2, batch_size=2), fitting_rows=2)
+    after = Sizes(result=search_result(exact_batch_size=3, batch_size=3), fitting_rows=3)
+    saved = Toy(tmp_path, batch_size=4, sizes=before, epochs=range(1), config={"seed": 1}).train().state()
+    toy = Toy(tmp_path, batch_size=4, sizes=after, epochs=range(1, 2), steps_done=3, config={"seed": seed})
+    toy.trainer.load_state(saved)
+    assert toy.retry.micro_batches.largest == RowLimit(limit)
+
+
 def test_the_state_is_that_of_all_parts(tmp_path: Path) -> None:
-    toy = Toy(tmp_path, micro_steps=2, function=Recording(), epochs=range(1), schedule_steps=7)
+    toy = Toy(
+        tmp_path, micro_steps=2, function=Recording(), epochs=range(1), schedule_steps=7, every_steps=2, config={"a": 1}
+    )
     toy.retry.micro_batches.resize(1)
-    assert vars(toy.train().trainer.state()) == {
+    state = vars(toy.train().state())
+    (rank_state,) = state.pop("rank_states")
+    assert rank_state.keys() == {"longest_row_tokens", "random"}
+    assert rank_state["longest_row_tokens"] == 1
+    assert state == {
         "epochs_run": 1,
+        "epoch_samples": 0,
         "global_step": 3,
         "batch_size": 2,
         "is_global": False,
         "samples_per_step": 4,
         "left_over": (12, 12),
-        "longest_row_tokens": 1,
         "dataset_samples": 12,
         "ranks": 1,
         "micro_batch": 1,
+        "micro_batch_limit": 2,
         "micro_batch_unit": "rows",
+        "padding": (4, 4),  # of the third step, which was not logged
         "schedule_steps": 7,
         "reference_samples": 4,
         "schedule": {"seen": 2},
         "history": [],
         "memory_limit_bytes": 1000,
+        "optimizer": {"groups": [[{"momentum": 0}]], "numbers": {}},
+        "config": {"a": 1},
     }
     assert toy.retry.micro_batches.limit == RowLimit(1)
+
+
+def test_the_longest_row_that_was_trained_with_is_known_to_a_resumed_run(tmp_path: Path) -> None:
+    dataset = rows_of(*range(12), lengths=[1] * 7 + [3] + [1] * 4)
+    saved = Toy(tmp_path, dataset, batch_size=4, epochs=range(1)).train().state()
+    resumed = Toy(tmp_path, dataset, batch_size=4, epochs=range(1, 2), steps_done=3)
+    resumed.trainer.load_state(saved)
+    assert resumed.loader.longest_row_tokens == 3
+
+
+# ---- checkpoints of steps
+
+
+def test_every_nth_step_is_saved_over_epochs_and_the_run_goes_on(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, batch_size=4, save_every_steps=2).train()
+    steps = [f"before {step}" for step in range(6)]
+    assert toy.events == [
+        *("start", steps[0], "step", steps[1], "step", "save step 2", steps[2], "step", "wait", "save 0"),
+        *(steps[3], "step", "save step 4", steps[4], "step", steps[5], "step", "save step 6", "wait", "save 1"),
+        "stop",
+    ]
+    assert [(one.epochs_run, one.epoch_samples) for one in toy.steps.states.values()] == [(0, 8), (1, 4), (1, 12)]
+
+
+def test_a_checkpoint_that_cannot_be_saved_does_not_end_the_run(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, batch_size=4, save_every_steps=1, saves_succeed=False).train()
+    assert list(toy.logged) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("save_every_steps", [None, 1, 4], ids=["only then", "each", "others"])
+def test_a_signal_ends_the_run_after_its_step_which_is_saved_at_once(
+    tmp_path: Path, save_every_steps: int | None
+) -> None:
+    toy = Toy(tmp_path, batch_size=4, stop_after=5, save_every_steps=save_every_steps)
+    with pytest.raises(RunEnded) as end:
+        toy.train()
+    assert end.value.status == 75
+    assert str(end.value) == (
+        "a signal ended the run after step 5, which is saved:"
+        " the same command with `resume_from_checkpoint=True` goes on from there."
+    )
+    assert list(toy.logged) == [1, 2, 3, 4, 5]  # the figures of the step are logged first
+    assert toy.events[-2:] == ["step", "save step 5 at once"]
+    assert toy.events.count("save step 5") == 0
+    assert (toy.steps.states[5].epochs_run, toy.steps.states[5].epoch_samples) == (1, 8)
+    assert toy.steps.weights[5] == toy.weight == pytest.approx(W - LR * (1.5 + 5.5 + 9.5 + 1.5 + 5.5))
+
+
+def test_a_signal_whose_checkpoint_cannot_be_saved_ends_the_run_as_an_error(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, batch_size=4, stop_after=2, saves_succeed=False)
+    with pytest.raises(CheckpointError) as end:
+        toy.train()
+    assert str(end.value) == "a signal ended the run after step 2, which could not be saved."
+    assert list(toy.logged) == [1, 2]
+
+
+def test_within_an_epoch_no_increase_is_asked_for_again_and_no_size_is_tried(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def grows(epoch: int, current_batch_size: int) -> int:
+        asked.append(epoch)
+        return 2
+
+    options: dict[str, Any] = {"batch_size": 4, "function": grows, "maximum": 6, "fitting": 9}
+    whole = Toy(tmp_path, epochs=range(2), save_every_steps=1, **options)
+    whole.train()
+    assert asked == [0, 1]
+    asked.clear()
+    saved = whole.steps.states[1]
+    assert saved.batch_size == 6
+    options |= {"batch_size": 6, "steps_done": 1, "saved": saved}
+    resumed = Toy(tmp_path, epochs=range(2), **options)
+    resumed.trainer.load_state(saved)
+    resumed.retry.micro_batches.resize(1)
+    resumed.train()
+    assert asked == [1]
+    assert resumed.figures("micro_batch_size") == [1, 6, 6]
+    assert resumed.tried == [(6, 1)]

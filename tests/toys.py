@@ -8,6 +8,7 @@ from torchtune_adaptive.training.run_state import AdaptiveState
 
 STATE = AdaptiveState(
     epochs_run=2,
+    epoch_samples=0,
     schedule_steps=25,
     batch_size=8,
     is_global=False,
@@ -15,12 +16,16 @@ STATE = AdaptiveState(
     samples_per_step=32,
     global_step=75,
     micro_batch=None,
+    micro_batch_limit=8,
     micro_batch_unit="rows",
-    longest_row_tokens=512,
     left_over=(96, 100),
+    padding=(1000, 1200),
     dataset_samples=400,
     ranks=4,
     memory_limit_bytes=1000,
+    rank_states=[{"longest_row_tokens": 512}] * 4,
+    optimizer={"groups": [[{"lr": 0.1}]], "numbers": {}},
+    config={"seed": 1, "optimizer.lr": 0.1},
 )
 
 

@@ -1,6 +1,6 @@
 """Build a trainer of what a recipe brings: find the sizes, prepare the recovery, go on from a saved state."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -11,10 +11,15 @@ from torch import nn
 from torchtune import utils
 
 from torchtune_adaptive.batch.growth import BatchGrowth
-from torchtune_adaptive.batch.loader import GlobalStepLoader, StepLoader
+from torchtune_adaptive.batch.loader import GlobalStepLoader, StepLoader, check_fills_step
 from torchtune_adaptive.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.batch.row_format import Row, RowFormat
+from torchtune_adaptive.checkpoints.folder import Checkpoint, CheckpointFolder
+from torchtune_adaptive.checkpoints.saver import RunSaver, SaveEpoch
+from torchtune_adaptive.checkpoints.steps import StepCheckpoints
+from torchtune_adaptive.checkpoints.tensors import TrainedTensors
 from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.distributed.rank_states import RankStates
 from torchtune_adaptive.distributed.recovery import Recovery
 from torchtune_adaptive.distributed.snapshot import keep_random_states
 from torchtune_adaptive.errors import InputError
@@ -33,7 +38,7 @@ from torchtune_adaptive.training.optimizers import Stepping
 from torchtune_adaptive.training.prepare_recovery import RecoveryPreparation, log_no_recovery
 from torchtune_adaptive.training.profiling import StepProfiler
 from torchtune_adaptive.training.record import RunRecord
-from torchtune_adaptive.training.run_state import AdaptiveState, read_state, state_path
+from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.start import StartingPoint, starting_point
 from torchtune_adaptive.training.step_log import StepLog
 from torchtune_adaptive.training.train_step import TrainStep
@@ -57,8 +62,13 @@ class RecipeParts:
         epochs: those that are left.
         ranks: among which a model is sharded and tokens are shared.
         metric_logger: None on all ranks but the first.
+        checkpoints: where checkpoints are written.
+        resumed: what the run goes on from; None if it begins anew.
+        config: of the run, by dotted keys.
         why_unrecoverable: why training cannot go on after an out-of-memory error; "" if it can.
-        before_step: called before each optimizer step with the steps done, ``save`` after each epoch with it.
+        before_step: called before each optimizer step with the steps done.
+        save: called after each epoch with it and the state that a resumed run goes on from.
+        stop_requested: whether this rank is asked to end after its optimizer step.
     """
 
     models: Sequence[nn.Module]
@@ -82,10 +92,13 @@ class RecipeParts:
     with_memory_stats: bool
     profiler: StepProfiler
     output_dir: Path
-    checkpoint_dir: Path
+    checkpoints: CheckpointFolder
+    resumed: Checkpoint | None
+    config: Mapping[str, Any]
     why_unrecoverable: str
     before_step: Callable[[int], None]
-    save: Callable[[int], None]
+    save: SaveEpoch
+    stop_requested: Callable[[], bool]
 
 
 def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Consensus) -> Trainer:
@@ -108,7 +121,7 @@ class _Assembly:
         self._settings = settings
         self._consensus = consensus
         self._models = nn.ModuleList(parts.models)
-        self._meter = self._make_meter()
+        self._meter = _make_meter(parts, settings, self._models)
         self._phases = Phases(parts.models, self._meter)
         self._step = TrainStep(
             parts.objective,
@@ -117,7 +130,9 @@ class _Assembly:
             device=parts.device,
             phases=self._phases,
             meter=self._meter,
+            stop_requested=parts.stop_requested,
         )
+        self._checkpoints = _step_checkpoints(parts, settings, consensus)
         self._workload = Workload(
             train_step=self._step,
             model=self._models,
@@ -127,12 +142,11 @@ class _Assembly:
             consensus=consensus,
             forget=parts.forget,
         )
-        self._loader = self._make_loader()
+        self._loader = _make_loader(parts, settings.global_batch_size)
 
     def trainer(self) -> Trainer:
         parts, settings = self._parts, self._settings
-        path = state_path(parts.checkpoint_dir)
-        saved = self._read_state(path)
+        saved = self._checkpoints.load(parts.resumed, config=parts.config)
         growth = BatchGrowth(
             settings.batch_increase_function, total_epochs=parts.epochs.stop, consensus=self._consensus
         )
@@ -144,21 +158,22 @@ class _Assembly:
             sizes = self._find_sizes()
             start = starting_point(settings, self._loader, growth, sizes, epochs_run=parts.epochs.start, saved=saved)
             self._loader.set_batch_size(start.batch_size)
-            self._loader.check_size(start.batch_size)
+            check_fills_step(self._loader, start.batch_size)
             self._check_fits_at_once(sizes)
             retry = self._make_retry(sizes)
+            rate, record = self._make_rate(start, saved, grows=growth.grows), self._make_record(sizes)
             trainer = Trainer(
                 self._step,
                 retry,
                 self._loader,
                 growth,
-                self._make_rate(start, saved, grows=growth.grows),
-                self._make_record(path, sizes),
+                rate,
+                record,
                 self._make_log(retry, growth),
                 parts.profiler,
+                self._make_saver(retry.micro_batches, (rate, growth, record)),
                 sizes=sizes,
                 before_step=parts.before_step,
-                save=parts.save,
                 epochs=parts.epochs,
                 steps_done=start.steps_done,
             )
@@ -166,31 +181,11 @@ class _Assembly:
                 trainer.load_state(saved)
         if settings.decides:
             reason = f"{settings.strategy} search" if settings.use_maximum_batch_size else "config"
-            resumed = f", resumed at epoch {parts.epochs.start}" if parts.epochs.start else ""
+            resumed = "" if parts.resumed is None else f", resumed at epoch {parts.epochs.start}"
+            if start.epoch_steps:
+                resumed += f", step {start.epoch_steps}"
             trainer.note_batch_size(reason + resumed, epoch=parts.epochs.start)
         return trainer
-
-    def _make_meter(self) -> MemoryMeter | None:
-        """None on a CPU without a limit, where metering would only cost time."""
-        parts = self._parts
-        if parts.device.type != "cuda" and (parts.device.type != "cpu" or self._settings.memory_limit_bytes is None):
-            return None
-        return meter_for(parts.device, self._models, parts.stepping.optimizers, exact=False)
-
-    def _make_loader(self) -> StepLoader:
-        parts, samples_per_step = self._parts, self._settings.global_batch_size
-        options: dict[str, Any] = {"max_steps_per_epoch": parts.max_steps_per_epoch}
-        if samples_per_step is not None:
-            return GlobalStepLoader(parts.sampler, parts.row_format, batch_size=samples_per_step, **options)
-        options |= {"batch_size": parts.batch_size, "micro_steps": parts.micro_steps}
-        return StepLoader(parts.sampler, parts.row_format, **options)
-
-    def _read_state(self, path: Path) -> AdaptiveState | None:
-        """What an earlier part of the run has left. A collective."""
-        epochs_run = self._parts.epochs.start
-        if not epochs_run:
-            return None
-        return self._consensus.ask_rank_zero(lambda: read_state(path, epochs_run=epochs_run))
 
     def _find_sizes(self) -> Sizes:
         """The sizes; from then on the meter is limited as in training. A collective."""
@@ -269,20 +264,37 @@ class _Assembly:
         if saved is not None:
             rate.load_state_dict(asdict(saved))
         # On resuming too: some of torchtune's recipes begin their schedule anew then.
-        if settings.decides or settings.lr_scaling != "none" or parts.epochs.start:
+        if settings.decides or settings.lr_scaling != "none" or parts.resumed is not None:
             steps = loader.steps_per_epoch
-            rate.begin(epoch=parts.epochs.start, step=start.steps_done, steps_per_epoch=steps, grows=grows)
+            rate.begin(
+                epoch=parts.epochs.start,
+                step=start.steps_done,
+                epoch_steps=start.epoch_steps,
+                steps_per_epoch=steps,
+                grows=grows,
+            )
             if scaled := rate.scale(loader.samples_per_step):
                 utils.log_rank_zero(log, scaled)
         return rate
 
-    def _make_record(self, path: Path, sizes: Sizes) -> RunRecord:
+    def _make_record(self, sizes: Sizes) -> RunRecord:
         """The record, with the least memory that any rank may use. A collective."""
         parts = self._parts
         own_bytes = device_memory_bytes(parts.device) if parts.device.type == "cuda" else 0
         limit_bytes = self._consensus.min_over_ranks(self._settings.memory_limit_bytes or own_bytes)
         writes = parts.metric_logger is not None
-        return RunRecord(parts.output_dir, path, sizes, memory_limit_bytes=limit_bytes or None, writes=writes)
+        return RunRecord(parts.output_dir, sizes, memory_limit_bytes=limit_bytes or None, writes=writes)
+
+    def _make_saver(self, micro_batches: MicroBatcher, others: Sequence[Any]) -> RunSaver:
+        return RunSaver(
+            self._loader,
+            micro_batches,
+            others,
+            self._checkpoints,
+            RankStates(self._consensus, self._parts.device),
+            save_epoch=self._parts.save,
+            config=self._parts.config,
+        )
 
     def _make_log(self, retry: OomRetry, growth: BatchGrowth) -> StepLog:
         parts = self._parts
@@ -297,3 +309,30 @@ class _Assembly:
             ranks=parts.ranks,
             with_memory_stats=parts.with_memory_stats,
         )
+
+
+def _step_checkpoints(parts: RecipeParts, settings: AdaptiveSettings, consensus: Consensus) -> StepCheckpoints:
+    model, optimizers = parts.stepping.model, parts.stepping.optimizers
+    return StepCheckpoints(
+        parts.checkpoints,
+        TrainedTensors(model, optimizers, rank=consensus.rank, ranks=consensus.world_size),
+        consensus,
+        every_steps=settings.save_every_n_steps,
+        keep_last=settings.keep_last_n_checkpoints,
+        in_background=settings.save_in_background,
+    )
+
+
+def _make_meter(parts: RecipeParts, settings: AdaptiveSettings, models: nn.Module) -> MemoryMeter | None:
+    """None on a CPU without a limit, where metering would only cost time."""
+    if parts.device.type != "cuda" and (parts.device.type != "cpu" or settings.memory_limit_bytes is None):
+        return None
+    return meter_for(parts.device, models, parts.stepping.optimizers, exact=False)
+
+
+def _make_loader(parts: RecipeParts, samples_per_step: int | None) -> StepLoader:
+    options: dict[str, Any] = {"max_steps_per_epoch": parts.max_steps_per_epoch}
+    if samples_per_step is not None:
+        return GlobalStepLoader(parts.sampler, parts.row_format, batch_size=samples_per_step, **options)
+    options |= {"batch_size": parts.batch_size, "micro_steps": parts.micro_steps}
+    return StepLoader(parts.sampler, parts.row_format, **options)

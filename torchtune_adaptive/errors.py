@@ -15,6 +15,26 @@ class NothingFitsError(InputError):
     """Not even a batch of one row fits; the message gives the figures and what would help."""
 
 
+class CheckpointError(Exception):
+    """A checkpoint cannot be written; the message is the reason."""
+
+
+class RunEnded(Exception):
+    """A run ends before it has trained all that it was to train, or has nothing to train.
+
+    Attributes:
+        status: the exit status of its processes.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message, status)
+        self.status = status
+        self._message = message
+
+    def __str__(self) -> str:
+        return self._message
+
+
 def quote(value: object) -> str:
     """The value as one line of at most 200 characters, for an error sentence.
 
@@ -26,13 +46,13 @@ def quote(value: object) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Type and text of an exception in one line without a final full stop; an ``InputError`` is its sentence alone.
+    """Type and text of an exception in one line without a final full stop; one of ours is its sentence alone.
 
     >>> reason_of(ZeroDivisionError("division by zero"))
     'ZeroDivisionError: division by zero'
     """
     text = " ".join(str(error).split()).rstrip(".")
-    if isinstance(error, InputError):
+    if isinstance(error, InputError | CheckpointError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -12,6 +12,18 @@ def write_whole(path: Path, text: str) -> Path:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_text(text)
+    with unfinished.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(unfinished, path)
     return path
+
+
+def sync_directory(path: Path) -> None:
+    """Have names in ``path`` on the disk, as new files and renamed ones have."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

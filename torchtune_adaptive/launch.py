@@ -15,8 +15,9 @@ from omegaconf import DictConfig
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not re-exported
 from torchtune import config, training
 
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded
 from torchtune_adaptive.recipe import AdaptiveRecipe
+from torchtune_adaptive.signals import end_as_asked
 from torchtune_adaptive.stock.configs import resolve_config_argument
 from torchtune_adaptive.stock.load import start_process_group
 
@@ -27,8 +28,8 @@ _WAIT_FOR_RANK_ZERO = timedelta(seconds=10)
 def launch(recipe_main: Callable[[], Any]) -> NoReturn:
     """Run a recipe's ``recipe_main`` (decorated by ``torchtune.config.parse``) as the whole program.
 
-    A refused value ends it with one sentence on one rank and status 1, any other error with its traceback. Without a
-    launcher this process is the only rank.
+    A refused value ends it with one sentence on one rank and status 1, any other error with its traceback. A signal
+    that asks for an end gives status 75, when all is saved. Without a launcher this process is the only rank.
     """
     _run_alone_without_torchrun()
     _run_and_exit(recipe_main)
@@ -47,12 +48,16 @@ def launch_on_one_device(recipe_main: Callable[[], Any]) -> NoReturn:
 
 
 def _run_and_exit(recipe_main: Callable[[], Any]) -> NoReturn:
+    end_as_asked()
     try:
         sys.argv = [sys.argv[0], *resolve_config_argument(sys.argv[1:])]
         recipe_main()
-    except InputError as error:
+    except (InputError, CheckpointError) as error:
         _say_once(f"{Path(sys.argv[0]).stem}: {error}")
         _leave(1)
+    except RunEnded as end:
+        _say_once(f"{Path(sys.argv[0]).stem}: {end}")
+        _leave(end.status)
     except SystemExit as end:
         if end.code:
             raise
@@ -63,7 +68,11 @@ def _run_and_exit(recipe_main: Callable[[], Any]) -> NoReturn:
 
 
 def run_recipe(recipe_class: type[AdaptiveRecipe], cfg: DictConfig) -> None:
-    """Set up, train and clean up. A collective of all ranks of the launch."""
+    """Set up, train and clean up. A collective of all ranks of the launch.
+
+    Raises:
+        RunEnded: all is trained already, or a signal has ended the run.
+    """
     if recipe_class.on_several_ranks:
         device_type = str(cfg.device).partition(":")[0]
         on_cpu = device_type == "cpu"
@@ -72,7 +81,12 @@ def run_recipe(recipe_class: type[AdaptiveRecipe], cfg: DictConfig) -> None:
     config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
     recipe = recipe_class(cfg=cfg)
     recipe.setup(cfg=cfg)
-    recipe.train()
+    try:
+        with recipe.listening():
+            recipe.train()
+    except RunEnded:
+        recipe.cleanup()
+        raise
     recipe.cleanup()
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,21 @@ from torchtune import training
 
 from torchtune_adaptive.assembly import RecipeParts, build_trainer
 from torchtune_adaptive.batch.row_format import RowFormat, TokenRows
+from torchtune_adaptive.checkpoints.folder import CheckpointFolder
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.snapshot import KeptTensors
 from torchtune_adaptive.memory.devices import check_limit
 from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.signals import StopRequest
 from torchtune_adaptive.stock.activations import Activations
+from torchtune_adaptive.stock.checkpoints import WholeCheckpointer, find_checkpoint_of, resuming
+from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.stock.options import check_model, check_options, why_unrecoverable
 from torchtune_adaptive.stock.set_up import load_data, setting_up
 from torchtune_adaptive.training.objectives import NextToken, Objective
 from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep, Stepping
 from torchtune_adaptive.training.profiling import StepProfiler
+from torchtune_adaptive.training.run_state import AdaptiveState
 
 
 class AdaptiveRecipe:
@@ -46,6 +52,7 @@ class AdaptiveRecipe:
     profiler_warmup_steps: int
     profiler_active_steps: int
     save_checkpoint: Callable[..., None]
+    _checkpointer: Any
     _device: torch.device
     _model: nn.Module
     _loss_fn: Any
@@ -75,11 +82,15 @@ class AdaptiveRecipe:
     def __init__(self, cfg: DictConfig) -> None:
         self._settings = AdaptiveSettings.from_cfg(cfg)
         check_options(cfg, self._settings, ranks=dist.get_world_size() if dist.is_initialized() else 1)
+        self._stop_request = StopRequest()
+        self._consensus = Consensus()
+        self._folder = CheckpointFolder(cfg.checkpointer.get("output_dir", cfg.output_dir))
+        self._resumed = self._consensus.ask_rank_zero(lambda: find_checkpoint_of(cfg, self._folder))
+        self._cfg = resuming(cfg, self._resumed)
         with setting_up():
-            super().__init__(cfg=cfg)  # pyright: ignore[reportCallIssue]
+            super().__init__(cfg=self._cfg)  # pyright: ignore[reportCallIssue]
         if self._settings.searches:
             check_limit(self._settings.memory_limit_bytes, self._device)
-        self._consensus = Consensus()
 
     def objective(self, *, as_stock: bool) -> Objective:
         """What a micro-batch contributes to an optimizer step.
@@ -97,13 +108,23 @@ class AdaptiveRecipe:
         """What samples look like."""
         return TokenRows(self._loss_fn.ignore_index)
 
+    def keep_whole(self) -> WholeCheckpointer:
+        """Have checkpoints of epochs appear complete or not at all, and return what sees to that."""
+        self._checkpointer = WholeCheckpointer(self._checkpointer, self._folder)
+        return self._checkpointer
+
     def before_step(self, step: int) -> None:
         """Called before each optimizer step with the number of steps done."""
 
     def setup(self, cfg: DictConfig) -> None:
         """Set up as stock does, then build the trainer, which may search for the batch size. A collective."""
+        config = flattened(cfg)
+        cfg = self._cfg
         with setting_up():
             super().setup(cfg)  # pyright: ignore[reportAttributeAccessIssue]
+        self._whole = self.keep_whole()
+        resumed = self._resumed
+        epochs_run = self.epochs_run if resumed is None else resumed.epochs_run
         check_model(self._model, self._settings)
         self._activations = self.activations_handling_ctx = Activations(self.activations_handling_ctx)
         parts = RecipeParts(
@@ -122,7 +143,7 @@ class AdaptiveRecipe:
             batch_size=cfg.batch_size,
             micro_steps=self._gradient_accumulation_steps,
             max_steps_per_epoch=self.max_steps_per_epoch,
-            epochs=range(self.epochs_run, self.total_epochs),
+            epochs=range(epochs_run, self.total_epochs),
             device=self._device,
             ranks=self.world_size,
             metric_logger=self._metric_logger if self._is_rank_zero else None,
@@ -130,14 +151,21 @@ class AdaptiveRecipe:
             with_memory_stats=self._log_peak_memory_stats,
             profiler=StepProfiler(self._profiler, memory_steps=self._memory_steps()),
             output_dir=Path(self._output_dir),
-            checkpoint_dir=Path(cfg.checkpointer.get("output_dir", cfg.output_dir)),
+            checkpoints=self._folder,
+            resumed=resumed,
+            config=config,
             why_unrecoverable=why_unrecoverable(cfg),
             before_step=self.before_step,
             save=self._save,
+            stop_requested=self._stop_request.is_made,
         )
         self.trainer = build_trainer(parts, self._settings, self._consensus)
         if cfg.get("compile", False):
             torch.compiler.reset()  # what was compiled for probes would make training's own sizes dynamic ones
+
+    def listening(self) -> AbstractContextManager[None]:
+        """A context within which SIGTERM and SIGUSR1 have ``train`` save after its optimizer step, and end."""
+        return self._stop_request.listening()
 
     def train(self) -> None:
         """Train for the epochs that are left, and save after each. A collective."""
@@ -177,8 +205,13 @@ class AdaptiveRecipe:
         first = self.profiler_wait_steps + self.profiler_warmup_steps + 1
         return range(first, first + self.profiler_active_steps + 1)
 
-    def _save(self, epoch: int) -> None:
-        """Save as stock does, with the trainer's progress where stock looks for it. A collective."""
+    def _save(self, epoch: int, state: AdaptiveState) -> None:
+        """Save as stock does, with the trainer's progress where stock looks for it. A collective.
+
+        Raises:
+            CheckpointError: the last epoch's checkpoint cannot be written. After others training goes on.
+        """
+        self._whole.set_state(state)
         self.epochs_run, self.global_step = self.trainer.epochs_run, self.trainer.global_step
         self._dataloader = self.trainer.loader.data_loader
         # On one CPU stock's recipes of LoRA merge the adapters into the base weights, which training goes on with.
@@ -186,3 +219,4 @@ class AdaptiveRecipe:
         base = KeptTensors(weight for weight in self._model.parameters() if is_merged and not weight.requires_grad)
         self.save_checkpoint(epoch=epoch)
         base.restore()
+        self._whole.check_saved(self._consensus, is_last=epoch + 1 == self.total_epochs)

@@ -21,6 +21,8 @@ Objective: TypeAlias = Literal["memory", "throughput"]
 # How alike (difflib ratio) an unknown top-level key must be to one of ours to be taken for a typo: high
 # enough for a config's other keys (`adapter`, `forward_batch_size`) to pass.
 _LIKENESS = {"use_maximum_batch_size": 0.8, "batch_increase_function": 0.75, "adaptive": 0.85}
+_POSITIVE = ("max_batch_size", "memory_limit_bytes", "seq_len", "global_batch_size")
+_POSITIVE += ("save_every_n_steps", "keep_last_n_checkpoints")
 _MEMORY_TEXT = re.compile(r"\s*(-?)([0-9]{1,20}(?:\.[0-9]{0,20})?|\.[0-9]{1,20})\s*([a-z]*)\s*", re.IGNORECASE)
 _BYTES_PER_UNIT = {"": 1, "b": 1} | {
     prefix + suffix: base**power
@@ -42,6 +44,9 @@ class AdaptiveSettings:
         global_batch_size: samples per optimizer step over all ranks; None: as torchtune's own keys say.
         max_tokens_per_micro_batch: with padding, per rank and micro-step; None: rows count.
         growth_limit: how far a batch may grow, in the unit of what grows.
+        save_every_n_steps: optimizer steps from one checkpoint to the next; None: checkpoints after epochs only.
+        keep_last_n_checkpoints: of those after steps; None: all.
+        save_in_background: write checkpoints of steps beside training, from a copy in host memory.
 
     Raises:
         InputError: a value is out of its range or of another type, or contradicts another; the sentence quotes it.
@@ -64,9 +69,12 @@ class AdaptiveSettings:
     growth_limit: int | Literal["memory", "none"] = "memory"
     lr_scaling: LearningRateScaling = "none"
     objective: Objective = "memory"
+    save_every_n_steps: int | None = None
+    keep_last_n_checkpoints: int | None = None
+    save_in_background: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("use_maximum_batch_size", "power_of_two", "oom_recovery"):
+        for name in ("use_maximum_batch_size", "power_of_two", "oom_recovery", "save_in_background"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"`{name}` must be True or False, but is {quote(getattr(self, name))} instead.")
         for name, values in (
@@ -75,7 +83,7 @@ class AdaptiveSettings:
             ("objective", get_args(Objective)),
         ):
             _require_one_of(name, getattr(self, name), values)
-        for name in ("max_batch_size", "memory_limit_bytes", "seq_len", "global_batch_size"):
+        for name in _POSITIVE:
             if getattr(self, name) is not None:
                 require_integer(name, getattr(self, name), minimum=1)
         for name, words in (("max_tokens_per_micro_batch", (None, "auto")), ("growth_limit", ("memory", "none"))):

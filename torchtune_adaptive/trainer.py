@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 
 from torchtune import utils
 from tqdm import tqdm
@@ -10,6 +9,7 @@ from tqdm import tqdm
 from torchtune_adaptive.batch.growth import BatchGrowth
 from torchtune_adaptive.batch.limits import RowLimit
 from torchtune_adaptive.batch.loader import StepLoader, StepSamples
+from torchtune_adaptive.checkpoints.saver import RunSaver
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.search.sizes import Sizes
 from torchtune_adaptive.training.gradient_norms import gradient_norms
@@ -31,7 +31,6 @@ class Trainer:
     Args:
         sizes: what the search found.
         before_step: called with the optimizer steps done, before each step.
-        save: called with the epoch after each epoch, when the state is written.
         epochs: those that are left.
         steps_done: optimizer steps before them.
     """
@@ -46,10 +45,10 @@ class Trainer:
         record: RunRecord,
         step_log: StepLog,
         profiler: StepProfiler,
+        saver: RunSaver,
         *,
         sizes: Sizes,
         before_step: Callable[[int], None],
-        save: Callable[[int], None],
         epochs: range,
         steps_done: int,
     ) -> None:
@@ -63,8 +62,8 @@ class Trainer:
         self._rate = rate
         self._step_log = step_log
         self._profiler = profiler
+        self._saver = saver
         self._before_step = before_step
-        self._save = save
         self._epochs = epochs
         self._epochs_run = epochs.start
         self._global_step = steps_done
@@ -90,31 +89,27 @@ class Trainer:
         return self._step.phase
 
     def train(self) -> None:
-        """Train for the epochs that are left, and save after each. A collective."""
+        """Train for the epochs that are left, and save after each. A collective.
+
+        Raises:
+            RunEnded: a signal has asked some rank to end; what was trained is saved.
+            CheckpointError: so it was, but it cannot be saved.
+        """
         self._step.zero_grad()
         self._profiler.start()
         for epoch in self._epochs:
-            self._grow(epoch)
-            self._try_larger_micro_batches(epoch)
+            if not self.loader.steps_done:  # else the run goes on within this epoch
+                self._saver.restore_random()
+                self._grow(epoch)
+                self._try_larger_micro_batches(epoch)
             self._train_epoch(epoch)
             self._epochs_run = epoch + 1
-            self.record.save_state(self.state())
-            self._save(epoch)
+            self._saver.after_epoch(epoch, step=self._global_step)
         self._profiler.stop()
 
-    def state(self) -> AdaptiveState:
-        """What a resumed run goes on from: the state of every part."""
-        parts = (self.loader, self.micro_batches, self._rate, self._growth, self.record)
-        state = {name: value for part in parts for name, value in part.state_dict().items()}
-        return AdaptiveState(epochs_run=self._epochs_run, global_step=self._global_step, **state)
-
     def load_state(self, saved: AdaptiveState) -> None:
-        """Go on from what an earlier part of the run has left, and log what is not as it was. Before ``train``."""
-        state = asdict(saved)
-        for part in (self.micro_batches, self._growth, self.record):
-            part.load_state_dict(state)
-        self.loader.load_state_dict(state, epoch=saved.epochs_run - 1)
-        if changes := saved.changes(self.state()):
+        """Go on from what an earlier part of the run has left, and log what is not as it was. A collective."""
+        if changes := self._saver.load(saved):
             self.note(f"resumed with changes: {'; '.join(changes)}")
 
     def note_batch_size(self, reason: str, *, epoch: int) -> None:
@@ -155,9 +150,12 @@ class Trainer:
             self._note_micro_batch(f"micro-batch {sizes[0]} -> {limit}: fits again at the start of epoch {epoch}")
 
     def _train_epoch(self, epoch: int) -> None:
-        progress = tqdm(total=self.loader.steps_per_epoch, disable=not self._step_log.writes)
+        done = self.loader.steps_done
+        progress = tqdm(total=self.loader.steps_per_epoch, initial=done, disable=not self._step_log.writes)
+        steps = self.loader.steps(epoch)
+        self._saver.restore_random()  # after a data loader's iterator is made, which draws a number
         started = time.perf_counter()
-        for step, samples in enumerate(self.loader.steps(epoch), start=1):
+        for step, samples in enumerate(steps, start=done + 1):
             self._before_step(self._global_step)
             self._profiler.begin_step(epoch, step)
             result = self._train_step(samples)
@@ -168,6 +166,7 @@ class Trainer:
             self._step_log.write(self._global_step, result, seconds=time.perf_counter() - started)
             started = time.perf_counter()
             self._profiler.end_step(epoch, step)
+            self._saver.after_step(epochs_run=epoch, step=self._global_step, stop=result.stop)
         progress.close()
 
     def _train_step(self, samples: StepSamples) -> StepResult:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from torchtune_adaptive.batch.epoch_batches import EpochBatches
 from torchtune_adaptive.batch.row_format import Row, RowFormat
 from torchtune_adaptive.batch.sampler import DealtSampler, check_samples_per_step, most_rows, rows_of_rank
 from torchtune_adaptive.errors import InputError
@@ -62,7 +63,8 @@ class StepLoader:
         self._max_steps_per_epoch = max_steps_per_epoch
         self._left_over: list[Row] = []
         self._longest_row: Row | None = None
-        self.set_batch_size(batch_size)
+        self._batch_size = batch_size
+        self._batches = EpochBatches(sampler, self._rows_per_batch(batch_size))
 
     @property
     def dataset(self) -> Any:
@@ -115,9 +117,19 @@ class StepLoader:
         return self._longest_row
 
     @property
+    def longest_row_tokens(self) -> int:
+        """The length of the longest row; 0 before the first one."""
+        return 0 if self._longest_row is None else self._row_format.num_tokens(self._longest_row)
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps of the present epoch whose samples have been given; 0 between epochs."""
+        return self._batches.done // self._micro_steps
+
+    @property
     def data_loader(self) -> StatefulDataLoader:
         """The present data loader, whose state torchtune's checkpoints hold."""
-        return self._data_loader
+        return self._batches.data_loader
 
     def samples_per_step_at(self, batch_size: int) -> int:
         """Samples of an optimizer step over all ranks, at another batch size."""
@@ -131,21 +143,21 @@ class StepLoader:
     def set_batch_size(self, batch_size: int) -> None:
         """Set the batch size, between epochs."""
         self._batch_size = batch_size
-        self._data_loader = self._make_data_loader(batch_size)
+        self._batches.set_rows(self._rows_per_batch(batch_size))
 
     def steps(self, epoch: int) -> Iterator[StepSamples]:
-        """The samples of each optimizer step of ``epoch``."""
-        self._sampler.set_epoch(epoch)
-        steps = 0
-        for number, rows in enumerate(self._data_loader, start=1):
+        """The samples of each optimizer step of ``epoch`` that is left. The data loader's iterator is made at once."""
+        return self._steps(self._batches.begin(epoch))
+
+    def _steps(self, batches: Iterator[list[Row]]) -> Iterator[StepSamples]:
+        while self.steps_done != self._max_steps_per_epoch and (rows := next(batches, None)) is not None:
             self._left_over += rows
-            if number % self._micro_steps == 0:
+            if self._batches.done % self._micro_steps == 0:
                 rows, self._left_over = self._left_over, []
-                self._longest_row = max([*self._longest_rows(), *rows], key=self._row_format.num_tokens)
+                known = [] if self._longest_row is None else [self._longest_row]
+                self._longest_row = max([*known, *rows], key=self._row_format.num_tokens)
                 yield self._step_samples(rows)
-                steps += 1
-                if steps == self._max_steps_per_epoch:
-                    return
+        self._batches.end()
 
     def describe(self, batch_size: int) -> str:
         """What an optimizer step is made of, as arithmetic."""
@@ -154,52 +166,40 @@ class StepLoader:
             f" = {self.samples_per_step_at(batch_size)} samples per optimizer step"
         )
 
-    def check_size(self, batch_size: int) -> None:
-        """Check that the data set fills an optimizer step.
-
-        Raises:
-            InputError: it does not.
-        """
-        if self.steps_per_epoch_at(batch_size) == 0:
-            raise InputError(
-                f"`dataset` must fill an optimizer step ({self.describe(batch_size)}),"
-                f" but has {len(self.dataset)} samples."
-            )
-
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, after an epoch; ``left_over`` are places in a rank's order of samples."""
-        end = len(self._data_loader) * (self._data_loader.batch_size or 0)
+        """What a resumed run needs; ``left_over`` are places in a rank's order of the last epoch's samples."""
+        rows = self._batches.rows
+        end = len(self._sampler) // rows * rows
         return {
             "batch_size": self._batch_size,
             "is_global": self.is_global,
+            "epoch_samples": self.steps_done * self.samples_per_step,
             "samples_per_step": self.samples_per_step,
             "left_over": (end - len(self._left_over), end),
-            "longest_row_tokens": max(map(self._row_format.num_tokens, self._longest_rows()), default=0),
             "dataset_samples": len(self.dataset),
             "ranks": self.ranks,
         }
 
     def load_state_dict(self, state: dict[str, Any], *, epoch: int) -> None:
-        """Go on from ``state_dict``, given after ``epoch``, but for the batch size, which the caller sets.
+        """Go on from ``state_dict``, given after ``epoch`` or within the next. The caller has set the batch size.
 
+        With another number of samples per step the run goes on at the last place where one of its steps begins.
         Left-over samples are read again, unless the data, the number of ranks or the unit of the batch is another.
         """
-        if state["longest_row_tokens"]:
-            self._longest_row = self._row_format.of_length(self.dataset, state["longest_row_tokens"])
+        self._batches.go_to(state["epoch_samples"] // self.samples_per_step * self._micro_steps)
         is_alike = state["is_global"], state["dataset_samples"], state["ranks"]
-        if is_alike == (self.is_global, len(self.dataset), self.ranks):
-            self._sampler.set_epoch(epoch)
-            self._left_over = [self.dataset[place] for place in list(self._sampler)[slice(*state["left_over"])]]
+        if is_alike == (self.is_global, len(self.dataset), self.ranks) and not self._batches.done:
+            self._left_over = [self.dataset[place] for place in self._batches.places(epoch)[slice(*state["left_over"])]]
 
-    def _longest_rows(self) -> list[Row]:
-        return [] if self._longest_row is None else [self._longest_row]
+    def set_longest_row(self, num_tokens: int) -> None:
+        """Take a row of ``num_tokens`` for the longest so far; 0 for none."""
+        self._longest_row = self._row_format.of_length(self.dataset, num_tokens) if num_tokens else None
+
+    def _rows_per_batch(self, batch_size: int) -> int:
+        return batch_size
 
     def _step_samples(self, rows: list[Row]) -> StepSamples:
         return StepSamples(rows, most_rows=len(rows), num_samples=len(rows) * self.ranks)
-
-    def _make_data_loader(self, rows: int) -> StatefulDataLoader:
-        """As in torchtune, samples at the end that do not fill a batch are dropped."""
-        return StatefulDataLoader(self.dataset, batch_size=rows, sampler=self._sampler, collate_fn=list, drop_last=True)
 
 
 class GlobalStepLoader(StepLoader):
@@ -235,9 +235,20 @@ class GlobalStepLoader(StepLoader):
     def describe(self, batch_size: int) -> str:
         return f"{batch_size} samples per optimizer step on {self.ranks} ranks"
 
+    def _rows_per_batch(self, batch_size: int) -> int:
+        self._sampler.set_samples_per_step(batch_size)
+        return rows_of_rank(batch_size, rank=self._sampler.rank, ranks=self.ranks)
+
     def _step_samples(self, rows: list[Row]) -> StepSamples:
         return StepSamples(rows, most_rows=self.rows_per_step, num_samples=self._batch_size)
 
-    def _make_data_loader(self, rows: int) -> StatefulDataLoader:
-        self._sampler.set_samples_per_step(rows)
-        return super()._make_data_loader(rows_of_rank(rows, rank=self._sampler.rank, ranks=self.ranks))
+
+def check_fills_step(loader: StepLoader, batch_size: int) -> None:
+    """Check that the data set fills an optimizer step of ``batch_size``.
+
+    Raises:
+        InputError: it does not.
+    """
+    if loader.steps_per_epoch_at(batch_size) == 0:
+        described, samples = loader.describe(batch_size), len(loader.dataset)
+        raise InputError(f"`dataset` must fill an optimizer step ({described}), but has {samples} samples.")

@@ -103,13 +103,20 @@ class MicroBatcher:
         return share
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: the reduced size, None if memory never ran out, and its unit."""
-        return {"micro_batch": self._reduced_size, "micro_batch_unit": self._largest.unit}
+        """What a resumed run needs: the reduced size, None if memory never ran out, the limit, their unit, padding."""
+        return {
+            "micro_batch": self._reduced_size,
+            "micro_batch_limit": self._largest.size,
+            "micro_batch_unit": self._largest.unit,
+            "padding": (self._num_tokens, self._num_padded_tokens),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict``; a size in another unit is not taken."""
+        """Go on from ``state_dict``; a size in another unit is not taken. A limit of None is left."""
+        self._num_tokens, self._num_padded_tokens = state["padding"]
         if state["micro_batch_unit"] == self._largest.unit:
             self._reduced_size = state["micro_batch"]
+            self._largest = self._largest.of_size(state["micro_batch_limit"] or self._largest.size)
 
     def _lengths(self, rows: list[Row]) -> list[int]:
         return [self._row_format.padded_tokens(row) for row in rows]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import InputError, RunEnded
 
 Answer = TypeVar("Answer")
 
@@ -74,17 +74,17 @@ class Consensus:
         """Call ``ask`` on rank 0, and return its answer on every rank.
 
         Raises:
-            InputError: ``ask`` raised it on rank 0; every rank then raises it. Any other error is raised on rank 0
-                only. It ends rank 0, and the launcher ends the other ranks.
+            InputError, RunEnded: ``ask`` raised it on rank 0; every rank then raises it. Any other error is raised on
+                rank 0 only. It ends rank 0, and the launcher ends the other ranks.
         """
         answer: Any = None
         if self.rank == 0:
             try:
                 answer = ask()
-            except InputError as error:
+            except (InputError, RunEnded) as error:
                 answer = error
         answer = self.from_rank_zero(answer)
-        if isinstance(answer, InputError):
+        if isinstance(answer, InputError | RunEnded):
             raise answer
         return answer
 

@@ -81,6 +81,30 @@ class RandomStates:
         for device, state in self._cuda_states:
             torch.cuda.set_rng_state(state, device)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The states as JSON can hold them; of CUDA devices the one that was saved first."""
+        version, words, gauss = self._python_state
+        saved: dict[str, Any] = {
+            "python": [version, list(words), gauss],
+            "cpu": self._cpu_state.numpy().tobytes().hex(),
+        }
+        if self._numpy_state is not None:
+            kind, keys, *rest = self._numpy_state
+            saved["numpy"] = [kind, keys.tolist(), *rest]
+        if self._cuda_states:
+            saved["cuda"] = self._cuda_states[0][1].numpy().tobytes().hex()
+        return saved
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take the states that ``state_dict`` gave; what it lacks stays as it is here."""
+        version, words, gauss = saved["python"]
+        self._python_state = (version, tuple(words), gauss)
+        self._cpu_state = _from_hex(saved["cpu"])
+        if "numpy" in saved and self._numpy_random:
+            self._numpy_state = tuple(saved["numpy"])
+        if "cuda" in saved:
+            self._cuda_states = [(device, _from_hex(saved["cuda"])) for device, _ in self._cuda_states[:1]]
+
 
 class KeptTensors:
     """Copies of tensors on their own device, for example of a model's buffers. Copying does not wait for the device."""
@@ -127,6 +151,10 @@ class _SavedOptimizer:
         vars(self._optimizer).pop("_opt_called", None)
         if self._stepped is not None:
             vars(self._optimizer)["_opt_called"] = self._stepped
+
+
+def _from_hex(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

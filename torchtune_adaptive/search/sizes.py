@@ -9,7 +9,7 @@ from torch import nn
 from torchtune import utils
 
 from torchtune_adaptive.batch.limits import MicroBatchLimit, RowLimit, TokenLimit, halvings
-from torchtune_adaptive.batch.loader import StepLoader
+from torchtune_adaptive.batch.loader import StepLoader, check_fills_step
 from torchtune_adaptive.batch.row_format import Row, RowFormat, check_row_length, check_unpacked
 from torchtune_adaptive.batch.sampler import most_rows
 from torchtune_adaptive.search.find import search
@@ -112,7 +112,7 @@ class SizeFinder:
         return sizes
 
     def _search(self) -> Sizes:
-        self._loader.check_size(1)
+        check_fills_step(self._loader, 1)
         settings, most_rows = self._settings, self._most_rows()
         row = self._worst_row()
         seq_len = self._row_format.num_tokens(row)

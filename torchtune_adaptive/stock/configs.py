@@ -75,6 +75,25 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
     return content
 
 
+def flattened(cfg: DictConfig) -> dict[str, Any]:
+    """The config's values by dotted keys, as JSON can hold them; the items of a list have their numbers for keys.
+
+    >>> flattened(OmegaConf.create({"seed": 1, "optimizer": {"lr": 0.1, "betas": [0.9]}}))
+    {'seed': 1, 'optimizer.lr': 0.1, 'optimizer.betas.0': 0.9}
+    """
+    flat: dict[str, Any] = {}
+
+    def add(key: str, value: Any) -> None:
+        if isinstance(value, dict | list):
+            for name, one in value.items() if isinstance(value, dict) else enumerate(value):
+                add(f"{key}.{name}" if key else str(name), one)
+        else:
+            flat[key] = value if isinstance(value, int | float | str | None) else repr(value)
+
+    add("", resolved(cfg))
+    return flat
+
+
 def is_lora(cfg: DictConfig) -> bool:
     """Whether ``cfg`` is for LoRA finetuning rather than full finetuning."""
     return "lora_attn_modules" in cfg.model

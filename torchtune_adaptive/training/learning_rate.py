@@ -55,11 +55,12 @@ class LearningRate:
         self._horizon: Horizon | None = None
         self._scale = 1.0
 
-    def begin(self, *, epoch: int, step: int, steps_per_epoch: int, grows: bool) -> None:
-        """Build the schedule, and go to where ``epoch`` begins on it.
+    def begin(self, *, epoch: int, step: int, steps_per_epoch: int, grows: bool, epoch_steps: int = 0) -> None:
+        """Build the schedule, and go to where ``epoch`` is on it.
 
         Args:
             step: optimizer steps done.
+            epoch_steps: of these, in ``epoch``.
             steps_per_epoch: of the present batch size.
             grows: whether the batch may grow, which needs a scheduler that follows.
 
@@ -67,14 +68,17 @@ class LearningRate:
             InputError: the scheduler would have to follow, and cannot.
         """
         self._horizon = Horizon(self._schedule_steps)
-        self._horizon.change(epoch=epoch, step=step, steps_per_epoch=steps_per_epoch)
+        self._horizon.change(epoch=epoch, step=step - epoch_steps, steps_per_epoch=steps_per_epoch)
         follows = grows or self._rule != "none" or steps_per_epoch != self._schedule_steps
         if follows:
             check_follows(self._scheduler)
         if self._scheduler is not None:
             for group in self._groups():
                 group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))  # a tensor is changed in place
-            self._scheduler = self._make_scheduler(epoch, following_from=step if follows else None)
+            done = epoch * self._schedule_steps + epoch_steps
+            self._scheduler = self._make_scheduler(done, following_from=step if follows else None)
+            if follows:
+                self._set_rates()
 
     def change(self, *, epoch: int, step: int, steps_per_epoch: int) -> None:
         """From optimizer step ``step`` on, which opens ``epoch``, an epoch has ``steps_per_epoch`` steps."""
@@ -106,13 +110,13 @@ class LearningRate:
         self._reference_samples = state["reference_samples"]
         self._schedule_steps = state["schedule_steps"]
 
-    def _make_scheduler(self, epoch: int, *, following_from: int | None) -> Any:
-        """The schedule where ``epoch`` begins on it.
+    def _make_scheduler(self, done: int, *, following_from: int | None) -> Any:
+        """The schedule after ``done`` of its steps.
 
         If it follows, it counts the run's optimizer steps from ``following_from`` on, and the horizon says where on the
         schedule each of them is. Else it counts its own.
         """
-        scheduler = self._build(self._total_epochs * self._schedule_steps, epoch * self._schedule_steps - 1)
+        scheduler = self._build(self._total_epochs * self._schedule_steps, done - 1)
         if following_from is not None:
             scheduler.lr_lambdas = [self._at_place(rate) for rate in scheduler.lr_lambdas]
             scheduler.last_epoch = following_from

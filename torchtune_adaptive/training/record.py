@@ -1,7 +1,6 @@
-"""What a run leaves on disk about its batch: a report for people, and the state that a resumed run goes on from."""
+"""What a run leaves on disk about its batch: a report for people."""
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from torchtune import utils
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.files import write_whole
 from torchtune_adaptive.search.sizes import Sizes
-from torchtune_adaptive.training.run_state import AdaptiveState, write_state
 
 log = utils.get_logger("DEBUG")
 
@@ -19,23 +17,19 @@ REPORT_NAME = "adaptive_batch.json"
 
 
 class RunRecord:
-    """Owns the history of batch sizes and micro-batch sizes, and writes the files. Only rank 0 writes.
+    """Owns the history of batch sizes and micro-batch sizes, and writes the report. Only rank 0 writes.
 
-    A file that cannot be written is logged, and does not end the run.
+    A report that cannot be written is logged, and does not end the run.
 
     Args:
         output_dir: of the report.
-        state_path: of the state.
         sizes: what was found, for the report.
         memory_limit_bytes: the least that a rank may use, None if nothing limits it.
         writes: whether this is rank 0.
     """
 
-    def __init__(
-        self, output_dir: str | Path, state_path: Path, sizes: Sizes, *, memory_limit_bytes: int | None, writes: bool
-    ) -> None:
+    def __init__(self, output_dir: str | Path, sizes: Sizes, *, memory_limit_bytes: int | None, writes: bool) -> None:
         self._output_dir = Path(output_dir)
-        self._state_path = state_path
         self._memory_limit_bytes = memory_limit_bytes
         self._writes = writes
         self._sizes = sizes
@@ -51,11 +45,6 @@ class RunRecord:
         self._history.append({"epoch": epoch, "batch_size": batch_size} | figures | {"reason": reason})
         if self._writes:
             write_report(self._output_dir, self._report())
-
-    def save_state(self, state: AdaptiveState) -> None:
-        """Write the state after an epoch."""
-        if self._writes:
-            _write_or_log("State", lambda: write_state(self._state_path, state))
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
@@ -78,11 +67,7 @@ class RunRecord:
 def write_report(output_dir: Path, report: dict[str, Any]) -> None:
     """Write ``report`` as JSON. A file that cannot be written is logged, and does not end the run."""
     content = json.dumps(report, indent=2) + "\n"
-    _write_or_log("Report", lambda: write_whole(output_dir / REPORT_NAME, content))
-
-
-def _write_or_log(what: str, write: Callable[[], Path]) -> None:
     try:
-        log.info(f"{what} written to {write()}")
+        log.info(f"Report written to {write_whole(output_dir / REPORT_NAME, content)}")
     except OSError as error:
-        log.warning(f"{what} not written: {reason_of(error)}")
+        log.warning(f"Report not written: {reason_of(error)}")

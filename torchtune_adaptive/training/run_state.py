@@ -1,36 +1,42 @@
-"""The state beside torchtune's recipe state: with it a resumed run goes on as if it had never ended."""
+"""What a run has decided and where it is: with it a resumed run goes on as if it had never ended."""
 
-import json
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Any, get_origin
 
-from torchtune_adaptive.errors import InputError, quote, reason_of
-from torchtune_adaptive.files import write_whole
+from torchtune_adaptive.errors import quote
 
-STATE_NAME = "adaptive_state.json"
+# Keys of a config that say where a run is and how it is watched, rather than what it trains.
+_NOT_TRAINED = ("checkpointer", "log_", "metric_logger", "output_dir", "profiler", "resume_from_checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveState:
-    """Of a run after ``epochs_run`` epochs. Batch sizes are in the unit of the key that the config gives them by.
+    """Of a run after an optimizer step. Batch sizes are in the unit of the key that the config gives them by.
 
     Attributes:
+        epochs_run: epochs done.
+        epoch_samples: samples over all ranks that the epoch after these has trained so far.
         schedule_steps: per epoch, that the learning rate schedule was built for.
         is_global: whether batch sizes count the samples of an optimizer step over all ranks.
         reference_samples: samples per optimizer step of the batch that the config was written for.
         samples_per_step: over all ranks, at ``batch_size``.
         global_step: optimizer steps done.
         micro_batch: the largest micro-batch since memory ran out, in ``micro_batch_unit``; None if it did not.
-        longest_row_tokens: of the rows that were trained with.
+        micro_batch_limit: the largest micro-batch while memory suffices.
         left_over: the places of a rank's samples in its order of the last epoch that open the next one.
+        padding: tokens without and with padding on rank 0 since padding was last logged.
         dataset_samples, ranks, memory_limit_bytes: what the run had; of the ranks' limits the least, None without one.
+        rank_states: of each rank, its random generators, and the length of the longest row that it has trained with.
+        optimizer: what optimizers hold beside tensors.
+        config: of the run, by dotted keys.
         schedule: what a measured schedule gave, or the user's function if it has a ``state_dict``.
         history: of the report.
     """
 
     epochs_run: int
+    epoch_samples: int
     schedule_steps: int
     batch_size: int
     is_global: bool
@@ -38,34 +44,43 @@ class AdaptiveState:
     samples_per_step: int
     global_step: int
     micro_batch: int | None
+    micro_batch_limit: int
     micro_batch_unit: str
-    longest_row_tokens: int
     left_over: tuple[int, int]
+    padding: tuple[int, int]
     dataset_samples: int
     ranks: int
     memory_limit_bytes: int | None
+    rank_states: list[dict[str, Any]]
+    optimizer: dict[str, Any]
+    config: dict[str, Any]
     schedule: Any = None
     history: list[dict[str, Any]] = field(default_factory=list)
 
-    def check(self) -> None:
-        """Refuse values of other types, as a file may have them.
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "AdaptiveState":
+        """The state of which ``content`` is what JSON has made.
 
         Raises:
-            TypeError: a value is of another type than its field.
+            TypeError: a field is missing or unknown, or its value is of another type.
         """
-        for one in fields(self):
-            value: Any = getattr(self, one.name)
+        pairs = {name: tuple(content[name]) for name in ("left_over", "padding") if name in content}
+        state = cls(**{**content, **pairs})
+        for one in fields(cls):
+            value: Any = getattr(state, one.name)
             origin = get_origin(one.type)
             kind: Any = one.type if origin in (None, UnionType) else origin
             if kind is not Any and not isinstance(value, kind):
                 raise TypeError(f"{one.name} is {quote(value)}")
-        if [type(place) for place in self.left_over] != [int, int]:
-            raise TypeError(f"left_over is {quote(self.left_over)}")
+        for name in pairs:
+            if [type(one) for one in getattr(state, name)] != [int, int]:
+                raise TypeError(f"{name} is {quote(getattr(state, name))}")
+        return state
 
     def changes(self, other: "AdaptiveState") -> list[str]:
-        """What differs in ``other``, as parts of a sentence: ranks, data, memory, and the samples of a step.
+        """What differs in ``other``, as parts of a sentence: ranks, data, memory, samples of a step, the config.
 
-        What is None in one of them is left out.
+        What is None in one of them is left out, but for keys of the config.
         """
         changes: list[str] = []
         for name, words in (
@@ -77,47 +92,8 @@ class AdaptiveState:
             before, after = getattr(self, name), getattr(other, name)
             if before != after and None not in (before, after):
                 changes.append(f"{words} {before} -> {after}")
+        for key in sorted({*self.config, *other.config}):
+            before, after = self.config.get(key), other.config.get(key)
+            if before != after and not key.startswith(_NOT_TRAINED):
+                changes.append(f"{key} {quote(before)} -> {quote(after)}")
         return changes
-
-
-def state_path(checkpoint_dir: str | Path) -> Path:
-    """Where the state lies: beside torchtune's recipe state, in the directory that checkpoints are written to."""
-    return Path(checkpoint_dir) / "recipe_state" / STATE_NAME
-
-
-def read_state(path: Path, *, epochs_run: int) -> AdaptiveState | None:
-    """The state after ``epochs_run`` epochs, or None where there is none, as after a stock recipe.
-
-    Raises:
-        InputError: the file is not what ``write_state`` writes.
-    """
-    try:
-        content = json.loads(path.read_text())[str(epochs_run)]
-    except (FileNotFoundError, KeyError):
-        return None
-    except (OSError, ValueError, TypeError) as error:
-        raise _unreadable(path, error) from error
-    try:
-        state = AdaptiveState(**content | {"left_over": tuple(content["left_over"])})
-        state.check()
-    except (TypeError, KeyError) as error:
-        raise _unreadable(path, error) from error
-    return state
-
-
-def write_state(path: Path, state: AdaptiveState) -> Path:
-    """Add ``state`` to those of the epochs before it, and return ``path``. A reader never sees half of it.
-
-    Write it before torchtune's recipe state: then a killed run has a state for whichever recipe state it leaves.
-    """
-    try:
-        kept = {epochs: one for epochs, one in json.loads(path.read_text()).items() if int(epochs) < state.epochs_run}
-    except (OSError, ValueError, AttributeError):  # none yet, or another program's
-        kept = {}
-    return write_whole(path, json.dumps(kept | {str(state.epochs_run): asdict(state)}, indent=2) + "\n")
-
-
-def _unreadable(path: Path, error: Exception) -> InputError:
-    return InputError(
-        f"{path} must be as a run wrote it for its checkpoint to be resumed, but failed: {reason_of(error)}."
-    )

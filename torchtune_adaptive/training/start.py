@@ -19,12 +19,14 @@ class StartingPoint:
         largest_batch_size: to which it may grow.
         steps_done: optimizer steps.
         schedule_steps: per epoch, that the learning rate schedule is built for.
+        epoch_steps: of ``steps_done``, those of the present epoch.
     """
 
     batch_size: int
     largest_batch_size: int
     steps_done: int
     schedule_steps: int
+    epoch_steps: int = 0
 
 
 def starting_point(
@@ -57,8 +59,10 @@ def starting_point(
         steps_done = sum(map(loader.steps_per_epoch_at, planned[:epochs_run]))
         return StartingPoint(present, largest, steps_done, loader.steps_per_epoch_at(first))
     follows = (growth.grows or settings.use_maximum_batch_size) and saved.is_global == loader.is_global
-    present = saved.batch_size if follows else planned[epochs_run - 1]
-    return StartingPoint(present, largest, saved.global_step, saved.schedule_steps)
+    last_epoch = epochs_run if saved.epoch_samples else epochs_run - 1
+    present = saved.batch_size if follows else planned[last_epoch]
+    epoch_steps = saved.epoch_samples // loader.samples_per_step_at(present)
+    return StartingPoint(present, largest, saved.global_step, saved.schedule_steps, epoch_steps)
 
 
 def _largest_batch_size(settings: AdaptiveSettings, loader: StepLoader, sizes: Sizes, first: int) -> int:

@@ -49,6 +49,7 @@ class StepResult:
         metrics: per unit of weight.
         grad_norm: before clipping, None without clipping.
         measured: of ``gradient_norms``, empty but for measured steps.
+        stop: whether some rank is asked to end the run after this step.
     """
 
     loss: float
@@ -57,13 +58,15 @@ class StepResult:
     metrics: dict[str, float]
     grad_norm: float | None
     measured: tuple[float, ...] = ()
+    stop: bool = False
 
 
 @dataclass(frozen=True)
 class StepFigures:
     """A ``StepResult`` that is still on the device.
 
-    ``values`` is a float64 vector of loss, weight and tokens, then what ``names`` says, then what was measured.
+    ``values`` is a float64 vector of loss, weight, tokens and ranks that are asked to end, then what ``names`` says,
+    then what was measured.
     """
 
     values: torch.Tensor
@@ -71,8 +74,8 @@ class StepFigures:
 
     def read(self) -> StepResult:
         """The figures on the host, at the price of one wait for the device."""
-        loss, weight, num_tokens, *rest = self.values.tolist()
+        loss, weight, num_tokens, stop, *rest = self.values.tolist()
         metrics = dict(zip(self.names, rest, strict=False))
         grad_norm = metrics.pop("grad_norm", None)
         loss = metrics.pop("loss", loss)
-        return StepResult(loss, weight, round(num_tokens), metrics, grad_norm, tuple(rest[len(self.names) :]))
+        return StepResult(loss, weight, round(num_tokens), metrics, grad_norm, tuple(rest[len(self.names) :]), stop > 0)

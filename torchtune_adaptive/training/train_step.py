@@ -29,6 +29,7 @@ class TrainStep:
         collate: makes a batch on the host of a list of rows.
         phases: is told which phase the step is in.
         meter: counts batches, which are made outside of it; None if nothing is metered.
+        stop_requested: whether this rank is asked to end; all ranks learn of it by the step's own all-reduce.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class TrainStep:
         device: torch.device,
         phases: Phases,
         meter: MemoryMeter | None,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self._objective = objective
         self._stepping = stepping
@@ -47,6 +49,7 @@ class TrainStep:
         self._device = device
         self._phases = phases
         self._meter = meter
+        self._stop_requested = stop_requested
 
     @property
     def learning_rate(self) -> float:
@@ -97,8 +100,8 @@ class TrainStep:
         self._phases.enter("optimizer")
         self._stepping.step()
         loss = weight.reciprocal() * values[0].to(sums.loss.dtype)  # rounded as torchtune's number over a tensor is
-        metrics_end = 3 + len(sums.metrics)
-        parts = [loss.double()[None], values[1:3], values[3:metrics_end] / values[1]]
+        metrics_end = 4 + len(sums.metrics)
+        parts = [loss.double()[None], values[1:4], values[4:metrics_end] / values[1]]
         if norm is not None:
             parts.append(norm.detach().to(values)[None])
         parts.append(values[metrics_end:])
@@ -122,12 +125,13 @@ class TrainStep:
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), batch)
 
     def _sum_over_ranks(self, sums: StepSums) -> torch.Tensor:
-        """Loss, weight, tokens, metrics and what is measured over all ranks, in one all-reduce. A collective.
+        """Loss, weight, tokens, requests to end, metrics and what is measured, in one all-reduce. A collective.
 
         In float64, which holds counts exactly and rounds two ranks' sum as their own type would.
         """
         num_tokens = sums.weight if sums.num_tokens is None else sums.num_tokens
-        scalars = [sums.loss, sums.weight, num_tokens, *sums.metrics.values()]
+        stop = torch.full_like(sums.loss, self._stop_requested())
+        scalars = [sums.loss, sums.weight, num_tokens, stop, *sums.metrics.values()]
         values = torch.stack([value.detach().double() for value in scalars])
         if sums.small_batch is not None:
             norm_squared = own_norm_squared(self._stepping.model).to(values.device)

@@ -1,0 +1,107 @@
+"""One process has a folder at a time, and gives it back however it ends."""
+
+import errno
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchtune_adaptive.checkpoints import lock as lock_module
+from torchtune_adaptive.checkpoints.lock import LOCK_NAME, FolderLock
+from torchtune_adaptive.errors import InputError
+
+# Locks the folder, starts a process that has the file open too, and says its number.
+OWNER = """
+import subprocess, sys
+from pathlib import Path
+from torchtune_adaptive.checkpoints.lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+child = subprocess.Popen(["sleep", "600"], close_fds=False, stdout=subprocess.DEVNULL)
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock, and has a child that outlives it."""
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        yield process
+        process.kill()
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_second_process_is_refused_by_the_owners_name_until_the_owner_is_killed(
+    tmp_path: Path, owner: subprocess.Popen[str]
+) -> None:
+    for _ in range(2):  # who is refused takes nothing
+        with pytest.raises(InputError) as refused:
+            FolderLock(tmp_path)
+        assert str(refused.value) == (
+            f"`output_dir` must not be in use by another run, but process {owner.pid} on {socket.gethostname()} writes"
+            f" into {str(tmp_path)!r}."
+        )
+    owner.kill()
+    owner.wait()
+    lock = FolderLock(tmp_path)
+    assert (tmp_path / LOCK_NAME).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+    lock.release()
+
+
+def test_an_owner_that_has_not_said_its_name_is_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with pytest.raises(InputError) as refused:
+        FolderLock(tmp_path)
+    assert str(refused.value) == (
+        f"`output_dir` must not be in use by another run, but another process writes into {str(tmp_path)!r}."
+    )
+
+
+def test_the_same_process_may_lock_again(tmp_path: Path) -> None:
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first.release()
+    second.release()
+    FolderLock(tmp_path).release()
+
+
+def test_the_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
+    FolderLock(tmp_path / "new" / "run").release()
+    assert [path.name for path in (tmp_path / "new" / "run").iterdir()] == [LOCK_NAME]
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError) as refused:
+        FolderLock(tmp_path / "file" / "run")
+    assert str(refused.value).startswith("`output_dir` must be writable, but is not: NotADirectoryError: ")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_folder_on_which_nothing_can_be_locked_is_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock_module.fcntl, "lockf", refuse)
+    lock = FolderLock(tmp_path)
+    assert caplog.messages == [
+        f"{tmp_path} cannot be locked, so that another run could write into it: "
+        f"OSError: [Errno {errno.ENOLCK}] No locks available."
+    ]
+    lock.release()

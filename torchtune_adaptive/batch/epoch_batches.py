@@ -1,0 +1,75 @@
+"""The batches of an epoch in a rank's order, from any place on."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torchtune_adaptive.batch.row_format import Row
+
+
+class EpochBatches:
+    """Gives batches of a fixed number of rows, and counts them.
+
+    Args:
+        sampler: this rank's; its epoch is set here.
+    """
+
+    def __init__(self, sampler: Any, rows: int) -> None:
+        self._sampler = sampler
+        self._done = 0
+        self.set_rows(rows)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a batch."""
+        return self._rows
+
+    @property
+    def done(self) -> int:
+        """Batches that the present epoch has given; 0 between epochs."""
+        return self._done
+
+    @property
+    def data_loader(self) -> StatefulDataLoader:
+        """That of the present epoch, whose state torchtune's checkpoints hold."""
+        return self._data_loader
+
+    def set_rows(self, rows: int) -> None:
+        """Set the rows of a batch, between epochs."""
+        self._rows = rows
+        self._data_loader = self._make_data_loader(self._sampler)
+
+    def go_to(self, done: int) -> None:
+        """Have the next epoch begin after ``done`` batches, which are not read."""
+        self._done = done
+
+    def begin(self, epoch: int) -> Iterator[list[Row]]:
+        """The batches of ``epoch`` that are left. The data loader's iterator, which draws a number, is made at once."""
+        self._sampler.set_epoch(epoch)
+        if self._done:
+            self._data_loader = self._make_data_loader(list(self._sampler)[self._done * self._rows :])
+        elif self._data_loader.sampler is not self._sampler:
+            self._data_loader = self._make_data_loader(self._sampler)
+        return self._counted(iter(self._data_loader))
+
+    def end(self) -> None:
+        """The epoch is over, whether all batches have been taken or not."""
+        self._done = 0
+
+    def places(self, epoch: int) -> list[int]:
+        """The places in the data set of this rank's rows, in the order of ``epoch``."""
+        self._sampler.set_epoch(epoch)
+        return list(self._sampler)
+
+    def _counted(self, batches: Iterator[list[Row]]) -> Iterator[list[Row]]:
+        for batch in batches:
+            self._done += 1
+            yield batch
+
+    def _make_data_loader(self, places: Iterable[int]) -> StatefulDataLoader:
+        """As in torchtune, samples at the end that do not fill a batch are dropped."""
+        rows: Any = self._rows
+        return StatefulDataLoader(
+            self._sampler.dataset, batch_size=rows, sampler=places, collate_fn=list, drop_last=True
+        )

@@ -1,0 +1,191 @@
+"""The checkpoints in a folder. Each is complete, or it is not there.
+
+A checkpoint is written under another name, and renamed when all of its files are on the disk. Its last file says which
+files belong to it, so that a reader notices what is missing or cut short, as by an interrupted copy.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from torchtune import utils
+
+from torchtune_adaptive.checkpoints.lock import FolderLock
+from torchtune_adaptive.errors import InputError, reason_of
+from torchtune_adaptive.files import sync_directory, write_whole
+from torchtune_adaptive.training.run_state import AdaptiveState
+
+log = utils.get_logger("DEBUG")
+
+STATE_NAME = "adaptive_state.json"
+RECIPE_STATE_NAME = "recipe_state.pt"
+_UNFINISHED = "unfinished_"
+_NAME = re.compile(r"(?:step|epoch)_\d+")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint.
+
+    Attributes:
+        path: its folder.
+        serial: counts the checkpoints of a folder in the order in which they were written.
+        state: of the run, None if a stock recipe wrote it.
+        epochs_run: epochs done.
+        recipe_state: torchtune's file with the optimizer's state, None if there is none.
+    """
+
+    path: Path
+    serial: int
+    state: AdaptiveState | None
+    epochs_run: int
+    recipe_state: Path | None = None
+
+    @property
+    def is_of_step(self) -> bool:
+        """Whether our own files hold it, rather than torchtune's."""
+        return self.path.name.startswith("step_")
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether it holds the optimizer's state, which torchtune leaves out after the last epoch."""
+        return self.is_of_step or self.recipe_state is not None
+
+
+class CheckpointFolder:
+    """Writes checkpoints into a folder, and lists them. Only rank 0 uses it, but for ``unfinished``.
+
+    Args:
+        path: of the folder.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._serial = 0
+        self._lock: FolderLock | None = None
+
+    @property
+    def path(self) -> Path:
+        """Of the folder."""
+        return self._path
+
+    def lock(self) -> None:
+        """Have no other process take the folder while this one lives. It is made if it is not there.
+
+        Raises:
+            InputError: another process has it, or it cannot be written into.
+        """
+        self._lock = FolderLock(self._path)
+
+    def unfinished(self, name: str) -> Path:
+        """Where the files of checkpoint ``name`` are written before ``finish``."""
+        return self._path / f"{_UNFINISHED}{name}"
+
+    def start(self, name: str) -> Path:
+        """Make an empty folder for the files of checkpoint ``name``; what another attempt has left is removed.
+
+        Raises:
+            OSError: it cannot be made, or the folder of checkpoints is gone.
+        """
+        path = self.unfinished(name)
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+        return path
+
+    def finish(self, name: str, state: AdaptiveState) -> Path:
+        """Make the files of checkpoint ``name`` a complete checkpoint with ``state``, in place of one of that name.
+
+        Raises:
+            OSError: something cannot be written; then there is no new checkpoint.
+        """
+        unfinished, path = self.unfinished(name), self._path / name
+        files = {one.relative_to(unfinished).as_posix(): one for one in unfinished.rglob("*") if one.is_file()}
+        for one in files.values():
+            _sync(one)
+        sizes = {file: one.stat().st_size for file, one in sorted(files.items())}
+        self._serial += 1
+        write_state(unfinished, state, serial=self._serial, sizes=sizes)
+        sync_directory(unfinished)
+        replaced = self._set_aside(path) if path.exists() else None
+        unfinished.rename(path)
+        sync_directory(self._path)
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
+        return path
+
+    def discard(self, name: str) -> None:
+        """Remove the files of checkpoint ``name``, which could not be finished."""
+        shutil.rmtree(self.unfinished(name), ignore_errors=True)
+
+    def discard_unfinished(self) -> None:
+        """Remove what runs have left that were ended while they wrote. No other run may be writing."""
+        for path in self._path.glob(f"{_UNFINISHED}*"):
+            log.info(f"{path} is removed: its checkpoint was never complete.")
+            shutil.rmtree(path, ignore_errors=True)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """All complete ones in the order in which they were written. What is torn is named in the log."""
+        found: list[Checkpoint] = []
+        for path in sorted(self._path.glob("*_*")):
+            if _NAME.fullmatch(path.name) and (path / STATE_NAME).is_file():
+                try:
+                    found.append(read_checkpoint(path))
+                except InputError as error:
+                    log.warning(f"{path} is passed over. {error}")
+        found.sort(key=lambda checkpoint: checkpoint.serial)
+        self._serial = max([self._serial, *(one.serial for one in found)])
+        return found
+
+    def prune(self, keep: int) -> None:
+        """Keep the last ``keep`` checkpoints of steps, and remove the others."""
+        steps = [one.path for one in self.checkpoints() if one.is_of_step]
+        for path in steps[:-keep]:
+            shutil.rmtree(self._set_aside(path), ignore_errors=True)
+
+    def _set_aside(self, path: Path) -> Path:
+        """Give a checkpoint another name before it is removed: half of it must not look like one."""
+        aside = self.unfinished(f"removed_{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        return path.rename(aside)
+
+
+def write_state(
+    path: Path, state: AdaptiveState, *, serial: int = 0, sizes: Mapping[str, int] = MappingProxyType({})
+) -> None:
+    """Write ``state`` into the folder ``path``, with the ``sizes`` of its files, by name."""
+    content = {"serial": serial, "files": dict(sizes), "state": asdict(state)}
+    write_whole(path / STATE_NAME, json.dumps(content, indent=1) + "\n")
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in ``path``.
+
+    Raises:
+        InputError: it is not complete, or not one of ours; the sentence names what is wrong.
+    """
+    try:
+        content = json.loads((path / STATE_NAME).read_text())
+        state = AdaptiveState.from_json(content["state"])
+        serial, sizes = int(content["serial"]), dict(content["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path / STATE_NAME} must be as a run wrote it, but failed: {reason_of(error)}.") from error
+    for name, size in sizes.items():
+        file = path / name
+        if name == RECIPE_STATE_NAME and not file.exists():
+            continue  # a later epoch has removed it
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            has = "is missing" if found is None else f"has {found}"
+            raise InputError(f"{file} must have {size} bytes for its checkpoint to be complete, but {has}.")
+    recipe_state = path / RECIPE_STATE_NAME
+    return Checkpoint(path, serial, state, state.epochs_run, recipe_state if recipe_state.exists() else None)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

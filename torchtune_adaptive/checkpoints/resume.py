@@ -1,0 +1,61 @@
+"""Where a run goes on: what ``resume_from_checkpoint`` means."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torchtune_adaptive.checkpoints.folder import Checkpoint, CheckpointFolder, read_checkpoint
+from torchtune_adaptive.errors import InputError, RunEnded, quote
+
+FindOther = Callable[[Path], Checkpoint | None]
+
+
+def find_checkpoint(
+    wanted: object, folder: CheckpointFolder, *, epochs: int, find_other: FindOther
+) -> Checkpoint | None:
+    """The checkpoint to go on from, None to begin anew.
+
+    Args:
+        wanted: False; True or "auto" for the latest one, where "auto" begins anew if there is none; or one's path.
+        epochs: of the run.
+        find_other: finds a checkpoint in the folder that another program has written there.
+
+    Raises:
+        InputError: there is no such checkpoint, or one that the run would lose.
+        RunEnded: all epochs have been trained already.
+    """
+    if wanted not in (True, False, None, "auto"):
+        return _checkpoint_at(wanted)
+    found = folder.checkpoints()
+    if not wanted:
+        if steps := [one.path for one in found if one.is_of_step]:
+            raise InputError(
+                f"`resume_from_checkpoint` must be True or auto where {str(steps[-1])!r} is, which a new run would"
+                f" overwrite, but is {quote(wanted)} instead."
+            )
+        return None
+    if found and not found[-1].can_go_on and found[-1].epochs_run >= epochs:
+        raise RunEnded(f"All {epochs} epochs are trained: {found[-1].path} is the last checkpoint.", status=0)
+    latest = next((one for one in reversed(found) if one.can_go_on), None)
+    other = find_other(folder.path)
+    if other is not None and (latest is None or other.epochs_run > latest.epochs_run):
+        latest = other
+    if latest is None and wanted != "auto":
+        raise InputError(
+            f"`resume_from_checkpoint` must be False or auto where there is no complete checkpoint, as in"
+            f" {str(folder.path)!r}, but is {quote(wanted)} instead."
+        )
+    return latest
+
+
+def _checkpoint_at(wanted: object) -> Checkpoint:
+    if not isinstance(wanted, str) or not Path(wanted).is_dir():
+        raise InputError(
+            f"`resume_from_checkpoint` must be True, False, auto or the folder of one, but is {quote(wanted)} instead."
+        )
+    checkpoint = read_checkpoint(Path(wanted))
+    if not checkpoint.can_go_on:
+        raise InputError(
+            "`resume_from_checkpoint` must be a checkpoint with the optimizer's state, which that of the last epoch has"
+            f" not, nor one that a later epoch follows, but is {quote(wanted)} instead."
+        )
+    return checkpoint

@@ -1,0 +1,105 @@
+"""When a run is saved, with what, and what a resumed one takes up of it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torchtune_adaptive.batch.loader import StepLoader
+from torchtune_adaptive.batch.micro_batches import MicroBatcher
+from torchtune_adaptive.checkpoints.steps import StepCheckpoints
+from torchtune_adaptive.distributed.rank_states import RankStates
+from torchtune_adaptive.errors import CheckpointError, RunEnded
+from torchtune_adaptive.signals import STATUS_STOPPED
+from torchtune_adaptive.training.run_state import AdaptiveState
+
+SaveEpoch = Callable[[int, AdaptiveState], None]  # takes the epoch that is done
+
+
+class RunSaver:
+    """Saves a run after optimizer steps and epochs.
+
+    Args:
+        others: parts with a ``state_dict`` and a ``load_state_dict``, beside loader and micro-batches.
+        save_epoch: saves as torchtune does after an epoch.
+        config: of the run, by dotted keys; a resumed run says what has changed.
+    """
+
+    def __init__(
+        self,
+        loader: StepLoader,
+        micro_batches: MicroBatcher,
+        others: Sequence[Any],
+        steps: StepCheckpoints,
+        rank_states: RankStates,
+        *,
+        save_epoch: SaveEpoch,
+        config: Mapping[str, Any],
+    ) -> None:
+        self._loader = loader
+        self._micro_batches = micro_batches
+        self._others = tuple(others)
+        self._steps = steps
+        self._rank_states = rank_states
+        self._save_epoch = save_epoch
+        self._config = dict(config)
+
+    def state(self, *, epochs_run: int, step: int) -> AdaptiveState:
+        """The state of every part after ``epochs_run`` epochs and ``step`` optimizer steps. A collective."""
+        parts = (self._loader, self._micro_batches, *self._others)
+        return AdaptiveState(
+            epochs_run=epochs_run,
+            global_step=step,
+            rank_states=self._rank_states.now(longest_row_tokens=self._loader.longest_row_tokens),
+            optimizer=self._steps.options(),
+            config=self._config,
+            **{name: value for part in parts for name, value in part.state_dict().items()},
+        )
+
+    def load(self, saved: AdaptiveState) -> list[str]:
+        """Go on from what an earlier part of the run has left; what has changed, as parts of a sentence. A collective.
+
+        Random generators are left to ``restore_random``.
+        """
+        state = asdict(saved)
+        for part in self._others:
+            part.load_state_dict(state)
+        self._loader.load_state_dict(state, epoch=saved.epochs_run - 1)
+        if own := self._rank_states.load(saved.rank_states):
+            self._loader.set_longest_row(own["longest_row_tokens"])
+        changes = saved.changes(self.state(epochs_run=saved.epochs_run, step=saved.global_step))
+        # With nothing changed, micro-batches are cut as before, whatever this search of their size has found.
+        self._micro_batches.load_state_dict(state | ({"micro_batch_limit": None} if changes else {}))
+        return changes
+
+    def restore_random(self) -> None:
+        """Set the random generators as they were saved, once."""
+        self._rank_states.restore()
+
+    def after_step(self, *, epochs_run: int, step: int, stop: bool) -> None:
+        """Save if ``step`` is to be saved, and end the run if it is to ``stop``. A collective.
+
+        Raises:
+            RunEnded: the run is to stop, and is saved.
+            CheckpointError: it is to stop, and cannot be saved. Otherwise training goes on then.
+        """
+        if not stop and not self._steps.is_due(step):
+            return
+        is_saved = self._steps.save(self.state(epochs_run=epochs_run, step=step), at_once=stop)
+        if not stop:
+            return
+        if not is_saved:
+            raise CheckpointError(f"a signal ended the run after step {step}, which could not be saved.")
+        raise RunEnded(
+            f"a signal ended the run after step {step}, which is saved:"
+            " the same command with `resume_from_checkpoint=True` goes on from there.",
+            STATUS_STOPPED,
+        )
+
+    def after_epoch(self, epoch: int, *, step: int) -> None:
+        """Save after ``epoch``. A collective.
+
+        Raises:
+            CheckpointError: it was the last one, and cannot be saved.
+        """
+        self._steps.wait()
+        self._save_epoch(epoch, self.state(epochs_run=epoch + 1, step=step))

@@ -1,0 +1,209 @@
+"""Checkpoints after optimizer steps, by PyTorch's distributed checkpoints: each rank writes what it holds."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torchtune import utils
+
+from torchtune_adaptive.checkpoints.folder import Checkpoint, CheckpointFolder
+from torchtune_adaptive.checkpoints.tensors import TrainedTensors
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.errors import CheckpointError, InputError, reason_of
+from torchtune_adaptive.training.run_state import AdaptiveState
+
+log = utils.get_logger("DEBUG")
+
+_OPTIMIZER = "optimizer._component_"
+_LONGEST_WRITE = timedelta(hours=6)  # of a group of processes that only waits for files
+
+
+class StepCheckpoints:
+    """Writes and reads ``step_N`` folders. Creating it is a collective.
+
+    Args:
+        every_steps: None: only when a run is asked to end.
+        keep_last: how many are kept; None: all.
+        in_background: copy tensors to the host within the step, and write them beside training.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        tensors: TrainedTensors,
+        consensus: Consensus,
+        *,
+        every_steps: int | None,
+        keep_last: int | None,
+        in_background: bool,
+    ) -> None:
+        self._folder = folder
+        self._tensors = tensors
+        self._consensus = consensus
+        self._every_steps = every_steps
+        self._keep_last = keep_last
+        self._in_background = in_background
+        self._group = _file_group() if consensus.world_size > 1 else None
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # DCP, of a single process
+        self._pending: tuple[str, Future[Any]] | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether optimizer step ``step``, counted from 1, is to be followed by a checkpoint."""
+        return self._every_steps is not None and step % self._every_steps == 0
+
+    def save(self, state: AdaptiveState, *, at_once: bool = False) -> bool:
+        """Save the tensors as they are now, with ``state``, and say whether that succeeded. A collective.
+
+        In the background, but with ``at_once``, the answer is always yes; what becomes of it is logged later.
+        A checkpoint that cannot be written leaves the ones before it as they are.
+        """
+        self.wait()
+        name = f"step_{state.global_step}"
+        try:
+            self._start(name)
+            writer = _Writer(self._folder.unfinished(name), publish=lambda: self._publish(name, state))
+            options: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
+            options["no_dist"] = self._group is None
+            if self._in_background and not at_once:
+                future: Any = async_save(self._tensors.tensors(), **options)
+                self._pending = name, future
+                return True
+            save(self._tensors.tensors(), **options)
+        except (CheckpointException, CheckpointError) as error:
+            self._give_up(name, error)
+            return False
+        self._say_saved(name)
+        return True
+
+    def wait(self) -> None:
+        """Wait for what is written in the background. A collective if there is something."""
+        if self._pending is None:
+            return
+        name, future = self._pending
+        self._pending = None
+        try:
+            future.result()
+        except CheckpointException as error:
+            self._give_up(name, error)
+        else:
+            self._say_saved(name)
+
+    def load(self, checkpoint: Checkpoint | None, *, config: Mapping[str, Any]) -> AdaptiveState | None:
+        """Set the tensors to those of ``checkpoint``, if it is of a step, and return its state. A collective.
+
+        Whatever the number of ranks it is of; no copy is made on the device. Options of the optimizer that ``config``
+        has otherwise than the checkpoint's run stay as they are.
+
+        Raises:
+            InputError: another model's, or not readable.
+        """
+        if checkpoint is None:
+            return None
+        path, state = checkpoint.path, checkpoint.state
+        utils.log_rank_zero(log, f"Resuming from {path}")
+        if state is None or not checkpoint.is_of_step:  # torchtune has loaded it
+            return state
+        _check_optimizer(state.config.get(_OPTIMIZER), config.get(_OPTIMIZER))
+        try:
+            saved = FileSystemReader(path).read_metadata().state_dict_metadata
+            if missing := self._tensors.missing(saved):
+                raise InputError(
+                    f"`resume_from_checkpoint` must be a checkpoint of this model, but in {str(path)!r} {missing}."
+                )
+            load(
+                self._tensors.allocate(saved),
+                storage_reader=FileSystemReader(path),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        except InputError:
+            raise
+        except (CheckpointException, Exception) as error:  # whatever reading a damaged file raises
+            raise InputError(f"{path} must be a readable checkpoint, but failed: {_first_reason(error)}.") from error
+        keys = {*config, *state.config}
+        changed = [key for key in keys if key.startswith("optimizer.") and config.get(key) != state.config.get(key)]
+        self._tensors.load_options(state.optimizer, chosen=[key.removeprefix("optimizer.") for key in changed])
+        return state
+
+    def options(self) -> dict[str, Any]:
+        """What belongs into a state beside the tensors."""
+        return self._tensors.options()
+
+    def _start(self, name: str) -> None:
+        """Make the folder on rank 0, and check that every rank sees it.
+
+        Raises:
+            CheckpointError: it cannot be made, or some rank does not see it; on every rank.
+        """
+
+        def start() -> str:
+            try:
+                self._folder.start(name)
+            except OSError as error:
+                return reason_of(error)
+            return ""
+
+        failure = self._tensors.unsavable() or self._consensus.ask_rank_zero(start)
+        if not failure and self._consensus.any_rank(not self._folder.unfinished(name).is_dir()):
+            failure = "not every rank sees the folder of rank 0, which they must share"
+        if failure:
+            raise CheckpointError(failure)
+
+    def _publish(self, name: str, state: AdaptiveState) -> None:
+        """Called on rank 0 when all ranks have written."""
+        self._folder.finish(name, state)
+        if self._keep_last is not None:
+            self._folder.prune(self._keep_last)
+
+    def _give_up(self, name: str, error: BaseException) -> None:
+        if self._consensus.rank == 0:
+            self._folder.discard(name)
+            again = ", and tries again at the next one" if self._every_steps else ""
+            log.warning(
+                f"Checkpoint {name} is not saved: {_first_reason(error)}. Those before it are as they were; training"
+                f" goes on{again}."
+            )
+
+    def _say_saved(self, name: str) -> None:
+        utils.log_rank_zero(log, f"Checkpoint saved to {self._folder.path / name}")
+
+
+class _Writer(FileSystemWriter):
+    """Calls ``publish`` on rank 0 when every rank has written; what it raises is raised on all of them."""
+
+    def __init__(self, path: Path, *, publish: Callable[[], None]) -> None:
+        super().__init__(path)
+        self._publish = publish
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        super().finish(metadata, results)
+        self._publish()
+
+
+def _check_optimizer(saved: object, wanted: object) -> None:
+    if saved != wanted:
+        raise InputError(
+            f"`{_OPTIMIZER}` must be {saved}, of which the checkpoint has the state, but is {wanted} instead."
+        )
+
+
+def _file_group() -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _first_reason(error: BaseException) -> str:
+    """The error of the first rank that failed."""
+    if isinstance(error, CheckpointException):
+        error, _ = next(iter(error.failures.values()))
+        return reason_of(error)
+    return reason_of(error)

@@ -1,0 +1,154 @@
+"""All tensors that training changes, by names that do not depend on how the model is wrapped or sharded."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+_WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")  # of activation checkpointing and compiling
+
+
+class TrainedTensors:
+    """Trained parameters and persistent buffers of ``model``, and the state of its optimizers.
+
+    Names are ``model/PARAMETER`` and ``optimizer/PARAMETER/KEY``. Frozen parameters are left out. A tensor of an
+    optimizer that is not sharded with its parameter, and no single number, is each rank's own:
+    ``optimizer/PARAMETER/KEY/RANK``.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, rank: int, ranks: int) -> None:
+        self._optimizers = tuple(optimizers)
+        self._rank = rank
+        self._ranks = ranks
+        self._parameters = {
+            _WRAPPERS.sub("", name): parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        self._names = {parameter: name for name, parameter in self._parameters.items()}
+        self._buffers = dict(_persistent_buffers(model))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that there are now, as they are: nothing is copied."""
+        named = {f"model/{name}": tensor.detach() for name, tensor in (self._parameters | self._buffers).items()}
+        for name, parameter, state in self._states():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    named[self._place(name, key, parameter, value)] = value
+        return named
+
+    def options(self) -> dict[str, Any]:
+        """What optimizers hold beside tensors, as JSON can hold it: options of groups, and numbers per parameter."""
+        return {
+            "groups": [
+                [{key: _plain(value) for key, value in group.items() if key != "params"} for group in one.param_groups]
+                for one in self._optimizers
+            ],
+            "numbers": {
+                f"{name}/{key}": value
+                for name, _, state in self._states()
+                for key, value in state.items()
+                if not isinstance(value, torch.Tensor)
+            },
+        }
+
+    def unsavable(self) -> str:
+        """What of the optimizers' state a checkpoint cannot hold, as a sentence's part; "" if it can hold all."""
+        for _, _, state in self._states():
+            for key, value in state.items():
+                inner = value.to_local() if isinstance(value, DTensor) else value
+                if type(inner) is not torch.Tensor and not isinstance(inner, int | float | str | None):
+                    return f"the optimizer's {key} is a {type(inner).__name__}, neither a plain tensor nor a number"
+        return ""
+
+    def missing(self, saved: Mapping[str, Any]) -> str:
+        """What is saved otherwise than this model has it, as a sentence's part; "" if it fits.
+
+        Args:
+            saved: DCP's description of each saved tensor.
+        """
+        mine = {f"model/{name}": tuple(tensor.shape) for name, tensor in (self._parameters | self._buffers).items()}
+        theirs = {name: tuple(one.size) for name, one in saved.items() if name.startswith("model/")}
+        for name in [*mine, *theirs]:
+            if mine.get(name) != theirs.get(name):
+                shapes = (shape and list(shape) for shape in (theirs.get(name), mine.get(name)))
+                return "{} was {} and is {}".format(
+                    name.removeprefix("model/"), *(one or "not there" for one in shapes)
+                )
+        ranks = {place[3] for place in (name.split("/") for name in saved) if len(place) == 4}
+        return f"the optimizer's state is of {len(ranks)} ranks" if len(ranks) not in (0, self._ranks) else ""
+
+    def allocate(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """As ``tensors``, with optimizer state as it was saved: made here, to be filled. State that was is dropped."""
+        by_parameter: dict[str, list[tuple[str, TensorStorageMetadata]]] = {}
+        for place, one in saved.items():
+            kind, name, *keys = place.split("/")
+            if kind == "optimizer" and keys[1:] in ([], [str(self._rank)]):
+                by_parameter.setdefault(name, []).append((keys[0], one))
+        for optimizer, group, parameter in self._places():
+            optimizer.state[parameter] = {
+                key: _alike(one, parameter, key=key, group=group)
+                for key, one in by_parameter.get(self._names[parameter], [])
+            }
+        return self.tensors()
+
+    def load_options(self, options: Mapping[str, Any], *, chosen: Sequence[str]) -> None:
+        """Take what ``options`` gave, but for those that the config has ``chosen`` anew."""
+        for optimizer, groups in zip(self._optimizers, options["groups"], strict=True):
+            for group, saved in zip(optimizer.param_groups, groups, strict=True):
+                for key, value in saved.items():
+                    if key.removeprefix("initial_") not in chosen:
+                        _set_option(group, key, value)
+        for optimizer, _, parameter in self._places():
+            prefix = f"{self._names[parameter]}/"
+            numbers = {key.removeprefix(prefix): v for key, v in options["numbers"].items() if key.startswith(prefix)}
+            optimizer.state[parameter].update(numbers)
+            if not optimizer.state[parameter]:
+                del optimizer.state[parameter]  # as an optimizer without state has it
+
+    def _places(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], nn.Parameter]]:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter in self._names:
+                        yield optimizer, group, parameter
+
+    def _states(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
+        for optimizer, _, parameter in self._places():
+            if parameter in optimizer.state:
+                yield self._names[parameter], parameter, optimizer.state[parameter]
+
+    def _place(self, name: str, key: str, parameter: nn.Parameter, value: torch.Tensor) -> str:
+        is_own = isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.dim() > 0
+        return f"optimizer/{name}/{key}" + (f"/{self._rank}" if is_own else "")
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield _WRAPPERS.sub("", name), buffer
+
+
+def _alike(one: TensorStorageMetadata, parameter: nn.Parameter, *, key: str, group: Mapping[str, Any]) -> torch.Tensor:
+    """A tensor for what was saved as ``one``, where the optimizer of ``parameter`` would have it."""
+    if one.size == parameter.shape and one.size:
+        return torch.empty_like(parameter, dtype=one.properties.dtype, requires_grad=False)
+    # torch's optimizers keep the count of steps on the host, unless their kernels read it on the device.
+    on_host = key == "step" and not group.get("fused") and not group.get("capturable")
+    return torch.empty(one.size, dtype=one.properties.dtype, device="cpu" if on_host else parameter.device)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else list(value) if isinstance(value, tuple) else value
+
+
+def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    if isinstance(group.get(key), torch.Tensor):
+        group[key].fill_(value)
+    else:
+        group[key] = tuple(value) if isinstance(group.get(key), tuple) else value

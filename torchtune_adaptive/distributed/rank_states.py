@@ -1,0 +1,38 @@
+"""What each rank has of its own: the states of its random generators, and what it has met."""
+
+from typing import Any
+
+import torch
+
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.distributed.snapshot import RandomStates
+
+
+class RankStates:
+    """Gathers what differs between ranks, and gives each its own again."""
+
+    def __init__(self, consensus: Consensus, device: torch.device) -> None:
+        self._consensus = consensus
+        self._device = device
+        self._random: dict[str, Any] | None = None
+
+    def now(self, **own: Any) -> list[dict[str, Any]]:
+        """By rank, the random generators' states and ``own``, as JSON can hold them. A collective."""
+        random = self._random or RandomStates(self._device).state_dict()
+        return self._consensus.from_all_ranks(own | {"random": random})
+
+    def load(self, saved: list[dict[str, Any]]) -> dict[str, Any] | None:
+        """What ``now`` gave for this rank; None if there were fewer ranks. ``restore`` sets its generators."""
+        if self._consensus.rank >= len(saved):
+            return None
+        own = saved[self._consensus.rank]
+        self._random = own["random"]
+        return own
+
+    def restore(self) -> None:
+        """Set the random generators as they were loaded, once."""
+        if self._random is not None:
+            states = RandomStates(self._device)
+            states.load_state_dict(self._random)
+            states.restore()
+            self._random = None

@@ -1,0 +1,205 @@
+"""torchtune's checkpoints after epochs: written so that none is ever torn, and resumed without file names by hand."""
+
+import copy
+import logging
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torchtune import training, utils
+from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
+
+from torchtune_adaptive.checkpoints.folder import (
+    RECIPE_STATE_NAME,
+    STATE_NAME,
+    Checkpoint,
+    CheckpointFolder,
+    read_checkpoint,
+    write_state,
+)
+from torchtune_adaptive.checkpoints.resume import find_checkpoint
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.errors import CheckpointError, reason_of
+from torchtune_adaptive.training.run_state import AdaptiveState
+
+log = utils.get_logger("DEBUG")
+
+_RECIPE_STATE = Path("recipe_state") / RECIPE_STATE_NAME
+_WEIGHTS = (".bin", ".pt", ".pth", ".safetensors")
+_ADAPTER = "adapter_model"
+
+
+class WholeCheckpointer:
+    """A checkpointer of torchtune whose checkpoints appear complete, or not at all.
+
+    Files lie where torchtune has them. In addition the folder of the last epoch has the recipe's state, so that weights
+    and state are always of one epoch, and the state of the run.
+
+    Args:
+        checkpointer: torchtune's.
+    """
+
+    def __init__(self, checkpointer: Any, folder: CheckpointFolder) -> None:
+        self._checkpointer = checkpointer
+        self._folder = folder
+        self._state: AdaptiveState | None = None
+        self._failure = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._checkpointer, name)
+
+    def check_saved(self, consensus: Consensus, *, is_last: bool) -> None:
+        """Say so if the checkpoint that was asked for last could not be saved. A collective.
+
+        Raises:
+            CheckpointError: it could not, and is the last of the run; else training goes on.
+        """
+        if failure := consensus.from_rank_zero(self._failure):
+            sentence = f"the checkpoint of an epoch is not saved: {failure}. Those before it are as they were."
+            if is_last:
+                raise CheckpointError(sentence)
+            utils.log_rank_zero(log, f"{sentence} Training goes on, and tries again after the next.", logging.WARNING)
+
+    def set_state(self, state: AdaptiveState) -> None:
+        """Set what the next checkpoint is saved with."""
+        self._state = state
+
+    def save_state(self, name: str) -> None:
+        """Save the state alone, beside what torchtune writes in the background into the folder ``name``."""
+        assert self._state is not None, "`set_state` comes first"
+        write_state(self._folder.path / name, self._state)
+
+    def save_checkpoint(self, state_dict: dict[str, Any], epoch: int, *args: Any, **options: Any) -> None:
+        """As torchtune. An error in writing is left to ``check_saved``, because other ranks wait for this one."""
+        name = f"epoch_{epoch}"
+        self._failure = ""
+        if not hasattr(self._checkpointer, "_output_dir"):  # not one of torchtune's
+            self._checkpointer.save_checkpoint(state_dict, epoch, *args, **options)
+            return
+        writer = copy.copy(self._checkpointer)
+        try:
+            directory = self._folder.start(name)
+            vars(writer)["_output_dir"] = directory
+            writer.save_checkpoint(state_dict, epoch, *args, **options)
+            self._finish(name, directory)
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch.save, on a full disk
+            self._folder.discard(name)
+            self._failure = reason_of(error)
+
+    def _finish(self, name: str, written: Path) -> None:
+        assert self._state is not None, "`set_state` comes first"
+        for path in list((written / name).iterdir()):
+            path.rename(written / path.name)
+        (written / name).rmdir()
+        if (written / _RECIPE_STATE).exists():
+            (written / _RECIPE_STATE).rename(written / RECIPE_STATE_NAME)
+            (written / _RECIPE_STATE).parent.rmdir()
+        path = self._folder.finish(name, self._state)
+        if (path / RECIPE_STATE_NAME).exists():
+            _link(path / RECIPE_STATE_NAME, self._folder.path / _RECIPE_STATE)
+            for other in self._folder.path.glob(f"epoch_*/{RECIPE_STATE_NAME}"):
+                if other.parent != path:
+                    other.unlink()
+        log.info(f"Checkpoint saved to {path}")
+
+
+class WholeCheckpointClient(CheckpointClient):
+    """torchtune's client, saving by ``checkpointer``."""
+
+    def __init__(self, cfg: DictConfig, checkpointer: WholeCheckpointer) -> None:
+        super().__init__(cfg)
+        self._whole = checkpointer
+
+    def _get_checkpointer(self) -> WholeCheckpointer:
+        return self._whole
+
+    def _save_checkpoint_async(self, model: Any, optimizer: Any, training_progress: Any, epoch: int) -> None:
+        if utils.get_world_size_and_rank()[1] == 0:
+            self._whole.save_state(f"dist_epoch_{epoch}")
+        super()._save_checkpoint_async(model, optimizer, training_progress, epoch)
+
+
+def resuming(cfg: DictConfig, checkpoint: Checkpoint | None) -> DictConfig:
+    """A copy of ``cfg`` with which a stock recipe sets up what ``checkpoint`` needs.
+
+    For one of a step, that is a new run, whose tensors are then replaced; for one of an epoch, that epoch's files.
+    """
+    changed = copy.deepcopy(cfg)
+    OmegaConf.set_struct(changed, False)
+    OmegaConf.update(changed, "resume_from_checkpoint", checkpoint is not None and not checkpoint.is_of_step)
+    if checkpoint is None or checkpoint.is_of_step:
+        return changed
+    if cfg.get("enable_async_checkpointing", False):
+        return changed  # torchtune finds the latest itself
+    path = checkpoint.path.absolute()
+    weights = sorted(str(one) for one in path.iterdir() if one.suffix in _WEIGHTS)
+    adapter = [one for one in weights if Path(one).name.startswith(_ADAPTER)]
+    models = [one for one in weights if one not in adapter and Path(one).name != RECIPE_STATE_NAME]
+    if checkpoint.recipe_state is not None:
+        OmegaConf.update(changed, "checkpointer.recipe_checkpoint", str(checkpoint.recipe_state.absolute()))
+    if adapter:
+        OmegaConf.update(changed, "checkpointer.adapter_checkpoint", str(path / f"{_ADAPTER}.pt"))
+    elif models:
+        OmegaConf.update(changed, "checkpointer.checkpoint_files", models, merge=False)
+    return changed
+
+
+def find_checkpoint_of(cfg: DictConfig, folder: CheckpointFolder) -> Checkpoint | None:
+    """Take ``folder`` for this run alone, and find in it what ``resume_from_checkpoint`` wants. On rank 0 only.
+
+    Raises:
+        InputError: another run writes into the folder, or there is no such checkpoint.
+        RunEnded: all epochs have been trained already.
+    """
+    folder.lock()
+    folder.discard_unfinished()
+    find_stock = partial(stock_checkpoint, in_background=cfg.get("enable_async_checkpointing", False))
+    wanted = cfg.get("resume_from_checkpoint", False)
+    return find_checkpoint(wanted, folder, epochs=cfg.epochs, find_other=find_stock)
+
+
+def stock_checkpoint(folder: Path, *, in_background: bool) -> Checkpoint | None:
+    """The checkpoint that torchtune has left in ``folder``, None if there is none, or a torn one.
+
+    Args:
+        in_background: look for those of ``enable_async_checkpointing``.
+    """
+    if in_background:
+        complete = [one.parent for one in folder.glob("dist_epoch_*/.metadata")]
+        path = max(complete, key=lambda one: int(one.name.rpartition("_")[2]), default=None)
+        return path and _background_checkpoint(path)
+    path = folder / _RECIPE_STATE
+    if not path.exists():
+        return None
+    try:
+        epochs_run = torch.load(path, mmap=True, weights_only=True)[training.EPOCHS_KEY]
+    except Exception as error:  # whatever reading a damaged file raises
+        log.warning(f"{path} is passed over, because it cannot be read: {reason_of(error)}.")
+        return None
+    epoch = folder / f"epoch_{epochs_run - 1}"
+    if not epoch.is_dir():
+        log.warning(f"{path} is passed over, because {epoch} is missing.")
+        return None
+    return Checkpoint(epoch, 0, None, epochs_run, path)
+
+
+def _background_checkpoint(path: Path) -> Checkpoint:
+    epochs_run = int(path.name.rpartition("_")[2]) + 1
+    state = read_checkpoint(path).state if (path / STATE_NAME).exists() else None
+    return Checkpoint(path, 0, state, epochs_run, path / ".metadata")
+
+
+def _link(source: Path, target: Path) -> None:
+    """Have ``target`` be ``source`` too, in place of what was there; a copy would take its space again."""
+    target.parent.mkdir(exist_ok=True)
+    unfinished = target.with_name(f"{target.name}.tmp")
+    unfinished.unlink(missing_ok=True)
+    try:
+        os.link(source, unfinished)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, unfinished)
+    os.replace(unfinished, target)
