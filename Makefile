@@ -20,6 +20,8 @@ bench: $(STAMP) $(PEERS_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.tokens --cost
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.objective
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.growth
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.checkpoints
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.crashes
 	OMP_NUM_THREADS=1 .venv-peers/bin/python -m benchmarks.search
 	.venv/bin/python -m benchmarks.evidence
 

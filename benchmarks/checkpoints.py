@@ -170,11 +170,12 @@ def _report(turns: dict[str, list[tuple[float, float]]], peaks: dict[str, tuple[
         "",
         provenance(COMMAND, **run),
         "",
-        f"A checkpoint every {EVERY} steps of full finetuning, 15.7 million parameters in float32 with AdamW: 188 MB, of"
-        f" which each rank writes half. {ROUNDS - 1} turns of {STEPS} steps; medians, and [quartiles]. Training waits"
-        " between the end of a step and the begin of the next, and at the end of a turn for what is still written. The"
-        " last column is the time of a turn over the median of one without checkpoints. Two ranks use both cores of"
-        " this machine, so that a thread in the background takes time from training; beside a GPU it need not.",
+        f"A checkpoint every {EVERY} steps of full finetuning, 15.7 million parameters in float32 with AdamW: 188 MB,"
+        f" of which each rank writes half. {ROUNDS - 1} turns of {STEPS} steps; medians, and [quartiles]. Training"
+        " waits between the end of a step and the begin of the next, and at the end of a turn for what is still"
+        " written. The last column is the time of a turn over the median of one without checkpoints. Two ranks use"
+        " both cores of this machine, so that a thread in the background takes time from training; beside a GPU it"
+        " need not.",
         "",
         *table(
             ["checkpoints", "ms per step", "waits, ms per checkpoint", "share of time waiting", "time / none"], waits

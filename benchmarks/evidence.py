@@ -17,6 +17,8 @@ QUESTIONS = {
     "forecast_accuracy_cpu": "Is the forecast of memory right?",
     "plan_cost_cpu": "What does a forecast cost?",
     "recovery_cpu": "Does training survive out-of-memory errors, and rightly?",
+    "crashes_cpu": "Does a run that is killed go on as if nothing had been?",
+    "checkpoints_cpu": "What do checkpoints of steps cost?",
     "stock_starts_cpu": "Does any stock config start?",
     "loop_cpu": "What does the loop cost while nothing happens?",
     "tokens_cpu": "What does a token budget bring?",

@@ -50,7 +50,7 @@ class ShardedTrainee:
         for layer in layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         for seed in range(warm_steps):
             self.step(seed=seed)
 

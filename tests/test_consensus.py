@@ -7,7 +7,7 @@ import torch.distributed as dist
 from ranks import run_on_ranks
 
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import InputError, RunEnded
 
 HUGE = 2**62 + 1  # a float would lose the last bit
 WORLD_SIZES = (1, 2, 4)
@@ -27,12 +27,19 @@ def answers_of(rank: int) -> dict[str, Any]:
     def refuse() -> str:
         raise InputError(f"`x` is {rank}.")
 
-    refusal = "none"
+    def end() -> str:
+        raise RunEnded(f"All is done on {rank}.", status=rank + 3)
+
+    refusal, ended = "none", ("none", 0)
     answered = consensus.ask_rank_zero(answer)
     try:
         consensus.ask_rank_zero(refuse)
     except InputError as error:
         refusal = str(error)
+    try:
+        consensus.ask_rank_zero(end)
+    except RunEnded as error:
+        ended = str(error), error.status
     second = Consensus()
     largest_of_the_second = second.max_over_ranks(rank)
     second.close()
@@ -53,6 +60,7 @@ def answers_of(rank: int) -> dict[str, Any]:
         "answered": answered,
         "asked": asked,
         "refusal": refusal,
+        "ended": ended,
         "a second consensus": largest_of_the_second,
         "after the second was closed": consensus.any_rank(rank == 0),
     }
@@ -105,6 +113,7 @@ def test_only_rank_zero_is_asked_and_what_it_refuses_all_refuse(answers: list[di
     assert [answer["asked"] for answer in answers] == [[0]] + [[]] * (len(answers) - 1)
     assert [answer["answered"] for answer in answers] == ["answer of rank 0"] * len(answers)
     assert [answer["refusal"] for answer in answers] == ["`x` is 0."] * len(answers)
+    assert [answer["ended"] for answer in answers] == [("All is done on 0.", 3)] * len(answers)
 
 
 def test_closing_one_consensus_leaves_the_others(answers: list[dict[str, Any]]) -> None:

@@ -80,9 +80,7 @@ class Run:
         steps_per_epoch: int = STEPS,
         grows: bool = True,
     ) -> "Run":
-        self.rate.begin(
-            epoch=epoch, step=step, epoch_steps=epoch_steps, steps_per_epoch=steps_per_epoch, grows=grows
-        )
+        self.rate.begin(epoch=epoch, step=step, epoch_steps=epoch_steps, steps_per_epoch=steps_per_epoch, grows=grows)
         return self
 
     def take(self, steps: int) -> list[list[float]]:

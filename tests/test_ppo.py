@@ -182,6 +182,12 @@ def test_a_cache_that_a_failed_turn_left_is_dropped(assets: Path, tmp_path: Path
     assert run_alone(_out_of_memory_among_caches, assets, tmp_path)
 
 
+def test_a_checkpoint_is_resumed_as_torchtune_does_it_alone(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as refused:
+        ppo.AdaptivePPOFullFinetuneRecipeSingleDevice(ppo_config(tmp_path, tmp_path, resume_from_checkpoint="auto"))
+    assert str(refused.value) == "`resume_from_checkpoint` must be True or False for PPO, but is 'auto' instead."
+
+
 @pytest.mark.parametrize(
     ("adaptive", "sentence"),
     [

@@ -34,7 +34,9 @@ def test_a_state_is_the_same_after_json(schedule: Any, micro_batch: int | None) 
 
 
 def test_a_state_within_an_epoch_is_the_same_after_json() -> None:
-    state = replace(STATE, epochs_run=0, epoch_samples=96, left_over=(100, 100), padding=(0, 0), memory_limit_bytes=None)
+    state = replace(
+        STATE, epochs_run=0, epoch_samples=96, left_over=(100, 100), padding=(0, 0), memory_limit_bytes=None
+    )
     assert AdaptiveState.from_json(through_json(state)) == state
 
 

@@ -18,6 +18,7 @@ from torchtune import utils
 from torchtune_adaptive.checkpoints.lock import FolderLock
 from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.files import sync_directory, write_whole
+from torchtune_adaptive.text import format_bytes
 from torchtune_adaptive.training.run_state import AdaptiveState
 
 log = utils.get_logger("DEBUG")
@@ -140,6 +141,13 @@ class CheckpointFolder:
         found.sort(key=lambda checkpoint: checkpoint.serial)
         self._serial = max([self._serial, *(one.serial for one in found)])
         return found
+
+    def describe_space(self) -> str:
+        """How much room there is, for the sentence about what could not be written."""
+        try:
+            return f"{format_bytes(shutil.disk_usage(self._path).free)} free in {self._path}"
+        except OSError:
+            return f"no folder {self._path}"
 
     def prune(self, keep: int) -> None:
         """Keep the last ``keep`` checkpoints of steps, and remove the others."""

@@ -165,11 +165,12 @@ class StepCheckpoints:
 
     def _give_up(self, name: str, error: BaseException) -> None:
         if self._consensus.rank == 0:
+            space = self._folder.describe_space()
             self._folder.discard(name)
             again = ", and tries again at the next one" if self._every_steps else ""
             log.warning(
-                f"Checkpoint {name} is not saved: {_first_reason(error)}. Those before it are as they were; training"
-                f" goes on{again}."
+                f"Checkpoint {name} is not saved: {_first_reason(error)} ({space})."
+                f" Those before it are as they were; training goes on{again}."
             )
 
     def _say_saved(self, name: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError
 from torchtune import training, utils
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
 
@@ -86,9 +87,9 @@ class WholeCheckpointer:
             vars(writer)["_output_dir"] = directory
             writer.save_checkpoint(state_dict, epoch, *args, **options)
             self._finish(name, directory)
-        except (OSError, RuntimeError) as error:  # RuntimeError: torch.save, on a full disk
+        except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch.save, on a full disk
+            self._failure = f"{reason_of(error)} ({self._folder.describe_space()})"
             self._folder.discard(name)
-            self._failure = reason_of(error)
 
     def _finish(self, name: str, written: Path) -> None:
         assert self._state is not None, "`set_state` comes first"

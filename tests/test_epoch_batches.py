@@ -1,0 +1,160 @@
+"""From any place on an epoch has the batches that it would have had, and the draws of random numbers."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+from tests.toys import Samples
+from torchtune_adaptive.batch.epoch_batches import EpochBatches
+from torchtune_adaptive.batch.row_format import Row
+from torchtune_adaptive.batch.sampler import DealtSampler
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
+
+
+def batches_over(
+    samples: Samples, rows: int, *, ranks: int = 1, rank: int = 0, samples_per_step: int | None = None
+) -> EpochBatches:
+    """Shuffled; with ``samples_per_step`` they are dealt to the ranks step by step."""
+    dataset: Any = samples
+    if samples_per_step is None:
+        return EpochBatches(StatefulDistributedSampler(dataset, ranks, rank, shuffle=True, seed=3), rows)
+    sampler = DealtSampler(dataset, ranks, rank, True, 3)
+    sampler.set_samples_per_step(samples_per_step)
+    return EpochBatches(sampler, rows)
+
+
+def places(batch: list[Row]) -> list[int]:
+    """Of ``Samples(1, 2, 3, ...)``."""
+    return [len(row["tokens"]) - 1 for row in batch]
+
+
+def numbered(count: int) -> Samples:
+    return Samples(*range(1, count + 1))
+
+
+def epoch_of(batches: EpochBatches, epoch: int) -> list[list[int]]:
+    found = [places(batch) for batch in batches.begin(epoch)]
+    batches.end()
+    return found
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    count=st.integers(1, 30),
+    rows=st.integers(1, 4),
+    ranks=st.integers(1, 3),
+    is_dealt=st.booleans(),
+    epoch=st.integers(0, 2),
+    data=st.data(),
+)
+def test_from_any_place_on_the_batches_are_those_of_the_whole_epochs_rest(
+    count: int, rows: int, ranks: int, is_dealt: bool, epoch: int, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, ranks - 1))
+    options: dict[str, Any] = {"ranks": ranks, "rank": rank, "samples_per_step": rows * ranks if is_dealt else None}
+    whole = batches_over(numbered(count), rows, **options)
+    expected = [epoch_of(whole, number) for number in (epoch, epoch + 1)]
+    done = data.draw(st.integers(0, len(expected[0])))
+    resumed = batches_over(numbered(count), rows, **options)
+    resumed.go_to(done)
+    assert resumed.done == done
+    assert epoch_of(resumed, epoch) == expected[0][done:]
+    assert epoch_of(resumed, epoch + 1) == expected[1]
+
+
+def test_nothing_before_the_place_is_read() -> None:
+    samples = numbered(20)
+    order = [place for batch in epoch_of(batches_over(numbered(20), 3), 1) for place in batch]
+    resumed = batches_over(samples, 3)
+    resumed.go_to(4)
+    batches = resumed.begin(1)
+    assert samples.read == []
+    next(batches)
+    assert samples.read == order[12:15]
+    assert [len(batch) for batch in batches] == [3]  # the last two rows fill no batch
+    assert samples.read == order[12:18]
+
+
+def test_batches_are_counted_as_they_are_given_until_the_epoch_ends() -> None:
+    batches = batches_over(numbered(10), 3)
+    assert (batches.done, batches.rows) == (0, 3)
+    given_batches = batches.begin(0)
+    assert batches.done == 0
+    next(given_batches)
+    assert batches.done == 1
+    assert len(list(given_batches)) == 2
+    assert batches.done == 3
+    batches.end()
+    assert batches.done == 0
+    batches.go_to(1)
+    assert next(iter(batches.begin(0)))
+    assert batches.done == 2
+
+
+def test_the_next_epoch_is_whole_also_if_the_one_gone_on_within_was_left_early() -> None:
+    expected = epoch_of(batches_over(numbered(12), 2), 1)
+    resumed = batches_over(numbered(12), 2)
+    resumed.go_to(3)
+    next(resumed.begin(0))
+    resumed.end()
+    assert epoch_of(resumed, 1) == expected
+    assert resumed.data_loader.batch_size == 2
+
+
+def test_an_epoch_that_was_given_to_its_end_gives_nothing_more() -> None:
+    resumed = batches_over(numbered(12), 2)
+    resumed.go_to(6)
+    assert epoch_of(resumed, 0) == []
+    assert len(epoch_of(resumed, 1)) == 6
+
+
+def test_rows_of_a_batch_may_change_between_epochs() -> None:
+    batches = batches_over(numbered(12), 2)
+    epoch_of(batches, 0)
+    batches.set_rows(5)
+    assert (batches.rows, batches.data_loader.batch_size) == (5, 5)
+    assert [len(batch) for batch in epoch_of(batches, 1)] == [5, 5]
+
+
+def test_a_ranks_order_is_that_of_the_epoch() -> None:
+    batches = batches_over(numbered(7), 1, ranks=2, rank=1)
+    orders = [batches.places(epoch) for epoch in (0, 1)]
+    assert orders[0] != orders[1]
+    for epoch, order in enumerate(orders):
+        assert [place for (place,) in epoch_of(batches, epoch)] == order
+
+
+def numbers_drawn(batches: EpochBatches, epoch: int) -> int:
+    """Of torch's generator, by all of an epoch."""
+    torch.manual_seed(0)
+    epoch_of(batches, epoch)
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    for count in range(100):
+        if torch.equal(torch.get_rng_state(), after):
+            return count
+        torch.empty((), dtype=torch.int64).random_()
+    raise AssertionError("it draws other numbers, or many")
+
+
+def test_an_epoch_draws_as_many_numbers_whether_it_is_gone_on_within_or_not() -> None:
+    """Dropout draws from the same generator. All of them are drawn when the epoch begins."""
+    whole, resumed = batches_over(numbered(12), 2), batches_over(numbered(12), 2)
+    expected = [numbers_drawn(whole, epoch) for epoch in range(3)]
+    assert expected == [1, 1, 1]
+    resumed.go_to(4)
+    assert [numbers_drawn(resumed, epoch) for epoch in range(3)] == expected
+    again = batches_over(numbered(12), 2)
+    for begun in (0, 4):
+        again.go_to(begun)
+        torch.manual_seed(0)
+        batches = again.begin(0)
+        after = torch.get_rng_state()
+        list(batches)
+        again.end()
+        assert torch.equal(torch.get_rng_state(), after)
