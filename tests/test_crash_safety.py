@@ -4,10 +4,12 @@ All runs are launched as by hand. Most tests take minutes: ``make exhaustive`` r
 """
 
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,6 +27,7 @@ from tests.crash_runs import (
     SIGUSR1_CASES,
     Case,
     Launch,
+    Moment,
     Reference,
     Setup,
     SignalCase,
@@ -156,6 +159,60 @@ def test_half_of_them_were_killed_while_they_wrote(all_struck: list[Struck]) -> 
 
 
 @pytest.mark.exhaustive
+def test_a_resumed_run_may_be_killed_in_its_set_up_again_and_again(
+    reference: References, assets: Path, tmp_path: Path
+) -> None:
+    whole = reference(ON_ONE_DEVICE)
+    with launched(ON_ONE_DEVICE, assets, tmp_path) as run:
+        assert Moment(9, 0.0, "step").wait(run)
+    chance = random.Random(0)
+    for words in ("is removed", "Model is initialized", "Resuming from", "probes"):
+        with launched(ON_ONE_DEVICE, assets, tmp_path) as run:
+            run.wait_for_words(words)
+            time.sleep(chance.uniform(0, 0.2))
+    last = finished(ON_ONE_DEVICE, assets, tmp_path)
+    assert whole.difference(last) == ""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("setup", [ON_TWO_RANKS, SETUPS[3]], ids=lambda setup: setup.name)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_of_which_one_rank_is_killed_resumes_as_if_it_had_not_been(
+    rank: int, setup: Setup, reference: References, assets: Path, tmp_path: Path
+) -> None:
+    """As by the system, when it is out of memory."""
+    whole = reference(setup)
+    with launched(setup, assets, tmp_path) as run:
+        run.wait_for_start()
+        assert Moment(4, 0.0, "step").wait(run)
+        run.ranks()[rank].send(signal.SIGKILL)
+        assert run.wait() == 1
+    assert whole.difference(finished(setup, assets, tmp_path)) == ""
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_went_back_to_an_older_checkpoint_is_resumed_where_it_was_last(
+    reference: References, assets: Path, tmp_path: Path
+) -> None:
+    """The checkpoints of the way that was given up are still there."""
+    whole, every = reference(SETUPS[7]), 3
+    with launched(SETUPS[7], assets, tmp_path, holds=[4 * every + 1]) as run:
+        run.wait_for_step(4 * every + 1)
+        older, newer = tmp_path / "older", run.out / f"step_{4 * every}"
+        shutil.copytree(run.out / f"step_{3 * every}", older)
+        assert newer.exists()
+        run.kill()
+    with launched(SETUPS[7], assets, tmp_path, resume=older, holds=[3 * every + 1]) as run:
+        run.wait_for_step(3 * every + 1)
+        run.send_all(signal.SIGTERM)
+        run.release(3 * every + 1)
+        run.wait()
+    last = finished(SETUPS[7], assets, tmp_path)
+    assert last.resumed_from == f"step_{3 * every + 2}" == f"step_{run.step}"
+    assert whole.difference(last) == ""
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [*SIGTERM_CASES, *SIGUSR1_CASES], ids=lambda case: str(case.number))
 def test_a_run_asked_to_end_saves_its_step_first(
     case: SignalCase, reference: References, all_ended: list[SignalEnd], assets: Path, tmp_path: Path
@@ -184,6 +241,13 @@ def test_an_interrupted_run_ends_at_once_and_its_last_checkpoint_is_whole(
     assert end.difference == ""
 
 
+def check_saved_without_launcher(run: Launch) -> None:
+    """Its ranks have saved the last step, and said so, though there is no store of torchrun to meet in."""
+    assert (run.out / f"step_{run.step}").exists()
+    assert f"a signal ended the run after step {run.step}, which is saved" in run.output
+    assert "Traceback" not in run.output
+
+
 @pytest.mark.exhaustive
 def test_a_launcher_ended_by_sigusr1_leaves_ranks_that_save_and_end(
     reference: References, assets: Path, tmp_path: Path
@@ -194,7 +258,7 @@ def test_a_launcher_ended_by_sigusr1_leaves_ranks_that_save_and_end(
         run.wait_for_step(3)
         run.send_all(signal.SIGUSR1)
         assert run.wait() == -signal.SIGUSR1
-    assert run.checkpoints[-1] == f"step_{run.step}"
+    check_saved_without_launcher(run)
     assert reference(ON_TWO_RANKS).difference(finished(ON_TWO_RANKS, assets, tmp_path)) == ""
 
 
@@ -213,7 +277,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(
             status = second.wait()
         run.wait_for_ranks()
     assert status == 0 or "`output_dir` must not be in use by another run" in second.output
-    assert f"step_{run.step}" in second.output if status == 0 else run.checkpoints[-1] == f"step_{run.step}"
+    check_saved_without_launcher(run)
     last = second if status == 0 else finished(ON_TWO_RANKS, assets, tmp_path)
     assert last.resumed_from == f"step_{run.step}"
     assert reference(ON_TWO_RANKS).difference(last) == ""
@@ -240,7 +304,7 @@ def test_a_folder_is_refused_while_a_rank_lives_whose_launcher_is_killed(
     (sentence,) = sentences
     assert any(f"but process {rank.pid} on " in sentence for rank in ranks)
     assert sentence.endswith(f"writes into {str(run.out)!r}.")
-    assert run.checkpoints[-1] == f"step_{run.step}" in ("step_5", "step_6")
+    check_saved_without_launcher(run)
     assert reference(ON_TWO_RANKS).difference(finished(ON_TWO_RANKS, assets, tmp_path)) == ""
 
 

@@ -1,11 +1,11 @@
 """Signals that ask for an end only make the request, and every process of a run ends with what has started it."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +15,7 @@ from torchtune_adaptive.signals import STATUS_STOPPED, StopRequest
 
 # A child's program is given the module alone, which imports in no time.
 PRELUDE = f"""
-import importlib.util, os, signal, subprocess, sys
+import importlib.util, os, signal, subprocess, sys, time
 spec = importlib.util.spec_from_file_location("signals", {signals.__file__!r})
 signals = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(signals)
@@ -126,42 +126,56 @@ def test_an_interrupt_ends_a_process_at_once_without_a_traceback(start: Callable
     assert child.end() == (-signal.SIGINT, "")
 
 
-# Starts a rank, which says when it is asked to end, and waits.
+# Starts a rank, and waits.
 LAUNCHER = """
-rank = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]], stdin=subprocess.PIPE)
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
 sys.stdin.readline()
 """
+# Says its number, and whether it is asked to end before it sees that its launcher has ended.
 RANK = """
 def note(number, frame):
     say("asked to end")
-    open(sys.argv[1], "w").close()
     os._exit(0)
 signal.signal(signal.SIGTERM, note)
 signals.end_as_asked()
-say("waits")
-sys.stdin.readline()
+launcher = os.getppid()
+say(os.getpid())
+while os.getppid() == launcher:
+    time.sleep(0.01)
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    time.sleep(60)  # it does not come to its end, but where the signal is missing
 say("went on")
 """
 
 
+@pytest.fixture
+def end_ranks() -> Iterator[list[int]]:
+    """Ends the processes of which it is given the numbers, where they have not ended by themselves."""
+    ranks: list[int] = []
+    yield ranks
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-def test_a_rank_is_asked_to_end_when_its_launcher_is_killed(start: Callable[..., Child], tmp_path: Path) -> None:
-    launcher = start(LAUNCHER, PRELUDE + RANK, str(tmp_path / "asked"), TORCHELASTIC_RUN_ID="1")
-    assert launcher.line() == "waits"
+def test_a_rank_is_asked_to_end_when_its_launcher_is_killed(start: Callable[..., Child], end_ranks: list[int]) -> None:
+    launcher = start(LAUNCHER, PRELUDE + RANK, TORCHELASTIC_RUN_ID="1")
+    end_ranks.append(int(launcher.line()))
     launcher.process.kill()
     assert launcher.line() == "asked to end"
     assert launcher.line() == ""
-    assert (tmp_path / "asked").exists()
 
 
-def test_a_process_without_torchrun_outlives_what_has_started_it(start: Callable[..., Child], tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name == "TORCHELASTIC_RUN_ID"}
-    assert environment == {}
-    launcher = start(LAUNCHER, PRELUDE + RANK, str(tmp_path / "asked"))
-    assert launcher.line() == "waits"
+def test_a_process_without_torchrun_outlives_what_has_started_it(
+    start: Callable[..., Child], end_ranks: list[int]
+) -> None:
+    assert "TORCHELASTIC_RUN_ID" not in os.environ
+    launcher = start(LAUNCHER, PRELUDE + RANK)
+    end_ranks.append(int(launcher.line()))
     launcher.process.kill()
-    assert launcher.line() == "went on"  # its standard input has ended
-    assert not (tmp_path / "asked").exists()
+    assert launcher.line() == "went on"
+    assert launcher.line() == ""
 
 
 @pytest.mark.parametrize(("parents", "asked"), [((7, 7), []), ((7, 1), [signal.SIGTERM])], ids=["lives", "has ended"])
