@@ -16,6 +16,7 @@ from benchmarks.live import Watch, kind_of, live_recipe
 from benchmarks.on_gpu.stage import Stage
 from tests.recipe_runs import RecordingLogger, adaptive_recipe, stock_recipe
 from torchtune_adaptive.memory.out_of_memory import free_memory
+from torchtune_adaptive.stock.checkpoints import WholeCheckpointer
 from torchtune_adaptive.stock.configs import load_config
 
 _STANDARD_DEVIATION = 0.02
@@ -68,6 +69,9 @@ def live_random_recipe(
 
         def load_checkpoint(self, *_: Any, **__: Any) -> dict[str, Any]:
             return {training.MODEL_KEY: {}}
+
+        def keep_whole(self) -> WholeCheckpointer:
+            return WholeCheckpointer(None, self._folder)  # without files there is none of torchtune's
 
         def _setup_model(self, *args: Any, **kwargs: Any) -> nn.Module:
             names = stock_recipe(kind)._setup_model.__globals__
