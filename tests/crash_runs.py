@@ -508,7 +508,9 @@ def _what_was_struck(run: Launch) -> str:
     left = sorted(path.name.removeprefix("unfinished_") for path in run.out.glob("unfinished_*"))
     if not left:
         return f"in step {run.step + 1}"
-    return " and ".join(f"removing {n[8:]}" if n.startswith("removed_") else f"writing {n}" for n in left)
+    return " and ".join(
+        n.replace("_", " ", 1) if n.startswith(("removed_", "replaced_")) else f"writing {n}" for n in left
+    )
 
 
 def _lost_steps(setup: Setup, run: Launch, done: int) -> str:

@@ -366,7 +366,7 @@ def test_whatever_fails_those_before_are_there_and_the_new_one_is_whole_or_not(
     ("owner", "name"),
     [
         (os, "fsync"),
-        pytest.param(Path, "rename", marks=pytest.mark.xfail(strict=True, reason="the old one is set aside before")),
+        (Path, "rename"),
         (folder_module, "write_whole"),
     ],
     ids=["fsync", "rename", "write_whole"],

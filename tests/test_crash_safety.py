@@ -198,8 +198,7 @@ def test_a_run_that_went_back_to_an_older_checkpoint_is_resumed_where_it_was_las
     whole, every = reference(SETUPS[7]), 3
     with launched(SETUPS[7], assets, tmp_path, holds=[4 * every + 1]) as run:
         run.wait_for_step(4 * every + 1)
-        older, newer = tmp_path / "older", run.out / f"step_{4 * every}"
-        shutil.copytree(run.out / f"step_{3 * every}", older)
+        older, newer = (run.out / f"step_{saves * every}" for saves in (3, 4))
         assert newer.exists()
         run.kill()
     with launched(SETUPS[7], assets, tmp_path, resume=older, holds=[3 * every + 1]) as run:

@@ -169,7 +169,6 @@ def test_a_relative_path_is_of_the_working_directory(run: Run, monkeypatch: pyte
     assert run.name_of("run/step_5") == "step_5"
 
 
-@pytest.mark.xfail(strict=True, reason="the folder is not listed where a path is given, so that serials begin anew")
 def test_what_a_run_writes_that_goes_on_from_a_path_is_the_latest(run: Run) -> None:
     for name in ("step_5", "step_6", "step_7"):
         run.save(name, epochs_run=0)

@@ -166,7 +166,6 @@ def test_options_of_the_optimizer_are_those_of_the_checkpoint_unless_the_config_
     assert [changed.optimizer.param_groups[0][key] for key in ("lr", "weight_decay")] == [0.01, 0.25]
 
 
-@pytest.mark.xfail(strict=True, reason="a list of the config has a key for each item, an option has not")
 def test_an_option_that_is_a_list_may_be_changed_by_the_config_too(tmp_path: Path) -> None:
     betas = {"optimizer.betas.0": 0.9, "optimizer.betas.1": 0.95}
     run = Run(tmp_path)
@@ -371,7 +370,6 @@ def test_another_optimizers_checkpoint_is_refused(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.xfail(strict=True, reason="the numbers of optimizers differ", raises=ValueError)
 def test_a_checkpoint_of_one_optimizer_for_one_per_parameter_is_refused(tmp_path: Path) -> None:
     """As with `optimizer_in_bwd` only then or only now."""
     run = Run(tmp_path)

@@ -501,7 +501,6 @@ def test_without_a_checkpoint_a_run_that_is_to_go_on_is_refused(tmp_path: Path) 
     assert find(tmp_path / "run", "auto", enable_async_checkpointing=True) is None
 
 
-@pytest.mark.xfail(strict=True, reason="our own recipe state is taken for stock's of more epochs")
 def test_a_new_run_in_an_old_ones_folder_goes_on_from_its_own_checkpoint(recipe: Recipe) -> None:
     for epoch in range(2):
         recipe.save(epoch)

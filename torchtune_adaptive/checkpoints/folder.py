@@ -26,6 +26,7 @@ log = utils.get_logger("DEBUG")
 STATE_NAME = "adaptive_state.json"
 RECIPE_STATE_NAME = "recipe_state.pt"
 _UNFINISHED = "unfinished_"
+_REMOVED, _REPLACED = "removed_", "replaced_"
 _NAME = re.compile(r"(?:step|epoch)_\d+")
 
 
@@ -112,7 +113,7 @@ class CheckpointFolder:
         self._serial += 1
         write_state(unfinished, state, serial=self._serial, sizes=sizes)
         sync_directory(unfinished)
-        replaced = self._set_aside(path) if path.exists() else None
+        replaced = self._set_aside(path, _REPLACED) if path.exists() else None
         unfinished.rename(path)
         sync_directory(self._path)
         if replaced is not None:
@@ -121,10 +122,12 @@ class CheckpointFolder:
 
     def discard(self, name: str) -> None:
         """Remove the files of checkpoint ``name``, which could not be finished."""
+        self._put_back()
         shutil.rmtree(self.unfinished(name), ignore_errors=True)
 
     def discard_unfinished(self) -> None:
         """Remove what runs have left that were ended while they wrote. No other run may be writing."""
+        self._put_back()
         for path in self._path.glob(f"{_UNFINISHED}*"):
             log.info(f"{path} is removed: its checkpoint was never complete.")
             shutil.rmtree(path, ignore_errors=True)
@@ -153,13 +156,20 @@ class CheckpointFolder:
         """Keep the last ``keep`` checkpoints of steps, and remove the others."""
         steps = [one.path for one in self.checkpoints() if one.is_of_step]
         for path in steps[:-keep]:
-            shutil.rmtree(self._set_aside(path), ignore_errors=True)
+            shutil.rmtree(self._set_aside(path, _REMOVED), ignore_errors=True)
 
-    def _set_aside(self, path: Path) -> Path:
+    def _set_aside(self, path: Path, why: str) -> Path:
         """Give a checkpoint another name before it is removed: half of it must not look like one."""
-        aside = self.unfinished(f"removed_{path.name}")
+        aside = self.unfinished(f"{why}{path.name}")
         shutil.rmtree(aside, ignore_errors=True)
         return path.rename(aside)
+
+    def _put_back(self) -> None:
+        """Give its name again to what was to be replaced, and was not."""
+        for aside in self._path.glob(f"{_UNFINISHED}{_REPLACED}*"):
+            path = self._path / aside.name.removeprefix(f"{_UNFINISHED}{_REPLACED}")
+            if not path.exists():
+                aside.rename(path)
 
 
 def write_state(

@@ -23,9 +23,9 @@ def find_checkpoint(
         InputError: there is no such checkpoint, or one that the run would lose.
         RunEnded: all epochs have been trained already.
     """
+    found = folder.checkpoints()  # in any case: serial numbers go on from theirs
     if wanted not in (True, False, None, "auto"):
         return _checkpoint_at(wanted)
-    found = folder.checkpoints()
     if not wanted:
         if steps := [one.path for one in found if one.is_of_step]:
             raise InputError(

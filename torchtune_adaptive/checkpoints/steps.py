@@ -22,7 +22,6 @@ from torchtune_adaptive.training.run_state import AdaptiveState
 
 log = utils.get_logger("DEBUG")
 
-_OPTIMIZER = "optimizer._component_"
 _LONGEST_WRITE = timedelta(hours=6)  # of a group of processes that only waits for files
 
 
@@ -111,7 +110,7 @@ class StepCheckpoints:
         utils.log_rank_zero(log, f"Resuming from {path}")
         if state is None or not checkpoint.is_of_step:  # torchtune has loaded it
             return state
-        _check_optimizer(state.config.get(_OPTIMIZER), config.get(_OPTIMIZER))
+        _check_optimizers(state, config, len(self._tensors.options()["groups"]))
         try:
             saved = FileSystemReader(path).read_metadata().state_dict_metadata
             if missing := self._tensors.missing(saved):
@@ -130,7 +129,7 @@ class StepCheckpoints:
             raise InputError(f"{path} must be a readable checkpoint, but failed: {_first_reason(error)}.") from error
         keys = {*config, *state.config}
         changed = [key for key in keys if key.startswith("optimizer.") and config.get(key) != state.config.get(key)]
-        self._tensors.load_options(state.optimizer, chosen=[key.removeprefix("optimizer.") for key in changed])
+        self._tensors.load_options(state.optimizer, chosen=[key.split(".")[1] for key in changed])
         return state
 
     def options(self) -> dict[str, Any]:
@@ -151,7 +150,8 @@ class StepCheckpoints:
                 return reason_of(error)
             return ""
 
-        failure = self._tensors.unsavable() or self._consensus.ask_rank_zero(start)
+        failure = next(filter(None, self._consensus.from_all_ranks(self._tensors.unsavable())), "")
+        failure = failure or self._consensus.ask_rank_zero(start)
         if not failure and self._consensus.any_rank(not self._folder.unfinished(name).is_dir()):
             failure = "not every rank sees the folder of rank 0, which they must share"
         if failure:
@@ -161,7 +161,10 @@ class StepCheckpoints:
         """Called on rank 0 when all ranks have written."""
         self._folder.finish(name, state)
         if self._keep_last is not None:
-            self._folder.prune(self._keep_last)
+            try:
+                self._folder.prune(self._keep_last)
+            except OSError as error:
+                log.warning(f"Earlier checkpoints are not all removed: {reason_of(error)}.")
 
     def _give_up(self, name: str, error: BaseException) -> None:
         if self._consensus.rank == 0:
@@ -189,10 +192,13 @@ class _Writer(FileSystemWriter):
         self._publish()
 
 
-def _check_optimizer(saved: object, wanted: object) -> None:
-    if saved != wanted:
+def _check_optimizers(state: AdaptiveState, config: Mapping[str, Any], number: int) -> None:
+    key, saved_number = "optimizer._component_", len(state.optimizer["groups"])
+    if (saved := state.config.get(key)) != (wanted := config.get(key)):
+        raise InputError(f"`{key}` must be {saved}, of which the checkpoint has the state, but is {wanted} instead.")
+    if saved_number != number:
         raise InputError(
-            f"`{_OPTIMIZER}` must be {saved}, of which the checkpoint has the state, but is {wanted} instead."
+            f"`optimizer_in_bwd` must be as it was for the checkpoint, of {saved_number} optimizers, but there are {number}."
         )
 
 

@@ -1,5 +1,6 @@
 """torchtune's checkpoints after epochs: written so that none is ever torn, and resumed without file names by hand."""
 
+import contextlib
 import copy
 import logging
 import os
@@ -24,7 +25,7 @@ from torchtune_adaptive.checkpoints.folder import (
 )
 from torchtune_adaptive.checkpoints.resume import find_checkpoint
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.errors import CheckpointError, reason_of
+from torchtune_adaptive.errors import CheckpointError, InputError, reason_of
 from torchtune_adaptive.training.run_state import AdaptiveState
 
 log = utils.get_logger("DEBUG")
@@ -185,6 +186,9 @@ def stock_checkpoint(folder: Path, *, in_background: bool) -> Checkpoint | None:
     if not epoch.is_dir():
         log.warning(f"{path} is passed over, because {epoch} is missing.")
         return None
+    with contextlib.suppress(InputError):
+        read_checkpoint(epoch)
+        return None  # one of ours, which our own files describe
     return Checkpoint(epoch, 0, None, epochs_run, path)
 
 
