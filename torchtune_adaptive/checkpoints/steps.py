@@ -198,7 +198,7 @@ def _check_optimizers(state: AdaptiveState, config: Mapping[str, Any], number: i
         raise InputError(f"`{key}` must be {saved}, of which the checkpoint has the state, but is {wanted} instead.")
     if saved_number != number:
         raise InputError(
-            f"`optimizer_in_bwd` must be as it was for the checkpoint, of {saved_number} optimizers, but there are {number}."
+            f"`optimizer_in_bwd` must be as for the checkpoint, of {saved_number} optimizers, but there are {number}."
         )
 
 
