@@ -2,12 +2,15 @@
 
 import errno
 import fcntl
+import gc
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,16 @@ child = subprocess.Popen(["sleep", "600"], close_fds=False, stdout=subprocess.DE
 print(child.pid, flush=True)
 sys.stdin.read()
 """
+# Says whether the file could be locked.
+STRANGER = """
+import fcntl, sys
+try:
+    fcntl.lockf(open(sys.argv[1], "a"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    print("refused")
+else:
+    print("locked")
+"""
 
 
 @pytest.fixture
@@ -39,6 +52,12 @@ def owner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         yield process
         process.kill()
         os.kill(child, signal.SIGKILL)
+
+
+def ask_stranger(folder: Path) -> str:
+    """Whether another process could lock ``folder``."""
+    command = [sys.executable, "-c", STRANGER, str(folder / LOCK_NAME)]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 def test_a_second_process_is_refused_by_the_owners_name_until_the_owner_is_killed(
@@ -72,11 +91,59 @@ def test_an_owner_that_has_not_said_its_name_is_another_process(
     )
 
 
-def test_the_same_process_may_lock_again(tmp_path: Path) -> None:
-    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
-    first.release()
+def test_the_same_process_may_lock_again_and_keeps_others_out_until_it_releases(tmp_path: Path) -> None:
+    """Whichever of its locks it drops, as a recipe that was never cleaned up."""
+    first = FolderLock(tmp_path)
+    del first
+    second, third = FolderLock(tmp_path), FolderLock(tmp_path / ".." / tmp_path.name)
+    del third
+    gc.collect()
+    assert ask_stranger(tmp_path) == "refused"
     second.release()
+    second.release()
+    assert ask_stranger(tmp_path) == "locked"
     FolderLock(tmp_path).release()
+
+
+def test_a_folder_that_was_removed_and_made_anew_is_locked_anew(tmp_path: Path) -> None:
+    old = FolderLock(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    new = FolderLock(tmp_path / "run")
+    assert ask_stranger(tmp_path / "run") == "refused"
+    old.release()
+    new.release()
+
+
+def test_a_child_of_the_owner_is_refused(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    child = os.fork()
+    if not child:
+        try:
+            FolderLock(tmp_path)
+        except InputError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0) == (child, 0)
+    assert ask_stranger(tmp_path) == "refused"
+    lock.release()
+
+
+def test_a_full_disk_has_no_room_for_the_owners_name_and_is_locked_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FullDisk(FileIO):
+        def write(self, *_: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", lambda path, *_, **__: FullDisk(path, "a+"))
+    lock = FolderLock(tmp_path)
+    assert caplog.messages == [
+        f"{tmp_path} is locked, but its lock does not name this process: "
+        f"OSError: [Errno {errno.ENOSPC}] No space left on device."
+    ]
+    assert ask_stranger(tmp_path) == "refused"
+    lock.release()
 
 
 def test_the_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
