@@ -401,7 +401,8 @@ def test_files_and_their_names_are_on_the_disk_before_a_checkpoint_has_its_own_n
     monkeypatch.setattr(Path, "rename", note_rename)
     save(folder, "step_1")
     renamed = events.index("rename unfinished_step_1 step_1")
-    assert set(events[: renamed - 2]) == {"sync weights.bin", "sync of_rank_1.bin", f"sync {RECIPE_STATE_NAME}"}
+    before = {"unfinished_step_1", "weights.bin", "more", "of_rank_1.bin", RECIPE_STATE_NAME}
+    assert {event.removeprefix("sync ") for event in events[: renamed - 2]} == before
     assert events[renamed - 2 :] == [
         f"sync {STATE_NAME}.tmp",
         "sync unfinished_step_1",
@@ -413,9 +414,12 @@ def test_files_and_their_names_are_on_the_disk_before_a_checkpoint_has_its_own_n
 def test_a_folder_that_has_vanished_is_not_made_anew(folder: CheckpointFolder) -> None:
     """As a disk that is no longer mounted: checkpoints must not go to the one below."""
     save(folder, "step_1")
+    folder.start("step_2")
     shutil.rmtree(folder.path)
     with pytest.raises(FileNotFoundError):
-        folder.start("step_2")
+        folder.finish("step_2", state_at(2))
+    with pytest.raises(FileNotFoundError):
+        folder.start("step_3")
     assert not folder.path.exists()
 
 

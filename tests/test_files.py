@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchtune_adaptive.files import sync_directory, write_whole
+from torchtune_adaptive.files import sync, write_whole
 
 
 def test_writing_again_replaces_the_file_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -58,8 +58,8 @@ def test_syncing_a_directory_leaves_no_descriptor_open_even_if_it_fails(
         raise OSError("input/output error")
 
     before = sorted(os.listdir("/proc/self/fd"))
-    sync_directory(tmp_path)
+    sync(tmp_path)
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(OSError, match="input/output"):
-        sync_directory(tmp_path)
+        sync(tmp_path)
     assert sorted(os.listdir("/proc/self/fd")) == before

@@ -20,8 +20,8 @@ def write_whole(path: Path, text: str) -> Path:
     return path
 
 
-def sync_directory(path: Path) -> None:
-    """Have names in ``path`` on the disk, as new files and renamed ones have."""
+def sync(path: Path) -> None:
+    """Have what ``path`` holds on the disk: a file's content, or a directory's names of new and renamed files."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -5,7 +5,6 @@ files belong to it, so that a reader notices what is missing or cut short, as by
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from torchtune import utils
 
 from torchtune_adaptive.checkpoints.lock import FolderLock
 from torchtune_adaptive.errors import InputError, reason_of
-from torchtune_adaptive.files import sync_directory, write_whole
+from torchtune_adaptive.files import sync, write_whole
 from torchtune_adaptive.text import format_bytes
 from torchtune_adaptive.training.run_state import AdaptiveState
 
@@ -106,16 +105,16 @@ class CheckpointFolder:
             OSError: something cannot be written; then there is no new checkpoint.
         """
         unfinished, path = self.unfinished(name), self._path / name
-        files = {one.relative_to(unfinished).as_posix(): one for one in unfinished.rglob("*") if one.is_file()}
-        for one in files.values():
-            _sync(one)
-        sizes = {file: one.stat().st_size for file, one in sorted(files.items())}
+        written = [unfinished, *sorted(unfinished.rglob("*"))]
+        for one in written:
+            sync(one)
+        sizes = {one.relative_to(unfinished).as_posix(): one.stat().st_size for one in written if one.is_file()}
         self._serial += 1
         write_state(unfinished, state, serial=self._serial, sizes=sizes)
-        sync_directory(unfinished)
+        sync(unfinished)
         replaced = self._set_aside(path, _REPLACED) if path.exists() else None
         unfinished.rename(path)
-        sync_directory(self._path)
+        sync(self._path)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
         return path
@@ -202,8 +201,3 @@ def read_checkpoint(path: Path) -> Checkpoint:
             raise InputError(f"{file} must have {size} bytes for its checkpoint to be complete, but {has}.")
     recipe_state = path / RECIPE_STATE_NAME
     return Checkpoint(path, serial, state, state.epochs_run, recipe_state if recipe_state.exists() else None)
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
