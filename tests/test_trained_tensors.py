@@ -261,6 +261,8 @@ def test_numbers_beside_tensors_are_options_too() -> None:
         ("model/layers.0.seen", (9,), "layers.0.seen was [9] and is [2]"),
         ("model/layers.2.linear.bias", (3,), "layers.2.linear.bias was [3] and is not there"),
         ("model/layers.1.linear.bias", None, "layers.1.linear.bias was not there and is [3]"),
+        ("model/layers.0.scale", None, "layers.0.scale was not there and is []"),
+        ("model/layers.0.scale", (1,), "layers.0.scale was [1] and is []"),
         ("optimizer/embedding.weight/more", (9,), ""),
     ],
 )

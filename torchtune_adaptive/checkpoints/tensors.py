@@ -75,10 +75,8 @@ class TrainedTensors:
         theirs = {name: tuple(one.size) for name, one in saved.items() if name.startswith("model/")}
         for name in [*mine, *theirs]:
             if mine.get(name) != theirs.get(name):
-                shapes = (shape and list(shape) for shape in (theirs.get(name), mine.get(name)))
-                return "{} was {} and is {}".format(
-                    name.removeprefix("model/"), *(one or "not there" for one in shapes)
-                )
+                was, now = _describe(theirs.get(name)), _describe(mine.get(name))
+                return f"{name.removeprefix('model/')} was {was} and is {now}"
         ranks = {place[3] for place in (name.split("/") for name in saved) if len(place) == 4}
         return f"the optimizer's state is of {len(ranks)} ranks" if len(ranks) not in (0, self._ranks) else ""
 
@@ -141,6 +139,10 @@ def _alike(one: TensorStorageMetadata, parameter: nn.Parameter, *, key: str, gro
     # torch's optimizers keep the count of steps on the host, unless their kernels read it on the device.
     on_host = key == "step" and not group.get("fused") and not group.get("capturable")
     return torch.empty(one.size, dtype=one.properties.dtype, device="cpu" if on_host else parameter.device)
+
+
+def _describe(shape: tuple[int, ...] | None) -> str:
+    return "not there" if shape is None else str(list(shape))
 
 
 def _plain(value: Any) -> Any:
