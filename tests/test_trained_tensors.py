@@ -90,6 +90,15 @@ def metadata(tensors: dict[str, torch.Tensor]) -> dict[str, TensorStorageMetadat
     }
 
 
+def take(tensors: TrainedTensors, saved: dict[str, torch.Tensor], options: dict[str, Any]) -> None:
+    """As a resumed run takes a checkpoint."""
+    allocated = tensors.allocate(metadata(saved))
+    assert allocated.keys() == saved.keys()
+    for place, tensor in saved.items():
+        allocated[place].copy_(tensor)
+    tensors.load_options(options, chosen=[])
+
+
 # ---- names
 
 
@@ -151,12 +160,7 @@ def test_another_model_and_optimizer_take_all_of_it_and_train_on_the_same(name: 
     saved = copy.deepcopy(first.tensors())
     options = json.loads(json.dumps(first.options()))
     assert second.missing(metadata(saved)) == ""
-    allocated = second.allocate(metadata(saved))
-    assert allocated.keys() == saved.keys()
-    with torch.no_grad():
-        for place, tensor in saved.items():
-            allocated[place].copy_(tensor)
-    second.load_options(options, chosen=[])
+    take(second, saved, options)
     assert other_optimizer.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
     assert first.options() == second.options()
     step(model, [optimizer], times=3)
@@ -173,9 +177,8 @@ def test_a_parameter_that_has_no_state_yet_has_none_afterwards() -> None:
     model.layers[0].linear(torch.ones(3)).sum().backward()
     optimizer.step()
     step(other, [other_optimizer])
-    tensors = trained(other, other_optimizer)
-    tensors.allocate(metadata(trained(model, optimizer).tensors()))
-    tensors.load_options(trained(model, optimizer).options(), chosen=[])
+    saved = trained(model, optimizer)
+    take(trained(other, other_optimizer), saved.tensors(), saved.options())
     linear = other.layers[0].linear
     assert set(other_optimizer.state) == {linear.weight, linear.bias}
     step(other, [other_optimizer])
