@@ -188,7 +188,7 @@ class StepLoader:
         """
         self._batches.go_to(state["epoch_samples"] // self.samples_per_step * self._micro_steps)
         is_alike = state["is_global"], state["dataset_samples"], state["ranks"]
-        if is_alike == (self.is_global, len(self.dataset), self.ranks) and not self._batches.done:
+        if is_alike == (self.is_global, len(self.dataset), self.ranks):
             self._left_over = [self.dataset[place] for place in self._batches.places(epoch)[slice(*state["left_over"])]]
 
     def set_longest_row(self, num_tokens: int) -> None:
