@@ -1,6 +1,7 @@
 """The report on disk is complete after each decision, rank 0 alone writes, and a full disk does not end the run."""
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,19 @@ def test_a_report_that_cannot_be_written_is_logged_and_does_not_end_the_run(
     assert [one.levelname for one in caplog.records] == ["WARNING"]
     assert [message.partition(":")[0] for message in caplog.messages] == ["Report not written"]
     assert record.history == [{"epoch": 0, "batch_size": 2, "reason": "config"}]
+
+
+def test_a_directory_that_has_vanished_is_not_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Another run might have it, and this one's lock was in it."""
+    record = record_in(tmp_path / "run")
+    record.note("config", epoch=0, batch_size=2)
+    shutil.rmtree(tmp_path / "run")
+    caplog.clear()
+    record.note("micro-batch 2 -> 1 rows", epoch=3, batch_size=2)
+    path = tmp_path / "run" / "adaptive_batch.json.tmp"
+    reason = f"FileNotFoundError: [Errno 2] No such file or directory: {str(path)!r}"
+    assert caplog.messages == [f"Report not written: {reason}"]
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- a resumed run

@@ -4,13 +4,17 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> Path:
-    """Write ``text`` to ``path``, in a directory made for it, and return ``path``. A reader never sees half of it.
+def write_whole(path: Path, text: str, *, makes_folder: bool = True) -> Path:
+    """Write ``text`` to ``path`` and return ``path``. A reader never sees half of it.
+
+    Args:
+        makes_folder: make the directory if it is not there, with those above it.
 
     Raises:
         OSError: it cannot be written; what was there before is left.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if makes_folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.tmp")
     with unfinished.open("w") as file:
         file.write(text)

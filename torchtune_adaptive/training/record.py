@@ -22,7 +22,7 @@ class RunRecord:
     A report that cannot be written is logged, and does not end the run.
 
     Args:
-        output_dir: of the report.
+        output_dir: of the report. Made for the first one, and not again if it vanishes, as an unmounted disk does.
         sizes: what was found, for the report.
         memory_limit_bytes: the least that a rank may use, None if nothing limits it.
         writes: whether this is rank 0.
@@ -34,6 +34,7 @@ class RunRecord:
         self._writes = writes
         self._sizes = sizes
         self._history: list[dict[str, Any]] = []
+        self._has_written = False
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -44,7 +45,8 @@ class RunRecord:
         """Add an entry to the history, with more ``figures``, and write the report."""
         self._history.append({"epoch": epoch, "batch_size": batch_size} | figures | {"reason": reason})
         if self._writes:
-            write_report(self._output_dir, self._report())
+            write_report(self._output_dir, self._report(), makes_folder=not self._has_written)
+            self._has_written = True
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
@@ -64,10 +66,14 @@ class RunRecord:
         return found | {"history": self._history}
 
 
-def write_report(output_dir: Path, report: dict[str, Any]) -> None:
-    """Write ``report`` as JSON. A file that cannot be written is logged, and does not end the run."""
+def write_report(output_dir: Path, report: dict[str, Any], *, makes_folder: bool = True) -> None:
+    """Write ``report`` as JSON. A file that cannot be written is logged, and does not end the run.
+
+    Args:
+        makes_folder: make ``output_dir`` if it is not there.
+    """
     content = json.dumps(report, indent=2) + "\n"
     try:
-        log.info(f"Report written to {write_whole(output_dir / REPORT_NAME, content)}")
+        log.info(f"Report written to {write_whole(output_dir / REPORT_NAME, content, makes_folder=makes_folder)}")
     except OSError as error:
         log.warning(f"Report not written: {reason_of(error)}")
