@@ -117,10 +117,16 @@ def test_a_report_that_cannot_be_written_is_logged_and_does_not_end_the_run(
     assert record.history == [{"epoch": 0, "batch_size": 2, "reason": "config"}]
 
 
-def test_a_directory_that_has_vanished_is_not_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("was_there", [True, False])
+def test_a_directory_that_has_vanished_is_not_made_anew(
+    was_there: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Another run might have it, and this one's lock was in it."""
+    if was_there:
+        (tmp_path / "run").mkdir()
     record = record_in(tmp_path / "run")
-    record.note("config", epoch=0, batch_size=2)
+    if not was_there:
+        record.note("config", epoch=0, batch_size=2)
     shutil.rmtree(tmp_path / "run")
     caplog.clear()
     record.note("micro-batch 2 -> 1 rows", epoch=3, batch_size=2)

@@ -1,6 +1,7 @@
 """What a run leaves on disk about its batch: a report for people."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ class RunRecord:
     A report that cannot be written is logged, and does not end the run.
 
     Args:
-        output_dir: of the report. Made for the first one, and not again if it vanishes, as an unmounted disk does.
+        output_dir: of the report. If it is not there yet, the first report makes it. If it vanishes, as a disk that is
+            no longer mounted, it is not made anew.
         sizes: what was found, for the report.
         memory_limit_bytes: the least that a rank may use, None if nothing limits it.
         writes: whether this is rank 0.
@@ -34,7 +36,7 @@ class RunRecord:
         self._writes = writes
         self._sizes = sizes
         self._history: list[dict[str, Any]] = []
-        self._has_written = False
+        self._makes_folder = not os.path.isdir(output_dir)
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -45,8 +47,8 @@ class RunRecord:
         """Add an entry to the history, with more ``figures``, and write the report."""
         self._history.append({"epoch": epoch, "batch_size": batch_size} | figures | {"reason": reason})
         if self._writes:
-            write_report(self._output_dir, self._report(), makes_folder=not self._has_written)
-            self._has_written = True
+            write_report(self._output_dir, self._report(), makes_folder=self._makes_folder)
+            self._makes_folder = False
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
