@@ -4,11 +4,11 @@
 
 CONFIG is the stock config of PPO. ``batch_size`` and ``ppo_batch_size`` stay as they are: they belong to the method.
 Searched for are the answers that are generated at once (``forward_batch_size``) and those that are trained on at once
-(``ppo_batch_size`` divided by ``gradient_accumulation_steps``).
+(``ppo_batch_size`` divided by ``gradient_accumulation_steps``). Checkpoints of steps are made at the ends of turns.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,19 +21,35 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules import delete_kv_caches
 from torchtune.rlhf import Trajectory
 
+from torchtune_adaptive.batch.prompt_batches import PromptBatches
 from torchtune_adaptive.batch.row_format import TokenRows, check_row_length
+from torchtune_adaptive.checkpoints.folder import CheckpointFolder
+from torchtune_adaptive.checkpoints.steps import StepCheckpoints
+from torchtune_adaptive.checkpoints.tensors import TrainedTensors
+from torchtune_adaptive.checkpoints.turn_saver import TurnSaver
 from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.distributed.rank_states import RankStates
 from torchtune_adaptive.distributed.snapshot import keep_random_states
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.launch import launch_on_one_device, run_recipe
+from torchtune_adaptive.memory.devices import allowed_bytes
 from torchtune_adaptive.search.turn_sizes import TurnSizes, find_turn_sizes
 from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.signals import StopRequest
+from torchtune_adaptive.stock.checkpoints import (
+    LastCheckpointer,
+    WholeCheckpointer,
+    find_checkpoint_of,
+    resuming_with_value_model,
+)
+from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.options import check_finds_sizes_only, check_options
 from torchtune_adaptive.stock.set_up import setting_up
 from torchtune_adaptive.training.prepare_recovery import log_no_recovery
 from torchtune_adaptive.training.record import write_report
+from torchtune_adaptive.training.run_state import AdaptiveState
 
 WHY_UNRECOVERABLE = "PPO is trained by torchtune's own loop"
 
@@ -47,15 +63,22 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
 
     def __init__(self, cfg: DictConfig) -> None:
         self._settings = AdaptiveSettings.from_cfg(cfg)
-        check_finds_sizes_only(cfg, self._settings, method="PPO")
+        check_finds_sizes_only(self._settings, method="PPO")
         check_options(cfg, self._settings, ranks=1)
+        self._stop_request, self._consensus = StopRequest(), Consensus()
+        self._folder = CheckpointFolder(cfg.checkpointer.output_dir)
+        all_steps = cfg.num_steps // cfg.batch_size * _steps_per_turn(cfg)
+        self._resumed = find_checkpoint_of(
+            cfg, self._folder, is_last=lambda one: one.state is not None and one.state.global_step >= all_steps
+        )
+        self._cfg = resuming_with_value_model(cfg, self._resumed)
         with setting_up():
-            super().__init__(cfg=cfg)
+            super().__init__(cfg=self._cfg)
 
     def setup(self, cfg: DictConfig) -> None:
-        """Set up as stock does, then search for the sizes if the config asks for it."""
+        """Set up as stock does, go on where a checkpoint says, and search for the sizes if the config asks for it."""
         with setting_up():
-            super().setup(cfg)
+            super().setup(self._cfg)
         if len(self._dataloader) == 0:  # torchtune would end at once, with nothing trained or saved
             prompts = len(self._dataloader.dataset)
             raise InputError(
@@ -63,44 +86,130 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             )
         if self._settings.oom_recovery:
             log_no_recovery(WHY_UNRECOVERABLE)
-        if self._settings.searches:
-            with keep_random_states(), self._kept_as_it_is():
-                sizes = self._find_sizes()
-            if cfg.get("compile", False):
-                torch.compiler.reset()  # what was compiled for probes would make training's own sizes dynamic ones
-            self._use(sizes.generated, sizes.trained)
-            searches = {name: asdict(found) for name, found in sizes.searches.items()}
-            steps = self._gradient_accumulation_steps
-            report = {"forward_batch_size": sizes.generated, "gradient_accumulation_steps": steps, "searches": searches}
-            write_report(Path(self._output_dir), report)
+        self._steps_per_turn = _steps_per_turn(cfg)
+        sizes = self._set_up_checkpoints(flattened(cfg))
+        if sizes is not None:
+            self._use(*sizes)
+        elif self._settings.searches:
+            self._use_largest_sizes()
+        if self._settings.searches and cfg.get("compile", False):
+            torch.compiler.reset()  # what was compiled for probes would make training's own sizes dynamic ones
+
+    def train(self) -> None:
+        """Train by torchtune's own loop, and save after turns and epochs."""
+        super().train()
+        self._steps.wait()
+
+    def cleanup_after_step(self, *args: Any) -> None:
+        """Called at the end of a turn: save it if it is to be saved. After the last one the epoch is saved at once.
+
+        Raises:
+            RunEnded: a signal has ended the run, which is saved.
+            CheckpointError: so it has, but the run cannot be saved.
+        """
+        super().cleanup_after_step(*args)
+        if self._steps_run < self._total_steps:
+            stop = self._stop_request.is_made()
+            self._steps.after_steps(self.global_step, steps=self._steps_per_turn, stop=stop, state=self._state)
+
+    def save_checkpoint(self, epoch: int, is_intermediate_checkpoint: bool = False) -> None:
+        """Save as stock does. The policy comes last: its folder says that the epoch is complete.
+
+        Raises:
+            CheckpointError: the last epoch's checkpoint cannot be written. After others training goes on.
+        """
+        self._steps.wait()
+        policy, value = self._policy, self._value_checkpointer
+        for one in (policy, value):
+            one.set_state(self._state())
+        super().save_checkpoint(epoch, is_intermediate_checkpoint)
+        is_last = not is_intermediate_checkpoint
+        if value.check_saved(self._consensus, is_last=is_last):
+            self._policy_checkpointer.save_now()
+            policy.check_saved(self._consensus, is_last=is_last)
 
     def listening(self) -> AbstractContextManager[None]:
-        """Signals do as they would: torchtune's own loop trains, and cannot be ended after a step."""
-        return nullcontext()
+        """A context within which SIGTERM and SIGUSR1 have ``train`` save after its turn, and end."""
+        return self._stop_request.listening()
+
+    def _set_up_checkpoints(self, config: dict[str, Any]) -> tuple[int, int] | None:
+        """Go on where the checkpoint says. The sizes that its run used, None if they are to be found anew."""
+        self._policy = WholeCheckpointer(self._policy_checkpointer, self._folder)
+        self._policy_checkpointer = LastCheckpointer(self._policy)
+        values = CheckpointFolder(config["value_checkpointer.output_dir"])
+        values.discard_unfinished()
+        self._value_checkpointer = WholeCheckpointer(self._value_checkpointer, values)
+        trained = nn.ModuleDict({"policy": self._policy_model, "value": self._value_model})
+        self._steps = StepCheckpoints(
+            self._folder,
+            TrainedTensors(trained, self._optimizers(), rank=0, ranks=1),
+            self._consensus,
+            every_steps=self._settings.save_every_n_steps,
+            keep_last=self._settings.keep_last_n_checkpoints,
+            in_background=self._settings.save_in_background,
+        )
+        rank_states = RankStates(self._consensus, self._device, generators=[self._rng])
+        self._dataloader = PromptBatches(self._dataloader, restore_random=rank_states.restore)
+        memory_bytes = allowed_bytes(self._device, self._settings.memory_limit_bytes)
+        self._saver = TurnSaver(
+            self._dataloader, self._steps, rank_states, config=config, memory_limit_bytes=memory_bytes
+        )
+        saved = self._steps.load(self._resumed, config=config)
+        if saved is None:
+            return None
+        self._epochs_run, self.global_step = saved.epochs_run, saved.global_step
+        self._steps_run = saved.global_step // self._steps_per_turn
+        return self._saver.load(saved)
+
+    def _update_recipe_state(self, ckpt_dict: dict[str, Any]) -> None:
+        """Stock's way for what stock has saved; otherwise our state says where the run is."""
+        if self._resumed is None or self._resumed.state is None:
+            super()._update_recipe_state(ckpt_dict)
+
+    def _state(self) -> AdaptiveState:
+        """The state of the run between turns."""
+        return self._saver.state(
+            epochs_run=self._epochs_run,
+            step=self.global_step,
+            generated=self._forward_batch_size,
+            trained=self._ppo_backward_batch_size,
+        )
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return list(self._optim_ckpt_wrapper.optim_map.values()) if self._optimizer_in_bwd else [self._optimizer]
+
+    def _use_largest_sizes(self) -> None:
+        """Search for the sizes, use them, and report them."""
+        with keep_random_states(), self._kept_as_it_is():
+            sizes = self._find_sizes()
+        self._use(sizes.generated, sizes.trained)
+        searches = {name: asdict(found) for name, found in sizes.searches.items()}
+        steps = self._gradient_accumulation_steps
+        report = {"forward_batch_size": sizes.generated, "gradient_accumulation_steps": steps, "searches": searches}
+        write_report(Path(self._output_dir), report)
 
     def _find_sizes(self) -> TurnSizes:
         """The largest sizes whose turn fits, on prompts of the greatest length. Leaves no trace."""
         models = [self._policy_model, self._value_model, self._ref_policy_model, self._reward_model]
-        consensus, rows, dataset = Consensus(), TokenRows(CROSS_ENTROPY_IGNORE_IDX), self._dataloader.dataset
+        rows, dataset = TokenRows(CROSS_ENTROPY_IGNORE_IDX), self._dataloader.dataset
         rows.check_sample(dataset)
         prompt = rows.worst_case(
             dataset,
             seq_len=self._settings.seq_len,
             tokenizer_max_seq_len=getattr(self._tokenizer, "max_seq_len", None),
-            consensus=consensus,
+            consensus=self._consensus,
         )["tokens"]
         seq_len = len(prompt) + self._max_generated_tokens
         for model in models:
             check_row_length(seq_len, model)
-        optimizers = self._optim_ckpt_wrapper.optim_map.values() if self._optimizer_in_bwd else [self._optimizer]
         prompts = [prompt] * self.batch_size
         workload = Workload(
             train_step=lambda sizes: self._turn(prompts, *sizes),
             model=nn.ModuleList(models),
-            optimizers=list(optimizers),
+            optimizers=self._optimizers(),
             device=self._device,
             meter=None,
-            consensus=consensus,
+            consensus=self._consensus,
             forget=self._forget,
         )
         sizes = find_turn_sizes(
@@ -169,6 +278,11 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         """Drop what a failed turn leaves outside of parameters: the cache of keys and values."""
         if self._policy_model.caches_are_setup():
             delete_kv_caches(self._policy_model)
+
+
+def _steps_per_turn(cfg: DictConfig) -> int:
+    """Optimizer steps of a turn."""
+    return cfg.ppo_epochs * (cfg.batch_size // cfg.ppo_batch_size)
 
 
 @config.parse

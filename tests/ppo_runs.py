@@ -12,6 +12,8 @@ from torchtune_adaptive.tiny import DATA_NAME, MODEL_GEOMETRY, MODEL_NAME, TOKEN
 STOCK_CONFIG = "mistral/7B_full_ppo_low_memory"
 REWARD_NAME = "reward.pt"
 ANSWERS, ANSWERS_PER_STEP, PROMPT_TOKENS = 12, 12, 96
+# Of the divisors of 12, 6 answers can be generated at once within it and 12 cannot; 2 can be trained on, and not 3.
+LIMIT_BYTES = 38_000_000
 _GEOMETRY = MODEL_GEOMETRY | {"num_layers": 2}
 
 

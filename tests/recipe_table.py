@@ -14,7 +14,7 @@ import adaptive_ppo_full_finetune_single_device as ppo
 import pytest
 from omegaconf import OmegaConf
 
-from tests import test_methods, test_plan_methods, test_ppo
+from tests import test_methods, test_plan_methods, test_ppo, test_ppo_checkpoints
 from tests.ppo_runs import STOCK_CONFIG
 from tests.recipe_runs import RECIPES, adaptive_recipe, stock_recipe
 from torchtune_adaptive.errors import InputError
@@ -60,7 +60,7 @@ def row_of_ppo() -> list[str]:
         "search, no trace": named(test_ppo.test_a_search_finds_what_torchtunes_own_loop_fits),
         "growth": refused({"batch_increase_function": GROWTH}),
         "recovery": f"none: {ppo.WHY_UNRECOVERABLE}",
-        "resume": "torchtune's own, after a search anew",
+        "resume": named(test_ppo_checkpoints.test_a_run_goes_on_as_if_it_had_never_ended),
         "global batch, token budget": refused({"adaptive": {"global_batch_size": 8}}),
         "plan": refusal(lambda: method_of(cfg)),
         "compile": "as `search` on CUDA",

@@ -34,7 +34,10 @@ class Run:
         self.other = Checkpoint(path, 0, None, epochs_run, path / RECIPE_STATE_NAME)
 
     def find(self, wanted: Any, *, epochs: int = EPOCHS) -> Checkpoint | None:
-        return find_checkpoint(wanted, CheckpointFolder(self.folder.path), epochs=epochs, find_other=self._find_other)
+        def is_last(one: Checkpoint) -> bool:
+            return one.epochs_run >= epochs
+
+        return find_checkpoint(wanted, CheckpointFolder(self.folder.path), is_last=is_last, find_other=self._find_other)
 
     def name_of(self, wanted: Any, *, epochs: int = EPOCHS) -> str | None:
         found = self.find(wanted, epochs=epochs)
@@ -121,7 +124,7 @@ def test_a_run_that_has_trained_all_epochs_is_over(run: Run, wanted: Any) -> Non
     path = run.save("epoch_3", epochs_run=4)
     with pytest.raises(RunEnded) as end:
         run.find(wanted)
-    assert (str(end.value), end.value.status) == (f"All 4 epochs are trained: {path} is the last checkpoint.", 0)
+    assert (str(end.value), end.value.status) == (f"The run is complete: {path} is its last checkpoint.", 0)
 
 
 def test_a_run_whose_last_step_is_saved_and_whose_last_epoch_is_not_goes_on(run: Run) -> None:
@@ -173,7 +176,7 @@ def test_what_a_run_writes_that_goes_on_from_a_path_is_the_latest(run: Run) -> N
     for name in ("step_5", "step_6", "step_7"):
         run.save(name, epochs_run=0)
     folder = CheckpointFolder(run.folder.path)
-    find_checkpoint(str(folder.path / "step_5"), folder, epochs=EPOCHS, find_other=lambda path: None)
+    find_checkpoint(str(folder.path / "step_5"), folder, is_last=lambda one: False, find_other=lambda path: None)
     folder.start("step_8")
     folder.finish("step_8", STATE)
     assert run.name_of(True) == "step_8"

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune.modules import KVCache, attention
 
-from tests.ppo_runs import ANSWERS_PER_STEP, PROMPT_TOKENS, make_reward_model, ppo_config
+from tests.ppo_runs import ANSWERS_PER_STEP, LIMIT_BYTES, PROMPT_TOKENS, make_reward_model, ppo_config
 from tests.ranks import run_alone
 from tests.recipe_runs import RecordingLogger, local_parameters, same_bits, shallow_assets
 from torchtune_adaptive.errors import InputError
@@ -20,8 +20,6 @@ from torchtune_adaptive.memory.devices import meter_for
 from torchtune_adaptive.settings import STRATEGIES
 from torchtune_adaptive.training.record import REPORT_NAME
 
-# Of the divisors of 12, 6 answers can be generated at once within it and 12 cannot; 2 can be trained on, and not 3.
-LIMIT_BYTES = 38_000_000
 SEARCHING = {"use_maximum_batch_size": True, "adaptive": {"memory_limit": LIMIT_BYTES, "margin": 0.0}}
 # torchtune cuts texts to a token less than the tokenizer's length; the data's labels stay beside the prompts.
 TOKEN_BYTES, LABEL_BYTES = 20_000 * ANSWERS_PER_STEP, 8 * ANSWERS_PER_STEP * PROMPT_TOKENS
@@ -182,19 +180,11 @@ def test_a_cache_that_a_failed_turn_left_is_dropped(assets: Path, tmp_path: Path
     assert run_alone(_out_of_memory_among_caches, assets, tmp_path)
 
 
-def test_a_checkpoint_is_resumed_as_torchtune_does_it_alone(tmp_path: Path) -> None:
-    with pytest.raises(InputError) as refused:
-        ppo.AdaptivePPOFullFinetuneRecipeSingleDevice(ppo_config(tmp_path, tmp_path, resume_from_checkpoint="auto"))
-    assert str(refused.value) == "`resume_from_checkpoint` must be True or False for PPO, but is 'auto' instead."
-
-
 @pytest.mark.parametrize(
     ("adaptive", "sentence"),
     [
         ({"global_batch_size": 8}, "`global_batch_size` must be null for PPO, but is 8 instead."),
         ({"lr_scaling": "sqrt"}, "`lr_scaling` must be none for PPO, but is 'sqrt' instead."),
-        ({"save_every_n_steps": 5}, "`save_every_n_steps` must be null for PPO, but is 5 instead."),
-        ({"save_in_background": True}, "`save_in_background` must be False for PPO, but is True instead."),
     ],
 )
 def test_what_is_of_our_own_training_is_refused(adaptive: dict[str, Any], sentence: str, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """The profiler moves on once for each step, and the memory history is that of the steps asked for."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
+from torchtune_adaptive.errors import CheckpointError, RunEnded
 from torchtune_adaptive.training.profiling import StepProfiler
 
 
@@ -36,17 +38,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 def run(profiler: StepProfiler, calls: Calls, *, epochs: int = 2, steps: int = 5) -> dict[str, list[str]]:
     """What was asked for before and after each step, by "epoch.step", and around training."""
-    profiler.start()
-    asked = {"begin": calls.made.copy()}
-    for epoch in range(epochs):
-        for step in range(1, steps + 1):
-            calls.made.clear()
-            profiler.begin_step(epoch, step)
-            calls.made.append("training")
-            profiler.end_step(epoch, step)
-            asked[f"{epoch}.{step}"] = calls.made.copy()
-    calls.made.clear()
-    profiler.stop()
+    with profiler.running():
+        asked = {"begin": calls.made.copy()}
+        for epoch in range(epochs):
+            for step in range(1, steps + 1):
+                calls.made.clear()
+                profiler.begin_step(epoch, step)
+                calls.made.append("training")
+                profiler.end_step(epoch, step)
+                asked[f"{epoch}.{step}"] = calls.made.copy()
+        calls.made.clear()
     return asked | {"end": calls.made}
 
 
@@ -54,6 +55,38 @@ def test_the_profiler_is_started_stepped_once_for_each_step_and_stopped(calls: C
     asked = run(StepProfiler(calls, memory_steps=None), calls)
     assert (asked.pop("begin"), asked.pop("end")) == (["start"], ["stop"])
     assert list(asked.values()) == [["training", "step"]] * 10
+
+
+@pytest.mark.parametrize(
+    ("end", "made"),
+    [
+        (RunEnded("a signal", 75), ["start", "stop"]),
+        (CheckpointError("no space"), ["start", "stop"]),
+        (ValueError("of one rank"), ["start"]),
+    ],
+)
+def test_an_end_of_all_ranks_stops_the_profiler_and_an_error_does_not(
+    end: Exception, made: list[str], calls: Calls
+) -> None:
+    """To stop it is a collective where it writes a trace."""
+    with pytest.raises(type(end)) as caught, StepProfiler(calls, memory_steps=None).running():
+        raise end
+    assert caught.value is end
+    assert calls.made == made
+
+
+@pytest.mark.parametrize("end", [None, RunEnded("a signal", 75)])
+def test_a_trace_that_cannot_be_written_is_logged_and_hides_nothing(
+    end: Exception | None, calls: Calls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(calls, "stop", refuse)
+    with pytest.raises(RunEnded) if end else nullcontext(), StepProfiler(calls, memory_steps=None).running():
+        if end is not None:
+            raise end
+    assert caplog.messages == ["Profile not written: OSError: [Errno 28] No space left on device"]
 
 
 @pytest.mark.parametrize(("memory_steps", "first", "last"), [(range(2, 5), "0.2", "0.4"), (range(1, 6), "0.1", "0.5")])

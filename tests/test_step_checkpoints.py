@@ -129,10 +129,16 @@ def test_an_optimizer_without_state_is_saved_too(tmp_path: Path) -> None:
     assert same_bits(resumed.tensors(), run.tensors())
 
 
-def test_the_steps_that_are_due(tmp_path: Path) -> None:
-    steps = Run(tmp_path, every_steps=3).steps
-    assert [step for step in range(1, 10) if steps.is_due(step)] == [3, 6, 9]
-    assert not any(Run(tmp_path).steps.is_due(step) for step in range(1, 10))
+@pytest.mark.parametrize(
+    ("every_steps", "steps", "expected"),
+    [(3, 1, [3, 6, 9]), (3, 2, [4, 6, 10]), (3, 5, [5, 10]), (None, 1, [])],
+    ids=["each step", "of two steps at once", "of five steps at once", "none"],
+)
+def test_the_steps_that_are_saved(tmp_path: Path, every_steps: int | None, steps: int, expected: list[int]) -> None:
+    run = Run(tmp_path, every_steps=every_steps)
+    for step in range(steps, 11, steps):
+        run.steps.after_steps(step, steps=steps, stop=False, state=lambda step=step: replace(STATE, global_step=step))
+    assert sorted(int(path.name.removeprefix("step_")) for path in tmp_path.glob("step_*")) == expected
 
 
 def test_the_last_checkpoints_are_kept(tmp_path: Path) -> None:

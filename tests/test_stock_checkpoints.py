@@ -438,9 +438,9 @@ def run_config(path: Path, resume: Any, **keys: Any) -> DictConfig:
 
 def find(path: Path, resume: Any, **keys: Any) -> Checkpoint | None:
     """In a folder that no run is using any more."""
-    folder = CheckpointFolder(path)
+    folder, cfg = CheckpointFolder(path), run_config(path, resume, **keys)
     try:
-        return find_checkpoint_of(run_config(path, resume, **keys), folder)
+        return find_checkpoint_of(cfg, folder, is_last=lambda one: one.epochs_run >= cfg.epochs)
     finally:
         lock = folder._lock
         assert lock is not None
@@ -505,7 +505,7 @@ def test_a_new_run_in_an_old_ones_folder_goes_on_from_its_own_checkpoint(recipe:
     for epoch in range(2):
         recipe.save(epoch)
     folder = CheckpointFolder(recipe.path)
-    assert find_checkpoint_of(run_config(recipe.path, False), folder) is None  # begins anew
+    assert find_checkpoint_of(run_config(recipe.path, False), folder, is_last=lambda one: False) is None  # begins anew
     save_step(folder, 5, epochs_run=0)
     assert folder._lock is not None
     folder._lock.release()

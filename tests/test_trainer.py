@@ -29,6 +29,7 @@ from torchtune_adaptive.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.batch.noise_scale import GradientNorms, MeasuredSchedule
 from torchtune_adaptive.batch.row_format import Row, TokenRows
 from torchtune_adaptive.checkpoints.saver import RunSaver
+from torchtune_adaptive.checkpoints.steps import StepCheckpoints
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.dry_run import dry_run
 from torchtune_adaptive.distributed.rank_states import RankStates
@@ -98,7 +99,7 @@ def adds_two_in_epoch_one(epoch: int, current_batch_size: int) -> int:
     return 2 if epoch == 1 else 0
 
 
-class KeptSteps:
+class KeptSteps(StepCheckpoints):
     """Stands for checkpoints of steps: keeps each state that is to be saved, by its step, with the weight then."""
 
     def __init__(self, weight: torch.Tensor, events: list[str], *, every_steps: int | None, succeeds: bool) -> None:
@@ -108,9 +109,6 @@ class KeptSteps:
         self._events = events
         self._every_steps = every_steps
         self._succeeds = succeeds
-
-    def is_due(self, step: int) -> bool:
-        return self._every_steps is not None and step % self._every_steps == 0
 
     def save(self, state: AdaptiveState, *, at_once: bool = False) -> bool:
         step = state.global_step

@@ -23,8 +23,8 @@ from torchtune_adaptive.distributed.rank_states import RankStates
 from torchtune_adaptive.distributed.recovery import Recovery
 from torchtune_adaptive.distributed.snapshot import keep_random_states
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.memory.devices import meter_for
-from torchtune_adaptive.memory.meter import MemoryMeter, device_memory_bytes
+from torchtune_adaptive.memory.devices import allowed_bytes, meter_for
+from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.search.find import first_that_fits
 from torchtune_adaptive.search.sizes import SizeFinder, Sizes
@@ -280,8 +280,8 @@ class _Assembly:
     def _make_record(self, sizes: Sizes) -> RunRecord:
         """The record, with the least memory that any rank may use. A collective."""
         parts = self._parts
-        own_bytes = device_memory_bytes(parts.device) if parts.device.type == "cuda" else 0
-        limit_bytes = self._consensus.min_over_ranks(self._settings.memory_limit_bytes or own_bytes)
+        own_bytes = allowed_bytes(parts.device, self._settings.memory_limit_bytes)
+        limit_bytes = self._consensus.min_over_ranks(own_bytes or 0)
         writes = parts.metric_logger is not None
         return RunRecord(parts.output_dir, sizes, memory_limit_bytes=limit_bytes or None, writes=writes)
 

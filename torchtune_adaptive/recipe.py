@@ -85,7 +85,9 @@ class AdaptiveRecipe:
         self._stop_request = StopRequest()
         self._consensus = Consensus()
         self._folder = CheckpointFolder(cfg.checkpointer.get("output_dir", cfg.output_dir))
-        self._resumed = self._consensus.ask_rank_zero(lambda: find_checkpoint_of(cfg, self._folder))
+        self._resumed = self._consensus.ask_rank_zero(
+            lambda: find_checkpoint_of(cfg, self._folder, is_last=lambda one: one.epochs_run >= cfg.epochs)
+        )
         self._cfg = resuming(cfg, self._resumed)
         with setting_up():
             super().__init__(cfg=self._cfg)  # pyright: ignore[reportCallIssue]

@@ -96,16 +96,15 @@ class Trainer:
             CheckpointError: so it was, but it cannot be saved.
         """
         self._step.zero_grad()
-        self._profiler.start()
-        for epoch in self._epochs:
-            if not self.loader.steps_done:  # else the run goes on within this epoch
-                self._saver.restore_random()
-                self._grow(epoch)
-                self._try_larger_micro_batches(epoch)
-            self._train_epoch(epoch)
-            self._epochs_run = epoch + 1
-            self._saver.after_epoch(epoch, step=self._global_step)
-        self._profiler.stop()
+        with self._profiler.running():
+            for epoch in self._epochs:
+                if not self.loader.steps_done:  # else the run goes on within this epoch
+                    self._saver.restore_random()
+                    self._grow(epoch)
+                    self._try_larger_micro_batches(epoch)
+                self._train_epoch(epoch)
+                self._epochs_run = epoch + 1
+                self._saver.after_epoch(epoch, step=self._global_step)
 
     def load_state(self, saved: AdaptiveState) -> None:
         """Go on from what an earlier part of the run has left, and log what is not as it was. A collective."""
@@ -151,23 +150,22 @@ class Trainer:
 
     def _train_epoch(self, epoch: int) -> None:
         done = self.loader.steps_done
-        progress = tqdm(total=self.loader.steps_per_epoch, initial=done, disable=not self._step_log.writes)
         steps = self.loader.steps(epoch)
         self._saver.restore_random()  # after a data loader's iterator is made, which draws a number
         started = time.perf_counter()
-        for step, samples in enumerate(steps, start=done + 1):
-            self._before_step(self._global_step)
-            self._profiler.begin_step(epoch, step)
-            result = self._train_step(samples)
-            self._global_step += 1
-            self._rate.step()
-            progress.update(1)
-            progress.set_description(f"{epoch + 1}|{self._global_step}|Loss: {result.loss}")
-            self._step_log.write(self._global_step, result, seconds=time.perf_counter() - started)
-            started = time.perf_counter()
-            self._profiler.end_step(epoch, step)
-            self._saver.after_step(epochs_run=epoch, step=self._global_step, stop=result.stop)
-        progress.close()
+        with tqdm(total=self.loader.steps_per_epoch, initial=done, disable=not self._step_log.writes) as progress:
+            for step, samples in enumerate(steps, start=done + 1):
+                self._before_step(self._global_step)
+                self._profiler.begin_step(epoch, step)
+                result = self._train_step(samples)
+                self._global_step += 1
+                self._rate.step()
+                progress.update(1)
+                progress.set_description(f"{epoch + 1}|{self._global_step}|Loss: {result.loss}")
+                self._step_log.write(self._global_step, result, seconds=time.perf_counter() - started)
+                started = time.perf_counter()
+                self._profiler.end_step(epoch, step)
+                self._saver.after_step(epochs_run=epoch, step=self._global_step, stop=result.stop)
 
     def _train_step(self, samples: StepSamples) -> StepResult:
         """One optimizer step over ``samples``, whatever memory there is for its micro-batches. A collective."""

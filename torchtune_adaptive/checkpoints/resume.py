@@ -7,21 +7,22 @@ from torchtune_adaptive.checkpoints.folder import Checkpoint, CheckpointFolder, 
 from torchtune_adaptive.errors import InputError, RunEnded, quote
 
 FindOther = Callable[[Path], Checkpoint | None]
+IsLast = Callable[[Checkpoint], bool]
 
 
 def find_checkpoint(
-    wanted: object, folder: CheckpointFolder, *, epochs: int, find_other: FindOther
+    wanted: object, folder: CheckpointFolder, *, is_last: IsLast, find_other: FindOther
 ) -> Checkpoint | None:
     """The checkpoint to go on from, None to begin anew.
 
     Args:
         wanted: False; True or "auto" for the latest one, where "auto" begins anew if there is none; or one's path.
-        epochs: of the run.
+        is_last: whether nothing is left to train after a checkpoint.
         find_other: finds a checkpoint in the folder that another program has written there.
 
     Raises:
         InputError: there is no such checkpoint, or one that the run would lose.
-        RunEnded: all epochs have been trained already.
+        RunEnded: all has been trained already.
     """
     found = folder.checkpoints()  # in any case: serial numbers go on from theirs
     if wanted not in (True, False, None, "auto"):
@@ -33,8 +34,8 @@ def find_checkpoint(
                 f" overwrite, but is {quote(wanted)} instead."
             )
         return None
-    if found and not found[-1].can_go_on and found[-1].epochs_run >= epochs:
-        raise RunEnded(f"All {epochs} epochs are trained: {found[-1].path} is the last checkpoint.", status=0)
+    if found and not found[-1].can_go_on and is_last(found[-1]):
+        raise RunEnded(f"The run is complete: {found[-1].path} is its last checkpoint.", status=0)
     latest = next((one for one in reversed(found) if one.can_go_on), None)
     other = find_other(folder.path)
     if other is not None and (latest is None or other.epochs_run > latest.epochs_run):

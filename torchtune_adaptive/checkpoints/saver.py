@@ -8,8 +8,6 @@ from torchtune_adaptive.batch.loader import StepLoader
 from torchtune_adaptive.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.checkpoints.steps import StepCheckpoints
 from torchtune_adaptive.distributed.rank_states import RankStates
-from torchtune_adaptive.errors import CheckpointError, RunEnded
-from torchtune_adaptive.signals import STATUS_STOPPED
 from torchtune_adaptive.training.run_state import AdaptiveState
 
 SaveEpoch = Callable[[int, AdaptiveState], None]  # takes the epoch that is done
@@ -76,24 +74,8 @@ class RunSaver:
         self._rank_states.restore()
 
     def after_step(self, *, epochs_run: int, step: int, stop: bool) -> None:
-        """Save if ``step`` is to be saved, and end the run if it is to ``stop``. A collective.
-
-        Raises:
-            RunEnded: the run is to stop, and is saved.
-            CheckpointError: it is to stop, and cannot be saved. Otherwise training goes on then.
-        """
-        if not stop and not self._steps.is_due(step):
-            return
-        is_saved = self._steps.save(self.state(epochs_run=epochs_run, step=step), at_once=stop)
-        if not stop:
-            return
-        if not is_saved:
-            raise CheckpointError(f"a signal ended the run after step {step}, which could not be saved.")
-        raise RunEnded(
-            f"a signal ended the run after step {step}, which is saved:"
-            " the same command with `resume_from_checkpoint=True` goes on from there.",
-            STATUS_STOPPED,
-        )
+        """As ``StepCheckpoints.after_steps``. A collective."""
+        self._steps.after_steps(step, stop=stop, state=lambda: self.state(epochs_run=epochs_run, step=step))
 
     def after_epoch(self, epoch: int, *, step: int) -> None:
         """Save after ``epoch``. A collective.

@@ -17,7 +17,8 @@ from torchtune import utils
 from torchtune_adaptive.checkpoints.folder import Checkpoint, CheckpointFolder
 from torchtune_adaptive.checkpoints.tensors import TrainedTensors
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.errors import CheckpointError, InputError, reason_of
+from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded, reason_of
+from torchtune_adaptive.signals import STATUS_STOPPED
 from torchtune_adaptive.training.run_state import AdaptiveState
 
 log = utils.get_logger("DEBUG")
@@ -54,9 +55,31 @@ class StepCheckpoints:
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # DCP, of a single process
         self._pending: tuple[str, Future[Any]] | None = None
 
-    def is_due(self, step: int) -> bool:
-        """Whether optimizer step ``step``, counted from 1, is to be followed by a checkpoint."""
-        return self._every_steps is not None and step % self._every_steps == 0
+    def after_steps(self, step: int, *, steps: int = 1, stop: bool, state: Callable[[], AdaptiveState]) -> None:
+        """Save if one of the last ``steps`` is to be saved, and end the run if it is to ``stop``. A collective.
+
+        Args:
+            step: optimizer steps done.
+            state: makes the state of the run now; a collective.
+
+        Raises:
+            RunEnded: the run is to stop, and is saved.
+            CheckpointError: it is to stop, and cannot be saved. Otherwise training goes on then.
+        """
+        every = self._every_steps
+        is_due = every is not None and step // every > (step - steps) // every
+        if not stop and not is_due:
+            return
+        is_saved = self.save(state(), at_once=stop)
+        if not stop:
+            return
+        if not is_saved:
+            raise CheckpointError(f"a signal ended the run after step {step}, which could not be saved.")
+        raise RunEnded(
+            f"a signal ended the run after step {step}, which is saved:"
+            " the same command with `resume_from_checkpoint=True` goes on from there.",
+            STATUS_STOPPED,
+        )
 
     def save(self, state: AdaptiveState, *, at_once: bool = False) -> bool:
         """Save the tensors as they are now, with ``state``, and say whether that succeeded. A collective.

@@ -1,5 +1,6 @@
 """What each rank has of its own: the states of its random generators, and what it has met."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,16 +10,23 @@ from torchtune_adaptive.distributed.snapshot import RandomStates
 
 
 class RankStates:
-    """Gathers what differs between ranks, and gives each its own again."""
+    """Gathers what differs between ranks, and gives each its own again.
 
-    def __init__(self, consensus: Consensus, device: torch.device) -> None:
+    Args:
+        generators: that are used beside the default ones.
+    """
+
+    def __init__(
+        self, consensus: Consensus, device: torch.device, *, generators: Sequence[torch.Generator] = ()
+    ) -> None:
         self._consensus = consensus
         self._device = device
+        self._generators = generators
         self._random: dict[str, Any] | None = None
 
     def now(self, **own: Any) -> list[dict[str, Any]]:
         """By rank, the random generators' states and ``own``, as JSON can hold them. A collective."""
-        random = self._random or RandomStates(self._device).state_dict()
+        random = self._random or RandomStates(self._device, self._generators).state_dict()
         return self._consensus.from_all_ranks(own | {"random": random})
 
     def load(self, saved: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -32,7 +40,7 @@ class RankStates:
     def restore(self) -> None:
         """Set the random generators as they were loaded, once."""
         if self._random is not None:
-            states = RandomStates(self._device)
+            states = RandomStates(self._device, self._generators)
             states.load_state_dict(self._random)
             states.restore()
             self._random = None

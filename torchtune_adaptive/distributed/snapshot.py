@@ -62,9 +62,12 @@ class RandomStates:
 
     Args:
         device: save this CUDA device only. None: save all CUDA devices.
+        generators: others, saved in addition.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, generators: Sequence[torch.Generator] = ()) -> None:
+        self._generators = tuple(generators)
+        self._generator_states = [one.get_state() for one in generators]
         self._numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
         self._python_state = random.getstate()
         self._numpy_state = self._numpy_random.get_state() if self._numpy_random else None
@@ -80,19 +83,23 @@ class RandomStates:
         torch.set_rng_state(self._cpu_state)
         for device, state in self._cuda_states:
             torch.cuda.set_rng_state(state, device)
+        for generator, state in zip(self._generators, self._generator_states, strict=True):
+            generator.set_state(state)
 
     def state_dict(self) -> dict[str, Any]:
         """The states as JSON can hold them; of CUDA devices the one that was saved first."""
         version, words, gauss = self._python_state
         saved: dict[str, Any] = {
             "python": [version, list(words), gauss],
-            "cpu": self._cpu_state.numpy().tobytes().hex(),
+            "cpu": _to_hex(self._cpu_state),
         }
         if self._numpy_state is not None:
             kind, keys, *rest = self._numpy_state
             saved["numpy"] = [kind, keys.tolist(), *rest]
         if self._cuda_states:
-            saved["cuda"] = self._cuda_states[0][1].numpy().tobytes().hex()
+            saved["cuda"] = _to_hex(self._cuda_states[0][1])
+        if self._generators:
+            saved["generators"] = list(map(_to_hex, self._generator_states))
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -104,6 +111,8 @@ class RandomStates:
             self._numpy_state = tuple(saved["numpy"])
         if "cuda" in saved:
             self._cuda_states = [(device, _from_hex(saved["cuda"])) for device, _ in self._cuda_states[:1]]
+        if "generators" in saved:
+            self._generator_states = list(map(_from_hex, saved["generators"]))
 
 
 class KeptTensors:
@@ -151,6 +160,10 @@ class _SavedOptimizer:
         vars(self._optimizer).pop("_opt_called", None)
         if self._stepped is not None:
             vars(self._optimizer)["_opt_called"] = self._stepped
+
+
+def _to_hex(state: torch.Tensor) -> str:
+    return state.numpy().tobytes().hex()
 
 
 def _from_hex(text: str) -> torch.Tensor:

@@ -52,3 +52,8 @@ def describe_peak(meter: MemoryMeter | None) -> str:
         return "not metered"
     limit_bytes = meter.limit_bytes or meter.available_bytes
     return f"peak {format_bytes(meter.peak_bytes)}, limit {format_bytes(limit_bytes)}"
+
+
+def allowed_bytes(device: torch.device, limit_bytes: int | None) -> int | None:
+    """What a run may use of the memory of ``device``: the user's limit, or all of a GPU; None on a CPU without one."""
+    return limit_bytes or (device_memory_bytes(device) if device.type == "cuda" else None)

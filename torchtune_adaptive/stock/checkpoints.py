@@ -5,6 +5,7 @@ import copy
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torchtune_adaptive.checkpoints.folder import (
     read_checkpoint,
     write_state,
 )
-from torchtune_adaptive.checkpoints.resume import find_checkpoint
+from torchtune_adaptive.checkpoints.resume import IsLast, find_checkpoint
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import CheckpointError, InputError, reason_of
 from torchtune_adaptive.training.run_state import AdaptiveState
@@ -54,8 +55,8 @@ class WholeCheckpointer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._checkpointer, name)
 
-    def check_saved(self, consensus: Consensus, *, is_last: bool) -> None:
-        """Say so if the checkpoint that was asked for last could not be saved. A collective.
+    def check_saved(self, consensus: Consensus, *, is_last: bool) -> bool:
+        """Whether the checkpoint that was asked for last is saved; says so if it is not. A collective.
 
         Raises:
             CheckpointError: it could not, and is the last of the run; else training goes on.
@@ -65,6 +66,7 @@ class WholeCheckpointer:
             if is_last:
                 raise CheckpointError(sentence)
             utils.log_rank_zero(log, f"{sentence} Training goes on, and tries again after the next.", logging.WARNING)
+        return not failure
 
     def set_state(self, state: AdaptiveState) -> None:
         """Set what the next checkpoint is saved with."""
@@ -109,6 +111,24 @@ class WholeCheckpointer:
         log.info(f"Checkpoint saved to {path}")
 
 
+class LastCheckpointer:
+    """Saves by ``checkpointer`` when it is told to, after another checkpointer that is asked later."""
+
+    def __init__(self, checkpointer: WholeCheckpointer) -> None:
+        self._checkpointer = checkpointer
+        self._save: Callable[[], None] | None = None
+
+    def save_checkpoint(self, *args: Any, **options: Any) -> None:
+        """Take what ``save_now`` is to save."""
+        self._save = partial(self._checkpointer.save_checkpoint, *args, **options)
+
+    def save_now(self) -> None:
+        """Save, and let go of what was saved."""
+        assert self._save is not None, "`save_checkpoint` comes first"
+        self._save()
+        self._save = None
+
+
 class WholeCheckpointClient(CheckpointClient):
     """torchtune's client, saving by ``checkpointer``."""
 
@@ -138,30 +158,52 @@ def resuming(cfg: DictConfig, checkpoint: Checkpoint | None) -> DictConfig:
     if cfg.get("enable_async_checkpointing", False):
         return changed  # torchtune finds the latest itself
     path = checkpoint.path.absolute()
-    weights = sorted(str(one) for one in path.iterdir() if one.suffix in _WEIGHTS)
-    adapter = [one for one in weights if Path(one).name.startswith(_ADAPTER)]
-    models = [one for one in weights if one not in adapter and Path(one).name != RECIPE_STATE_NAME]
+    models = _model_files(path)
     if checkpoint.recipe_state is not None:
         OmegaConf.update(changed, "checkpointer.recipe_checkpoint", str(checkpoint.recipe_state.absolute()))
-    if adapter:
+    if any(path.glob(f"{_ADAPTER}*")):
         OmegaConf.update(changed, "checkpointer.adapter_checkpoint", str(path / f"{_ADAPTER}.pt"))
     elif models:
         OmegaConf.update(changed, "checkpointer.checkpoint_files", models, merge=False)
     return changed
 
 
-def find_checkpoint_of(cfg: DictConfig, folder: CheckpointFolder) -> Checkpoint | None:
+def resuming_with_value_model(cfg: DictConfig, checkpoint: Checkpoint | None) -> DictConfig:
+    """As ``resuming``, for a policy whose checkpoints of epochs have a value model beside them.
+
+    Raises:
+        InputError: the value model of that epoch is not there.
+    """
+    changed = resuming(cfg, checkpoint)
+    if checkpoint is not None and not checkpoint.is_of_step:
+        beside = os.path.relpath(cfg.value_checkpointer.output_dir, cfg.checkpointer.output_dir)
+        path = (checkpoint.path.absolute().parent / beside / checkpoint.path.name).resolve()
+        if not path.is_dir():
+            raise InputError(
+                "`resume_from_checkpoint` must be a checkpoint whose value model is there, but for"
+                f" {str(checkpoint.path)!r} there is no {str(path)!r}."
+            )
+        if (path / STATE_NAME).exists():
+            read_checkpoint(path)  # which refuses a torn one
+        OmegaConf.update(changed, "value_checkpointer.checkpoint_files", _model_files(path), merge=False)
+    return changed
+
+
+def find_checkpoint_of(cfg: DictConfig, folder: CheckpointFolder, *, is_last: IsLast) -> Checkpoint | None:
     """Take ``folder`` for this run alone, and find in it what ``resume_from_checkpoint`` wants. On rank 0 only.
+
+    Args:
+        is_last: whether nothing is left to train after a checkpoint.
 
     Raises:
         InputError: another run writes into the folder, or there is no such checkpoint.
-        RunEnded: all epochs have been trained already.
+        RunEnded: all has been trained already.
     """
     folder.lock()
     folder.discard_unfinished()
     find_stock = partial(stock_checkpoint, in_background=cfg.get("enable_async_checkpointing", False))
     wanted = cfg.get("resume_from_checkpoint", False)
-    return find_checkpoint(wanted, folder, epochs=cfg.epochs, find_other=find_stock)
+    return find_checkpoint(wanted, folder, is_last=is_last, find_other=find_stock)
 
 
 def stock_checkpoint(folder: Path, *, in_background: bool) -> Checkpoint | None:
@@ -196,6 +238,12 @@ def _background_checkpoint(path: Path) -> Checkpoint:
     epochs_run = int(path.name.rpartition("_")[2]) + 1
     state = read_checkpoint(path).state if (path / STATE_NAME).exists() else None
     return Checkpoint(path, 0, state, epochs_run, path / ".metadata")
+
+
+def _model_files(path: Path) -> list[str]:
+    """The files of the whole model's weights in the folder ``path``."""
+    files = sorted(one for one in path.iterdir() if one.suffix in _WEIGHTS and one.name != RECIPE_STATE_NAME)
+    return [str(one) for one in files if not one.name.startswith(_ADAPTER)]
 
 
 def _link(source: Path, target: Path) -> None:

@@ -19,9 +19,6 @@ _OF_OUR_TRAINING = (
     "max_tokens_per_micro_batch",
     "lr_scaling",
     "objective",
-    "save_every_n_steps",
-    "keep_last_n_checkpoints",
-    "save_in_background",
 )
 # The least values of integers that torchtune does not check before it trains.
 _LEAST = {
@@ -50,8 +47,8 @@ def check_options(cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int) ->
     _check_checkpointing(cfg, ranks=ranks)
 
 
-def check_finds_sizes_only(cfg: DictConfig, settings: AdaptiveSettings, *, method: str) -> None:
-    """Check that a config asks for nothing but sizes of micro-batches, where torchtune's own loop trains.
+def check_finds_sizes_only(settings: AdaptiveSettings, *, method: str) -> None:
+    """Check that settings ask for nothing of a batch but its micro-batches' sizes, where torchtune's own loop trains.
 
     Raises:
         InputError: they ask for more.
@@ -62,10 +59,6 @@ def check_finds_sizes_only(cfg: DictConfig, settings: AdaptiveSettings, *, metho
         if value != default:
             wanted_value = "null" if default is None else default
             raise InputError(f"`{name}` must be {wanted_value} for {method}, but is {quote(value)} instead.")
-    resumes = cfg.get("resume_from_checkpoint", False)
-    if not isinstance(resumes, bool):
-        value = quote(resumes)
-        raise InputError(f"`resume_from_checkpoint` must be True or False for {method}, but is {value} instead.")
 
 
 def why_unrecoverable(cfg: DictConfig) -> str:

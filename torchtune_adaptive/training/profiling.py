@@ -1,8 +1,15 @@
 """torchtune's profiler in the training loop, and CUDA's memory history."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torchtune import utils
+
+from torchtune_adaptive.errors import CheckpointError, RunEnded, reason_of
+
+log = utils.get_logger("DEBUG")
 
 
 class StepProfiler:
@@ -18,9 +25,19 @@ class StepProfiler:
         self._profiler = profiler
         self._memory_steps = memory_steps
 
-    def start(self) -> None:
-        """Before training."""
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A context that training runs in. At its end torchtune may write a trace, for which all ranks must be there.
+
+        So there is none after an error of one rank. A trace that cannot be written is logged.
+        """
         self._profiler.start()
+        try:
+            yield
+        except (RunEnded, CheckpointError):  # which all ranks raise together
+            self._stop()
+            raise
+        self._stop()
 
     def begin_step(self, epoch: int, step: int) -> None:
         """Before step number ``step`` of ``epoch``."""
@@ -33,6 +50,8 @@ class StepProfiler:
             torch.cuda.memory._record_memory_history(enabled=None)
         self._profiler.step()
 
-    def stop(self) -> None:
-        """After training."""
-        self._profiler.stop()
+    def _stop(self) -> None:
+        try:
+            self._profiler.stop()
+        except OSError as error:
+            log.warning(f"Profile not written: {reason_of(error)}")

@@ -1,0 +1,315 @@
+"""PPO goes on from any checkpoint as if it had never ended, its two models together."""
+
+import errno
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import adaptive_ppo_full_finetune_single_device as ppo
+import pytest
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from tests.ppo_runs import ANSWERS, LIMIT_BYTES, PROMPT_TOKENS, make_reward_model, ppo_config
+from tests.ranks import run_alone
+from tests.recipe_runs import RecordingLogger, local_parameters, same_bits, shallow_assets
+from torchtune_adaptive.checkpoints.folder import CheckpointFolder
+from torchtune_adaptive.errors import InputError, RunEnded
+from torchtune_adaptive.signals import STATUS_STOPPED
+from torchtune_adaptive.training.record import REPORT_NAME
+from torchtune_adaptive.training.run_state import AdaptiveState
+
+Recipe: Any = ppo.AdaptivePPOFullFinetuneRecipeSingleDevice
+# Three turns of four optimizer steps an epoch; the third epoch ends the run after its first turn.
+TURNS, STEPS_PER_TURN = 7, 4
+RUN: dict[str, Any] = {
+    "dataset__split": "train[:40]",
+    "num_steps": TURNS * ANSWERS,
+    "ppo_epochs": 2,
+    "ppo_batch_size": 6,
+    "gradient_accumulation_steps": 3,
+    "max_generated_tokens": 4,
+    "tokenizer__max_seq_len": 24,
+    "forward_batch_size": 6,
+    "resume_from_checkpoint": "auto",
+}
+FINISH = CheckpointFolder.finish
+IN_BACKWARD = {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1}
+
+
+class _KilledError(Exception):
+    """Stands for what ends a process at once."""
+
+
+@dataclass
+class Outcome:
+    """What a run has logged, its last weights, and where it went on from."""
+
+    steps: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+    resumed_from: str | None
+    sizes: tuple[int, int]
+
+    def goes_on_as(self, whole: "Outcome", *, after_turns: int) -> bool:
+        return self.steps == whole.steps[after_turns:] and same_bits(self.weights, whole.weights)
+
+
+def killed_in(turn: int) -> Any:
+    """A recipe that dies in a turn, counted from 0."""
+
+    class Killed(Recipe):
+        def generate_trajectory_batched(self, *args: Any) -> Any:
+            if self._steps_run == turn:
+                raise _KilledError
+            return super().generate_trajectory_batched(*args)
+
+    return Killed
+
+
+def killed_after_epoch(epoch: int, *, policy_is_saved: bool) -> Any:
+    """A recipe that dies when an epoch is saved, or just before its policy is, when its value model is."""
+
+    class Killed(Recipe):
+        def save_checkpoint(self, saved_epoch: int, is_intermediate_checkpoint: bool = False) -> None:
+            dies = saved_epoch == epoch
+            if dies and not policy_is_saved:
+                with mock.patch.object(self._policy_checkpointer, "save_now", side_effect=_KilledError):
+                    super().save_checkpoint(saved_epoch, is_intermediate_checkpoint)
+            super().save_checkpoint(saved_epoch, is_intermediate_checkpoint)
+            if dies:
+                raise _KilledError
+
+    return Killed
+
+
+def asked_to_end_in(turn: int) -> Any:
+    """A recipe that is asked to end in a turn, as by SIGTERM."""
+
+    class Asked(Recipe):
+        def generate_trajectory_batched(self, *args: Any) -> Any:
+            if self._steps_run == turn:
+                self._stop_request._make(0, None)
+            return super().generate_trajectory_batched(*args)
+
+    return Asked
+
+
+def trained(recipe_class: Any, cfg: DictConfig) -> Outcome:
+    """The outcome of a run, also of one that is killed."""
+    recipe = recipe_class(cfg)
+    recipe.setup(cfg)
+    try:
+        recipe.train()
+    except _KilledError:
+        pass
+    finally:
+        recipe._steps.wait()  # else the same files would be written and removed by one process
+        recipe._folder._lock.release()  # as at the end of its process
+    steps = [
+        {name: value for name, value in step.items() if "tokens_per_second" not in name}
+        for step in RecordingLogger.last.steps
+    ]
+    weights = local_parameters(nn.ModuleList([recipe._policy_model, recipe._value_model]))
+    resumed_from = recipe._resumed and recipe._resumed.path.name
+    return Outcome(steps, weights, resumed_from, (recipe._forward_batch_size, recipe._ppo_backward_batch_size))
+
+
+# ---- goes on bit for bit
+
+# By name: what ends the run, the run's keys, the checkpoint that it goes on from, and the turns that are in it.
+CASES: dict[str, tuple[Any, dict[str, Any], str, int]] = {
+    "within an epoch": (killed_in(2), {"adaptive__save_every_n_steps": 4}, "step_8", 2),
+    "in the background": (
+        killed_in(5),
+        {"adaptive": {"save_every_n_steps": 4, "save_in_background": True, "keep_last_n_checkpoints": 2}},
+        "step_20",
+        5,
+    ),
+    "a turn after the last checkpoint": (killed_in(5), {"adaptive__save_every_n_steps": 12}, "epoch_0", 3),
+    "at an epoch's end, before it is saved": (
+        killed_after_epoch(1, policy_is_saved=False),
+        {"adaptive__save_every_n_steps": 4},
+        "step_24",
+        6,
+    ),
+    "after an epoch": (killed_after_epoch(1, policy_is_saved=True), {}, "epoch_1", 6),
+    "between the value model and the policy": (killed_after_epoch(1, policy_is_saved=False), {}, "epoch_0", 3),
+}
+
+
+def _resumed(assets: Path, output_dir: Path, names: list[str], keys: dict[str, Any]) -> dict[str, Any]:
+    whole = trained(Recipe, ppo_config(assets, output_dir / "whole", **RUN, **keys))
+    found = {}
+    for number, name in enumerate(names):
+        killed, saves, *_ = CASES[name]
+        cfg = ppo_config(assets, output_dir / str(number), **RUN, **keys, **saves)
+        before = trained(killed, cfg)
+        after = trained(Recipe, cfg)
+        turns = TURNS - len(after.steps)
+        found[name] = {
+            "resumed from": after.resumed_from,
+            "turns": turns,
+            "equal": before.steps == whole.steps[: len(before.steps)] and after.goes_on_as(whole, after_turns=turns),
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def assets(tiny_dir: Path) -> Path:
+    directory = shallow_assets(tiny_dir)
+    make_reward_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def resumed(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_alone(_resumed, assets, tmp_path_factory.mktemp("resumed"), list(CASES), {})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_goes_on_as_if_it_had_never_ended(resumed: dict[str, Any], name: str) -> None:
+    *_, checkpoint, turns = CASES[name]
+    assert resumed[name] == {"resumed from": checkpoint, "turns": turns, "equal": True}
+
+
+@pytest.mark.exhaustive
+def test_optimizers_that_step_in_backward_go_on_too(assets: Path, tmp_path: Path) -> None:
+    found = run_alone(_resumed, assets, tmp_path, list(CASES), IN_BACKWARD)
+    for name, (*_, checkpoint, turns) in CASES.items():
+        assert found[name] == {"resumed from": checkpoint, "turns": turns, "equal": True}, name
+
+
+def _asked_to_end(assets: Path, output_dir: Path) -> dict[str, Any]:
+    """A run whose sizes are searched for is asked to end, and goes on, also with more memory."""
+    adaptive: dict[str, Any] = {"memory_limit": LIMIT_BYTES, "margin": 0.0}
+    searched = {**RUN, "num_steps": 3 * ANSWERS, "tokenizer__max_seq_len": PROMPT_TOKENS, "max_generated_tokens": 8}
+    searched |= {"use_maximum_batch_size": True, "adaptive": adaptive}
+    whole = trained(Recipe, ppo_config(assets, output_dir / "whole", **searched))
+    cfg = ppo_config(assets, output_dir / "part", **searched)
+    with pytest.raises(RunEnded) as end:
+        trained(asked_to_end_in(1), cfg)
+    shutil.copytree(output_dir / "part", output_dir / "roomy")
+    with mock.patch.object(Recipe, "_find_sizes", side_effect=AssertionError("a search")):
+        after = trained(Recipe, cfg)
+    adaptive["memory_limit"] = "96MiB"
+    roomy = trained(Recipe, ppo_config(assets, output_dir / "roomy", **searched))
+    return {
+        "end": (end.value.status, str(end.value)),
+        "resumed from": (after.resumed_from, roomy.resumed_from),
+        "sizes": (whole.sizes, after.sizes, roomy.sizes),
+        "equal": after.goes_on_as(whole, after_turns=2),
+        "reports": [(output_dir / name / REPORT_NAME).exists() for name in ("whole", "part")],
+    }
+
+
+def test_a_run_that_is_asked_to_end_saves_its_turn_and_goes_on_with_the_same_sizes(
+    assets: Path, tmp_path: Path
+) -> None:
+    found = run_alone(_asked_to_end, assets, tmp_path)
+    status, sentence = found["end"]
+    assert status == STATUS_STOPPED
+    assert sentence.startswith("a signal ended the run after step 8, which is saved")
+    assert found["resumed from"] == ("step_8", "step_8")
+    assert found["sizes"] == ((6, 2), (6, 2), (12, 6))
+    assert found["equal"]
+    assert found["reports"] == [True, True]
+
+
+# ---- what cannot be saved, or gone on from
+
+
+def _bad_days(assets: Path, output_dir: Path) -> dict[str, Any]:
+    keys = RUN | {"num_steps": 4 * ANSWERS}  # an epoch of three turns, and one turn
+    cfg = ppo_config(assets, output_dir, **keys)
+    found: dict[str, Any] = {}
+
+    with mock.patch.object(CheckpointFolder, "finish", _no_space_for_values):
+        trained(killed_in(3), cfg)
+    found["without a value model"] = trained(killed_in(0), cfg).resumed_from
+
+    shutil.rmtree(output_dir)
+    trained(killed_in(3), cfg)
+    found["refused"] = {
+        key: _refusal(ppo_config(assets, output_dir, **keys | {key: value}))
+        for key, value in (("batch_size", 6), ("ppo_batch_size", 12), ("ppo_epochs", 1))
+    }
+    (output_dir / "value" / "epoch_0").rename(output_dir / "value" / "elsewhere")
+    found["refused"]["value model"] = _refusal(cfg)
+    (output_dir / "value" / "elsewhere").rename(output_dir / "value" / "epoch_0")
+    trained(Recipe, cfg)
+    with pytest.raises(RunEnded) as end:
+        Recipe(cfg)
+    found["complete"] = end.value.status, str(end.value)
+    return found
+
+
+def _no_space_for_values(folder: CheckpointFolder, name: str, state: AdaptiveState) -> Path:
+    if folder.path.name == "value":
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return FINISH(folder, name, state)
+
+
+def _refusal(cfg: DictConfig) -> str:
+    with pytest.raises(InputError) as refused:
+        Recipe(cfg).setup(cfg)
+    return str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def bad_days(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    output_dir = tmp_path_factory.mktemp("bad") / "out"
+    return run_alone(_bad_days, assets, output_dir), output_dir
+
+
+def test_an_epoch_whose_value_model_cannot_be_saved_is_not_saved(bad_days: tuple[dict[str, Any], Path]) -> None:
+    found, _ = bad_days
+    assert found["without a value model"] is None
+
+
+def test_another_kind_of_turn_or_a_missing_value_model_is_refused(bad_days: tuple[dict[str, Any], Path]) -> None:
+    found, output_dir = bad_days
+    path, values = output_dir / "epoch_0", output_dir / "value" / "epoch_0"
+    assert found["refused"] == {
+        "batch_size": "`batch_size` must be 12 as in the run that goes on, but is 6 instead.",
+        "ppo_batch_size": "`ppo_batch_size` must be 6 as in the run that goes on, but is 12 instead.",
+        "ppo_epochs": "`ppo_epochs` must be 2 as in the run that goes on, but is 1 instead.",
+        "value model": "`resume_from_checkpoint` must be a checkpoint whose value model is there, but for"
+        f" '{path}' there is no '{values}'.",
+    }
+
+
+def test_a_run_that_has_trained_all_turns_is_over(bad_days: tuple[dict[str, Any], Path]) -> None:
+    found, output_dir = bad_days
+    assert found["complete"] == (0, f"The run is complete: {output_dir / 'epoch_1'} is its last checkpoint.")
+
+
+def _of_stock(assets: Path, output_dir: Path) -> tuple[str | None, list[float], list[float]]:
+    """A run of torchtune's own recipe that ours goes on with: the steps that are logged by both."""
+    keys = RUN | {"num_steps": 4 * ANSWERS, "resume_from_checkpoint": False}
+    cfg = ppo_config(assets, output_dir, **keys)
+    stock = ppo.StockRecipe(cfg)
+    stock.setup(cfg)
+    with mock.patch.object(stock, "generate_trajectory_batched", _until(stock, turn=3)), pytest.raises(_KilledError):
+        stock.train()
+    before = [step["step"] for step in RecordingLogger.last.steps]
+    after = trained(Recipe, ppo_config(assets, output_dir, **keys | {"resume_from_checkpoint": True}))
+    return after.resumed_from, before, [step["step"] for step in after.steps]
+
+
+def _until(recipe: Any, *, turn: int) -> Callable[..., Any]:
+    generate = recipe.generate_trajectory_batched
+
+    def generated(*args: Any) -> Any:
+        if recipe._steps_run == turn:
+            raise _KilledError
+        return generate(*args)
+
+    return generated
+
+
+def test_a_checkpoint_of_torchtunes_own_recipe_is_gone_on_from(assets: Path, tmp_path: Path) -> None:
+    assert run_alone(_of_stock, assets, tmp_path) == ("epoch_0", [4, 8, 12], [16])

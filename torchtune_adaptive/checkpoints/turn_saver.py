@@ -1,0 +1,92 @@
+"""What a run of reinforcement learning is saved with: its unit is a turn, which answers prompts and trains on them."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torchtune import utils
+
+from torchtune_adaptive.batch.prompt_batches import PromptBatches
+from torchtune_adaptive.checkpoints.steps import StepCheckpoints
+from torchtune_adaptive.distributed.rank_states import RankStates
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.training.run_state import AdaptiveState
+
+log = utils.get_logger("DEBUG")
+
+# Keys of the config that say which steps a turn has: with others, a run could not go on at the same place.
+_OF_A_TURN = ("batch_size", "ppo_batch_size", "ppo_epochs")
+
+
+class TurnSaver:
+    """Makes the state of a run on one device between its turns, and takes one up.
+
+    Args:
+        config: of the run, by dotted keys.
+        memory_limit_bytes: that the run may use; None without a limit.
+    """
+
+    def __init__(
+        self,
+        batches: PromptBatches,
+        steps: StepCheckpoints,
+        rank_states: RankStates,
+        *,
+        config: Mapping[str, Any],
+        memory_limit_bytes: int | None,
+    ) -> None:
+        self._batches = batches
+        self._steps = steps
+        self._rank_states = rank_states
+        self._config = dict(config)
+        self._memory_limit_bytes = memory_limit_bytes
+
+    def state(self, *, epochs_run: int, step: int, generated: int, trained: int) -> AdaptiveState:
+        """The state after ``epochs_run`` epochs and ``step`` optimizer steps.
+
+        Args:
+            generated, trained: answers at once.
+        """
+        answers, prompts = self._config["batch_size"], len(self._batches.dataset)
+        return AdaptiveState(
+            epochs_run=epochs_run,
+            epoch_samples=self._batches.done * answers,
+            schedule_steps=0,
+            batch_size=answers,
+            is_global=False,
+            reference_samples=answers,
+            samples_per_step=self._config["ppo_batch_size"],
+            global_step=step,
+            micro_batch=None,
+            micro_batch_limit=trained,
+            micro_batch_unit="rows",
+            left_over=(0, 0),
+            padding=(0, 0),
+            dataset_samples=prompts,
+            ranks=1,
+            memory_limit_bytes=self._memory_limit_bytes,
+            rank_states=self._rank_states.now(generated=generated),
+            optimizer=self._steps.options(),
+            config=self._config,
+        )
+
+    def load(self, saved: AdaptiveState) -> tuple[int, int] | None:
+        """Go on from ``saved``: the answers that it generates and trains on at once; None if something has changed.
+
+        Random generators are left to the ``RankStates``.
+
+        Raises:
+            InputError: the run had other turns.
+        """
+        for key in _OF_A_TURN:
+            if (before := saved.config.get(key)) != (now := self._config[key]):
+                raise InputError(f"`{key}` must be {before} as in the run that goes on, but is {now} instead.")
+        self._batches.go_to(saved.epoch_samples // saved.batch_size)
+        (own,) = saved.rank_states
+        self._rank_states.load(saved.rank_states)
+        generated, trained = own["generated"], saved.micro_batch_limit
+        now = self.state(epochs_run=saved.epochs_run, step=saved.global_step, generated=generated, trained=trained)
+        if changes := saved.changes(now):
+            utils.log_rank_zero(log, f"resumed with changes: {'; '.join(changes)}", logging.INFO)
+            return None
+        return generated, trained
