@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+from tqdm import tqdm
 
 from tests.toys import search_result
 from torchtune_adaptive import trainer as trainer_module
@@ -810,7 +811,7 @@ def test_a_signal_ends_the_run_after_its_step_which_is_saved_at_once(
         " the same command with `resume_from_checkpoint=True` goes on from there."
     )
     assert list(toy.logged) == [1, 2, 3, 4, 5]  # the figures of the step are logged first
-    assert toy.events[-2:] == ["step", "save step 5 at once"]
+    assert toy.events[-3:] == ["step", "save step 5 at once", "stop"]
     assert toy.events.count("save step 5") == 0
     assert (toy.steps.states[5].epochs_run, toy.steps.states[5].epoch_samples) == (1, 8)
     assert toy.steps.weights[5] == toy.weight == pytest.approx(W - LR * (1.5 + 5.5 + 9.5 + 1.5 + 5.5))
@@ -822,6 +823,27 @@ def test_a_signal_whose_checkpoint_cannot_be_saved_ends_the_run_as_an_error(tmp_
         toy.train()
     assert str(end.value) == "a signal ended the run after step 2, which could not be saved."
     assert list(toy.logged) == [1, 2]
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError, KeyboardInterrupt])
+def test_however_a_run_ends_its_progress_bar_is_closed(
+    tmp_path: Path, error: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars: list[tqdm[Any]] = []
+
+    def make_bar(**options: Any) -> "tqdm[Any]":
+        bars.append(tqdm(**options))
+        return bars[-1]
+
+    def fail(step: int) -> None:
+        if error is not None and step == 1:
+            raise error
+
+    monkeypatch.setattr(trainer_module, "tqdm", make_bar)
+    with pytest.raises(error or RunEnded):
+        Toy(tmp_path, batch_size=4, stop_after=2, on_before_step=fail).train()
+    (bar,) = bars
+    assert bar.disable  # as it is when it is closed
 
 
 def test_within_an_epoch_no_increase_is_asked_for_again_and_no_size_is_tried(tmp_path: Path) -> None:

@@ -152,8 +152,8 @@ class Trainer:
         done = self.loader.steps_done
         steps = self.loader.steps(epoch)
         self._saver.restore_random()  # after a data loader's iterator is made, which draws a number
-        started = time.perf_counter()
         with tqdm(total=self.loader.steps_per_epoch, initial=done, disable=not self._step_log.writes) as progress:
+            started = time.perf_counter()
             for step, samples in enumerate(steps, start=done + 1):
                 self._before_step(self._global_step)
                 self._profiler.begin_step(epoch, step)
