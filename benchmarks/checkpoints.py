@@ -11,6 +11,7 @@ and writes them to ``results/checkpoints_cpu.md``.
 import logging
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from adaptive_ppo_full_finetune_single_device import AdaptivePPOFullFinetuneRecipeSingleDevice
 from torch import nn
 from torchtune.models.llama2 import llama2
 
@@ -27,16 +29,19 @@ from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, spread, table
 from tests.method_runs import COMMON
+from tests.ppo_runs import make_reward_model, ppo_config
 from tests.ranks import run_alone, run_on_ranks
 from tests.recipe_runs import RECIPES, adaptive_recipe, finished, set_up, shallow_assets, tiny_config
 from torchtune_adaptive.checkpoints.steps import StepCheckpoints
 from torchtune_adaptive.memory.devices import meter_for
+from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.text import format_bytes
 from torchtune_adaptive.tiny import MODEL_GEOMETRY, MODEL_NAME, make_tiny_assets
 
 RESULTS = Path(__file__).parent / "results" / "checkpoints_cpu.md"
 COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.checkpoints"
 RANKS = 2
+CPU = torch.device("cpu")
 WIDE: dict[str, Any] = {"embed_dim": 512, "intermediate_dim": 1536}
 NONE, NOW, LATER = VARIANTS = ("none", "in the step", "in the background")
 EVERY, STEPS, ROUNDS = 8, 27, 9  # steps between checkpoints, of a turn, and turns, of which the first is not counted
@@ -112,27 +117,52 @@ def _waits(tiny_dir: Path) -> dict[str, list[tuple[float, float]]]:
 def _peaks(rank: int, tiny_dir: Path, kind: str) -> tuple[int, int, int]:
     """The bytes of a rank that training needs at most, that loading needs at most, and that loading leaves."""
     logging.disable(logging.WARNING)
-    seen: list[tuple[int, int]] = []
-    load = StepCheckpoints.load
-
-    class Metered(adaptive_recipe(kind)):
-        def setup(self, cfg: Any) -> None:
-            def metered(checkpoints: StepCheckpoints, *args: Any, **options: Any) -> Any:
-                meter = meter_for(self._device, nn.ModuleList(self.models()), self.stepping().optimizers)
-                with meter:
-                    state = load(checkpoints, *args, **options)
-                seen.append((meter.peak_bytes, meter.live_bytes))
-                return state
-
-            with mock.patch.object(StepCheckpoints, "load", metered):
-                super().setup(cfg)
-
     output_dir = tiny_dir.parent / f"of_{kind}"
     options = COMMON | {"max_steps_per_epoch": 2, "adaptive": {"memory_limit": "4GiB", "save_every_n_steps": 1}}
     steps, *_ = finished(adaptive_recipe(kind), tiny_config(kind, tiny_dir, output_dir, **options))
     resumed_from = str(output_dir / "step_1")
-    set_up(Metered, tiny_config(kind, tiny_dir, output_dir, resume_from_checkpoint=resumed_from, **options))
-    return max((int(step["peak_memory_bytes"]) for step in steps), default=0), *seen[-1]
+    cfg = tiny_config(kind, tiny_dir, output_dir, resume_from_checkpoint=resumed_from, **options)
+    recipe = adaptive_recipe(kind)(cfg)
+
+    def meter() -> MemoryMeter:
+        return meter_for(CPU, nn.ModuleList(recipe.models()), recipe.stepping().optimizers)
+
+    loading = _loading_peak(recipe, cfg, meter)
+    return max((int(step["peak_memory_bytes"]) for step in steps), default=0), *loading
+
+
+def _ppo_peaks(assets: Path) -> tuple[int, int, int]:
+    """As ``_peaks``, for PPO."""
+    logging.disable(logging.WARNING)
+    make_reward_model(assets)
+    output_dir = assets.parent / "of_ppo"
+    recipe_class: Any = AdaptivePPOFullFinetuneRecipeSingleDevice
+
+    def meter_of(recipe: Any) -> MemoryMeter:
+        return meter_for(CPU, nn.ModuleList(recipe.models()), recipe.optimizers())
+
+    def config(**keys: Any) -> Any:
+        return ppo_config(assets, output_dir, adaptive={"save_every_n_steps": 1}, **keys)
+
+    recipe = set_up(recipe_class, config())
+    with meter_of(recipe) as meter, mock.patch.object(recipe, "save_checkpoint"):
+        recipe.train()
+    resumed = recipe_class(cfg := config(resume_from_checkpoint=str(output_dir / "step_1")))
+    return meter.peak_bytes, *_loading_peak(resumed, cfg, lambda: meter_of(resumed))
+
+
+def _loading_peak(recipe: Any, cfg: Any, make_meter: Callable[[], MemoryMeter]) -> tuple[int, int]:
+    """The most bytes while a recipe that is set up loads its checkpoint, and those afterwards."""
+    load, meters = StepCheckpoints.load, []
+
+    def metered(checkpoints: StepCheckpoints, *args: Any, **options: Any) -> Any:
+        meters.append(make_meter())
+        with meters[0]:
+            return load(checkpoints, *args, **options)
+
+    with mock.patch.object(StepCheckpoints, "load", metered):
+        recipe.setup(cfg)
+    return meters[0].peak_bytes, meters[0].live_bytes
 
 
 def _all_peaks() -> dict[str, tuple[int, int, int]]:
@@ -141,12 +171,13 @@ def _all_peaks() -> dict[str, tuple[int, int, int]]:
         tiny_dir = Path(directory) / "tiny"
         make_tiny_assets(tiny_dir, num_samples=400)
         assets = shallow_assets(tiny_dir)
-        return {
+        peaks = {
             kind: run_alone(_peaks, 0, assets, kind)
             if kind.endswith("_single")
             else run_on_ranks(_peaks, RANKS, assets, kind)[0]
             for kind in RECIPES
         }
+        return peaks | {"ppo_single": run_alone(_ppo_peaks, assets)}
 
 
 def _report(turns: dict[str, list[tuple[float, float]]], peaks: dict[str, tuple[int, int, int]], run: Any) -> None:

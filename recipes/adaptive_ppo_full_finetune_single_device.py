@@ -128,6 +128,14 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             self._policy_checkpointer.save_now()
             policy.check_saved(self._consensus, is_last=is_last)
 
+    def models(self) -> list[nn.Module]:
+        """Every model on the device, the trained ones first."""
+        return [self._policy_model, self._value_model, self._ref_policy_model, self._reward_model]
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The one of both trained models, or each parameter's."""
+        return list(self._optim_ckpt_wrapper.optim_map.values()) if self._optimizer_in_bwd else [self._optimizer]
+
     def listening(self) -> AbstractContextManager[None]:
         """A context within which SIGTERM and SIGUSR1 have ``train`` save after its turn, and end."""
         return self._stop_request.listening()
@@ -142,7 +150,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         trained = nn.ModuleDict({"policy": self._policy_model, "value": self._value_model})
         self._steps = StepCheckpoints(
             self._folder,
-            TrainedTensors(trained, self._optimizers(), rank=0, ranks=1),
+            TrainedTensors(trained, self.optimizers(), rank=0, ranks=1),
             self._consensus,
             every_steps=self._settings.save_every_n_steps,
             keep_last=self._settings.keep_last_n_checkpoints,
@@ -175,9 +183,6 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             trained=self._ppo_backward_batch_size,
         )
 
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return list(self._optim_ckpt_wrapper.optim_map.values()) if self._optimizer_in_bwd else [self._optimizer]
-
     def _use_largest_sizes(self) -> None:
         """Search for the sizes, use them, and report them."""
         with keep_random_states(), self._kept_as_it_is():
@@ -190,7 +195,6 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
 
     def _find_sizes(self) -> TurnSizes:
         """The largest sizes whose turn fits, on prompts of the greatest length. Leaves no trace."""
-        models = [self._policy_model, self._value_model, self._ref_policy_model, self._reward_model]
         rows, dataset = TokenRows(CROSS_ENTROPY_IGNORE_IDX), self._dataloader.dataset
         rows.check_sample(dataset)
         prompt = rows.worst_case(
@@ -200,13 +204,13 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             consensus=self._consensus,
         )["tokens"]
         seq_len = len(prompt) + self._max_generated_tokens
-        for model in models:
+        for model in self.models():
             check_row_length(seq_len, model)
         prompts = [prompt] * self.batch_size
         workload = Workload(
             train_step=lambda sizes: self._turn(prompts, *sizes),
-            model=nn.ModuleList(models),
-            optimizers=self._optimizers(),
+            model=nn.ModuleList(self.models()),
+            optimizers=self.optimizers(),
             device=self._device,
             meter=None,
             consensus=self._consensus,

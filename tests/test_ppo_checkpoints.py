@@ -142,11 +142,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, int]] = {
 
 
 def _resumed(assets: Path, output_dir: Path, names: list[str], keys: dict[str, Any]) -> dict[str, Any]:
-    whole = trained(Recipe, ppo_config(assets, output_dir / "whole", **RUN, **keys))
+    whole = trained(Recipe, ppo_config(assets, output_dir / "whole", **RUN | keys))
     found = {}
     for number, name in enumerate(names):
         killed, saves, *_ = CASES[name]
-        cfg = ppo_config(assets, output_dir / str(number), **RUN, **keys, **saves)
+        cfg = ppo_config(assets, output_dir / str(number), **RUN | keys | saves)
         before = trained(killed, cfg)
         after = trained(Recipe, cfg)
         turns = TURNS - len(after.steps)
