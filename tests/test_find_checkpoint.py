@@ -204,7 +204,7 @@ def test_a_folder_that_is_no_checkpoint_of_ours_is_refused(run: Run) -> None:
     )
 
 
-@pytest.mark.parametrize("wanted", ["no/such", "True", "latest", 2, 0.5, ["step_1"], {"path": "step_1"}])
+@pytest.mark.parametrize("wanted", ["", "no/such", "True", "latest", 2, 0.5, ["step_1"], {"path": "step_1"}])
 def test_a_value_without_a_meaning_is_refused(run: Run, wanted: Any) -> None:
     run.save("step_1", epochs_run=0)
     assert run.refusal(wanted) == (

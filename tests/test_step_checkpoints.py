@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from tests.faults import WIDTH, ShardedTrainee
@@ -475,8 +475,15 @@ def _save_on_two(rank: int, path: Path) -> dict[str, Any]:
     files = sorted(one.name for one in path.iterdir())
     again = ShardedTrainee(warm_steps=1)
     (checkpoint,) = Consensus().from_rank_zero([one for one in folder.checkpoints() if one.path.name == "step_3"])
-    steps_of(folder, again.model, again.optimizer).load(checkpoint, config=ADAMW)
+    loading = steps_of(folder, again.model, again.optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(FileSystemReader, "read_metadata", Fault(1).around(FileSystemReader.read_metadata))
+        with pytest.raises(InputError) as refused:
+            loading.load(checkpoint, config=ADAMW)
+    loading.load(checkpoint, config=ADAMW)
     found = {
+        "refused": str(refused.value),
         "saved": saved,
         "listed": listed,
         "files": files,
@@ -531,6 +538,11 @@ def test_two_ranks_save_at_once_and_in_the_background_what_they_then_load(two_ra
 def test_what_one_rank_cannot_write_is_saved_on_none(two_ranks: list[dict[str, Any]]) -> None:
     assert [rank["saved"] for rank in two_ranks] == [{"step 2": True, "step 3": True, "step 4": False}] * 2
     assert two_ranks[0]["listed"] == two_ranks[0]["files"] == ["step_2", "step_3"]
+
+
+def test_what_one_rank_cannot_read_is_loaded_on_none(two_ranks: list[dict[str, Any]], path: Path) -> None:
+    sentence = f"{path}/step_3 must be a readable checkpoint, but failed: OSError: [Errno 28] No space left on device."
+    assert [rank["refused"] for rank in two_ranks] == [sentence] * 2
 
 
 def test_state_that_is_each_ranks_own_is_saved_by_each(two_ranks: list[dict[str, Any]]) -> None:

@@ -278,6 +278,14 @@ def test_in_the_background_the_state_of_the_run_is_beside_what_torchtune_writes(
     assert found == Checkpoint(path, 0, replace(STATE, epochs_run=2), 2, path / ".metadata")
 
 
+def test_without_room_for_that_state_torchtunes_own_is_left(recipe: Recipe, caplog: pytest.LogCaptureFixture) -> None:
+    recipe.whole.set_state(STATE)
+    (recipe.path / "dist_epoch_1").touch()
+    recipe.whole.save_state("dist_epoch_1")
+    (message,) = caplog.messages
+    assert message.startswith(f"{recipe.path}/dist_epoch_1 has no adaptive_state.json, which could not be saved: ")
+
+
 # ---- what torchtune alone has left
 
 

@@ -49,7 +49,7 @@ def find_checkpoint(
 
 
 def _checkpoint_at(wanted: object) -> Checkpoint:
-    if not isinstance(wanted, str) or not Path(wanted).is_dir():
+    if not isinstance(wanted, str) or not wanted or not Path(wanted).is_dir():
         raise InputError(
             f"`resume_from_checkpoint` must be True, False, auto or the folder of one, but is {quote(wanted)} instead."
         )

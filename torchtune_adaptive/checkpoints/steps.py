@@ -134,22 +134,16 @@ class StepCheckpoints:
         if state is None or not checkpoint.is_of_step:  # torchtune has loaded it
             return state
         _check_optimizers(state, config, len(self._tensors.options()["groups"]))
+        saved = self._read_metadata(path)
         try:
-            saved = FileSystemReader(path).read_metadata().state_dict_metadata
-            if missing := self._tensors.missing(saved):
-                raise InputError(
-                    f"`resume_from_checkpoint` must be a checkpoint of this model, but in {str(path)!r} {missing}."
-                )
             load(
                 self._tensors.allocate(saved),
                 storage_reader=FileSystemReader(path),
                 process_group=self._group,
                 no_dist=self._group is None,
             )
-        except InputError:
-            raise
         except (CheckpointException, Exception) as error:  # whatever reading a damaged file raises
-            raise InputError(f"{path} must be a readable checkpoint, but failed: {_first_reason(error)}.") from error
+            raise InputError(_unreadable(path, error)) from error
         keys = {*config, *state.config}
         changed = [key for key in keys if key.startswith("optimizer.") and config.get(key) != state.config.get(key)]
         self._tensors.load_options(state.optimizer, chosen=[key.split(".")[1] for key in changed])
@@ -158,6 +152,27 @@ class StepCheckpoints:
     def options(self) -> dict[str, Any]:
         """What belongs into a state beside the tensors."""
         return self._tensors.options()
+
+    def _read_metadata(self, path: Path) -> Mapping[str, Any]:
+        """What is saved in ``path``, by its name. A collective, so that no rank goes on when another cannot.
+
+        Raises:
+            InputError: some rank cannot read it, or it is another model's.
+        """
+        saved: Mapping[str, Any] = {}
+        failure = ""
+        try:
+            saved = FileSystemReader(path).read_metadata().state_dict_metadata
+        except Exception as error:  # whatever reading a damaged file raises
+            failure = _unreadable(path, error)
+        else:
+            if missing := self._tensors.missing(saved):
+                failure = (
+                    f"`resume_from_checkpoint` must be a checkpoint of this model, but in {str(path)!r} {missing}."
+                )
+        if failure := next(filter(None, self._consensus.from_all_ranks(failure)), ""):
+            raise InputError(failure)
+        return saved
 
     def _start(self, name: str) -> None:
         """Make the folder on rank 0, and check that every rank sees it.
@@ -223,6 +238,10 @@ def _check_optimizers(state: AdaptiveState, config: Mapping[str, Any], number: i
         raise InputError(
             f"`optimizer_in_bwd` must be as for the checkpoint, of {saved_number} optimizers, but there are {number}."
         )
+
+
+def _unreadable(path: Path, error: BaseException) -> str:
+    return f"{path} must be a readable checkpoint, but failed: {_first_reason(error)}."
 
 
 def _file_group() -> dist.ProcessGroup:

@@ -73,9 +73,17 @@ class WholeCheckpointer:
         self._state = state
 
     def save_state(self, name: str) -> None:
-        """Save the state alone, beside what torchtune writes in the background into the folder ``name``."""
+        """Save the state alone, beside what torchtune writes in the background into the folder ``name``.
+
+        Without it torchtune's own state says where the run is.
+        """
         assert self._state is not None, "`set_state` comes first"
-        write_state(self._folder.path / name, self._state)
+        try:
+            write_state(self._folder.path / name, self._state)
+        except OSError as error:
+            log.warning(
+                f"{self._folder.path / name} has no {STATE_NAME}, which could not be saved: {reason_of(error)}."
+            )
 
     def save_checkpoint(self, state_dict: dict[str, Any], epoch: int, *args: Any, **options: Any) -> None:
         """As torchtune. An error in writing is left to ``check_saved``, because other ranks wait for this one."""
