@@ -257,6 +257,12 @@ def test_whatever_fails_after_torchtune_has_written_is_said_and_nothing_is_torn(
 # ---- in torchtune's background
 
 
+def test_what_could_not_even_be_gathered_is_said_too(recipe: Recipe, caplog: pytest.LogCaptureFixture) -> None:
+    recipe.whole.give_up("no gathering")
+    assert not recipe.whole.check_saved(Consensus(), is_last=False)
+    assert caplog.messages[-1].startswith("the checkpoint of an epoch is not saved: no gathering. Those before it ")
+
+
 def test_in_the_background_the_state_of_the_run_is_beside_what_torchtune_writes(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

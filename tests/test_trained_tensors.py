@@ -10,8 +10,29 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+from torch.testing._internal.two_tensor import TwoTensor
 
 from torchtune_adaptive.checkpoints.tensors import TrainedTensors
+
+
+class Halves(torch.optim.SGD):
+    """Its state wraps two tensors of other shapes, and is a sum of gradients beside a count."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None and parameter.numel() > 1:
+                state = self.state[parameter]
+                if not state:
+                    state.update(sums=TwoTensor(torch.zeros(7), torch.ones(7)), largest=torch.zeros(2), count=0)
+                    state["largest"].is_paged = True
+                state["count"] += 1
+                state["sums"].a += parameter.grad.sum()
+                state["sums"].b *= 2
+                state["largest"][0] = parameter.grad.max()
+                parameter.add_(state["sums"].a.sum() / state["sums"].b.sum() + state["count"], alpha=-1e-3)
+        return super().step(closure)
+
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
@@ -22,6 +43,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),  # has its state from the start
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),  # whose state has other shapes
+    "parts": lambda parameters: Halves(parameters, lr=1e-2),
     "asgd": lambda parameters: torch.optim.ASGD(parameters, lr=1e-2),  # with scalars beside the step
 }
 
@@ -183,6 +205,18 @@ def test_a_parameter_that_has_no_state_yet_has_none_afterwards() -> None:
     assert set(other_optimizer.state) == {linear.weight, linear.bias}
     step(other, [other_optimizer])
     assert other_optimizer.state[other.embedding.weight]["step"] == 2
+
+
+def test_state_of_another_librarys_optimizer_stays_where_the_optimizer_has_it() -> None:
+    """As in paged memory."""
+    model, other = Model(), Model()
+    optimizer, other_optimizer = Halves(model.parameters(), lr=1e-2), Halves(other.parameters(), lr=1e-2)
+    step(model, [optimizer])
+    trained(other, other_optimizer).allocate(metadata(trained(model, optimizer).tensors()))
+    state = other_optimizer.state[other.layers[0].linear.weight]
+    assert state["largest"].is_paged
+    assert type(state["sums"]) is TwoTensor
+    assert all(parameter.grad is None for parameter in other.parameters())
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torchtune_adaptive.batch.row_format import RowFormat, TokenRows
 from torchtune_adaptive.checkpoints.folder import CheckpointFolder
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.snapshot import KeptTensors
+from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.memory.devices import check_limit
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.signals import StopRequest
@@ -219,6 +220,9 @@ class AdaptiveRecipe:
         # On one CPU stock's recipes of LoRA merge the adapters into the base weights, which training goes on with.
         is_merged = self._device.type == "cpu" and not self.on_several_ranks
         base = KeptTensors(weight for weight in self._model.parameters() if is_merged and not weight.requires_grad)
-        self.save_checkpoint(epoch=epoch)
+        try:
+            self.save_checkpoint(epoch=epoch)
+        except NotImplementedError as error:  # on all ranks: torch cannot gather the state of some optimizers
+            self._whole.give_up(reason_of(error))
         base.restore()
         self._whole.check_saved(self._consensus, is_last=epoch + 1 == self.total_epochs)

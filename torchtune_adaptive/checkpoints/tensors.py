@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")  # of activation checkpointing and compiling
 
@@ -17,7 +19,8 @@ class TrainedTensors:
 
     Names are ``model/PARAMETER`` and ``optimizer/PARAMETER/KEY``. Frozen parameters are left out. A tensor of an
     optimizer that is not sharded with its parameter, and no single number, is each rank's own:
-    ``optimizer/PARAMETER/KEY/RANK``.
+    ``optimizer/PARAMETER/KEY/RANK``. One that wraps others, as torchao's states of 8 bits, is saved by its parts,
+    ``KEY.PART``.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, rank: int, ranks: int) -> None:
@@ -36,9 +39,8 @@ class TrainedTensors:
         """Those that there are now, as they are: nothing is copied."""
         named = {f"model/{name}": tensor.detach() for name, tensor in (self._parameters | self._buffers).items()}
         for name, parameter, state in self._states():
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    named[self._place(name, key, parameter, value)] = value
+            for key, value in _parts(state):
+                named[self._place(name, key, parameter, value)] = value
         return named
 
     def options(self) -> dict[str, Any]:
@@ -59,7 +61,8 @@ class TrainedTensors:
     def unsavable(self) -> str:
         """What of the optimizers' state a checkpoint cannot hold, as a sentence's part; "" if it can hold all."""
         for _, _, state in self._states():
-            for key, value in state.items():
+            numbers = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+            for key, value in [*_parts(state), *numbers.items()]:
                 inner = value.to_local() if isinstance(value, DTensor) else value
                 if type(inner) is not torch.Tensor and not isinstance(inner, int | float | str | None):
                     return f"the optimizer's {key} is a {type(inner).__name__}, neither a plain tensor nor a number"
@@ -81,17 +84,28 @@ class TrainedTensors:
         return f"the optimizer's state is of {len(ranks)} ranks" if len(ranks) not in (0, self._ranks) else ""
 
     def allocate(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """As ``tensors``, with optimizer state as it was saved: made here, to be filled. State that was is dropped."""
+        """As ``tensors``, with optimizer state as it was saved: made here, to be filled. State that was is dropped.
+
+        An optimizer that is not one of torch's makes its state itself, by a step without gradients: it may be in paged
+        memory, or wrap other tensors. Parameters that this changes are to be filled as well.
+        """
         by_parameter: dict[str, list[tuple[str, TensorStorageMetadata]]] = {}
         for place, one in saved.items():
             kind, name, *keys = place.split("/")
             if kind == "optimizer" and keys[1:] in ([], [str(self._rank)]):
                 by_parameter.setdefault(name, []).append((keys[0], one))
+        for optimizer in self._optimizers:
+            if not type(optimizer).__module__.startswith("torch.optim."):
+                optimizer.state.clear()
+                _init_optim_state(optimizer)
         for optimizer, group, parameter in self._places():
-            optimizer.state[parameter] = {
-                key: _alike(one, parameter, key=key, group=group)
-                for key, one in by_parameter.get(self._names[parameter], [])
-            }
+            made, state = optimizer.state.get(parameter, {}), {}
+            for place, one in by_parameter.get(self._names[parameter], []):
+                key, _, part = place.partition(".")
+                own = made.get(key)
+                is_made = isinstance(own, torch.Tensor) and (own.shape, own.dtype) == (one.size, one.properties.dtype)
+                state[key] = own if part or is_made else _alike(one, parameter, key=key, group=group)
+            optimizer.state[parameter] = state
         return self.tensors()
 
     def load_options(self, options: Mapping[str, Any], *, chosen: Sequence[str]) -> None:
@@ -130,6 +144,17 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 yield _WRAPPERS.sub("", name), buffer
+
+
+def _parts(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a parameter's state, one that wraps others by its parts."""
+    for key, value in state.items():
+        inner = value._local_tensor if isinstance(value, DTensor) else value
+        if is_traceable_wrapper_subclass(inner):
+            names, _ = inner.__tensor_flatten__()
+            yield from ((f"{key}.{name}", getattr(inner, name)) for name in names)
+        elif isinstance(value, torch.Tensor):
+            yield key, value
 
 
 def _alike(one: TensorStorageMetadata, parameter: nn.Parameter, *, key: str, group: Mapping[str, Any]) -> torch.Tensor:

@@ -68,6 +68,10 @@ class WholeCheckpointer:
             utils.log_rank_zero(log, f"{sentence} Training goes on, and tries again after the next.", logging.WARNING)
         return not failure
 
+    def give_up(self, reason: str) -> None:
+        """Have ``check_saved`` say that the checkpoint could not be saved."""
+        self._failure = reason
+
     def set_state(self, state: AdaptiveState) -> None:
         """Set what the next checkpoint is saved with."""
         self._state = state
