@@ -31,7 +31,9 @@ LONGEST_WAIT_S = 600.0
 _POLL_S = 0.002
 _ROWS_DIR = "CRASH_RUNS_ROWS"  # an environment variable of launched processes
 # Not the same in two equal runs.
-_OF_THE_CLOCK = {"time", "tokens_per_second_per_gpu", "peak_memory_bytes"}
+_OF_THE_CLOCK = {"time", "peak_memory_bytes"} | {
+    f"tokens_per_second_per_gpu{part}" for part in ("", "_trajectory", "_ppo")
+}
 
 Step = dict[str, float]
 
@@ -106,6 +108,16 @@ class Setup:
         return f"adaptive_{self.kind}_finetune_{'single_device' if single else 'distributed'}"
 
     @property
+    def config(self) -> str:
+        """As ``tune run`` takes it."""
+        return f"tiny/{self.kind}"
+
+    @property
+    def epochs(self) -> int:
+        """Of the run."""
+        return int(str(self.overrides["epochs"]))
+
+    @property
     def grows(self) -> bool:
         """Whether its batch may grow."""
         return any(key.startswith("batch_increase_function") for key in self.overrides)
@@ -161,7 +173,7 @@ class Launch:
         }
         command = [str(Path(sys.executable).parent / "tune"), "run"]
         command += ["--nproc_per_node", str(setup.ranks)] if setup.ranks > 1 else []
-        command += [setup.recipe, "--config", f"tiny/{setup.kind}"]
+        command += [setup.recipe, "--config", setup.config]
         command += [f"{key}={value}" for key, value in (overrides | dict(setup.overrides)).items()]
         with self._output_path.open("w") as output:
             self._launcher = subprocess.Popen(
@@ -434,16 +446,15 @@ def step_difference(wanted: Sequence[Step], steps: Sequence[Step]) -> str:
 
 
 def last_weights(out: Path, epochs: int) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors of each file of weights after the last epoch, by the file's name."""
-    files = [path for path in (out / f"epoch_{epochs - 1}").iterdir() if path.suffix in (".bin", ".pt")]
-    return {path.name: torch.load(path, weights_only=True) for path in files}
+    """The tensors of each file of weights after the last epoch, by the file's place."""
+    files = [path for path in out.rglob(f"epoch_{epochs - 1}/*") if path.suffix in (".bin", ".pt")]
+    return {str(path.relative_to(out)): torch.load(path, weights_only=True) for path in files}
 
 
 def reference_of(setup: Setup, assets: Path, directory: Path) -> Reference:
     """The uninterrupted run of ``setup``."""
     run = finished(setup, assets, directory)
-    epochs = int(str(setup.overrides["epochs"]))
-    reference = Reference(run.steps, last_weights(run.out, epochs), epochs)
+    reference = Reference(run.steps, last_weights(run.out, setup.epochs), setup.epochs)
     assert reference.weights, list(run.out.iterdir())
     return reference
 

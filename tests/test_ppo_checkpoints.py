@@ -2,6 +2,7 @@
 
 import errno
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,10 @@ from unittest import mock
 import adaptive_ppo_full_finetune_single_device as ppo
 import pytest
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from tests.crash_runs import Case, Reference, Setup, reference_of, strike
 from tests.ppo_runs import ANSWERS, LIMIT_BYTES, PROMPT_TOKENS, make_reward_model, ppo_config
 from tests.ranks import run_alone
 from tests.recipe_runs import RecordingLogger, local_parameters, same_bits, shallow_assets
@@ -219,6 +221,57 @@ def test_a_run_that_is_asked_to_end_saves_its_turn_and_goes_on_with_the_same_siz
     assert found["sizes"] == ((6, 2), (6, 2), (12, 6))
     assert found["equal"]
     assert found["reports"] == [True, True]
+
+
+# ---- killed
+
+
+@dataclass(frozen=True)
+class PpoSetup(Setup):
+    """PPO with a turn of one optimizer step, by the config at ``path``."""
+
+    path: str = ""
+
+    @property
+    def recipe(self) -> str:
+        return ppo.__name__
+
+    @property
+    def config(self) -> str:
+        return self.path
+
+    @property
+    def epochs(self) -> int:
+        return 4
+
+
+@pytest.fixture(scope="module")
+def ppo_setup(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> PpoSetup:
+    """Twelve turns, three an epoch, of which every second one is saved."""
+    keys = RUN | {"dataset__split": "train[:40]", "num_steps": 12 * ANSWERS, "ppo_epochs": 1, "ppo_batch_size": ANSWERS}
+    cfg = ppo_config(assets, Path("${output_dir}"), **keys)
+    cfg.output_dir = "/"  # the command line has another
+    path = tmp_path_factory.mktemp("config") / "ppo.yaml"
+    OmegaConf.save(cfg, path)
+    return PpoSetup("PPO", "ppo", 1, {"adaptive.save_every_n_steps": 2}, path=str(path))
+
+
+@pytest.fixture(scope="module")
+def whole(ppo_setup: PpoSetup, assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    reference = reference_of(ppo_setup, assets, tmp_path_factory.mktemp("whole"))
+    assert [step["step"] for step in reference.steps] == list(range(1, 13))
+    assert sorted(Path(file).parts[0] for file in reference.weights) == ["epoch_3", "value"]
+    return reference
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+@pytest.mark.parametrize("writing", ["", "step", "epoch"])
+@pytest.mark.parametrize("number", range(3))
+def test_a_run_killed_at_any_moment_resumes_as_if_it_had_not_been(
+    number: int, writing: str, ppo_setup: PpoSetup, whole: Reference, assets: Path, tmp_path: Path
+) -> None:
+    assert strike(Case(number, ppo_setup, writing, strikes=1 + number % 2), whole, assets, tmp_path).problems == []
 
 
 # ---- what cannot be saved, or gone on from
