@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -51,6 +52,19 @@ def test_a_rank_that_refuses_alone_says_it_itself(
     monkeypatch.setenv("RANK", "1")
     launch._say_once("this rank's data set is missing.")
     assert capsys.readouterr().err == "this rank's data set is missing.\n"
+
+
+@pytest.mark.usefixtures("torchrun")
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ranks_whose_torchrun_is_gone_say_it_themselves(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))  # where nobody listens
+        monkeypatch.setenv("RANK", rank)
+        launch._say_once("a signal ended the run.")
+    assert capsys.readouterr().err == "a signal ended the run.\n"
 
 
 def test_without_torchrun_the_process_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,8 @@ def _say_once(sentence: str) -> None:
     """Print ``sentence`` on one rank, before the launcher sees any rank exit and stops the others.
 
     The ranks meet in torchrun's own store, which is there before and after the process group. Rank 0
-    prints; the others wait for it, and print if it does not come, as when they failed alone.
+    prints; the others wait for it, and print if it does not come, as when they failed alone. Without torchrun, or when
+    it is gone, each rank prints.
     """
     rank = int(os.environ.get("RANK", 0))
     store = _torchrun_store()
@@ -124,7 +125,12 @@ def _torchrun_store() -> Any:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(address, port, is_master=False, timeout=_WAIT_FOR_RANK_ZERO)
+    try:
+        # Where nobody listens, as when the launcher was killed, a store would try again until its time is over.
+        socket.create_connection((address, port), timeout=_WAIT_FOR_RANK_ZERO.total_seconds()).close()
+        return TCPStore(address, port, is_master=False, timeout=_WAIT_FOR_RANK_ZERO)
+    except (OSError, dist.DistError):
+        return None
 
 
 def _leave(status: int) -> NoReturn:
