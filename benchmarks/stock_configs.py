@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.provenance import provenance
 from benchmarks.tables import table
-from torchtune_adaptive.errors import InputError, reason_of
+from torchtune_adaptive.errors import InputError, TracingError
 from torchtune_adaptive.plan.client import trace
 from torchtune_adaptive.plan.step_peaks import TracedStep
 from torchtune_adaptive.search.strategies import usable_bytes
@@ -131,10 +131,10 @@ def plan(config: StockConfig) -> Planned:
     """Trace the config's step."""
     try:
         step = trace(config.cfg, world_size=config.ranks, seq_lens=[config.row_tokens])
+    except TracingError as error:
+        return Planned(config, failed=str(error))
     except InputError as error:
         return Planned(config, refused=str(error))
-    except RuntimeError as error:  # the tracing process ended with a traceback
-        return Planned(config, failed=reason_of(error))
     return Planned(config, step)
 
 

@@ -1,7 +1,10 @@
 """Models for plans that are not torchtune's own: a component that a config can name."""
 
+import os
+import signal
 from typing import Any
 
+import torch
 from torch import nn
 from torchtune.models.llama2 import llama2
 from torchtune.modules import TransformerDecoder
@@ -35,3 +38,17 @@ def with_one_wide_layer(num_layers: int, wide: int) -> TransformerDecoder:
 def of_images() -> nn.Module:
     """A model that is no decoder of text."""
     return nn.Linear(4, 4)
+
+
+class FailsInItsStep(torch.optim.SGD):
+    """An optimizer with a mistake."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise ZeroDivisionError("division by zero")
+
+
+class EndsItsProcess(torch.optim.SGD):
+    """An optimizer that breaks down, as one whose own code reads where nothing is."""
+
+    def step(self, closure: Any = None) -> Any:
+        os.kill(os.getpid(), signal.SIGSEGV)

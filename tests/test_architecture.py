@@ -21,7 +21,8 @@ LONGEST_CLASS_LINES = 200
 # What bases of other libraries set in their constructors.
 SET_BY_FOREIGN_BASES = {
     "_DealtOrder": {"dataset", "epoch", "num_replicas", "rank", "seed", "shuffle"},  # DistributedSampler
-    "BlockwiseAdam": {"param_groups", "state"},  # Optimizer
+    "_StandIn": {"param_groups", "state"},  # Optimizer
+    "OptimizerOnHost": {"param_groups"},
 }
 WITHOUT_TORCH = [
     *("errors", "files", "text", "signals", "schedule", "settings", "memory/timeline", "memory/allocator_retries"),
@@ -38,6 +39,7 @@ WRITTEN_INTO = {
     "memory/storages.py": {"torch"},  # a method that no dispatch mode sees
     "plan/cli.py": {"parsed"},  # argparse's
     "plan/fake_recipe.py": {"module", "recipe", "torchtune_offloading"},  # a stock recipe, set up by hand
+    "plan/optimizer_stand_ins.py": {"parameter"},  # gradients
     "training/learning_rate.py": {"scheduler"},  # which it has just built
     "training/optimizer_state.py": {"parameter"},  # gradients
 }

@@ -1,5 +1,6 @@
 """A config's peaks over fake tensors: extrapolated from few layers where they repeat, and of the right kinds."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import InputError, TracingError
 from torchtune_adaptive.memory.timeline import Timeline
 from torchtune_adaptive.plan import client, worker
 from torchtune_adaptive.plan.step_peaks import StepPeaks
@@ -38,7 +39,7 @@ def _model(component: str, **arguments: int) -> list[str]:
 REFUSED = {
     "`model` must be a text model": _model("of_images"),
     "The config must be one that its recipe can set up": ["optimizer_in_bwd=True"],  # and clips gradients
-    "`optimizer` of bitsandbytes must be one of its Adam family": ["optimizer=bitsandbytes.optim.Lion"],
+    "`optimizer` of bitsandbytes must be one of Adam, ": ["optimizer=bitsandbytes.optim.Unknown8bit"],
     "Rows must have at most the model's max_seq_len": ["model.max_seq_len=32"],
 }
 
@@ -284,6 +285,26 @@ def _traced(_: int, cfg: DictConfig) -> Any:
 def test_a_refusal_of_the_worker_process_is_raised_here() -> None:
     with pytest.raises(InputError, match=r"^Rows must have at most the model's max_seq_len \(32 tokens\), but have 64"):
         client.trace(_cfg("full", SHALLOW, "model.max_seq_len=32"), world_size=1, seq_lens=[SEQ_LEN])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reason", "last_lines"),
+    [
+        ("FailsInItsStep", "ZeroDivisionError: division by zero", "ZeroDivisionError: division by zero"),
+        ("EndsItsProcess", "its process was ended by SIGSEGV", "in step"),
+    ],
+)
+def test_an_unforeseen_error_of_the_worker_process_is_one_sentence_with_the_place_of_the_rest(
+    optimizer: str, reason: str, last_lines: str
+) -> None:
+    cfg = _cfg("full", SHALLOW, "~optimizer.fused", f"optimizer._component_=tests.fake_models.{optimizer}")
+    with pytest.raises(TracingError) as failed:
+        client.trace(cfg, world_size=1, seq_lens=[SEQ_LEN])
+    start, _, rest = str(failed.value).partition(f" {reason} (the whole error is in ")
+    assert start == "The config must be one whose train step can be traced, but tracing it failed:"
+    log = Path(rest.removesuffix(")."))
+    assert last_lines in log.read_text()
+    log.unlink()
 
 
 def test_a_worker_process_that_takes_too_long_is_ended() -> None:

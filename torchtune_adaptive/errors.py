@@ -15,6 +15,10 @@ class NothingFitsError(InputError):
     """Not even a batch of one row fits; the message gives the figures and what would help."""
 
 
+class TracingError(InputError):
+    """A config's train step cannot be traced for a reason that is not its user's; the message names a file with it."""
+
+
 class CheckpointError(Exception):
     """A checkpoint cannot be written; the message is the reason."""
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import InputError, TracingError
 from torchtune_adaptive.plan.step_peaks import TracedStep
 from torchtune_adaptive.stock.configs import resolved
 
@@ -39,6 +41,7 @@ def trace(
 
     Raises:
         InputError: the config cannot be planned; the message says why.
+        TracingError: tracing it failed.
         TimeoutError: it took longer than ``timeout_s``.
     """
     request = {
@@ -57,27 +60,53 @@ def calibration_peak(batch_size: int, seq_len: int) -> float:
 
 
 def _run_worker(request: dict[str, Any], *, timeout_s: float | None, shows_progress: bool) -> dict[str, Any]:
-    """Start ``worker`` with ``request`` and return its answer."""
+    """Start ``worker`` with ``request`` and return its answer.
+
+    Raises:
+        InputError: it refuses the request.
+        TracingError: it fails.
+        TimeoutError: it took longer than ``timeout_s``.
+    """
     with tempfile.TemporaryDirectory() as directory:
-        answer_path = Path(directory) / "answer.json"
+        answer_path, error_path = Path(directory) / "answer.json", Path(directory) / "error.log"
         try:
             ended = subprocess.run(
-                [sys.executable, "-m", _WORKER, str(answer_path)],
+                [sys.executable, "-m", _WORKER, str(answer_path), str(error_path)],
                 input=json.dumps(request),
                 text=True,
                 env=_environment(),
                 stdout=subprocess.DEVNULL,
-                stderr=None if shows_progress else subprocess.PIPE,
+                stderr=None if shows_progress else subprocess.DEVNULL,
                 timeout=timeout_s,
             )
         except subprocess.TimeoutExpired as error:
             raise TimeoutError(f"tracing took longer than {timeout_s} s") from error
-        if ended.returncode:
-            raise RuntimeError(f"tracing failed with exit status {ended.returncode}: {(ended.stderr or '')[-2000:]}")
-        answer = json.loads(answer_path.read_text())
+        answer = json.loads(answer_path.read_text()) if answer_path.exists() else {"failed": _ending(ended.returncode)}
+        if "failed" in answer:
+            kept_path = _keep(error_path)
+            raise TracingError(
+                "The config must be one whose train step can be traced, but tracing it failed:"
+                f" {answer['failed']} (the whole error is in {kept_path})."
+            )
     if "refused" in answer:
         raise InputError(answer["refused"])
     return answer
+
+
+def _ending(status: int) -> str:
+    """How a process that ended with ``status`` ended, as a sentence's part."""
+    if status < 0:
+        return f"its process was ended by {signal.Signals(-status).name}"
+    return f"its process ended with status {status}"
+
+
+def _keep(error_path: Path) -> Path:
+    """A copy of the file that stays."""
+    descriptor, kept_path = tempfile.mkstemp(prefix="tune_adaptive_plan_", suffix=".log")
+    os.close(descriptor)
+    if error_path.exists():
+        shutil.copyfile(error_path, kept_path)
+    return Path(kept_path)
 
 
 def _environment() -> dict[str, str]:

@@ -28,8 +28,9 @@ from torchtune.modules.peft import DoRALinear
 from torchtune_adaptive.batch.row_format import PreferenceRows, Row
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.memory.phases import Phases
-from torchtune_adaptive.plan.cuda_stand_ins import OffloadedActivations, stand_in_for_optimizer
+from torchtune_adaptive.plan.cuda_stand_ins import OffloadedActivations
 from torchtune_adaptive.plan.fake_model import layers_limited_to, make_fake
+from torchtune_adaptive.plan.optimizer_stand_ins import stand_in_for_optimizer
 from torchtune_adaptive.plan.trace import CUDA_GRANULARITY_BYTES, ON_HOST, Mark, StepTrace
 from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.configs import method_of, resolved
@@ -136,7 +137,8 @@ class FakeRecipe:
 
     @contextmanager
     def _as_on_device(self) -> Iterator[None]:
-        with self._fake_mode, _optimizers_choose_as_on_cuda() if self._like_cuda else contextlib.nullcontext():
+        as_on_cuda = _optimizers_choose_as_on_cuda() if self._like_cuda else contextlib.nullcontext()
+        with self._fake_mode, _NumbersOfFakes(), as_on_cuda:
             yield
 
 
@@ -262,26 +264,17 @@ def _set_up_optimizer_and_loss(recipe: Any, cfg: DictConfig) -> None:
         kd_chunks = getattr(kd_loss, "num_output_chunks", None)
         if kd_chunks != chunks:
             raise InputError(f"`kd_loss` must take as many chunks as `loss` ({chunks}), but takes {kd_chunks} instead.")
-        recipe._kd_loss_fn = _WithTokensThatCount(kd_loss)
+        recipe._kd_loss_fn = kd_loss
 
 
-class _WithTokensThatCount:
-    """A loss of torchtune that asks whether no token counts, which fake tensors do not know: one does."""
-
-    def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
-        self._loss = loss
-
-    def __call__(self, *args: Any) -> torch.Tensor:
-        with _QuestionsAnsweredNo():
-            return self._loss(*args)
-
-
-class _QuestionsAnsweredNo(TorchDispatchMode):
-    """Inside, every boolean that is read from a tensor is False."""
+class _NumbersOfFakes(TorchDispatchMode):
+    """Inside, what is read from a fake tensor is False or 1: a distillation's loss asks whether no token counts,
+    and Adafactor for the norm of a parameter."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
-            return False
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         return func(*args, **(kwargs or {}))
 
 

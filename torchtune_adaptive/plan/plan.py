@@ -60,7 +60,11 @@ class LengthPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What fits for each length of rows, with what the plan was computed from."""
+    """What fits for each length of rows, with what the plan was computed from.
+
+    Attributes:
+        is_compiled: the config compiles its model, which the plan leaves out.
+    """
 
     world_size: int
     card: Card
@@ -68,6 +72,7 @@ class Plan:
     lengths: tuple[LengthPlan, ...]
     step: TracedStep
     overhead: Overhead
+    is_compiled: bool
 
     @property
     def fits(self) -> bool:
@@ -104,6 +109,7 @@ def plan(cfg: DictConfig, *, world_size: int, card: Card, seq_lens: Sequence[int
         lengths=tuple(map(planner.plan, step.peaks)),
         step=step,
         overhead=overhead,
+        is_compiled=bool(cfg.get("compile", False)),
     )
 
 

@@ -10,6 +10,9 @@ from torchtune_adaptive.plan.suggestions import Suggestion
 from torchtune_adaptive.text import format_bytes, text_table
 
 _GIB = 2**30
+_NOT_COMPILED = (
+    "`compile` is not modelled: the step is planned as if it were False. Compiled code takes less, so more may fit."
+)
 
 
 def plan_text(plan: Plan, *, title: str) -> str:
@@ -34,6 +37,8 @@ def plan_text(plan: Plan, *, title: str) -> str:
         "",
         _source(plan),
     ]
+    if plan.is_compiled:
+        lines.append(_NOT_COMPILED)
     if step.paged_bytes:
         paged = format_bytes(step.paged_bytes)
         lines.append(f"Optimizer state of {paged} is in paged memory, which can move to the host: not counted.")
@@ -63,6 +68,7 @@ def plan_json(plan: Plan, suggestions: Iterable[Suggestion]) -> dict[str, Any]:
         "num_layers": step.num_layers,
         "traced_layers": list(step.traced_layers),
         "paged_bytes": step.paged_bytes,
+        "not_modelled": ["compile"] if plan.is_compiled else [],
         "overhead": asdict(plan.overhead),
         "lengths": [asdict(length) for length in plan.lengths],
         "suggestions": [asdict(suggestion) for suggestion in suggestions],

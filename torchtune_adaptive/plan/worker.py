@@ -1,16 +1,19 @@
 """Trace a config's train step over fake tensors, in the process that ``client`` starts.
 
-``python -m torchtune_adaptive.plan.worker OUTPUT`` reads a request as JSON from standard input and writes its answer
-as JSON to the file OUTPUT. The answer holds the peaks, or the reason why there are none.
+``python -m torchtune_adaptive.plan.worker OUTPUT ERRORS`` reads a request as JSON from standard input and writes its
+answer as JSON to the file OUTPUT. The answer holds the peaks, or the reason why there are none; an unforeseen error is
+in the file ERRORS as well, from the first line of its traceback to the last, also where it ends the process at once.
 """
 
+import faulthandler
 import json
 import logging
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -18,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
 from torchtune_adaptive.batch.row_format import check_row_length
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.memory.timeline import Timeline, sum_of_timelines
 from torchtune_adaptive.plan.calibration import make_trainer
 from torchtune_adaptive.plan.fake_recipe import FakeRecipe
@@ -216,15 +219,24 @@ def main() -> None:
     """Answer the request on standard input."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    request: dict[str, Any] = json.load(sys.stdin)
+    output_path, errors_path = map(Path, sys.argv[1:])
+    with errors_path.open("w") as errors:
+        faulthandler.enable(errors)
+        answer = _answer(json.load(sys.stdin), errors)
+        faulthandler.disable()
+    output_path.write_text(json.dumps(answer))
+
+
+def _answer(request: dict[str, Any], errors: TextIO) -> dict[str, Any]:
     try:
         if "config" in request:
-            answer = trace_config(OmegaConf.create(request.pop("config")), **request).as_json()
-        else:
-            answer = {"peak_bytes": trace_calibration(**request)}
+            return trace_config(OmegaConf.create(request.pop("config")), **request).as_json()
+        return {"peak_bytes": trace_calibration(**request)}
     except InputError as error:
-        answer = {"refused": str(error)}
-    Path(sys.argv[1]).write_text(json.dumps(answer))
+        return {"refused": str(error)}
+    except Exception as error:
+        traceback.print_exc(file=errors)
+        return {"failed": reason_of(error)}
 
 
 if __name__ == "__main__":

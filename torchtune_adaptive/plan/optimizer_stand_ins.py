@@ -1,0 +1,200 @@
+"""Stand-ins for optimizers that fake tensors cannot run: they hold the same state, and what a step takes beside it."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtune_adaptive.errors import InputError, quote
+
+_BITSANDBYTES = re.compile(r"bitsandbytes\.optim\.(Paged)?([A-Z][A-Za-z]*?)(8bit|32bit)?")
+# Tensors of state that a parameter has, by the optimizer's name.
+_STATES = MappingProxyType(
+    {"Adam": 2, "AdamW": 2, "LAMB": 2, "Lion": 1, "RMSprop": 1, "Adagrad": 1, "LARS": 1, "SGD": 1, "AdEMAMix": 3}
+)
+_TORCHAO = re.compile(r"torchao\.(?:optim|prototype\.low_bit_optim)\.AdamW?(8bit|4bit|Fp8)")
+_TORCHAO_OFFLOADING = re.compile(r"torchao\.(?:optim|prototype\.low_bit_optim)\.CPUOffloadOptimizer")
+
+
+def stand_in_for_optimizer(optimizer: DictConfig) -> DictConfig:
+    """Return the `optimizer` of a config, or a stand-in if fake tensors cannot run it.
+
+    Raises:
+        InputError: it is an optimizer of bitsandbytes whose state is not known.
+    """
+    component = str(optimizer._component_)
+    if match := _TORCHAO.fullmatch(component):
+        return _stand_in(LowBitAdam, bits=match[1], block_size=optimizer.get("block_size", None))
+    if _TORCHAO_OFFLOADING.fullmatch(component):
+        keys = {name: optimizer[name] for name in ("offload_gradients", "minimal_size") if name in optimizer}
+        return _stand_in(OptimizerOnHost, **keys)
+    if not component.startswith("bitsandbytes."):
+        return optimizer
+    match = _BITSANDBYTES.fullmatch(component)
+    if match is None or match[2] not in _STATES:
+        names = ", ".join(_STATES)
+        raise InputError(f"`optimizer` of bitsandbytes must be one of {names}, but is {quote(component)} instead.")
+    bits = 8 if match[3] == "8bit" else 32
+    return _stand_in(BlockwiseOptimizer, bits=bits, paged=match[1] is not None, states=_STATES[match[2]])
+
+
+def _stand_in(optimizer: type, **options: Any) -> DictConfig:
+    return OmegaConf.create({"_component_": f"{__name__}.{optimizer.__name__}", "lr": 0.0} | options)
+
+
+class _StandIn(torch.optim.Optimizer):
+    """Calls ``_step_of`` for each parameter that has a gradient."""
+
+    def __init__(self, params: Iterable[nn.Parameter], *, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Make the state of parameters that have a gradient and no state yet."""
+        for parameter in self._parameters_with_gradients():
+            if parameter not in self.state:
+                self.state[parameter].update(self._state_of(parameter))
+            self._take_step(parameter)
+
+    def _parameters_with_gradients(self) -> Iterator[nn.Parameter]:
+        for group in self.param_groups:
+            yield from (parameter for parameter in group["params"] if parameter.grad is not None)
+
+    def _state_of(self, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
+        raise NotImplementedError
+
+    def _take_step(self, parameter: nn.Parameter) -> None:
+        """Take what a step of ``parameter`` takes beside its state."""
+
+
+class BlockwiseOptimizer(_StandIn):
+    """Holds the state of bitsandbytes' optimizers, whose step runs one kernel for each parameter.
+
+    State of 8 bits has a scale for each block, and small parameters have state of 32 bits. Paged state of large
+    parameters is in managed memory, which can move to the host; it is not allocated here, only counted. See
+    ``get_state_buffer`` and ``init_state`` in bitsandbytes/optim/optimizer.py; blocks have 256 elements since release
+    0.45, and had 2048 before.
+
+    Attributes:
+        paged_bytes: paged state.
+    """
+
+    _SMALL_FOR_8_BITS, _SMALL_FOR_PAGES, _BLOCK = 4096, 100_000, 256
+
+    def __init__(self, params: Iterable[nn.Parameter], *, lr: float, bits: int, paged: bool, states: int) -> None:
+        super().__init__(params, lr=lr)
+        self._bits, self._paged, self._states = bits, paged, states
+        self.paged_bytes = 0
+
+    def _state_of(self, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = {}
+        numel = parameter.numel()
+        small = self._bits == 32 or numel < self._SMALL_FOR_8_BITS
+        dtype = torch.float32 if small else torch.uint8
+        if self._paged and numel >= self._SMALL_FOR_PAGES:
+            self.paged_bytes += self._states * numel * dtype.itemsize
+        else:
+            state |= {f"state{n}": torch.zeros_like(parameter, dtype=dtype) for n in range(self._states)}
+        if not small:
+            blocks = math.ceil(numel / self._BLOCK)
+            state |= {f"absmax{n}": torch.zeros(blocks, dtype=torch.float32) for n in range(self._states)}
+        return state
+
+
+@dataclass(frozen=True)
+class _Format:
+    """How torchao keeps one of Adam's two states.
+
+    Attributes:
+        bytes_per_element: of the codes.
+        block: elements that share a scale.
+        codes_of_map: entries of the table that gives a code its value.
+        taken_per_element: bytes that the compiled step of a parameter takes beside both states: buffers that Inductor's
+            code for a CPU allocates (torch 2.13, torchao 0.15). What it takes on a GPU nobody has measured here.
+    """
+
+    bytes_per_element: float
+    block: int
+    codes_of_map: int
+    taken_per_element: float
+
+
+_FORMATS = MappingProxyType(
+    {"8bit": _Format(1, 256, 256, 8), "4bit": _Format(0.5, 128, 16, 24), "Fp8": _Format(1, 256, 0, 0)}
+)
+
+
+class LowBitAdam(_StandIn):
+    """Holds the state of torchao's Adam and AdamW of 8 bits, 4 bits or float8, and what their compiled step takes.
+
+    Parameters whose local part has fewer than 4096 elements, or no whole number of blocks, have state like themselves
+    (``_new_buffer`` in torchao/optim/adam.py).
+    """
+
+    _SMALL = 4096
+
+    def __init__(self, params: Iterable[nn.Parameter], *, lr: float, bits: str, block_size: int | None = None) -> None:
+        super().__init__(params, lr=lr)
+        self._format = _FORMATS[bits]
+        self._block = block_size or self._format.block
+
+    def _is_small(self, local: torch.Tensor) -> bool:
+        return local.numel() < self._SMALL or local.numel() % self._block != 0
+
+    def _state_of(self, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
+        local = _local(parameter)
+        if self._is_small(local):
+            return {name: torch.zeros_like(local) for name in ("exp_avg", "exp_avg_sq")}
+        return {
+            f"{part}{n}": torch.zeros(elements, dtype=dtype)
+            for n in range(2)
+            for part, elements, dtype in (
+                ("codes", int(local.numel() * self._format.bytes_per_element), torch.uint8),
+                ("scale", local.numel() // self._block, torch.float32),
+                ("map", self._format.codes_of_map, torch.float32),
+            )
+        }
+
+    def _take_step(self, parameter: nn.Parameter) -> None:
+        local = _local(parameter)
+        if not self._is_small(local):
+            torch.empty(int(local.numel() * self._format.taken_per_element), dtype=torch.uint8)
+
+
+class OptimizerOnHost(_StandIn):
+    """Holds on the device what torchao's ``CPUOffloadOptimizer`` does: the state of small parameters.
+
+    With ``offload_gradients`` the gradient of a larger parameter is freed as soon as it is complete.
+    """
+
+    def __init__(
+        self, params: Iterable[nn.Parameter], *, lr: float, offload_gradients: bool = False, minimal_size: int = 4096
+    ) -> None:
+        super().__init__(params, lr=lr)
+        self._minimal_size = minimal_size
+        if offload_gradients:
+            for parameter in (one for group in self.param_groups for one in group["params"]):
+                if not self._is_small(parameter) and parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(_drop_gradient)
+
+    def _is_small(self, parameter: nn.Parameter) -> bool:
+        return parameter.numel() < self._minimal_size
+
+    def _state_of(self, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
+        names = ("exp_avg", "exp_avg_sq") if self._is_small(parameter) else ()
+        return {name: torch.zeros_like(parameter) for name in names}
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
