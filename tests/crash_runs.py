@@ -372,12 +372,14 @@ class Case:
     Attributes:
         writing: as in ``Moment``.
         strikes: how often; each time it is resumed.
+        earlier: how often the first moment was made earlier, because too little was left after it.
     """
 
     number: int
     setup: Setup
     writing: str
     strikes: int
+    earlier: int = 0
 
     def moment(self, strike: int, *, after: int, reference: "Reference") -> Moment:
         """A random moment of a run that goes on after step ``after``; the same for the same case, if it can be."""
@@ -388,7 +390,7 @@ class Case:
         first = max(after, 1)
         if self.writing and strike == 0:
             last -= reference.steps_per_save("step") if self.writing == "step" else 0
-            return Moment(chance.randint(0, max(last, 0)), chance.uniform(0, 0.030), self.writing)
+            return Moment(chance.randint(0, max(last, 0)) >> self.earlier, chance.uniform(0, 0.030), self.writing)
         return Moment(chance.randint(first, max(last, first)), chance.uniform(0, reference.seconds_per_step))
 
 
@@ -475,8 +477,21 @@ class Struck:
         return not self.problems
 
 
+class _NothingLeftError(Exception):
+    """A resumed run ended before it was struck, because it had too little to train."""
+
+
 def strike(case: Case, reference: Reference, assets: Path, directory: Path) -> Struck:
     """Kill a run at its moments, with the same command each time, and compare what the last one does."""
+    try:
+        return _strike(case, reference, assets, directory)
+    except _NothingLeftError:
+        assert case.earlier < 5
+        shutil.rmtree(directory)
+        return strike(replace(case, earlier=case.earlier + 1), reference, assets, directory)
+
+
+def _strike(case: Case, reference: Reference, assets: Path, directory: Path) -> Struck:
     struck, setup, done = Struck(case), case.setup, 0
     started = time.monotonic()
     for number in range(case.strikes):
@@ -510,7 +525,8 @@ def _struck_run(setup: Setup, moment: Moment, assets: Path, directory: Path) -> 
             is_struck = moment.wait(run)
         if is_struck:
             return run
-        assert moment.writing, f"ended before its moment: {run.output[-3000:]}"
+        if not moment.writing:
+            raise _NothingLeftError
         shutil.rmtree(directory)
         moment = replace(moment, step=moment.step // 2, delay_s=moment.delay_s / 4)
 
