@@ -523,6 +523,7 @@ def _struck_run(setup: Setup, moment: Moment, assets: Path, directory: Path) -> 
         with launched(setup, assets, directory) as run:
             run.wait_for_start()
             is_struck = moment.wait(run)
+            assert is_struck or run.wait() == 0, run.output[-3000:]
         if is_struck:
             return run
         if not moment.writing:
