@@ -105,6 +105,23 @@ def test_a_plan_for_a_cpu_adds_nothing_to_the_trace(program: Program, tracing: F
     assert len(tracing.requests) == 1
 
 
+def test_batches_that_are_asked_for_are_planned_from_the_same_trace(program: Program, tracing: FakeTracing) -> None:
+    arguments = (*FULL, "--memory", "80GiB", "--seq-len", "1024", "--batch-size", "1,40", *CUDA)
+    asked = tables(program(*arguments).out)[1]
+    assert [row[1:3] for row in asked] == [["batch", "fits"], ["1", "yes"], ["40", "no"]]
+    content = json.loads(program(*arguments, "--json").out)
+    assert [size["batch_size"] for size in content["lengths"][0]["asked"]] == [1, 40]
+    assert [len(request["seq_lens"]) for request in tracing.requests] == [1, 1]
+
+
+@pytest.mark.parametrize("wrong", ["0", "2,x", "1,,2"])
+def test_batches_that_are_no_numbers_are_refused(program: Program, tracing: FakeTracing, wrong: str) -> None:
+    ended = program(*FULL, "--memory", "80GiB", "--batch-size", wrong)
+    assert ended.status == 1
+    assert ended.err.startswith("tune-adaptive plan: `batch_size` must be ")
+    assert tracing.requests == []
+
+
 def test_ranks_of_all_machines_are_planned_with_the_overrides(program: Program, tracing: FakeTracing) -> None:
     program(*FULL, "--memory", "H100", "--nproc_per_node", "4", "--nnodes", "2", *CUDA, "batch_size=7")
     assert tracing.only["world_size"] == 8

@@ -108,10 +108,13 @@ def planned(
     memory_bytes: int = 80 * GIB,
     world_size: int = 1,
     calibration: Path | None = None,
+    batch_sizes: Sequence[int] = (),
 ) -> Plan:
     card = Card(memory_bytes=memory_bytes, calibration=calibration)
     seq_lens = [length.seq_len for length in step.peaks]
-    return plan(cfg, world_size=world_size, card=card, seq_lens=seq_lens, traced_by=gives(step))
+    return plan(
+        cfg, world_size=world_size, card=card, seq_lens=seq_lens, batch_sizes=batch_sizes, traced_by=gives(step)
+    )
 
 
 # ---- sizes
@@ -220,6 +223,23 @@ def test_on_a_cpu_nothing_is_added(held: int, per_row: int, limit: int, margin: 
     fitting = [size for size in range(1, 20_001) if 2 * held + per_row * size <= limit * (1 - margin)]
     assert length.exact_batch_size == length.certain_batch_size == max(fitting, default=0)
     assert (length.added_bytes, length.uncertainty_bytes) == (0, 0)
+
+
+def test_each_size_that_is_asked_for_has_its_own_figures_and_whether_it_fits() -> None:
+    step = step_of(peaks(512, held_bytes=10 * GIB, bytes_per_row=GIB))
+    (largest,) = planned(cfg_of(), step).lengths
+    exact, certain = largest.exact_batch_size, largest.certain_batch_size
+    assert exact is not None
+    assert certain is not None
+    assert certain < exact
+    sizes = [1, certain, exact, exact + 1]
+    (length,) = planned(cfg_of(), step, batch_sizes=sizes).lengths
+    fits = ["yes", "yes", "perhaps", "no"]
+    assert [(one.batch_size, one.fits) for one in length.asked] == list(zip(sizes, fits, strict=True))
+    assert [one.peak_bytes for one in length.asked] == [(10 + size) * GIB for size in sizes]
+    assert [one.tokens_per_step for one in length.asked] == [512 * size for size in sizes]
+    (of_used,) = planned(cfg_of(), step, batch_sizes=[length.batch_size]).lengths[0].asked
+    assert all(getattr(of_used, field.name) == getattr(length, field.name) for field in dataclasses.fields(of_used))
 
 
 def test_a_single_row_has_the_peak_of_its_own_step() -> None:
@@ -651,6 +671,16 @@ def test_two_tables_have_the_peak_of_each_phase_and_what_the_highest_holds() -> 
             assert row == [str(length.seq_len), str(length.batch_size), *in_gib]
 
 
+def test_the_tables_are_those_of_the_batches_asked_for() -> None:
+    step = step_of(peaks(2048, held_bytes=10 * GIB, bytes_per_row=5 * GIB))
+    first, second, phases, kinds = tables(plan_text(planned(cfg_of(), step, batch_sizes=[2, 90]), title="any"))
+    assert first[0][1] == "largest batch"
+    assert [row[:3] for row in second] == [["rows of", "batch", "fits"], ["2048", "2", "yes"], ["2048", "90", "no"]]
+    assert [row[4] for row in second[1:]] == ["20.0 GiB", "460.0 GiB"]
+    assert [row[:3] for row in phases[1:]] == [["2048", "2", "20.00"], ["2048", "90", "460.00"]]
+    assert [row[1] for row in kinds[1:]] == ["2", "90"]
+
+
 def test_memory_that_does_not_grow_is_said_to_fit_any_batch() -> None:
     text = plan_text(planned(cfg_of(device="cpu"), step_of(peaks(64, held_bytes=GIB, bytes_per_row=0))), title="any")
     assert tables(text)[0][1][1:3] == ["any", "any"]
@@ -716,7 +746,7 @@ def test_the_json_holds_the_whole_plan_and_its_suggestions() -> None:
     }
     assert content["traced_layers"] == [4, 6]
     assert content["overhead"] == dataclasses.asdict(found.overhead)
-    assert content["lengths"] == [dataclasses.asdict(length) for length in found.lengths]
+    assert content["lengths"] == json.loads(json.dumps([dataclasses.asdict(length) for length in found.lengths]))
     assert set(content["lengths"][0]) == {field.name for field in dataclasses.fields(LengthPlan)}
     assert content["suggestions"] == [
         {"change": "2 ranks", "length": content["lengths"][0], "refused": ""},

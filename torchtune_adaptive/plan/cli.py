@@ -1,6 +1,7 @@
 """``tune-adaptive``: plan what fits without a GPU; calibrate what a GPU adds to a plan.
 
 tune-adaptive plan --config llama3_1/8B_full --nproc_per_node 8 --memory H100 --seq-len 4096,8192 [key=value ...]
+tune-adaptive plan --config llama3_1/8B_lora --memory A100-80GB --batch-size 1,2,4,8
 tune-adaptive calibrate --output h100.json
 """
 
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         "--memory", help="memory of each rank's GPU: its name (H100) or a size (80GiB) [adaptive.memory_limit]"
     )
     command.add_argument("--seq-len", help="tokens of a row, or several lengths with commas between [the config's]")
+    command.add_argument("--batch-size", help="rows per rank, or several numbers: what each takes, and whether it fits")
     command.add_argument("--calibration", type=Path, help="file that `tune-adaptive calibrate` wrote on such a GPU")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`")
@@ -72,7 +74,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     world_size = per_node * _integer("nnodes", arguments.nnodes)
     card = Card(memory_bytes=_memory_bytes(arguments.memory, settings), calibration=arguments.calibration)
     seq_lens = _seq_lens(arguments.seq_len, settings, cfg)
-    planned = plan(cfg, world_size=world_size, card=card, seq_lens=seq_lens, traced_by=_TRACE)
+    batch_sizes = [] if arguments.batch_size is None else _integers("batch_size", arguments.batch_size)
+    planned = plan(cfg, world_size=world_size, card=card, seq_lens=seq_lens, batch_sizes=batch_sizes, traced_by=_TRACE)
     if not arguments.json:
         print(plan_text(planned, title=arguments.config))
     helpful = [] if planned.fits else _suggest(planned, cfg, prints=not arguments.json)
@@ -112,7 +115,7 @@ def _memory_bytes(text: str | None, settings: AdaptiveSettings) -> int:
 def _seq_lens(text: str | None, settings: AdaptiveSettings, cfg: DictConfig) -> list[int]:
     """Row lengths to plan: those asked for, else the config's own, else the usual ones."""
     if text is not None:
-        return [_integer("seq_len", part) for part in text.split(",")]
+        return _integers("seq_len", text)
     if settings.seq_len is not None:
         return [settings.seq_len]
     tokenizer_len, model_len = (_max_seq_len(cfg, block) for block in ("tokenizer", "model"))
@@ -132,6 +135,11 @@ def _max_seq_len(cfg: DictConfig, block: str) -> int | None:
     values = cfg.get(block)
     length = values.get("max_seq_len") if isinstance(values, DictConfig) else None
     return None if length is None else require_integer(f"{block}.max_seq_len", length, minimum=1)
+
+
+def _integers(name: str, text: str) -> list[int]:
+    """Numbers with commas between."""
+    return [_integer(name, part) for part in text.split(",")]
 
 
 def _integer(name: str, text: str, *, minimum: int = 1) -> int:

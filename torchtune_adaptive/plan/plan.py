@@ -4,7 +4,9 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -20,6 +22,7 @@ from torchtune_adaptive.settings import AdaptiveSettings
 USUAL_SEQ_LENS = (2048, 4096, 8192)
 
 Trace = Callable[..., TracedStep]  # with the parameters of ``client.trace``
+Fits = Literal["yes", "perhaps", "no"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,31 +34,45 @@ class Card:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthPlan:
-    """Batch sizes and memory with rows of ``seq_len`` tokens.
+class SizePlan:
+    """Memory of a rank with ``batch_size`` rows of ``seq_len`` tokens.
 
     Attributes:
-        exact_batch_size: the largest that fits; 0 if none does, None if memory does not grow with it.
-        certain_batch_size: the largest that fits even if the forecast is too low by all of its uncertainty.
-        batch_size: the one to use: at least 1, at most the exact one, a power of two if the settings ask for it.
-        peak_bytes: traced peak of a rank at ``batch_size``.
+        peak_bytes: the traced peak.
         phases: traced peak of each phase.
         kinds: bytes of each kind at the highest of these peaks.
         added_bytes: bytes that the device adds to the peak, including those outside the allocator.
         uncertainty_bytes: how far the forecast may be off, either way.
+        fits: "yes", "no", or "perhaps" if it does unless the forecast is too low by all of its uncertainty.
         tokens_per_step: tokens of an optimizer step over all ranks.
     """
 
     seq_len: int
-    exact_batch_size: int | None
-    certain_batch_size: int | None
     batch_size: int
     peak_bytes: float
     phases: dict[str, float]
     kinds: dict[str, float]
     added_bytes: float
     uncertainty_bytes: float
+    fits: Fits
     tokens_per_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthPlan(SizePlan):
+    """Batch sizes with rows of ``seq_len`` tokens, and the memory of the one to use.
+
+    That is at least 1, at most the exact one, and a power of two if the settings ask for it.
+
+    Attributes:
+        exact_batch_size: the largest that fits; 0 if none does, None if memory does not grow with it.
+        certain_batch_size: the largest that fits even if the forecast is too low by all of its uncertainty.
+        asked: the sizes that were asked for.
+    """
+
+    exact_batch_size: int | None
+    certain_batch_size: int | None
+    asked: tuple[SizePlan, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +97,19 @@ class Plan:
         return any(length.exact_batch_size != 0 for length in self.lengths)
 
 
-def plan(cfg: DictConfig, *, world_size: int, card: Card, seq_lens: Sequence[int], traced_by: Trace = trace) -> Plan:
+def plan(
+    cfg: DictConfig,
+    *,
+    world_size: int,
+    card: Card,
+    seq_lens: Sequence[int],
+    batch_sizes: Sequence[int] = (),
+    traced_by: Trace = trace,
+) -> Plan:
     """Plan ``cfg`` on ``world_size`` ranks with a ``card`` each.
+
+    Args:
+        batch_sizes: rows per rank whose memory is asked for, beside that of the largest.
 
     Raises:
         InputError: the config or the calibration is refused.
@@ -106,7 +134,7 @@ def plan(cfg: DictConfig, *, world_size: int, card: Card, seq_lens: Sequence[int
         world_size=world_size,
         card=card,
         margin=settings.margin,
-        lengths=tuple(map(planner.plan, step.peaks)),
+        lengths=tuple(planner.plan(peaks, batch_sizes) for peaks in step.peaks),
         step=step,
         overhead=overhead,
         is_compiled=bool(cfg.get("compile", False)),
@@ -146,42 +174,48 @@ class _LengthPlanner:
         memory_limit = settings.memory_limit_bytes or card.memory_bytes
         self._limit_bytes = min(card.memory_bytes, memory_limit + overhead.outside_bytes)
 
-    def plan(self, peaks: StepPeaks) -> LengthPlan:
-        """Plan rows of the length that ``peaks`` are for."""
+    def plan(self, peaks: StepPeaks, batch_sizes: Sequence[int]) -> LengthPlan:
+        """Plan rows of the length that ``peaks`` are for, and what ``batch_sizes`` of them take."""
         exact = self._largest(peaks, certain=False)
-        batch_size = self._batch_size_to_use(exact)
+        return LengthPlan(
+            exact_batch_size=exact,
+            certain_batch_size=self._largest(peaks, certain=True),
+            asked=tuple(SizePlan(**self._figures(peaks, batch_size)) for batch_size in batch_sizes),
+            **self._figures(peaks, self._batch_size_to_use(exact)),
+        )
+
+    def _figures(self, peaks: StepPeaks, batch_size: int) -> dict[str, Any]:
+        """The values of a ``SizePlan``."""
         moment = peaks.moment(batch_size)
         peak_bytes = moment.total.at(batch_size)
         added_bytes = self._overhead.added_bytes(peak_bytes, num_tokens=self._padded_tokens(batch_size, peaks))
         samples_per_step = self._settings.global_batch_size or batch_size * self._micro_steps * self._world_size
-        return LengthPlan(
-            seq_len=peaks.seq_len,
-            exact_batch_size=exact,
-            certain_batch_size=self._largest(peaks, certain=True),
-            batch_size=batch_size,
-            peak_bytes=peak_bytes,
-            phases=peaks.phases(batch_size),
-            kinds=moment.at(batch_size),
-            added_bytes=added_bytes + self._overhead.outside_bytes,
-            uncertainty_bytes=self._overhead.uncertainty_bytes_at(peak_bytes),
-            tokens_per_step=samples_per_step * self._sequences * peaks.seq_len,
-        )
+        certainly, probably = (self._fits(peaks, batch_size, certain=certain) for certain in (True, False))
+        return {
+            "seq_len": peaks.seq_len,
+            "batch_size": batch_size,
+            "peak_bytes": peak_bytes,
+            "phases": peaks.phases(batch_size),
+            "kinds": moment.at(batch_size),
+            "added_bytes": added_bytes + self._overhead.outside_bytes,
+            "uncertainty_bytes": self._overhead.uncertainty_bytes_at(peak_bytes),
+            "fits": "yes" if certainly else "perhaps" if probably else "no",
+            "tokens_per_step": samples_per_step * self._sequences * peaks.seq_len,
+        }
 
     def _largest(self, peaks: StepPeaks, *, certain: bool) -> int | None:
-        """The largest batch size that fits; if ``certain``, with the uncertainty added to the forecast.
-
-        None if memory does not grow with the batch size.
-        """
-
-        def fits(batch_size: int) -> bool:
-            peak_bytes = peaks.peak_bytes(batch_size)
-            needed_bytes = peak_bytes + (self._overhead.uncertainty_bytes_at(peak_bytes) if certain else 0)
-            return needed_bytes <= self._overhead.largest_traced_bytes(
-                self._limit_bytes, self._settings.margin, num_tokens=self._padded_tokens(batch_size, peaks)
-            )
-
+        """The largest batch size that fits; None if memory does not grow with the batch size."""
+        fits = partial(self._fits, peaks, certain=certain)
         largest = binary_search(fits, start=2, max_batch_size=NO_BOUND)  # not 1: a single row may need more than two
         return None if largest == NO_BOUND else largest
+
+    def _fits(self, peaks: StepPeaks, batch_size: int, *, certain: bool) -> bool:
+        """Whether it fits; if ``certain``, with the uncertainty added to the forecast."""
+        peak_bytes = peaks.peak_bytes(batch_size)
+        needed_bytes = peak_bytes + (self._overhead.uncertainty_bytes_at(peak_bytes) if certain else 0)
+        return needed_bytes <= self._overhead.largest_traced_bytes(
+            self._limit_bytes, self._settings.margin, num_tokens=self._padded_tokens(batch_size, peaks)
+        )
 
     def _padded_tokens(self, batch_size: int, peaks: StepPeaks) -> int:
         """Tokens of a batch for flash attention, whose scratch memory is for multiples of 128 in each sequence."""

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from torchtune_adaptive.plan.overhead import Overhead
-from torchtune_adaptive.plan.plan import LengthPlan, Plan
+from torchtune_adaptive.plan.plan import LengthPlan, Plan, SizePlan
 from torchtune_adaptive.plan.suggestions import Suggestion
 from torchtune_adaptive.text import format_bytes, text_table
 
@@ -23,17 +23,20 @@ def plan_text(plan: Plan, *, title: str) -> str:
     trained = _count(step.num_parameters - step.num_frozen_parameters)
     frozen = f"; {_count(step.num_frozen_parameters)} in a frozen model" if step.num_frozen_parameters else ""
     ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
+    asked = [size for length in plan.lengths for size in length.asked]
+    shown = asked or plan.lengths
     lines = [
         f"{title}: {trained} parameters in {step.num_layers} layers{traced}{frozen}",
         f"{ranks} of {format_bytes(plan.card.memory_bytes)}, of which a fraction of {plan.margin:g} is held back",
         "",
         text_table([_SIZES, *map(_sizes, plan.lengths)]),
         "",
+        *(["Of the batches asked for:", text_table([_ASKED, *map(_asked, asked)]), ""] if asked else []),
         "Traced peak of each phase, in GiB:",
-        text_table(_in_gib([(length, length.phases) for length in plan.lengths])),
+        text_table(_in_gib([(size, size.phases) for size in shown])),
         "",
         "What the highest of them holds, in GiB:",
-        text_table(_in_gib([(length, length.kinds) for length in plan.lengths])),
+        text_table(_in_gib([(size, size.kinds) for size in shown])),
         "",
         _source(plan),
     ]
@@ -75,18 +78,24 @@ def plan_json(plan: Plan, suggestions: Iterable[Suggestion]) -> dict[str, Any]:
     }
 
 
-_SIZES = (
-    *("rows of", "largest batch", "at least", "used", "tokens per step"),
-    *("traced peak", "GPU adds", "uncertainty", "together"),
-)
+_BYTES = ("traced peak", "GPU adds", "uncertainty", "together")
+_SIZES = ("rows of", "largest batch", "at least", "used", "tokens per step", *_BYTES)
+_ASKED = ("rows of", "batch", "fits", "tokens per step", *_BYTES)
 
 
 def _sizes(length: LengthPlan) -> list[str]:
-    together = length.peak_bytes + length.added_bytes
-    figures = (length.peak_bytes, length.added_bytes, length.uncertainty_bytes, together)
     sizes = [_size(length.exact_batch_size), _size(length.certain_batch_size)]
     used = str(length.batch_size) if length.exact_batch_size != 0 else f"({length.batch_size})"
-    return [f"{length.seq_len}", *sizes, used, f"{length.tokens_per_step:,}", *map(format_bytes, figures)]
+    return [f"{length.seq_len}", *sizes, used, f"{length.tokens_per_step:,}", *_bytes(length)]
+
+
+def _asked(size: SizePlan) -> list[str]:
+    return [f"{size.seq_len}", f"{size.batch_size}", size.fits, f"{size.tokens_per_step:,}", *_bytes(size)]
+
+
+def _bytes(size: SizePlan) -> list[str]:
+    together = size.peak_bytes + size.added_bytes
+    return list(map(format_bytes, (size.peak_bytes, size.added_bytes, size.uncertainty_bytes, together)))
 
 
 def _count(number: int) -> str:
@@ -97,12 +106,12 @@ def _size(batch_size: int | None) -> str:
     return "any" if batch_size is None else str(batch_size)
 
 
-def _in_gib(rows: Sequence[tuple[LengthPlan, dict[str, float]]]) -> list[list[str]]:
+def _in_gib(rows: Sequence[tuple[SizePlan, dict[str, float]]]) -> list[list[str]]:
     """The rows of a table with a column for each of the figures."""
     names = ["rows of", "batch", *rows[0][1]]
     return [names] + [
-        [str(length.seq_len), str(length.batch_size), *(f"{num_bytes / _GIB:.2f}" for num_bytes in figures.values())]
-        for length, figures in rows
+        [str(size.seq_len), str(size.batch_size), *(f"{num_bytes / _GIB:.2f}" for num_bytes in figures.values())]
+        for size, figures in rows
     ]
 
 
