@@ -114,6 +114,29 @@ def test_batches_that_are_asked_for_are_planned_from_the_same_trace(program: Pro
     assert [len(request["seq_lens"]) for request in tracing.requests] == [1, 1]
 
 
+def test_several_gpus_and_numbers_of_ranks_are_a_grid_with_the_least_that_fits_in_words(
+    program: Program, tracing: FakeTracing
+) -> None:
+    tracing.held_gib = 20
+    memory = ("--memory", "16GiB,80GiB,H100", "--nproc_per_node", "1,2")
+    ended = program(*FULL, *memory, "--seq-len", "1024,65536", *CUDA)
+    assert ended.status == 0
+    (header, *rows), *_ = tables(ended.out)
+    assert header == ["GPU", "ranks", "rows of 1024", "rows of 65536"]
+    assert [row[:2] for row in rows] == [[name, ranks] for name in ("16GiB", "80GiB", "H100") for ranks in "12"]
+    assert [row[3] for row in rows] == ["none"] * 6
+    assert [row[2] == "none" for row in rows] == [True, True, False, False, False, False]
+    largest = json.loads(program(*FULL, "--memory", "80GiB", "--seq-len", "1024", "--json", *CUDA).out)["lengths"][0]
+    assert rows[2][2] == f"{largest['exact_batch_size']} ({largest['batch_size']})"
+    assert "\nRows of 1024 tokens need at least 1 rank of H100: a batch of 16.\n" in ended.out
+    assert "\nRows of 65536 tokens fit on none of these.\n" in ended.out
+    assert [request["world_size"] for request in tracing.requests] == [1, 2, 1]  # once for all GPUs
+    content = json.loads(program(*FULL, *memory, "--json", *CUDA).out)
+    assert [(one["memory"], one["world_size"]) for one in content] == [
+        (name, ranks) for name in ("16GiB", "80GiB", "H100") for ranks in (1, 2)
+    ]
+
+
 @pytest.mark.parametrize("wrong", ["0", "2,x", "1,,2"])
 def test_batches_that_are_no_numbers_are_refused(program: Program, tracing: FakeTracing, wrong: str) -> None:
     ended = program(*FULL, "--memory", "80GiB", "--batch-size", wrong)

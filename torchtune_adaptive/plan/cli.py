@@ -2,6 +2,7 @@
 
 tune-adaptive plan --config llama3_1/8B_full --nproc_per_node 8 --memory H100 --seq-len 4096,8192 [key=value ...]
 tune-adaptive plan --config llama3_1/8B_lora --memory A100-80GB --batch-size 1,2,4,8
+tune-adaptive plan --config llama3_1/8B_full --memory 24GiB,A100-80GB,H100 --nproc_per_node 1,2,4,8
 tune-adaptive calibrate --output h100.json
 """
 
@@ -9,7 +10,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,13 +19,13 @@ from torchtune_adaptive.errors import InputError, require_integer
 from torchtune_adaptive.plan.calibration import calibrate
 from torchtune_adaptive.plan.client import calibration_peak, trace
 from torchtune_adaptive.plan.gpus import memory_of
-from torchtune_adaptive.plan.plan import USUAL_SEQ_LENS, Card, Plan, plan
-from torchtune_adaptive.plan.report import plan_json, plan_text, suggestion_text
+from torchtune_adaptive.plan.plan import USUAL_SEQ_LENS, Card, Plan, Trace, plan
+from torchtune_adaptive.plan.report import grid_text, plan_json, plan_text, suggestion_text
+from torchtune_adaptive.plan.step_peaks import TracedStep
 from torchtune_adaptive.plan.suggestions import Suggestion, suggestions
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import load_config, method_of, resolved
-
-_TRACE = partial(trace, shows_progress=True)
+from torchtune_adaptive.text import format_bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -47,10 +47,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("plan", help="what fits of a config, found without a GPU, weights or data")
     command.add_argument("--config", required=True, help="name of a stock config or of ours, or a path")
-    command.add_argument("--nproc_per_node", "--nproc-per-node", default="1", help="ranks on a machine [1]")
+    command.add_argument(
+        "--nproc_per_node", "--nproc-per-node", default="1", help="ranks on a machine, or several numbers [1]"
+    )
     command.add_argument("--nnodes", default="1", help="machines [1]")
     command.add_argument(
-        "--memory", help="memory of each rank's GPU: its name (H100) or a size (80GiB) [adaptive.memory_limit]"
+        "--memory", help="each rank's GPU: its name (H100) or a size (80GiB), or several [adaptive.memory_limit]"
     )
     command.add_argument("--seq-len", help="tokens of a row, or several lengths with commas between [the config's]")
     command.add_argument("--batch-size", help="rows per rank, or several numbers: what each takes, and whether it fits")
@@ -70,27 +72,65 @@ def _plan(arguments: argparse.Namespace) -> None:
     settings = AdaptiveSettings.from_cfg(cfg)
     cfg = DictConfig(resolved(cfg))
     method_of(cfg)  # refused before anything is traced
-    per_node = _integer("nproc_per_node", arguments.nproc_per_node)
-    world_size = per_node * _integer("nnodes", arguments.nnodes)
-    card = Card(memory_bytes=_memory_bytes(arguments.memory, settings), calibration=arguments.calibration)
+    nodes = _integer("nnodes", arguments.nnodes)
+    ranks = [per_node * nodes for per_node in _integers("nproc_per_node", arguments.nproc_per_node)]
+    memories = _memories(arguments.memory, settings)
     seq_lens = _seq_lens(arguments.seq_len, settings, cfg)
     batch_sizes = [] if arguments.batch_size is None else _integers("batch_size", arguments.batch_size)
-    planned = plan(cfg, world_size=world_size, card=card, seq_lens=seq_lens, batch_sizes=batch_sizes, traced_by=_TRACE)
-    if not arguments.json:
-        print(plan_text(planned, title=arguments.config))
-    helpful = [] if planned.fits else _suggest(planned, cfg, prints=not arguments.json)
-    if arguments.json:
+    traced_by = _tracing_once()
+    plans = {
+        name: [
+            plan(
+                cfg,
+                world_size=world_size,
+                card=Card(memory_bytes=memory_bytes, calibration=arguments.calibration),
+                seq_lens=seq_lens,
+                batch_sizes=batch_sizes,
+                traced_by=traced_by,
+            )
+            for world_size in ranks
+        ]
+        for name, memory_bytes in memories.items()
+    }
+    if len(ranks) * len(memories) == 1:
+        ((planned,),) = plans.values()
+        _print_one(planned, cfg, title=arguments.config, as_json=arguments.json, traced_by=traced_by)
+    elif arguments.json:
+        found = [{"memory": name} | plan_json(one, []) for name, row in plans.items() for one in row]
+        print(json.dumps(found, indent=2))
+    else:
+        print(grid_text(plans, title=arguments.config))
+
+
+def _print_one(planned: Plan, cfg: DictConfig, *, title: str, as_json: bool, traced_by: Trace) -> None:
+    if not as_json:
+        print(plan_text(planned, title=title))
+    helpful = [] if planned.fits else _suggest(planned, cfg, prints=not as_json, traced_by=traced_by)
+    if as_json:
         print(json.dumps(plan_json(planned, helpful), indent=2))
 
 
-def _suggest(planned: Plan, cfg: DictConfig, *, prints: bool) -> list[Suggestion]:
+def _tracing_once() -> Trace:
+    """``trace`` with a progress bar; a step that was traced for another card is not traced again."""
+    traced: dict[str, TracedStep] = {}
+
+    def traced_by(cfg: DictConfig, *, world_size: int, seq_lens: Sequence[int]) -> TracedStep:
+        asked = json.dumps([resolved(cfg), world_size, list(seq_lens)], sort_keys=True)
+        if asked not in traced:
+            traced[asked] = trace(cfg, world_size=world_size, seq_lens=seq_lens, shows_progress=True)
+        return traced[asked]
+
+    return traced_by
+
+
+def _suggest(planned: Plan, cfg: DictConfig, *, prints: bool, traced_by: Trace) -> list[Suggestion]:
     """Plan suggestions for the shortest rows of ``planned``; print each as soon as it is planned if ``prints``."""
     found: list[Suggestion] = []
     shortest = min(length.seq_len for length in planned.lengths)
     if prints:
         print(f"\nNothing fits. With rows of {shortest} tokens:")
     for suggestion in suggestions(
-        cfg, world_size=planned.world_size, card=planned.card, seq_len=shortest, traced_by=_TRACE
+        cfg, world_size=planned.world_size, card=planned.card, seq_len=shortest, traced_by=traced_by
     ):
         found.append(suggestion)
         if prints:
@@ -104,12 +144,13 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     print(f"Calibration of {measured.gpu} written to {arguments.output}: {measured}")
 
 
-def _memory_bytes(text: str | None, settings: AdaptiveSettings) -> int:
+def _memories(text: str | None, settings: AdaptiveSettings) -> dict[str, int]:
+    """The bytes of each GPU, by its name as it was given."""
     if text is not None:
-        return memory_of(text)
+        return {name: memory_of(name) for name in text.split(",")}
     if settings.memory_limit_bytes is None:
         raise InputError("`--memory` must be a GPU's name or a size, as in H100 or 80GiB, but is missing.")
-    return settings.memory_limit_bytes
+    return {format_bytes(settings.memory_limit_bytes): settings.memory_limit_bytes}
 
 
 def _seq_lens(text: str | None, settings: AdaptiveSettings, cfg: DictConfig) -> list[int]:

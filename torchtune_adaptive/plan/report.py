@@ -1,6 +1,6 @@
 """A plan as text and as JSON."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -22,12 +22,12 @@ def plan_text(plan: Plan, *, title: str) -> str:
     traced = "" if step.traced_layers == (step.num_layers,) else f", extrapolated from models of {layers} layers"
     trained = _count(step.num_parameters - step.num_frozen_parameters)
     frozen = f"; {_count(step.num_frozen_parameters)} in a frozen model" if step.num_frozen_parameters else ""
-    ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
     asked = [size for length in plan.lengths for size in length.asked]
     shown = asked or plan.lengths
     lines = [
         f"{title}: {trained} parameters in {step.num_layers} layers{traced}{frozen}",
-        f"{ranks} of {format_bytes(plan.card.memory_bytes)}, of which a fraction of {plan.margin:g} is held back",
+        f"{_ranks(plan)} of {format_bytes(plan.card.memory_bytes)}, of which a fraction of {plan.margin:g} is held"
+        " back",
         "",
         text_table([_SIZES, *map(_sizes, plan.lengths)]),
         "",
@@ -46,6 +46,42 @@ def plan_text(plan: Plan, *, title: str) -> str:
         paged = format_bytes(step.paged_bytes)
         lines.append(f"Optimizer state of {paged} is in paged memory, which can move to the host: not counted.")
     return "\n".join(lines)
+
+
+def grid_text(plans: Mapping[str, Sequence[Plan]], *, title: str) -> str:
+    """The largest batch on each GPU, by its name, and number of ranks, and the least memory on which one fits.
+
+    Args:
+        plans: of each GPU, for the same numbers of ranks.
+    """
+    (first, *_), *_ = plans.values()
+    lengths = [length.seq_len for length in first.lengths]
+    rows = [[name, str(one.world_size), *map(_largest, one.lengths)] for name, row in plans.items() for one in row]
+    lines = [
+        f"{title}: largest batch per rank, and the one used",
+        "",
+        text_table([["GPU", "ranks", *(f"rows of {tokens}" for tokens in lengths)], *rows]),
+        "",
+        *(_least_memory(plans, place) for place in range(len(lengths))),
+        "",
+        _source(first),
+    ]
+    return "\n".join([*lines, _NOT_COMPILED] if first.is_compiled else lines)
+
+
+def _largest(length: LengthPlan) -> str:
+    return "none" if length.exact_batch_size == 0 else f"{_size(length.exact_batch_size)} ({length.batch_size})"
+
+
+def _least_memory(plans: Mapping[str, Sequence[Plan]], place: int) -> str:
+    """Which of the plans has the least memory on all ranks together, of those on which rows of one length fit."""
+    fitting = [(name, one) for name, row in plans.items() for one in row if one.lengths[place].exact_batch_size != 0]
+    (first, *_), *_ = plans.values()
+    what = f"Rows of {first.lengths[place].seq_len} tokens"
+    if not fitting:
+        return f"{what} fit on none of these."
+    name, one = min(fitting, key=lambda pair: pair[1].world_size * pair[1].card.memory_bytes)
+    return f"{what} need at least {_ranks(one)} of {name}: a batch of {one.lengths[place].batch_size}."
 
 
 def suggestion_text(suggestion: Suggestion) -> str:
@@ -96,6 +132,10 @@ def _asked(size: SizePlan) -> list[str]:
 def _bytes(size: SizePlan) -> list[str]:
     together = size.peak_bytes + size.added_bytes
     return list(map(format_bytes, (size.peak_bytes, size.added_bytes, size.uncertainty_bytes, together)))
+
+
+def _ranks(plan: Plan) -> str:
+    return f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
 
 
 def _count(number: int) -> str:
