@@ -131,6 +131,8 @@ def test_several_gpus_and_numbers_of_ranks_are_a_grid_with_the_least_that_fits_i
     assert "\nRows of 1024 tokens need at least 1 rank of H100: a batch of 16.\n" in ended.out
     assert "\nRows of 65536 tokens fit on none of these.\n" in ended.out
     assert [request["world_size"] for request in tracing.requests] == [1, 2, 1]  # once for all GPUs
+    asked = tables(program(*FULL, *memory, "--seq-len", "1024", "--batch-size", "1,99", *CUDA).out)[0]
+    assert [row[2] for row in asked[1:]] == ["1 no, 99 no"] * 2 + ["1 yes, 99 no"] * 4
     content = json.loads(program(*FULL, *memory, "--json", *CUDA).out)
     assert [(one["memory"], one["world_size"]) for one in content] == [
         (name, ranks) for name in ("16GiB", "80GiB", "H100") for ranks in (1, 2)

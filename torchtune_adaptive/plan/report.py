@@ -51,14 +51,17 @@ def plan_text(plan: Plan, *, title: str) -> str:
 def grid_text(plans: Mapping[str, Sequence[Plan]], *, title: str) -> str:
     """The largest batch on each GPU, by its name, and number of ranks, and the least memory on which one fits.
 
+    If batches were asked for, whether they fit.
+
     Args:
         plans: of each GPU, for the same numbers of ranks.
     """
     (first, *_), *_ = plans.values()
     lengths = [length.seq_len for length in first.lengths]
-    rows = [[name, str(one.world_size), *map(_largest, one.lengths)] for name, row in plans.items() for one in row]
+    rows = [[name, str(one.world_size), *map(_in_short, one.lengths)] for name, row in plans.items() for one in row]
+    what = "which batches per rank fit" if first.lengths[0].asked else "largest batch per rank, and the one used"
     lines = [
-        f"{title}: largest batch per rank, and the one used",
+        f"{title}: {what}",
         "",
         text_table([["GPU", "ranks", *(f"rows of {tokens}" for tokens in lengths)], *rows]),
         "",
@@ -69,7 +72,9 @@ def grid_text(plans: Mapping[str, Sequence[Plan]], *, title: str) -> str:
     return "\n".join([*lines, _NOT_COMPILED] if first.is_compiled else lines)
 
 
-def _largest(length: LengthPlan) -> str:
+def _in_short(length: LengthPlan) -> str:
+    if length.asked:
+        return ", ".join(f"{size.batch_size} {size.fits}" for size in length.asked)
     return "none" if length.exact_batch_size == 0 else f"{_size(length.exact_batch_size)} ({length.batch_size})"
 
 
