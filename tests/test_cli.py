@@ -139,6 +139,21 @@ def test_several_gpus_and_numbers_of_ranks_are_a_grid_with_the_least_that_fits_i
     ]
 
 
+def test_what_changes_would_save_is_asked_for_the_configs_own_batch(program: Program, tracing: FakeTracing) -> None:
+    ended = program(*FULL, "--memory", "80GiB", "--seq-len", "1024,2048", "--what-if", *CUDA, "batch_size=3")
+    assert "\nWith a batch of 3 rows of 1024 tokens:\n" in ended.out
+    assert {"LoRA", "as it is", "2 ranks"} <= {row[0] for row in tables(ended.out)[-1]}
+    content = json.loads(program(*FULL, "--memory", "80GiB", "--what-if", "--json", *CUDA).out)
+    assert content["what_if"][0]["change"] == "as it is"
+    tracing.requests.clear()
+    refused = program(*FULL, "--memory", "80GiB,H100", "--what-if", *CUDA)
+    assert (
+        refused.err
+        == "tune-adaptive plan: `--what-if` must be left out of a table over GPUs and ranks, but is given.\n"
+    )
+    assert tracing.requests == []
+
+
 @pytest.mark.parametrize("wrong", ["0", "2,x", "1,,2"])
 def test_batches_that_are_no_numbers_are_refused(program: Program, tracing: FakeTracing, wrong: str) -> None:
     ended = program(*FULL, "--memory", "80GiB", "--batch-size", wrong)

@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from omegaconf import DictConfig
 
@@ -20,9 +20,10 @@ from torchtune_adaptive.plan.calibration import calibrate
 from torchtune_adaptive.plan.client import calibration_peak, trace
 from torchtune_adaptive.plan.gpus import memory_of
 from torchtune_adaptive.plan.plan import USUAL_SEQ_LENS, Card, Plan, Trace, plan
-from torchtune_adaptive.plan.report import grid_text, plan_json, plan_text, suggestion_text
+from torchtune_adaptive.plan.report import grid_text, plan_json, plan_text, suggestion_text, what_if_text
 from torchtune_adaptive.plan.step_peaks import TracedStep
 from torchtune_adaptive.plan.suggestions import Suggestion, suggestions
+from torchtune_adaptive.plan.what_if import Effect, what_if
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import load_config, method_of, resolved
 from torchtune_adaptive.text import format_bytes
@@ -56,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--seq-len", help="tokens of a row, or several lengths with commas between [the config's]")
     command.add_argument("--batch-size", help="rows per rank, or several numbers: what each takes, and whether it fits")
+    command.add_argument(
+        "--what-if", action="store_true", help="what checkpointing, offloading, LoRA and others would save"
+    )
     command.add_argument("--calibration", type=Path, help="file that `tune-adaptive calibrate` wrote on such a GPU")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`")
@@ -75,6 +79,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     nodes = _integer("nnodes", arguments.nnodes)
     ranks = [per_node * nodes for per_node in _integers("nproc_per_node", arguments.nproc_per_node)]
     memories = _memories(arguments.memory, settings)
+    if arguments.what_if and len(ranks) * len(memories) > 1:
+        raise InputError("`--what-if` must be left out of a table over GPUs and ranks, but is given.")
     seq_lens = _seq_lens(arguments.seq_len, settings, cfg)
     batch_sizes = [] if arguments.batch_size is None else _integers("batch_size", arguments.batch_size)
     traced_by = _tracing_once()
@@ -94,7 +100,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     }
     if len(ranks) * len(memories) == 1:
         ((planned,),) = plans.values()
-        _print_one(planned, cfg, title=arguments.config, as_json=arguments.json, traced_by=traced_by)
+        _print_one(planned, cfg, arguments, traced_by=traced_by)
     elif arguments.json:
         found = [{"memory": name} | plan_json(one, []) for name, row in plans.items() for one in row]
         print(json.dumps(found, indent=2))
@@ -102,12 +108,23 @@ def _plan(arguments: argparse.Namespace) -> None:
         print(grid_text(plans, title=arguments.config))
 
 
-def _print_one(planned: Plan, cfg: DictConfig, *, title: str, as_json: bool, traced_by: Trace) -> None:
-    if not as_json:
-        print(plan_text(planned, title=title))
-    helpful = [] if planned.fits else _suggest(planned, cfg, prints=not as_json, traced_by=traced_by)
-    if as_json:
-        print(json.dumps(plan_json(planned, helpful), indent=2))
+def _print_one(planned: Plan, cfg: DictConfig, arguments: argparse.Namespace, *, traced_by: Trace) -> None:
+    prints = not arguments.json
+    if prints:
+        print(plan_text(planned, title=arguments.config))
+    helpful = [] if planned.fits else _suggest(planned, cfg, prints=prints, traced_by=traced_by)
+    effects = _what_if(planned, cfg, traced_by=traced_by) if arguments.what_if else []
+    if prints and effects:
+        print(f"\n{what_if_text(effects)}")
+    if not prints:
+        print(json.dumps(plan_json(planned, helpful, effects), indent=2))
+
+
+def _what_if(planned: Plan, cfg: DictConfig, *, traced_by: Trace) -> list[Effect]:
+    """The effects for the first of the lengths, with the config's own batch."""
+    batch_size = require_integer("batch_size", cfg.batch_size, minimum=1)
+    options: dict[str, Any] = {"world_size": planned.world_size, "card": planned.card, "traced_by": traced_by}
+    return list(what_if(cfg, seq_len=planned.lengths[0].seq_len, batch_size=batch_size, **options))
 
 
 def _tracing_once() -> Trace:

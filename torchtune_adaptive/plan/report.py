@@ -7,6 +7,7 @@ from typing import Any
 from torchtune_adaptive.plan.overhead import Overhead
 from torchtune_adaptive.plan.plan import LengthPlan, Plan, SizePlan
 from torchtune_adaptive.plan.suggestions import Suggestion
+from torchtune_adaptive.plan.what_if import AS_IT_IS, Effect
 from torchtune_adaptive.text import format_bytes, text_table
 
 _GIB = 2**30
@@ -100,8 +101,33 @@ def suggestion_text(suggestion: Suggestion) -> str:
     return f"{suggestion.change}: largest batch_size {_size(length.exact_batch_size)} (rows of {length.seq_len} tokens)"
 
 
-def plan_json(plan: Plan, suggestions: Iterable[Suggestion]) -> dict[str, Any]:
-    """The plan and its suggestions as values that JSON can hold; bytes are those of one rank."""
+def what_if_text(effects: Iterable[Effect]) -> str:
+    """What each change saves at the config's own batch, the one that saves most first."""
+    effects = list(effects)
+    planned = [(effect.change, effect.length) for effect in effects if effect.length is not None]
+    needed = {change: _together(length.asked[0]) for change, length in planned}
+    planned.sort(key=lambda pair: needed[pair[0]])
+    rows = [
+        [
+            change,
+            format_bytes(needed[change]),
+            format_bytes(needed[AS_IT_IS] - needed[change]),
+            length.asked[0].fits,
+            _size(length.exact_batch_size),
+        ]
+        for change, length in planned
+    ]
+    size = planned[0][1].asked[0]
+    refused = [f"- {effect.change}: not planned, {effect.refused}" for effect in effects if effect.length is None]
+    lines = [
+        f"With a batch of {size.batch_size} rows of {size.seq_len} tokens:",
+        text_table([["change", "together", "saved", "fits", "largest batch"], *rows]),
+    ]
+    return "\n".join([*lines, "", *refused] if refused else lines)
+
+
+def plan_json(plan: Plan, suggestions: Iterable[Suggestion], effects: Iterable[Effect] = ()) -> dict[str, Any]:
+    """The plan, its suggestions and effects of changes as values that JSON can hold; bytes are those of one rank."""
     step = plan.step
     return {
         "world_size": plan.world_size,
@@ -116,6 +142,7 @@ def plan_json(plan: Plan, suggestions: Iterable[Suggestion]) -> dict[str, Any]:
         "overhead": asdict(plan.overhead),
         "lengths": [asdict(length) for length in plan.lengths],
         "suggestions": [asdict(suggestion) for suggestion in suggestions],
+        "what_if": [asdict(effect) for effect in effects],
     }
 
 
@@ -135,8 +162,12 @@ def _asked(size: SizePlan) -> list[str]:
 
 
 def _bytes(size: SizePlan) -> list[str]:
-    together = size.peak_bytes + size.added_bytes
-    return list(map(format_bytes, (size.peak_bytes, size.added_bytes, size.uncertainty_bytes, together)))
+    return list(map(format_bytes, (size.peak_bytes, size.added_bytes, size.uncertainty_bytes, _together(size))))
+
+
+def _together(size: SizePlan) -> float:
+    """All that a rank needs of its device."""
+    return size.peak_bytes + size.added_bytes
 
 
 def _ranks(plan: Plan) -> str:

@@ -1,7 +1,7 @@
 """Suggest changes where nothing of a config fits, and plan each of them."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from omegaconf import DictConfig
@@ -47,10 +47,10 @@ def suggestions(
             return Suggestion(change, None, str(error))
         return Suggestion(change, found.lengths[0])
 
-    checkpointed = _with(cfg, {"enable_activation_checkpointing": True, "ac_mode": None})
+    checkpointed = with_values(cfg, {"enable_activation_checkpointing": True, "ac_mode": None})
     if not cfg.get("enable_activation_checkpointing", False):
         yield planned("enable_activation_checkpointing=True", checkpointed)
-    lora = None if is_lora(cfg) else _lora_version(checkpointed)
+    lora = None if is_lora(cfg) else lora_version(checkpointed)
     if lora is not None:
         yield planned(f"LoRA and checkpointing: model={lora.model._component_}, rank {lora.model.lora_rank}", lora)
     yield from _last_tried(planned(f"{ranks} ranks", cfg, ranks=ranks) for ranks in _doublings(world_size, _MOST_RANKS))
@@ -76,16 +76,16 @@ def _doublings(number: int, most: int) -> Iterator[int]:
         yield number
 
 
-def _with(cfg: DictConfig, changes: dict[str, object]) -> DictConfig:
+def with_values(cfg: DictConfig, changes: Mapping[str, object]) -> DictConfig:
     """A copy of ``cfg`` with other top-level values."""
-    return DictConfig(resolved(cfg) | changes)
+    return DictConfig(resolved(cfg) | dict(changes))
 
 
-def _lora_version(cfg: DictConfig) -> DictConfig | None:
+def lora_version(cfg: DictConfig) -> DictConfig | None:
     """The config with the LoRA version of its model, if torchtune has one under the usual name."""
     package, _, name = str(cfg.model._component_).rpartition(".")
     if not package.startswith("torchtune.models.") or not hasattr(importlib.import_module(package), f"lora_{name}"):
         return None
     arguments = {key: value for key, value in cfg.model.items() if key != "_component_"}
     model = arguments | {"_component_": f"{package}.lora_{name}"} | _LORA
-    return _with(cfg, {"model": model, "optimizer_in_bwd": False})
+    return with_values(cfg, {"model": model, "optimizer_in_bwd": False})
