@@ -10,7 +10,8 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.plan import Card
 from torchtune_adaptive.plan.report import what_if_text
 from torchtune_adaptive.plan.step_peaks import TracedStep
-from torchtune_adaptive.plan.what_if import AS_IT_IS, TOGETHER, Effect, what_if
+from torchtune_adaptive.plan.suggestions import Suggestion
+from torchtune_adaptive.plan.what_if import AS_IT_IS, TOGETHER, what_if
 
 MODEL = {"_component_": "torchtune.models.llama2.llama2", "num_layers": 32, "embed_dim": 4096}
 LORA_MODEL = {"_component_": "torchtune.models.llama2.lora_llama2", "lora_attn_modules": ["q_proj"], "lora_rank": 4}
@@ -30,7 +31,7 @@ def cfg_of(**changes: Any) -> DictConfig:
     return OmegaConf.create(plain | changes)
 
 
-def effects_of(cfg: DictConfig, *, refuses_lora: bool = False) -> tuple[dict[str, Effect], dict[str, Asked]]:
+def effects_of(cfg: DictConfig, *, refuses_lora: bool = False) -> tuple[dict[str, Suggestion], dict[str, Asked]]:
     """By the change, its effect, and what was traced for it."""
 
     def step_for(asked: Asked) -> TracedStep:

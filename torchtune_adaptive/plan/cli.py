@@ -23,7 +23,7 @@ from torchtune_adaptive.plan.plan import USUAL_SEQ_LENS, Card, Plan, Trace, plan
 from torchtune_adaptive.plan.report import grid_text, plan_json, plan_text, suggestion_text, what_if_text
 from torchtune_adaptive.plan.step_peaks import TracedStep
 from torchtune_adaptive.plan.suggestions import Suggestion, suggestions
-from torchtune_adaptive.plan.what_if import Effect, what_if
+from torchtune_adaptive.plan.what_if import what_if
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import load_config, method_of, resolved
 from torchtune_adaptive.text import format_bytes
@@ -120,7 +120,7 @@ def _print_one(planned: Plan, cfg: DictConfig, arguments: argparse.Namespace, *,
         print(json.dumps(plan_json(planned, helpful, effects), indent=2))
 
 
-def _what_if(planned: Plan, cfg: DictConfig, *, traced_by: Trace) -> list[Effect]:
+def _what_if(planned: Plan, cfg: DictConfig, *, traced_by: Trace) -> list[Suggestion]:
     """The effects for the first of the lengths, with the config's own batch."""
     batch_size = require_integer("batch_size", cfg.batch_size, minimum=1)
     options: dict[str, Any] = {"world_size": planned.world_size, "card": planned.card, "traced_by": traced_by}

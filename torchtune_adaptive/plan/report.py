@@ -7,7 +7,7 @@ from typing import Any
 from torchtune_adaptive.plan.overhead import Overhead
 from torchtune_adaptive.plan.plan import LengthPlan, Plan, SizePlan
 from torchtune_adaptive.plan.suggestions import Suggestion
-from torchtune_adaptive.plan.what_if import AS_IT_IS, Effect
+from torchtune_adaptive.plan.what_if import AS_IT_IS
 from torchtune_adaptive.text import format_bytes, text_table
 
 _GIB = 2**30
@@ -101,7 +101,7 @@ def suggestion_text(suggestion: Suggestion) -> str:
     return f"{suggestion.change}: largest batch_size {_size(length.exact_batch_size)} (rows of {length.seq_len} tokens)"
 
 
-def what_if_text(effects: Iterable[Effect]) -> str:
+def what_if_text(effects: Iterable[Suggestion]) -> str:
     """What each change saves at the config's own batch, the one that saves most first."""
     effects = list(effects)
     planned = [(effect.change, effect.length) for effect in effects if effect.length is not None]
@@ -126,7 +126,7 @@ def what_if_text(effects: Iterable[Effect]) -> str:
     return "\n".join([*lines, "", *refused] if refused else lines)
 
 
-def plan_json(plan: Plan, suggestions: Iterable[Suggestion], effects: Iterable[Effect] = ()) -> dict[str, Any]:
+def plan_json(plan: Plan, suggestions: Iterable[Suggestion], effects: Iterable[Suggestion] = ()) -> dict[str, Any]:
     """The plan, its suggestions and effects of changes as values that JSON can hold; bytes are those of one rank."""
     step = plan.step
     return {

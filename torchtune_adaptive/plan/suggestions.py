@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -30,6 +31,14 @@ class Suggestion:
     length: LengthPlan | None
     refused: str = ""
 
+    @classmethod
+    def planned(cls, change: str, cfg: DictConfig, **options: Any) -> "Suggestion":
+        """Plan ``cfg``, which has the change, with one length of rows; ``options`` are those of ``plan``."""
+        try:
+            return cls(change, plan(cfg, **options).lengths[0])
+        except InputError as error:
+            return cls(change, None, str(error))
+
 
 def suggestions(
     cfg: DictConfig, *, world_size: int, card: Card, seq_len: int, traced_by: Trace = trace
@@ -41,16 +50,12 @@ def suggestions(
     """
 
     def planned(change: str, changed: DictConfig, *, ranks: int = world_size, tokens: int = seq_len) -> Suggestion:
-        try:
-            found = plan(changed, world_size=ranks, card=card, seq_lens=[tokens], traced_by=traced_by)
-        except InputError as error:
-            return Suggestion(change, None, str(error))
-        return Suggestion(change, found.lengths[0])
+        return Suggestion.planned(change, changed, world_size=ranks, card=card, seq_lens=[tokens], traced_by=traced_by)
 
-    checkpointed = with_values(cfg, {"enable_activation_checkpointing": True, "ac_mode": None})
+    checkpointed = with_checkpointing(cfg)
     if not cfg.get("enable_activation_checkpointing", False):
         yield planned("enable_activation_checkpointing=True", checkpointed)
-    lora = None if is_lora(cfg) else lora_version(checkpointed)
+    lora = lora_version(checkpointed)
     if lora is not None:
         yield planned(f"LoRA and checkpointing: model={lora.model._component_}, rank {lora.model.lora_rank}", lora)
     yield from _last_tried(planned(f"{ranks} ranks", cfg, ranks=ranks) for ranks in _doublings(world_size, _MOST_RANKS))
@@ -81,8 +86,15 @@ def with_values(cfg: DictConfig, changes: Mapping[str, object]) -> DictConfig:
     return DictConfig(resolved(cfg) | dict(changes))
 
 
+def with_checkpointing(cfg: DictConfig) -> DictConfig:
+    """A copy of ``cfg`` that checkpoints the activations of every layer."""
+    return with_values(cfg, {"enable_activation_checkpointing": True, "ac_mode": None})
+
+
 def lora_version(cfg: DictConfig) -> DictConfig | None:
-    """The config with the LoRA version of its model, if torchtune has one under the usual name."""
+    """The config with the LoRA version of its model; None if it has LoRA, or torchtune none under the usual name."""
+    if is_lora(cfg):
+        return None
     package, _, name = str(cfg.model._component_).rpartition(".")
     if not package.startswith("torchtune.models.") or not hasattr(importlib.import_module(package), f"lora_{name}"):
         return None

@@ -1,57 +1,41 @@
 """What changes of a config would each save, alone and all together."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.client import trace
-from torchtune_adaptive.plan.plan import Card, LengthPlan, Trace, plan
-from torchtune_adaptive.plan.suggestions import lora_version, with_values
+from torchtune_adaptive.plan.plan import Card, Trace
+from torchtune_adaptive.plan.suggestions import Suggestion, lora_version, with_checkpointing, with_values
 from torchtune_adaptive.stock.configs import is_lora, method_of
 
 AS_IT_IS, TOGETHER = "as it is", "all of the config's together"
 
 
-@dataclass(frozen=True)
-class Effect:
-    """A change of the config or the launch, with its plan or the reason why it cannot be planned.
-
-    The plan's only size that was asked for is the config's own batch.
-    """
-
-    change: str
-    length: LengthPlan | None
-    refused: str = ""
-
-
 def what_if(
     cfg: DictConfig, *, world_size: int, card: Card, seq_len: int, batch_size: int, traced_by: Trace = trace
-) -> Iterator[Effect]:
-    """Plan ``cfg`` with ``batch_size`` rows of ``seq_len`` tokens as it is, with each change, and with all."""
+) -> Iterator[Suggestion]:
+    """Plan ``cfg`` with ``batch_size`` rows of ``seq_len`` tokens as it is, with each change, and with all.
 
-    def effect(change: str, changed: DictConfig, *, ranks: int = world_size) -> Effect:
-        options = {"card": card, "seq_lens": [seq_len], "batch_sizes": [batch_size], "traced_by": traced_by}
-        try:
-            return Effect(change, plan(changed, world_size=ranks, **options).lengths[0])
-        except InputError as error:
-            return Effect(change, None, str(error))
-
-    yield effect(AS_IT_IS, cfg)
+    The plans' only size that was asked for is ``batch_size``.
+    """
+    options = {"card": card, "seq_lens": [seq_len], "batch_sizes": [batch_size], "traced_by": traced_by}
+    planned = partial(Suggestion.planned, world_size=world_size, **options)
+    yield planned(AS_IT_IS, cfg)
     together = cfg
     for name, change in _CHANGES.items():
         if (changed := change(cfg)) is not None:
-            yield effect(name, changed)
+            yield planned(name, changed)
         together = change(together) or together
-    yield effect(TOGETHER, together)
-    yield effect(f"{2 * world_size} ranks", cfg, ranks=2 * world_size)
+    yield planned(TOGETHER, together)
+    yield planned(f"{2 * world_size} ranks", cfg, world_size=2 * world_size)
 
 
 def _checkpointing(cfg: DictConfig) -> DictConfig | None:
     if cfg.get("enable_activation_checkpointing", False):
         return None
-    return with_values(cfg, {"enable_activation_checkpointing": True, "ac_mode": None})
+    return with_checkpointing(cfg)
 
 
 def _offloading(cfg: DictConfig) -> DictConfig | None:
@@ -82,10 +66,6 @@ def _steps_in_backward(cfg: DictConfig) -> DictConfig | None:
     return with_values(cfg, {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1, "clip_grad_norm": None})
 
 
-def _lora(cfg: DictConfig) -> DictConfig | None:
-    return None if is_lora(cfg) else lora_version(cfg)
-
-
 def _qlora(cfg: DictConfig) -> DictConfig | None:
     lora = cfg if is_lora(cfg) else lora_version(cfg)
     if lora is None or lora.model.get("quantize_base", False) or ".qlora_" in str(lora.model._component_):
@@ -99,6 +79,6 @@ _CHANGES: dict[str, Callable[[DictConfig], DictConfig | None]] = {
     "chunked loss": _chunked_loss,
     "optimizer of 8 bits (torchao)": _optimizer_of_8_bits,
     "optimizer_in_bwd": _steps_in_backward,
-    "LoRA": _lora,
+    "LoRA": lora_version,
     "QLoRA": _qlora,
 }
