@@ -61,9 +61,9 @@ def test_each_change_is_planned_alone_and_all_of_the_config_together() -> None:
         "checkpointing and activation offloading",
         "chunked loss",
         "optimizer of 8 bits (torchao)",
-        "optimizer_in_bwd",
         "LoRA",
         "QLoRA",
+        "optimizer_in_bwd",
         TOGETHER,
         "4 ranks",
     ]
@@ -87,6 +87,7 @@ def test_each_change_is_planned_alone_and_all_of_the_config_together() -> None:
     assert together.loss._component_ == CHUNKED
     assert together.optimizer._component_ == "torchao.optim.AdamW8bit"
     assert not together.optimizer_in_bwd  # which LoRA has not
+    assert (together.gradient_accumulation_steps, together.clip_grad_norm) == (4, 1.0)
 
 
 def test_what_a_config_has_already_is_left_out() -> None:

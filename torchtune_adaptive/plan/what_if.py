@@ -78,7 +78,7 @@ _CHANGES: dict[str, Callable[[DictConfig], DictConfig | None]] = {
     "checkpointing and activation offloading": _offloading,
     "chunked loss": _chunked_loss,
     "optimizer of 8 bits (torchao)": _optimizer_of_8_bits,
-    "optimizer_in_bwd": _steps_in_backward,
     "LoRA": lora_version,
     "QLoRA": _qlora,
+    "optimizer_in_bwd": _steps_in_backward,  # last: all together have LoRA, with which it cannot be
 }
