@@ -11,6 +11,8 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torchtune_adaptive.memory.operations import local_part
+
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")  # of activation checkpointing and compiling
 
 
@@ -63,7 +65,7 @@ class TrainedTensors:
         for _, _, state in self._states():
             numbers = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
             for key, value in [*_parts(state), *numbers.items()]:
-                inner = value.to_local() if isinstance(value, DTensor) else value
+                inner = local_part(value)
                 if type(inner) is not torch.Tensor and not isinstance(inner, int | float | str | None):
                     return f"the optimizer's {key} is a {type(inner).__name__}, neither a plain tensor nor a number"
         return ""
@@ -149,7 +151,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _parts(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a parameter's state, one that wraps others by its parts."""
     for key, value in state.items():
-        inner = value._local_tensor if isinstance(value, DTensor) else value
+        inner = local_part(value)
         if is_traceable_wrapper_subclass(inner):
             names, _ = inner.__tensor_flatten__()
             yield from ((f"{key}.{name}", getattr(inner, name)) for name in names)

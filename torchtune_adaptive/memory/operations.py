@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
@@ -21,6 +22,11 @@ def plain_parts(tensor: Any) -> Iterator[torch.Tensor]:
             yield from plain_parts(getattr(tensor, name))
     elif isinstance(tensor, torch.Tensor):
         yield tensor  # not every part is a tensor: one part of a DTensor is its device mesh
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, in the same memory; another tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def is_collective(func: Any) -> bool:

@@ -5,6 +5,7 @@ Works on a process of its own: it starts a process group of which only one rank 
 """
 
 import contextlib
+import functools
 import importlib
 import inspect
 import sys
@@ -74,6 +75,8 @@ class FakeRecipe:
             make_fake(nn.ModuleList(self.models))
             _set_up_optimizer_and_loss(recipe, self.cfg)
         self._stepping = recipe.stepping()
+        for optimizer in self._stepping.optimizers:
+            optimizer.step = _reading_numbers(optimizer.step)
         self._objective = recipe.objective(as_stock=True)
         self._row_format = recipe.row_format()
         self._is_warm = False
@@ -138,7 +141,7 @@ class FakeRecipe:
     @contextmanager
     def _as_on_device(self) -> Iterator[None]:
         as_on_cuda = _optimizers_choose_as_on_cuda() if self._like_cuda else contextlib.nullcontext()
-        with self._fake_mode, _NumbersOfFakes(), as_on_cuda:
+        with self._fake_mode, as_on_cuda:
             yield
 
 
@@ -264,12 +267,22 @@ def _set_up_optimizer_and_loss(recipe: Any, cfg: DictConfig) -> None:
         kd_chunks = getattr(kd_loss, "num_output_chunks", None)
         if kd_chunks != chunks:
             raise InputError(f"`kd_loss` must take as many chunks as `loss` ({chunks}), but takes {kd_chunks} instead.")
-        recipe._kd_loss_fn = kd_loss
+        recipe._kd_loss_fn = _reading_numbers(kd_loss)
+
+
+def _reading_numbers(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, which may read numbers from fake tensors: distillation's loss counts tokens, Adafactor takes norms."""
+
+    @functools.wraps(call)
+    def reading(*args: Any, **kwargs: Any) -> Any:
+        with _NumbersOfFakes():
+            return call(*args, **kwargs)
+
+    return reading
 
 
 class _NumbersOfFakes(TorchDispatchMode):
-    """Inside, what is read from a fake tensor is False or 1: a distillation's loss asks whether no token counts,
-    and Adafactor for the norm of a parameter."""
+    """Inside, what is read from a fake tensor is False if it is a truth value, and 1 if it is a number."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:

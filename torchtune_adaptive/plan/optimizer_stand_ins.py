@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.errors import InputError, quote
+from torchtune_adaptive.memory.operations import local_part
 
 _BITSANDBYTES = re.compile(r"bitsandbytes\.optim\.(Paged)?([A-Z][A-Za-z]*?)(8bit|32bit)?")
 # Tensors of state that a parameter has, by the optimizer's name.
@@ -50,28 +50,25 @@ def _stand_in(optimizer: type, **options: Any) -> DictConfig:
 
 
 class _StandIn(torch.optim.Optimizer):
-    """Calls ``_step_of`` for each parameter that has a gradient."""
+    """Makes ``_state_of`` each parameter that has a gradient, once, and takes ``_take_step`` of it in each step."""
 
     def __init__(self, params: Iterable[nn.Parameter], *, lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Make the state of parameters that have a gradient and no state yet."""
-        for parameter in self._parameters_with_gradients():
+        """Take a step of each parameter that has a gradient."""
+        for parameter in (one for group in self.param_groups for one in group["params"] if one.grad is not None):
             if parameter not in self.state:
                 self.state[parameter].update(self._state_of(parameter))
             self._take_step(parameter)
 
-    def _parameters_with_gradients(self) -> Iterator[nn.Parameter]:
-        for group in self.param_groups:
-            yield from (parameter for parameter in group["params"] if parameter.grad is not None)
-
     def _state_of(self, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
+        """The state that the optimizer keeps for ``parameter``."""
         raise NotImplementedError
 
     def _take_step(self, parameter: nn.Parameter) -> None:
-        """Take what a step of ``parameter`` takes beside its state."""
+        """Allocate what a step of ``parameter`` needs beside its state, and let go of it."""
 
 
 class BlockwiseOptimizer(_StandIn):
@@ -149,7 +146,7 @@ class LowBitAdam(_StandIn):
         return local.numel() < self._SMALL or local.numel() % self._block != 0
 
     def _state_of(self, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
-        local = _local(parameter)
+        local = local_part(parameter)
         if self._is_small(local):
             return {name: torch.zeros_like(local) for name in ("exp_avg", "exp_avg_sq")}
         return {
@@ -163,13 +160,13 @@ class LowBitAdam(_StandIn):
         }
 
     def _take_step(self, parameter: nn.Parameter) -> None:
-        local = _local(parameter)
+        local = local_part(parameter)
         if not self._is_small(local):
             torch.empty(int(local.numel() * self._format.taken_per_element), dtype=torch.uint8)
 
 
 class OptimizerOnHost(_StandIn):
-    """Holds on the device what torchao's ``CPUOffloadOptimizer`` does: the state of small parameters.
+    """Holds what torchao's ``CPUOffloadOptimizer`` holds on the device: the state of small parameters.
 
     With ``offload_gradients`` the gradient of a larger parameter is freed as soon as it is complete.
     """
@@ -194,7 +191,3 @@ class OptimizerOnHost(_StandIn):
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
