@@ -16,6 +16,7 @@ bench: $(STAMP) $(PEERS_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.search_accuracy
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.loop
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.forecast_accuracy
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.allocator_events
 	.venv/bin/python -m benchmarks.plan_cost
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.tokens --cost
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.objective

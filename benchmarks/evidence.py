@@ -15,6 +15,7 @@ QUESTIONS = {
     "search_cpu": "How do the searches of other projects compare with ours?",
     "search_accuracy_cpu": "Do the recipes' searches find the largest batch that fits?",
     "forecast_accuracy_cpu": "Is the forecast of memory right?",
+    "allocator_events_cpu": "Is it right without any meter, for compiled code, and with torchao's optimizers?",
     "plan_cost_cpu": "What does a forecast cost?",
     "recovery_cpu": "Does training survive out-of-memory errors, and rightly?",
     "crashes_cpu": "Does a run that is killed go on as if nothing had been?",
@@ -36,7 +37,7 @@ NOT_MEASURED = (
     "More than four ranks, and more than one machine; recovery with NCCL.",
     "Pretrained weights and data sets of the world: models here are small and random, data is made up. Large geometries"
     " are planned (docs/stock_configs.md), none was run.",
-    "`compile`, activation offloading and 8-bit optimizers in training; their plans are traced, not compared.",
+    "Activation offloading and bitsandbytes' optimizers in training; their plans are traced, not compared.",
     "Whether growth by the gradient noise scale trains a better model, or sooner.",
     "Composer's and SkyRL's searches: they need CUDA, and Ray. Peers on several ranks: those compared here have no"
     " search that agrees between ranks.",

@@ -29,7 +29,7 @@ WITHOUT_TORCH = [
     *("batch/limits", "batch/noise_scale", "batch/increase_function"),
     *("search/strategies", "search/tables", "search/token_budget"),
     *("training/horizon", "training/run_state"),
-    *("plan/layer_extrapolation", "plan/step_peaks", "plan/overhead", "plan/gpus"),
+    *("plan/layer_extrapolation", "plan/step_peaks", "plan/overhead", "plan/gpus", "plan/kernels"),
 ]
 
 # Objects of other libraries that a module writes into, by the names that it has for them.

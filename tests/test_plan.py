@@ -705,17 +705,6 @@ def test_the_text_says_if_paged_state_is_not_counted() -> None:
     assert "paged" not in plan_text(some_plan(), title="any")
 
 
-def test_text_and_json_say_that_compiled_code_is_not_modelled() -> None:
-    step = step_of(peaks(64, held_bytes=1, bytes_per_row=1))
-    cfg = cfg_of()
-    eager = planned(cfg, step)
-    cfg.compile = True
-    compiled = planned(cfg, step)
-    assert "compile" not in plan_text(eager, title="any")
-    assert plan_text(compiled, title="any").splitlines()[-1].startswith("`compile` is not modelled: ")
-    assert [plan_json(one, [])["not_modelled"] for one in (eager, compiled)] == [[], ["compile"]]
-
-
 def test_a_suggestion_says_in_one_line_what_it_brings() -> None:
     fits, not_one = some_plan().lengths
     needed = (not_one.peak_bytes + not_one.added_bytes) / GIB

@@ -59,6 +59,7 @@ def test_each_change_is_planned_alone_and_all_of_the_config_together() -> None:
         AS_IT_IS,
         "activation checkpointing",
         "checkpointing and activation offloading",
+        "compile",
         "chunked loss",
         "optimizer of 8 bits (torchao)",
         "LoRA",
@@ -69,12 +70,13 @@ def test_each_change_is_planned_alone_and_all_of_the_config_together() -> None:
     ]
     made = {name: changes(cfg, one.cfg) for name, one in asked.items()}
     assert made[AS_IT_IS] == made["4 ranks"] == {}
-    assert [one.world_size for one in asked.values()] == [2] * 9 + [4]
+    assert [one.world_size for one in asked.values()] == [2] * 10 + [4]
     assert made["activation checkpointing"] == {"enable_activation_checkpointing": True}
     assert made["checkpointing and activation offloading"] == {
         "enable_activation_checkpointing": True,
         "enable_activation_offloading": True,
     }
+    assert made["compile"] == {"compile": True}
     assert made["chunked loss"] == {"loss": {"_component_": CHUNKED}}
     assert made["optimizer of 8 bits (torchao)"] == {"optimizer": {"_component_": "torchao.optim.AdamW8bit", "lr": 0.1}}
     in_backward = {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1, "clip_grad_norm": None}
@@ -92,12 +94,20 @@ def test_each_change_is_planned_alone_and_all_of_the_config_together() -> None:
 
 def test_what_a_config_has_already_is_left_out() -> None:
     has = {"enable_activation_checkpointing": True, "enable_activation_offloading": True, "model": LORA_MODEL}
-    has |= {"loss": {"_component_": CHUNKED}, "optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1}}
+    has |= {
+        "compile": True,
+        "loss": {"_component_": CHUNKED},
+        "optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1},
+    }
     effects, asked = effects_of(cfg_of(**has))
     assert list(effects) == [AS_IT_IS, "QLoRA", TOGETHER, "4 ranks"]
     assert asked["QLoRA"].cfg.model == LORA_MODEL | {"quantize_base": True}
     quantized = {"model": LORA_MODEL | {"quantize_base": True}}
     assert "QLoRA" not in effects_of(cfg_of(**has | quantized))[0]
+
+
+def test_torchtune_does_not_compile_what_it_trains_with_quantization_in_mind() -> None:
+    assert "compile" not in effects_of(cfg_of(quantizer={"_component_": "any"}))[0]
 
 
 def test_the_table_has_the_largest_saving_first_and_what_cannot_be_planned_last() -> None:

@@ -76,7 +76,7 @@ def make_fake(model: nn.Module) -> None:
     """Replace parameters and buffers by fake ones. Call it inside the fake mode. Shared tensors stay shared."""
     made: dict[int, tuple[Any, Any]] = {}  # by id of the real tensor, which is kept so that its id is not reused
     for module in model.modules():
-        for tensors, wrap in ((module._parameters, _fake_parameter), (module._buffers, _fake_like)):
+        for tensors, wrap in ((module._parameters, _fake_parameter), (module._buffers, fake_like)):
             for name, tensor in tensors.items():
                 if tensor is not None:
                     if id(tensor) not in made:
@@ -85,17 +85,17 @@ def make_fake(model: nn.Module) -> None:
 
 
 def _fake_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(_fake_like(parameter), requires_grad=parameter.requires_grad)
+    return nn.Parameter(fake_like(parameter), requires_grad=parameter.requires_grad)
 
 
-def _fake_like(tensor: Any) -> Any:
+def fake_like(tensor: Any) -> Any:
     """A fake tensor on the CPU of the layout of ``tensor``, which is real or meta and may wrap others."""
     if isinstance(tensor, DTensor):
-        return DTensor(_fake_like(tensor._local_tensor), tensor._spec, requires_grad=False)
+        return DTensor(fake_like(tensor._local_tensor), tensor._spec, requires_grad=False)
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
         if "tensor_meta" in context:  # NF4 keeps its device there
             context = context | {"tensor_meta": replace(context["tensor_meta"], device=torch.device("cpu"))}
-        parts = {name: _fake_like(getattr(tensor, name)) for name in names}
+        parts = {name: fake_like(getattr(tensor, name)) for name in names}
         return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)

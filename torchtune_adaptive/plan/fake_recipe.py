@@ -29,6 +29,7 @@ from torchtune.modules.peft import DoRALinear
 from torchtune_adaptive.batch.row_format import PreferenceRows, Row
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.memory.phases import Phases
+from torchtune_adaptive.plan.compiled_code import compile_layers, compile_loss
 from torchtune_adaptive.plan.cuda_stand_ins import OffloadedActivations
 from torchtune_adaptive.plan.fake_model import layers_limited_to, make_fake
 from torchtune_adaptive.plan.optimizer_stand_ins import stand_in_for_optimizer
@@ -180,7 +181,7 @@ def start_fake_process_group(world_size: int) -> None:
 def _on_fake_device(cfg: DictConfig) -> DictConfig:
     content = resolved(cfg)
     wants_offloading = bool(content.get("enable_activation_offloading", False))
-    changes = {"device": "cpu", "enable_activation_offloading": False, "compile": False}
+    changes = {"device": "cpu", "enable_activation_offloading": False}
     optimizer = stand_in_for_optimizer(cfg.optimizer)
     return DictConfig(content | changes | {"wants_offloading": wants_offloading, "optimizer": optimizer})
 
@@ -194,7 +195,7 @@ def _recipe_of(cfg: DictConfig) -> Any:
     names["validate_missing_and_unexpected_for_lora"] = lambda **_: None
     recipe_class = getattr(module, f"Adaptive{module.StockRecipe.__name__}")
     recipe: Any = type(recipe_class.__name__, (recipe_class, _WithoutRanks), {})(cfg)
-    recipe._compile = False
+    recipe._compile = bool(cfg.get("compile", False))
     return recipe
 
 
@@ -258,12 +259,19 @@ def _set_up_optimizer_and_loss(recipe: Any, cfg: DictConfig) -> None:
     taken = inspect.signature(recipe._setup_optimizer).parameters
     recipe._optimizer = recipe._setup_optimizer(**{name: value for name, value in how.items() if name in taken})
     recipe._loss_fn = config.instantiate(cfg.loss)
+    is_distillation = method_of(cfg) == "knowledge_distillation"
+    # Only these recipes take the new loss that torchtune returns for one without chunks.
+    compiles_whole = is_distillation or (method_of(cfg) == "lora_finetune" and recipe.world_size == 1)
+    if recipe._compile:
+        compile_loss(recipe._loss_fn, also_whole=compiles_whole)
     chunks = getattr(recipe._loss_fn, "num_output_chunks", None)
     if chunks is not None:
         for model in recipe.models():
             model.set_num_output_chunks(chunks)
-    if method_of(cfg) == "knowledge_distillation":
+    if is_distillation:
         kd_loss = config.instantiate(cfg.kd_loss)
+        if recipe._compile:
+            compile_loss(kd_loss, also_whole=True)
         kd_chunks = getattr(kd_loss, "num_output_chunks", None)
         if kd_chunks != chunks:
             raise InputError(f"`kd_loss` must take as many chunks as `loss` ({chunks}), but takes {kd_chunks} instead.")
@@ -308,6 +316,9 @@ class _TrainingOnFakes:
 
     def validate_no_params_on_meta_device(self, _: nn.Module) -> None:
         return None
+
+    def compile_model(self, model: nn.Module, *_: Any, **__: Any) -> None:
+        compile_layers(model)
 
     def get_act_offloading_ctx_manager(self, model: nn.Module, enabled: bool) -> Any:
         torchtune_offloading.OffloadActivations = OffloadedActivations  # pyright: ignore[reportAttributeAccessIssue]

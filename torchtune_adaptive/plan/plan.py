@@ -80,7 +80,6 @@ class Plan:
     """What fits for each length of rows, with what the plan was computed from.
 
     Attributes:
-        is_compiled: the config compiles its model, which the plan leaves out.
     """
 
     world_size: int
@@ -89,7 +88,6 @@ class Plan:
     lengths: tuple[LengthPlan, ...]
     step: TracedStep
     overhead: Overhead
-    is_compiled: bool
 
     @property
     def fits(self) -> bool:
@@ -137,7 +135,6 @@ def plan(
         lengths=tuple(planner.plan(peaks, batch_sizes) for peaks in step.peaks),
         step=step,
         overhead=overhead,
-        is_compiled=bool(cfg.get("compile", False)),
     )
 
 

@@ -11,9 +11,6 @@ from torchtune_adaptive.plan.what_if import AS_IT_IS
 from torchtune_adaptive.text import format_bytes, text_table
 
 _GIB = 2**30
-_NOT_COMPILED = (
-    "`compile` is not modelled: the step is planned as if it were False. Compiled code takes less, so more may fit."
-)
 
 
 def plan_text(plan: Plan, *, title: str) -> str:
@@ -41,8 +38,6 @@ def plan_text(plan: Plan, *, title: str) -> str:
         "",
         _source(plan),
     ]
-    if plan.is_compiled:
-        lines.append(_NOT_COMPILED)
     if step.paged_bytes:
         paged = format_bytes(step.paged_bytes)
         lines.append(f"Optimizer state of {paged} is in paged memory, which can move to the host: not counted.")
@@ -70,7 +65,7 @@ def grid_text(plans: Mapping[str, Sequence[Plan]], *, title: str) -> str:
         "",
         _source(first),
     ]
-    return "\n".join([*lines, _NOT_COMPILED] if first.is_compiled else lines)
+    return "\n".join(lines)
 
 
 def _in_short(length: LengthPlan) -> str:
@@ -138,7 +133,6 @@ def plan_json(plan: Plan, suggestions: Iterable[Suggestion], effects: Iterable[S
         "num_layers": step.num_layers,
         "traced_layers": list(step.traced_layers),
         "paged_bytes": step.paged_bytes,
-        "not_modelled": ["compile"] if plan.is_compiled else [],
         "overhead": asdict(plan.overhead),
         "lengths": [asdict(length) for length in plan.lengths],
         "suggestions": [asdict(suggestion) for suggestion in suggestions],

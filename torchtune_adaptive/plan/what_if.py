@@ -45,6 +45,13 @@ def _offloading(cfg: DictConfig) -> DictConfig | None:
     return with_values(_checkpointing(cfg) or cfg, {"enable_activation_offloading": True})
 
 
+def _compiled(cfg: DictConfig) -> DictConfig | None:
+    """Which torchtune does not do where it trains with quantization in mind."""
+    if cfg.get("compile", False) or "quantizer" in cfg:
+        return None
+    return with_values(cfg, {"compile": True})
+
+
 def _chunked_loss(cfg: DictConfig) -> DictConfig | None:
     if str(cfg.loss._component_) != "torch.nn.CrossEntropyLoss":
         return None
@@ -76,6 +83,7 @@ def _qlora(cfg: DictConfig) -> DictConfig | None:
 _CHANGES: dict[str, Callable[[DictConfig], DictConfig | None]] = {
     "activation checkpointing": _checkpointing,
     "checkpointing and activation offloading": _offloading,
+    "compile": _compiled,
     "chunked loss": _chunked_loss,
     "optimizer of 8 bits (torchao)": _optimizer_of_8_bits,
     "LoRA": lora_version,
