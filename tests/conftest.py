@@ -38,6 +38,14 @@ def hugging_face_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
         yield home
 
 
+@pytest.fixture(scope="session", autouse=True)
+def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is kept for later runs goes to a directory of the session, not to the user's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny data, tokenizer and model, with 400 samples, made once per session; tests must not write into it."""

@@ -58,10 +58,11 @@ class Ended(NamedTuple):
 
 
 @pytest.fixture
-def tracing(monkeypatch: pytest.MonkeyPatch) -> FakeTracing:
-    """Replaces the worker process; the rest of the program runs as it is."""
+def tracing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeTracing:
+    """Replaces the worker process; the rest of the program runs as it is, and finds nothing that was traced before."""
     fake = FakeTracing()
     monkeypatch.setattr(client, "_run_worker", fake)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return fake
 
 
@@ -111,7 +112,7 @@ def test_batches_that_are_asked_for_are_planned_from_the_same_trace(program: Pro
     assert [row[1:3] for row in asked] == [["batch", "fits"], ["1", "yes"], ["40", "no"]]
     content = json.loads(program(*arguments, "--json").out)
     assert [size["batch_size"] for size in content["lengths"][0]["asked"]] == [1, 40]
-    assert [len(request["seq_lens"]) for request in tracing.requests] == [1, 1]
+    assert len(tracing.requests) == 1  # kept from the first to the second
 
 
 def test_several_gpus_and_numbers_of_ranks_are_a_grid_with_the_least_that_fits_in_words(
@@ -174,7 +175,7 @@ def test_the_order_of_overrides_and_options_does_not_matter(program: Program, tr
     last = program(*FULL, "--memory", "H100", *CUDA, "batch_size=7")
     mixed = program("plan", CUDA[0], "--config", "tiny/full", CUDA[1], "--memory", "H100", "batch_size=7")
     assert (mixed, last.status) == (last, 0)
-    assert tracing.requests[0] == tracing.requests[1]
+    assert len(tracing.requests) == 1  # of both
 
 
 def test_a_gpu_is_known_by_its_name(program: Program, tracing: FakeTracing) -> None:

@@ -11,7 +11,8 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from torchtune_adaptive.batch.sampler import DealtSampler, most_rows, rows_of_rank
+from torchtune_adaptive.batch.rank_shares import most_rows, rows_of_rank
+from torchtune_adaptive.batch.sampler import DealtSampler
 
 properties = settings(derandomize=True, deadline=None, max_examples=100)
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtune_adaptive.batch.noise_scale import GradientNorms
-from torchtune_adaptive.batch.sampler import rows_of_rank
+from torchtune_adaptive.batch.rank_shares import rows_of_rank
 from torchtune_adaptive.training.gradient_norms import gradient_norms, own_norm_squared, small_samples
 
 TYPES = (torch.bfloat16, torch.float32, torch.float64)

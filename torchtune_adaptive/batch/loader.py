@@ -7,8 +7,9 @@ from typing import Any
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtune_adaptive.batch.epoch_batches import EpochBatches
+from torchtune_adaptive.batch.rank_shares import check_samples_per_step, most_rows, rows_of_rank
 from torchtune_adaptive.batch.row_format import Row, RowFormat
-from torchtune_adaptive.batch.sampler import DealtSampler, check_samples_per_step, most_rows, rows_of_rank
+from torchtune_adaptive.batch.sampler import DealtSampler
 from torchtune_adaptive.errors import InputError
 
 

@@ -1,27 +1,12 @@
 """Distribute an epoch's samples over optimizer steps of any size, and each step's samples over the ranks."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from torchtune_adaptive.errors import InputError
-
-
-def rows_of_rank(samples_per_step: int, *, rank: int, ranks: int) -> int:
-    """Samples of ``rank`` in an optimizer step: the first ranks have one more where they cannot have the same number.
-
-    >>> [rows_of_rank(10, rank=rank, ranks=4) for rank in range(4)]
-    [3, 3, 2, 2]
-    """
-    return len(range(rank, samples_per_step, ranks))
-
-
-def most_rows(samples_per_step: int, *, ranks: int) -> int:
-    """Samples of an optimizer step on the rank that has most of them."""
-    return math.ceil(samples_per_step / ranks)
+from torchtune_adaptive.batch.rank_shares import rows_of_rank
 
 
 class _DealtOrder(DistributedSampler):
@@ -56,15 +41,3 @@ class DealtSampler(StatefulDistributedSampler, _DealtOrder):
     Attributes:
         samples_per_step: at least the number of ranks.
     """
-
-
-def check_samples_per_step(samples_per_step: int, *, ranks: int) -> None:
-    """Check that every rank has a sample in each optimizer step.
-
-    Raises:
-        InputError: there are fewer samples than ranks.
-    """
-    if samples_per_step < ranks:
-        raise InputError(
-            f"`global_batch_size` must be at least the number of ranks ({ranks}), but is {samples_per_step} instead."
-        )

@@ -16,13 +16,12 @@ from typing import Any, NoReturn
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import InputError, require_integer
-from torchtune_adaptive.plan.calibration import calibrate
 from torchtune_adaptive.plan.client import calibration_peak, trace
 from torchtune_adaptive.plan.gpus import memory_of
 from torchtune_adaptive.plan.plan import USUAL_SEQ_LENS, Card, Plan, Trace, plan
 from torchtune_adaptive.plan.report import grid_text, plan_json, plan_text, suggestion_text, what_if_text
-from torchtune_adaptive.plan.step_peaks import TracedStep
 from torchtune_adaptive.plan.suggestions import Suggestion, suggestions
+from torchtune_adaptive.plan.trace_cache import TraceCache, user_cache_folder
 from torchtune_adaptive.plan.what_if import what_if
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import load_config, method_of, resolved
@@ -83,7 +82,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         raise InputError("`--what-if` must be left out of a table over GPUs and ranks, but is given.")
     seq_lens = _seq_lens(arguments.seq_len, settings, cfg)
     batch_sizes = [] if arguments.batch_size is None else _integers("batch_size", arguments.batch_size)
-    traced_by = _tracing_once()
+    traced_by = TraceCache(trace, user_cache_folder())
     plans = {
         name: [
             plan(
@@ -127,19 +126,6 @@ def _what_if(planned: Plan, cfg: DictConfig, *, traced_by: Trace) -> list[Sugges
     return list(what_if(cfg, seq_len=planned.lengths[0].seq_len, batch_size=batch_size, **options))
 
 
-def _tracing_once() -> Trace:
-    """``trace`` with a progress bar; a step that was traced for another card is not traced again."""
-    traced: dict[str, TracedStep] = {}
-
-    def traced_by(cfg: DictConfig, *, world_size: int, seq_lens: Sequence[int]) -> TracedStep:
-        asked = json.dumps([resolved(cfg), world_size, list(seq_lens)], sort_keys=True)
-        if asked not in traced:
-            traced[asked] = trace(cfg, world_size=world_size, seq_lens=seq_lens, shows_progress=True)
-        return traced[asked]
-
-    return traced_by
-
-
 def _suggest(planned: Plan, cfg: DictConfig, *, prints: bool, traced_by: Trace) -> list[Suggestion]:
     """Plan suggestions for the shortest rows of ``planned``; print each as soon as it is planned if ``prints``."""
     found: list[Suggestion] = []
@@ -156,6 +142,8 @@ def _suggest(planned: Plan, cfg: DictConfig, *, prints: bool, traced_by: Trace) 
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
+    from torchtune_adaptive.plan.calibration import calibrate  # needs torch, which takes seconds that a plan spares
+
     index = _integer("device_index", arguments.device_index, minimum=0)
     measured = calibrate(arguments.output, forecast_peak=calibration_peak, device_index=index)
     print(f"Calibration of {measured.gpu} written to {arguments.output}: {measured}")

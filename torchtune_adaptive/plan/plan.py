@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.batch.sampler import check_samples_per_step, most_rows
+from torchtune_adaptive.batch.rank_shares import check_samples_per_step, most_rows
 from torchtune_adaptive.errors import require_integer
 from torchtune_adaptive.plan.client import trace
 from torchtune_adaptive.plan.overhead import Calibration, Overhead

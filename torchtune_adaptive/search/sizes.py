@@ -10,8 +10,8 @@ from torchtune import utils
 
 from torchtune_adaptive.batch.limits import MicroBatchLimit, RowLimit, TokenLimit, halvings
 from torchtune_adaptive.batch.loader import StepLoader, check_fills_step
+from torchtune_adaptive.batch.rank_shares import most_rows
 from torchtune_adaptive.batch.row_format import Row, RowFormat, check_row_length, check_unpacked
-from torchtune_adaptive.batch.sampler import most_rows
 from torchtune_adaptive.search.find import search
 from torchtune_adaptive.search.strategies import Probe, SearchResult
 from torchtune_adaptive.search.tables import length_table, probe_table, rate_table, summary

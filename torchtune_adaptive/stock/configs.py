@@ -1,6 +1,5 @@
 """Find and load a config by its name or path."""
 
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -8,11 +7,9 @@ from typing import Any, Literal, TypeAlias
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torchtune._recipe_registry import get_all_recipes
-from torchtune.config._utils import _merge_yaml_and_cli_args
 
 from torchtune_adaptive.errors import InputError, quote, reason_of
-from torchtune_adaptive.stock.load import stock_config_dir
+from torchtune_adaptive.stock.installed import stock_config_path
 
 # Stock recipes that we have a recipe of, without "_distributed" and "_single_device".
 Method: TypeAlias = Literal[
@@ -52,11 +49,12 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
     try:
         # OmegaConf reads 2e-5 as a number, which YAML itself does not. Interpolations are not resolved yet.
         content: Any = OmegaConf.to_container(OmegaConf.load(path))
-        arguments = Namespace(**content)
+        if not all(isinstance(key, str) for key in content):
+            raise TypeError("keys must be words")
     except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:
         raise InputError(f"`--config` must be a config, but {str(path)!r} is not: {reason_of(error)}.") from error
     try:
-        return _merge_yaml_and_cli_args(arguments, list(overrides))
+        return _overridden(content, overrides)
     except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:
         given = quote(" ".join(overrides))
         raise InputError(f"Overrides must fit the config, but {given} do not: {reason_of(error)}.") from error
@@ -147,11 +145,48 @@ def _config_path(name: str) -> Path:
     for directory in (package / "configs", package.parent / "configs"):  # installed, or a checkout
         if (directory / f"{name}.yaml").is_file():
             return directory / f"{name}.yaml"
-    for recipe in get_all_recipes():
-        for stock in recipe.configs:
-            if stock.name == name:
-                return stock_config_dir() / stock.file_path
-    return Path(name)
+    return stock_config_path(name) or Path(name)
+
+
+def _overridden(content: dict[str, Any], overrides: Sequence[str]) -> DictConfig:
+    """The config ``content`` with ``overrides``, read as ``tune run`` reads them.
+
+    Raises:
+        ValueError: one has no value, or removes a key that is not there or names a component.
+    """
+    cfg, chosen = OmegaConf.create(content), []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if key.startswith("~"):
+            _remove(cfg, key[1:])
+            continue
+        if not equals:
+            raise ValueError(f"{override} has no value")
+        if key in cfg and isinstance(cfg[key], DictConfig) and "_component_" in cfg[key]:
+            key += "._component_"
+        if "max_filename" in key:  # with leading zeros
+            value = f"!!str {value}"
+        chosen.append(f"{key}={'!!null' if value == 'None' else value}")
+    merged = OmegaConf.merge(cfg, OmegaConf.from_dotlist(chosen))
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _remove(cfg: DictConfig, key: str) -> None:
+    """Remove the dotted ``key``, and a block that is empty then.
+
+    Raises:
+        ValueError: it is not there, or is a component.
+    """
+    above, _, name = key.rpartition(".")
+    block = OmegaConf.select(cfg, above) if above else cfg
+    if not isinstance(block, DictConfig) or name not in block:
+        raise ValueError(f"there is no key {key} to remove")
+    if name == "_component_" or (isinstance(block[name], DictConfig) and "_component_" in block[name]):
+        raise ValueError(f"{key} is a component, which cannot be removed")
+    del block[name]
+    if above and not block:
+        _remove(cfg, above)
 
 
 def _refuse_unreadable(path: Path, *, name: str) -> None:

@@ -5,17 +5,14 @@ of whose functions fail on the CPU or with one rank, ``init_process_group``, whi
 and ``swap_lora_linear_with_qat``, which asks for a class that torchao has renamed.
 """
 
-import importlib.util
 from dataclasses import fields
 from importlib.metadata import version
 from itertools import chain, count
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchtune
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
@@ -23,6 +20,8 @@ from torchao.quantization.qat import FakeQuantizeConfig
 from torchtune import training
 from torchtune.training.memory import OptimizerInBackwardWrapper
 from torchtune.training.quantization import swap_lora_linear_with_qat
+
+from torchtune_adaptive.stock.installed import module_from_file, recipe_dir
 
 SUPPORTED_TORCHTUNE = "0.6.1"
 
@@ -36,12 +35,7 @@ def load_stock_recipe(name: str) -> ModuleType:
     installed = version("torchtune")
     if installed != SUPPORTED_TORCHTUNE:
         raise ImportError(f"torchtune must be version {SUPPORTED_TORCHTUNE}, but is {installed} instead.")
-    path = _recipe_dir() / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"torchtune_adaptive._stock.{name}", path)
-    assert spec is not None, path
-    assert spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_from_file(f"torchtune_adaptive._stock.{name}", recipe_dir() / f"{name}.py")
     vars(module)["training"] = _TrainingAnywhere()
     vars(module)["init_process_group"] = start_process_group
     if "swap_lora_linear_with_qat" in vars(module):
@@ -49,19 +43,10 @@ def load_stock_recipe(name: str) -> ModuleType:
     return module
 
 
-def stock_config_dir() -> Path:
-    """Where the stock configs lie."""
-    return _recipe_dir() / "configs"
-
-
 def start_process_group(backend: str) -> None:
     """Start the default process group with ``backend``, unless there is one."""
     if not dist.is_initialized():
         dist.init_process_group(backend)
-
-
-def _recipe_dir() -> Path:
-    return Path(torchtune.__file__).parent.parent / "recipes"
 
 
 class _TrainingAnywhere:

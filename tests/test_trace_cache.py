@@ -1,0 +1,114 @@
+"""A step that was traced before comes from a file, as long as nothing has changed that it depends on."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from tests.test_plan import GIB, MIB, peaks, step_of
+from torchtune_adaptive.plan import trace_cache
+from torchtune_adaptive.plan.step_peaks import TracedStep
+from torchtune_adaptive.plan.trace_cache import TraceCache, user_cache_folder
+
+CONFIG = OmegaConf.create({"model": {"_component_": "torchtune.models.llama2.llama2_7b"}, "batch_size": 2})
+
+
+class Tracing:
+    """Counts how often a step is traced."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, cfg: DictConfig, **_: Any) -> TracedStep:
+        self.count += 1
+        return step_of(peaks(64, held_bytes=GIB, bytes_per_row=self.count * MIB))
+
+
+def asked_by_new_processes(folder: Path, *configs: DictConfig, world_sizes: tuple[int, ...] = (1,)) -> int:
+    """How often it is traced if each question is asked by a cache of its own."""
+    tracing = Tracing()
+    for cfg in configs:
+        for world_size in world_sizes:
+            TraceCache(tracing, folder)(cfg, world_size=world_size, seq_lens=[64])
+    return tracing.count
+
+
+def test_the_same_question_is_traced_once_and_answered_alike(tmp_path: Path) -> None:
+    tracing = Tracing()
+    first, again = (TraceCache(tracing, tmp_path)(CONFIG, world_size=1, seq_lens=[64]) for _ in range(2))
+    assert (tracing.count, first) == (1, again)
+
+
+def test_another_config_length_or_number_of_ranks_is_traced_anew(tmp_path: Path) -> None:
+    other = OmegaConf.merge(CONFIG, {"compile": True})
+    assert isinstance(other, DictConfig)
+    assert asked_by_new_processes(tmp_path, CONFIG, other, CONFIG, world_sizes=(1, 2)) == 4
+    tracing = Tracing()
+    TraceCache(tracing, tmp_path)(CONFIG, world_size=1, seq_lens=[64, 65])
+    assert tracing.count == 1
+
+
+def test_other_versions_are_traced_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked_by_new_processes(tmp_path, CONFIG, CONFIG) == 1
+    monkeypatch.setattr(trace_cache, "_versions", lambda: ["another"])
+    assert asked_by_new_processes(tmp_path, CONFIG, CONFIG) == 1
+
+
+def test_a_component_of_another_package_is_traced_by_each_process_but_once_there(tmp_path: Path) -> None:
+    cfg = OmegaConf.create({"blocks": [{"_component_": "mine.Model"}]})
+    assert asked_by_new_processes(tmp_path, cfg, cfg) == 2
+    tracing = Tracing()
+    cache = TraceCache(tracing, tmp_path)
+    for _ in range(2):
+        cache(cfg, world_size=1, seq_lens=[64])
+    assert tracing.count == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def _damage(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.write_text('{"peaks": 3}')
+
+
+def _put_a_file_in_its_place(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    folder.write_text("")
+
+
+@pytest.mark.parametrize("spoil", [_damage, _put_a_file_in_its_place])
+def test_a_file_that_cannot_be_read_or_written_is_as_good_as_none(
+    spoil: Callable[[Path], None], tmp_path: Path
+) -> None:
+    folder = tmp_path / "plans"
+    assert asked_by_new_processes(folder, CONFIG) == 1
+    spoil(folder)
+    assert asked_by_new_processes(folder, CONFIG) == 1
+
+
+def test_only_the_newest_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_cache, "_KEPT_FILES", 2)
+    asked_by_new_processes(tmp_path, CONFIG)
+    (oldest,) = tmp_path.iterdir()
+    os.utime(oldest, (0, 0))
+    asked_by_new_processes(tmp_path, CONFIG, world_sizes=(2, 3))
+    assert len(list(tmp_path.iterdir())) == 2
+    assert not oldest.exists()
+
+
+def test_the_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache_folder() == tmp_path / "torchtune_adaptive" / "plans"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert user_cache_folder() == Path.home() / ".cache" / "torchtune_adaptive" / "plans"
+
+
+def test_a_plan_waits_for_no_import_of_torch() -> None:
+    program = "import sys, torchtune_adaptive.plan.cli; sys.exit('torch' in sys.modules or 'torchtune' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,31 @@
+"""How many of an optimizer step's samples each rank has."""
+
+import math
+
+from torchtune_adaptive.errors import InputError
+
+
+def rows_of_rank(samples_per_step: int, *, rank: int, ranks: int) -> int:
+    """Samples of ``rank`` in an optimizer step: the first ranks have one more where they cannot have the same number.
+
+    >>> [rows_of_rank(10, rank=rank, ranks=4) for rank in range(4)]
+    [3, 3, 2, 2]
+    """
+    return len(range(rank, samples_per_step, ranks))
+
+
+def most_rows(samples_per_step: int, *, ranks: int) -> int:
+    """Samples of an optimizer step on the rank that has most of them."""
+    return math.ceil(samples_per_step / ranks)
+
+
+def check_samples_per_step(samples_per_step: int, *, ranks: int) -> None:
+    """Check that every rank has a sample in each optimizer step.
+
+    Raises:
+        InputError: there are fewer samples than ranks.
+    """
+    if samples_per_step < ranks:
+        raise InputError(
+            f"`global_batch_size` must be at least the number of ranks ({ranks}), but is {samples_per_step} instead."
+        )

@@ -1,0 +1,42 @@
+"""Files of the installed torchtune, found without importing it, which takes seconds."""
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def module_from_file(name: str, path: Path) -> ModuleType:
+    """Load the file at ``path`` as a module called ``name``."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, path
+    assert spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def recipe_dir() -> Path:
+    """Where the stock recipes lie."""
+    return _package_dir().parent / "recipes"
+
+
+def stock_config_path(name: str) -> Path | None:
+    """The stock config that ``tune`` knows as ``name``; None if there is none."""
+    file_path = _registered_configs().get(name)
+    return None if file_path is None else recipe_dir() / "configs" / file_path
+
+
+@cache
+def _registered_configs() -> dict[str, str]:
+    """Paths of configs below their folder, by name."""
+    registry: Any = module_from_file("_registry_of_torchtune", _package_dir() / "_recipe_registry.py")
+    return {config.name: config.file_path for recipe in registry.get_all_recipes() for config in recipe.configs}
+
+
+def _package_dir() -> Path:
+    spec = importlib.util.find_spec("torchtune")
+    assert spec is not None, "torchtune is a requirement of this package"
+    assert spec.origin is not None, spec
+    return Path(spec.origin).parent
