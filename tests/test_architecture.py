@@ -38,7 +38,7 @@ WRITTEN_INTO = {
     "launch.py": {"sys"},  # the command line, with the config's name resolved
     "memory/storages.py": {"torch"},  # a method that no dispatch mode sees
     "plan/cli.py": {"parsed"},  # argparse's
-    "plan/fake_recipe.py": {"module", "optimizer", "recipe", "torchtune_offloading"},  # a stock recipe, set up by hand
+    "plan/fake_recipe.py": {"module", "optimizer", "parameter", "recipe", "torchtune_offloading"},  # set up by hand
     "plan/optimizer_stand_ins.py": {"parameter"},  # gradients
     "training/learning_rate.py": {"scheduler"},  # which it has just built
     "training/optimizer_state.py": {"parameter"},  # gradients

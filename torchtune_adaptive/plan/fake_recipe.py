@@ -95,8 +95,8 @@ class FakeRecipe:
             if not self._is_warm:
                 # The first step makes the optimizer's state, and lets DTensor work out shardings on global shapes; some
                 # optimizers take other operations in the second.
-                for _ in range(2):
-                    self._train_step(Phases([], None), micro_batches)
+                self._train_step(Phases([], None), micro_batches[:1])
+                self._step_optimizers()
                 self._is_warm = True
             for index, model in enumerate(self.models):
                 kind: Mark = "frozen models" if index else "parameters"
@@ -120,6 +120,14 @@ class FakeRecipe:
             "attention_width": max(model.num_heads * model.head_dim for model in self.models),
             "sequences": self._row_format.sequences,
         }
+
+    def _step_optimizers(self) -> None:
+        """A step of the optimizers alone, of the parameters whose state they have."""
+        for optimizer in self._stepping.optimizers:
+            for parameter in optimizer.state:
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
     def _train_step(self, phases: Phases, micro_batches: list[list[Row]]) -> None:
         device = torch.device("cpu")
