@@ -33,6 +33,8 @@ gpu: $(STAMP)
 
 plans: $(STAMP)
 	.venv/bin/python -m benchmarks.stock_configs
+	.venv/bin/python -m benchmarks.published_points --output benchmarks/results/published_gpu.md
+	.venv/bin/python -m benchmarks.evidence
 
 starts: $(STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.stock_starts

@@ -16,6 +16,7 @@ QUESTIONS = {
     "search_accuracy_cpu": "Do the recipes' searches find the largest batch that fits?",
     "forecast_accuracy_cpu": "Is the forecast of memory right?",
     "allocator_events_cpu": "Is it right without any meter, for compiled code, and with torchao's optimizers?",
+    "published_gpu": "Do plans agree with peaks of GPU memory that others published?",
     "plan_cost_cpu": "What does a forecast cost?",
     "recovery_cpu": "Does training survive out-of-memory errors, and rightly?",
     "crashes_cpu": "Does a run that is killed go on as if nothing had been?",

@@ -1,0 +1,214 @@
+"""Do plans agree with the peaks of GPU memory that others published?
+
+    python -m benchmarks.published_points --output benchmarks/results/published_gpu.md
+
+Plans every point of ``published_gpu.json``, whose figures were read in the sources that it names, and sets them beside
+each other by group: for points whose config is known in full, and for the others apart. No GPU is used.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+
+from tqdm import tqdm
+
+from benchmarks.provenance import provenance
+from benchmarks.tables import publish, table
+from torchtune_adaptive.errors import InputError, TracingError
+from torchtune_adaptive.plan.plan import Card, Plan, plan
+from torchtune_adaptive.stock.configs import load_config
+
+POINTS = Path(__file__).parent / "published_gpu.json"
+COMMAND = "python -m benchmarks.published_points"
+GIB = 2**30
+MEMORY_BYTES = 80 * GIB  # of the card; no peak depends on it
+
+ABOUT = """\
+*published* and *ours* are GiB. Ours is, for memory *allocated* or *active*: traced, with workspaces; *reserved*: with
+what the allocator cannot use as well; *nvidia-smi*: with what the process holds outside it too; all by the default
+constants for a GPU that nobody has calibrated. Plans are of torchtune 0.6.1; the points are of several versions, on
+the GPUs named. A point is *well specified* if batch size, row length, packing, dtype, optimizer, `compile` and
+checkpointing are known and no row of a data set decides. Sources, quotations, overrides and doubts are in
+`benchmarks/published_gpu.json`.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A published peak of ``bytes``, what is known of the run, and what is not.
+
+    Attributes:
+        quantity: "allocated", "active" or "reserved" by torch's allocator, or "nvidia-smi": used by the process.
+        unit: as published; ``bytes`` are converted.
+        config: the stock config's "name", and "overrides" as on the command line.
+        missing: what a plan needs and is not published; None if nothing.
+        well_specified: everything is known that memory depends on.
+    """
+
+    name: str
+    group: str
+    source: str
+    quote: str
+    torchtune_version: str | None
+    torch: str | None
+    gpu: str
+    quantity: str
+    unit: str
+    bytes: int
+    config: dict[str, str | list[str]]
+    nproc_per_node: int
+    seq_len: int | None
+    missing: str | None
+    well_specified: bool
+    doubts: list[str]
+
+    @property
+    def run(self) -> tuple[str, tuple[str, ...], int, int | None]:
+        """The run that it was measured in: config, overrides, ranks and tokens of a row."""
+        return str(self.config["name"]), tuple(self.config["overrides"]), self.nproc_per_node, self.seq_len
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A point and the bytes that a plan has for it; or why it has none."""
+
+    point: Point
+    planned_bytes: float | None = None
+    reason: str = ""
+
+    @property
+    def error(self) -> float:
+        """How much the plan is above the published figure, as a fraction of that."""
+        assert self.planned_bytes is not None
+        return self.planned_bytes / self.point.bytes - 1
+
+
+def main() -> None:
+    """Plan all points, and print the tables."""
+    parser = argparse.ArgumentParser(description="Compare plans with published peaks of GPU memory.")
+    parser.add_argument("--output", type=Path, help="write the document there too")
+    output = parser.parse_args().output
+    lines = document([compare(point) for point in tqdm(read_points(), unit=" points")])
+    if output is None:
+        print("\n".join(lines))
+    else:
+        publish(lines, output)
+
+
+def read_points() -> list[Point]:
+    """All points of the file."""
+    return [Point(**content) for content in json.loads(POINTS.read_text())]
+
+
+def compare(point: Point) -> Compared:
+    """Plan the point's run."""
+    if point.missing is not None:
+        return Compared(point, reason=f"{point.missing}: not published")
+    planned = _planned(*point.run)
+    if isinstance(planned, str):
+        return Compared(point, reason=planned)
+    return Compared(point, planned_bytes(planned, point.quantity))
+
+
+@cache
+def _planned(name: str, overrides: Sequence[str], world_size: int, seq_len: int) -> Plan | str:
+    """The plan of a run, or why there is none."""
+    try:
+        cfg = load_config(name, overrides)
+        card = Card(memory_bytes=MEMORY_BYTES)
+        return plan(cfg, world_size=world_size, card=card, seq_lens=[seq_len], batch_sizes=[cfg.batch_size])
+    except (InputError, TracingError) as error:
+        return str(error)
+
+
+def planned_bytes(planned: Plan, quantity: str) -> float:
+    """What the plan forecasts of ``quantity`` for the batch that it was asked for."""
+    ((size,),) = (length.asked for length in planned.lengths)
+    used_bytes = size.peak_bytes + size.added_bytes
+    reserved_bytes = used_bytes - planned.overhead.outside_bytes
+    allocated_bytes = reserved_bytes / (1 + planned.overhead.fragmentation)
+    return {
+        "allocated": allocated_bytes,
+        "active": allocated_bytes,
+        "reserved": reserved_bytes,
+        "nvidia-smi": used_bytes,
+    }[quantity]
+
+
+def document(compared: Sequence[Compared]) -> list[str]:
+    """The lines of the result."""
+    planned = [one for one in compared if one.planned_bytes is not None]
+    refused = [one for one in compared if one.planned_bytes is None]
+    lines = ["# Plans against published peaks of GPU memory", "", provenance(COMMAND), "", *ABOUT.splitlines(), ""]
+    lines += ["## Errors", "", "Of ours against the published figure: the worst, and the median of their sizes.", ""]
+    lines += table(["group", "well specified", "median", "worst", "others", "median", "worst"], _summary(planned))
+    for group, members in _by_group(planned):
+        lines += ["", f"## {group[0].upper()}{group[1:]}", ""]
+        for title, is_wanted in (("Well specified:", True), ("Others:", False)):
+            rows = [_cells(one) for one in members if one.point.well_specified is is_wanted]
+            if rows:
+                header = ["point", "GPU", "quantity", "published", "ours", "ratio"]
+                lines += [title, "", *table(header, rows), ""]
+        lines.pop()
+    lines += ["", "## Reserved above allocated", "", "Where one run has both, and what of it we assume.", ""]
+    lines += table(["run", "GPU", "ranks", "allocated", "reserved", "above"], _fragmentation(compared))
+    if refused:
+        lines += ["", "## Not planned", "", *(f"- {one.point.name}: {one.reason}" for one in refused)]
+    return lines
+
+
+def _by_group(compared: Iterable[Compared]) -> Iterator[tuple[str, list[Compared]]]:
+    for group, members in groupby(sorted(compared, key=_group), key=_group):
+        yield group, list(members)
+
+
+def _group(compared: Compared) -> str:
+    return compared.point.group
+
+
+def _summary(planned: Sequence[Compared]) -> Iterator[list[str]]:
+    for group, members in _by_group(planned):
+        row = [group]
+        for is_wanted in (True, False):
+            errors = [one.error for one in members if one.point.well_specified is is_wanted]
+            row += [str(len(errors)), *_errors(errors)]
+        yield row
+
+
+def _errors(errors: Sequence[float]) -> list[str]:
+    """The median of their sizes, and the worst.
+
+    >>> _errors([-0.1, 0.02, 0.04]), _errors([])
+    (['4.0 %', '-10.0 %'], ['', ''])
+    """
+    if not errors:
+        return ["", ""]
+    return [f"{100 * median(map(abs, errors)):.1f} %", f"{100 * max(errors, key=abs):+.1f} %"]
+
+
+def _cells(compared: Compared) -> list[str]:
+    point = compared.point
+    assert compared.planned_bytes is not None
+    figures = [f"{point.bytes / GIB:.2f}", f"{compared.planned_bytes / GIB:.2f}", f"{1 + compared.error:.3f}"]
+    return [point.name, point.gpu, point.quantity, *figures]
+
+
+def _fragmentation(compared: Sequence[Compared]) -> Iterator[list[str]]:
+    """A row for each run whose allocated and reserved bytes are both published."""
+    points = {(one.point.run, one.point.gpu, one.point.quantity): one.point for one in compared}
+    for (run, gpu, quantity), allocated in points.items():
+        reserved = points.get((run, gpu, "reserved"))
+        if quantity == "allocated" and reserved is not None:
+            figures = [f"{point.bytes / GIB:.2f}" for point in (allocated, reserved)]
+            name = allocated.name.rpartition(", ")[0]
+            above = f"{100 * (reserved.bytes / allocated.bytes - 1):.1f} %"
+            yield [name, gpu, str(allocated.nproc_per_node), *figures, above]
+
+
+if __name__ == "__main__":
+    main()
