@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torchtune_adaptive.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
 from torchtune_adaptive.batch.loader import StepSamples
 from torchtune_adaptive.batch.micro_batches import Cut, MicroBatcher
-from torchtune_adaptive.batch.row_format import Row, TokenRows
 from torchtune_adaptive.batch.rank_shares import most_rows, rows_of_rank
+from torchtune_adaptive.batch.row_format import Row, TokenRows
 from torchtune_adaptive.distributed.consensus import Consensus
 
 SILENT: Row = {"tokens": [0], "labels": [-100]}
