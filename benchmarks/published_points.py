@@ -20,6 +20,7 @@ from tqdm import tqdm
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 from torchtune_adaptive.errors import InputError, TracingError
+from torchtune_adaptive.plan.overhead import EXPANDABLE_FRAGMENTATION, FRAGMENTATION
 from torchtune_adaptive.plan.plan import Card, Plan, plan
 from torchtune_adaptive.stock.configs import load_config
 
@@ -155,7 +156,8 @@ def document(compared: Sequence[Compared]) -> list[str]:
                 header = ["point", "GPU", "quantity", "published", "ours", "ratio"]
                 lines += [title, "", *table(header, rows), ""]
         lines.pop()
-    lines += ["", "## Reserved above allocated", "", "Where one run has both, and what of it we assume.", ""]
+    assumed = f"{FRAGMENTATION:.0%}, and {EXPANDABLE_FRAGMENTATION:.0%} with expandable segments"
+    lines += ["", "## Reserved above allocated", "", f"Where one run has both. A plan assumes {assumed}.", ""]
     lines += table(["run", "GPU", "ranks", "allocated", "reserved", "above"], _fragmentation(compared))
     if refused:
         lines += ["", "## Not planned", "", *(f"- {one.point.name}: {one.reason}" for one in refused)]
