@@ -38,7 +38,7 @@ NOT_MEASURED = (
     "More than four ranks, and more than one machine; recovery with NCCL.",
     "Pretrained weights and data sets of the world: models here are small and random, data is made up. Large geometries"
     " are planned (docs/stock_configs.md), none was run.",
-    "Activation offloading and bitsandbytes' optimizers in training; their plans are compared with published peaks only.",
+    "Activation offloading and bitsandbytes' optimizers in training; plans of them are compared with published peaks.",
     "Whether growth by the gradient noise scale trains a better model, or sooner.",
     "Composer's and SkyRL's searches: they need CUDA, and Ray. Peers on several ranks: those compared here have no"
     " search that agrees between ranks.",

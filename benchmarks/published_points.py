@@ -130,14 +130,11 @@ def _planned(name: str, overrides: Sequence[str], world_size: int, seq_len: int)
 def planned_bytes(planned: Plan, quantity: str) -> float:
     """What the plan forecasts of ``quantity`` for the batch that it was asked for."""
     ((size,),) = (length.asked for length in planned.lengths)
-    used_bytes = size.peak_bytes + size.added_bytes
-    reserved_bytes = used_bytes - planned.overhead.outside_bytes
-    allocated_bytes = reserved_bytes / (1 + planned.overhead.fragmentation)
     return {
-        "allocated": allocated_bytes,
-        "active": allocated_bytes,
-        "reserved": reserved_bytes,
-        "nvidia-smi": used_bytes,
+        "allocated": size.allocated_bytes,
+        "active": size.allocated_bytes,
+        "reserved": size.reserved_bytes,
+        "nvidia-smi": size.process_bytes,
     }[quantity]
 
 

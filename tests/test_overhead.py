@@ -46,10 +46,10 @@ def test_the_largest_traced_bytes_fit_and_one_part_in_a_million_more_do_not(
     reservable = (limit_gib * GIB - overhead.outside_bytes) * (1 - margin)
     largest = overhead.largest_traced_bytes(limit_gib * GIB, margin, num_tokens=num_tokens)
     if largest > 0:
-        reserved = largest + overhead.added_bytes(largest, num_tokens=num_tokens)
+        reserved = overhead.reserved_bytes(largest, num_tokens=num_tokens)
         assert reserved == pytest.approx(reservable, rel=1e-9)
     more = largest + limit_gib * GIB / 1e6
-    assert more + overhead.added_bytes(more, num_tokens=num_tokens) > reservable
+    assert overhead.reserved_bytes(more, num_tokens=num_tokens) > reservable
 
 
 @given(overheads, st.floats(0, 100 * GIB), st.floats(0, GIB), st.integers(0, 10_000))
@@ -57,10 +57,10 @@ def test_more_traced_bytes_or_tokens_never_add_less(
     overhead: Overhead, traced: float, more: float, num_tokens: int
 ) -> None:
     slack = 1e-6 * GIB  # for rounding
-    added = overhead.added_bytes(traced, num_tokens=num_tokens)
-    assert added >= -slack
-    assert overhead.added_bytes(traced + more, num_tokens=num_tokens) >= added - slack
-    assert overhead.added_bytes(traced, num_tokens=num_tokens + 1) >= added - slack
+    reserved = overhead.reserved_bytes(traced, num_tokens=num_tokens)
+    assert reserved >= traced - slack
+    assert overhead.reserved_bytes(traced + more, num_tokens=num_tokens) >= reserved + more - slack
+    assert overhead.reserved_bytes(traced, num_tokens=num_tokens + 1) >= reserved - slack
 
 
 def test_nothing_fits_a_card_smaller_than_the_bytes_outside_the_allocator() -> None:
@@ -80,7 +80,7 @@ def test_a_margin_out_of_range_is_refused_and_quoted(margin: float) -> None:
 @given(st.floats(0, 100 * GIB))
 def test_on_the_cpu_nothing_is_added_and_nothing_is_uncertain(traced: float) -> None:
     overhead = Overhead.none()
-    assert overhead.added_bytes(traced, num_tokens=4096) == 0
+    assert overhead.reserved_bytes(traced, num_tokens=4096) == traced
     assert overhead.outside_bytes == overhead.uncertainty_bytes_at(traced) == 0
     assert overhead.largest_traced_bytes(traced, 0.0) == traced
 
@@ -93,10 +93,10 @@ def test_a_single_rank_has_a_communicator_and_more_ranks_a_larger_one() -> None:
 
 def test_expandable_segments_add_less_and_tokens_add_more() -> None:
     plain, expandable = Overhead.default(1), Overhead.default(1, expandable_segments=True)
-    assert expandable.added_bytes(10 * GIB) < plain.added_bytes(10 * GIB)
-    assert plain.added_bytes(10 * GIB, num_tokens=8192) == plain.added_bytes(10 * GIB)
+    assert expandable.reserved_bytes(10 * GIB) < plain.reserved_bytes(10 * GIB)
+    assert plain.reserved_bytes(10 * GIB, num_tokens=8192) == plain.reserved_bytes(10 * GIB)
     wide = Overhead.default(1, attention_width=4096)
-    assert wide.added_bytes(10 * GIB, num_tokens=8192) > plain.added_bytes(10 * GIB)
+    assert wide.reserved_bytes(10 * GIB, num_tokens=8192) > plain.reserved_bytes(10 * GIB)
 
 
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(32, 128), (64, 128), (32, 64), (8, 32)])
@@ -108,11 +108,19 @@ def test_the_scratch_of_a_token_holds_the_queries_gradient_and_the_softmax_in_fl
     assert needed <= taken <= 1.04 * needed
 
 
-def test_an_uncalibrated_forecast_is_uncertain_by_four_percent_but_by_no_less_than_one_gib() -> None:
-    overhead = Overhead.default(8)
-    assert overhead.uncertainty_bytes_at(10 * GIB) == GIB
-    assert overhead.uncertainty_bytes_at(50 * GIB) == 2 * GIB
-    assert "not calibrated" in overhead.source
+def test_an_uncalibrated_forecast_is_uncertain_by_a_fraction_but_by_no_less_than_one_gib() -> None:
+    one, several = Overhead.default(1), Overhead.default(8)
+    assert one.uncertainty_bytes_at(10 * GIB) == GIB
+    assert one.uncertainty_bytes_at(50 * GIB) == 3 * GIB
+    assert several.uncertainty_bytes_at(50 * GIB) == 5 * GIB
+    assert "not calibrated" in several.source
+
+
+def test_the_allocator_of_several_ranks_has_more_that_it_cannot_use() -> None:
+    one, several = (Overhead.default(ranks).reserved_bytes(10 * GIB) for ranks in (1, 8))
+    assert several > 1.05 * one
+    allocated = [Overhead.default(ranks).allocated_bytes(10 * GIB) for ranks in (1, 8)]
+    assert allocated[0] == allocated[1] > 10 * GIB
 
 
 @pytest.mark.parametrize("field", ["outside_bytes", "workspace_bytes", "fragmentation", "uncertainty_fraction"])
@@ -144,8 +152,8 @@ def test_an_overhead_has_the_figures_of_its_calibration_and_less_uncertainty(tmp
     CALIBRATION.write(tmp_path / "file.json")
     overhead = Overhead.from_calibration(tmp_path / "file.json", 1, attention_width=4096)
     assert overhead.outside_bytes == 800_000_000
-    assert overhead.added_bytes(0) == pytest.approx(70_000_000 * 1.02)
-    assert overhead.added_bytes(0, num_tokens=10) == pytest.approx((70_000_000 + 10 * 2 * 8192) * 1.02)
+    assert overhead.reserved_bytes(0) == pytest.approx(70_000_000 * 1.02)
+    assert overhead.reserved_bytes(0, num_tokens=10) == pytest.approx((70_000_000 + 10 * 2 * 8192) * 1.02)
     assert 10_000_000 < overhead.uncertainty_bytes_at(GIB) < Overhead.default(1).uncertainty_bytes_at(GIB)
     assert all(word in overhead.source for word in ("NVIDIA H200", "580.1", "2.13.0", "native"))
 

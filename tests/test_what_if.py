@@ -116,7 +116,7 @@ def test_the_table_has_the_largest_saving_first_and_what_cannot_be_planned_last(
     first, *_ = text.splitlines()
     assert first == "With a batch of 3 rows of 512 tokens:"
     ((header, *rows),) = tables(text)
-    assert header == ["change", "together", "saved", "fits", "largest batch"]
+    assert header == ["change", "process", "saved", "fits", "largest batch"]
     assert rows[0][0] == "4 ranks"
     assert {row[0]: row[2] for row in rows}[AS_IT_IS] == "0 B"
     last = [line.partition(": not planned, ") for line in text.splitlines()[-3:]]

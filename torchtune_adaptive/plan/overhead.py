@@ -28,7 +28,8 @@ CONTEXT_BYTES = 768 * _MIB
 ONE_RANK_NCCL_BYTES = 512 * _MIB
 # A communicator of more ranks: 544 to 688 MiB on four A100 (github.com/NVIDIA/nccl/issues/964); about 1.6 GB, which
 # seems to be all that the process holds (github.com/NVIDIA/nccl/issues/864). An estimate between the two, for one
-# group; more groups take more.
+# group; more groups take more. RCCL takes far more: 8 MI355X hold 7 GiB each outside the allocator
+# (benchmarks/published_gpu.json). For AMD's GPUs these figures are too low until one is calibrated.
 NCCL_BYTES = 1024 * _MIB
 # cuBLAS: 8.125 MiB, but 32 MiB on compute capability 9 and, depending on torch's version, 10 and 12
 # (CublasHandlePool.cpp; github.com/pytorch/pytorch/pull/175344 and 182669). cublasLt: at most as much, in its own
@@ -40,14 +41,15 @@ WORKSPACE_BYTES = 4 * 32 * _MIB
 # flash_api.cpp). That is 4 * heads * (head_dim + 1) bytes for each token, and head_dim is at least 32. Deterministic
 # algorithms take more.
 SCRATCH_BYTES_PER_TOKEN_AND_WIDTH = 4 * (1 + 1 / 32)
-# Bytes reserved above those allocated; both are estimates. GMLake (arxiv.org/abs/2401.08156) removed 15 % of
-# fragmentation on average, at most 33 %, from eight language models fine-tuned with recomputation, offloading and LoRA;
-# steps of equal shapes should have less. Expandable segments reduced 16.39 GiB reserved to 10.83 GiB
-# (github.com/meta-pytorch/torchtune/issues/1185).
-FRAGMENTATION = 0.10
-EXPANDABLE_FRAGMENTATION = 0.03
-# How far the forecast may be off, all estimates: without a calibration, and with one for models other than its own.
-UNCERTAINTY_BYTES, UNCERTAINTY_FRACTION = 1024 * _MIB, 0.04
+# Bytes reserved above those allocated. One rank: 3.9 % (1B LoRA on A100), 15.3 % (0.5B LoRA on MI355X), 14.2 %
+# (github.com/meta-pytorch/torchtune/pull/527). Several ranks: 23.0 % (0.5B LoRA under FSDP2 on 8 MI355X), 26 to 35 %
+# under FSDP1 on A100 (github.com/meta-llama/llama-cookbook/pull/41 and 165), which frees memory less predictably.
+# Further addresses are in benchmarks/published_gpu.json. With expandable segments it is an estimate: they reduced
+# 16.39 GiB reserved to 10.83 GiB (github.com/meta-pytorch/torchtune/issues/1185).
+FRAGMENTATION, SHARDED_FRAGMENTATION, EXPANDABLE_FRAGMENTATION = 0.10, 0.20, 0.03
+# How far the forecast may be off: without a calibration, on one rank and on several, by the spread of the figures
+# above; with one, for models other than its own, an estimate.
+UNCERTAINTY_BYTES, UNCERTAINTY_FRACTION, SHARDED_UNCERTAINTY_FRACTION = 1024 * _MIB, 0.06, 0.10
 CALIBRATED_UNCERTAINTY_BYTES, CALIBRATED_UNCERTAINTY_FRACTION = 256 * _MIB, 0.02
 
 
@@ -147,15 +149,16 @@ class Overhead:
         Raises:
             InputError: ``world_size`` is below 1 or ``attention_width`` below 0.
         """
-        world_size = require_integer("world_size", world_size, minimum=1)
+        is_alone = require_integer("world_size", world_size, minimum=1) == 1
+        fragmentation = FRAGMENTATION if is_alone else SHARDED_FRAGMENTATION
         return cls(
-            outside_bytes=CONTEXT_BYTES + (ONE_RANK_NCCL_BYTES if world_size == 1 else NCCL_BYTES),
+            outside_bytes=CONTEXT_BYTES + (ONE_RANK_NCCL_BYTES if is_alone else NCCL_BYTES),
             workspace_bytes=WORKSPACE_BYTES,
             bytes_per_token=SCRATCH_BYTES_PER_TOKEN_AND_WIDTH
             * require_integer("attention_width", attention_width, minimum=0),
-            fragmentation=EXPANDABLE_FRAGMENTATION if expandable_segments else FRAGMENTATION,
+            fragmentation=EXPANDABLE_FRAGMENTATION if expandable_segments else fragmentation,
             uncertainty_bytes=UNCERTAINTY_BYTES,
-            uncertainty_fraction=UNCERTAINTY_FRACTION,
+            uncertainty_fraction=UNCERTAINTY_FRACTION if is_alone else SHARDED_UNCERTAINTY_FRACTION,
             source="not calibrated: others' measurements and judgements",
         )
 
@@ -182,14 +185,21 @@ class Overhead:
             source=f"calibrated on {measured.gpu} ({measured.driver}, torch {measured.torch}, {measured.backend})",
         )
 
-    def added_bytes(self, traced_bytes: float, *, num_tokens: int = 0) -> float:
-        """Bytes that the allocator reserves above ``traced_bytes``, the peak of a micro-step of ``num_tokens`` tokens.
+    def allocated_bytes(self, traced_bytes: float, *, num_tokens: int = 0) -> float:
+        """What ``torch.cuda.max_memory_allocated`` says of a micro-step of ``num_tokens`` tokens.
 
-        >>> Overhead(workspace_bytes=50, bytes_per_token=2, fragmentation=0.5).added_bytes(1000, num_tokens=25)
-        650.0
+        >>> Overhead(workspace_bytes=50, bytes_per_token=2).allocated_bytes(1000, num_tokens=25)
+        1100
         """
-        allocated_bytes = traced_bytes + self.workspace_bytes + self.bytes_per_token * num_tokens
-        return allocated_bytes * (1 + self.fragmentation) - traced_bytes
+        return traced_bytes + self.workspace_bytes + self.bytes_per_token * num_tokens
+
+    def reserved_bytes(self, traced_bytes: float, *, num_tokens: int = 0) -> float:
+        """What ``torch.cuda.max_memory_reserved`` says of it.
+
+        >>> Overhead(workspace_bytes=50, bytes_per_token=2, fragmentation=0.5).reserved_bytes(1000, num_tokens=25)
+        1650.0
+        """
+        return self.allocated_bytes(traced_bytes, num_tokens=num_tokens) * (1 + self.fragmentation)
 
     def uncertainty_bytes_at(self, traced_bytes: float) -> float:
         """How far the forecast may be off at ``traced_bytes``, either way; an estimate."""

@@ -41,7 +41,8 @@ class SizePlan:
         peak_bytes: the traced peak.
         phases: traced peak of each phase.
         kinds: bytes of each kind at the highest of these peaks.
-        added_bytes: bytes that the device adds to the peak, including those outside the allocator.
+        allocated_bytes, reserved_bytes: what ``torch.cuda.max_memory_allocated`` and ``max_memory_reserved`` would say.
+        process_bytes: what the process uses of the device, with what lies outside the allocator.
         uncertainty_bytes: how far the forecast may be off, either way.
         fits: "yes", "no", or "perhaps" if it does unless the forecast is too low by all of its uncertainty.
         tokens_per_step: tokens of an optimizer step over all ranks.
@@ -52,7 +53,9 @@ class SizePlan:
     peak_bytes: float
     phases: dict[str, float]
     kinds: dict[str, float]
-    added_bytes: float
+    allocated_bytes: float
+    reserved_bytes: float
+    process_bytes: float
     uncertainty_bytes: float
     fits: Fits
     tokens_per_step: int
@@ -185,7 +188,8 @@ class _LengthPlanner:
         """The values of a ``SizePlan``."""
         moment = peaks.moment(batch_size)
         peak_bytes = moment.total.at(batch_size)
-        added_bytes = self._overhead.added_bytes(peak_bytes, num_tokens=self._padded_tokens(batch_size, peaks))
+        num_tokens = self._padded_tokens(batch_size, peaks)
+        reserved_bytes = self._overhead.reserved_bytes(peak_bytes, num_tokens=num_tokens)
         samples_per_step = self._settings.global_batch_size or batch_size * self._micro_steps * self._world_size
         certainly, probably = (self._fits(peaks, batch_size, certain=certain) for certain in (True, False))
         return {
@@ -194,7 +198,9 @@ class _LengthPlanner:
             "peak_bytes": peak_bytes,
             "phases": peaks.phases(batch_size),
             "kinds": moment.at(batch_size),
-            "added_bytes": added_bytes + self._overhead.outside_bytes,
+            "allocated_bytes": self._overhead.allocated_bytes(peak_bytes, num_tokens=num_tokens),
+            "reserved_bytes": reserved_bytes,
+            "process_bytes": reserved_bytes + self._overhead.outside_bytes,
             "uncertainty_bytes": self._overhead.uncertainty_bytes_at(peak_bytes),
             "fits": "yes" if certainly else "perhaps" if probably else "no",
             "tokens_per_step": samples_per_step * self._sequences * peaks.seq_len,

@@ -91,7 +91,7 @@ def suggestion_text(suggestion: Suggestion) -> str:
     if length is None:
         return f"{suggestion.change}: not planned, {suggestion.refused}"
     if length.exact_batch_size == 0:
-        needed = format_bytes(length.peak_bytes + length.added_bytes)
+        needed = format_bytes(length.process_bytes)
         return f"{suggestion.change}: does not fit either, one row of {length.seq_len} tokens would need {needed}"
     return f"{suggestion.change}: largest batch_size {_size(length.exact_batch_size)} (rows of {length.seq_len} tokens)"
 
@@ -100,7 +100,7 @@ def what_if_text(effects: Iterable[Suggestion]) -> str:
     """What each change saves at the config's own batch, the one that saves most first."""
     effects = list(effects)
     planned = [(effect.change, effect.length) for effect in effects if effect.length is not None]
-    needed = {change: _together(length.asked[0]) for change, length in planned}
+    needed = {change: length.asked[0].process_bytes for change, length in planned}
     planned.sort(key=lambda pair: needed[pair[0]])
     rows = [
         [
@@ -116,7 +116,7 @@ def what_if_text(effects: Iterable[Suggestion]) -> str:
     refused = [f"- {effect.change}: not planned, {effect.refused}" for effect in effects if effect.length is None]
     lines = [
         f"With a batch of {size.batch_size} rows of {size.seq_len} tokens:",
-        text_table([["change", "together", "saved", "fits", "largest batch"], *rows]),
+        text_table([["change", "process", "saved", "fits", "largest batch"], *rows]),
     ]
     return "\n".join([*lines, "", *refused] if refused else lines)
 
@@ -140,7 +140,7 @@ def plan_json(plan: Plan, suggestions: Iterable[Suggestion], effects: Iterable[S
     }
 
 
-_BYTES = ("traced peak", "GPU adds", "uncertainty", "together")
+_BYTES = ("traced", "allocated", "reserved", "process", "give or take")
 _SIZES = ("rows of", "largest batch", "at least", "used", "tokens per step", *_BYTES)
 _ASKED = ("rows of", "batch", "fits", "tokens per step", *_BYTES)
 
@@ -156,12 +156,8 @@ def _asked(size: SizePlan) -> list[str]:
 
 
 def _bytes(size: SizePlan) -> list[str]:
-    return list(map(format_bytes, (size.peak_bytes, size.added_bytes, size.uncertainty_bytes, _together(size))))
-
-
-def _together(size: SizePlan) -> float:
-    """All that a rank needs of its device."""
-    return size.peak_bytes + size.added_bytes
+    figures = size.peak_bytes, size.allocated_bytes, size.reserved_bytes, size.process_bytes, size.uncertainty_bytes
+    return list(map(format_bytes, figures))
 
 
 def _ranks(plan: Plan) -> str:
