@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.memory.timeline import Line
 from torchtune_adaptive.plan.overhead import EXPANDABLE_FRAGMENTATION, FRAGMENTATION, NCCL_BYTES, Calibration, Overhead
-from torchtune_adaptive.plan.plan import Card, LengthPlan, Plan, plan
+from torchtune_adaptive.plan.plan import Card, LengthPlan, Plan, SizePlan, plan
 from torchtune_adaptive.plan.report import plan_json, plan_text, suggestion_text
 from torchtune_adaptive.plan.step_peaks import Moment, StepPeaks, TracedStep
 from torchtune_adaptive.plan.suggestions import Suggestion, suggestions
@@ -744,6 +744,18 @@ def test_the_json_holds_the_whole_plan_and_its_suggestions() -> None:
         {"change": "2 ranks", "length": content["lengths"][0], "refused": ""},
         {"change": "LoRA", "length": None, "refused": "`model` is wrong."},
     ]
+
+
+def test_every_key_of_the_json_is_documented_in_its_table() -> None:
+    document = (Path(__file__).parent.parent / "docs" / "plan_json.md").read_text(encoding="utf-8")
+    documented = [
+        {key for row in re.findall(r"^\| (`.*?`) \|", part, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
+        for part in re.split(r"^(?:`overhead`|Each of .*):$", document, flags=re.MULTILINE)
+    ]
+    content = plan_json(some_plan(), [Suggestion("2 ranks", None, "`x` is wrong.")])
+    parts = [content, content["overhead"], content["lengths"][0], content["suggestions"][0]]
+    assert documented == [set(part) for part in parts]
+    assert {field.name for field in dataclasses.fields(SizePlan)} < documented[2]
 
 
 def test_the_json_of_memory_that_does_not_grow_has_no_size() -> None:
