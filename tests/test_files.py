@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchtune_adaptive.files import sync, write_whole
+from torchtune_adaptive.files import check_writable, sync, write_whole
 
 
 def test_writing_again_replaces_the_file_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -30,6 +30,22 @@ def test_a_write_that_fails_leaves_the_former_file_whole(
         with pytest.raises(OSError, match="no space left"):
             write_whole(path, "latter")
     assert path.read_text() == "former"
+
+
+def test_bytes_are_written_as_they_are(tmp_path: Path) -> None:
+    assert write_whole(tmp_path / "step.pickle", b"\r\n\xff").read_bytes() == b"\r\n\xff"
+
+
+def test_a_check_tells_what_cannot_be_written_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("former")
+    for name in ("file", "new", "new/folder/file"):
+        check_writable(tmp_path / name)
+    with pytest.raises(NotADirectoryError):
+        check_writable(tmp_path / "file" / "new" / "below")
+    with pytest.raises(IsADirectoryError):
+        check_writable(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "former"
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,13 @@
 """Files that are there whole, or as they were before."""
 
+import errno
 import os
+import tempfile
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str, *, makes_folder: bool = True) -> Path:
-    """Write ``text`` to ``path`` and return ``path``. A reader never sees half of it.
+def write_whole(path: Path, content: str | bytes, *, makes_folder: bool = True) -> Path:
+    """Write ``content`` to ``path`` and return ``path``. A reader never sees half of it.
 
     Args:
         makes_folder: make the directory if it is not there, with those above it.
@@ -16,12 +18,25 @@ def write_whole(path: Path, text: str, *, makes_folder: bool = True) -> Path:
     if makes_folder:
         path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.tmp")
-    with unfinished.open("w") as file:
-        file.write(text)
+    with unfinished.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, path)
     return path
+
+
+def check_writable(path: Path) -> None:
+    """Check that ``write_whole`` could write ``path`` now, and leave nothing there.
+
+    Raises:
+        OSError: ``path`` is a directory, or the nearest directory above it that is there takes no file.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    above = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
+    with tempfile.TemporaryFile(dir=above):
+        pass
 
 
 def sync(path: Path) -> None:
