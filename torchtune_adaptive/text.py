@@ -16,6 +16,16 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.1f} GiB"
 
 
+def byte_unit(num_bytes: float) -> tuple[str, int]:
+    """The binary unit in which to write several figures up to ``num_bytes``, with its bytes.
+
+    >>> byte_unit(80 * 2**30), byte_unit(2**20 - 1)
+    (('GiB', 1073741824), ('KiB', 1024))
+    """
+    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+    return next(((name, size) for name, size in units.items() if num_bytes >= size), ("B", 1))
+
+
 def text_table(rows: Sequence[Sequence[str]]) -> str:
     """Cells in aligned columns, the first row ruled off as their names.
 

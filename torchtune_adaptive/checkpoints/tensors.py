@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtune_adaptive.memory.operations import local_part
 
-_WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")  # of activation checkpointing and compiling
+_WRAPPERS = re.compile(r"(\.|^)(_checkpoint_wrapped_module|_orig_mod)(?=\.|$)")  # of checkpointing and compiling
 
 
 class TrainedTensors:
@@ -30,9 +30,7 @@ class TrainedTensors:
         self._rank = rank
         self._ranks = ranks
         self._parameters = {
-            _WRAPPERS.sub("", name): parameter
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
+            without_wrappers(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
         }
         self._names = {parameter: name for name, parameter in self._parameters.items()}
         self._buffers = dict(_persistent_buffers(model))
@@ -141,11 +139,20 @@ class TrainedTensors:
         return f"optimizer/{name}/{key}" + (f"/{self._rank}" if is_own else "")
 
 
+def without_wrappers(name: str) -> str:
+    """A parameter's or module's name as it is in the model that is not wrapped.
+
+    >>> without_wrappers("layers.0._checkpoint_wrapped_module"), without_wrappers("_orig_mod.layers.0.attn.weight")
+    ('layers.0', 'layers.0.attn.weight')
+    """
+    return _WRAPPERS.sub("", name).removeprefix(".")
+
+
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield _WRAPPERS.sub("", name), buffer
+                yield without_wrappers(name), buffer
 
 
 def _parts(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
