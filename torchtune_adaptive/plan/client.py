@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import InputError, TracingError
+from torchtune_adaptive.plan.step_events import StepEvents
 from torchtune_adaptive.plan.step_peaks import TracedStep
 from torchtune_adaptive.stock.configs import resolved
 
@@ -51,6 +52,15 @@ def trace(
         "shows_progress": shows_progress,
     }
     return TracedStep.from_json(_run_worker(request, timeout_s=timeout_s, shows_progress=shows_progress))
+
+
+def trace_events(cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int) -> StepEvents:
+    """Trace one step with all layers of the model, and return each of its operations and allocations.
+
+    Arguments and errors are those of ``trace``.
+    """
+    request = {"config": resolved(cfg), "world_size": world_size, "batch_size": batch_size, "seq_len": seq_len}
+    return StepEvents.from_json(_run_worker(request, timeout_s=None, shows_progress=False))
 
 
 def calibration_peak(batch_size: int, seq_len: int) -> float:

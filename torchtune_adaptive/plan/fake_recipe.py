@@ -33,6 +33,7 @@ from torchtune_adaptive.plan.compiled_code import compile_layers, compile_loss
 from torchtune_adaptive.plan.cuda_stand_ins import OffloadedActivations
 from torchtune_adaptive.plan.fake_model import layers_limited_to, make_fake
 from torchtune_adaptive.plan.optimizer_stand_ins import stand_in_for_optimizer
+from torchtune_adaptive.plan.running_modules import RunningModules
 from torchtune_adaptive.plan.trace import CUDA_GRANULARITY_BYTES, ON_HOST, Mark, StepTrace
 from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.configs import method_of, resolved
@@ -82,7 +83,11 @@ class FakeRecipe:
         self._row_format = recipe.row_format()
         self._is_warm = False
 
-    def trace(self, batch_size: int, seq_len: int) -> StepTrace:
+    def running_modules(self) -> RunningModules:
+        """Says which module of the models runs; a trace that gives events needs it."""
+        return RunningModules(self.models, self._stepping.optimizers)
+
+    def trace(self, batch_size: int, seq_len: int, *, modules: RunningModules | None = None) -> StepTrace:
         """One steady-state step over micro-batches of ``batch_size`` rows of ``seq_len`` tokens."""
         micro_batches = [[{"num_tokens": seq_len}] * batch_size] * self._micro_steps
         on_host = self._keeps_on_host
@@ -90,6 +95,7 @@ class FakeRecipe:
             granularity_bytes=CUDA_GRANULARITY_BYTES if self._like_cuda else 1,
             steps_on_host=on_host,
             by_gloo=not self._like_cuda,
+            modules=modules,
         )
         with self._as_on_device():
             if not self._is_warm:

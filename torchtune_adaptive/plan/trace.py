@@ -2,7 +2,7 @@
 
 from collections import defaultdict, deque
 from types import TracebackType
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -10,11 +10,17 @@ from torch.utils._pytree import tree_leaves
 from torchtune_adaptive.memory.operations import plain_parts
 from torchtune_adaptive.memory.storages import Storages, WatchOperations
 from torchtune_adaptive.memory.timeline import Timeline
+from torchtune_adaptive.plan.running_modules import RunningModules
+from torchtune_adaptive.plan.step_events import (
+    BEFORE_STEP,
+    KINDS,
+    Change,
+    Kind,
+    Operation,
+    StepEvents,
+    allocations_of,
+)
 
-Kind: TypeAlias = Literal[
-    "parameters", "frozen models", "gradients", "optimizer state", "gathered parameters", "activations", "temporaries"
-]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 CUDA_GRANULARITY_BYTES = 512  # of its caching allocator (kMinBlockSize in c10/core/AllocatorConfig.h of torch 2.13)
 ON_HOST = "on the host"  # marks tensors that are not on the device and are not counted
 Mark: TypeAlias = Kind | Literal["on the host"]
@@ -31,14 +37,26 @@ class StepTrace:
         granularity_bytes: the device's allocator rounds allocations up to a multiple of it.
         steps_on_host: clipping and the optimizer's step run on the host.
         by_gloo: collectives run on gloo, whose reduce-scatter works on a copy of its input.
+        modules: say which module runs, for ``events``.
     """
 
-    def __init__(self, *, granularity_bytes: int = 1, steps_on_host: bool = False, by_gloo: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        granularity_bytes: int = 1,
+        steps_on_host: bool = False,
+        by_gloo: bool = False,
+        modules: RunningModules | None = None,
+    ) -> None:
         self._kind_after_backward: Mark = ON_HOST if steps_on_host else "temporaries"
         self._by_gloo = by_gloo
         self._storages = Storages(self._record_change, granularity_bytes=granularity_bytes)
         self._watch = WatchOperations(self._after_operation, self._after_resize)
-        self._changes: list[tuple[int, int, int]] = []  # operation, storage, bytes
+        self._modules = modules
+        self._owners: dict[int, str] = {}  # by storage: the module that ran when it was made
+        self._running: list[str] = []  # the module of each operation
+        self._num_before = 0  # changes before the step
+        self._changes: list[Change] = []
         self._operations: list[str] = []
         self._phases: list[str] = []
         self._phase = ""
@@ -72,7 +90,26 @@ class StepTrace:
         operations, phases = tuple(self._operations), tuple(self._phases)
         return {kind: Timeline(batch_size, operations, tuple(values), phases) for kind, values in live_bytes.items()}
 
+    def events(self, batch_size: int, seq_len: int) -> StepEvents:
+        """Each operation and allocation, with its module, of a step with ``batch_size`` rows of ``seq_len`` tokens."""
+        assert self._modules is not None
+        owners = dict(self._owners)
+        for name, tensors in self._modules.tensors():
+            for tensor in tree_leaves(tensors):
+                for part in plain_parts(tensor):
+                    owners[self._storages.see(part.untyped_storage())] = name
+        before = [change._replace(operation=BEFORE_STEP) for change in self._changes[: self._num_before]]
+        allocations = allocations_of(
+            before + self._changes[self._num_before :],
+            kinds=self._kinds,
+            modules=owners,
+            num_operations=len(self._operations),
+        )
+        operations = map(Operation, self._operations, self._phases, self._running)
+        return StepEvents(batch_size, seq_len, tuple(operations), tuple(allocations))
+
     def __enter__(self) -> "StepTrace":
+        self._num_before = len(self._changes)
         self._watch.__enter__()
         return self
 
@@ -86,7 +123,9 @@ class StepTrace:
         # what is freed after it is gone at the next one.
         is_after_backward = self._phase in ("clip", "optimizer")
         self._kinds.setdefault(storage, self._kind_after_backward if is_after_backward else "activations")
-        self._changes.append((len(self._operations), storage, change_bytes))
+        self._changes.append(Change(len(self._operations), storage, change_bytes))
+        if self._modules is not None and storage not in self._owners:
+            self._owners[storage] = self._modules.now(self._phase)
 
     def _after_operation(self, func: Any, inputs: Any, outputs: Any) -> None:
         if func.namespace == "prim":  # optimizers query each fake parameter by such an operation
@@ -117,3 +156,5 @@ class StepTrace:
     def _end_operation(self, name: str) -> None:
         self._operations.append(name)
         self._phases.append(self._phase)
+        if self._modules is not None:
+            self._running.append(self._modules.now(self._phase))

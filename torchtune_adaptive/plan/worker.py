@@ -1,8 +1,9 @@
 """Trace a config's train step over fake tensors, in the process that ``client`` starts.
 
 ``python -m torchtune_adaptive.plan.worker OUTPUT ERRORS`` reads a request as JSON from standard input and writes its
-answer as JSON to the file OUTPUT. The answer holds the peaks, or the reason why there are none; an unforeseen error is
-in the file ERRORS as well, from the first line of its traceback to the last, also where it ends the process at once.
+answer as JSON to the file OUTPUT. The answer holds the peaks, or the events of one step, or the reason why there are
+none; an unforeseen error is in the file ERRORS as well, from the first line of its traceback to the last, also where it
+ends the process at once.
 """
 
 import faulthandler
@@ -26,6 +27,7 @@ from torchtune_adaptive.memory.timeline import Timeline, sum_of_timelines
 from torchtune_adaptive.plan.calibration import make_trainer
 from torchtune_adaptive.plan.fake_recipe import FakeRecipe
 from torchtune_adaptive.plan.layer_extrapolation import extrapolate_layers
+from torchtune_adaptive.plan.step_events import StepEvents
 from torchtune_adaptive.plan.step_peaks import StepLines, StepPeaks, TracedStep
 from torchtune_adaptive.plan.trace import CUDA_GRANULARITY_BYTES, StepTrace
 from torchtune_adaptive.search.strategies import SMALL_BATCH_SIZES
@@ -201,6 +203,20 @@ def _peaks(timelines: Timelines) -> dict[str, int]:
     return peaks
 
 
+def trace_events(cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int) -> StepEvents:
+    """Trace a step of the first rank, with all layers, and return each of its operations and allocations.
+
+    Raises:
+        InputError: the config cannot be planned; the message says why.
+    """
+    with setting_up():
+        recipe = FakeRecipe(cfg, world_size=world_size)
+    for model in recipe.models:
+        check_row_length(seq_len, model)
+    with recipe.running_modules() as modules:
+        return recipe.trace(batch_size, seq_len, modules=modules).events(batch_size, seq_len)
+
+
 def trace_calibration(batch_size: int, seq_len: int) -> int:
     """Peak bytes of a steady train step of the model that a calibration trains."""
     trace = StepTrace(granularity_bytes=CUDA_GRANULARITY_BYTES)
@@ -230,7 +246,8 @@ def main() -> None:
 def _answer(request: dict[str, Any], errors: TextIO) -> dict[str, Any]:
     try:
         if "config" in request:
-            return trace_config(OmegaConf.create(request.pop("config")), **request).as_json()
+            trace = trace_config if "seq_lens" in request else trace_events
+            return trace(OmegaConf.create(request.pop("config")), **request).as_json()
         return {"peak_bytes": trace_calibration(**request)}
     except InputError as error:
         return {"refused": str(error)}
