@@ -30,6 +30,7 @@ WITHOUT_TORCH = [
     *("search/strategies", "search/tables", "search/token_budget"),
     *("training/horizon", "training/run_state"),
     *("plan/layer_extrapolation", "plan/step_peaks", "plan/overhead", "plan/gpus", "plan/kernels"),
+    *("plan/step_events", "plan/peak_modules", "plan/snapshot_file", "plan/svg", "plan/step_plot", "plan/plot_page"),
 ]
 
 # Objects of other libraries that a module writes into, by the names that it has for them.

@@ -1,13 +1,18 @@
 """`tune-adaptive` with a fake in place of the worker process: what it prints, and what it refuses."""
 
+import errno
 import json
+import os
+import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from tests.step_events import EVENTS
 from tests.test_calibration import FakeCard, traced
 from tests.test_plan import CALIBRATION, GIB, MIB, peaks, step_of, tables
 from torchtune_adaptive.errors import InputError
@@ -23,6 +28,8 @@ CUDA = ("device=cuda", "adaptive.memory_limit=null")  # as the stock configs are
 class FakeTracing:
     """In place of the worker process: a step that holds ``held_gib`` and 2 MiB for each token, for any config.
 
+    The events of any step are those made by hand.
+
     Remembers its requests. If ``refuses`` is set, it raises that sentence instead.
     """
 
@@ -37,6 +44,9 @@ class FakeTracing:
             raise InputError(self.refuses)
         if "config" not in request:
             return {"peak_bytes": traced(**request)}
+        if "seq_lens" not in request:
+            events = replace(EVENTS, batch_size=request["batch_size"], seq_len=request["seq_len"])
+            return events.as_json()
         lengths = (
             peaks(seq_len, held_bytes=self.held_gib * GIB, bytes_per_row=2 * MIB * seq_len)
             for seq_len in request["seq_lens"]
@@ -153,6 +163,79 @@ def test_what_changes_would_save_is_asked_for_the_configs_own_batch(program: Pro
         == "tune-adaptive plan: `--what-if` must be left out of a table over GPUs and ranks, but is given.\n"
     )
     assert tracing.requests == []
+
+
+STEP = (*FULL, "--memory", "80GiB", "--seq-len", "1024,2048,512", *CUDA)
+
+
+@pytest.mark.parametrize(("asked", "batch_size"), [([], 16), (["--batch-size", "7"], 7), (["--batch-size", "3,7"], 16)])
+def test_one_whole_step_is_traced_with_the_longest_rows_and_the_batch_asked_for_or_the_one_to_use(
+    asked: list[str], batch_size: int, program: Program, tracing: FakeTracing
+) -> None:
+    arguments = (*STEP, *asked, "--modules", "adaptive.growth_limit=none", "gradient_accumulation_steps=1")
+    content = json.loads(program(*arguments, "--json").out)
+    assert len(tracing.requests) == 2
+    step = tracing.requests[1]
+    assert (step["world_size"], step["batch_size"], step["seq_len"]) == (1, batch_size, 2048)
+    assert step["config"]["gradient_accumulation_steps"] == 2  # as the plan is traced
+    if not asked:
+        assert content["lengths"][1]["batch_size"] == batch_size
+    assert (content["step"]["batch_size"], content["step"]["seq_len"]) == (batch_size, 2048)
+    assert content["step"]["modules"][0]["module"] == "layers.*.mlp.w1"
+    printed = program(*arguments)
+    assert f"\nWith a batch of {batch_size} rows of 2048 tokens the peak of 20.0 MiB is in loss, " in printed.out
+    assert ["loss", "1", "8.00", "-", "-", "8.00"] in tables(printed.out)[-1]
+
+
+def test_without_being_asked_for_no_step_is_traced_whole(program: Program, tracing: FakeTracing) -> None:
+    assert json.loads(program(*STEP, "--json").out)["step"] is None
+    assert len(tracing.requests) == 1
+
+
+@pytest.mark.parametrize("prints_json", [False, True])
+def test_a_snapshot_and_a_picture_are_written(
+    prints_json: bool, program: Program, tracing: FakeTracing, tmp_path: Path
+) -> None:
+    snapshot, picture, web_page = (tmp_path / "new" / name for name in ("step.pickle", "step.svg", "step.html"))
+    arguments = (*STEP, "--snapshot", str(snapshot), "--plot", str(picture), *(["--json"] if prints_json else []))
+    ended = program(*arguments)
+    assert (ended.status, ended.err) == (0, "")
+    assert pickle.loads(snapshot.read_bytes())["segments"][0]["total_size"] == 20 * MIB
+    assert picture.read_text().startswith("<svg ")
+    assert "tiny/full: memory of one train step" in picture.read_text()
+    assert "80.0 GiB" in picture.read_text()
+    if prints_json:
+        assert json.loads(ended.out)["step"]["peak_bytes"] == 20 * MIB
+    else:
+        assert ended.out.endswith(
+            f"\n\nThe step's allocations are in {snapshot}, for https://pytorch.org/memory_viz.\n\n"
+            f"The step's picture is in {picture}.\n"
+        )
+    program(*STEP, "--plot", str(web_page))
+    assert web_page.read_text().startswith("<!doctype html>")
+    assert sorted(path.name for path in snapshot.parent.iterdir()) == ["step.html", "step.pickle", "step.svg"]
+
+
+def test_a_file_that_can_no_longer_be_written_is_refused_in_one_sentence(
+    program: Program, tracing: FakeTracing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "step.svg"
+    path.write_text("former")
+    monkeypatch.setattr(os, "fsync", full)
+    ended = program(*STEP, "--plot", str(path))
+    assert ended.status == 1
+    wanted = f"`--plot` must be a file that can be written, but is {str(path)!r}: No space left on device."
+    assert ended.err == f"tune-adaptive plan: {wanted}\n"
+    assert path.read_text() == "former"
+
+
+@pytest.mark.parametrize("option", [["--modules"], ["--snapshot", "step.pickle"], ["--plot", "step.svg"]])
+def test_a_table_has_no_step(option: list[str], program: Program, tracing: FakeTracing) -> None:
+    ended = program(*FULL, "--memory", "80GiB,H100", *option, *CUDA)
+    assert_refused(ended, tracing, f"`{option[0]}` must be left out of a table over GPUs and ranks, but is given.")
 
 
 @pytest.mark.parametrize("wrong", ["0", "2,x", "1,,2"])
@@ -307,6 +390,18 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "calibration missing": (
         [*MEMORY, *CUDA, "--calibration", "no_such.json"],
         "`calibration` must be a readable file, but is 'no_such.json'",
+    ),
+    "a plot of another ending": (
+        [*MEMORY, "--plot", "step.png"],
+        "`--plot` must be a file that ends in .svg or .html, but is 'step.png' instead.",
+    ),
+    "a snapshot of another ending": (
+        [*MEMORY, "--snapshot", "step.json"],
+        "`--snapshot` must be a file that ends in .pickle, but is 'step.json' instead.",
+    ),
+    "a plot below a file": (
+        [*MEMORY, "--plot", f"{__file__}/new/step.svg"],
+        f"`--plot` must be a file that can be written, but is '{__file__}/new/step.svg': Not a directory.",
     ),
     "calibration of nothing for a CPU": ([*MEMORY, "--calibration", "no_such.json"], "'no_such.json'"),
 }

@@ -735,6 +735,7 @@ def test_the_json_holds_the_whole_plan_and_its_suggestions() -> None:
         "num_frozen_parameters": 0,
         "num_layers": 32,
         "paged_bytes": 7,
+        "step": None,
     }
     assert content["traced_layers"] == [4, 6]
     assert content["overhead"] == dataclasses.asdict(found.overhead)

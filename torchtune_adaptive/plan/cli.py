@@ -2,6 +2,7 @@
 
 tune-adaptive plan --config llama3_1/8B_full --nproc_per_node 8 --memory H100 --seq-len 4096,8192 [key=value ...]
 tune-adaptive plan --config llama3_1/8B_lora --memory A100-80GB --batch-size 1,2,4,8
+tune-adaptive plan --config llama3_1/8B_full --memory H100 --batch-size 4 --modules --plot step.svg
 tune-adaptive plan --config llama3_1/8B_full --memory 24GiB,A100-80GB,H100 --nproc_per_node 1,2,4,8
 tune-adaptive calibrate --output h100.json
 """
@@ -20,6 +21,7 @@ from torchtune_adaptive.plan.client import calibration_peak, trace
 from torchtune_adaptive.plan.gpus import memory_of
 from torchtune_adaptive.plan.plan import USUAL_SEQ_LENS, Card, Plan, Trace, plan
 from torchtune_adaptive.plan.report import grid_text, plan_json, plan_text, suggestion_text, what_if_text
+from torchtune_adaptive.plan.step_outputs import StepOutputs, trace_planned_step
 from torchtune_adaptive.plan.suggestions import Suggestion, suggestions
 from torchtune_adaptive.plan.trace_cache import TraceCache, user_cache_folder
 from torchtune_adaptive.plan.what_if import what_if
@@ -59,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--what-if", action="store_true", help="what checkpointing, offloading, LoRA and others would save"
     )
+    command.add_argument("--modules", action="store_true", help="the modules that hold most at a step's peak")
+    command.add_argument("--snapshot", type=Path, help="write a step's allocations to FILE.pickle, for torch's viewer")
+    command.add_argument("--plot", type=Path, help="write a picture of a step's memory to FILE.svg or FILE.html")
     command.add_argument("--calibration", type=Path, help="file that `tune-adaptive calibrate` wrote on such a GPU")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`")
@@ -78,8 +83,15 @@ def _plan(arguments: argparse.Namespace) -> None:
     nodes = _integer("nnodes", arguments.nnodes)
     ranks = [per_node * nodes for per_node in _integers("nproc_per_node", arguments.nproc_per_node)]
     memories = _memories(arguments.memory, settings)
-    if arguments.what_if and len(ranks) * len(memories) > 1:
-        raise InputError("`--what-if` must be left out of a table over GPUs and ranks, but is given.")
+    of_one = {
+        "--what-if": arguments.what_if,
+        "--modules": arguments.modules,
+        "--snapshot": arguments.snapshot,
+        "--plot": arguments.plot,
+    }
+    for option in (option for option, given in of_one.items() if given and len(ranks) * len(memories) > 1):
+        raise InputError(f"`{option}` must be left out of a table over GPUs and ranks, but is given.")
+    outputs = StepOutputs(arguments.modules, arguments.snapshot, arguments.plot)
     seq_lens = _seq_lens(arguments.seq_len, settings, cfg)
     batch_sizes = [] if arguments.batch_size is None else _integers("batch_size", arguments.batch_size)
     traced_by = TraceCache(trace, user_cache_folder())
@@ -99,7 +111,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     }
     if len(ranks) * len(memories) == 1:
         ((planned,),) = plans.values()
-        _print_one(planned, cfg, arguments, traced_by=traced_by)
+        _print_one(planned, cfg, arguments, outputs=outputs, traced_by=traced_by)
     elif arguments.json:
         found = [{"memory": name} | plan_json(one, []) for name, row in plans.items() for one in row]
         print(json.dumps(found, indent=2))
@@ -107,7 +119,9 @@ def _plan(arguments: argparse.Namespace) -> None:
         print(grid_text(plans, title=arguments.config))
 
 
-def _print_one(planned: Plan, cfg: DictConfig, arguments: argparse.Namespace, *, traced_by: Trace) -> None:
+def _print_one(
+    planned: Plan, cfg: DictConfig, arguments: argparse.Namespace, *, outputs: StepOutputs, traced_by: Trace
+) -> None:
     prints = not arguments.json
     if prints:
         print(plan_text(planned, title=arguments.config))
@@ -115,8 +129,13 @@ def _print_one(planned: Plan, cfg: DictConfig, arguments: argparse.Namespace, *,
     effects = _what_if(planned, cfg, traced_by=traced_by) if arguments.what_if else []
     if prints and effects:
         print(f"\n{what_if_text(effects)}")
+    events = trace_planned_step(planned, cfg) if outputs.any else None
+    if events is not None:
+        for text in outputs.texts(events, planned, title=arguments.config):
+            if prints:
+                print(f"\n{text}")
     if not prints:
-        print(json.dumps(plan_json(planned, helpful, effects), indent=2))
+        print(json.dumps(plan_json(planned, helpful, effects, events), indent=2))
 
 
 def _what_if(planned: Plan, cfg: DictConfig, *, traced_by: Trace) -> list[Suggestion]:

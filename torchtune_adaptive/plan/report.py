@@ -5,7 +5,9 @@ from dataclasses import asdict
 from typing import Any
 
 from torchtune_adaptive.plan.overhead import Overhead
+from torchtune_adaptive.plan.peak_modules import step_json
 from torchtune_adaptive.plan.plan import LengthPlan, Plan, SizePlan
+from torchtune_adaptive.plan.step_events import StepEvents
 from torchtune_adaptive.plan.suggestions import Suggestion
 from torchtune_adaptive.plan.what_if import AS_IT_IS
 from torchtune_adaptive.text import format_bytes, text_table
@@ -121,8 +123,16 @@ def what_if_text(effects: Iterable[Suggestion]) -> str:
     return "\n".join([*lines, "", *refused] if refused else lines)
 
 
-def plan_json(plan: Plan, suggestions: Iterable[Suggestion], effects: Iterable[Suggestion] = ()) -> dict[str, Any]:
-    """The plan, its suggestions and effects of changes as values that JSON can hold; bytes are those of one rank."""
+def plan_json(
+    plan: Plan,
+    suggestions: Iterable[Suggestion],
+    effects: Iterable[Suggestion] = (),
+    events: StepEvents | None = None,
+) -> dict[str, Any]:
+    """The plan, its suggestions, effects of changes, and the modules of a step that was traced whole, if one was.
+
+    All are values that JSON can hold; bytes are those of one rank.
+    """
     step = plan.step
     return {
         "world_size": plan.world_size,
@@ -137,6 +147,7 @@ def plan_json(plan: Plan, suggestions: Iterable[Suggestion], effects: Iterable[S
         "lengths": [asdict(length) for length in plan.lengths],
         "suggestions": [asdict(suggestion) for suggestion in suggestions],
         "what_if": [asdict(effect) for effect in effects],
+        "step": None if events is None else step_json(events),
     }
 
 

@@ -1,0 +1,105 @@
+"""What `tune-adaptive plan` shows of one whole step: its modules, a snapshot file, a picture."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.errors import InputError, quote
+from torchtune_adaptive.files import check_writable, write_whole
+from torchtune_adaptive.plan.client import trace_events
+from torchtune_adaptive.plan.peak_modules import modules_text
+from torchtune_adaptive.plan.plan import Plan, SizePlan, as_traced
+from torchtune_adaptive.plan.plot_page import page
+from torchtune_adaptive.plan.snapshot_file import snapshot_bytes
+from torchtune_adaptive.plan.step_events import StepEvents
+from torchtune_adaptive.plan.step_plot import Device, StepPlot
+from torchtune_adaptive.settings import AdaptiveSettings
+
+_SNAPSHOT_ENDINGS = (".pickle",)
+_PLOT_ENDINGS = (".svg", ".html")
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """What is asked for: a table of modules, and files to write.
+
+    Raises:
+        InputError: a file's name has another ending, or the file cannot be written.
+    """
+
+    modules: bool
+    snapshot: Path | None
+    plot: Path | None
+
+    def __post_init__(self) -> None:
+        for option, path, endings in (
+            ("--snapshot", self.snapshot, _SNAPSHOT_ENDINGS),
+            ("--plot", self.plot, _PLOT_ENDINGS),
+        ):
+            if path is None:
+                continue
+            if path.suffix not in endings:
+                wanted = " or ".join(endings)
+                raise InputError(f"`{option}` must be a file that ends in {wanted}, but is {quote(str(path))} instead.")
+            _writing(option, path, check_writable)
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is asked for."""
+        return self.modules or self.snapshot is not None or self.plot is not None
+
+    def texts(self, events: StepEvents, planned: Plan, *, title: str) -> Iterator[str]:
+        """Write the files, and yield what to print: the table, then a line for each file as soon as it is there.
+
+        Raises:
+            InputError: a file cannot be written.
+        """
+        if self.modules:
+            yield modules_text(events)
+        if self.snapshot is not None:
+            content = snapshot_bytes(events)
+            _writing("--snapshot", self.snapshot, lambda path: write_whole(path, content))
+            yield f"The step's allocations are in {self.snapshot}, for https://pytorch.org/memory_viz."
+        if self.plot is not None:
+            picture = _picture(events, planned, title=title, as_page=self.plot.suffix == ".html")
+            _writing("--plot", self.plot, lambda path: write_whole(path, picture))
+            yield f"The step's picture is in {self.plot}."
+
+
+def trace_planned_step(planned: Plan, cfg: DictConfig) -> StepEvents:
+    """Trace the step of ``cfg`` that ``planned`` has: its longest rows, and the only batch asked for or the one to use.
+
+    Raises:
+        InputError: it cannot be traced; the message says why.
+    """
+    size = _size(planned)
+    traced = as_traced(AdaptiveSettings.from_cfg(cfg), cfg)
+    return trace_events(traced, world_size=planned.world_size, batch_size=size.batch_size, seq_len=size.seq_len)
+
+
+def _size(planned: Plan) -> SizePlan:
+    length = max(planned.lengths, key=lambda length: length.seq_len)
+    return length.asked[0] if len(length.asked) == 1 else length
+
+
+def _picture(events: StepEvents, planned: Plan, *, title: str, as_page: bool) -> str:
+    device = Device(memory_bytes=planned.card.memory_bytes, added_bytes=_size(planned).added_bytes)
+    plot = StepPlot(events, title=title, world_size=planned.world_size, device=device)
+    return page(plot, events, title=title) if as_page else plot.svg()
+
+
+def _writing(option: str, path: Path, write: Callable[[Path], Any]) -> None:
+    """Run ``write(path)``.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    try:
+        write(path)
+    except OSError as error:
+        raise InputError(
+            f"`{option}` must be a file that can be written, but is {quote(str(path))}: {error.strerror}."
+        ) from error
