@@ -86,7 +86,8 @@ def _size(planned: Plan) -> SizePlan:
 
 
 def _picture(events: StepEvents, planned: Plan, *, title: str, as_page: bool) -> str:
-    device = Device(memory_bytes=planned.card.memory_bytes, added_bytes=_size(planned).added_bytes)
+    size = _size(planned)
+    device = Device(memory_bytes=planned.card.memory_bytes, added_bytes=size.process_bytes - size.peak_bytes)
     plot = StepPlot(events, title=title, world_size=planned.world_size, device=device)
     return page(plot, events, title=title) if as_page else plot.svg()
 
