@@ -57,6 +57,9 @@ def answers_of(rank: int) -> dict[str, Any]:
         "nothing": consensus.from_rank_zero(None if rank == 0 else "ignored"),
         "from all": consensus.from_all_ranks({"rank": rank, "number": numbers[rank]}),
         "from all of different sizes": consensus.from_all_ranks("x" * 1000 * rank),
+        "reason of the first": consensus.first_reason(f"reason of rank {rank}"),
+        "reason of the last": consensus.first_reason("only the last" if rank == world_size - 1 else ""),
+        "reason of none": consensus.first_reason(""),
         "answered": answered,
         "asked": asked,
         "refusal": refusal,
@@ -107,6 +110,12 @@ def test_anything_that_can_be_pickled_comes_from_all_ranks_in_their_order(answer
         assert [one["rank"] for one in answer["from all"]] == list(range(len(answers)))
         assert [one["number"] for one in answer["from all"]] == [7, -3, HUGE, 0][: len(answers)]
         assert [len(one) for one in answer["from all of different sizes"]] == [1000 * r for r in range(len(answers))]
+
+
+def test_the_reason_of_the_lowest_rank_that_has_one_counts(answers: list[dict[str, Any]]) -> None:
+    assert answers[0]["reason of the first"] == "reason of rank 0"
+    assert answers[0]["reason of the last"] == "only the last"
+    assert answers[0]["reason of none"] == ""
 
 
 def test_only_rank_zero_is_asked_and_what_it_refuses_all_refuse(answers: list[dict[str, Any]]) -> None:

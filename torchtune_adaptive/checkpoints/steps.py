@@ -170,7 +170,7 @@ class StepCheckpoints:
                 failure = (
                     f"`resume_from_checkpoint` must be a checkpoint of this model, but in {str(path)!r} {missing}."
                 )
-        if failure := next(filter(None, self._consensus.from_all_ranks(failure)), ""):
+        if failure := self._consensus.first_reason(failure):
             raise InputError(failure)
         return saved
 
@@ -188,7 +188,7 @@ class StepCheckpoints:
                 return reason_of(error)
             return ""
 
-        failure = next(filter(None, self._consensus.from_all_ranks(self._tensors.unsavable())), "")
+        failure = self._consensus.first_reason(self._tensors.unsavable())
         failure = failure or self._consensus.ask_rank_zero(start)
         if not failure and self._consensus.any_rank(not self._folder.unfinished(name).is_dir()):
             failure = "not every rank sees the folder of rank 0, which they must share"

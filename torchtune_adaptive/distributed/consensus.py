@@ -70,6 +70,10 @@ class Consensus:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
+    def first_reason(self, reason: str) -> str:
+        """Return the ``reason`` of the lowest rank that has one, or ""."""
+        return next(filter(None, self.from_all_ranks(reason)), "")
+
     def ask_rank_zero(self, ask: Callable[[], Answer]) -> Answer:
         """Call ``ask`` on rank 0, and return its answer on every rank.
 

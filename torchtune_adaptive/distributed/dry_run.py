@@ -93,7 +93,7 @@ def _attach_ledger(model: nn.Module, device: torch.device, consensus: Consensus)
         return ledger, ""
     if ledger is not None:
         ledger.detach()
-    return None, _first_reason(reason, consensus)
+    return None, consensus.first_reason(reason)
 
 
 class _Record:
@@ -120,7 +120,7 @@ class _Record:
 
     def why_not_recoverable(self, consensus: Consensus) -> str:
         """Return why the template does not describe every micro-step on every rank, or "". A collective."""
-        reason = _first_reason(self._why_not_covered(), consensus)
+        reason = consensus.first_reason(self._why_not_covered())
         if not reason and self._differs_between_ranks(consensus):
             reason = "ranks issue different collectives in a micro-step"
         return reason
@@ -140,8 +140,3 @@ class _Record:
         text = "\n".join(collective.description() for collective in self.template)
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         return consensus.min_over_ranks(digest) != consensus.max_over_ranks(digest)
-
-
-def _first_reason(reason: str, consensus: Consensus) -> str:
-    """Return the reason of the lowest rank that has one, or "". A collective."""
-    return next((one for one in consensus.from_all_ranks(reason) if one), "")
