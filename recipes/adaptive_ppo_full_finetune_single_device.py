@@ -24,8 +24,7 @@ from torchtune.rlhf import Trajectory
 from torchtune_adaptive.batch.prompt_batches import PromptBatches
 from torchtune_adaptive.batch.row_format import TokenRows, check_row_length
 from torchtune_adaptive.checkpoints.folder import CheckpointFolder
-from torchtune_adaptive.checkpoints.steps import StepCheckpoints
-from torchtune_adaptive.checkpoints.tensors import TrainedTensors
+from torchtune_adaptive.checkpoints.steps import step_checkpoints
 from torchtune_adaptive.checkpoints.turn_saver import TurnSaver
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.rank_states import RankStates
@@ -148,14 +147,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         values.discard_unfinished()
         self._value_checkpointer = WholeCheckpointer(self._value_checkpointer, values)
         trained = nn.ModuleDict({"policy": self._policy_model, "value": self._value_model})
-        self._steps = StepCheckpoints(
-            self._folder,
-            TrainedTensors(trained, self.optimizers(), rank=0, ranks=1),
-            self._consensus,
-            every_steps=self._settings.save_every_n_steps,
-            keep_last=self._settings.keep_last_n_checkpoints,
-            in_background=self._settings.save_in_background,
-        )
+        self._steps = step_checkpoints(self._folder, trained, self.optimizers(), self._settings, self._consensus)
         rank_states = RankStates(self._consensus, self._device, generators=[self._rng])
         self._dataloader = PromptBatches(self._dataloader, restore_random=rank_states.restore)
         memory_bytes = allowed_bytes(self._device, self._settings.memory_limit_bytes)

@@ -22,10 +22,11 @@ from tests.ranks import run_on_ranks
 from tests.recipe_runs import same_bits
 from tests.toys import STATE
 from torchtune_adaptive.checkpoints.folder import STATE_NAME, Checkpoint, CheckpointFolder
-from torchtune_adaptive.checkpoints.steps import StepCheckpoints
+from torchtune_adaptive.checkpoints.steps import StepCheckpoints, step_checkpoints
 from torchtune_adaptive.checkpoints.tensors import TrainedTensors
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.settings import AdaptiveSettings
 
 ADAMW = {"optimizer._component_": "torch.optim.AdamW", "optimizer.lr": 0.01}
 
@@ -38,11 +39,10 @@ def steps_of(
     keep_last: int | None = None,
     in_background: bool = False,
 ) -> StepCheckpoints:
-    consensus = Consensus()
-    tensors = TrainedTensors(model, optimizers, rank=consensus.rank, ranks=consensus.world_size)
-    return StepCheckpoints(
-        folder, tensors, consensus, every_steps=every_steps, keep_last=keep_last, in_background=in_background
+    settings = AdaptiveSettings(
+        save_every_n_steps=every_steps, keep_last_n_checkpoints=keep_last, save_in_background=in_background
     )
+    return step_checkpoints(folder, model, optimizers, settings, Consensus())
 
 
 class Run:

@@ -16,8 +16,7 @@ from torchtune_adaptive.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.batch.row_format import Row, RowFormat
 from torchtune_adaptive.checkpoints.folder import Checkpoint, CheckpointFolder
 from torchtune_adaptive.checkpoints.saver import RunSaver, SaveEpoch
-from torchtune_adaptive.checkpoints.steps import StepCheckpoints
-from torchtune_adaptive.checkpoints.tensors import TrainedTensors
+from torchtune_adaptive.checkpoints.steps import step_checkpoints
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.rank_states import RankStates
 from torchtune_adaptive.distributed.recovery import Recovery
@@ -132,7 +131,9 @@ class _Assembly:
             meter=self._meter,
             stop_requested=parts.stop_requested,
         )
-        self._checkpoints = _step_checkpoints(parts, settings, consensus)
+        self._checkpoints = step_checkpoints(
+            parts.checkpoints, parts.stepping.model, parts.stepping.optimizers, settings, consensus
+        )
         self._workload = Workload(
             train_step=self._step,
             model=self._models,
@@ -309,18 +310,6 @@ class _Assembly:
             ranks=parts.ranks,
             with_memory_stats=parts.with_memory_stats,
         )
-
-
-def _step_checkpoints(parts: RecipeParts, settings: AdaptiveSettings, consensus: Consensus) -> StepCheckpoints:
-    model, optimizers = parts.stepping.model, parts.stepping.optimizers
-    return StepCheckpoints(
-        parts.checkpoints,
-        TrainedTensors(model, optimizers, rank=consensus.rank, ranks=consensus.world_size),
-        consensus,
-        every_steps=settings.save_every_n_steps,
-        keep_last=settings.keep_last_n_checkpoints,
-        in_background=settings.save_in_background,
-    )
 
 
 def _make_meter(parts: RecipeParts, settings: AdaptiveSettings, models: nn.Module) -> MemoryMeter | None:

@@ -1,13 +1,15 @@
 """Checkpoints after optimizer steps, by PyTorch's distributed checkpoints: each rank writes what it holds."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -18,6 +20,7 @@ from torchtune_adaptive.checkpoints.folder import Checkpoint, CheckpointFolder
 from torchtune_adaptive.checkpoints.tensors import TrainedTensors
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded, reason_of
+from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.signals import STATUS_STOPPED
 from torchtune_adaptive.training.run_state import AdaptiveState
 
@@ -216,6 +219,24 @@ class StepCheckpoints:
 
     def _say_saved(self, name: str) -> None:
         utils.log_rank_zero(log, f"Checkpoint saved to {self._folder.path / name}")
+
+
+def step_checkpoints(
+    folder: CheckpointFolder,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    settings: AdaptiveSettings,
+    consensus: Consensus,
+) -> StepCheckpoints:
+    """The checkpoints that ``settings`` ask for, of all that training changes. A collective."""
+    return StepCheckpoints(
+        folder,
+        TrainedTensors(model, optimizers, rank=consensus.rank, ranks=consensus.world_size),
+        consensus,
+        every_steps=settings.save_every_n_steps,
+        keep_last=settings.keep_last_n_checkpoints,
+        in_background=settings.save_in_background,
+    )
 
 
 class _Writer(FileSystemWriter):
