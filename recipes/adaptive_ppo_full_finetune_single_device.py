@@ -7,8 +7,7 @@ Searched for are the answers that are generated at once (``forward_batch_size``)
 (``ppo_batch_size`` divided by ``gradient_accumulation_steps``). Checkpoints of steps are made at the ends of turns.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -177,8 +176,12 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
 
     def _use_largest_sizes(self) -> None:
         """Search for the sizes, use them, and report them."""
-        with keep_random_states(), self._kept_as_it_is():
-            sizes = self._find_sizes()
+        before = self._forward_batch_size, self._ppo_backward_batch_size
+        with keep_random_states([self._rng]):
+            try:
+                sizes = self._find_sizes()
+            finally:
+                self._use(*before)
         self._use(sizes.generated, sizes.trained)
         searches = {name: asdict(found) for name, found in sizes.searches.items()}
         steps = self._gradient_accumulation_steps
@@ -258,17 +261,6 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         """Generate and train by these sizes from now on."""
         self._forward_batch_size, self._ppo_backward_batch_size = generated, trained
         self._gradient_accumulation_steps = self._ppo_batch_size // trained
-
-    @contextmanager
-    def _kept_as_it_is(self) -> Iterator[None]:
-        """On leaving, the sizes and the generator of answers are as on entering."""
-        generated, trained = self._forward_batch_size, self._ppo_backward_batch_size
-        random_state = self._rng.get_state()
-        try:
-            yield
-        finally:
-            self._use(generated, trained)
-            self._rng.set_state(random_state)
 
     def _forget(self) -> None:
         """Drop what a failed turn leaves outside of parameters: the cache of keys and values."""

@@ -128,8 +128,10 @@ def _search_in_backward(assets: Path, output_dir: Path) -> dict[str, Any]:
     told_steps, told_parameters, _ = _trained(
         ppo_config(assets, output_dir, **options, forward_batch_size=12), stock=True
     )
+    cfg = ppo_config(assets, output_dir, **options, **SEARCHING)
+    refusing = ppo.AdaptivePPOFullFinetuneRecipeSingleDevice(cfg)
     with pytest.raises(InputError) as refused:
-        _recipe(ppo_config(assets, output_dir, **options, **SEARCHING))
+        refusing.setup(cfg)
     recipe = _recipe(ppo_config(assets, output_dir, **options))
     trained = [*recipe._policy_model.parameters(), *recipe._value_model.parameters()]
     return {
@@ -138,6 +140,7 @@ def _search_in_backward(assets: Path, output_dir: Path) -> dict[str, Any]:
         "steps": (steps, told_steps),
         "parameters equal": same_bits(parameters, told_parameters),
         "refused": str(refused.value),
+        "sizes after the refusal": (refusing._forward_batch_size, refusing._ppo_backward_batch_size),
     }
 
 
@@ -153,6 +156,7 @@ def test_optimizers_that_step_in_backward_leave_no_trace_and_need_a_step_that_fi
     assert found["refused"] == (
         "`ppo_batch_size` must be at most 4, which fit at once, with `optimizer_in_bwd`, but is 12 instead."
     )
+    assert found["sizes after the refusal"] == (2, 12)  # those of the config
 
 
 def _out_of_memory_among_caches(assets: Path, output_dir: Path) -> bool:

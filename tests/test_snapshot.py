@@ -401,13 +401,15 @@ def test_random_generators_are_kept_where_numpy_was_not_imported(monkeypatch: py
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_random_generators_are_as_before_also_after_a_failure(fails: bool) -> None:
-    states = RandomStates()
-    drawn = draw()
+    own = torch.Generator().manual_seed(5)
+    states = RandomStates(generators=[own])
+    drawn = draw(), torch.rand(1, generator=own)
     states.restore()
 
     def work() -> None:
-        with keep_random_states():
+        with keep_random_states([own]):
             draw()
+            torch.rand(1, generator=own)
             if fails:
                 out_of_memory()
 
@@ -416,7 +418,7 @@ def test_random_generators_are_as_before_also_after_a_failure(fails: bool) -> No
             work()
     else:
         work()
-    assert draw() == drawn
+    assert (draw(), torch.rand(1, generator=own)) == drawn
 
 
 def test_changed_buffers_are_found_whatever_changed_them() -> None:

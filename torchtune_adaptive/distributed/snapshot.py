@@ -48,9 +48,9 @@ def leave_no_trace(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 
 
 @contextmanager
-def keep_random_states() -> Iterator[None]:
-    """On leaving, restore the random generators of Python, NumPy, the CPU and the CUDA devices."""
-    states = RandomStates()
+def keep_random_states(generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
+    """On leaving, restore the random generators of Python, NumPy, the CPU and the CUDA devices, and ``generators``."""
+    states = RandomStates(generators=generators)
     try:
         yield
     finally:
