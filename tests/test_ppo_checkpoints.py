@@ -329,9 +329,9 @@ def test_another_kind_of_turn_or_a_missing_value_model_is_refused(bad_days: tupl
     found, output_dir = bad_days
     path, values = output_dir / "epoch_0", output_dir / "value" / "epoch_0"
     assert found["refused"] == {
-        "batch_size": "`batch_size` must be 12 as in the run that goes on, but is 6 instead.",
-        "ppo_batch_size": "`ppo_batch_size` must be 6 as in the run that goes on, but is 12 instead.",
-        "ppo_epochs": "`ppo_epochs` must be 2 as in the run that goes on, but is 1 instead.",
+        "batch_size": "`batch_size` must be 12 as in the checkpoint, but is 6 instead.",
+        "ppo_batch_size": "`ppo_batch_size` must be 6 as in the checkpoint, but is 12 instead.",
+        "ppo_epochs": "`ppo_epochs` must be 2 as in the checkpoint, but is 1 instead.",
         "value model": "`resume_from_checkpoint` must be a checkpoint whose value model is there, but for"
         f" '{path}' there is no '{values}'.",
     }

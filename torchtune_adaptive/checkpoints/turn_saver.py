@@ -1,6 +1,5 @@
 """What a run of reinforcement learning is saved with: its unit is a turn, which answers prompts and trains on them."""
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,13 +79,13 @@ class TurnSaver:
         """
         for key in _OF_A_TURN:
             if (before := saved.config.get(key)) != (now := self._config[key]):
-                raise InputError(f"`{key}` must be {before} as in the run that goes on, but is {now} instead.")
+                raise InputError(f"`{key}` must be {before} as in the checkpoint, but is {now} instead.")
         self._batches.go_to(saved.epoch_samples // saved.batch_size)
-        (own,) = saved.rank_states
-        self._rank_states.load(saved.rank_states)
+        own = self._rank_states.load(saved.rank_states)
+        assert own is not None, "a run on one device has saved one rank"
         generated, trained = own["generated"], saved.micro_batch_limit
         now = self.state(epochs_run=saved.epochs_run, step=saved.global_step, generated=generated, trained=trained)
         if changes := saved.changes(now):
-            utils.log_rank_zero(log, f"resumed with changes: {'; '.join(changes)}", logging.INFO)
+            log.info(f"resumed with changes: {'; '.join(changes)}")
             return None
         return generated, trained
