@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from tests.recipe_runs import RecordingLogger, shallow_assets
 from torchtune_adaptive.stock.configs import load_config
 from torchtune_adaptive.tiny import DATA_NAME, MODEL_GEOMETRY, MODEL_NAME, TOKENIZER_NAME
 
@@ -22,6 +23,21 @@ def make_reward_model(directory: Path) -> None:
     weights = torch.load(directory / MODEL_NAME)
     weights["output.weight"] = weights["output.weight"][:1]
     torch.save(weights, directory / REWARD_NAME)
+
+
+def ppo_assets(tiny_dir: Path) -> Path:
+    """Where the shallow assets of ``tiny_dir`` are, with a reward model."""
+    directory = shallow_assets(tiny_dir)
+    make_reward_model(directory)
+    return directory
+
+
+def logged_steps() -> list[dict[str, float]]:
+    """What the last run has logged of each turn, but for how fast it was."""
+    return [
+        {name: value for name, value in step.items() if "tokens_per_second" not in name}
+        for step in RecordingLogger.last.steps
+    ]
 
 
 def ppo_config(assets: Path, output_dir: Path, **overrides: Any) -> DictConfig:

@@ -12,9 +12,9 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune.modules import KVCache, attention
 
-from tests.ppo_runs import ANSWERS_PER_STEP, LIMIT_BYTES, PROMPT_TOKENS, make_reward_model, ppo_config
+from tests.ppo_runs import ANSWERS_PER_STEP, LIMIT_BYTES, PROMPT_TOKENS, logged_steps, ppo_assets, ppo_config
 from tests.ranks import run_alone
-from tests.recipe_runs import RecordingLogger, local_parameters, same_bits, shallow_assets
+from tests.recipe_runs import local_parameters, same_bits
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.memory.devices import meter_for
 from torchtune_adaptive.settings import STRATEGIES
@@ -55,12 +55,8 @@ def _trained(cfg: DictConfig, *, stock: bool = False) -> tuple[list[dict[str, fl
     """What was logged, the weights of all four models, and the sizes used."""
     recipe = _recipe(cfg, stock=stock)
     recipe.train()
-    steps = [
-        {name: value for name, value in step.items() if "tokens_per_second" not in name}
-        for step in RecordingLogger.last.steps
-    ]
     sizes = recipe._forward_batch_size, recipe._ppo_backward_batch_size
-    return steps, local_parameters(_models(recipe)), sizes
+    return logged_steps(), local_parameters(_models(recipe)), sizes
 
 
 def _search(assets: Path, output_dir: Path, strategies: tuple[str, ...]) -> dict[str, Any]:
@@ -82,9 +78,7 @@ def _search(assets: Path, output_dir: Path, strategies: tuple[str, ...]) -> dict
 
 @pytest.fixture(scope="module")
 def assets(tiny_dir: Path) -> Path:
-    directory = shallow_assets(tiny_dir)
-    make_reward_model(directory)
-    return directory
+    return ppo_assets(tiny_dir)
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from tests.crash_runs import Case, Reference, Setup, reference_of, strike
-from tests.ppo_runs import ANSWERS, LIMIT_BYTES, PROMPT_TOKENS, make_reward_model, ppo_config
+from tests.ppo_runs import ANSWERS, LIMIT_BYTES, PROMPT_TOKENS, logged_steps, ppo_assets, ppo_config
 from tests.ranks import run_alone
-from tests.recipe_runs import RecordingLogger, local_parameters, same_bits, shallow_assets
+from tests.recipe_runs import RecordingLogger, local_parameters, same_bits
 from torchtune_adaptive.checkpoints.folder import CheckpointFolder
 from torchtune_adaptive.errors import InputError, RunEnded
 from torchtune_adaptive.signals import STATUS_STOPPED
@@ -111,13 +111,9 @@ def trained(recipe_class: Any, cfg: DictConfig) -> Outcome:
     finally:
         recipe._steps.wait()  # else the same files would be written and removed by one process
         recipe._folder._lock.release()  # as at the end of its process
-    steps = [
-        {name: value for name, value in step.items() if "tokens_per_second" not in name}
-        for step in RecordingLogger.last.steps
-    ]
     weights = local_parameters(nn.ModuleList([recipe._policy_model, recipe._value_model]))
     resumed_from = recipe._resumed and recipe._resumed.path.name
-    return Outcome(steps, weights, resumed_from, (recipe._forward_batch_size, recipe._ppo_backward_batch_size))
+    return Outcome(logged_steps(), weights, resumed_from, (recipe._forward_batch_size, recipe._ppo_backward_batch_size))
 
 
 # ---- goes on bit for bit
@@ -163,9 +159,7 @@ def _resumed(assets: Path, output_dir: Path, names: list[str], keys: dict[str, A
 
 @pytest.fixture(scope="module")
 def assets(tiny_dir: Path) -> Path:
-    directory = shallow_assets(tiny_dir)
-    make_reward_model(directory)
-    return directory
+    return ppo_assets(tiny_dir)
 
 
 @pytest.fixture(scope="module")

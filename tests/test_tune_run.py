@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.ppo_runs import make_reward_model, ppo_config
+from tests.ppo_runs import ppo_assets, ppo_config
 from tests.recipe_runs import RECIPES, SHALLOW, shallow_assets, tiny_config
 from torchtune_adaptive.tiny import MODEL_GEOMETRY
 
@@ -86,11 +86,11 @@ def test_stock_tune_run_searches_and_trains(whose: str, kind: str, ranks: int, t
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [*RECIPES, "ppo"])
 def test_stock_tune_run_starts_every_recipe(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
-    assets, search = shallow_assets(tiny_dir), {"memory_limit": "256MiB", "max_batch_size": 4}
+    assets = ppo_assets(tiny_dir) if kind == "ppo" else shallow_assets(tiny_dir)
+    search = {"memory_limit": "256MiB", "max_batch_size": 4}
     options: dict[str, Any] = {"use_maximum_batch_size": True, "adaptive": search}
     options["metric_logger"] = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(tmp_path)}
     if kind == "ppo":
-        make_reward_model(assets)
         recipe, cfg = "adaptive_ppo_full_finetune_single_device", ppo_config(assets, tmp_path, **options)
     else:
         options |= SHALLOW | {"epochs": 1, "max_steps_per_epoch": 2, "tokenizer__max_seq_len": 64}
