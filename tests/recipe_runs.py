@@ -19,7 +19,7 @@ from torchtune_adaptive.distributed.snapshot import keep_random_states
 from torchtune_adaptive.memory.devices import meter_for
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.memory.phases import Phases
-from torchtune_adaptive.stock.configs import resolve_config_argument
+from torchtune_adaptive.stock.configs import load_config
 from torchtune_adaptive.tiny import DATA_NAME, MODEL_GEOMETRY, MODEL_NAME, PAIRS_NAME, TOKENIZER_NAME
 from torchtune_adaptive.training.train_step import TrainStep
 
@@ -121,9 +121,7 @@ def shallow_assets(tiny_dir: Path) -> Path:
 def tiny_config(kind: str, tiny_dir: Path, output_dir: Path, **overrides: Any) -> DictConfig:
     """The config of a method on the test's own data; keys of overrides may be dotted with "__"."""
     method = kind.removesuffix("_single")
-    path = resolve_config_argument(["--config", f"tiny/{method.partition('_')[0]}"])[1]
-    cfg = OmegaConf.load(path)
-    assert isinstance(cfg, DictConfig)
+    cfg = load_config(f"tiny/{method.partition('_')[0]}")
     quiet = {"tiny_dir": str(tiny_dir), "output_dir": str(output_dir)}
     quiet |= {"metric_logger": {"_component_": "tests.recipe_runs.RecordingLogger"}}
     for key, value in (METHODS[method] | quiet | overrides).items():

@@ -226,12 +226,22 @@ def test_a_bad_input_ends_tune_run_with_its_sentence_said_once(case: str, tiny_d
             ["--config", "tiny/full", "batch_size"],
             "An override must have the form key=value, but is 'batch_size' instead.",
         ),
+        (["--config", "tiny/full", "--seed=1"], "must have the form key=value, but is '--seed=1' instead."),
+        (["--config", "tiny/full", "~model"], "Overrides must fit the config, but '~model' do not:"),
+        (["--config", "tiny/full", "model.layers=[1, 2"], "but 'model.layers=[1, 2' do not:"),
+        (["--config", "tiny/full", "seed=${nosuch}"], "The config must be complete, but is not: Interpolation"),
+        (["--config", "TWICE"], "found duplicate key"),
+        (["--config", "a\0b"], "must be a YAML file, but 'a\\x00b' is not: ValueError: embedded null byte."),
+        (["--config", "a" * 5000], "File name too long"),
+        (["--config", "DEEP"], "RecursionError"),
     ],
 )
 def test_a_command_line_that_names_no_config_is_refused(arguments: list[str], sentence: str, tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text("a: [1, 2\nb: }")
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
-    files = {"BROKEN": str(tmp_path / "broken.yaml"), "LIST": str(tmp_path / "list.yaml")}
+    (tmp_path / "twice.yaml").write_text("a: 1\na: 2\n")
+    (tmp_path / "deep.yaml").write_text("[" * 3000)
+    files = {name.upper(): str(tmp_path / f"{name}.yaml") for name in ("broken", "list", "twice", "deep")}
     with pytest.raises(InputError) as refusal:
         resolve_config_argument([files.get(argument, argument) for argument in arguments])
     assert sentence in str(refusal.value)
@@ -244,3 +254,7 @@ def test_a_config_is_found_by_our_name_by_stock_name_and_by_path(tmp_path: Path)
     paths = [Path(resolve_config_argument(["--config", name, "a=b"])[1]) for name in names]
     assert [path.name for path in paths] == ["full.yaml", "8B_lora.yaml", "mine.yaml"]
     assert all(path.is_file() for path in paths)
+
+
+def test_help_is_torchtunes_parsers() -> None:
+    assert resolve_config_argument(["--config", "tiny/full", "--help"])[2] == "--help"

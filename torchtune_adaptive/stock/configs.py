@@ -18,6 +18,7 @@ Method: TypeAlias = Literal[
 _DPO_LOSSES = ("torchtune.rlhf.loss.DPOLoss", "torchtune.rlhf.loss.RSOLoss")
 _REINFORCEMENT_LOSSES = ("torchtune.rlhf.", "torchtune.dev.")  # how all others of these begin
 _EARLY_EXIT = ("early_exit_loss", "layer_dropout")
+_HELP = {"-h", "--help"}
 
 
 def resolve_config_argument(arguments: Sequence[str]) -> list[str]:
@@ -26,15 +27,15 @@ def resolve_config_argument(arguments: Sequence[str]) -> list[str]:
     The name is looked up among our own configs, then among the stock ones. Any other name is taken as a path.
 
     Raises:
-        InputError: no such config, a file that is not a YAML mapping, or an override that is not ``key=value``.
+        InputError: no such config, one that is not complete, or an override that cannot be applied.
     """
     if "--config" not in arguments or arguments[-1] == "--config":
         raise InputError("`--config` must be followed by the name or path of a config, but is missing.")
     place = arguments.index("--config") + 1
-    path = _config_path(arguments[place])
-    _refuse_unreadable(path, name=arguments[place])
-    _refuse_malformed([*arguments[: place - 1], *arguments[place + 1 :]])
-    return [*arguments[:place], str(path), *arguments[place + 1 :]]
+    name, overrides = arguments[place], [*arguments[: place - 1], *arguments[place + 1 :]]
+    if _HELP.isdisjoint(overrides):
+        resolved(load_config(name, overrides))  # torchtune's parser would end with a traceback
+    return [*arguments[:place], str(_config_path(name)), *arguments[place + 1 :]]
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
@@ -43,8 +44,7 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
     Raises:
         InputError: no such config, a file that is not a YAML mapping, or an override that cannot be applied.
     """
-    path = _config_path(name)
-    _refuse_unreadable(path, name=name)
+    path = _readable_path(name)
     _refuse_malformed(overrides)
     try:
         # OmegaConf reads 2e-5 as a number, which YAML itself does not. Interpolations are not resolved yet.
@@ -189,18 +189,22 @@ def _remove(cfg: DictConfig, key: str) -> None:
         _remove(cfg, above)
 
 
-def _refuse_unreadable(path: Path, *, name: str) -> None:
+def _readable_path(name: str) -> Path:
+    path = Path(name)
     try:
+        path = _config_path(name)
         content = yaml.safe_load(path.read_text())
     except FileNotFoundError as error:
         raise InputError(f"`--config` must be the name or path of a config, but is {name!r}.") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"`--config` must be a YAML file, but {str(path)!r} is not: {reason_of(error)}.") from error
+    except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:  # ValueError: no text, or no path
+        shown = quote(str(path))
+        raise InputError(f"`--config` must be a YAML file, but {shown} is not: {reason_of(error)}.") from error
     if not isinstance(content, dict):
         raise InputError(f"`--config` must be a YAML mapping, but {str(path)!r} holds {type(content).__name__}.")
+    return path
 
 
 def _refuse_malformed(overrides: Sequence[str]) -> None:
     for override in overrides:
-        if override.count("=") != 1 and not override.startswith(("~", "-")):
+        if override.startswith("-") or (override.count("=") != 1 and not override.startswith("~")):
             raise InputError(f"An override must have the form key=value, but is {override!r} instead.")
