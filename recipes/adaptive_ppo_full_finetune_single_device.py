@@ -43,7 +43,7 @@ from torchtune_adaptive.stock.checkpoints import (
 )
 from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.stock.load import load_stock_recipe
-from torchtune_adaptive.stock.options import check_finds_sizes_only, check_options
+from torchtune_adaptive.stock.options import check_finds_sizes_only, check_options, check_turns
 from torchtune_adaptive.stock.set_up import setting_up
 from torchtune_adaptive.training.prepare_recovery import log_no_recovery
 from torchtune_adaptive.training.record import write_report
@@ -63,6 +63,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         self._settings = AdaptiveSettings.from_cfg(cfg)
         check_finds_sizes_only(self._settings, method="PPO")
         check_options(cfg, self._settings, ranks=1)
+        check_turns(cfg)
         self._stop_request, self._consensus = StopRequest(), Consensus()
         self._folder = CheckpointFolder(cfg.checkpointer.output_dir)
         all_steps = cfg.num_steps // cfg.batch_size * _steps_per_turn(cfg)

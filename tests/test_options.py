@@ -11,7 +11,7 @@ from torchtune.modules.model_fusion import DeepFusionModel, EarlyFusionModel
 from torchtune_adaptive.batch.noise_scale import gradient_noise_scale
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import AdaptiveSettings
-from torchtune_adaptive.stock.options import check_model, check_options, why_unrecoverable
+from torchtune_adaptive.stock.options import check_model, check_options, check_turns, why_unrecoverable
 
 SEARCHES: dict[str, Any] = {"use_maximum_batch_size": True}
 
@@ -74,20 +74,71 @@ def test_other_options_pass(config: dict[str, Any]) -> None:
         ({"batch_size": 0}, "`batch_size` must be at least 1, but is 0 instead."),
         ({"fake_quant_after_n_steps": -1}, "`fake_quant_after_n_steps` must be at least 0, but is -1 instead."),
         ({"fake_quant_after_n_steps": "x"}, "`fake_quant_after_n_steps` must be an integer, but is 'x' instead."),
-        ({"ppo_epochs": 0}, "`ppo_epochs` must be at least 1, but is 0 instead."),
-        ({"forward_batch_size": "x"}, "`forward_batch_size` must be an integer, but is 'x' instead."),
+        ({"seed": "x"}, "`seed` must be an integer, but is 'x' instead."),
+        ({"log_every_n_steps": None}, "`log_every_n_steps` must be an integer, but is None instead."),
+        ({"log_every_n_steps": 0}, "`log_every_n_steps` must be at least 1, but is 0 instead."),
         ({"kd_ratio": 1.5}, "`kd_ratio` must be in [0, 1], but is 1.5 instead."),
         ({"kd_ratio": True}, "`kd_ratio` must be in [0, 1], but is True instead."),
         ({"kd_ratio": "half"}, "`kd_ratio` must be in [0, 1], but is 'half' instead."),
+        ({"compile": "yes"}, "`compile` must be True or False, but is 'yes' instead."),
+        ({"shuffle": [1]}, "`shuffle` must be True or False, but is [1] instead."),
+        ({"optimizer": None}, "`optimizer` must be a mapping, but is None instead."),
+        ({"checkpointer": "x"}, "`checkpointer` must be a mapping, but is 'x' instead."),
     ],
 )
-def test_numbers_of_stock_keys_are_checked(config: dict[str, Any], sentence: str) -> None:
+def test_values_of_stock_keys_are_checked(config: dict[str, Any], sentence: str) -> None:
     assert refusal(config) == sentence
 
 
 def test_null_and_the_bounds_are_right() -> None:
     check({"batch_size": 1, "gradient_accumulation_steps": 1, "fake_quant_after_n_steps": None, "kd_ratio": 0})
-    check({"fake_quant_after_n_steps": 0, "kd_ratio": 1})
+    check({"fake_quant_after_n_steps": 0, "kd_ratio": 1, "compile": None, "shuffle": 1, "seed": None})
+
+
+TURNS: dict[str, Any] = {
+    "batch_size": 4,
+    "forward_batch_size": 4,
+    "ppo_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "ppo_epochs": 1,
+    "num_steps": 8,
+    "max_generated_tokens": 1,
+    "stop_token_ids": [2, 3],
+    "temperature": 0.7,
+    "kl_coeff": 0,
+    "gamma": 1,
+    "lmbda": 0.9,
+    "reward_penalty": -3,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"num_steps": None}, "`num_steps` must be an integer, but is None instead."),
+        ({"forward_batch_size": "x"}, "`forward_batch_size` must be an integer, but is 'x' instead."),
+        ({"max_generated_tokens": 0}, "`max_generated_tokens` must be at least 1, but is 0 instead."),
+        ({"gamma": "one"}, "`gamma` must be a number, but is 'one' instead."),
+        ({"temperature": None}, "`temperature` must be a number, but is None instead."),
+        ({"kl_coeff": float("nan")}, "`kl_coeff` must be a number, but is nan instead."),
+        ({"stop_token_ids": 2}, "`stop_token_ids` must be a list of integers, but is 2 instead."),
+        ({"stop_token_ids": ["a"]}, "`stop_token_ids` must be a list of integers, but is ['a'] instead."),
+        ({"enable_kv_cache": "on"}, "`enable_kv_cache` must be True or False, but is 'on' instead."),
+        ({"policy_model": "x"}, "`policy_model` must be a mapping, but is 'x' instead."),
+    ],
+)
+def test_values_of_ppo_are_checked(config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError) as refused:
+        check_turns(OmegaConf.create(TURNS | config))
+    assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize("name", sorted(TURNS.keys() - {"stop_token_ids"}))
+def test_no_number_of_ppo_may_be_missing(name: str) -> None:
+    check_turns(OmegaConf.create(TURNS))
+    check_turns(OmegaConf.create(TURNS | {"stop_token_ids": None}))
+    with pytest.raises(InputError, match=f"`{name}` must be an? .*, but is None instead"):
+        check_turns(OmegaConf.create({key: value for key, value in TURNS.items() if key != name}))
 
 
 # ---- steps within backward

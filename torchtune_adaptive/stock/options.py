@@ -1,15 +1,17 @@
-"""Options of stock configs with which a batch cannot be searched for, adapted or recovered."""
+"""Options of stock configs that are wrong, or with which a batch cannot be searched for, adapted or recovered."""
 
+import math
 import os
 import sys
+from collections.abc import Sequence
 from importlib.machinery import PathFinder
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 from torch import nn
 from torchtune.modules.model_fusion import DeepFusionModel, EarlyFusionModel
 
 from torchtune_adaptive.batch.noise_scale import MeasuredSchedule
-from torchtune_adaptive.errors import InputError, quote, require_integer
+from torchtune_adaptive.errors import InputError, as_integer, quote, require_integer
 from torchtune_adaptive.settings import AdaptiveSettings
 
 # Settings that only our own training loop can follow.
@@ -20,16 +22,24 @@ _OF_OUR_TRAINING = (
     "lr_scaling",
     "objective",
 )
-# The least values of integers that torchtune does not check before it trains.
+_BLOCKS = ("checkpointer", "loss", "metric_logger", "model", "optimizer", "tokenizer")
+_BLOCKS_OF_PPO = ("policy_model", "reward_and_value_model")
+_BLOCKS_OF_PPO += ("ref_policy_checkpointer", "value_checkpointer", "reward_checkpointer")
+# Keys whose values torchtune takes for True or False, whatever they are.
+_FLAGS = ("compile", "enable_activation_checkpointing", "enable_activation_offloading", "optimizer_in_bwd", "shuffle")
+_FLAGS_OF_PPO = ("enable_kv_cache", "penalise_no_eos", "whiten_rewards")
+# The least values of integers that torchtune does not check before it trains; they may be null.
 _LEAST = {
     "batch_size": 1,
     "gradient_accumulation_steps": 1,
     "fake_quant_after_n_steps": 0,
-    "forward_batch_size": 1,
-    "ppo_batch_size": 1,
-    "ppo_epochs": 1,
-    "num_steps": 1,
+    "min_response_length": 0,
+    "seed": 0,
+    "top_k": 1,
 }
+_SIZES_OF_PPO = ("batch_size", "forward_batch_size", "ppo_batch_size", "gradient_accumulation_steps")
+_SIZES_OF_PPO += ("ppo_epochs", "num_steps", "max_generated_tokens")
+_NUMBERS_OF_PPO = ("temperature", "kl_coeff", "gamma", "lmbda", "reward_penalty")
 
 
 def check_options(cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int) -> None:
@@ -38,13 +48,33 @@ def check_options(cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int) ->
     Raises:
         InputError: they cannot; the sentence quotes the option.
     """
+    _check_blocks(cfg, _BLOCKS)
+    _check_flags(cfg, _FLAGS)
+    _check_numbers(cfg)
     if settings.searches:
         _check_searchable(cfg)
-    _check_numbers(cfg)
     _check_installed(cfg)
     _check_offloading(cfg)
     _check_steps_after_backward(cfg, settings)
     _check_checkpointing(cfg, ranks=ranks)
+
+
+def check_turns(cfg: DictConfig) -> None:
+    """Check what torchtune reads of a config for PPO, mostly while it trains already.
+
+    Raises:
+        InputError: a value is missing, or of another type.
+    """
+    _check_blocks(cfg, _BLOCKS_OF_PPO)
+    _check_flags(cfg, _FLAGS_OF_PPO)
+    for name in _SIZES_OF_PPO:
+        require_integer(name, cfg.get(name), minimum=1)
+    for name in _NUMBERS_OF_PPO:
+        if not _is_number(cfg.get(name)):
+            raise InputError(f"`{name}` must be a number, but is {quote(cfg.get(name))} instead.")
+    stops = cfg.get("stop_token_ids")
+    if stops and not (isinstance(stops, ListConfig) and all(as_integer(one) is not None for one in stops)):
+        raise InputError(f"`stop_token_ids` must be a list of integers, but is {quote(stops)} instead.")
 
 
 def check_finds_sizes_only(settings: AdaptiveSettings, *, method: str) -> None:
@@ -100,14 +130,32 @@ def check_model(model: nn.Module, settings: AdaptiveSettings) -> None:
         )
 
 
+def _check_blocks(cfg: DictConfig, names: Sequence[str]) -> None:
+    """Refuse a component that is none; torchtune would find out later, each recipe in another way."""
+    for name in names:
+        if name in cfg and not isinstance(cfg[name], DictConfig):
+            raise InputError(f"`{name}` must be a mapping, but is {quote(cfg[name])} instead.")
+
+
+def _check_flags(cfg: DictConfig, names: Sequence[str]) -> None:
+    for name in names:
+        if cfg.get(name) not in (True, False, None):
+            raise InputError(f"`{name}` must be True or False, but is {quote(cfg[name])} instead.")
+
+
 def _check_numbers(cfg: DictConfig) -> None:
     """Refuse numbers with which torchtune would fail later, or train another way than meant."""
     for name, minimum in _LEAST.items():
         if cfg.get(name) is not None:
             require_integer(name, cfg[name], minimum=minimum)
+    require_integer("log_every_n_steps", cfg.get("log_every_n_steps", 1), minimum=1)
     ratio = cfg.get("kd_ratio", 0)
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
+    if not _is_number(ratio) or not 0 <= ratio <= 1:
         raise InputError(f"`kd_ratio` must be in [0, 1], but is {quote(ratio)} instead.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check_installed(cfg: DictConfig) -> None:
