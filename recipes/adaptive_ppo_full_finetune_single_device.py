@@ -22,7 +22,6 @@ from torchtune.rlhf import Trajectory
 
 from torchtune_adaptive.batch.prompt_batches import PromptBatches
 from torchtune_adaptive.batch.row_format import TokenRows, check_row_length
-from torchtune_adaptive.checkpoints.folder import CheckpointFolder
 from torchtune_adaptive.checkpoints.steps import step_checkpoints
 from torchtune_adaptive.checkpoints.turn_saver import TurnSaver
 from torchtune_adaptive.distributed.consensus import Consensus
@@ -38,13 +37,14 @@ from torchtune_adaptive.signals import StopRequest
 from torchtune_adaptive.stock.checkpoints import (
     LastCheckpointer,
     WholeCheckpointer,
+    checkpoint_folder,
     find_checkpoint_of,
     resuming_with_value_model,
 )
 from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.options import check_finds_sizes_only, check_options, check_turns
-from torchtune_adaptive.stock.set_up import setting_up
+from torchtune_adaptive.stock.set_up import load_data, setting_up
 from torchtune_adaptive.training.prepare_recovery import log_no_recovery
 from torchtune_adaptive.training.record import write_report
 from torchtune_adaptive.training.run_state import AdaptiveState
@@ -65,7 +65,13 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         check_options(cfg, self._settings, ranks=1)
         check_turns(cfg)
         self._stop_request, self._consensus = StopRequest(), Consensus()
-        self._folder = CheckpointFolder(cfg.checkpointer.output_dir)
+        self._rows = TokenRows(CROSS_ENTROPY_IGNORE_IDX)
+        self._folder, self._values_folder = checkpoint_folder(cfg), checkpoint_folder(cfg, "value_checkpointer")
+        if self._folder.path.resolve() == self._values_folder.path.resolve():
+            raise InputError(
+                "`value_checkpointer.output_dir` must be another folder than the policy's, whose checkpoints have the"
+                f" same names, but is {str(self._values_folder.path)!r} as well."
+            )
         all_steps = cfg.num_steps // cfg.batch_size * _steps_per_turn(cfg)
         self._resumed = find_checkpoint_of(
             cfg, self._folder, is_last=lambda one: one.state is not None and one.state.global_step >= all_steps
@@ -78,6 +84,8 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         """Set up as stock does, go on where a checkpoint says, and search for the sizes if the config asks for it."""
         with setting_up():
             super().setup(self._cfg)
+        with keep_random_states([self._rng]):  # the data set's transforms may draw from them
+            self._rows.check_sample(self._dataloader.dataset)
         if len(self._dataloader) == 0:  # torchtune would end at once, with nothing trained or saved
             prompts = len(self._dataloader.dataset)
             raise InputError(
@@ -98,6 +106,15 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         """Train by torchtune's own loop, and save after turns and epochs."""
         super().train()
         self._steps.wait()
+
+    def generate_trajectory_batched(self, input_ids: torch.Tensor) -> Trajectory:
+        """As stock, once prompts and answers are known to be short enough.
+
+        Raises:
+            InputError: a model takes fewer tokens.
+        """
+        self._row_length(input_ids.shape[1])
+        return super().generate_trajectory_batched(input_ids)
 
     def cleanup_after_step(self, *args: Any) -> None:
         """Called at the end of a turn: save it if it is to be saved. After the last one the epoch is saved at once.
@@ -143,9 +160,8 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         """Go on where the checkpoint says. The sizes that its run used, None if they are to be found anew."""
         self._policy = WholeCheckpointer(self._policy_checkpointer, self._folder)
         self._policy_checkpointer = LastCheckpointer(self._policy)
-        values = CheckpointFolder(config["value_checkpointer.output_dir"])
-        values.discard_unfinished()
-        self._value_checkpointer = WholeCheckpointer(self._value_checkpointer, values)
+        self._values_folder.discard_unfinished()
+        self._value_checkpointer = WholeCheckpointer(self._value_checkpointer, self._values_folder)
         trained = nn.ModuleDict({"policy": self._policy_model, "value": self._value_model})
         self._steps = step_checkpoints(self._folder, trained, self.optimizers(), self._settings, self._consensus)
         rank_states = RankStates(self._consensus, self._device, generators=[self._rng])
@@ -191,17 +207,13 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
 
     def _find_sizes(self) -> TurnSizes:
         """The largest sizes whose turn fits, on prompts of the greatest length. Leaves no trace."""
-        rows, dataset = TokenRows(CROSS_ENTROPY_IGNORE_IDX), self._dataloader.dataset
-        rows.check_sample(dataset)
-        prompt = rows.worst_case(
-            dataset,
+        prompt = self._rows.worst_case(
+            self._dataloader.dataset,
             seq_len=self._settings.seq_len,
             tokenizer_max_seq_len=getattr(self._tokenizer, "max_seq_len", None),
             consensus=self._consensus,
         )["tokens"]
-        seq_len = len(prompt) + self._max_generated_tokens
-        for model in self.models():
-            check_row_length(seq_len, model)
+        seq_len = self._row_length(len(prompt))
         prompts = [prompt] * self.batch_size
         workload = Workload(
             train_step=lambda sizes: self._turn(prompts, *sizes),
@@ -262,6 +274,17 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         """Generate and train by these sizes from now on."""
         self._forward_batch_size, self._ppo_backward_batch_size = generated, trained
         self._gradient_accumulation_steps = self._ppo_batch_size // trained
+
+    def _row_length(self, prompt_tokens: int) -> int:
+        """Tokens of a prompt with its answer, which every model takes."""
+        length = prompt_tokens + self._max_generated_tokens
+        for model in self.models():
+            check_row_length(length, model)
+        return length
+
+    def _setup_data(self, *args: Any, **kwargs: Any) -> Any:
+        load = super()._setup_data
+        return load_data(lambda: load(*args, **kwargs))
 
     def _forget(self) -> None:
         """Drop what a failed turn leaves outside of parameters: the cache of keys and values."""

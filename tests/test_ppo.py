@@ -191,12 +191,37 @@ def test_what_is_of_our_own_training_is_refused(adaptive: dict[str, Any], senten
     assert str(refused.value) == sentence
 
 
-def _with_few_prompts(assets: Path, output_dir: Path) -> str:
-    with pytest.raises(InputError) as refused:
-        _recipe(ppo_config(assets, output_dir, dataset__split="train[:4]"))
-    return str(refused.value)
+# Keys and values with which a run cannot be, and what the refusal says.
+REFUSED = [
+    ("num_steps", None, "`num_steps` must be an integer, but is None instead."),
+    ("checkpointer__output_dir", "", "`checkpointer.output_dir` must be a folder, but is '' instead."),
+    ("value_checkpointer__output_dir", None, "`value_checkpointer.output_dir` must be a folder, but is None instead."),
+    (
+        "value_checkpointer__output_dir",
+        "${output_dir}/value/..",
+        "`value_checkpointer.output_dir` must be another folder than the policy's, whose checkpoints have the same"
+        " names, but is '",
+    ),
+    ("dataset__split", "train[:4]", "`batch_size` must be at most 4, the prompts of `dataset`, but is 12 instead."),
+    ("dataset__data_files", "/no/such", "`dataset` must be loadable and not empty, but failed: FileNotFoundError: "),
+    ("dataset__column", "nope", "`dataset` must give samples, but its first one fails: KeyError: 'nope'."),
+    ("tokenizer__max_seq_len", "x", "`dataset` must give samples, but its first one fails: TypeError: "),
+    ("max_generated_tokens", 1000, "Rows must have at most the model's max_seq_len (512 tokens), but have 1095."),
+]
 
 
-def test_fewer_prompts_than_a_batch_are_refused(assets: Path, tmp_path: Path) -> None:
-    sentence = run_alone(_with_few_prompts, assets, tmp_path)
-    assert sentence == "`batch_size` must be at most 4, the prompts of `dataset`, but is 12 instead."
+def _refusals(assets: Path, output_dir: Path) -> list[str]:
+    found = []
+    for key, value, _ in REFUSED:
+        with pytest.raises(InputError) as refused:
+            _recipe(ppo_config(assets, output_dir, **{key: value})).train()
+        found.append(str(refused.value))
+    return found
+
+
+def test_what_a_run_cannot_be_with_is_refused_in_one_sentence(assets: Path, tmp_path: Path) -> None:
+    found = run_alone(_refusals, assets, tmp_path)
+    assert [text[: len(sentence)] for text, (*_, sentence) in zip(found, REFUSED, strict=True)] == [
+        sentence for *_, sentence in REFUSED
+    ]
+    assert all("\n" not in text and text[-1] == "." for text in found)

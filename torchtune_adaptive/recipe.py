@@ -15,7 +15,6 @@ from torchtune import training
 
 from torchtune_adaptive.assembly import RecipeParts, build_trainer
 from torchtune_adaptive.batch.row_format import RowFormat, TokenRows
-from torchtune_adaptive.checkpoints.folder import CheckpointFolder
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.snapshot import KeptTensors
 from torchtune_adaptive.errors import reason_of
@@ -23,7 +22,7 @@ from torchtune_adaptive.memory.devices import check_limit
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.signals import StopRequest
 from torchtune_adaptive.stock.activations import Activations
-from torchtune_adaptive.stock.checkpoints import WholeCheckpointer, find_checkpoint_of, resuming
+from torchtune_adaptive.stock.checkpoints import WholeCheckpointer, checkpoint_folder, find_checkpoint_of, resuming
 from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.stock.options import check_model, check_options, why_unrecoverable
 from torchtune_adaptive.stock.set_up import load_data, setting_up
@@ -85,7 +84,7 @@ class AdaptiveRecipe:
         check_options(cfg, self._settings, ranks=dist.get_world_size() if dist.is_initialized() else 1)
         self._stop_request = StopRequest()
         self._consensus = Consensus()
-        self._folder = CheckpointFolder(cfg.checkpointer.get("output_dir", cfg.output_dir))
+        self._folder = checkpoint_folder(cfg)
         self._resumed = self._consensus.ask_rank_zero(
             lambda: find_checkpoint_of(cfg, self._folder, is_last=lambda one: one.epochs_run >= cfg.epochs)
         )

@@ -26,7 +26,7 @@ from torchtune_adaptive.checkpoints.folder import (
 )
 from torchtune_adaptive.checkpoints.resume import IsLast, find_checkpoint
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.errors import CheckpointError, InputError, reason_of
+from torchtune_adaptive.errors import CheckpointError, InputError, quote, reason_of
 from torchtune_adaptive.training.run_state import AdaptiveState
 
 log = utils.get_logger("DEBUG")
@@ -155,6 +155,18 @@ class WholeCheckpointClient(CheckpointClient):
         if utils.get_world_size_and_rank()[1] == 0:
             self._whole.save_state(f"dist_epoch_{epoch}")
         super()._save_checkpoint_async(model, optimizer, training_progress, epoch)
+
+
+def checkpoint_folder(cfg: DictConfig, checkpointer: str = "checkpointer") -> CheckpointFolder:
+    """The folder into which the ``checkpointer`` of ``cfg`` writes.
+
+    Raises:
+        InputError: it is no path.
+    """
+    path = (cfg.get(checkpointer) or {}).get("output_dir", cfg.get("output_dir"))
+    if not isinstance(path, str | Path) or not str(path):
+        raise InputError(f"`{checkpointer}.output_dir` must be a folder, but is {quote(path)} instead.")
+    return CheckpointFolder(path)
 
 
 def resuming(cfg: DictConfig, checkpoint: Checkpoint | None) -> DictConfig:
