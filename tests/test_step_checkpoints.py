@@ -376,6 +376,17 @@ def test_another_optimizers_checkpoint_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_another_optimizers_checkpoint_of_an_epoch_is_refused_as_well(tmp_path: Path) -> None:
+    """torchtune loads the state of any optimizer; the first step would fail, or be another one."""
+    run = Run(tmp_path)
+    run.save(1)
+    (saved,) = run.folder.checkpoints()
+    epoch = replace(saved, path=saved.path.with_name("epoch_0"))
+    assert run.steps.load(epoch, config=ADAMW) == saved.state
+    with pytest.raises(InputError, match=r"must be torch\.optim\.AdamW, of which .*, but is x instead"):
+        run.steps.load(epoch, config={"optimizer._component_": "x"})
+
+
 def test_a_checkpoint_of_one_optimizer_for_one_per_parameter_is_refused(tmp_path: Path) -> None:
     """As with `optimizer_in_bwd` only then or only now."""
     run = Run(tmp_path)

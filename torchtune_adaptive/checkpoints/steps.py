@@ -134,9 +134,11 @@ class StepCheckpoints:
             return None
         path, state = checkpoint.path, checkpoint.state
         utils.log_rank_zero(log, f"Resuming from {path}")
+        if state is not None:
+            _check_optimizer(state, config)
         if state is None or not checkpoint.is_of_step:  # torchtune has loaded it
             return state
-        _check_optimizers(state, config, len(self._tensors.options()["groups"]))
+        _check_groups(state, len(self._tensors.options()["groups"]))
         saved = self._read_metadata(path)
         try:
             load(
@@ -251,11 +253,14 @@ class _Writer(FileSystemWriter):
         self._publish()
 
 
-def _check_optimizers(state: AdaptiveState, config: Mapping[str, Any], number: int) -> None:
-    key, saved_number = "optimizer._component_", len(state.optimizer["groups"])
+def _check_optimizer(state: AdaptiveState, config: Mapping[str, Any]) -> None:
+    key = "optimizer._component_"
     if (saved := state.config.get(key)) != (wanted := config.get(key)):
         raise InputError(f"`{key}` must be {saved}, of which the checkpoint has the state, but is {wanted} instead.")
-    if saved_number != number:
+
+
+def _check_groups(state: AdaptiveState, number: int) -> None:
+    if (saved_number := len(state.optimizer["groups"])) != number:
         raise InputError(
             f"`optimizer_in_bwd` must be as for the checkpoint, of {saved_number} optimizers, but there are {number}."
         )
