@@ -1,5 +1,7 @@
 """The set-up of a stock recipe: what fails because of the config is refused in one sentence."""
 
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +23,18 @@ def setting_up() -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        raise cannot_set_up(error) from error
+        refusal = cannot_set_up(error)
+        _free_quietly(error)
+        raise refusal from error
+
+
+def _free_quietly(error: Exception) -> None:
+    """Free what ``error`` holds: a component that is half made may fail in its ``__del__``, and Python would say so."""
+    printing, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        traceback.clear_frames(error.__traceback__)
+    finally:
+        sys.unraisablehook = printing
 
 
 def load_data(load: Callable[[], Any]) -> Any:
