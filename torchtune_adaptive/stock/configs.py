@@ -152,16 +152,14 @@ def _overridden(content: dict[str, Any], overrides: Sequence[str]) -> DictConfig
     """The config ``content`` with ``overrides``, read as ``tune run`` reads them.
 
     Raises:
-        ValueError: one has no value, or removes a key that is not there or names a component.
+        ValueError: a key that is to be removed is not there, or names a component.
     """
     cfg, chosen = OmegaConf.create(content), []
     for override in overrides:
-        key, equals, value = override.partition("=")
+        key, _, value = override.partition("=")
         if key.startswith("~"):
             _remove(cfg, key[1:])
             continue
-        if not equals:
-            raise ValueError(f"{override} has no value")
         if key in cfg and isinstance(cfg[key], DictConfig) and "_component_" in cfg[key]:
             key += "._component_"
         if "max_filename" in key:  # with leading zeros
