@@ -387,6 +387,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "value that refers to nothing": ([*MEMORY, "output_dir=${nosuchkey}"], "nosuchkey"),
     "no accumulation": ([*MEMORY, "gradient_accumulation_steps=0"], "`gradient_accumulation_steps` must be at least 1"),
     "accumulation in words": ([*MEMORY, "gradient_accumulation_steps=many"], "but is 'many' instead."),
+    "what would be saved, without a batch": (
+        [*MEMORY, "--what-if", "~batch_size"],
+        "`batch_size` must be an integer, but is None instead.",
+    ),
     "calibration missing": (
         [*MEMORY, *CUDA, "--calibration", "no_such.json"],
         "`calibration` must be a readable file, but is 'no_such.json'",
@@ -448,6 +452,16 @@ def test_a_file_that_is_not_a_config_is_refused(
 
 
 # ---- calibrate
+
+
+@pytest.mark.parametrize("name", ["", "no/file"])
+def test_a_calibration_that_cannot_be_written_is_refused(
+    name: str, program: Program, tracing: FakeTracing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "no").touch()
+    monkeypatch.setattr(calibration, "_cuda_card", lambda _: FakeCard())
+    ended = program("calibrate", "--output", str(tmp_path / name))
+    assert_refused(ended, tracing, f"`output` must be a file that can be written, but is '{tmp_path / name}': ")
 
 
 def test_a_calibration_without_cuda_is_refused(

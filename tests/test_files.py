@@ -16,6 +16,24 @@ def test_writing_again_replaces_the_file_and_leaves_nothing_else(tmp_path: Path)
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_path_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
+    former = write_whole(tmp_path / "former", "text")
+    check_writable(former)
+    check_writable(tmp_path / "new" / "file")
+    assert former.read_text() == "text"
+    assert list(tmp_path.iterdir()) == [former]
+
+
+@pytest.mark.parametrize("name", [".", "former/file", "former/new/file", "pipe", "x" * 300, "a\0b"])
+def test_a_path_that_cannot_be_written_is_refused_and_left_as_it_is(name: str, tmp_path: Path) -> None:
+    write_whole(tmp_path / "former", "text")
+    os.mkfifo(tmp_path / "pipe")  # which stands for a device
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises((OSError, ValueError)):
+        check_writable(tmp_path / name)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize("fault", ["fsync", "replace"])
 def test_a_write_that_fails_leaves_the_former_file_whole(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -34,18 +52,6 @@ def test_a_write_that_fails_leaves_the_former_file_whole(
 
 def test_bytes_are_written_as_they_are(tmp_path: Path) -> None:
     assert write_whole(tmp_path / "step.pickle", b"\r\n\xff").read_bytes() == b"\r\n\xff"
-
-
-def test_a_check_tells_what_cannot_be_written_and_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("former")
-    for name in ("file", "new", "new/folder/file"):
-        check_writable(tmp_path / name)
-    with pytest.raises(NotADirectoryError):
-        check_writable(tmp_path / "file" / "new" / "below")
-    with pytest.raises(IsADirectoryError):
-        check_writable(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    assert (tmp_path / "file").read_text() == "former"
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,7 @@ def test_the_uncertainty_is_at_least_the_misfit_of_the_calibration(tmp_path: Pat
     ("text", "reason"),
     [
         ("{", "must be a readable file"),
+        pytest.param("[" * 100_000, "must be a readable file", id="deep"),
         ("[]", "must be of version 1"),
         ("{}", "must be of version 1"),
         ('{"version": 2}', "is of 2 instead"),
@@ -200,7 +201,14 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("nccl_bytes", -1), ("fragmentation", math.nan), ("bytes_per_token", "8"), ("driver", 580)]
+    ("field", "value"),
+    [
+        ("nccl_bytes", -1),
+        ("fragmentation", math.nan),
+        ("misfit_bytes", 10**400),
+        ("bytes_per_token", "8"),
+        ("driver", 580),
+    ],
 )
 def test_a_bad_value_in_a_calibration_is_refused_by_its_name(tmp_path: Path, field: str, value: Any) -> None:
     path = tmp_path / "file.json"

@@ -3,7 +3,11 @@
 import errno
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from torchtune_adaptive.errors import InputError, quote, reason_of
 
 
 def write_whole(path: Path, content: str | bytes, *, makes_folder: bool = True) -> Path:
@@ -30,13 +34,34 @@ def check_writable(path: Path) -> None:
     """Check that ``write_whole`` could write ``path`` now, and leave nothing there.
 
     Raises:
-        OSError: ``path`` is a directory, or the nearest directory above it that is there takes no file.
+        OSError: something else than a file is there, or the nearest directory above it that is there takes no file.
+        ValueError: it is no path of a file.
     """
+    if "\0" in str(path):
+        raise ValueError("embedded null byte")
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not path.is_file():
+        raise FileExistsError(errno.EEXIST, "something else than a file is there", str(path))
     above = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
     with tempfile.TemporaryFile(dir=above):
         pass
+
+
+@contextmanager
+def writing(name: str, path: Path) -> Iterator[None]:
+    """Inside, an error of writing becomes a refusal of ``path``, the value of the option ``name``.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or reason_of(error)
+        raise InputError(
+            f"`{name}` must be a file that can be written, but is {quote(str(path))}: {reason}."
+        ) from error
 
 
 def sync(path: Path) -> None:

@@ -20,6 +20,7 @@ from torchtune.models.llama3 import llama3
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.files import check_writable, writing
 from torchtune_adaptive.memory.out_of_memory import free_memory
 from torchtune_adaptive.plan.overhead import Calibration
 from torchtune_adaptive.text import format_bytes
@@ -93,9 +94,11 @@ def calibrate(
         card: the GPU to measure; by default that of ``device_index``.
 
     Raises:
-        InputError: there is no CUDA, no such device, or other processes use the GPU.
+        InputError: there is no CUDA, no such device, other processes use the GPU, or ``output`` cannot be written.
     """
     card = _cuda_card(device_index) if card is None else card
+    with writing("output", output):
+        check_writable(output)  # before minutes of measurements
     traced_bytes = [forecast_peak(batch_size, SEQ_LEN) for batch_size in BATCH_SIZES]
     created_bytes = measure_context_bytes(card)
     product_bytes = measure_workspace_bytes(card)
@@ -111,7 +114,8 @@ def calibrate(
         fragmentation=measure_fragmentation(peaks),
         misfit_bytes=misfit_bytes,
     )
-    measured.write(output)
+    with writing("output", output):
+        measured.write(output)
     return measured
 
 

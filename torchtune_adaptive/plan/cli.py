@@ -92,6 +92,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     for option in (option for option, given in of_one.items() if given and len(ranks) * len(memories) > 1):
         raise InputError(f"`{option}` must be left out of a table over GPUs and ranks, but is given.")
     outputs = StepOutputs(arguments.modules, arguments.snapshot, arguments.plot)
+    if arguments.what_if:
+        require_integer("batch_size", cfg.get("batch_size"), minimum=1)
     seq_lens = _seq_lens(arguments.seq_len, settings, cfg)
     batch_sizes = [] if arguments.batch_size is None else _integers("batch_size", arguments.batch_size)
     traced_by = TraceCache(trace, user_cache_folder())
@@ -140,9 +142,8 @@ def _print_one(
 
 def _what_if(planned: Plan, cfg: DictConfig, *, traced_by: Trace) -> list[Suggestion]:
     """The effects for the first of the lengths, with the config's own batch."""
-    batch_size = require_integer("batch_size", cfg.batch_size, minimum=1)
     options: dict[str, Any] = {"world_size": planned.world_size, "card": planned.card, "traced_by": traced_by}
-    return list(what_if(cfg, seq_len=planned.lengths[0].seq_len, batch_size=batch_size, **options))
+    return list(what_if(cfg, seq_len=planned.lengths[0].seq_len, batch_size=cfg.batch_size, **options))
 
 
 def _suggest(planned: Plan, cfg: DictConfig, *, prints: bool, traced_by: Trace) -> list[Suggestion]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
-from torchtune_adaptive.errors import InputError, quote, reason_of
+from torchtune_adaptive.errors import InputError, quote, reason_of, require_integer
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def layers_limited_to(num_layers: int | None, component: str) -> Iterator[list[i
         @functools.wraps(builder)
         def build(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
-            true_counts.append(bound.arguments["num_layers"])
+            true_counts.append(require_integer("num_layers", bound.arguments["num_layers"], minimum=1))
             bound.arguments["num_layers"] = num_layers or bound.arguments["num_layers"]
             return builder(*bound.args, **bound.kwargs)
 

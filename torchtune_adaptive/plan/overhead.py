@@ -8,7 +8,7 @@ estimates where a comment says so. None was measured for this project; ``tune-ad
 """
 
 import json
-import math
+import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ class Calibration:
         name = quote(str(path))
         try:
             content = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, RecursionError, ValueError) as error:
             raise InputError(f"`calibration` must be a readable file, but is {name}: {reason_of(error)}.") from error
         version = content.get("version") if isinstance(content, dict) else None
         if version != CALIBRATION_VERSION:
@@ -224,4 +224,4 @@ class Overhead:
 
 
 def _is_amount(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max

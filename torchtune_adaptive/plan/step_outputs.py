@@ -1,14 +1,13 @@
 """What `tune-adaptive plan` shows of one whole step: its modules, a snapshot file, a picture."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import InputError, quote
-from torchtune_adaptive.files import check_writable, write_whole
+from torchtune_adaptive.files import check_writable, write_whole, writing
 from torchtune_adaptive.plan.client import trace_events
 from torchtune_adaptive.plan.peak_modules import modules_text
 from torchtune_adaptive.plan.plan import Plan, SizePlan, as_traced
@@ -44,7 +43,8 @@ class StepOutputs:
             if path.suffix not in endings:
                 wanted = " or ".join(endings)
                 raise InputError(f"`{option}` must be a file that ends in {wanted}, but is {quote(str(path))} instead.")
-            _writing(option, path, check_writable)
+            with writing(option, path):
+                check_writable(path)
 
     @property
     def any(self) -> bool:
@@ -61,11 +61,13 @@ class StepOutputs:
             yield modules_text(events)
         if self.snapshot is not None:
             content = snapshot_bytes(events)
-            _writing("--snapshot", self.snapshot, lambda path: write_whole(path, content))
+            with writing("--snapshot", self.snapshot):
+                write_whole(self.snapshot, content)
             yield f"The step's allocations are in {self.snapshot}, for https://pytorch.org/memory_viz."
         if self.plot is not None:
             picture = _picture(events, planned, title=title, as_page=self.plot.suffix == ".html")
-            _writing("--plot", self.plot, lambda path: write_whole(path, picture))
+            with writing("--plot", self.plot):
+                write_whole(self.plot, picture)
             yield f"The step's picture is in {self.plot}."
 
 
@@ -90,17 +92,3 @@ def _picture(events: StepEvents, planned: Plan, *, title: str, as_page: bool) ->
     device = Device(memory_bytes=planned.card.memory_bytes, added_bytes=size.process_bytes - size.peak_bytes)
     plot = StepPlot(events, title=title, world_size=planned.world_size, device=device)
     return page(plot, events, title=title) if as_page else plot.svg()
-
-
-def _writing(option: str, path: Path, write: Callable[[Path], Any]) -> None:
-    """Run ``write(path)``.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
-    try:
-        write(path)
-    except OSError as error:
-        raise InputError(
-            f"`{option}` must be a file that can be written, but is {quote(str(path))}: {error.strerror}."
-        ) from error
