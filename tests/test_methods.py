@@ -143,7 +143,10 @@ def test_global_batch(kind: str, cut: str, outcomes: Any) -> None:
 
 # ---- with optimizers that step within backward
 
-STEPS_IN_BACKWARD = [pytest.param("full", marks=pytest.mark.exhaustive), "full_single", "full_qat"]
+STEPS_IN_BACKWARD = [
+    "full_single",
+    *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("full", "full_qat")),
+]
 
 
 def _trials_in_backward(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
