@@ -8,7 +8,6 @@ Prints a table and writes it to ``results/allocator_events_cpu.md``.
 """
 
 import argparse
-import itertools
 import logging
 import os
 import tempfile
@@ -21,13 +20,13 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 from benchmarks.forecast_accuracy import Case, config_of, draw_cases, write_checkpoint
 from benchmarks.live import live_recipe, probe_maker, workload_of
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
+from tests.allocator import rises_by_events
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.memory.devices import meter_for
 from torchtune_adaptive.plan.client import trace
@@ -78,15 +77,8 @@ def _peak_by_events(workload: Any, batch: Any) -> int:
     for _ in range(2):
         workload.train_step(batch)
     held = meter_for(torch.device("cpu"), workload.model, workload.optimizers).live_bytes
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        workload.train_step(batch)
-    assert recorded.profiler is not None
-    assert recorded.profiler.kineto_results is not None
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    # Checkpointing keeps the random generator's state for each layer, on the host on a GPU too: not counted.
-    sizes = (event.nbytes() for event in events if abs(event.nbytes()) != torch.get_rng_state().nbytes)  # pyright: ignore[reportAttributeAccessIssue]
-    return held + max(itertools.accumulate(sizes))
+    _, rises = rises_by_events(lambda: workload.train_step(batch))
+    return held + max(rises)
 
 
 def compare(case: Case, tiny_dir: Path, directory: Path) -> dict[str, Comparison]:

@@ -1,6 +1,5 @@
 """What compiled code holds is foretold without compiling it: what it saves for backward, and its buffers."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -10,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.profiler import ProfilerActivity, profile
 from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.modules.loss import CEWithChunkedOutputLoss, ForwardKLWithChunkedOutputLoss
 
+from tests.allocator import rises_by_events
 from torchtune_adaptive.plan import compiled_code
 from torchtune_adaptive.plan.compiled_code import compile_layers, compile_loss
 from torchtune_adaptive.plan.fake_model import fake_like, make_fake
@@ -178,18 +177,6 @@ def test_of_a_chunked_loss_the_part_of_a_chunk_is_compiled() -> None:
     assert all("forward" not in vars(loss) for loss in (cross_entropy, divergence, plain))
 
 
-def risen_by_the_allocators_events(run: Callable[[], Any]) -> tuple[Any, int, int]:
-    """What ``run`` returns, the rise to its peak, and what is left of it, by the allocator's own events."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        returned = run()
-    assert recorded.profiler is not None
-    assert recorded.profiler.kineto_results is not None
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    live = list(itertools.accumulate(event.nbytes() for event in events))  # pyright: ignore[reportAttributeAccessIssue]
-    return returned, max(live), live[-1]
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # by Inductor itself
 @pytest.mark.exhaustive  # Inductor takes 10 s for a layer
 @pytest.mark.parametrize("lora", [False, True])
@@ -205,6 +192,6 @@ def test_a_layer_holds_what_inductors_code_does_to_the_byte(lora: bool) -> None:
         real(x).backward(gradient)
         real.zero_grad()
         x.grad = None
-    output, peak, left = risen_by_the_allocators_events(lambda: real(x))
-    _, backward, _ = risen_by_the_allocators_events(lambda: output.backward(gradient))
-    assert foretold == (peak, left, left + backward)
+    output, forward = rises_by_events(lambda: real(x))
+    _, backward = rises_by_events(lambda: output.backward(gradient))
+    assert foretold == (max(forward), forward[-1], forward[-1] + max(backward))

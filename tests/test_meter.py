@@ -1,7 +1,6 @@
 """The CPU meter agrees with the allocator, runs out of memory deterministically, and does not change results."""
 
 import gc
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.two_tensor import TwoTensor
 from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.training import set_activation_checkpointing
 
+from tests.allocator import rises_by_events
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.memory.devices import meter_for
@@ -36,7 +35,6 @@ class Trainee:
 
     def __init__(self, *, checkpointing: bool = False, lora: bool = False, **optimizer_options: Any) -> None:
         torch.manual_seed(0)
-        self.checkpointing = checkpointing
         if lora:
             self.model: nn.Module = lora_llama3_2(["q_proj", "v_proj"], lora_rank=4, lora_alpha=8, **SIZES)
         else:
@@ -96,18 +94,6 @@ def trainee(request: pytest.FixtureRequest) -> Trainee:
     return Trainee(**request.param)
 
 
-def rise_by_the_profiler(run: Callable[[], object]) -> int:
-    """The rise in memory during ``run``, up to its peak, by the events of PyTorch's allocator."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        run()
-    assert recorded.profiler is not None
-    assert recorded.profiler.kineto_results is not None
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    sizes = [event.nbytes() for event in events]  # pyright: ignore[reportAttributeAccessIssue]  # stub lacks it
-    return max(itertools.accumulate(sizes))
-
-
 # ---- what is counted
 
 
@@ -128,10 +114,8 @@ def test_the_peak_agrees_with_the_allocators_own_events(trainee: Trainee) -> Non
     before = meter.live_bytes
     with meter:
         trainee.step(tokens)
-    rise_bytes = rise_by_the_profiler(lambda: trainee.step(tokens))
-    # Activation checkpointing saves the random generator's state, which no operation makes.
-    unseen_bytes = torch.get_rng_state().nbytes if trainee.checkpointing else 0
-    assert meter.peak_bytes - before == pytest.approx(rise_bytes - unseen_bytes, rel=1e-3)
+    _, rises = rises_by_events(lambda: trainee.step(tokens))
+    assert meter.peak_bytes - before == pytest.approx(max(rises), rel=1e-3)
 
 
 def test_what_model_and_optimizer_hold_is_counted_once() -> None:
