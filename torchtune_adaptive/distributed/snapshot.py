@@ -1,8 +1,7 @@
 """Save and restore everything that train steps change, so that probes can run on the real model and optimizers.
 
-Trainable parameters (this rank's shards), buffers, optimizer state and random states are saved. The copies are in
-host memory, because a probe would measure copies on the device. Frozen parameters are not saved, because nothing
-writes to them.
+Trainable parameters (this rank's shards), buffers, optimizer state and random states are saved. The copies are not
+in the memory that a probe measures: see ``Copies``. Frozen parameters are not saved, because nothing writes to them.
 """
 
 import copy
@@ -16,11 +15,14 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.distributed.fsdp_state import reset_after_failure
+from torchtune_adaptive.memory.copies import Copies
 from torchtune_adaptive.memory.operations import plain_parts
 
 
 @contextmanager
-def leave_no_trace(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Callable[[], None]]:
+def leave_no_trace(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, device: torch.device | None = None
+) -> Iterator[Callable[[], None]]:
     """On leaving, also by an exception, restore the state on entering, bit for bit, and set gradients to None.
 
     This covers parameters, buffers, the state and options of all ``optimizers``, and the random generators of Python,
@@ -28,22 +30,27 @@ def leave_no_trace(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 
     Yields a function that restores only the optimizers. It is for a step that failed while the optimizers created
     their state: the next step would use the incomplete state.
+
+    Args:
+        device: where the model computes, if not where its parameters are.
     """
     tensors = [*(p for p in model.parameters() if p.requires_grad), *model.buffers()]
-    copies = [_Copy(tensor) for tensor in tensors]
-    saved_optimizers = [_SavedOptimizer(optimizer) for optimizer in optimizers]
+    if device is None:
+        device = tensors[0].device if tensors else torch.device("cpu")
+    with Copies(device, [*tensors, *_tensors_of(optimizers)]) as copies, keep_random_states():
+        restores = [copies.copy(tensor) for tensor in tensors]
+        saved_optimizers = [_SavedOptimizer(optimizer, copies) for optimizer in optimizers]
 
-    def restore_optimizers() -> None:
-        for saved in saved_optimizers:
-            saved.restore()
+        def restore_optimizers() -> None:
+            for saved in saved_optimizers:
+                saved.restore()
 
-    with keep_random_states():
         try:
             yield restore_optimizers
         finally:
             reset_after_failure(model)
-            for saved in copies:
-                saved.restore()
+            for restore in restores:
+                restore()
             restore_optimizers()
 
 
@@ -141,10 +148,10 @@ class KeptTensors:
 class _SavedOptimizer:
     """An optimizer's saved state and options. ``restore`` keeps the tensor objects, and removes what was added."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, copies: Copies) -> None:
         self._optimizer = optimizer
-        self._state = {parameter: _save(values) for parameter, values in optimizer.state.items()}
-        self._groups = [_save(_options(group)) for group in optimizer.param_groups]
+        self._state = {parameter: _save(values, copies) for parameter, values in optimizer.state.items()}
+        self._groups = [_save(_options(group), copies) for group in optimizer.param_groups]
         # `step` sets this flag. Learning rate schedulers use it to warn when they are stepped before the optimizer.
         self._stepped = vars(optimizer).get("_opt_called")
 
@@ -162,6 +169,12 @@ class _SavedOptimizer:
             vars(self._optimizer)["_opt_called"] = self._stepped
 
 
+def _tensors_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """The tensors of their state and options."""
+    values = [values for optimizer in optimizers for values in (*optimizer.state.values(), *optimizer.param_groups)]
+    return [value for named in values for value in named.values() if isinstance(value, torch.Tensor)]
+
+
 def _to_hex(state: torch.Tensor) -> str:
     return state.numpy().tobytes().hex()
 
@@ -174,10 +187,10 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _save(values: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return each value with a copy of it: tensors copied to the host, anything else deep-copied."""
+def _save(values: dict[str, Any], copies: Copies) -> dict[str, tuple[Any, Any]]:
+    """Return each value with what restores it: for a tensor a function, for anything else a deep copy."""
     return {
-        name: (value, _Copy(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value))
+        name: (value, copies.copy(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value))
         for name, value in values.items()
     }
 
@@ -185,21 +198,9 @@ def _save(values: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
 def _restore(values: dict[str, Any], saved: dict[str, tuple[Any, Any]], keep: tuple[str, ...] = ()) -> None:
     for name in [name for name in values if name not in saved and name not in keep]:
         del values[name]
-    for name, (original, value) in saved.items():
-        if isinstance(value, _Copy):
-            value.restore()
+    for name, (original, restorer) in saved.items():
+        if isinstance(original, torch.Tensor):
+            restorer()
             values[name] = original
         else:
-            values[name] = value
-
-
-class _Copy:
-    """A copy of a tensor's plain parts on the host. A wrapper's own copy may share memory with the original."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._parts = [(part.detach(), part.detach().to("cpu", copy=True)) for part in plain_parts(tensor)]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for part, value in self._parts:
-            part.copy_(value)
+            values[name] = restorer

@@ -7,6 +7,7 @@ from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import NothingFitsError
 from torchtune_adaptive.memory.devices import check_limit
 from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.process_limits import free_at_once_if_limited
 from torchtune_adaptive.search.probe import Prober, ProgressBar
 from torchtune_adaptive.search.strategies import (
     SearchResult,
@@ -40,6 +41,7 @@ def search(
         NothingFitsError: not even one row fits.
     """
     check_limit(settings.memory_limit_bytes, workload.device)
+    is_limited = workload.device.type == "cpu" and free_at_once_if_limited()
     meter, forecasts = workload.meter_for_probes(), settings.strategy == "linear_extrapolation"
     prober = Prober(workload, make_batch, meter=meter, forecasts=forecasts)
     progress = ProgressBar(prober, workload.consensus)
@@ -50,6 +52,8 @@ def search(
         # Now that context, communicators and optimizer state are there, the rest is what the device has left.
         limit_bytes = _limit_meter(meter, settings)
         exact = _run_strategy(prober, progress, settings=settings, start=start, bound=bound) if warm else 0
+        if workload.consensus.any_rank(is_limited):
+            exact = _largest_still_fitting(exact, progress)
         if exact == 0:
             raise _nothing_fits(meter, limit_bytes, settings.margin, workload.consensus)
         forecast_rows = prober.rows_by_forecast(exact) if exact < bound else None
@@ -95,6 +99,13 @@ def _run_strategy(prober: Prober, progress: ProgressBar, *, settings: AdaptiveSe
     if settings.strategy == "binary_search":
         return binary_search(progress.fits, start=start, max_batch_size=bound)
     return linear_extrapolation(progress.fits, prober.largest_forecast, max_batch_size=bound)
+
+
+def _largest_still_fitting(exact: int, progress: ProgressBar) -> int:
+    """The largest size up to ``exact`` that fits now: sizes tried since have left compiled kernels in memory."""
+    while exact and not progress.fits(exact):
+        exact -= 1
+    return exact
 
 
 def _rounded(exact: int, progress: ProgressBar, prober: Prober) -> int:

@@ -167,12 +167,16 @@ class Prober:
             self._workload.train_step(batch)
 
 
+class _Bar(tqdm):
+    monitor_interval = 0  # no thread that watches it: its stack is 8 MiB of what the system may limit
+
+
 class ProgressBar:
     """Shows a search's probes as they are made, on rank 0."""
 
     def __init__(self, prober: Prober, consensus: Consensus) -> None:
         self._prober = prober
-        self._bar = tqdm(desc="searching batch size", unit=" probes", disable=consensus.rank != 0)
+        self._bar = _Bar(desc="searching batch size", unit=" probes", disable=consensus.rank != 0)
 
     def fits(self, batch_size: int) -> bool:
         """As ``Prober.fits``, and show it."""

@@ -1,0 +1,127 @@
+"""Under a limit that the system sets on a process, a search finds what the process can really train with."""
+
+import os
+import resource
+from logging.handlers import BufferingHandler
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import run_on_ranks
+from torch import nn
+
+from benchmarks.peers.rfc import is_out_of_memory
+from torchtune_adaptive import find_max_batch_size
+from torchtune_adaptive.memory import process_limits
+from torchtune_adaptive.memory.process_limits import free_at_once_if_limited
+
+MIB = 2**20
+WIDTH, TOKENS = 1024, 64
+ROOM = 110 * MIB  # of which parameters, their gradients and the optimizer's state are 64
+
+
+def data_bytes() -> int:
+    """What ``RLIMIT_DATA`` counts."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+
+
+def limit_data(more_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + more_bytes, resource.RLIM_INFINITY))
+
+
+class Training:
+    """Four layers of 4 MiB and AdamW, in a process that may have ``ROOM`` more than it has before."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self._use(nn.Linear(2, 2))
+        self.step(torch.ones(1, 2))  # makes what PyTorch makes once
+        limit_data(ROOM)
+        self._use(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))
+
+    def _use(self, model: nn.Module) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters())
+
+    def batch(self, rows: int) -> torch.Tensor:
+        return torch.randn(rows, TOKENS, WIDTH)
+
+    def step(self, batch: torch.Tensor) -> None:
+        self.model(batch).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def survives(self, rows: int) -> bool:
+        return not any(is_out_of_memory(self.step, self.batch(rows)) for _ in range(3))
+
+
+def search_and_train(_: int) -> tuple[int, bool]:
+    training = Training()
+    found = find_max_batch_size(
+        training.step,
+        training.batch,
+        model=training.model,
+        optimizer=training.optimizer,
+        memory_limit="8GiB",
+        margin=0.0,
+        max_batch_size=32,
+    )
+    return found.batch_size, training.survives(found.batch_size)
+
+
+def train(_: int, rows: int) -> bool:
+    training = Training()
+    free_at_once_if_limited()
+    return training.survives(rows)
+
+
+def test_a_search_beside_which_no_copy_of_the_state_would_fit_is_exact() -> None:
+    [(found, survives)] = run_on_ranks(search_and_train, 1)
+    assert survives
+    assert [run_on_ranks(train, 1, rows) for rows in (found, found + 2)] == [[True], [False]]
+
+
+def kept_of_freed_blocks(_: int, limits: dict[int, int], environment: dict[str, str]) -> dict[str, Any]:
+    """How much of 64 MiB in blocks of 1 MiB is kept after they are freed, all but the last, and what is logged."""
+    logged = BufferingHandler(100)
+    process_limits.log.addHandler(logged)
+    os.environ.update(environment)
+    for limit, nbytes in limits.items():
+        resource.setrlimit(limit, (nbytes, resource.RLIM_INFINITY))
+    is_limited = [free_at_once_if_limited() for _ in range(2)]
+    torch.empty(24 * MIB, dtype=torch.uint8)  # when it is freed, glibc raises its threshold
+    before, blocks = data_bytes(), [torch.empty(MIB, dtype=torch.uint8) for _ in range(65)]
+    del blocks[:-1]
+    return {
+        "limited": is_limited,
+        "kept": data_bytes() - before,
+        "lines": [line.getMessage() for line in logged.buffer],
+    }
+
+
+def test_without_a_limit_the_allocator_stays_as_it_is() -> None:
+    [seen] = run_on_ranks(kept_of_freed_blocks, 1, {}, {})
+    assert seen["limited"] == [False, False]
+    assert seen["kept"] > 60 * MIB
+    assert seen["lines"] == []
+
+
+def test_with_a_limit_freed_tensors_go_back_at_once_and_it_is_said_once() -> None:
+    limits = {resource.RLIMIT_DATA: 64 * 2**30, resource.RLIMIT_AS: 2**40}
+    [seen] = run_on_ranks(kept_of_freed_blocks, 1, limits, {})
+    assert seen["limited"] == [True, True]
+    assert seen["kept"] < 2 * MIB
+    [line] = seen["lines"]
+    assert "RLIMIT_DATA of 64.0 GiB and RLIMIT_AS of 1024.0 GiB" in line
+
+
+def test_a_threshold_that_the_user_has_set_is_left() -> None:
+    limits = {resource.RLIMIT_DATA: 64 * 2**30}
+    for environment in (
+        {"MALLOC_MMAP_THRESHOLD_": "33554432"},
+        {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=33554432"},
+    ):
+        [seen] = run_on_ranks(kept_of_freed_blocks, 1, limits, environment)
+        assert seen["limited"] == [True, True]
+        assert seen["lines"] == []

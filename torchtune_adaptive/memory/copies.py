@@ -1,0 +1,163 @@
+"""Copies of tensors outside of the memory that probes measure: of a GPU's tensors on the host, of the host's in a file.
+
+The file is a temporary one without a name, in the folder of Python's ``tempfile`` (``TMPDIR``): nothing is left of it,
+however the process ends. It is written and read, not mapped. So neither ``RLIMIT_DATA`` nor ``RLIMIT_AS`` counts it,
+and a full disk is an error that can be handled; in a mapped file it would be a signal that ends the process. What the
+kernel keeps of the file in memory counts in a container's limit, but the kernel drops it when memory gets short.
+"""
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torchtune import utils
+
+from torchtune_adaptive.errors import reason_of
+from torchtune_adaptive.memory.operations import plain_parts
+from torchtune_adaptive.text import format_bytes
+
+Restore = Callable[[], None]
+
+log = utils.get_logger("DEBUG")
+
+
+class Copies:
+    """Copies tensors; while ``with copies:`` lasts, they can be restored.
+
+    Args:
+        device: whose memory is measured.
+        tensors: all that will be copied. If the file has no room for them, they are copied to memory, which is logged.
+    """
+
+    def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
+        parts = [part for tensor in tensors for part in plain_parts(tensor)]
+        self._file_bytes = sum(part.nbytes for part in parts if _has_bytes_on_host(part))
+        self._file = self._open_file() if device.type == "cpu" and self._file_bytes else None
+        self._uses_file = self._file is not None
+
+    def copy(self, tensor: torch.Tensor) -> Restore:
+        """Copy ``tensor`` and return a function that restores it, bit for bit.
+
+        A wrapper is copied part by part: its own copy may share memory with the original.
+        """
+        restores = [self._copy_part(part.detach()) for part in plain_parts(tensor)]
+
+        def restore() -> None:
+            for restore_part in restores:
+                restore_part()
+
+        return restore
+
+    def __enter__(self) -> "Copies":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _open_file(self) -> "_TensorFile | None":
+        file = None
+        try:
+            file = _TensorFile(tempfile.gettempdir(), self._file_bytes)
+        except OSError as error:
+            self._log_memory(reason_of(error))
+        if file is not None and file.is_in_memory:
+            self._log_memory(f"{tempfile.gettempdir()} is a tmpfs")
+        return file
+
+    def _copy_part(self, part: torch.Tensor) -> Restore:
+        if self._file is not None and self._uses_file and _has_bytes_on_host(part):
+            try:
+                return self._file.write(part)
+            except OSError as error:
+                self._uses_file = False  # for further copies; those that are written can be read
+                self._log_memory(reason_of(error))
+        return _copy_to_host(part)
+
+    def _log_memory(self, reason: str) -> None:
+        log.warning(
+            f"The search keeps copies of {format_bytes(self._file_bytes)} in memory instead of on disk: {reason}."
+            " A limit of the system (ulimit, a container) may count them, and fewer rows are then found than fit."
+            " TMPDIR can name another folder."
+        )
+
+
+class _TensorFile:
+    """Tensors of the host in a temporary file without a name.
+
+    Args:
+        nbytes: that will be written.
+
+    Raises:
+        OSError: ``folder`` cannot be written to, or has no room for ``nbytes``.
+    """
+
+    def __init__(self, folder: str, nbytes: int) -> None:
+        free_bytes = shutil.disk_usage(folder).free
+        if free_bytes < nbytes:
+            raise OSError(errno.ENOSPC, f"only {format_bytes(free_bytes)} are free", folder)
+        self._file = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115 - `close` is the caller's
+        self._end = 0
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether it lies in a tmpfs."""
+        device = os.fstat(self._file.fileno()).st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        mounts = Path("/proc/self/mountinfo")  # the third field is the device; the type follows the hyphen
+        lines = mounts.read_text().splitlines() if mounts.exists() else []
+        return any(line.split()[2] == number and " - tmpfs " in line for line in lines)
+
+    def write(self, tensor: torch.Tensor) -> Restore:
+        """Write ``tensor``, and return a function that reads it back in its place.
+
+        Raises:
+            OSError: the file cannot be written, or in the function that is returned, read.
+        """
+        start, values = self._end, _bytes_of(tensor.contiguous())
+        while values:
+            written = os.pwrite(self._file.fileno(), values, self._end)
+            self._end, values = self._end + written, values[written:]
+        return lambda: self._read_into(tensor, start)
+
+    def close(self) -> None:
+        self._file.close()
+
+    @torch.no_grad()
+    def _read_into(self, tensor: torch.Tensor, start: int) -> None:
+        whole = tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        values = _bytes_of(whole)
+        while values:
+            read = os.preadv(self._file.fileno(), [values], start)
+            if not read:
+                raise OSError(errno.EIO, "a copy of a tensor is no longer in its file")
+            start, values = start + read, values[read:]
+        if whole is tensor:
+            torch.autograd.graph.increment_version(tensor)  # of which no operation knows
+        else:
+            tensor.copy_(whole)
+
+
+def _copy_to_host(tensor: torch.Tensor) -> Restore:
+    copied = tensor.to("cpu", copy=True)
+
+    @torch.no_grad()
+    def restore() -> None:
+        tensor.copy_(copied)
+
+    return restore
+
+
+def _has_bytes_on_host(tensor: torch.Tensor) -> bool:
+    """Whether the values of ``tensor`` are bytes on the host, and nothing more."""
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not (tensor.is_quantized or lazy)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, in its memory."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
