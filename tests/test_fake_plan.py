@@ -1,5 +1,6 @@
 """A config's peaks over fake tensors: extrapolated from few layers where they repeat, and of the right kinds."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.ranks import run_on_ranks
 from torchtune_adaptive.errors import InputError, TracingError
 from torchtune_adaptive.memory.timeline import Timeline
 from torchtune_adaptive.plan import client, worker
+from torchtune_adaptive.plan.fake_model import layers_limited_to
 from torchtune_adaptive.plan.step_peaks import StepPeaks
 from torchtune_adaptive.plan.trace import StepTrace
 from torchtune_adaptive.plan.worker import StepTracer, trace_config
@@ -159,6 +161,18 @@ def test_lengths_between_the_shortest_and_the_longest_are_interpolated_even_with
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_a_config_that_cannot_be_planned_is_refused_with_the_reason(kinds: dict[str, Any], sentence: str) -> None:
     assert kinds.get(sentence, "").startswith(sentence)
+
+
+def test_where_torchvision_is_missing_it_is_said_what_it_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(sys.modules):
+        if name.startswith(("torchtune.models.clip", "torchtune.models.llama3_2_vision")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    sentence = (
+        r"'torchtune.models.llama3_2_vision.llama3_2_vision_11b' is not: .*; `pip install torchvision` provides it"
+    )
+    with pytest.raises(InputError, match=sentence):
+        layers_limited_to(1, "torchtune.models.llama3_2_vision.llama3_2_vision_11b").__enter__()
 
 
 # ---- with a fake recipe

@@ -16,6 +16,8 @@ from torchtune.config._utils import _get_component_from_path
 
 from torchtune_adaptive.errors import InputError, quote, reason_of, require_integer
 
+_NEEDS_TORCHVISION = "`pip install torchvision` provides it, but models that take images are not planned"
+
 
 @contextmanager
 def layers_limited_to(num_layers: int | None, component: str) -> Iterator[list[int]]:
@@ -66,9 +68,11 @@ def _import_builders(component: str) -> None:
     try:
         _get_component_from_path(component)
     except InstantiationError as error:
-        reason = reason_of(error.__cause__ or error)
+        cause = error.__cause__ or error
+        needs_torchvision = isinstance(cause, ModuleNotFoundError) and cause.name == "torchvision"
         raise InputError(
-            f"`model` must be one that can be imported, but {quote(component)} is not: {reason}."
+            f"`model` must be one that can be imported, but {quote(component)} is not: {reason_of(cause)}"
+            + (f"; {_NEEDS_TORCHVISION}." if needs_torchvision else ".")
         ) from error
 
 
