@@ -4,7 +4,6 @@ import os
 import resource
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any
 
 import torch
 from ranks import run_on_ranks
@@ -13,7 +12,7 @@ from torch import nn
 from benchmarks.peers.rfc import is_out_of_memory
 from torchtune_adaptive import find_max_batch_size
 from torchtune_adaptive.memory import process_limits
-from torchtune_adaptive.memory.process_limits import free_at_once_if_limited
+from torchtune_adaptive.memory.process_limits import free_at_once_if_limited, room_bytes
 
 MIB = 2**20
 WIDTH, TOKENS = 1024, 64
@@ -56,7 +55,7 @@ class Training:
         return not any(is_out_of_memory(self.step, self.batch(rows)) for _ in range(3))
 
 
-def search_and_train(_: int) -> tuple[int, bool]:
+def search_and_train(_: int) -> tuple[int, bool, list[int]]:
     training = Training()
     found = find_max_batch_size(
         training.step,
@@ -65,9 +64,9 @@ def search_and_train(_: int) -> tuple[int, bool]:
         optimizer=training.optimizer,
         memory_limit="8GiB",
         margin=0.0,
-        max_batch_size=32,
     )
-    return found.batch_size, training.survives(found.batch_size)
+    failed = [probe.batch_size for probe in found.probes if not probe.fits]
+    return found.batch_size, training.survives(found.batch_size), failed
 
 
 def train(_: int, rows: int) -> bool:
@@ -77,42 +76,52 @@ def train(_: int, rows: int) -> bool:
 
 
 def test_a_search_beside_which_no_copy_of_the_state_would_fit_is_exact() -> None:
-    [(found, survives)] = run_on_ranks(search_and_train, 1)
+    [(found, survives, failed)] = run_on_ranks(search_and_train, 1)
     assert survives
+    assert max(failed) <= found + 4  # the limit is known before it is met
     assert [run_on_ranks(train, 1, rows) for rows in (found, found + 2)] == [[True], [False]]
 
 
-def kept_of_freed_blocks(_: int, limits: dict[int, int], environment: dict[str, str]) -> dict[str, Any]:
+def room_by_limits(_: int) -> list[int | None]:
+    rooms = [room_bytes()]
+    for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        resource.setrlimit(limit, (2**40, resource.RLIM_INFINITY))
+        rooms.append(room_bytes())
+    return [*rooms, 2**40 - data_bytes()]
+
+
+def test_the_room_is_what_the_tightest_limit_leaves() -> None:
+    [(unlimited, by_addresses, by_both, by_data)] = run_on_ranks(room_by_limits, 1)
+    assert unlimited is None
+    assert 0 < by_addresses < by_data  # a process has more addresses than data
+    assert by_both == by_addresses
+
+
+def kept_of_freed_blocks(_: int, limits: dict[int, int], environment: dict[str, str]) -> tuple[int, list[str]]:
     """How much of 64 MiB in blocks of 1 MiB is kept after they are freed, all but the last, and what is logged."""
     logged = BufferingHandler(100)
     process_limits.log.addHandler(logged)
     os.environ.update(environment)
     for limit, nbytes in limits.items():
         resource.setrlimit(limit, (nbytes, resource.RLIM_INFINITY))
-    is_limited = [free_at_once_if_limited() for _ in range(2)]
+    for _ in range(2):
+        free_at_once_if_limited()
     torch.empty(24 * MIB, dtype=torch.uint8)  # when it is freed, glibc raises its threshold
     before, blocks = data_bytes(), [torch.empty(MIB, dtype=torch.uint8) for _ in range(65)]
     del blocks[:-1]
-    return {
-        "limited": is_limited,
-        "kept": data_bytes() - before,
-        "lines": [line.getMessage() for line in logged.buffer],
-    }
+    return data_bytes() - before, [line.getMessage() for line in logged.buffer]
 
 
 def test_without_a_limit_the_allocator_stays_as_it_is() -> None:
-    [seen] = run_on_ranks(kept_of_freed_blocks, 1, {}, {})
-    assert seen["limited"] == [False, False]
-    assert seen["kept"] > 60 * MIB
-    assert seen["lines"] == []
+    [(kept_bytes, lines)] = run_on_ranks(kept_of_freed_blocks, 1, {}, {})
+    assert kept_bytes > 60 * MIB
+    assert lines == []
 
 
 def test_with_a_limit_freed_tensors_go_back_at_once_and_it_is_said_once() -> None:
     limits = {resource.RLIMIT_DATA: 64 * 2**30, resource.RLIMIT_AS: 2**40}
-    [seen] = run_on_ranks(kept_of_freed_blocks, 1, limits, {})
-    assert seen["limited"] == [True, True]
-    assert seen["kept"] < 2 * MIB
-    [line] = seen["lines"]
+    [(kept_bytes, [line])] = run_on_ranks(kept_of_freed_blocks, 1, limits, {})
+    assert kept_bytes < 2 * MIB
     assert "RLIMIT_DATA of 64.0 GiB and RLIMIT_AS of 1024.0 GiB" in line
 
 
@@ -122,6 +131,5 @@ def test_a_threshold_that_the_user_has_set_is_left() -> None:
         {"MALLOC_MMAP_THRESHOLD_": "33554432"},
         {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=33554432"},
     ):
-        [seen] = run_on_ranks(kept_of_freed_blocks, 1, limits, environment)
-        assert seen["limited"] == [True, True]
-        assert seen["lines"] == []
+        [(_, lines)] = run_on_ranks(kept_of_freed_blocks, 1, limits, environment)
+        assert lines == []

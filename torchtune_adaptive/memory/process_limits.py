@@ -9,30 +9,44 @@ import ctypes
 import functools
 import os
 import resource
+from pathlib import Path
 
 from torchtune import utils
 
 from torchtune_adaptive.text import format_bytes
 
-_LIMITS = ("RLIMIT_DATA", "RLIMIT_AS")
+_COUNTED = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}  # by what /proc/self/status calls that which each counts
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _THRESHOLD_BYTES = 128 * 1024  # glibc's own at first; it raises it whenever it frees a larger block
 
 log = utils.get_logger("DEBUG")
 
 
-def free_at_once_if_limited() -> bool:
-    """Whether the system limits this process's memory; if so, freed tensors go back to the system from now on.
+def room_bytes() -> int | None:
+    """What the limits leave to this process now; None without limits, or where the system does not say what is used."""
+    limits, status = _limits(), Path("/proc/self/status")
+    if not limits or not status.exists():
+        return None
+    fields = dict(line.split(":", maxsplit=1) for line in status.read_text().splitlines())
+    return min(nbytes - int(fields[_COUNTED[name]].split()[0]) * 1024 for name, nbytes in limits.items())
+
+
+def free_at_once_if_limited() -> None:
+    """If the system limits this process's memory, let freed tensors go back to the system from now on.
 
     That is logged. It lasts as long as the process: what fits in a search fits in training only if both allocate alike.
     An allocator whose threshold the user has set by an environment variable is left alone.
     """
-    limits = {name: resource.getrlimit(getattr(resource, name))[0] for name in _LIMITS}
-    limits = {name: nbytes for name, nbytes in limits.items() if nbytes != resource.RLIM_INFINITY}
+    limits = _limits()
     set_by_user = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
     if limits and not set_by_user:
         _free_at_once(" and ".join(f"{name} of {format_bytes(nbytes)}" for name, nbytes in limits.items()))
-    return bool(limits)
+
+
+def _limits() -> dict[str, int]:
+    """The limits that are set, in bytes."""
+    limits = {name: resource.getrlimit(getattr(resource, name))[0] for name in _COUNTED}
+    return {name: nbytes for name, nbytes in limits.items() if nbytes != resource.RLIM_INFINITY}
 
 
 @functools.cache

@@ -70,7 +70,8 @@ class Prober:
         """Largest batch size that should fit on every rank by the probes so far; None if they allow no forecast.
 
         The lines of the operations give the growth of memory. The largest probe that fitted gives the difference to
-        what the allocator really takes; if that difference grows too, the next size is worth a try. A collective.
+        what the allocator really takes; if that difference grows too, the next size is worth a try. So it is where the
+        system limits the process, which counts more than tensors. A collective.
         """
         if self._consensus.any_rank(self._must_trace_again()):
             self._has_traced_again = True
@@ -129,11 +130,14 @@ class Prober:
             if probe.fits
         }
         tried = max(missed_bytes)
-        largest = forecast.largest_batch_size(self._meter.limit_bytes - missed_bytes[tried])
+        limit_bytes, system_limit_bytes = self._meter.limit_bytes, self._meter.system_limit_bytes
+        if system_limit_bytes is not None:
+            limit_bytes = min(limit_bytes, system_limit_bytes)
+        largest = forecast.largest_batch_size(limit_bytes - missed_bytes[tried])
         drift_bytes = abs(missed_bytes[tried] - missed_bytes[SMALL_BATCH_SIZES[-1]])
         row_bytes = forecast.peak_bytes(tried + 1) - forecast.peak_bytes(tried)
-        if largest is not None and drift_bytes > row_bytes / 2:
-            return max(largest, tried + 1)  # memory is not linear: the next size must be tried
+        if largest is not None and (drift_bytes > row_bytes / 2 or system_limit_bytes is not None):
+            return max(largest, tried + 1)
         return largest
 
     def _attempt(self, batch_size: int, *, timeline: bool) -> Probe:
