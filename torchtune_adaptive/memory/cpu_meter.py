@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from torchtune_adaptive.memory.meter import MemoryMeter, device_memory_bytes
 from torchtune_adaptive.memory.operations import is_collective, plain_parts
-from torchtune_adaptive.memory.process_limits import room_bytes
 from torchtune_adaptive.memory.storages import Storages, WatchOperations
 from torchtune_adaptive.text import format_bytes
 
@@ -59,11 +58,6 @@ class CpuMeter(MemoryMeter):
     @property
     def available_bytes(self) -> int:
         return device_memory_bytes(torch.device("cpu"))
-
-    @property
-    def system_limit_bytes(self) -> int | None:
-        more_bytes = room_bytes()
-        return None if more_bytes is None else self.live_bytes + more_bytes
 
     @property
     def peak_bytes(self) -> int:

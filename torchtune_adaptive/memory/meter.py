@@ -62,11 +62,6 @@ class MemoryMeter(ABC):
         """Peak since ``reset``: live bytes on the CPU, bytes reserved by the caching allocator on CUDA."""
 
     @property
-    def system_limit_bytes(self) -> int | None:
-        """What live tensors may take by the system's limits on this process, as of now; None without such limits."""
-        return None
-
-    @property
     def total_retries(self) -> int:
         """How often the allocator has freed its cache to make an allocation possible. 0 without a cache."""
         return 0

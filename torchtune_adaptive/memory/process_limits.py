@@ -31,8 +31,8 @@ def room_bytes() -> int | None:
     return min(nbytes - int(fields[_COUNTED[name]].split()[0]) * 1024 for name, nbytes in limits.items())
 
 
-def free_at_once_if_limited() -> None:
-    """If the system limits this process's memory, let freed tensors go back to the system from now on.
+def free_at_once_if_limited() -> bool:
+    """Whether the system limits this process's memory; if so, freed tensors go back to the system from now on.
 
     That is logged. It lasts as long as the process: what fits in a search fits in training only if both allocate alike.
     An allocator whose threshold the user has set by an environment variable is left alone.
@@ -41,6 +41,7 @@ def free_at_once_if_limited() -> None:
     set_by_user = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
     if limits and not set_by_user:
         _free_at_once(" and ".join(f"{name} of {format_bytes(nbytes)}" for name, nbytes in limits.items()))
+    return bool(limits)
 
 
 def _limits() -> dict[str, int]:

@@ -41,10 +41,9 @@ def search(
         NothingFitsError: not even one row fits.
     """
     check_limit(settings.memory_limit_bytes, workload.device)
-    if workload.device.type == "cpu":
-        free_at_once_if_limited()
+    is_limited = workload.device.type == "cpu" and free_at_once_if_limited()
     meter, forecasts = workload.meter_for_probes(), settings.strategy == "linear_extrapolation"
-    prober = Prober(workload, make_batch, meter=meter, forecasts=forecasts)
+    prober = Prober(workload, make_batch, meter=meter, forecasts=forecasts, process_is_limited=is_limited)
     progress = ProgressBar(prober, workload.consensus)
     with meter.exactly(), progress, workload.kept_as_it_is() as restore_optimizers:
         if settings.memory_limit_bytes is not None:
@@ -53,7 +52,7 @@ def search(
         # Now that context, communicators and optimizer state are there, the rest is what the device has left.
         limit_bytes = _limit_meter(meter, settings)
         exact = _run_strategy(prober, progress, settings=settings, start=start, bound=bound) if warm else 0
-        if workload.consensus.any_rank(meter.system_limit_bytes is not None):
+        if workload.consensus.any_rank(is_limited):
             exact = _largest_still_fitting(exact, progress)
         if exact == 0:
             raise _nothing_fits(meter, limit_bytes, settings.margin, workload.consensus)

@@ -1,5 +1,6 @@
 """Does one worst-case train step fit on every rank?"""
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from tqdm import tqdm
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.process_limits import room_bytes
 from torchtune_adaptive.memory.timeline import Forecast, Timeline
 from torchtune_adaptive.search.strategies import SMALL_BATCH_SIZES, Probe
 from torchtune_adaptive.search.workload import Workload
@@ -29,13 +31,20 @@ class Prober:
         make_batch: ``make_batch(n)`` gives a worst-case batch of n rows.
         meter: of the workload's device; its limit is what this rank may use.
         forecasts: record timelines of the small sizes, for ``largest_forecast``.
+        process_is_limited: whether the system limits the memory of this process, below the meter's limit.
 
     Attributes:
         probes: every size that was tried, in order.
     """
 
     def __init__(
-        self, workload: Workload, make_batch: Callable[[int], Any], *, meter: MemoryMeter, forecasts: bool
+        self,
+        workload: Workload,
+        make_batch: Callable[[int], Any],
+        *,
+        meter: MemoryMeter,
+        forecasts: bool,
+        process_is_limited: bool = False,
     ) -> None:
         self._workload = workload
         self._make_batch = make_batch
@@ -43,6 +52,7 @@ class Prober:
         self._consensus = workload.consensus
         self._timeline_sizes = SMALL_BATCH_SIZES if forecasts else ()
         self._timelines: dict[int, Timeline] = {}
+        self._process_is_limited = process_is_limited
         self._has_traced_again = False
         self._has_explained = False
         self.probes: list[Probe] = []
@@ -130,15 +140,19 @@ class Prober:
             if probe.fits
         }
         tried = max(missed_bytes)
-        limit_bytes, system_limit_bytes = self._meter.limit_bytes, self._meter.system_limit_bytes
-        if system_limit_bytes is not None:
-            limit_bytes = min(limit_bytes, system_limit_bytes)
+        limit_bytes = min(self._meter.limit_bytes, self._process_limit_bytes())
         largest = forecast.largest_batch_size(limit_bytes - missed_bytes[tried])
         drift_bytes = abs(missed_bytes[tried] - missed_bytes[SMALL_BATCH_SIZES[-1]])
         row_bytes = forecast.peak_bytes(tried + 1) - forecast.peak_bytes(tried)
-        if largest is not None and (drift_bytes > row_bytes / 2 or system_limit_bytes is not None):
+        if largest is not None and (drift_bytes > row_bytes / 2 or self._process_is_limited):
             return max(largest, tried + 1)
         return largest
+
+    def _process_limit_bytes(self) -> float:
+        """What live tensors may take by the system's limits on this process, as far as is known between two steps."""
+        more_bytes = room_bytes() if self._process_is_limited else None
+        self._meter.reset()  # its peak is now what lives between steps
+        return math.inf if more_bytes is None else self._meter.peak_bytes + more_bytes
 
     def _attempt(self, batch_size: int, *, timeline: bool) -> Probe:
         started = time.perf_counter()
