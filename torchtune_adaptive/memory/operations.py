@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,7 +42,12 @@ def is_wait(func: Any) -> bool:
 
 def is_on_wrappers(types: Iterable[type]) -> bool:
     """Return whether an operation on tensors of ``types`` is on a wrapper, such as DTensor or NF4."""
-    return any(kind not in _PLAIN and not issubclass(kind, FakeTensor) for kind in types)
+    return any(map(_is_wrapper, types))
+
+
+@cache
+def _is_wrapper(kind: type) -> bool:
+    return kind not in _PLAIN and not issubclass(kind, FakeTensor)
 
 
 class OperationMode(TorchDispatchMode):

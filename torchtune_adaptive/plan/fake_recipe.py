@@ -20,6 +20,7 @@ import torchtune.training.activations as torchtune_activations
 from omegaconf import DictConfig, ListConfig
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune import config
@@ -29,7 +30,6 @@ from torchtune.modules.peft import DoRALinear
 from torchtune_adaptive.batch.row_format import PreferenceRows, Row
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.memory.phases import Phases
-from torchtune_adaptive.plan.compiled_code import compile_layers, compile_loss
 from torchtune_adaptive.plan.cuda_stand_ins import OffloadedActivations
 from torchtune_adaptive.plan.fake_model import layers_limited_to, make_fake
 from torchtune_adaptive.plan.optimizer_stand_ins import stand_in_for_optimizer
@@ -99,10 +99,7 @@ class FakeRecipe:
         )
         with self._as_on_device():
             if not self._is_warm:
-                # The first step makes the optimizer's state, and lets DTensor work out shardings on global shapes; some
-                # optimizers take other operations in the second.
-                self._train_step(Phases([], None), micro_batches[:1])
-                self._step_optimizers()
+                self._warm_up(micro_batches[:1])
                 self._is_warm = True
             for index, model in enumerate(self.models):
                 kind: Mark = "frozen models" if index else "parameters"
@@ -127,10 +124,22 @@ class FakeRecipe:
             "sequences": self._row_format.sequences,
         }
 
+    def _warm_up(self, micro_batches: list[list[Row]]) -> None:
+        """Take two steps: the first makes the optimizer's state, and some optimizers take other operations after it.
+
+        FSDP2 sets itself up in a first forward pass, and lets DTensor work out shardings on global shapes.
+        """
+        if any(isinstance(model, FSDPModule) for model in self.models):
+            self._train_step(Phases([], None), micro_batches)
+        else:
+            self._step_optimizers()
+        self._step_optimizers()
+
     def _step_optimizers(self) -> None:
-        """A step of the optimizers alone, of the parameters whose state they have."""
+        """A step of the optimizers alone: of the parameters whose state they have, or of all if they have none."""
         for optimizer in self._stepping.optimizers:
-            for parameter in optimizer.state:
+            trained = (one for group in optimizer.param_groups for one in group["params"] if one.requires_grad)
+            for parameter in list(optimizer.state) or trained:
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -277,7 +286,7 @@ def _set_up_optimizer_and_loss(recipe: Any, cfg: DictConfig) -> None:
     # Only these recipes take the new loss that torchtune returns for one without chunks.
     compiles_whole = is_distillation or (method_of(cfg) == "lora_finetune" and recipe.world_size == 1)
     if recipe._compile:
-        compile_loss(recipe._loss_fn, also_whole=compiles_whole)
+        _compile_loss(recipe._loss_fn, also_whole=compiles_whole)
     chunks = getattr(recipe._loss_fn, "num_output_chunks", None)
     if chunks is not None:
         for model in recipe.models():
@@ -285,11 +294,17 @@ def _set_up_optimizer_and_loss(recipe: Any, cfg: DictConfig) -> None:
     if is_distillation:
         kd_loss = config.instantiate(cfg.kd_loss)
         if recipe._compile:
-            compile_loss(kd_loss, also_whole=True)
+            _compile_loss(kd_loss, also_whole=True)
         kd_chunks = getattr(kd_loss, "num_output_chunks", None)
         if kd_chunks != chunks:
             raise InputError(f"`kd_loss` must take as many chunks as `loss` ({chunks}), but takes {kd_chunks} instead.")
         recipe._kd_loss_fn = _reading_numbers(kd_loss)
+
+
+def _compile_loss(loss: nn.Module, *, also_whole: bool) -> None:
+    from torchtune_adaptive.plan.compiled_code import compile_loss  # needs AOTAutograd, which takes time to import
+
+    compile_loss(loss, also_whole=also_whole)
 
 
 def _reading_numbers(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -332,6 +347,8 @@ class _TrainingOnFakes:
         return None
 
     def compile_model(self, model: nn.Module, *_: Any, **__: Any) -> None:
+        from torchtune_adaptive.plan.compiled_code import compile_layers  # as in ``_compile_loss``
+
         compile_layers(model)
 
     def get_act_offloading_ctx_manager(self, model: nn.Module, enabled: bool) -> Any:
