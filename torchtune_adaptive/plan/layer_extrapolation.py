@@ -9,6 +9,7 @@ A phase that goes through all parameters several times, each time with one opera
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import groupby
 
 from torchtune_adaptive.memory.timeline import Timeline
@@ -30,7 +31,7 @@ def extrapolate_layers(few: Timeline, more: Timeline, *, layers: tuple[int, int]
     >>> extrapolate_layers(few, more, layers=(2, 3), num_layers=10).live_bytes
     (1, 2, 11, 12)
     """
-    pairs = _aligned_operations(few, more)
+    pairs = _aligned_operations(few.operations, few.phases, more.operations, more.phases)
     if pairs is None:
         return None
     periods, rest = divmod(num_layers - layers[0], layers[1] - layers[0])
@@ -45,26 +46,31 @@ def extrapolate_layers(few: Timeline, more: Timeline, *, layers: tuple[int, int]
     )
 
 
-def _aligned_operations(few: Timeline, more: Timeline) -> list[tuple[int, int]] | None:
-    """Index pairs of the same operation in both timelines; None if the operations do not repeat as layers do.
+@lru_cache(maxsize=4)  # all kinds of bytes of two steps are extrapolated one after the other
+def _aligned_operations(
+    few: tuple[str, ...], few_phases: tuple[str, ...], more: tuple[str, ...], more_phases: tuple[str, ...]
+) -> tuple[tuple[int, int], ...] | None:
+    """Index pairs of the same operation in both steps; None if the operations do not repeat as layers do.
 
     In each phase the first operations are counted from its start, the others from its end.
+
+    Args:
+        few, more: names of the operations.
+        few_phases, more_phases: the phase of each.
     """
-    few_phases, more_phases = list(_runs(few.phases)), list(_runs(more.phases))
-    if [phase for phase, _ in few_phases] != [phase for phase, _ in more_phases]:
+    few_runs, more_runs = list(_runs(few_phases)), list(_runs(more_phases))
+    if [phase for phase, _ in few_runs] != [phase for phase, _ in more_runs]:
         return None
     pairs: list[tuple[int, int]] = []
-    for (_, few_phase), (_, more_phase) in zip(few_phases, more_phases, strict=True):
+    for (_, few_phase), (_, more_phase) in zip(few_runs, more_runs, strict=True):
         for short, long in _split_phase(few, few_phase, more, more_phase):
-            num_from_start = _num_from_start(
-                [few.operations[index] for index in short], [more.operations[index] for index in long]
-            )
+            num_from_start = _num_from_start([few[index] for index in short], [more[index] for index in long])
             if num_from_start is None:
                 return None
             num_from_end = len(short) - num_from_start
             pairs += zip(short[:num_from_start], long[:num_from_start], strict=True)
             pairs += zip(short[num_from_start:], long[len(long) - num_from_end :], strict=True)
-    return pairs
+    return tuple(pairs)
 
 
 def _num_from_start(short: list[str], long: list[str]) -> int | None:
@@ -88,14 +94,16 @@ def _num_same(short: list[str], long: list[str]) -> int:
     return next((index for index, is_same in enumerate(same) if not is_same), len(short))
 
 
-def _split_phase(few: Timeline, few_phase: range, more: Timeline, more_phase: range) -> Iterator[tuple[range, range]]:
-    """The index ranges of a phase in both timelines.
+def _split_phase(
+    few: tuple[str, ...], few_phase: range, more: tuple[str, ...], more_phase: range
+) -> Iterator[tuple[range, range]]:
+    """The index ranges of a phase in both steps.
 
     A phase in which each operation is repeated over all parameters before the next begins is split by operation.
     """
     few_repeats, more_repeats = (
-        list(_runs(timeline.operations[phase.start : phase.stop], start=phase.start))
-        for timeline, phase in ((few, few_phase), (more, more_phase))
+        list(_runs(operations[phase.start : phase.stop], start=phase.start))
+        for operations, phase in ((few, few_phase), (more, more_phase))
     )
     if [name for name, _ in few_repeats] == [name for name, _ in more_repeats]:
         yield from zip((indices for _, indices in few_repeats), (indices for _, indices in more_repeats), strict=True)
