@@ -42,6 +42,10 @@ REFUSED = {
     "`model` must be a text model": _model("of_images"),
     "The config must be one that its recipe can set up": ["optimizer_in_bwd=True"],  # and clips gradients
     "`optimizer` of bitsandbytes must be one of Adam, ": ["optimizer=bitsandbytes.optim.Unknown8bit"],
+    "`optimizer` must be one whose step takes no closure, but LBFGS needs": [
+        "~optimizer.fused",
+        "optimizer=torch.optim.LBFGS",
+    ],
     "Rows must have at most the model's max_seq_len": ["model.max_seq_len=32"],
     "`num_layers` must be an integer, but is 'two' instead.": ["model.num_layers=two"],
 }

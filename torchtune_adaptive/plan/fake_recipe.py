@@ -78,6 +78,7 @@ class FakeRecipe:
             _set_up_optimizer_and_loss(recipe, self.cfg)
         self._stepping = recipe.stepping()
         for optimizer in self._stepping.optimizers:
+            _require_no_closure(optimizer)
             optimizer.step = _reading_numbers(optimizer.step)
         self._objective = recipe.objective(as_stock=True)
         self._row_format = recipe.row_format()
@@ -299,6 +300,18 @@ def _set_up_optimizer_and_loss(recipe: Any, cfg: DictConfig) -> None:
         if kd_chunks != chunks:
             raise InputError(f"`kd_loss` must take as many chunks as `loss` ({chunks}), but takes {kd_chunks} instead.")
         recipe._kd_loss_fn = _reading_numbers(kd_loss)
+
+
+def _require_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose step computes the loss itself, again and again: no recipe gives it a function for that.
+
+    Raises:
+        InputError: it is one.
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        name = type(optimizer).__name__
+        raise InputError(f"`optimizer` must be one whose step takes no closure, but {name} needs one.")
 
 
 def _compile_loss(loss: nn.Module, *, also_whole: bool) -> None:
