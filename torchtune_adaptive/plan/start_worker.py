@@ -17,7 +17,7 @@ def main() -> None:
     gc.enable()
     worker.main()
     sys.stderr.flush()
-    os._exit(0)  # destroying all modules takes as long as tracing a step
+    os._exit(0)  # destroying all modules takes time, and nothing is left to do
 
 
 if __name__ == "__main__":

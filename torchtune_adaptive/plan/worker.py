@@ -1,9 +1,9 @@
 """Trace a config's train step over fake tensors, in the process that ``client`` starts.
 
-``python -m torchtune_adaptive.plan.worker OUTPUT ERRORS`` reads a request as JSON from standard input and writes its
-answer as JSON to the file OUTPUT. The answer holds the peaks, or the events of one step, or the reason why there are
-none; an unforeseen error is in the file ERRORS as well, from the first line of its traceback to the last, also where it
-ends the process at once.
+``python -m torchtune_adaptive.plan.start_worker OUTPUT ERRORS`` reads a request as JSON from standard input and writes
+its answer as JSON to the file OUTPUT. The answer holds the peaks, or the events of one step, or the reason why there
+are none; an unforeseen error is in the file ERRORS as well, from the first line of its traceback to the last, also
+where it ends the process at once.
 """
 
 import faulthandler
@@ -254,7 +254,3 @@ def _answer(request: dict[str, Any], errors: TextIO) -> dict[str, Any]:
     except Exception as error:
         traceback.print_exc(file=errors)
         return {"failed": reason_of(error)}
-
-
-if __name__ == "__main__":
-    main()
