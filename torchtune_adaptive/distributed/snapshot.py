@@ -20,9 +20,7 @@ from torchtune_adaptive.memory.operations import plain_parts
 
 
 @contextmanager
-def leave_no_trace(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, device: torch.device | None = None
-) -> Iterator[Callable[[], None]]:
+def leave_no_trace(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Callable[[], None]]:
     """On leaving, also by an exception, restore the state on entering, bit for bit, and set gradients to None.
 
     This covers parameters, buffers, the state and options of all ``optimizers``, and the random generators of Python,
@@ -30,14 +28,9 @@ def leave_no_trace(
 
     Yields a function that restores only the optimizers. It is for a step that failed while the optimizers created
     their state: the next step would use the incomplete state.
-
-    Args:
-        device: where the model computes, if not where its parameters are.
     """
     tensors = [*(p for p in model.parameters() if p.requires_grad), *model.buffers()]
-    if device is None:
-        device = tensors[0].device if tensors else torch.device("cpu")
-    with Copies(device, [*tensors, *_tensors_of(optimizers)]) as copies, keep_random_states():
+    with Copies([*tensors, *_tensors_of(optimizers)]) as copies, keep_random_states():
         restores = [copies.copy(tensor) for tensor in tensors]
         saved_optimizers = [_SavedOptimizer(optimizer, copies) for optimizer in optimizers]
 

@@ -29,14 +29,13 @@ class Copies:
     """Copies tensors; while ``with copies:`` lasts, they can be restored.
 
     Args:
-        device: whose memory is measured.
         tensors: all that will be copied. If the file has no room for them, they are copied to memory, which is logged.
     """
 
-    def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         parts = [part for tensor in tensors for part in plain_parts(tensor)]
         self._file_bytes = sum(part.nbytes for part in parts if _has_bytes_on_host(part))
-        self._file = self._open_file() if device.type == "cpu" and self._file_bytes else None
+        self._file = self._open_file() if self._file_bytes else None
         self._uses_file = self._file is not None
 
     def copy(self, tensor: torch.Tensor) -> Restore:

@@ -48,8 +48,7 @@ class Workload:
 
         Gives a function that restores the optimizers alone, for a step that failed while it made their state.
         """
-        kept = leave_no_trace(self.model, self.optimizers, device=self.device)
-        with kept as restore_optimizers, only_new_garbage():
+        with leave_no_trace(self.model, self.optimizers) as restore_optimizers, only_new_garbage():
             free_memory(self.device)  # what loading the model left in the allocator's cache
             yield restore_optimizers
 
