@@ -105,6 +105,15 @@ def test_the_same_process_may_lock_again_and_keeps_others_out_until_it_releases(
     FolderLock(tmp_path).release()
 
 
+def test_what_nobody_released_is_closed_as_the_process_ends(tmp_path: Path) -> None:
+    """Else the interpreter warns of open files."""
+    left_over = FolderLock(tmp_path)
+    lock_module._release_all()
+    assert left_over._file.closed
+    assert ask_stranger(tmp_path) == "locked"
+    FolderLock(tmp_path).release()
+
+
 def test_a_folder_that_was_removed_and_made_anew_is_locked_anew(tmp_path: Path) -> None:
     old = FolderLock(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")

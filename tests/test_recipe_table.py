@@ -1,11 +1,8 @@
 """The documented table of what each recipe can do is that of the tests that there are."""
 
-import pytest
-
 from tests import recipe_table
 
 
-@pytest.mark.filterwarnings("ignore:unclosed file .*adaptive.lock:ResourceWarning")  # held to the process's end
 def test_the_documented_table_is_that_of_the_tests() -> None:
     document = recipe_table.DOCUMENT.read_text()
     shown = document.partition(recipe_table.BEGIN)[2].partition(recipe_table.END)[0]

@@ -1,5 +1,6 @@
 """A lock on a folder that ends with the process that holds it."""
 
+import atexit
 import errno
 import fcntl
 import os
@@ -55,6 +56,13 @@ class FolderLock:
         """Let others write into the folder."""
         self._file.close()
         _opened[:] = [file for file in _opened if not file.closed]
+
+
+@atexit.register
+def _release_all() -> None:
+    """Close what a refused recipe, or one that was never cleaned up, still holds: Python would warn of open files."""
+    while _opened:
+        _opened.pop().close()
 
 
 def _open(path: Path) -> FileIO:
