@@ -1,5 +1,6 @@
 """Fixtures for every test: no network, and one small world per session."""
 
+import fcntl
 import gc
 import os
 from collections.abc import Iterator
@@ -8,9 +9,6 @@ from pathlib import Path
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when `datasets` is imported, so before any fixture
-
-from torchtune_adaptive.tiny import make_tiny_assets
-
 _START_PROCESSES = {"run_on_ranks", "run_alone", "tune_run"}
 
 
@@ -48,7 +46,18 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny data, tokenizer and model, with 400 samples, made once per session; tests must not write into it."""
-    directory = tmp_path_factory.mktemp("tiny")
-    make_tiny_assets(directory, num_samples=400)
+    """The tiny data, tokenizer and model, with 400 samples, made once per session; tests must not write into it.
+
+    Of several processes that run tests the first makes them for all. Each has links to them in a folder of its own.
+    """
+    from torchtune_adaptive.tiny import make_tiny_assets  # seconds, which the process that only starts others need not
+
+    directory, base = tmp_path_factory.mktemp("tiny"), tmp_path_factory.getbasetemp()
+    made = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny_made"
+    made.mkdir(exist_ok=True)
+    with (made / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        make_tiny_assets(made, num_samples=400)
+    for path in made.iterdir():
+        (directory / path.name).symlink_to(path)
     return directory

@@ -1,6 +1,6 @@
 """A run that is killed, asked to end, or out of disk at any moment loses nothing: resumed it is as uninterrupted.
 
-All runs are launched as by hand. Most tests take minutes: ``make exhaustive`` runs them.
+All runs are launched as by hand. That takes minutes: ``make exhaustive`` runs them.
 """
 
 import os
@@ -124,6 +124,7 @@ def size_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.exhaustive
 def test_a_run_ended_by_sigterm_goes_on_where_it_was(assets: Path, tmp_path: Path) -> None:
     whole = reference_of(SHORT, assets, tmp_path / "whole")
     with launched(SHORT, assets, tmp_path, holds=[5]) as run:

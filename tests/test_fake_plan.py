@@ -1,5 +1,8 @@
 """A config's peaks over fake tensors: extrapolated from few layers where they repeat, and of the right kinds."""
 
+import io
+import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,6 +51,12 @@ REFUSED = {
     ],
     "Rows must have at most the model's max_seq_len": ["model.max_seq_len=32"],
     "`num_layers` must be an integer, but is 'two' instead.": ["model.num_layers=two"],
+}
+
+
+UNANSWERED = {
+    "refused": ["model.max_seq_len=32"],
+    "failed": ["~optimizer.fused", "optimizer._component_=tests.fake_models.FailsInItsStep"],
 }
 
 
@@ -113,7 +122,14 @@ def _kinds(_: int) -> dict[str, Any]:
             trace_config(_cfg("full", *overrides), world_size=1, seq_lens=[SEQ_LEN])
         except InputError as error:
             seen[name] = str(error)
+    seen["answers"] = {name: _answer(*overrides) for name, overrides in UNANSWERED.items()}
     return seen
+
+
+def _answer(*overrides: str) -> tuple[dict[str, Any], str]:
+    """What the worker process answers, and prints of an error that nobody foresaw."""
+    errors, config = io.StringIO(), OmegaConf.to_container(_cfg("full", SHALLOW, *overrides))
+    return worker._answer({"config": config, "world_size": 1, "seq_lens": [SEQ_LEN]}, errors), errors.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -301,28 +317,53 @@ def _traced(_: int, cfg: DictConfig) -> Any:
     return trace_config(cfg, world_size=2, seq_lens=[SEQ_LEN])
 
 
-def test_a_refusal_of_the_worker_process_is_raised_here() -> None:
-    with pytest.raises(InputError, match=r"^Rows must have at most the model's max_seq_len \(32 tokens\), but have 64"):
-        client.trace(_cfg("full", SHALLOW, "model.max_seq_len=32"), world_size=1, seq_lens=[SEQ_LEN])
+def test_the_worker_process_answers_with_a_refusal_or_with_the_error_that_nobody_foresaw(kinds: dict[str, Any]) -> None:
+    (refused, silence), (failed, printed) = (kinds["answers"][name] for name in ("refused", "failed"))
+    assert refused["refused"].startswith("Rows must have at most the model's max_seq_len (32 tokens), but have 64")
+    assert silence == ""
+    assert failed == {"failed": "ZeroDivisionError: division by zero"}
+    assert printed.endswith("ZeroDivisionError: division by zero\n")
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "reason", "last_lines"),
-    [
-        ("FailsInItsStep", "ZeroDivisionError: division by zero", "ZeroDivisionError: division by zero"),
-        ("EndsItsProcess", "its process was ended by SIGSEGV", "in step"),
-    ],
-)
-def test_an_unforeseen_error_of_the_worker_process_is_one_sentence_with_the_place_of_the_rest(
-    optimizer: str, reason: str, last_lines: str
-) -> None:
-    cfg = _cfg("full", SHALLOW, "~optimizer.fused", f"optimizer._component_=tests.fake_models.{optimizer}")
+def _answering(monkeypatch: pytest.MonkeyPatch, answer: dict[str, str], printed: str) -> None:
+    """Put a process that answers so, and prints this of an error, in place of the worker process."""
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        Path(command[-2]).write_text(json.dumps(answer))
+        Path(command[-1]).write_text(printed)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(client.subprocess, "run", run)
+
+
+def test_a_refusal_of_the_worker_process_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    _answering(monkeypatch, {"refused": "Rows must be short."}, "")
+    with pytest.raises(InputError, match=r"^Rows must be short\.$"):
+        client.trace(_cfg("full"), world_size=1, seq_lens=[SEQ_LEN])
+
+
+def _place_of_the_rest(cfg: DictConfig, reason: str) -> Path:
+    """Where the whole error is that ends the tracing of ``cfg`` for ``reason``."""
     with pytest.raises(TracingError) as failed:
         client.trace(cfg, world_size=1, seq_lens=[SEQ_LEN])
     start, _, rest = str(failed.value).partition(f" {reason} (the whole error is in ")
     assert start == "The config must be one whose train step can be traced, but tracing it failed:"
-    log = Path(rest.removesuffix(")."))
-    assert last_lines in log.read_text()
+    return Path(rest.removesuffix(")."))
+
+
+def test_an_unforeseen_error_of_the_worker_process_is_one_sentence_with_the_place_of_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _answering(monkeypatch, {"failed": "OSError: x"}, "the traceback")
+    log = _place_of_the_rest(_cfg("full"), "OSError: x")
+    assert log.read_text() == "the traceback"
+    log.unlink()
+
+
+def test_a_worker_process_that_breaks_down_leaves_where_it_was() -> None:
+    cfg = _cfg("full", SHALLOW, "~optimizer.fused", "optimizer._component_=tests.fake_models.EndsItsProcess")
+    log = _place_of_the_rest(cfg, "its process was ended by SIGSEGV")
+    assert "in step" in log.read_text()
     log.unlink()
 
 

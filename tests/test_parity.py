@@ -37,14 +37,14 @@ ON_TWO_RANKS: list[dict[str, Any]] = [
     {"kind": "full"} | UNCLIPPED,
     {"kind": "lora"} | UNCLIPPED,
     {"kind": "full"} | IN_BACKWARD,
+    {"kind": "lora", "gradient_accumulation_steps": 1, "dataset__packed": True, "dataset__split": "train[:60]"},
     {
         "kind": "full",
-        "gradient_accumulation_steps": 2,
+        "gradient_accumulation_steps": 3,
         "enable_activation_checkpointing": True,
+        "loss": {"_component_": "torch.nn.CrossEntropyLoss"},
         "max_steps_per_epoch": 2,
     },
-    {"kind": "lora", "gradient_accumulation_steps": 1, "dataset__packed": True, "dataset__split": "train[:60]"},
-    {"kind": "full", "gradient_accumulation_steps": 3, "loss": {"_component_": "torch.nn.CrossEntropyLoss"}},
 ]
 ON_ONE_DEVICE: list[dict[str, Any]] = [
     {"kind": "full_single"} | UNCLIPPED,

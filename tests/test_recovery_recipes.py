@@ -395,6 +395,7 @@ def test_tune_run_ends_well_with_a_fault_in_each_epoch(kind: str, ranks: int, ti
     assert losses["faulty"] == pytest.approx(losses["fault-free"], rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_when_a_rank_is_killed_the_others_end_and_it_is_named(tiny_dir: Path, tmp_path: Path) -> None:
     plan = {"kind": "full", "strike": "kill_process", "faults": [[3, 0, 1, 700]]}
     run, losses = _tune_run_with_faults(plan, 2, "epochs=1", tiny_dir=tiny_dir, directory=tmp_path)

@@ -55,7 +55,7 @@ def on_tiny(kind: str, tiny_dir: Path, output_dir: Path) -> list[str]:
     ]
 
 
-# A stock config on two ranks; a config of ours is launched below.
+# A stock config on two ranks; a config of ours is launched below, on a single device.
 IN_EVERY_RUN = {("llama3_2", "lora", 2)}
 
 
@@ -122,15 +122,6 @@ def test_two_processes_of_a_single_device_recipe_are_refused_in_one_sentence(tin
     assert run.returncode == 1
     sentence = f"{recipe}: `--nproc_per_node` must be 1 for a single-device recipe, but is 2 instead."
     assert run.stderr.count(sentence) == 1
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_refused_value_is_said_once_and_fails_the_launch(tiny_dir: Path, tmp_path: Path) -> None:
-    overrides = [f"tiny_dir={tiny_dir}", f"output_dir={tmp_path / 'out'}", "adaptive.margin=1.5"]
-    recipe = "adaptive_full_finetune_distributed"
-    run = tune_run("--nproc_per_node", "2", recipe, "--config", "tiny/full", *overrides, directory=tmp_path)
-    assert run.returncode != 0
-    assert run.stderr.count("`margin` must be in [0, 1), but is 1.5 instead.") == 1
     assert not (tmp_path / "out").exists()
 
 
