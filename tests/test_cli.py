@@ -139,8 +139,11 @@ def test_several_gpus_and_numbers_of_ranks_are_a_grid_with_the_least_that_fits_i
     assert [row[2] == "none" for row in rows] == [True, True, False, False, False, False]
     largest = json.loads(program(*FULL, "--memory", "80GiB", "--seq-len", "1024", "--json", *CUDA).out)["lengths"][0]
     assert rows[2][2] == f"{largest['exact_batch_size']} ({largest['batch_size']})"
-    assert "\nRows of 1024 tokens need at least 1 rank of H100: a batch of 16.\n" in ended.out
+    assert "\nRows of 1024 tokens need at least 1 rank of 80GiB, or 1 rank of H100.\n" in ended.out
     assert "\nRows of 65536 tokens fit on none of these.\n" in ended.out
+    added = [line for line in ended.out.splitlines() if "What the GPU adds" in line]
+    assert [line.partition(": What")[0] for line in added] == ["On 1 rank", "On 2 ranks"]  # several have a NCCL too
+    assert ["fragmentation 10%" in line for line in added] == [True, False]
     assert [request["world_size"] for request in tracing.requests] == [1, 2, 1]  # once for all GPUs
     asked = tables(program(*FULL, *memory, "--seq-len", "1024", "--batch-size", "1,99", *CUDA).out)[0]
     assert [row[2] for row in asked[1:]] == ["1 no, 99 no"] * 2 + ["1 yes, 99 no"] * 4
@@ -152,7 +155,7 @@ def test_several_gpus_and_numbers_of_ranks_are_a_grid_with_the_least_that_fits_i
 
 def test_what_changes_would_save_is_asked_for_the_configs_own_batch(program: Program, tracing: FakeTracing) -> None:
     ended = program(*FULL, "--memory", "80GiB", "--seq-len", "1024,2048", "--what-if", *CUDA, "batch_size=3")
-    assert "\nWith a batch of 3 rows of 1024 tokens:\n" in ended.out
+    assert "\nWith a batch of 3 rows of 1024 tokens, in GiB:\n" in ended.out
     assert {"LoRA", "as it is", "2 ranks"} <= {row[0] for row in tables(ended.out)[-1]}
     content = json.loads(program(*FULL, "--memory", "80GiB", "--what-if", "--json", *CUDA).out)
     assert content["what_if"][0]["change"] == "as it is"

@@ -739,7 +739,9 @@ def test_the_json_holds_the_whole_plan_and_its_suggestions() -> None:
     }
     assert content["traced_layers"] == [4, 6]
     assert content["overhead"] == dataclasses.asdict(found.overhead)
-    assert content["lengths"] == json.loads(json.dumps([dataclasses.asdict(length) for length in found.lengths]))
+    figures = json.dumps([dataclasses.asdict(length) for length in found.lengths])
+    assert content["lengths"] == json.loads(figures, parse_float=lambda num_bytes: round(float(num_bytes)))
+    assert isinstance(content["lengths"][0]["process_bytes"], int)
     assert set(content["lengths"][0]) == {field.name for field in dataclasses.fields(LengthPlan)}
     assert content["suggestions"] == [
         {"change": "2 ranks", "length": content["lengths"][0], "refused": ""},

@@ -1,5 +1,6 @@
 """What each change of a config would save is planned with that change, alone and with all others."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,14 +115,25 @@ def test_the_table_has_the_largest_saving_first_and_what_cannot_be_planned_last(
     effects, _ = effects_of(cfg_of(), refuses_lora=True)
     text = what_if_text(effects.values())
     first, *_ = text.splitlines()
-    assert first == "With a batch of 3 rows of 512 tokens:"
+    assert first == "With a batch of 3 rows of 512 tokens, in GiB:"
     ((header, *rows),) = tables(text)
     assert header == ["change", "process", "saved", "fits", "largest batch"]
     assert rows[0][0] == "4 ranks"
-    assert {row[0]: row[2] for row in rows}[AS_IT_IS] == "0 B"
+    saved = {row[0]: row[2] for row in rows}
+    assert saved[AS_IT_IS] == saved["compile"] == "0.00"
+    assert saved["4 ranks"] == "12.00"  # half of 20 GiB, and the fifth that the GPU adds
     last = [line.partition(": not planned, ") for line in text.splitlines()[-3:]]
     assert [name for name, _, _ in last] == ["- LoRA", "- QLoRA", f"- {TOGETHER}"]
     assert {reason for _, _, reason in last} == {"`model` is wrong."}
+
+
+def test_a_few_bytes_more_are_nothing_saved_in_the_tables_unit() -> None:
+    effects, _ = effects_of(cfg_of())
+    length = effects["compile"].length
+    assert length is not None
+    more = replace(length.asked[0], process_bytes=length.asked[0].process_bytes + 614)
+    effects["compile"] = Suggestion("compile", replace(length, asked=(more,)))
+    assert {row[0]: row[2] for row in tables(what_if_text(effects.values()))[0]}["compile"] == "0.00"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0"])

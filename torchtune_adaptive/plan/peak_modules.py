@@ -62,7 +62,7 @@ def modules_text(events: StepEvents) -> str:
         ]
 
     operation = events.operations[events.peak_at]
-    rows = [["module", "number", "together", *kinds], *(row(one.module, [one]) for one in shown)]
+    rows = [["module", "number", "total", *kinds], *(row(one.module, [one]) for one in shown)]
     if others:
         rows.append(row("others", others))
     return "\n".join(

@@ -42,7 +42,7 @@ svg.addEventListener("pointermove", event => {
   line.setAttribute("d", inside ? `M${step.left + pixel + 0.5} ${step.top}v${step.height}` : "");
   if (!inside) return;
   const [number, name, phase, module, ...held] = shown, table = document.createElement("table");
-  row(table, "together", held.reduce((sum, bytes) => sum + bytes, 0));
+  row(table, "total", held.reduce((sum, bytes) => sum + bytes, 0));
   step.kinds.forEach(([kind, colour], place) => held[place] && row(table, kind, held[place], colour));
   const title = Object.assign(document.createElement("b"), {textContent: step.names[name]});
   const operation = `operation ${(number + 1).toLocaleString("en")}`;

@@ -10,7 +10,7 @@ from torchtune_adaptive.plan.plan import LengthPlan, Plan, SizePlan
 from torchtune_adaptive.plan.step_events import StepEvents
 from torchtune_adaptive.plan.suggestions import Suggestion
 from torchtune_adaptive.plan.what_if import AS_IT_IS
-from torchtune_adaptive.text import format_bytes, text_table
+from torchtune_adaptive.text import byte_unit, format_bytes, text_table
 
 _GIB = 2**30
 
@@ -26,8 +26,8 @@ def plan_text(plan: Plan, *, title: str) -> str:
     shown = asked or plan.lengths
     lines = [
         f"{title}: {trained} parameters in {step.num_layers} layers{traced}{frozen}",
-        f"{_ranks(plan)} of {format_bytes(plan.card.memory_bytes)}, of which a fraction of {plan.margin:g} is held"
-        " back",
+        f"{_ranks(plan.world_size)} of {format_bytes(plan.card.memory_bytes)}, of which a fraction of {plan.margin:g}"
+        " is held back",
         "",
         text_table([_SIZES, *map(_sizes, plan.lengths)]),
         "",
@@ -47,7 +47,7 @@ def plan_text(plan: Plan, *, title: str) -> str:
 
 
 def grid_text(plans: Mapping[str, Sequence[Plan]], *, title: str) -> str:
-    """The largest batch on each GPU, by its name, and number of ranks, and the least memory on which one fits.
+    """The largest batch on each GPU, by its name, and number of ranks, and how many ranks of each GPU it takes.
 
     If batches were asked for, whether they fit.
 
@@ -63,9 +63,9 @@ def grid_text(plans: Mapping[str, Sequence[Plan]], *, title: str) -> str:
         "",
         text_table([["GPU", "ranks", *(f"rows of {tokens}" for tokens in lengths)], *rows]),
         "",
-        *(_least_memory(plans, place) for place in range(len(lengths))),
+        *(_fewest_ranks(plans, place) for place in range(len(lengths))),
         "",
-        _source(first),
+        *_sources([one for row in plans.values() for one in row]),
     ]
     return "\n".join(lines)
 
@@ -76,15 +76,19 @@ def _in_short(length: LengthPlan) -> str:
     return "none" if length.exact_batch_size == 0 else f"{_size(length.exact_batch_size)} ({length.batch_size})"
 
 
-def _least_memory(plans: Mapping[str, Sequence[Plan]], place: int) -> str:
-    """Which of the plans has the least memory on all ranks together, of those on which rows of one length fit."""
-    fitting = [(name, one) for name, row in plans.items() for one in row if one.lengths[place].exact_batch_size != 0]
+def _fewest_ranks(plans: Mapping[str, Sequence[Plan]], place: int) -> str:
+    """On how many ranks of each GPU rows of one length fit, of the numbers that were planned."""
     (first, *_), *_ = plans.values()
     what = f"Rows of {first.lengths[place].seq_len} tokens"
-    if not fitting:
+    fewest = {
+        name: min(fitting)
+        for name, row in plans.items()
+        if (fitting := [one.world_size for one in row if one.lengths[place].exact_batch_size != 0])
+    }
+    if not fewest:
         return f"{what} fit on none of these."
-    name, one = min(fitting, key=lambda pair: pair[1].world_size * pair[1].card.memory_bytes)
-    return f"{what} need at least {_ranks(one)} of {name}: a batch of {one.lengths[place].batch_size}."
+    enough = [f"{_ranks(number)} of {name}" for name, number in fewest.items()]
+    return f"{what} need at least {', or '.join(enough)}."
 
 
 def suggestion_text(suggestion: Suggestion) -> str:
@@ -104,11 +108,12 @@ def what_if_text(effects: Iterable[Suggestion]) -> str:
     planned = [(effect.change, effect.length) for effect in effects if effect.length is not None]
     needed = {change: length.asked[0].process_bytes for change, length in planned}
     planned.sort(key=lambda pair: needed[pair[0]])
+    unit, unit_bytes = byte_unit(max(needed.values()))
     rows = [
         [
             change,
-            format_bytes(needed[change]),
-            format_bytes(needed[AS_IT_IS] - needed[change]),
+            f"{needed[change] / unit_bytes:.2f}",
+            f"{round((needed[AS_IT_IS] - needed[change]) / unit_bytes, 2) + 0.0:.2f}",
             length.asked[0].fits,
             _size(length.exact_batch_size),
         ]
@@ -117,7 +122,7 @@ def what_if_text(effects: Iterable[Suggestion]) -> str:
     size = planned[0][1].asked[0]
     refused = [f"- {effect.change}: not planned, {effect.refused}" for effect in effects if effect.length is None]
     lines = [
-        f"With a batch of {size.batch_size} rows of {size.seq_len} tokens:",
+        f"With a batch of {size.batch_size} rows of {size.seq_len} tokens, in {unit}:",
         text_table([["change", "process", "saved", "fits", "largest batch"], *rows]),
     ]
     return "\n".join([*lines, "", *refused] if refused else lines)
@@ -144,11 +149,20 @@ def plan_json(
         "traced_layers": list(step.traced_layers),
         "paged_bytes": step.paged_bytes,
         "overhead": asdict(plan.overhead),
-        "lengths": [asdict(length) for length in plan.lengths],
-        "suggestions": [asdict(suggestion) for suggestion in suggestions],
-        "what_if": [asdict(effect) for effect in effects],
+        "lengths": _in_whole_bytes([asdict(length) for length in plan.lengths]),
+        "suggestions": _in_whole_bytes([asdict(suggestion) for suggestion in suggestions]),
+        "what_if": _in_whole_bytes([asdict(effect) for effect in effects]),
         "step": None if events is None else step_json(events),
     }
+
+
+def _in_whole_bytes(value: Any) -> Any:
+    """The value with every fraction in it rounded: of the figures of a size only bytes have fractions."""
+    if isinstance(value, dict):
+        return {key: _in_whole_bytes(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_whole_bytes(one) for one in value]
+    return round(value) if isinstance(value, float) else value
 
 
 _BYTES = ("traced", "allocated", "reserved", "process", "give or take")
@@ -171,8 +185,8 @@ def _bytes(size: SizePlan) -> list[str]:
     return list(map(format_bytes, figures))
 
 
-def _ranks(plan: Plan) -> str:
-    return f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' if number > 1 else ''}"
 
 
 def _count(number: int) -> str:
@@ -189,6 +203,19 @@ def _in_gib(rows: Sequence[tuple[SizePlan, dict[str, float]]]) -> list[list[str]
     return [names] + [
         [str(size.seq_len), str(size.batch_size), *(f"{num_bytes / _GIB:.2f}" for num_bytes in figures.values())]
         for size, figures in rows
+    ]
+
+
+def _sources(plans: Sequence[Plan]) -> list[str]:
+    """What the GPU adds, once for all plans for which that is the same, by their numbers of ranks if it is not."""
+    ranks: dict[str, set[int]] = {}
+    for one in plans:
+        ranks.setdefault(_source(one), set()).add(one.world_size)
+    if len(ranks) == 1:
+        return list(ranks)
+    return [
+        f"On {', '.join(map(str, sorted(numbers)))} rank{'s' if numbers != {1} else ''}: {said}"
+        for said, numbers in ranks.items()
     ]
 
 

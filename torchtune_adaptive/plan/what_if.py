@@ -10,7 +10,7 @@ from torchtune_adaptive.plan.plan import Card, Trace
 from torchtune_adaptive.plan.suggestions import Suggestion, lora_version, with_checkpointing, with_values
 from torchtune_adaptive.stock.configs import is_lora, method_of
 
-AS_IT_IS, TOGETHER = "as it is", "all of the config's together"
+AS_IT_IS, TOGETHER = "as it is", "all changes of the config together"
 
 
 def what_if(
