@@ -29,7 +29,7 @@ WITHOUT_TORCH = [
     *("batch/limits", "batch/noise_scale", "batch/increase_function"),
     *("search/strategies", "search/tables", "search/token_budget"),
     *("training/horizon", "training/run_state"),
-    *("plan/layer_extrapolation", "plan/step_peaks", "plan/overhead", "plan/gpus", "plan/kernels"),
+    *("plan/layer_extrapolation", "plan/host_memory", "plan/step_peaks", "plan/overhead", "plan/gpus", "plan/kernels"),
     *("plan/step_events", "plan/peak_modules", "plan/snapshot_file", "plan/svg", "plan/step_plot", "plan/plot_page"),
 ]
 

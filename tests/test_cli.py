@@ -250,7 +250,10 @@ def test_batches_that_are_no_numbers_are_refused(program: Program, tracing: Fake
 
 
 def test_ranks_of_all_machines_are_planned_with_the_overrides(program: Program, tracing: FakeTracing) -> None:
-    program(*FULL, "--memory", "H100", "--nproc_per_node", "4", "--nnodes", "2", *CUDA, "batch_size=7")
+    machines = ("--nproc_per_node", "4", "--nnodes", "2")
+    ended = program(*FULL, "--memory", "H100", *machines, *CUDA, "batch_size=7", "--json")
+    content = json.loads(ended.out)
+    assert (content["world_size"], content["host"]["ranks"]) == (8, 4)
     assert tracing.only["world_size"] == 8
     assert tracing.only["config"]["batch_size"] == 7
     assert tracing.only["shows_progress"] is True

@@ -17,6 +17,7 @@ from torchtune_adaptive.errors import InputError, TracingError
 from torchtune_adaptive.memory.timeline import Timeline
 from torchtune_adaptive.plan import client, worker
 from torchtune_adaptive.plan.fake_model import layers_limited_to
+from torchtune_adaptive.plan.host_memory import HostFigures
 from torchtune_adaptive.plan.step_peaks import StepPeaks
 from torchtune_adaptive.plan.trace import StepTrace
 from torchtune_adaptive.plan.worker import StepTracer, trace_config
@@ -96,8 +97,9 @@ def _kinds(_: int) -> dict[str, Any]:
     seen["parameters"], seen["sharded"] = sharded.num_parameters, sharded.peaks[0].moment(2, "clip").at(2)
     seen["alone"] = _peaks(_cfg("full")).moment(2, "clip").at(2)
     seen["gathered"] = sharded.peaks[0].moment(2, "forward").at(2)["gathered parameters"]
-    offloaded = _peaks(_cfg("full", *CUDA, "fsdp_cpu_offload=True"), world_size=4)
-    seen["offloaded"] = {phase: offloaded.moment(2, phase).at(2) for phase in ("backward", "optimizer")}
+    on_host = trace_config(_cfg("full", *CUDA, "fsdp_cpu_offload=True"), world_size=4, seq_lens=[SEQ_LEN])
+    seen["offloaded"] = {phase: on_host.peaks[0].moment(2, phase).at(2) for phase in ("backward", "optimizer")}
+    seen["on the host"] = on_host.host
     plain = ["~clip_grad_norm", *CUDA, "model.num_layers=8"]
     seen["at once"] = _peaks(_cfg("full", *plain), seq_len=8).phases(2)["backward"]
     seen["in backward"] = _peaks(_cfg("full", *plain, "optimizer_in_bwd=True"), seq_len=8).phases(2)["backward"]
@@ -114,6 +116,10 @@ def _kinds(_: int) -> dict[str, Any]:
             [*checkpointed, "model.num_layers=8"],
         )
     ]
+    deep = [*checkpointed, "enable_activation_offloading=True", "model.num_layers=16"]
+    seen["activations on the host"] = trace_config(
+        _cfg("full", *deep), world_size=1, seq_lens=[SEQ_LEN]
+    ).host.activations
     lengths = _cfg("full", SHALLOW, "dataset.packed=True")  # a dense mask
     between = trace_config(lengths, world_size=2, seq_lens=[32, 80, 128]).peaks[1]
     seen["interpolated"], seen["traced"] = between.phases(5), _peaks(lengths, world_size=2, seq_len=80).phases(5)
@@ -155,6 +161,20 @@ def test_offloaded_bytes_are_not_counted_on_the_device(kinds: dict[str, Any]) ->
     assert backward["optimizer state"] == optimizer["optimizer state"] == optimizer["gradients"] == 0
     assert optimizer["temporaries"] == 0  # the step runs on the host
     assert backward["gathered parameters"] > 0
+
+
+def test_offloaded_bytes_are_those_of_a_rank_on_the_host(kinds: dict[str, Any]) -> None:
+    host = kinds["on the host"]
+    of_rank = host.weights / 4
+    assert of_rank <= host.offloaded_weights <= 2 * of_rank  # pinned
+    assert host.state == pytest.approx(2 * of_rank, rel=0.01)
+    assert host.offloaded == 2 * host.offloaded_weights + host.state
+    assert host.whole_state == pytest.approx(2 * host.weights, rel=0.01)
+
+
+def test_the_inputs_of_all_layers_are_offloaded_and_what_the_last_norm_saves(kinds: dict[str, Any]) -> None:
+    in_bf16, in_fp32 = str(2 * 128), str(4 * 128)
+    assert kinds["activations on the host"] == {in_bf16: 16, in_fp32: 3}
 
 
 def test_an_optimizer_in_backward_never_has_all_gradients_at_once(kinds: dict[str, Any]) -> None:
@@ -227,6 +247,9 @@ class RepeatingRecipe:
     def figures(self) -> dict[str, int]:
         return {"num_parameters": 7 + 100 * self.num_layers, "paged_bytes": 0, "attention_width": 8}
 
+    def host_figures(self) -> dict[str, int]:
+        return {"weights": 7 + 100 * self.num_layers, "64": self.num_layers}
+
 
 @pytest.mark.parametrize("operation", ["mm", "mm {seq_len}"], ids=["same operations", "other operations"])
 def test_peaks_and_figures_of_each_length_are_those_of_the_whole_model(
@@ -236,6 +259,7 @@ def test_peaks_and_figures_of_each_length_are_those_of_the_whole_model(
     cfg = OmegaConf.create({"operation": operation})
     step = trace_config(cfg, world_size=1, seq_lens=[80, 32, 128])
     assert (step.traced_layers, step.num_layers, step.num_parameters) == ((4, 6), 10, 1007)
+    assert step.host == HostFigures(weights=1007, activations={"64": 10})
     for peaks, seq_len in zip(step.peaks, (80, 32, 128), strict=True):
         assert peaks.seq_len == seq_len
         assert [peaks.peak_bytes(rows) for rows in (1, 2, 7)] == [10 * seq_len * rows for rows in (1, 2, 7)]

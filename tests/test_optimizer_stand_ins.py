@@ -57,6 +57,13 @@ def test_an_optimizer_on_the_host_holds_the_state_of_small_parameters_alone() ->
     assert state_bytes(held) == [2 * 2 * 63, 2 * 2 * 4097, 2 * 2 * 4224, 0]
 
 
+def test_an_optimizer_on_the_host_counts_pinned_parameters_and_gradients_and_their_state_there() -> None:
+    held = stand_in("torchao.optim.CPUOffloadOptimizer", minimal_size=4200)
+    held.step()  # counts nothing again
+    large = [2 * 4224, 2 * 16384]
+    assert held.host_bytes == 2 * (16384 + 32768) + 2 * sum(large)
+
+
 def test_offloaded_gradients_are_gone_after_backward() -> None:
     held = stand_in("torchao.optim.CPUOffloadOptimizer", offload_gradients=True)
     made = held.param_groups[0]["params"]

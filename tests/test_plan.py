@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.memory.timeline import Line
+from torchtune_adaptive.plan.host_memory import CUDA_PROCESS_BYTES, PROCESS_BYTES, HostFigures, pinned_bytes
 from torchtune_adaptive.plan.overhead import EXPANDABLE_FRAGMENTATION, FRAGMENTATION, NCCL_BYTES, Calibration, Overhead
 from torchtune_adaptive.plan.plan import Card, LengthPlan, Plan, SizePlan, plan
 from torchtune_adaptive.plan.report import plan_json, plan_text, suggestion_text
@@ -664,7 +665,7 @@ def test_the_table_of_sizes_has_the_figures_of_each_length_of_rows() -> None:
 
 def test_two_tables_have_the_peak_of_each_phase_and_what_the_highest_holds() -> None:
     found = some_plan()
-    _, phases, kinds = tables(plan_text(found, title="any"))
+    _, phases, kinds, _ = tables(plan_text(found, title="any"))
     assert phases[0] == ["rows of", "batch", "backward", "optimizer"]
     assert kinds[0] == ["rows of", "batch", "parameters", "activations"]
     for table, figures in ((phases, "phases"), (kinds, "kinds")):
@@ -673,9 +674,32 @@ def test_two_tables_have_the_peak_of_each_phase_and_what_the_highest_holds() -> 
             assert row == [str(length.seq_len), str(length.batch_size), *in_gib]
 
 
+def test_a_table_has_the_host_memory_of_a_machine_by_what_a_run_does() -> None:
+    host = HostFigures(weights=16 * GIB, load_copies=GIB, trained=2 * GIB, state=4 * GIB)
+    text = plan_text(some_plan(host=host), title="any")
+    names, tensors, with_processes = tables(text)[-1]
+    assert names[1:] == ["loading", "search", "search again", "training", "saving"]
+    assert tensors == ["tensors", "8.00", "16.00", "48.00", "0.00", "16.00"]
+    processes = 8 * (PROCESS_BYTES + CUDA_PROCESS_BYTES) / GIB
+    assert with_processes[1:] == [f"{processes + float(held):.2f}" for held in tensors[1:]]
+    assert "Host memory of a machine with 8 ranks, in GiB:" in text
+    assert f"At most {processes + 48:.1f} GiB. Checkpoint files (16.0 GiB) are in the page" in text
+
+
+def test_host_memory_is_that_of_the_batch_to_use_or_the_largest_asked_for() -> None:
+    step = step_of(peaks(64, held_bytes=GIB, bytes_per_row=GIB), sequences=2, host=HostFigures(activations={"8": 1}))
+    fits = planned(cfg_of(), step)
+    tokens = fits.lengths[0].batch_size * 2 * 64
+    assert fits.host.tensor_bytes["training"] == pinned_bytes(8 * tokens)
+    asked = planned(cfg_of(), step, batch_sizes=[1, 2])
+    assert asked.host.tensor_bytes["training"] == pinned_bytes(8 * 2 * 2 * 64) < pinned_bytes(8 * tokens)
+    on_cpu = planned(cfg_of(device="cpu"), step, batch_sizes=[1, 2])
+    assert on_cpu.host.tensor_bytes["training"] == 3 * GIB
+
+
 def test_the_tables_are_those_of_the_batches_asked_for() -> None:
     step = step_of(peaks(2048, held_bytes=10 * GIB, bytes_per_row=5 * GIB))
-    first, second, phases, kinds = tables(plan_text(planned(cfg_of(), step, batch_sizes=[2, 90]), title="any"))
+    first, second, phases, kinds, _ = tables(plan_text(planned(cfg_of(), step, batch_sizes=[2, 90]), title="any"))
     assert first[0][1] == "largest batch"
     assert [row[:3] for row in second] == [["rows of", "batch", "fits"], ["2048", "2", "yes"], ["2048", "90", "no"]]
     assert [row[4] for row in second[1:]] == ["20.0 GiB", "460.0 GiB"]
@@ -753,12 +777,12 @@ def test_every_key_of_the_json_is_documented_in_its_table() -> None:
     document = (Path(__file__).parent.parent / "docs" / "plan_json.md").read_text(encoding="utf-8")
     documented = [
         {key for row in re.findall(r"^\| (`.*?`) \|", part, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
-        for part in re.split(r"^(?:`overhead`|Each of .*):$", document, flags=re.MULTILINE)
+        for part in re.split(r"^(?:`overhead`|`host`|Each of .*):$", document, flags=re.MULTILINE)
     ]
     content = plan_json(some_plan(), [Suggestion("2 ranks", None, "`x` is wrong.")])
-    parts = [content, content["overhead"], content["lengths"][0], content["suggestions"][0]]
+    parts = [content, content["overhead"], content["host"], content["lengths"][0], content["suggestions"][0]]
     assert documented == [set(part) for part in parts]
-    assert {field.name for field in dataclasses.fields(SizePlan)} < documented[2]
+    assert {field.name for field in dataclasses.fields(SizePlan)} < documented[3]
 
 
 def test_the_json_of_memory_that_does_not_grow_has_no_size() -> None:

@@ -180,7 +180,13 @@ def _deep_plans(_: int, tiny_dir: Path) -> dict[str, Any]:
         tracer = StepTracer(_config(kind, tiny_dir, **DEEP), world_size=2)
         layers = tracer.layers_to_trace(SEQ_LEN)
         ways = [layers, (tracer.num_layers,)] if kind in DEEPER else []
-        found[kind] = layers, [(tracer.peaks([SEQ_LEN], one)[0].phases(7), tracer.figures(one)) for one in ways]
+        found[kind] = (
+            layers,
+            [
+                (tracer.peaks([SEQ_LEN], one)[0].phases(7), tracer.figures(one), tracer.host_figures(one))
+                for one in ways
+            ],
+        )
     return found
 
 

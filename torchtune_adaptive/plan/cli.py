@@ -81,7 +81,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     cfg = DictConfig(resolved(cfg))
     method_of(cfg)  # refused before anything is traced
     nodes = _integer("nnodes", arguments.nnodes)
-    ranks = [per_node * nodes for per_node in _integers("nproc_per_node", arguments.nproc_per_node)]
+    ranks = _integers("nproc_per_node", arguments.nproc_per_node)  # of each machine
     memories = _memories(arguments.memory, settings)
     of_one = {
         "--what-if": arguments.what_if,
@@ -101,13 +101,14 @@ def _plan(arguments: argparse.Namespace) -> None:
         name: [
             plan(
                 cfg,
-                world_size=world_size,
+                world_size=per_node * nodes,
+                ranks_of_machine=per_node,
                 card=Card(memory_bytes=memory_bytes, calibration=arguments.calibration),
                 seq_lens=seq_lens,
                 batch_sizes=batch_sizes,
                 traced_by=traced_by,
             )
-            for world_size in ranks
+            for per_node in ranks
         ]
         for name, memory_bytes in memories.items()
     }

@@ -13,6 +13,9 @@ class OffloadedActivations(saved_tensors_hooks):
 
     In forward it keeps the last saved tensors, whose copies to the host may not be done. In backward it keeps the
     tensors brought back for the last operation, until the next operation is done.
+
+    Attributes:
+        host_bytes: the bytes of each tensor that the last forward pass has copied to the host.
     """
 
     _STASHED, _SMALLEST_BYTES = 5, 1024
@@ -21,6 +24,8 @@ class OffloadedActivations(saved_tensors_hooks):
         self._stash: deque[tuple[int, torch.Tensor]] = deque(maxlen=self._STASHED)
         self._brought_back: deque[torch.Tensor] = deque(maxlen=2)
         self._last = 0
+        self._in_backward = False
+        self.host_bytes: list[int] = []
         super().__init__(self._pack, self._unpack)
 
     def _pack(self, saved: torch.Tensor) -> Any:
@@ -28,10 +33,14 @@ class OffloadedActivations(saved_tensors_hooks):
         self._brought_back.clear()
         if saved.nbytes < self._SMALLEST_BYTES or isinstance(saved, nn.Parameter | nn.Buffer):
             return saved
+        if self._in_backward:
+            self._in_backward, self.host_bytes = False, []
+        self.host_bytes.append(saved.nbytes)
         self._stash.append((self._last, saved))
         return self._last, saved.shape, saved.stride(), saved.dtype
 
     def _unpack(self, packed: Any) -> torch.Tensor:
+        self._in_backward = True
         if isinstance(packed, torch.Tensor):
             return packed
         number, shape, stride, dtype = packed

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.plan.cuda_stand_ins import OffloadedActivations
 from torchtune_adaptive.plan.fake_model import layers_limited_to, make_fake
+from torchtune_adaptive.plan.host_figures import host_figures
 from torchtune_adaptive.plan.optimizer_stand_ins import stand_in_for_optimizer
 from torchtune_adaptive.plan.running_modules import RunningModules
 from torchtune_adaptive.plan.trace import CUDA_GRANULARITY_BYTES, ON_HOST, Mark, StepTrace
@@ -82,6 +84,8 @@ class FakeRecipe:
             optimizer.step = _reading_numbers(optimizer.step)
         self._objective = recipe.objective(as_stock=True)
         self._row_format = recipe.row_format()
+        self._activations = recipe.activations_handling_ctx
+        self._tokens = 1  # of the micro-batch traced last
         self._is_warm = False
 
     def running_modules(self) -> RunningModules:
@@ -91,6 +95,7 @@ class FakeRecipe:
     def trace(self, batch_size: int, seq_len: int, *, modules: RunningModules | None = None) -> StepTrace:
         """One steady-state step over micro-batches of ``batch_size`` rows of ``seq_len`` tokens."""
         micro_batches = [[{"num_tokens": seq_len}] * batch_size] * self._micro_steps
+        self._tokens = batch_size * seq_len * self._row_format.sequences
         on_host = self._keeps_on_host
         trace = StepTrace(
             granularity_bytes=CUDA_GRANULARITY_BYTES if self._like_cuda else 1,
@@ -124,6 +129,17 @@ class FakeRecipe:
             "attention_width": max(model.num_heads * model.head_dim for model in self.models),
             "sequences": self._row_format.sequences,
         }
+
+    def host_figures(self) -> dict[str, int]:
+        """Figures for ``HostFigures.from_flat``, which are lines in the number of layers as well."""
+        activations = self._activations
+        offloaded = activations.host_bytes if isinstance(activations, OffloadedActivations) else []
+        return host_figures(
+            self.cfg,
+            self.models,
+            self._stepping.optimizers,
+            activation_bytes_per_token=[math.ceil(num_bytes / self._tokens) for num_bytes in offloaded],
+        )
 
     def _warm_up(self, micro_batches: list[list[Row]]) -> None:
         """Take two steps: the first makes the optimizer's state, and some optimizers take other operations after it.

@@ -13,6 +13,7 @@ from torch import nn
 
 from torchtune_adaptive.errors import InputError, quote
 from torchtune_adaptive.memory.operations import local_part
+from torchtune_adaptive.plan.host_memory import pinned_bytes
 
 _BITSANDBYTES = re.compile(r"bitsandbytes\.optim\.(Paged)?([A-Z][A-Za-z]*?)(8bit|32bit)?")
 # Tensors of state that a parameter has, by the optimizer's name.
@@ -169,6 +170,9 @@ class OptimizerOnHost(_StandIn):
     """Holds what torchao's ``CPUOffloadOptimizer`` holds on the device: the state of small parameters.
 
     With ``offload_gradients`` the gradient of a larger parameter is freed as soon as it is complete.
+
+    Attributes:
+        host_bytes: what it holds on the host: pinned copies of larger parameters and gradients, and their state.
     """
 
     def __init__(
@@ -176,6 +180,7 @@ class OptimizerOnHost(_StandIn):
     ) -> None:
         super().__init__(params, lr=lr)
         self._minimal_size = minimal_size
+        self.host_bytes = 0
         if offload_gradients:
             for parameter in (one for group in self.param_groups for one in group["params"]):
                 if not self._is_small(parameter) and parameter.requires_grad:
@@ -186,6 +191,8 @@ class OptimizerOnHost(_StandIn):
 
     def _state_of(self, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
         names = ("exp_avg", "exp_avg_sq") if self._is_small(parameter) else ()
+        if not names:
+            self.host_bytes += 2 * pinned_bytes(parameter.nbytes) + 2 * parameter.nbytes
         return {name: torch.zeros_like(parameter) for name in names}
 
 

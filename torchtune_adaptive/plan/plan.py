@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.batch.rank_shares import check_samples_per_step, most_rows
 from torchtune_adaptive.errors import require_integer
 from torchtune_adaptive.plan.client import trace
+from torchtune_adaptive.plan.host_memory import HostPlan, Launch, plan_host
 from torchtune_adaptive.plan.overhead import Calibration, Overhead
 from torchtune_adaptive.plan.step_peaks import StepPeaks, TracedStep
 from torchtune_adaptive.search.strategies import NO_BOUND, binary_search, round_down_to_power_of_two
@@ -83,6 +84,7 @@ class Plan:
     """What fits for each length of rows, with what the plan was computed from.
 
     Attributes:
+        host: host memory of a machine, with the sizes that take most of it.
     """
 
     world_size: int
@@ -91,6 +93,7 @@ class Plan:
     lengths: tuple[LengthPlan, ...]
     step: TracedStep
     overhead: Overhead
+    host: HostPlan
 
     @property
     def fits(self) -> bool:
@@ -105,11 +108,13 @@ def plan(
     card: Card,
     seq_lens: Sequence[int],
     batch_sizes: Sequence[int] = (),
+    ranks_of_machine: int | None = None,
     traced_by: Trace = trace,
 ) -> Plan:
     """Plan ``cfg`` on ``world_size`` ranks with a ``card`` each.
 
     Args:
+        ranks_of_machine: for its host memory; None: all are on one machine.
         batch_sizes: rows per rank whose memory is asked for, beside that of the largest.
 
     Raises:
@@ -131,13 +136,15 @@ def plan(
         micro_steps=micro_steps,
         sequences=step.sequences,
     )
+    lengths = tuple(planner.plan(peaks, batch_sizes) for peaks in step.peaks)
     return Plan(
         world_size=world_size,
         card=card,
         margin=settings.margin,
-        lengths=tuple(planner.plan(peaks, batch_sizes) for peaks in step.peaks),
+        lengths=lengths,
         step=step,
         overhead=overhead,
+        host=_host(cfg, settings, step, lengths, world_size=world_size, ranks=ranks_of_machine or world_size),
     )
 
 
@@ -235,6 +242,32 @@ class _LengthPlanner:
             bounds.append(most_rows(settings.global_batch_size, ranks=self._world_size))
         batch_size = max(1, min(bounds))
         return round_down_to_power_of_two(batch_size) if settings.power_of_two else batch_size
+
+
+def _host(
+    cfg: DictConfig,
+    settings: AdaptiveSettings,
+    step: TracedStep,
+    lengths: Sequence[LengthPlan],
+    *,
+    world_size: int,
+    ranks: int,
+) -> HostPlan:
+    """Host memory with the largest of the sizes that were asked for, or else of those to use."""
+    sizes = [size for length in lengths for size in length.asked or (length,)]
+    launch = Launch(
+        world_size=world_size,
+        ranks=ranks,
+        on_cpu=str(cfg.device).startswith("cpu"),
+        saves_state=cfg.get("epochs", 1) != 1,
+        saves_in_background=settings.save_in_background or cfg.get("enable_async_checkpointing", False),
+    )
+    return plan_host(
+        step.host,
+        launch,
+        step_bytes=max(size.peak_bytes for size in sizes),
+        num_tokens=max(size.batch_size * step.sequences * size.seq_len for size in sizes),
+    )
 
 
 def _overhead(cfg: DictConfig, card: Card, world_size: int, attention_width: int) -> Overhead:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from torchtune_adaptive.plan.host_memory import HostPlan
 from torchtune_adaptive.plan.overhead import Overhead
 from torchtune_adaptive.plan.peak_modules import step_json
 from torchtune_adaptive.plan.plan import LengthPlan, Plan, SizePlan
@@ -26,8 +27,8 @@ def plan_text(plan: Plan, *, title: str) -> str:
     shown = asked or plan.lengths
     lines = [
         f"{title}: {trained} parameters in {step.num_layers} layers{traced}{frozen}",
-        f"{_ranks(plan.world_size)} of {format_bytes(plan.card.memory_bytes)}, of which a fraction of {plan.margin:g}"
-        " is held back",
+        f"{_ranks(plan.world_size)} of {format_bytes(plan.card.memory_bytes)},"
+        f" of which a fraction of {plan.margin:g} is held back",
         "",
         text_table([_SIZES, *map(_sizes, plan.lengths)]),
         "",
@@ -37,6 +38,8 @@ def plan_text(plan: Plan, *, title: str) -> str:
         "",
         "What the highest of them holds, in GiB:",
         text_table(_in_gib([(size, size.kinds) for size in shown])),
+        "",
+        *_host(plan.host),
         "",
         _source(plan),
     ]
@@ -149,6 +152,7 @@ def plan_json(
         "traced_layers": list(step.traced_layers),
         "paged_bytes": step.paged_bytes,
         "overhead": asdict(plan.overhead),
+        "host": asdict(plan.host) | {"peak_bytes": plan.host.peak_bytes},
         "lengths": _in_whole_bytes([asdict(length) for length in plan.lengths]),
         "suggestions": _in_whole_bytes([asdict(suggestion) for suggestion in suggestions]),
         "what_if": _in_whole_bytes([asdict(effect) for effect in effects]),
@@ -216,6 +220,20 @@ def _sources(plans: Sequence[Plan]) -> list[str]:
     return [
         f"On {', '.join(map(str, sorted(numbers)))} rank{'s' if numbers != {1} else ''}: {said}"
         for said, numbers in ranks.items()
+    ]
+
+
+def _host(host: HostPlan) -> list[str]:
+    """Host memory of a machine, by what a run does."""
+    table = [["what", *host.tensor_bytes], ["tensors", *(f"{held / _GIB:.2f}" for held in host.tensor_bytes.values())]]
+    together = [host.process_bytes + held for held in host.tensor_bytes.values()]
+    table.append(["with processes", *(f"{num_bytes / _GIB:.2f}" for num_bytes in together)])
+    return [
+        f"Host memory of a machine with {_ranks(host.ranks)}, in GiB:",
+        text_table(table),
+        "",
+        f"At most {format_bytes(host.peak_bytes)}. Checkpoint files ({format_bytes(host.file_bytes)}) are in the page"
+        " cache, which can be taken back. `search again` is for resumed runs, and after an out-of-memory error.",
     ]
 
 

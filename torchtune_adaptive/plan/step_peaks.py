@@ -1,7 +1,7 @@
 """Peak of a train step over its batch size, by phase and by kind of bytes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchtune_adaptive.memory.timeline import (
@@ -13,6 +13,7 @@ from torchtune_adaptive.memory.timeline import (
     sum_of,
     upper_envelope,
 )
+from torchtune_adaptive.plan.host_memory import HostFigures
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,7 @@ class TracedStep:
         attention_width: heads times head dimension, of the widest model.
         num_frozen_parameters: of ``num_parameters``, those of models that are not trained: a reference or a teacher.
         sequences: that a row of the batch has: two if it is a pair of answers.
+        host: bytes that have to do with host memory.
     """
 
     peaks: tuple[StepPeaks, ...]
@@ -166,16 +168,18 @@ class TracedStep:
     attention_width: int
     num_frozen_parameters: int = 0
     sequences: int = 1
+    host: HostFigures = field(default_factory=HostFigures)
 
     def as_json(self) -> dict[str, Any]:
         """The step as values that JSON can hold."""
-        return vars(self) | {"peaks": [peaks.as_json() for peaks in self.peaks]}
+        return vars(self) | {"peaks": [peaks.as_json() for peaks in self.peaks], "host": asdict(self.host)}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "TracedStep":
         """The step that ``as_json`` gave."""
         peaks = tuple(StepPeaks.from_json(peaks) for peaks in content["peaks"])
-        return cls(**content | {"peaks": peaks, "traced_layers": tuple(content["traced_layers"])})
+        host = HostFigures(**content["host"])
+        return cls(**content | {"peaks": peaks, "traced_layers": tuple(content["traced_layers"]), "host": host})
 
 
 def _highest_moments(step: StepLines) -> tuple[Moment, ...]:

@@ -12,7 +12,7 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,6 +26,7 @@ from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.memory.timeline import Timeline, sum_of_timelines
 from torchtune_adaptive.plan.calibration import make_trainer
 from torchtune_adaptive.plan.fake_recipe import FakeRecipe
+from torchtune_adaptive.plan.host_memory import HostFigures
 from torchtune_adaptive.plan.layer_extrapolation import extrapolate_layers
 from torchtune_adaptive.plan.step_events import StepEvents
 from torchtune_adaptive.plan.step_peaks import StepLines, StepPeaks, TracedStep
@@ -57,7 +58,8 @@ def trace_config(
         layers = tracer.layers_to_trace(seq_lens[0])
         peaks = tracer.peaks(seq_lens, layers)
         figures = tracer.figures(layers)  # after the steps, which allocate the optimizer's state
-    return TracedStep(peaks, num_layers=tracer.num_layers, traced_layers=layers, **figures)
+        host = tracer.host_figures(layers)
+    return TracedStep(peaks, num_layers=tracer.num_layers, traced_layers=layers, host=host, **figures)
 
 
 class StepTracer:
@@ -131,7 +133,14 @@ class StepTracer:
 
     def figures(self, layers: tuple[int, ...]) -> dict[str, int]:
         """Figures of the whole model that grow linearly with its number of layers."""
-        few, more = self._recipe(layers[0]).figures(), self._recipe(layers[-1]).figures()
+        return self._grown(layers, lambda recipe: recipe.figures())
+
+    def host_figures(self, layers: tuple[int, ...]) -> HostFigures:
+        """Figures of the whole model's host memory."""
+        return HostFigures.from_flat(self._grown(layers, lambda recipe: recipe.host_figures()))
+
+    def _grown(self, layers: tuple[int, ...], figures_of: Callable[[FakeRecipe], dict[str, int]]) -> dict[str, int]:
+        few, more = (figures_of(self._recipe(num_layers)) for num_layers in (layers[0], layers[-1]))
         periods = (self.num_layers - layers[0]) // _PERIOD
         return {name: few[name] + periods * (more[name] - few[name]) for name in few}
 

@@ -1,0 +1,144 @@
+"""How much host memory a machine needs while a run loads, searches, trains and saves.
+
+A checkpoint's files are mapped, not read: ranks share them in the page cache, which the system can take back, so that
+they are not counted. What is counted cannot be taken back: tensors that torchtune copies when it converts a checkpoint,
+what is offloaded, the search's copies, what rank 0 gathers to save, and each process itself.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_MIB = 2**20
+# Each rank's Python with torch, torchtune and all else that a recipe imports: 290 MiB of anonymous memory measured on a
+# CPU (benchmarks/results/host_memory_cpu.md), rounded up. What data sets hold is not known.
+PROCESS_BYTES = 320 * _MIB
+# What CUDA adds to it: 1122 MiB (github.com/pytorch/pytorch/issues/12873, before kernels were loaded at their first
+# use). Nobody has measured it here.
+CUDA_PROCESS_BYTES = 1122 * _MIB
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """What torch's allocator of pinned memory takes for ``num_bytes``: the next power of two.
+
+    See ``CachingHostAllocator.h``; its ``pinned_max_round_threshold_mb`` would change it.
+
+    >>> pinned_bytes(4096), pinned_bytes(4097), pinned_bytes(0)
+    (4096, 8192, 0)
+    """
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFigures:
+    """What a config's models and optimizers have to do with host memory, in bytes.
+
+    Attributes:
+        weights, frozen_weights: of the trained model, and of all others, over all ranks.
+        load_copies, frozen_load_copies: of these, what is copied on every rank when checkpoints are converted.
+        save_copies: of the trained model's, what is copied on rank 0 when a checkpoint is converted.
+        local: a rank's parameters and buffers.
+        trained: of these, what is trained, and all buffers.
+        state, whole_state: the optimizers' state, of a rank and over all ranks.
+        offloaded_weights: a rank's parameters, pinned, if they are kept on the host.
+        offloaded: what a rank keeps on the host in all steps: parameters, gradients and optimizer state.
+        activations: how many offloaded activations have so many bytes per token, by these bytes.
+    """
+
+    weights: int = 0
+    frozen_weights: int = 0
+    load_copies: int = 0
+    frozen_load_copies: int = 0
+    save_copies: int = 0
+    local: int = 0
+    trained: int = 0
+    state: int = 0
+    whole_state: int = 0
+    offloaded_weights: int = 0
+    offloaded: int = 0
+    activations: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def from_flat(cls, figures: Mapping[str, int]) -> "HostFigures":
+        """The figures by their names, with the entries of ``activations`` among them.
+
+        >>> HostFigures.from_flat({"weights": 8, "4096": 32}).activations
+        {'4096': 32}
+        """
+        activations = {name: count for name, count in figures.items() if name.isdecimal()}
+        return cls(
+            **{name: value for name, value in figures.items() if name not in activations}, activations=activations
+        )
+
+    def activation_bytes(self, num_tokens: int) -> int:
+        """What activations of a micro-step of ``num_tokens`` tokens take on the host, pinned."""
+        return sum(count * pinned_bytes(int(size) * num_tokens) for size, count in self.activations.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How a run is started, as far as host memory depends on it.
+
+    Attributes:
+        world_size, ranks: ranks of the run, and of the machine.
+        on_cpu: whether what a rank computes with lies in host memory as well.
+        saves_state: whether torchtune's checkpoints have the optimizers' state: all but that of the last epoch have.
+        saves_in_background: whether checkpoints are written from copies beside training.
+    """
+
+    world_size: int
+    ranks: int
+    on_cpu: bool
+    saves_state: bool
+    saves_in_background: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPlan:
+    """Host memory of a machine with ``ranks`` ranks, the first among them.
+
+    Attributes:
+        process_bytes: of all processes, without their tensors.
+        tensor_bytes: by what a run does; "search again" is that of a resumed run, or while it trains.
+        file_bytes: of checkpoints in the page cache, which are not counted.
+    """
+
+    ranks: int
+    process_bytes: int
+    tensor_bytes: dict[str, float]
+    file_bytes: int
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most that processes and tensors take."""
+        return self.process_bytes + max(self.tensor_bytes.values())
+
+
+def plan_host(figures: HostFigures, launch: Launch, *, step_bytes: float, num_tokens: int) -> HostPlan:
+    """Plan the host memory of a run whose micro-steps have ``num_tokens`` tokens, and take ``step_bytes`` of a rank.
+
+    What rank 0 gathers is for torchtune's recipes for several ranks; on one device they need at most as much.
+    """
+    ranks, on_cpu = launch.ranks, launch.on_cpu
+    loaded = figures.local if on_cpu else figures.offloaded_weights
+    in_steps = step_bytes if on_cpu else figures.offloaded + figures.activation_bytes(num_tokens)
+    # Pinned memory is kept for the next step. A CPU gives back activations.
+    after_steps = figures.local + figures.state if on_cpu else in_steps
+    # Of tensors on the host the search makes its copies in a file.
+    copied = 0 if on_cpu or figures.offloaded_weights else figures.trained
+    copied_state = figures.state if copied else 0
+    shares_weights = on_cpu and launch.world_size == 1
+    gathered = figures.save_copies + (0 if shares_weights else figures.weights)
+    gathered += figures.whole_state if launch.saves_state and not shares_weights else 0
+    staged = ranks * (figures.trained + figures.state) if launch.saves_in_background else 0
+    return HostPlan(
+        ranks=ranks,
+        process_bytes=ranks * (PROCESS_BYTES + (0 if on_cpu else CUDA_PROCESS_BYTES)),
+        tensor_bytes={
+            "loading": ranks * (loaded + figures.load_copies + figures.frozen_load_copies),
+            "search": ranks * (in_steps + copied),
+            "search again": ranks * (in_steps + copied + copied_state),
+            "training": ranks * in_steps,
+            "saving": ranks * after_steps + max(gathered, staged),
+        },
+        file_bytes=figures.weights + figures.frozen_weights,
+    )
