@@ -20,6 +20,7 @@ from tqdm import tqdm
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 from torchtune_adaptive.errors import InputError, TracingError
+from torchtune_adaptive.plan.gpus import is_amd
 from torchtune_adaptive.plan.overhead import EXPANDABLE_FRAGMENTATION, FRAGMENTATION
 from torchtune_adaptive.plan.plan import Card, Plan, plan
 from torchtune_adaptive.stock.configs import load_config
@@ -110,18 +111,18 @@ def compare(point: Point) -> Compared:
     """Plan the point's run."""
     if point.missing is not None:
         return Compared(point, reason=f"{point.missing}: not published")
-    planned = _planned(*point.run)
+    planned = _planned(*point.run, on_amd=is_amd(point.gpu))
     if isinstance(planned, str):
         return Compared(point, reason=planned)
     return Compared(point, planned_bytes(planned, point.quantity))
 
 
 @cache
-def _planned(name: str, overrides: Sequence[str], world_size: int, seq_len: int) -> Plan | str:
+def _planned(name: str, overrides: Sequence[str], world_size: int, seq_len: int, *, on_amd: bool) -> Plan | str:
     """The plan of a run, or why there is none."""
     try:
         cfg = load_config(name, overrides)
-        card = Card(memory_bytes=MEMORY_BYTES)
+        card = Card(memory_bytes=MEMORY_BYTES, is_amd=on_amd)
         return plan(cfg, world_size=world_size, card=card, seq_lens=[seq_len], batch_sizes=[cfg.batch_size])
     except (InputError, TracingError) as error:
         return str(error)

@@ -272,6 +272,14 @@ def test_a_gpu_is_known_by_its_name(program: Program, tracing: FakeTracing) -> N
     assert content["memory_bytes"] == memory_of("A100 80GB")
 
 
+def test_one_of_amds_gpus_has_figures_of_its_own(program: Program, tracing: FakeTracing) -> None:
+    amd, size = (
+        json.loads(program(*FULL, "--memory", memory, "--nproc_per_node", "8", *CUDA, "--json").out)
+        for memory in ("MI300X", f"{memory_of('MI300X') // 2**20}MiB")
+    )
+    assert amd["overhead"]["outside_bytes"] > 3 * size["overhead"]["outside_bytes"]
+
+
 def test_without_memory_the_configs_limit_is_taken(program: Program, tracing: FakeTracing) -> None:
     content = json.loads(program(*FULL, "adaptive.memory_limit=3GiB", "--json").out)
     assert content["memory_bytes"] == 3 * GIB

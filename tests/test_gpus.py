@@ -30,6 +30,7 @@ def test_every_known_name_is_found_in_any_case_and_with_any_separator(name: str)
         ("4090", "RTX 4090"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
         ("h100", "H100 80GB"),
+        ("AMD Instinct MI300X", "MI300X"),
     ],
 )
 def test_the_name_that_torch_gives_a_gpu_is_known(torchs_name: str, name: str) -> None:
@@ -41,10 +42,11 @@ def test_no_gpu_has_more_than_its_name_says_in_binary_units_and_each_has_a_sourc
     gpu = KNOWN_GPUS[name]
     sold_gb = {"T4": 16, "A10": 24, "A10G": 24, "A30": 24, "A40": 48, "RTX 3090": 24, "RTX 4090": 24, "RTX 5090": 32}
     sold_gb |= {"RTX 6000 Ada": 48, "L4": 24, "L40": 48, "L40S": 48, "H100 NVL": 94, "H200": 141, "B200": 180}
+    sold_gb |= {"MI300X": 192, "MI355X": 288}
     named = re.search(r"([0-9]+)GB$", name)
     sold = int(named[1]) if named else sold_gb[name]
     assert 0.95 * sold * GB < gpu.memory_bytes < sold * GIB
-    assert re.fullmatch(r"(seen by CUDA|reported by the driver, less [0-9]+ MiB): https://[^ ]+", gpu.source)
+    assert re.fullmatch(r"(seen by (CUDA|HIP)|reported by the driver, less [0-9]+ MiB): https://[^ ]+", gpu.source)
 
 
 def test_a_figure_of_the_driver_is_lowered_by_what_the_driver_may_reserve() -> None:

@@ -91,6 +91,13 @@ def test_a_single_rank_has_a_communicator_and_more_ranks_a_larger_one() -> None:
     assert one < two == many
 
 
+def test_several_of_amds_gpus_hold_more_outside_the_allocator() -> None:
+    ours, others = (Overhead.default(8, on_amd=on_amd) for on_amd in (True, False))
+    assert 13.58e9 < ours.outside_bytes + 5.6484 * GIB < 14e9  # published of 8 MI355X: process and reserved bytes
+    assert others.outside_bytes < 2 * GIB
+    assert Overhead.default(1, on_amd=True) == Overhead.default(1)
+
+
 def test_expandable_segments_add_less_and_tokens_add_more() -> None:
     plain, expandable = Overhead.default(1), Overhead.default(1, expandable_segments=True)
     assert expandable.reserved_bytes(10 * GIB) < plain.reserved_bytes(10 * GIB)

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import InputError, require_integer
 from torchtune_adaptive.plan.client import calibration_peak, trace
-from torchtune_adaptive.plan.gpus import memory_of
+from torchtune_adaptive.plan.gpus import is_amd, memory_of
 from torchtune_adaptive.plan.plan import USUAL_SEQ_LENS, Card, Plan, Trace, plan
 from torchtune_adaptive.plan.report import grid_text, plan_json, plan_text, suggestion_text, what_if_text
 from torchtune_adaptive.plan.step_outputs import StepOutputs, trace_planned_step
@@ -103,7 +103,7 @@ def _plan(arguments: argparse.Namespace) -> None:
                 cfg,
                 world_size=per_node * nodes,
                 ranks_of_machine=per_node,
-                card=Card(memory_bytes=memory_bytes, calibration=arguments.calibration),
+                card=Card(memory_bytes=memory_bytes, calibration=arguments.calibration, is_amd=is_amd(name)),
                 seq_lens=seq_lens,
                 batch_sizes=batch_sizes,
                 traced_by=traced_by,

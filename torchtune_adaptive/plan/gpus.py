@@ -22,7 +22,7 @@ _DRIVER_BYTES = 896 * _MIB
 # An estimate: a size without unit below this cannot be a GPU's memory; its unit was forgotten.
 _SMALLEST_BARE_BYTES = _MIB
 # Parts of a name that may be left out: the maker, the brand, the form and the kind of memory.
-_OPTIONAL_PARTS = re.compile(r"nvidia|geforce|tesla|rtx|generation|sxm[0-9]?|pcie|hbm[0-9]?e?|[^a-z0-9]")
+_OPTIONAL_PARTS = re.compile(r"nvidia|amd|instinct|geforce|tesla|rtx|generation|sxm[0-9]?|pcie|hbm[0-9]?e?|[^a-z0-9]")
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,17 @@ class Gpu:
 
     memory_bytes: int
     source: str
+    is_amd: bool = False
 
 
-def _seen_by_cuda(memory_bytes: float, source: str) -> Gpu:
-    return Gpu(int(memory_bytes), f"seen by CUDA: {source}")
+def _seen_by_cuda(memory_bytes: float, source: str, *, is_amd: bool = False) -> Gpu:
+    return Gpu(int(memory_bytes), f"seen by {'HIP' if is_amd else 'CUDA'}: {source}", is_amd)
 
 
-def _reported(memory_bytes: int, source: str) -> Gpu:
+def _reported(memory_bytes: int, source: str, *, is_amd: bool = False) -> Gpu:
     """A GPU for which only the driver's own figure was found, less what the driver may reserve."""
-    return Gpu(memory_bytes - _DRIVER_BYTES, f"reported by the driver, less {_DRIVER_BYTES // _MIB} MiB: {source}")
+    said = f"reported by the driver, less {_DRIVER_BYTES // _MIB} MiB: {source}"
+    return Gpu(memory_bytes - _DRIVER_BYTES, said, is_amd)
 
 
 _GITHUB = "https://github.com/"
@@ -71,6 +73,9 @@ KNOWN_GPUS: Mapping[str, Gpu] = MappingProxyType(
         "H200": _reported(143771 * _MIB, _BLOG),
         # Printed as "GB", but it is GiB: `nvidia-smi` reports 183359 MiB (NVIDIA/TensorRT-LLM/issues/10278).
         "B200": _seen_by_cuda(178.35 * _GIB, _GITHUB + "pytorch/ao/pull/4002"),
+        "MI300X": _reported(201310208 * 2**10, _GITHUB + "ROCm/vllm/issues/397", is_amd=True),
+        # The source says 288 GiB; this is the smallest size that a share of 0.95 rounds to what it says.
+        "MI355X": _seen_by_cuda(287.95 * _GIB, _GITHUB + "SemiAnalysisAI/InferenceX/pull/2522", is_amd=True),
     }
 )
 _AMBIGUOUS = {"v100": ("V100 16GB", "V100 32GB"), "a100": ("A100 40GB", "A100 80GB")}
@@ -81,6 +86,16 @@ def _key(name: str) -> str:
 
 
 _NAMES = {_key(name): name for name in KNOWN_GPUS} | {"h100": "H100 80GB"}  # an H100 94GB is always called NVL
+
+
+def is_amd(text: str) -> bool:
+    """Whether ``text`` names one of AMD's GPUs; a size does not.
+
+    >>> is_amd("AMD Instinct MI300X"), is_amd("H100"), is_amd("192GiB")
+    (True, False, False)
+    """
+    name = _NAMES.get(_key(text))
+    return name is not None and KNOWN_GPUS[name].is_amd
 
 
 def memory_of(text: str) -> int:

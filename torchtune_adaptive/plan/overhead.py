@@ -28,9 +28,12 @@ CONTEXT_BYTES = 768 * _MIB
 ONE_RANK_NCCL_BYTES = 512 * _MIB
 # A communicator of more ranks: 544 to 688 MiB on four A100 (github.com/NVIDIA/nccl/issues/964); about 1.6 GB, which
 # seems to be all that the process holds (github.com/NVIDIA/nccl/issues/864). An estimate between the two, for one
-# group; more groups take more. RCCL takes far more: 8 MI355X hold 7 GiB each outside the allocator
-# (benchmarks/published_gpu.json). For AMD's GPUs these figures are too low until one is calibrated.
+# group; more groups take more.
 NCCL_BYTES = 1024 * _MIB
+# All that lies outside the allocator on one of several of AMD's GPUs, mostly RCCL: processes of 13.6 to 14.0 GB, less
+# 5.65 GiB reserved, on 8 MI355X ("OTel" in benchmarks/published_gpu.json): 7.0 to 7.4 GiB. Of a single one nothing is
+# known.
+OUTSIDE_BYTES_ON_AMD = 7424 * _MIB
 # cuBLAS: 8.125 MiB, but 32 MiB on compute capability 9 and, depending on torch's version, 10 and 12
 # (CublasHandlePool.cpp; github.com/pytorch/pytorch/pull/175344 and 182669). cublasLt: at most as much, in its own
 # buffer (ATen/cuda/CUDAContextLight.h of 2.13). Each thread has both, and backward is a second thread: 4 times the
@@ -141,7 +144,9 @@ class Overhead:
         return cls()
 
     @classmethod
-    def default(cls, world_size: int, *, attention_width: int = 0, expandable_segments: bool = False) -> "Overhead":
+    def default(
+        cls, world_size: int, *, attention_width: int = 0, expandable_segments: bool = False, on_amd: bool = False
+    ) -> "Overhead":
         """Estimate the overhead of a GPU that nobody has calibrated, for one of ``world_size`` ranks.
 
         ``attention_width`` is the model's heads times head dimension; 0 leaves out flash attention's scratch memory.
@@ -151,8 +156,9 @@ class Overhead:
         """
         is_alone = require_integer("world_size", world_size, minimum=1) == 1
         fragmentation = FRAGMENTATION if is_alone else SHARDED_FRAGMENTATION
+        outside_bytes = CONTEXT_BYTES + (ONE_RANK_NCCL_BYTES if is_alone else NCCL_BYTES)
         return cls(
-            outside_bytes=CONTEXT_BYTES + (ONE_RANK_NCCL_BYTES if is_alone else NCCL_BYTES),
+            outside_bytes=OUTSIDE_BYTES_ON_AMD if on_amd and not is_alone else outside_bytes,
             workspace_bytes=WORKSPACE_BYTES,
             bytes_per_token=SCRATCH_BYTES_PER_TOKEN_AND_WIDTH
             * require_integer("attention_width", attention_width, minimum=0),

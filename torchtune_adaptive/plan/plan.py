@@ -28,10 +28,11 @@ Fits = Literal["yes", "perhaps", "no"]
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """The device of each rank: its memory in bytes, and the file of its calibration if there is one."""
+    """The device of each rank: its memory in bytes, the file of its calibration if there is one, and its maker."""
 
     memory_bytes: int
     calibration: Path | None = None
+    is_amd: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,4 +281,5 @@ def _overhead(cfg: DictConfig, card: Card, world_size: int, attention_width: int
         world_size,
         attention_width=attention_width,
         expandable_segments="expandable_segments:True" in allocator,
+        on_amd=card.is_amd,
     )
