@@ -76,7 +76,7 @@ def _peak_by_events(workload: Any, batch: Any) -> int:
     torch.compiler.reset()  # code that was compiled for another size would make this one a dynamic one
     for _ in range(2):
         workload.train_step(batch)
-    held = meter_for(torch.device("cpu"), workload.model, workload.optimizers).live_bytes
+    held = meter_for(torch.device("cpu"), workload.model, workload.optimizers).peak_bytes
     _, rises = rises_by_events(lambda: workload.train_step(batch))
     return held + max(rises)
 

@@ -65,11 +65,15 @@ class Dense(nn.Module):
         return self.layers(tokens.float().unsqueeze(-1).expand(-1, -1, self.width)).square().mean()
 
 
-class Llama(Model):
+class Llama(nn.Module):
     """The peers' model, which predicts the tokens that it is given."""
 
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.model = Model(width)
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return super().forward(tokens, tokens)
+        return self.model(tokens, tokens)
 
 
 def linear_layers(width: int, depth: int) -> nn.Sequential:

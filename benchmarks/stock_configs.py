@@ -2,16 +2,18 @@
 
     python -m benchmarks.stock_configs
 
-Traces a train step of every config that torchtune registers for its four recipes of full and LoRA finetuning, on as
-many ranks as the config's header launches, and writes tables to ``docs/stock_configs.md``. Ends with status 1 if a
+Traces a train step of every config that torchtune registers for a recipe that trains, but for those in development, on
+as many ranks as the config's header launches, and writes tables to ``docs/stock_configs.md``. Ends with status 1 if a
 config was neither planned nor refused.
 """
 
 import argparse
+import multiprocessing
 import re
+import resource
+import statistics
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +29,10 @@ from torchtune_adaptive.plan.step_peaks import TracedStep
 from torchtune_adaptive.search.strategies import usable_bytes
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import is_lora, load_config
-from torchtune_adaptive.stock.load import stock_config_dir
+from torchtune_adaptive.stock.installed import stock_config_path
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "stock_configs.md"
-RECIPES = tuple(
-    f"{method}_finetune_{where}" for method in ("full", "lora") for where in ("distributed", "single_device")
-)
+_TRAINS = re.compile("(?!dev/).*(finetune|dpo|qat|distillation)")
 DEVICES_GIB = (24, 40, 80, 141)
 ROW_TOKENS = 2048  # where the config's tokenizer has none
 RANKS = 8  # where the config's header has none
@@ -41,7 +41,8 @@ GIB = 2**30
 ABOUT = """\
 Nothing here was run on a GPU. A train step of our recipe was traced over fake tensors, with the config as it is, on the
 first of its ranks, which holds the most. The single-device configs are planned for our recipes on one rank. Those with
-`optimizer_in_bwd` are searched and trained with, but an out-of-memory error in training ends the run.
+`optimizer_in_bwd` are searched and trained with, but an out-of-memory error in training ends the run. A row of
+preference data is a pair of two sequences.
 
 - *ranks*: what the config's header launches.
 - *parameters*: of the model, adapters included, over all ranks.
@@ -51,6 +52,7 @@ first of its ranks, which holds the most. The single-device configs are planned 
 - *paged*: GiB of optimizer state that a paged optimizer can move to the host; not in the peaks.
 - *{device} GiB* and so on: the largest batch per rank whose peak leaves the recipes' margin of {margin:.0%} of so much
   memory free; 0 if one row does not fit.
+- *s* and *MiB*: what planning took, in seconds of one core and in resident memory, without the cache; {jobs} at a time.
 
 These are the bytes of tensors alone. What a GPU adds (context, communicators, workspaces, what its allocator cannot
 use) is not included, so that the largest batch on a real one may be smaller.
@@ -79,12 +81,18 @@ class StockConfig:
 
 @dataclass(frozen=True)
 class Planned:
-    """What came of planning a config: a traced step; else why it was refused; else how that failed."""
+    """What came of planning a config: a traced step; else why it was refused; else how that failed.
+
+    Attributes:
+        seconds, resident_mib: of the process that traced it: its time on a core, and the most memory that it had.
+    """
 
     config: StockConfig
     step: TracedStep | None = None
     refused: str = ""
     failed: str = ""
+    seconds: float = 0.0
+    resident_mib: float = 0.0
 
 
 def main() -> None:
@@ -93,22 +101,26 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="configs planned at a time (default: %(default)s)")
     jobs = parser.parse_args().jobs
     configs = stock_configs()
-    with ThreadPoolExecutor(jobs) as pool:
-        planned = list(tqdm(pool.map(plan, configs), total=len(configs), unit=" configs"))
-    DOCUMENT.write_text(document(planned))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with context.Pool(jobs, maxtasksperchild=1) as pool:  # each process has one child, and knows what that took
+        planned = list(tqdm(pool.imap(plan, configs), total=len(configs), unit=" configs"))
+    DOCUMENT.write_text(document(planned, jobs=jobs))
     print(f"{_counted(planned)}\nWritten to {DOCUMENT}")
     raise SystemExit(any(one.failed for one in planned))
 
 
 def stock_configs() -> list[StockConfig]:
-    """All configs of the four recipes."""
+    """All configs of the recipes that train."""
     configs: list[StockConfig] = []
     for recipe in get_all_recipes():
-        if recipe.name in RECIPES:
+        if _TRAINS.match(recipe.name):
             for stock in recipe.configs:
                 cfg = load_config(stock.name)
-                header = (stock_config_dir() / stock.file_path).read_text().split("\n\n")[0]
-                ranks = ranks_launched(header) if recipe.name.endswith("distributed") else 1
+                path = stock_config_path(stock.name)
+                assert path is not None, stock.name
+                header = path.read_text().split("\n\n")[0]
+                ranks = 1 if recipe.name.endswith("single_device") else ranks_launched(header)
                 row_tokens = cfg.tokenizer.get("max_seq_len") or ROW_TOKENS
                 configs.append(StockConfig(recipe.name, stock.name, cfg, ranks, row_tokens))
     return configs
@@ -135,10 +147,11 @@ def plan(config: StockConfig) -> Planned:
         return Planned(config, failed=str(error))
     except InputError as error:
         return Planned(config, refused=str(error))
-    return Planned(config, step)
+    took = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return Planned(config, step, seconds=took.ru_utime + took.ru_stime, resident_mib=took.ru_maxrss / 2**10)
 
 
-def document(planned: Sequence[Planned]) -> str:
+def document(planned: Sequence[Planned], *, jobs: int) -> str:
     """The text of ``docs/stock_configs.md``."""
     margin = AdaptiveSettings().margin
     lines = [
@@ -148,12 +161,12 @@ def document(planned: Sequence[Planned]) -> str:
         "",
         _counted(planned),
         "",
-        ABOUT.format(row_tokens=ROW_TOKENS, device=DEVICES_GIB[0], margin=margin).rstrip(),
+        ABOUT.format(row_tokens=ROW_TOKENS, device=DEVICES_GIB[0], margin=margin, jobs=jobs).rstrip(),
     ]
-    for recipe in RECIPES:
+    for recipe in dict.fromkeys(one.config.recipe for one in planned if one.step):
         header = ["config", "method", "ranks", "parameters", "tokens", "1 row", "own batch", "paged"]
-        header += [f"{device} GiB" for device in DEVICES_GIB]
-        rows = [_cells(one.config, one.step, margin) for one in planned if one.config.recipe == recipe and one.step]
+        header += [*(f"{device} GiB" for device in DEVICES_GIB), "s", "MiB"]
+        rows = [_cells(one, one.step, margin) for one in planned if one.config.recipe == recipe and one.step]
         lines += ["", f"## {recipe}", "", *table(header, rows)]
     for title, reasons in (
         ("Refused", {one.config.name: one.refused for one in planned if one.refused}),
@@ -166,13 +179,17 @@ def document(planned: Sequence[Planned]) -> str:
 
 def _counted(planned: Sequence[Planned]) -> str:
     counts = Counter("planned" if one.step else "refused" if one.refused else "failed" for one in planned)
+    told = f"{counts['planned']} planned, {counts['refused']} refused, {counts['failed']} failed"
+    seconds = [one.seconds for one in planned if one.step]
+    most_mib = max(one.resident_mib for one in planned)
     return (
-        f"{len(planned)} configs: {counts['planned']} planned, {counts['refused']} refused, {counts['failed']} failed."
+        f"{len(planned)} configs: {told}. A plan took {statistics.median(seconds):.1f} s in the median, at most"
+        f" {max(seconds):.1f} s and {most_mib:.0f} MiB."
     )
 
 
-def _cells(config: StockConfig, step: TracedStep, margin: float) -> list[str]:
-    (peaks,) = step.peaks
+def _cells(planned: Planned, step: TracedStep, margin: float) -> list[str]:
+    config, (peaks,) = planned.config, step.peaks
     own_batch_size = config.cfg.batch_size
     largest = [peaks.largest_batch_size(usable_bytes(device * GIB, margin)) for device in DEVICES_GIB]
     return [
@@ -185,6 +202,8 @@ def _cells(config: StockConfig, step: TracedStep, margin: float) -> list[str]:
         f"{own_batch_size}: {peaks.peak_bytes(own_batch_size) / GIB:.2f}",
         f"{step.paged_bytes / GIB:.2f}" if step.paged_bytes else "",
         *("any" if batch_size is None else str(batch_size) for batch_size in largest),
+        f"{planned.seconds:.1f}",
+        f"{planned.resident_mib:.0f}",
     ]
 
 

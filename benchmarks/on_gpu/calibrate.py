@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from benchmarks.on_gpu.stage import Section, Stage
-from torchtune_adaptive.plan.calibration import Card, StepPeak, calibrate
+from torchtune_adaptive.plan.calibration import MeasuredCard, StepPeak, calibrate
 from torchtune_adaptive.plan.client import calibration_peak
 from torchtune_adaptive.plan.overhead import (
     CONTEXT_BYTES,
@@ -43,7 +43,7 @@ def _rows(found: Calibration) -> list[list[str]]:
     ]
 
 
-class PretendedCard(Card):
+class PretendedCard(MeasuredCard):
     """A device that adds nothing."""
 
     def describe(self) -> dict[str, str]:
