@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torchtune_adaptive.memory import copies
 from torchtune_adaptive.memory.copies import Copies
 
 MIB = 2**20
@@ -28,6 +29,11 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "booleans": lambda: torch.tensor([True, False, True]),
     "NaN and minus zero": lambda: torch.tensor([float("nan"), -0.0]),
 }
+
+
+@pytest.fixture(autouse=True)
+def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_SMALLEST_FILE_BYTES", 1)
 
 
 @pytest.fixture
@@ -51,8 +57,8 @@ def assert_kept_in_memory(caplog: pytest.LogCaptureFixture, reason: str) -> None
     """Tensors of 32, 56 and 8 bytes are restored, and one line says why their copies are not on disk."""
     tensors = [torch.randn(8), torch.randn(14), torch.randn(2)]
     before = list(map(bits, tensors))
-    with caplog.at_level(logging.WARNING), Copies(tensors) as copies:
-        restores = [copies.copy(tensor) for tensor in tensors]
+    with caplog.at_level(logging.WARNING), Copies(tensors) as kept:
+        restores = [kept.copy(tensor) for tensor in tensors]
         for tensor, restore in zip(tensors, restores, strict=True):
             tensor.zero_()
             restore()
@@ -68,8 +74,8 @@ def test_a_copy_restores_every_bit(kind: str, in_file: bool, monkeypatch: pytest
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path if in_file else tmp_path / "gone"))
     tensor = TENSORS[kind]()
     before = bits(tensor)
-    with Copies([tensor]) as copies:
-        restore = copies.copy(tensor)
+    with Copies([tensor]) as kept:
+        restore = kept.copy(tensor)
         for _ in range(2):
             tensor.zero_()
             restore()
@@ -79,8 +85,8 @@ def test_a_copy_restores_every_bit(kind: str, in_file: bool, monkeypatch: pytest
 def test_several_tensors_lie_one_after_the_other() -> None:
     tensors = [torch.randn(size) for size in (1, 1000, 3)]
     before = list(map(bits, tensors))
-    with Copies(tensors) as copies:
-        restores = [copies.copy(tensor) for tensor in tensors]
+    with Copies(tensors) as kept:
+        restores = [kept.copy(tensor) for tensor in tensors]
         for tensor in tensors:
             tensor.zero_()
         for restore in reversed(restores):
@@ -91,8 +97,8 @@ def test_several_tensors_lie_one_after_the_other() -> None:
 def test_copies_of_the_cpu_take_none_of_its_memory(folder: Path) -> None:
     tensor = torch.ones(64 * MIB, dtype=torch.uint8)
     before = anonymous_bytes()
-    with Copies([tensor]) as copies:
-        restore = copies.copy(tensor)
+    with Copies([tensor]) as kept:
+        restore = kept.copy(tensor)
         assert anonymous_bytes() - before < 16 * MIB
         restore()
     assert list(folder.iterdir()) == []
@@ -100,15 +106,15 @@ def test_copies_of_the_cpu_take_none_of_its_memory(folder: Path) -> None:
 
 def test_the_file_has_no_name_while_it_is_used(folder: Path) -> None:
     tensor = torch.ones(8)
-    with Copies([tensor]) as copies:
-        copies.copy(tensor)
+    with Copies([tensor]) as kept:
+        kept.copy(tensor)
         assert list(folder.iterdir()) == []
 
 
 def test_a_graph_that_used_a_restored_tensor_is_refused_as_after_any_write() -> None:
     weight = torch.ones(3, requires_grad=True)
-    with Copies([weight]) as copies:
-        restore = copies.copy(weight)
+    with Copies([weight]) as kept:
+        restore = kept.copy(weight)
         loss = weight.square().sum()
         restore()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -155,8 +161,8 @@ def test_a_disk_that_gets_full_while_it_is_written_leaves_the_rest_in_memory(
 
 def test_a_file_cut_short_by_another_is_an_error(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     tensor = torch.ones(8)
-    with Copies([tensor]) as copies:
-        restore = copies.copy(tensor)
+    with Copies([tensor]) as kept:
+        restore = kept.copy(tensor)
         monkeypatch.setattr(os, "preadv", lambda *_: 0)
         with pytest.raises(OSError, match="no longer in its file"):
             restore()
@@ -166,8 +172,22 @@ def test_a_short_read_is_read_on(monkeypatch: pytest.MonkeyPatch, folder: Path) 
     tensor, read = torch.randn(100), os.preadv
     before = bits(tensor)
     monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: read(file, [buffers[0][:7]], offset))
-    with Copies([tensor]) as copies:
-        restore = copies.copy(tensor)
+    with Copies([tensor]) as kept:
+        restore = kept.copy(tensor)
         tensor.zero_()
         restore()
     assert bits(tensor) == before
+
+
+def test_a_few_bytes_are_kept_in_memory_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(copies, "_SMALLEST_FILE_BYTES", 33)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    tensor = torch.ones(8)
+    with caplog.at_level(logging.WARNING), Copies([tensor]) as kept:
+        restore = kept.copy(tensor)
+        tensor.zero_()
+        restore()
+    assert tensor.tolist() == [1.0] * 8
+    assert not caplog.records

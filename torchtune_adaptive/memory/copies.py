@@ -22,6 +22,8 @@ from torchtune_adaptive.text import format_bytes
 
 Restore = Callable[[], None]
 
+_SMALLEST_FILE_BYTES = 2**20  # fewer bytes change no search; a GPU's optimizer counts its steps on the host
+
 log = utils.get_logger("DEBUG")
 
 
@@ -35,7 +37,7 @@ class Copies:
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         parts = [part for tensor in tensors for part in plain_parts(tensor)]
         self._file_bytes = sum(part.nbytes for part in parts if _has_bytes_on_host(part))
-        self._file = self._open_file() if self._file_bytes else None
+        self._file = self._open_file() if self._file_bytes >= _SMALLEST_FILE_BYTES else None
         self._uses_file = self._file is not None
 
     def copy(self, tensor: torch.Tensor) -> Restore:
