@@ -133,7 +133,7 @@ def test_several_gpus_and_numbers_of_ranks_are_a_grid_with_the_least_that_fits_i
     ended = program(*FULL, *memory, "--seq-len", "1024,65536", *CUDA)
     assert ended.status == 0
     (header, *rows), *_ = tables(ended.out)
-    assert header == ["GPU", "ranks", "rows of 1024", "rows of 65536"]
+    assert header == ["GPU", "ranks", "1024 tokens per row", "65536 tokens per row", "host memory"]
     assert [row[:2] for row in rows] == [[name, ranks] for name in ("16GiB", "80GiB", "H100") for ranks in "12"]
     assert [row[3] for row in rows] == ["none"] * 6
     assert [row[2] == "none" for row in rows] == [True, True, False, False, False, False]
@@ -141,9 +141,11 @@ def test_several_gpus_and_numbers_of_ranks_are_a_grid_with_the_least_that_fits_i
     assert rows[2][2] == f"{largest['exact_batch_size']} ({largest['batch_size']})"
     assert "\nRows of 1024 tokens need at least 1 rank of 80GiB, or 1 rank of H100.\n" in ended.out
     assert "\nRows of 65536 tokens fit on none of these.\n" in ended.out
-    added = [line for line in ended.out.splitlines() if "What the GPU adds" in line]
-    assert [line.partition(": What")[0] for line in added] == ["On 1 rank", "On 2 ranks"]  # several have a NCCL too
-    assert ["fragmentation 10%" in line for line in added] == [True, False]
+    assert [row[4] for row in rows] == ["1.4 GiB", "2.8 GiB"] * 3
+    assert "\nHost memory: the most that a machine needs, with all ranks on it.\n" in ended.out
+    added = ended.out.splitlines()[-2:]
+    assert [line.partition(": ")[0] for line in added] == ["- on 1 rank", "- on 2 ranks"]  # several have a NCCL too
+    assert ["10% for fragmentation" in line for line in added] == [True, False]
     assert [request["world_size"] for request in tracing.requests] == [1, 2, 1]  # once for all GPUs
     asked = tables(program(*FULL, *memory, "--seq-len", "1024", "--batch-size", "1,99", *CUDA).out)[0]
     assert [row[2] for row in asked[1:]] == ["1 no, 99 no"] * 2 + ["1 yes, 99 no"] * 4

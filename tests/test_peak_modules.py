@@ -33,7 +33,7 @@ def test_the_text_says_where_the_peak_is_and_what_each_module_holds() -> None:
         " loss. What each module holds then, in MiB:\n"
     )
     assert tables(text)[0] == [
-        ["module", "number", "total", "parameters", "optimizer state", "activations"],
+        ["module", "modules", "total", "parameters", "optimizer state", "activations"],
         ["layers.*.mlp.w1", "2", "12.00", "2.00", "4.00", "6.00"],
         ["loss", "1", "8.00", "-", "-", "8.00"],
         ["all", "3", "20.00", "2.00", "4.00", "14.00"],

@@ -622,7 +622,17 @@ def some_plan(**changes: Any) -> Plan:
 def test_the_text_begins_with_the_model_and_the_card() -> None:
     first, second, *_ = plan_text(some_plan(), title="llama3_1/8B_full").splitlines()
     assert first == "llama3_1/8B_full: 8.03 B parameters in 32 layers, extrapolated from models of 4 and 6 layers"
-    assert second == "8 ranks of 80.0 GiB, of which a fraction of 0.05 is held back"
+    assert second == "8 ranks of 80.0 GiB, 5 % (3.9 GiB) held back"  # of what is left beside CUDA and NCCL
+
+
+def test_the_text_says_to_what_a_memory_limit_holds_a_process() -> None:
+    step = step_of(peaks(64, held_bytes=1, bytes_per_row=1))
+    limited = planned(cfg_of(memory_limit="30GiB", margin=0.1), step)
+    assert (
+        plan_text(limited, title="any").splitlines()[1]
+        == "1 rank of 80.0 GiB, limited to 31.2 GiB, 10 % (3.0 GiB) held back"
+    )
+    assert plan_json(limited, [])["usable_bytes"] == 27 * GIB + limited.overhead.outside_bytes
 
 
 def test_the_text_tells_the_parameters_of_a_frozen_model_from_those_of_the_trained_one() -> None:
@@ -646,7 +656,7 @@ def test_parameters_are_counted_in_billions_or_millions(number: int, text: str) 
 def test_the_table_of_sizes_has_the_figures_of_each_length_of_rows() -> None:
     found = some_plan()
     header, fits, not_one = tables(plan_text(found, title="any"))[0]
-    assert header[:5] == ["rows of", "largest batch", "at least", "used", "tokens per step"]
+    assert header[:5] == ["tokens per row", "largest batch", "surely fits", "used", "tokens per step"]
     assert header[5:] == ["traced", "allocated", "reserved", "process", "give or take"]
     short, long = found.lengths
     assert fits[:5] == [
@@ -663,11 +673,22 @@ def test_the_table_of_sizes_has_the_figures_of_each_length_of_rows() -> None:
             assert cell == f"{num_bytes / GIB:.1f} GiB"
 
 
+def test_below_the_table_of_sizes_its_columns_are_explained() -> None:
+    text = plan_text(some_plan(), title="any")
+    for column in tables(text)[0][0][5:]:
+        assert f"\n- {column}: " in text
+    assert "\nIn brackets: it does not fit.\n" in text
+    on_cpu = plan_text(planned(cfg_of(device="cpu"), step_of(peaks(64, held_bytes=1, bytes_per_row=1))), title="any")
+    assert "`used` is the batch" in on_cpu
+    assert "In brackets" not in on_cpu
+    assert "torch.cuda" not in on_cpu
+
+
 def test_two_tables_have_the_peak_of_each_phase_and_what_the_highest_holds() -> None:
     found = some_plan()
     _, phases, kinds, _ = tables(plan_text(found, title="any"))
-    assert phases[0] == ["rows of", "batch", "backward", "optimizer"]
-    assert kinds[0] == ["rows of", "batch", "parameters", "activations"]
+    assert phases[0] == ["tokens per row", "batch", "backward", "optimizer"]
+    assert kinds[0] == ["tokens per row", "batch", "parameters", "activations"]
     for table, figures in ((phases, "phases"), (kinds, "kinds")):
         for row, length in zip(table[1:], found.lengths, strict=True):
             in_gib = [f"{num_bytes / GIB:.2f}" for num_bytes in getattr(length, figures).values()]
@@ -677,13 +698,26 @@ def test_two_tables_have_the_peak_of_each_phase_and_what_the_highest_holds() -> 
 def test_a_table_has_the_host_memory_of_a_machine_by_what_a_run_does() -> None:
     host = HostFigures(weights=16 * GIB, load_copies=GIB, trained=2 * GIB, state=4 * GIB)
     text = plan_text(some_plan(host=host), title="any")
-    names, tensors, with_processes = tables(text)[-1]
-    assert names[1:] == ["loading", "search", "search again", "training", "saving"]
-    assert tensors == ["tensors", "8.00", "16.00", "48.00", "0.00", "16.00"]
-    processes = 8 * (PROCESS_BYTES + CUDA_PROCESS_BYTES) / GIB
-    assert with_processes[1:] == [f"{processes + float(held):.2f}" for held in tensors[1:]]
+    header, *rows = tables(text)[-1]
+    of_one = (PROCESS_BYTES + CUDA_PROCESS_BYTES) / GIB
+    assert header == ["while the run is", "tensors", f"with {of_one:.1f} GiB per process"]
+    assert [row[:2] for row in rows] == [
+        ["loading the checkpoint", "8.00"],
+        ["searching for the batch size", "16.00"],
+        ["searching again", "48.00"],
+        ["training", "0.00"],
+        ["saving a checkpoint", "16.00"],
+    ]
+    assert [row[2] for row in rows] == [f"{8 * of_one + float(held):.2f}" for _, held, _ in rows]
     assert "Host memory of a machine with 8 ranks, in GiB:" in text
-    assert f"At most {processes + 48:.1f} GiB. Checkpoint files (16.0 GiB) are in the page" in text
+    assert f"At most {8 * of_one + 48:.1f} GiB. " in text
+    assert "\nThe checkpoint's files (16.0 GiB) are not counted: " in text
+
+
+def test_the_text_says_if_parameters_are_on_the_host() -> None:
+    said = "\nParameters, gradients and optimizer state are on the host.\n"
+    assert said in plan_text(some_plan(host=HostFigures(offloaded_weights=GIB, offloaded=4 * GIB)), title="any")
+    assert said not in plan_text(some_plan(host=HostFigures(offloaded=GIB)), title="any")  # paged optimizer state alone
 
 
 def test_host_memory_is_that_of_the_batch_to_use_or_the_largest_asked_for() -> None:
@@ -701,7 +735,11 @@ def test_the_tables_are_those_of_the_batches_asked_for() -> None:
     step = step_of(peaks(2048, held_bytes=10 * GIB, bytes_per_row=5 * GIB))
     first, second, phases, kinds, _ = tables(plan_text(planned(cfg_of(), step, batch_sizes=[2, 90]), title="any"))
     assert first[0][1] == "largest batch"
-    assert [row[:3] for row in second] == [["rows of", "batch", "fits"], ["2048", "2", "yes"], ["2048", "90", "no"]]
+    assert [row[:3] for row in second] == [
+        ["tokens per row", "batch", "fits"],
+        ["2048", "2", "yes"],
+        ["2048", "90", "no"],
+    ]
     assert [row[4] for row in second[1:]] == ["20.0 GiB", "460.0 GiB"]
     assert [row[:3] for row in phases[1:]] == [["2048", "2", "20.00"], ["2048", "90", "460.00"]]
     assert [row[1] for row in kinds[1:]] == ["2", "90"]
@@ -718,10 +756,10 @@ def test_the_text_says_what_the_card_adds_and_the_source_of_that(tmp_path: Path)
     estimated = plan_text(planned(cfg_of(), step), title="any")
     measured = plan_text(planned(cfg_of(), step, calibration=tmp_path / "h100.json"), title="any")
     on_cpu = plan_text(planned(cfg_of(device="cpu"), step), title="any")
-    assert "What the GPU adds is not traced (not calibrated: " in estimated
-    assert "fragmentation 10%." in estimated
-    assert "(calibrated on H100 (1, torch 2, native)): outside the allocator 5.0 GiB, workspaces 1.0 GiB," in measured
-    assert "attention 200000 bytes per token, fragmentation 50%." in measured
+    assert "\nNot traced, but added (from published measurements and estimates; run `tune-adaptive calib" in estimated
+    assert "10% for fragmentation." in estimated
+    assert "\nNot traced, but added (calibrated on H100 (1, torch 2, native)):\n5.0 GiB outside torch's all" in measured
+    assert "1.0 GiB of workspaces, 200,000 bytes per token for attention, 50% for fragmentation." in measured
     assert on_cpu.splitlines()[-1] == "On a CPU nothing is added to what is traced."
 
 
@@ -754,6 +792,7 @@ def test_the_json_holds_the_whole_plan_and_its_suggestions() -> None:
     assert {key: value for key, value in content.items() if not isinstance(value, list | dict)} == {
         "world_size": 8,
         "memory_bytes": 80 * GIB,
+        "usable_bytes": round(found.usable_bytes),
         "margin": 0.05,
         "num_parameters": 8_030_000_000,
         "num_frozen_parameters": 0,

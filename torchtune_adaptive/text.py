@@ -26,16 +26,32 @@ def byte_unit(num_bytes: float) -> tuple[str, int]:
     return next(((name, size) for name, size in units.items() if num_bytes >= size), ("B", 1))
 
 
-def text_table(rows: Sequence[Sequence[str]]) -> str:
+def text_table(rows: Sequence[Sequence[str]], *, num_names: int = 0) -> str:
     """Cells in aligned columns, the first row ruled off as their names.
+
+    The first ``num_names`` columns hold words, which begin at the left; figures end at the right.
 
     >>> print(text_table([["size", "fits"], ["16", "no"]]))
     size  fits
     ----  ----
       16    no
+    >>> print(text_table([["GPU", "rows"], ["H100", "8"]], num_names=1))
+    GPU   rows
+    ----  ----
+    H100     8
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+    def line(row: Sequence[str]) -> str:
+        names, figures = (
+            zip(row[:num_names], widths, strict=False),
+            zip(row[num_names:], widths[num_names:], strict=True),
+        )
+        return "  ".join(
+            [*(cell.ljust(width) for cell, width in names), *(cell.rjust(width) for cell, width in figures)]
+        )
+
+    lines = [line(row) for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
 

@@ -165,7 +165,7 @@ class Overhead:
             fragmentation=EXPANDABLE_FRAGMENTATION if expandable_segments else fragmentation,
             uncertainty_bytes=UNCERTAINTY_BYTES,
             uncertainty_fraction=UNCERTAINTY_FRACTION if is_alone else SHARDED_UNCERTAINTY_FRACTION,
-            source="not calibrated: others' measurements and judgements",
+            source="from published measurements and estimates; run `tune-adaptive calibrate` on your GPU for your own",
         )
 
     @classmethod
@@ -211,10 +211,18 @@ class Overhead:
         """How far the forecast may be off at ``traced_bytes``, either way; an estimate."""
         return max(self.uncertainty_bytes, self.uncertainty_fraction * traced_bytes)
 
-    def largest_traced_bytes(self, limit_bytes: float, margin: float, *, num_tokens: int = 0) -> float:
-        """The most traced bytes with which a process uses at most ``limit_bytes`` of a card; 0 if nothing fits.
+    def usable_bytes(self, limit_bytes: float, margin: float) -> float:
+        """What a process may use of ``limit_bytes`` of a card: the rest is held back.
 
-        The fraction ``margin`` of what the allocator may reserve is kept free.
+        That is the fraction ``margin`` of what the allocator may reserve.
+
+        >>> Overhead(outside_bytes=300).usable_bytes(2700, 0.25)
+        2100.0
+        """
+        return max(0.0, self.outside_bytes + self._reservable_bytes(limit_bytes, margin))
+
+    def largest_traced_bytes(self, limit_bytes: float, margin: float, *, num_tokens: int = 0) -> float:
+        """The most traced bytes with which a process uses at most ``usable_bytes`` of a card; 0 if nothing fits.
 
         Raises:
             InputError: ``margin`` is not in [0, 1).
@@ -224,9 +232,11 @@ class Overhead:
         """
         if not 0 <= margin < 1:
             raise InputError(f"`margin` must be in [0, 1), but is {quote(margin)} instead.")
-        reservable_bytes = (limit_bytes - self.outside_bytes) * (1 - margin)
-        allocated_bytes = reservable_bytes / (1 + self.fragmentation)
+        allocated_bytes = self._reservable_bytes(limit_bytes, margin) / (1 + self.fragmentation)
         return max(0.0, allocated_bytes - self.workspace_bytes - self.bytes_per_token * num_tokens)
+
+    def _reservable_bytes(self, limit_bytes: float, margin: float) -> float:
+        return (limit_bytes - self.outside_bytes) * (1 - margin)
 
 
 def _is_amount(value: object) -> bool:

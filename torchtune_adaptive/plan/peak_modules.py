@@ -62,7 +62,7 @@ def modules_text(events: StepEvents) -> str:
         ]
 
     operation = events.operations[events.peak_at]
-    rows = [["module", "number", "total", *kinds], *(row(one.module, [one]) for one in shown)]
+    rows = [["module", "modules", "total", *kinds], *(row(one.module, [one]) for one in shown)]
     if others:
         rows.append(row("others", others))
     return "\n".join(
@@ -70,7 +70,7 @@ def modules_text(events: StepEvents) -> str:
             f"With a batch of {events.batch_size} rows of {events.seq_len} tokens the peak of"
             f" {format_bytes(events.peak_bytes)} is in {operation.phase}, at {operation.name} of {operation.module}."
             f" What each module holds then, in {unit}:",
-            text_table([*rows, row("all", found)]),
+            text_table([*rows, row("all", found)], num_names=1),
         ]
     )
 

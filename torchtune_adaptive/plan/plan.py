@@ -85,16 +85,23 @@ class Plan:
     """What fits for each length of rows, with what the plan was computed from.
 
     Attributes:
+        limit_bytes: what may be used of the card before the fraction ``margin`` is held back.
         host: host memory of a machine, with the sizes that take most of it.
     """
 
     world_size: int
     card: Card
+    limit_bytes: float
     margin: float
     lengths: tuple[LengthPlan, ...]
     step: TracedStep
     overhead: Overhead
     host: HostPlan
+
+    @property
+    def usable_bytes(self) -> float:
+        """The most that a process may use of its device for a batch to fit."""
+        return self.overhead.usable_bytes(self.limit_bytes, self.margin)
 
     @property
     def fits(self) -> bool:
@@ -129,9 +136,11 @@ def plan(
         check_samples_per_step(settings.global_batch_size, ranks=world_size)
     step = traced_by(as_traced(settings, cfg), world_size=world_size, seq_lens=seq_lens)
     overhead = _overhead(cfg, card, world_size, step.attention_width)
+    memory_limit = settings.memory_limit_bytes or card.memory_bytes
+    limit_bytes = min(card.memory_bytes, memory_limit + overhead.outside_bytes)
     planner = _LengthPlanner(
         settings,
-        card=card,
+        limit_bytes=limit_bytes,
         overhead=overhead,
         world_size=world_size,
         micro_steps=micro_steps,
@@ -141,6 +150,7 @@ def plan(
     return Plan(
         world_size=world_size,
         card=card,
+        limit_bytes=limit_bytes,
         margin=settings.margin,
         lengths=lengths,
         step=step,
@@ -168,7 +178,7 @@ class _LengthPlanner:
         self,
         settings: AdaptiveSettings,
         *,
-        card: Card,
+        limit_bytes: float,
         overhead: Overhead,
         world_size: int,
         micro_steps: int,
@@ -179,8 +189,7 @@ class _LengthPlanner:
         self._world_size = world_size
         self._micro_steps = micro_steps
         self._sequences = sequences
-        memory_limit = settings.memory_limit_bytes or card.memory_bytes
-        self._limit_bytes = min(card.memory_bytes, memory_limit + overhead.outside_bytes)
+        self._limit_bytes = limit_bytes
 
     def plan(self, peaks: StepPeaks, batch_sizes: Sequence[int]) -> LengthPlan:
         """Plan rows of the length that ``peaks`` are for, and what ``batch_sizes`` of them take."""

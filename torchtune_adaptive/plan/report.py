@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from torchtune_adaptive.plan.host_memory import HostPlan
 from torchtune_adaptive.plan.overhead import Overhead
 from torchtune_adaptive.plan.peak_modules import step_json
 from torchtune_adaptive.plan.plan import LengthPlan, Plan, SizePlan
@@ -27,10 +26,11 @@ def plan_text(plan: Plan, *, title: str) -> str:
     shown = asked or plan.lengths
     lines = [
         f"{title}: {trained} parameters in {step.num_layers} layers{traced}{frozen}",
-        f"{_ranks(plan.world_size)} of {format_bytes(plan.card.memory_bytes)},"
-        f" of which a fraction of {plan.margin:g} is held back",
+        _device(plan),
         "",
         text_table([_SIZES, *map(_sizes, plan.lengths)]),
+        "",
+        *_columns(plan),
         "",
         *(["Of the batches asked for:", text_table([_ASKED, *map(_asked, asked)]), ""] if asked else []),
         "Traced peak of each phase, in GiB:",
@@ -39,9 +39,9 @@ def plan_text(plan: Plan, *, title: str) -> str:
         "What the highest of them holds, in GiB:",
         text_table(_in_gib([(size, size.kinds) for size in shown])),
         "",
-        *_host(plan.host),
+        *_host(plan),
         "",
-        _source(plan),
+        *_added([plan]),
     ]
     if step.paged_bytes:
         paged = format_bytes(step.paged_bytes)
@@ -52,25 +52,48 @@ def plan_text(plan: Plan, *, title: str) -> str:
 def grid_text(plans: Mapping[str, Sequence[Plan]], *, title: str) -> str:
     """The largest batch on each GPU, by its name, and number of ranks, and how many ranks of each GPU it takes.
 
-    If batches were asked for, whether they fit.
+    If batches were asked for, whether they fit. Each row has the most host memory that a machine needs.
 
     Args:
         plans: of each GPU, for the same numbers of ranks.
     """
     (first, *_), *_ = plans.values()
     lengths = [length.seq_len for length in first.lengths]
-    rows = [[name, str(one.world_size), *map(_in_short, one.lengths)] for name, row in plans.items() for one in row]
-    what = "which batches per rank fit" if first.lengths[0].asked else "largest batch per rank, and the one used"
+    all_plans = [one for row in plans.values() for one in row]
+    rows = [
+        [name, str(one.world_size), *map(_in_short, one.lengths), format_bytes(one.host.peak_bytes)]
+        for name, row in plans.items()
+        for one in row
+    ]
+    what = "largest batch per rank that fits, and in brackets the one used"
+    if first.lengths[0].asked:
+        what = "which batches per rank fit"
+    header = ["GPU", "ranks", *(f"{tokens} tokens per row" for tokens in lengths), "host memory"]
     lines = [
         f"{title}: {what}",
         "",
-        text_table([["GPU", "ranks", *(f"rows of {tokens}" for tokens in lengths)], *rows]),
+        text_table([header, *rows], num_names=1),
         "",
         *(_fewest_ranks(plans, place) for place in range(len(lengths))),
         "",
-        *_sources([one for row in plans.values() for one in row]),
+        f"Host memory: the most that a machine needs, {_of_machine(all_plans)}. {offload_note(first)}".strip(),
+        "",
+        *_added(all_plans),
     ]
     return "\n".join(lines)
+
+
+def offload_note(plan: Plan) -> str:
+    """A sentence that says what of a step is on the host; nothing if no parameters are."""
+    is_offloaded = plan.step.host.offloaded_weights > 0
+    return "Parameters, gradients and optimizer state are on the host." if is_offloaded else ""
+
+
+def _of_machine(plans: Sequence[Plan]) -> str:
+    """Which ranks are on the machine whose host memory is shown."""
+    if all(one.host.ranks == one.world_size for one in plans):
+        return "with all ranks on it"
+    return f"with {' or '.join(sorted({str(one.host.ranks) for one in plans}, key=int))} of the ranks on it"
 
 
 def _in_short(length: LengthPlan) -> str:
@@ -126,7 +149,7 @@ def what_if_text(effects: Iterable[Suggestion]) -> str:
     refused = [f"- {effect.change}: not planned, {effect.refused}" for effect in effects if effect.length is None]
     lines = [
         f"With a batch of {size.batch_size} rows of {size.seq_len} tokens, in {unit}:",
-        text_table([["change", "process", "saved", "fits", "largest batch"], *rows]),
+        text_table([["change", "process", "saved", "fits", "largest batch"], *rows], num_names=1),
     ]
     return "\n".join([*lines, "", *refused] if refused else lines)
 
@@ -145,6 +168,7 @@ def plan_json(
     return {
         "world_size": plan.world_size,
         "memory_bytes": plan.card.memory_bytes,
+        "usable_bytes": round(plan.usable_bytes),
         "margin": plan.margin,
         "num_parameters": step.num_parameters,
         "num_frozen_parameters": step.num_frozen_parameters,
@@ -170,8 +194,16 @@ def _in_whole_bytes(value: Any) -> Any:
 
 
 _BYTES = ("traced", "allocated", "reserved", "process", "give or take")
-_SIZES = ("rows of", "largest batch", "at least", "used", "tokens per step", *_BYTES)
-_ASKED = ("rows of", "batch", "fits", "tokens per step", *_BYTES)
+_SIZES = ("tokens per row", "largest batch", "surely fits", "used", "tokens per step", *_BYTES)
+_ASKED = ("tokens per row", "batch", "fits", "tokens per step", *_BYTES)
+# What a run does, by its name in ``HostPlan.tensor_bytes``.
+_DOING = {
+    "loading": "loading the checkpoint",
+    "search": "searching for the batch size",
+    "search again": "searching again",
+    "training": "training",
+    "saving": "saving a checkpoint",
+}
 
 
 def _sizes(length: LengthPlan) -> list[str]:
@@ -203,46 +235,81 @@ def _size(batch_size: int | None) -> str:
 
 def _in_gib(rows: Sequence[tuple[SizePlan, dict[str, float]]]) -> list[list[str]]:
     """The rows of a table with a column for each of the figures."""
-    names = ["rows of", "batch", *rows[0][1]]
+    names = ["tokens per row", "batch", *rows[0][1]]
     return [names] + [
         [str(size.seq_len), str(size.batch_size), *(f"{num_bytes / _GIB:.2f}" for num_bytes in figures.values())]
         for size, figures in rows
     ]
 
 
-def _sources(plans: Sequence[Plan]) -> list[str]:
+def _device(plan: Plan) -> str:
+    """The ranks' memory, and what of it is not used."""
+    ranks = f"{_ranks(plan.world_size)} of {format_bytes(plan.card.memory_bytes)}"
+    limit = "" if plan.limit_bytes == plan.card.memory_bytes else f", limited to {format_bytes(plan.limit_bytes)}"
+    held_back = format_bytes(plan.limit_bytes - plan.usable_bytes)
+    return f"{ranks}{limit}, {100 * plan.margin:g} % ({held_back}) held back"
+
+
+def _columns(plan: Plan) -> list[str]:
+    """What the columns of the table of sizes mean."""
+    lines = ["`used` is the batch that a run takes by its settings; all columns after it are for that batch."]
+    if any(length.exact_batch_size == 0 for length in plan.lengths):
+        lines.append("In brackets: it does not fit.")
+    if plan.overhead == Overhead.none():
+        return lines
+    return [
+        *lines,
+        "- traced: the bytes of all tensors at the step's peak",
+        "- allocated: with what kernels and libraries need, as torch.cuda.max_memory_allocated shows it",
+        "- reserved: with what torch's allocator holds but cannot use, as torch.cuda.max_memory_reserved shows it",
+        "- process: with CUDA's and NCCL's own memory, as nvidia-smi shows it",
+        "- give or take: by how much this may be wrong; `surely fits` does so even if it is too low by that much",
+    ]
+
+
+def _host(plan: Plan) -> list[str]:
+    """Host memory of a machine, by what a run does."""
+    host = plan.host
+    per_process = format_bytes(host.process_bytes / host.ranks)
+    rows = [
+        [_DOING[name], f"{held / _GIB:.2f}", f"{(host.process_bytes + held) / _GIB:.2f}"]
+        for name, held in host.tensor_bytes.items()
+    ]
+    lines = [
+        f"Host memory of a machine with {_ranks(host.ranks)}, in GiB:",
+        text_table([["while the run is", "tensors", f"with {per_process} per process"], *rows], num_names=1),
+        "",
+        f"At most {format_bytes(host.peak_bytes)}. Tensors: all that are in host memory, with the copies that loading,"
+        " searching and saving make.",
+        "A run searches again when it is resumed, and at the start of the epoch after an out-of-memory error.",
+        f"The checkpoint's files ({format_bytes(host.file_bytes)}) are not counted: the system drops them from memory"
+        " when it needs room.",
+    ]
+    return [*lines, note] if (note := offload_note(plan)) else lines
+
+
+def _added(plans: Sequence[Plan]) -> list[str]:
     """What the GPU adds, once for all plans for which that is the same, by their numbers of ranks if it is not."""
+    if plans[0].overhead == Overhead.none():
+        return ["On a CPU nothing is added to what is traced."]
     ranks: dict[str, set[int]] = {}
     for one in plans:
-        ranks.setdefault(_source(one), set()).add(one.world_size)
+        ranks.setdefault(_parts(one.overhead), set()).add(one.world_size)
+    first = f"Not traced, but added ({plans[0].overhead.source}):"
     if len(ranks) == 1:
-        return list(ranks)
+        return [first, f"{next(iter(ranks))}."]
     return [
-        f"On {', '.join(map(str, sorted(numbers)))} rank{'s' if numbers != {1} else ''}: {said}"
-        for said, numbers in ranks.items()
+        first,
+        *(
+            f"- on {', '.join(map(str, sorted(on)))} rank{'s' if on != {1} else ''}: {said}"
+            for said, on in ranks.items()
+        ),
     ]
 
 
-def _host(host: HostPlan) -> list[str]:
-    """Host memory of a machine, by what a run does."""
-    table = [["what", *host.tensor_bytes], ["tensors", *(f"{held / _GIB:.2f}" for held in host.tensor_bytes.values())]]
-    together = [host.process_bytes + held for held in host.tensor_bytes.values()]
-    table.append(["with processes", *(f"{num_bytes / _GIB:.2f}" for num_bytes in together)])
-    return [
-        f"Host memory of a machine with {_ranks(host.ranks)}, in GiB:",
-        text_table(table),
-        "",
-        f"At most {format_bytes(host.peak_bytes)}. Checkpoint files ({format_bytes(host.file_bytes)}) are in the page"
-        " cache, which can be taken back. `search again` is for resumed runs, and after an out-of-memory error.",
-    ]
-
-
-def _source(plan: Plan) -> str:
-    overhead = plan.overhead
-    if overhead == Overhead.none():
-        return "On a CPU nothing is added to what is traced."
+def _parts(overhead: Overhead) -> str:
     return (
-        f"What the GPU adds is not traced ({overhead.source}): outside the allocator"
-        f" {format_bytes(overhead.outside_bytes)}, workspaces {format_bytes(overhead.workspace_bytes)}, attention"
-        f" {overhead.bytes_per_token:.0f} bytes per token, fragmentation {overhead.fragmentation:.0%}."
+        f"{format_bytes(overhead.outside_bytes)} outside torch's allocator, {format_bytes(overhead.workspace_bytes)} of"
+        f" workspaces, {overhead.bytes_per_token:,.0f} bytes per token for attention, {overhead.fragmentation:.0%} for"
+        " fragmentation"
     )
