@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.step_events import EVENTS, MIB, drawn_events
 from torchtune_adaptive.plan.plot_page import page
-from torchtune_adaptive.plan.step_events import StepEvents
+from torchtune_adaptive.plan.step_events import Allocation, StepEvents
 from torchtune_adaptive.plan.step_plot import (
     COLOURS,
     PLOT_WIDTH,
@@ -26,9 +26,11 @@ from torchtune_adaptive.plan.step_plot import (
 properties = settings(derandomize=True, deadline=None, max_examples=80)
 
 
-def plot_of(*, memory_mib: float = 30, added_mib: float = 5, title: str = "tiny/full") -> StepPlot:
-    device = Device(memory_bytes=memory_mib * MIB, added_bytes=added_mib * MIB)
-    return StepPlot(EVENTS, title=title, world_size=2, device=device)
+def plot_of(
+    *, memory_mib: float = 30, usable_mib: float = 28, added_mib: float = 5, title: str = "tiny/full", note: str = ""
+) -> StepPlot:
+    device = Device(memory_bytes=memory_mib * MIB, usable_bytes=usable_mib * MIB, added_bytes=added_mib * MIB)
+    return StepPlot(EVENTS, title=title, world_size=2, device=device, note=note)
 
 
 def texts(svg: str) -> list[str]:
@@ -79,7 +81,7 @@ def test_the_picture_names_the_config_the_batch_the_ranks_the_kinds_and_the_devi
         "A batch of 4 rows of 256 tokens on each of 2 ranks: 20.0 MiB at the peak, 25.0 MiB with what the GPU adds,"
         " of 30.0 MiB",
     ]
-    assert {"forward", "loss", "backward", "optimizer", "MiB", "peak 20.0 MiB", "30.0 MiB of the device"} <= set(found)
+    assert {"forward", "loss", "backward", "optimizer", "MiB", "peak 20.0 MiB", "device: 30.0 MiB"} <= set(found)
     assert {"parameters", "gradients", "optimizer state", "activations", "the GPU adds"} <= set(found)
     assert "temporaries" not in found
     assert "The peak is in loss" in found
@@ -100,10 +102,37 @@ def test_areas_are_as_high_as_the_bytes_that_they_show() -> None:
         assert sum(map(int, re.findall(r"h(\d+)", steps))) == PLOT_WIDTH
 
 
+def test_the_margin_held_back_is_a_dashed_line_and_what_the_gpu_adds_hangs_from_it() -> None:
+    svg = plot_of().svg()
+    assert "usable: 28.0 MiB" in texts(svg)
+    usable_y = 470 - 370 * 28 / (1.08 * 30)
+    (dashed,) = re.findall(r'<path d="M52 ([\d.]+)h660" stroke-dasharray', svg)
+    (hatched,) = re.findall(r'<rect fill="url\(#added\)" x="52" y="([\d.]+)"', svg)
+    assert float(dashed) == float(hatched) == pytest.approx(usable_y, abs=0.1)
+    without_margin = plot_of(usable_mib=30).svg()
+    assert "dasharray" not in without_margin
+    assert not any("usable" in one for one in texts(without_margin))
+
+
+def test_kinds_that_hold_nothing_at_the_peak_have_no_figure() -> None:
+    """Those that are seen at other times keep their colour's name."""
+    found = texts(plot_of().svg())
+    assert "0 B" not in found
+    assert found[found.index("At other times") + 1 :][:2] == ["gradients", "The peak is in loss"]
+    unseen = Allocation(1, "temporaries", "optimizer", 4, None)
+    events = replace(EVENTS, allocations=(*EVENTS.allocations, unseen))
+    device = Device(memory_bytes=30 * MIB, usable_bytes=28 * MIB, added_bytes=0)
+    assert "temporaries" not in texts(StepPlot(events, title="any", world_size=1, device=device).svg())
+
+
+def test_a_note_stands_below_the_heading() -> None:
+    assert texts(plot_of(note="All is on the host.").svg())[2] == "All is on the host."
+
+
 def test_a_device_far_above_the_peak_is_named_and_not_drawn() -> None:
     found = texts(plot_of(memory_mib=500).svg())
     assert "device (not drawn)" in found
-    assert not any("of the device" in one for one in found)
+    assert not any(one.startswith(("device:", "usable:")) for one in found)
 
 
 def test_on_a_cpu_nothing_is_added() -> None:
@@ -114,7 +143,7 @@ def test_on_a_cpu_nothing_is_added() -> None:
 
 def test_the_page_holds_the_picture_and_loads_nothing() -> None:
     events = replace(EVENTS, operations=tuple(one._replace(module="</script>") for one in EVENTS.operations))
-    device = Device(memory_bytes=30 * MIB, added_bytes=0)
+    device = Device(memory_bytes=30 * MIB, usable_bytes=30 * MIB, added_bytes=0)
     plot = StepPlot(events, title="</script><b>", world_size=1, device=device)
     html = page(plot, events, title="</script><b>")
     assert plot.svg() in html

@@ -12,6 +12,7 @@ from torchtune_adaptive.plan.client import trace_events
 from torchtune_adaptive.plan.peak_modules import modules_text
 from torchtune_adaptive.plan.plan import Plan, SizePlan, as_traced
 from torchtune_adaptive.plan.plot_page import page
+from torchtune_adaptive.plan.report import offload_note
 from torchtune_adaptive.plan.snapshot_file import snapshot_bytes
 from torchtune_adaptive.plan.step_events import StepEvents
 from torchtune_adaptive.plan.step_plot import Device, StepPlot
@@ -89,6 +90,11 @@ def _size(planned: Plan) -> SizePlan:
 
 def _picture(events: StepEvents, planned: Plan, *, title: str, as_page: bool) -> str:
     size = _size(planned)
-    device = Device(memory_bytes=planned.card.memory_bytes, added_bytes=size.process_bytes - size.peak_bytes)
-    plot = StepPlot(events, title=title, world_size=planned.world_size, device=device)
+    device = Device(
+        memory_bytes=planned.card.memory_bytes,
+        usable_bytes=planned.usable_bytes,
+        added_bytes=size.process_bytes - size.peak_bytes,
+    )
+    note = offload_note(planned)
+    plot = StepPlot(events, title=title, world_size=planned.world_size, device=device, note=note)
     return page(plot, events, title=title) if as_page else plot.svg()

@@ -37,9 +37,10 @@ _STYLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What a rank's device has, and what it adds to the peak that was traced; 0 on a CPU."""
+    """What a rank's device has, what of it may be used, and what it adds to the peak that was traced; 0 on a CPU."""
 
     memory_bytes: float
+    usable_bytes: float
     added_bytes: float
 
 
@@ -97,13 +98,15 @@ class StepPlot:
     Args:
         title: the config's name.
         device: of each of ``world_size`` ranks.
+        note: a sentence below the heading.
     """
 
-    def __init__(self, events: StepEvents, *, title: str, world_size: int, device: Device) -> None:
+    def __init__(self, events: StepEvents, *, title: str, world_size: int, device: Device, note: str = "") -> None:
         self._events = events
         self._title = title
         self._world_size = world_size
         self._device = device
+        self._note = note
         self._shows_device = device.memory_bytes <= _HIGHEST_DEVICE * events.peak_bytes
         highest = max(events.peak_bytes, device.memory_bytes if self._shows_device else 0)
         self._top_bytes = 1.08 * highest
@@ -134,7 +137,7 @@ class StepPlot:
             *self._phases(),
             *self._axes(),
             *self._areas(),
-            *(self._limit() if self._shows_device else ()),
+            *(self._limits() if self._shows_device else ()),
             *self._peak(),
             *self._legend(),
         ]
@@ -150,6 +153,8 @@ class StepPlot:
         sentence = f"A batch of {rows} on {ranks}: {peak} at the peak{added}, of {format_bytes(device.memory_bytes)}"
         yield text(LEFT, 32, f"{_shortened(self._title, 60)}: memory of one train step", class_="head")
         yield text(LEFT, 54, sentence, class_="sub")
+        if self._note:
+            yield text(LEFT, 73, self._note, class_="sub")
 
     def _phases(self) -> Iterator[str]:
         for index, band in enumerate(self.bands):
@@ -191,24 +196,23 @@ class StepPlot:
             areas.append(titled(kind, "path", d=path, fill=COLOURS[kind]))
         yield from reversed(areas)  # each covers the lower part of the one above it
 
-    def _limit(self) -> Iterator[str]:
+    def _limits(self) -> Iterator[str]:
+        """The device's memory and what may be used of it; a peak below what the GPU adds to it fits."""
         device = self._device
-        y, below = self._y(device.memory_bytes), self._y(device.memory_bytes - device.added_bytes)
+        y, usable_y = self._y(device.memory_bytes), self._y(device.usable_bytes)
         if device.added_bytes:
-            band = {"x": LEFT, "y": y, "width": PLOT_WIDTH, "height": below - y}
+            height = self._y(device.usable_bytes - device.added_bytes) - usable_y
+            band = {"x": LEFT, "y": usable_y, "width": PLOT_WIDTH, "height": height}
             yield titled(f"The GPU adds {format_bytes(device.added_bytes)}", "rect", fill="url(#added)", **band)
-        yield element(
-            "path",
-            d=f"M{LEFT} {y:.1f}h{PLOT_WIDTH}",
-            stroke=_INK,
-            stroke_width=1.5,
-            stroke_dasharray="6 4",
-            fill="none",
-        )
+        line = {"stroke": _INK, "stroke_width": 1.5, "fill": "none"}
         at_left = self._peak_place > PLOT_WIDTH / 2
         place, anchor = (LEFT + 8, "start") if at_left else (_RIGHT - 8, "end")
-        content = f"{format_bytes(device.memory_bytes)} of the device"
-        yield text(place, y - 6, content, text_anchor=anchor, class_="strong halo")
+        label = {"text_anchor": anchor, "class_": "strong halo"}
+        yield element("path", d=f"M{LEFT} {y:.1f}h{PLOT_WIDTH}", **line)
+        yield text(place, y - 6, f"device: {format_bytes(device.memory_bytes)}", **label)
+        if device.usable_bytes < device.memory_bytes:
+            yield element("path", d=f"M{LEFT} {usable_y:.1f}h{PLOT_WIDTH}", stroke_dasharray="6 4", **line)
+            yield text(place, usable_y + 16, f"usable: {format_bytes(device.usable_bytes)}", **label)
 
     def _peak(self) -> Iterator[str]:
         events, place = self._events, self._peak_place
@@ -222,24 +226,29 @@ class StepPlot:
         is_before = len(before) == room and (lower_before or len(after) < room)
         yield element("circle", cx=x, cy=y, r=4.0, fill="#fff", stroke=_INK, stroke_width=2.0)
         anchor, offset = ("end", -9) if is_before else ("start", 9)
-        limit = self._y(self._device.memory_bytes)
-        base = min(y, limit) - 8 if abs(limit - y) < 16 else y + 4  # above the device's line, which would cross it
+        base = y + 4
+        for limit in (self._y(self._device.usable_bytes), self._y(self._device.memory_bytes)):
+            if base - 20 < limit < base + 12:
+                base = min(y, limit) - 8  # above a line that would cross it
         yield text(x + offset, base, content, text_anchor=anchor, class_="strong halo")
 
     def _legend(self) -> Iterator[str]:
         events, y = self._events, TOP + 12
         live = {kind: events.live_bytes[kind][events.peak_at] for kind in reversed(self.kinds)}
+        seen_bytes = self._top_bytes / PLOT_HEIGHT / 2  # a line of half a pixel
+        elsewhere = [kind for kind in live if not live[kind] and max(events.live_bytes[kind]) > seen_bytes]
 
-        def row(name: str, num_bytes: float, fill: str = "none", stroke: str = "none") -> Iterator[str]:
+        def row(name: str, num_bytes: float | None, fill: str = "none", stroke: str = "none") -> Iterator[str]:
             if fill != "none":
                 square = {"x": _LEGEND_LEFT, "y": y - 10, "width": 12, "height": 12, "rx": 2}
                 yield element("rect", fill=fill, stroke=stroke, **square)
             yield text(_LEGEND_LEFT + 20, y, name)
-            yield text(_LEGEND_RIGHT, y, format_bytes(num_bytes), text_anchor="end", class_="strong")
+            if num_bytes is not None:
+                yield text(_LEGEND_RIGHT, y, format_bytes(num_bytes), text_anchor="end", class_="strong")
 
         yield text(_LEGEND_LEFT, TOP - 8, "At the peak", class_="strong")
-        for kind, num_bytes in live.items():
-            yield from row(kind, num_bytes, COLOURS[kind])
+        for kind in (kind for kind, num_bytes in live.items() if num_bytes):
+            yield from row(kind, live[kind], COLOURS[kind])
             y += 22
         yield element("path", d=f"M{_LEGEND_LEFT} {y - 12}H{_LEGEND_RIGHT}", stroke=_LINE, fill="none")
         y += 6
@@ -250,6 +259,12 @@ class StepPlot:
         if not self._shows_device:
             y += 22
             yield from row("device (not drawn)", self._device.memory_bytes)
+        if elsewhere:
+            y += 36
+            yield text(_LEGEND_LEFT, y, "At other times", class_="strong")
+        for kind in elsewhere:
+            y += 22
+            yield from row(kind, None, COLOURS[kind])
         operation = events.operations[events.peak_at]
         y += 36
         yield text(_LEGEND_LEFT, y, f"The peak is in {operation.phase}", class_="strong")
