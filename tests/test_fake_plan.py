@@ -331,9 +331,14 @@ def test_bytes_are_rounded_up_as_the_allocator_rounds_them() -> None:
 # ---- in a process of its own
 
 
-def test_the_worker_process_gives_the_peaks_of_the_config() -> None:
+def test_the_worker_process_gives_the_peaks_of_the_config_without_torchaos_warning(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     cfg = _cfg("full", SHALLOW)
-    traced = client.trace(cfg, world_size=2, seq_lens=[SEQ_LEN])
+    traced = client.trace(cfg, world_size=2, seq_lens=[SEQ_LEN], shows_progress=True)
+    printed = capfd.readouterr().err
+    assert "tracing" in printed
+    assert "torchao" not in printed
     assert traced == run_on_ranks(_traced, 1, cfg)[0]
 
 

@@ -5,12 +5,14 @@
 
 import gc
 import importlib
+import logging
 import os
 import sys
 
 
 def main() -> None:
     """Run ``worker``, and end the process with status 0 as soon as it has written its answer."""
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns that it skips kernels, which no plan runs
     gc.disable()  # imports make many objects and hardly any garbage: searching for it took a third of their time
     worker = importlib.import_module(f"{__package__}.worker")
     gc.freeze()
