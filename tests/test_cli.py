@@ -19,6 +19,7 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan import calibration, client
 from torchtune_adaptive.plan.cli import main
 from torchtune_adaptive.plan.gpus import memory_of
+from torchtune_adaptive.plan.host_memory import HostFigures
 from torchtune_adaptive.plan.overhead import Calibration
 
 FULL = ("plan", "--config", "tiny/full")
@@ -36,6 +37,7 @@ class FakeTracing:
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
         self.held_gib = 2
+        self.host = HostFigures()
         self.refuses: str | None = None
 
     def __call__(self, request: dict[str, Any], **_: object) -> dict[str, Any]:
@@ -51,7 +53,7 @@ class FakeTracing:
             peaks(seq_len, held_bytes=self.held_gib * GIB, bytes_per_row=2 * MIB * seq_len)
             for seq_len in request["seq_lens"]
         )
-        return step_of(*lengths).as_json()
+        return step_of(*lengths, host=self.host).as_json()
 
     @property
     def only(self) -> dict[str, Any]:
@@ -219,6 +221,19 @@ def test_a_snapshot_and_a_picture_are_written(
     program(*STEP, "--plot", str(web_page))
     assert web_page.read_text().startswith("<!doctype html>")
     assert sorted(path.name for path in snapshot.parent.iterdir()) == ["step.html", "step.pickle", "step.svg"]
+
+
+def test_a_table_and_a_picture_say_that_parameters_are_on_the_host(
+    program: Program, tracing: FakeTracing, tmp_path: Path
+) -> None:
+    tracing.host = HostFigures(offloaded_weights=200 * GIB, offloaded=700 * GIB)
+    said = "Parameters, gradients and optimizer state are on the host."
+    table = program(*FULL, "--memory", "80GiB", "--nproc_per_node", "2,4", "--seq-len", "1024", *CUDA).out
+    assert [row[3] for row in tables(table)[0]] == ["host memory", "1402.8 GiB", "2805.6 GiB"]
+    assert f"needs, with all ranks on it. {said}\n" in table
+    picture = tmp_path / "step.svg"
+    program(*STEP, "--nproc_per_node", "2", "--plot", str(picture))
+    assert said in picture.read_text()
 
 
 def test_a_file_that_can_no_longer_be_written_is_refused_in_one_sentence(

@@ -715,8 +715,11 @@ def test_a_table_has_the_host_memory_of_a_machine_by_what_a_run_does() -> None:
 
 
 def test_the_text_says_if_parameters_are_on_the_host() -> None:
-    said = "\nParameters, gradients and optimizer state are on the host.\n"
-    assert said in plan_text(some_plan(host=HostFigures(offloaded_weights=GIB, offloaded=4 * GIB)), title="any")
+    said = "\nParameters, gradients and optimizer state are on the host."
+    offloaded = HostFigures(offloaded_weights=GIB, offloaded=4 * GIB)
+    assert f"{said}\n" in plan_text(some_plan(host=offloaded), title="any")
+    alone = planned(cfg_of(), step_of(peaks(64, held_bytes=1, bytes_per_row=1), host=offloaded))
+    assert f"{said} On one rank their copies on the GPU are not counted.\n" in plan_text(alone, title="any")
     assert said not in plan_text(some_plan(host=HostFigures(offloaded=GIB)), title="any")  # paged optimizer state alone
 
 

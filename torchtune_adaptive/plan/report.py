@@ -76,17 +76,21 @@ def grid_text(plans: Mapping[str, Sequence[Plan]], *, title: str) -> str:
         "",
         *(_fewest_ranks(plans, place) for place in range(len(lengths))),
         "",
-        f"Host memory: the most that a machine needs, {_of_machine(all_plans)}. {offload_note(first)}".strip(),
+        f"Host memory: the most that a machine needs, {_of_machine(all_plans)}. {offload_note(all_plans)}".strip(),
         "",
         *_added(all_plans),
     ]
     return "\n".join(lines)
 
 
-def offload_note(plan: Plan) -> str:
-    """A sentence that says what of a step is on the host; nothing if no parameters are."""
-    is_offloaded = plan.step.host.offloaded_weights > 0
-    return "Parameters, gradients and optimizer state are on the host." if is_offloaded else ""
+def offload_note(plans: Sequence[Plan]) -> str:
+    """What of a step is on the host, and what is not known of it; nothing if no parameters are there."""
+    if not plans[0].step.host.offloaded_weights:
+        return ""
+    note = "Parameters, gradients and optimizer state are on the host."
+    if any(one.world_size == 1 for one in plans):  # where FSDP2 gathers nothing that could be traced
+        note += " On one rank their copies on the GPU are not counted."
+    return note
 
 
 def _of_machine(plans: Sequence[Plan]) -> str:
@@ -285,7 +289,7 @@ def _host(plan: Plan) -> list[str]:
         f"The checkpoint's files ({format_bytes(host.file_bytes)}) are not counted: the system drops them from memory"
         " when it needs room.",
     ]
-    return [*lines, note] if (note := offload_note(plan)) else lines
+    return [*lines, note] if (note := offload_note([plan])) else lines
 
 
 def _added(plans: Sequence[Plan]) -> list[str]:

@@ -95,6 +95,6 @@ def _picture(events: StepEvents, planned: Plan, *, title: str, as_page: bool) ->
         usable_bytes=planned.usable_bytes,
         added_bytes=size.process_bytes - size.peak_bytes,
     )
-    note = offload_note(planned)
+    note = offload_note([planned])
     plot = StepPlot(events, title=title, world_size=planned.world_size, device=device, note=note)
     return page(plot, events, title=title) if as_page else plot.svg()
