@@ -105,7 +105,7 @@ class FakeRecipe:
         )
         with self._as_on_device():
             if not self._is_warm:
-                self._warm_up(micro_batches[:1])
+                self._warm_up()
                 self._is_warm = True
             for index, model in enumerate(self.models):
                 kind: Mark = "frozen models" if index else "parameters"
@@ -141,23 +141,27 @@ class FakeRecipe:
             activation_bytes_per_token=[math.ceil(num_bytes / self._tokens) for num_bytes in offloaded],
         )
 
-    def _warm_up(self, micro_batches: list[list[Row]]) -> None:
-        """Take two steps: the first makes the optimizer's state, and some optimizers take other operations after it.
+    def _warm_up(self) -> None:
+        """Take two steps of the optimizers: the first makes their state, and some take other operations after it.
 
-        FSDP2 sets itself up in a first forward pass, and lets DTensor work out shardings on global shapes.
+        FSDP2 sets itself up when it first gathers parameters, and DTensor works out shardings on global shapes once.
         """
-        if any(isinstance(model, FSDPModule) for model in self.models):
-            self._train_step(Phases([], None), micro_batches)
-        else:
-            self._step_optimizers()
-        self._step_optimizers()
+        sharded = [module for model in self.models for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            module.unshard()
+            module.reshard()
+        for _ in range(2):
+            self._step_optimizers(normalizes=bool(sharded))
 
-    def _step_optimizers(self) -> None:
+    def _step_optimizers(self, *, normalizes: bool) -> None:
         """A step of the optimizers alone: of the parameters whose state they have, or of all if they have none."""
         for optimizer in self._stepping.optimizers:
             trained = (one for group in optimizer.param_groups for one in group["params"] if one.requires_grad)
             for parameter in list(optimizer.state) or trained:
                 parameter.grad = torch.zeros_like(parameter)
+        if normalizes:
+            self._stepping.normalize(torch.ones((), dtype=torch.long))
+        for optimizer in self._stepping.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
