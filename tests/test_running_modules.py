@@ -1,5 +1,6 @@
 """Which module runs, in forward and in backward: asked inside of small real models."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -85,6 +86,23 @@ def test_the_innermost_module_runs_and_in_backward_the_one_that_made_the_node() 
     with _modules_of(model):
         model(torch.ones(1, 2)).sum().backward()
     names = ["layers.1", "layers.1.shared", "layers.0", "layers.0.shared"]  # also of inputs without gradients
+    assert model.answers == FORWARD + [("backward", name) for name in names]
+
+
+def test_what_another_thread_runs_meanwhile_is_left_out() -> None:
+    """Compiled code is traced on another thread, whose nodes have numbers of their own."""
+    model = Model()
+    first = model.layers[0]
+    assert isinstance(first, Layer)
+
+    def trace_elsewhere(*_: Any) -> None:
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(first.inner, torch.ones(1, 2)).result()
+
+    model.layers[1].register_forward_pre_hook(trace_elsewhere)
+    with _modules_of(model):
+        model(torch.ones(1, 2)).sum().backward()
+    names = ["layers.1", "layers.1.shared", "layers.0", "layers.0.shared"]
     assert model.answers == FORWARD + [("backward", name) for name in names]
 
 

@@ -1,5 +1,6 @@
 """Which module of a model runs, in forward and in backward."""
 
+import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,7 +23,9 @@ class RunningModules:
     In backward that is the module whose forward made the autograd node. Nodes are numbered in the order in which they
     are made, so that those of a module lie between its start and its end. ``torch.utils.module_tracker`` sets hooks on
     tensors instead. These keep tensors alive, so that the peak is another, and know a module's start in backward only
-    if all its inputs need gradients. All must run on one thread, as backward on a CPU does.
+    if all its inputs need gradients. Forward and backward must run on the thread that entered ``with modules:``, as
+    backward on a CPU does. What other threads run is left out, because each numbers nodes for itself: a layer's
+    compiled code is traced on one.
 
     Args:
         models: the trained one first; a module outside of them is the loss.
@@ -44,6 +47,7 @@ class RunningModules:
         self._starts: list[int] = []  # number of the first autograd node from which on a module runs
         self._started: list[str] = []  # its name, "" if none
         self._handles: list[RemovableHandle] = []
+        self._thread = threading.get_ident()
 
     def now(self, phase: str) -> str:
         """The module that runs in ``phase`` of a step; "batch", "loss" or another phase's name outside of the model."""
@@ -65,6 +69,7 @@ class RunningModules:
 
     def __enter__(self) -> "RunningModules":
         # A checkpointed forward is left by an exception as soon as backward has what it needs.
+        self._thread = threading.get_ident()
         self._handles = [
             register_module_forward_pre_hook(lambda module, _: self._enter(module)),
             register_module_forward_hook(lambda *_: self._leave(), always_call=True),
@@ -76,6 +81,8 @@ class RunningModules:
             handle.remove()
 
     def _enter(self, module: nn.Module) -> None:
+        if threading.get_ident() != self._thread:
+            return
         above = self._running[-1] if self._running else ""
         names = self._names.get(module)
         if names is None:
@@ -86,6 +93,8 @@ class RunningModules:
         self._start(name)
 
     def _leave(self) -> None:
+        if threading.get_ident() != self._thread:
+            return
         self._running.pop()
         self._note()
 
