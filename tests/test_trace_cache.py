@@ -1,5 +1,6 @@
 """A step that was traced before comes from a file, as long as nothing has changed that it depends on."""
 
+import gzip
 import os
 import subprocess
 import sys
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from tests.step_events import EVENTS
 from tests.test_plan import GIB, MIB, peaks, step_of
 from torchtune_adaptive.plan import trace_cache
+from torchtune_adaptive.plan.step_events import StepEvents
 from torchtune_adaptive.plan.step_peaks import TracedStep
-from torchtune_adaptive.plan.trace_cache import TraceCache, user_cache_folder
+from torchtune_adaptive.plan.trace_cache import EventsCache, TraceCache, user_cache_folder
 
 CONFIG = OmegaConf.create({"model": {"_component_": "torchtune.models.llama2.llama2_7b"}, "batch_size": 2})
 
@@ -100,6 +103,51 @@ def test_only_the_newest_files_are_kept(tmp_path: Path, monkeypatch: pytest.Monk
     asked_by_new_processes(tmp_path, CONFIG, world_sizes=(2, 3))
     assert len(list(tmp_path.iterdir())) == 2
     assert not oldest.exists()
+
+
+class TracingEvents:
+    """Counts how often the events of a step are traced."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, cfg: DictConfig, **_: Any) -> StepEvents:
+        self.count += 1
+        return EVENTS
+
+
+def _events_asked(folder: Path, *batch_sizes: int, cfg: DictConfig = CONFIG) -> int:
+    """How often events are traced if each batch is asked for by a process of its own."""
+    tracing = TracingEvents()
+    for batch_size in batch_sizes:
+        assert EventsCache(tracing, folder)(cfg, world_size=1, batch_size=batch_size, seq_len=64) == EVENTS
+    return tracing.count
+
+
+def test_a_steps_events_are_kept_beside_its_peaks(tmp_path: Path) -> None:
+    assert asked_by_new_processes(tmp_path, CONFIG) == 1
+    assert _events_asked(tmp_path, 2, 3, 2) == 2
+    assert asked_by_new_processes(tmp_path, CONFIG) == 0
+    assert _events_asked(tmp_path, 2, 2, cfg=OmegaConf.create({"model": {"_component_": "mine.Model"}})) == 2
+
+
+@pytest.mark.parametrize("spoiled", ["short", "changed", "other"])
+def test_events_that_cannot_be_read_are_traced_anew(spoiled: str, tmp_path: Path) -> None:
+    _events_asked(tmp_path, 2)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    changed = whole[:30] + bytes(30) + whole[60:]
+    other = gzip.compress(b'{"batch_size": 1, "seq_len": 1, "names": [], "operations": [[0, 0, 0]], "allocations": []}')
+    path.write_bytes({"short": whole[:-20], "changed": changed, "other": other}[spoiled])
+    assert _events_asked(tmp_path, 2, 2) == 1
+
+
+def test_only_the_newest_events_are_kept_and_peaks_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_by_new_processes(tmp_path, CONFIG)
+    monkeypatch.setattr(trace_cache, "_KEPT_EVENTS", 2)
+    _events_asked(tmp_path, 1, 2, 3)
+    assert len(list(tmp_path.iterdir())) == 3
+    assert asked_by_new_processes(tmp_path, CONFIG) == 0
 
 
 def test_the_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

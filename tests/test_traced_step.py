@@ -10,14 +10,14 @@ from omegaconf import DictConfig
 
 from tests.ranks import run_alone
 from torchtune_adaptive.plan import client
-from torchtune_adaptive.plan.step_events import BEFORE_STEP, StepEvents
+from torchtune_adaptive.plan.step_events import BEFORE_STEP, Operation, StepEvents
 from torchtune_adaptive.plan.worker import _answer
 from torchtune_adaptive.stock.configs import load_config
 
 SEQ_LEN, BATCH_SIZE = 64, 5  # plans are of batches of 2 and 3, and say what one of 5 takes
 CASES = {
     "full, 2 ranks": ("full", 2, ["model.num_layers=2", "enable_activation_checkpointing=True"]),
-    "lora": ("lora", 1, ["model.num_layers=2", "gradient_accumulation_steps=2"]),
+    "compiled lora": ("lora", 1, ["model.num_layers=2", "gradient_accumulation_steps=2", "compile=True"]),
 }
 
 
@@ -92,3 +92,16 @@ def test_each_layer_has_the_same_activations_in_forward_and_in_backward(planned_
         for part in ("mlp.w1", "mlp.w2", "attn.q_proj", "attn"):
             assert found[f"layers.0.{part}"] == found[f"layers.1.{part}"] > 0
     assert made["backward"]["loss"] > 0
+
+
+def test_compiled_code_is_named_and_belongs_to_its_layer_or_the_loss(planned_and_traced: Any) -> None:
+    _, events = planned_and_traced["compiled lora"]
+    found = {operation for operation in events.operations if operation.name.startswith("compiled ")}
+    layers = ["layers.0", "layers.1"]
+    assert found == {
+        *(Operation("compiled forward", "forward", layer) for layer in layers),
+        *(Operation("compiled backward", "backward", layer) for layer in layers),
+        Operation("compiled forward", "loss", "loss"),
+        Operation("compiled backward", "backward", "loss"),
+    }
+    assert not any(operation.name == "aten.empty_strided.default" for operation in events.operations)

@@ -54,13 +54,21 @@ def trace(
     return TracedStep.from_json(_run_worker(request, timeout_s=timeout_s, shows_progress=shows_progress))
 
 
-def trace_events(cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int) -> StepEvents:
+def trace_events(
+    cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int, shows_progress: bool = False
+) -> StepEvents:
     """Trace one step with all layers of the model, and return each of its operations and allocations.
 
     Arguments and errors are those of ``trace``.
     """
-    request = {"config": resolved(cfg), "world_size": world_size, "batch_size": batch_size, "seq_len": seq_len}
-    return StepEvents.from_json(_run_worker(request, timeout_s=None, shows_progress=False))
+    request = {
+        "config": resolved(cfg),
+        "world_size": world_size,
+        "batch_size": batch_size,
+        "seq_len": seq_len,
+        "shows_progress": shows_progress,
+    }
+    return StepEvents.from_json(_run_worker(request, timeout_s=None, shows_progress=shows_progress))
 
 
 def calibration_peak(batch_size: int, seq_len: int) -> float:

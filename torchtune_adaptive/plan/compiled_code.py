@@ -82,13 +82,13 @@ def _compile(method: nn.Module, tensors: Mapping[str, torch.Tensor], args: Any, 
         named = {f"module.{name}": tensor for name, tensor in tensors.items()}
         return torch.func.functional_call(method, named, args, kwargs)
 
-    def code(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        return CompiledGraph(gm.graph)
+    def code(gm: torch.fx.GraphModule, example_inputs: Any, *, name: str) -> Any:
+        return CompiledGraph(gm.graph, name=name)
 
     compiled = aot_function(
         function,
-        fw_compiler=code,
-        bw_compiler=code,
+        fw_compiler=functools.partial(code, name="compiled forward"),
+        bw_compiler=functools.partial(code, name="compiled backward"),
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
         decompositions=select_decomp_table(),
     )

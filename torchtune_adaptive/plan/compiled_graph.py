@@ -7,6 +7,7 @@ What has a buffer of its own here: inputs and outputs of the graph, and of opera
 
 import math
 from collections import Counter
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -36,6 +37,12 @@ _REDUCTIONS = {"all", "amax", "amin", "any", "argmax", "argmin", "max", "mean", 
 # A value that is used several times is kept if it is computed of more buffers than this: `realize_reads_threshold` of
 # torch._inductor.config.
 _MOST_READS = 4
+_running: ContextVar[str] = ContextVar("_running", default="")
+
+
+def running_code() -> str:
+    """What the compiled code that runs now is, for example "compiled forward"; "" if none runs."""
+    return _running.get()
 
 
 @dataclass(frozen=True)
@@ -75,16 +82,25 @@ class CompiledGraph:
 
     Args:
         graph: in functional form, whose nodes' ``meta["val"]`` are fake tensors.
+        name: what ``running_code`` gives while this runs.
     """
 
     _boxed_call = True  # AOTAutograd gives such a callable its inputs as a list, and keeps no reference to them
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, *, name: str) -> None:
         buffers = _Buffers(graph)
+        self._name = name
         self._steps = _steps(buffers)
         self._outputs = buffers.outputs
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
+        before = _running.set(self._name)
+        try:
+            return self._run(inputs)
+        finally:
+            _running.reset(before)
+
+    def _run(self, inputs: list[Any]) -> list[Any]:
         held = dict(enumerate(inputs))
         inputs.clear()
         for step in self._steps:

@@ -36,6 +36,7 @@ from torchtune_adaptive.plan.fake_model import layers_limited_to, make_fake
 from torchtune_adaptive.plan.host_figures import host_figures
 from torchtune_adaptive.plan.optimizer_stand_ins import stand_in_for_optimizer
 from torchtune_adaptive.plan.running_modules import RunningModules
+from torchtune_adaptive.plan.step_progress import StepProgress
 from torchtune_adaptive.plan.trace import CUDA_GRANULARITY_BYTES, ON_HOST, Mark, StepTrace
 from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.configs import method_of, resolved
@@ -92,7 +93,19 @@ class FakeRecipe:
         """Says which module of the models runs; a trace that gives events needs it."""
         return RunningModules(self.models, self._stepping.optimizers)
 
-    def trace(self, batch_size: int, seq_len: int, *, modules: RunningModules | None = None) -> StepTrace:
+    def num_layer_passes(self) -> int:
+        """How often a step goes through a layer: forward through those of all models, backward through the trained."""
+        trained, *frozen = (len(model.layers) for model in self.models)
+        return self._micro_steps * (2 * trained + sum(frozen))
+
+    def trace(
+        self,
+        batch_size: int,
+        seq_len: int,
+        *,
+        modules: RunningModules | None = None,
+        progress: StepProgress | None = None,
+    ) -> StepTrace:
         """One steady-state step over micro-batches of ``batch_size`` rows of ``seq_len`` tokens."""
         micro_batches = [[{"num_tokens": seq_len}] * batch_size] * self._micro_steps
         self._tokens = batch_size * seq_len * self._row_format.sequences
@@ -102,6 +115,7 @@ class FakeRecipe:
             steps_on_host=on_host,
             by_gloo=not self._like_cuda,
             modules=modules,
+            progress=progress,
         )
         with self._as_on_device():
             if not self._is_warm:

@@ -16,6 +16,7 @@ from torchtune_adaptive.plan.report import offload_note
 from torchtune_adaptive.plan.snapshot_file import snapshot_bytes
 from torchtune_adaptive.plan.step_events import StepEvents
 from torchtune_adaptive.plan.step_plot import Device, StepPlot
+from torchtune_adaptive.plan.trace_cache import EventsCache, user_cache_folder
 from torchtune_adaptive.settings import AdaptiveSettings
 
 _SNAPSHOT_ENDINGS = (".pickle",)
@@ -80,7 +81,8 @@ def trace_planned_step(planned: Plan, cfg: DictConfig) -> StepEvents:
     """
     size = _size(planned)
     traced = as_traced(AdaptiveSettings.from_cfg(cfg), cfg)
-    return trace_events(traced, world_size=planned.world_size, batch_size=size.batch_size, seq_len=size.seq_len)
+    events_of = EventsCache(trace_events, user_cache_folder())
+    return events_of(traced, world_size=planned.world_size, batch_size=size.batch_size, seq_len=size.seq_len)
 
 
 def _size(planned: Plan) -> SizePlan:

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torchtune_adaptive.memory.operations import plain_parts
 from torchtune_adaptive.memory.storages import Storages, WatchOperations
 from torchtune_adaptive.memory.timeline import Timeline
+from torchtune_adaptive.plan.compiled_graph import running_code
 from torchtune_adaptive.plan.running_modules import RunningModules
 from torchtune_adaptive.plan.step_events import (
     BEFORE_STEP,
@@ -20,6 +21,7 @@ from torchtune_adaptive.plan.step_events import (
     StepEvents,
     allocations_of,
 )
+from torchtune_adaptive.plan.step_progress import StepProgress
 
 CUDA_GRANULARITY_BYTES = 512  # of its caching allocator (kMinBlockSize in c10/core/AllocatorConfig.h of torch 2.13)
 ON_HOST = "on the host"  # marks tensors that are not on the device and are not counted
@@ -38,6 +40,7 @@ class StepTrace:
         steps_on_host: clipping and the optimizer's step run on the host.
         by_gloo: collectives run on gloo, whose reduce-scatter works on a copy of its input.
         modules: say which module runs, for ``events``.
+        progress: is told each operation of ``events``.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class StepTrace:
         steps_on_host: bool = False,
         by_gloo: bool = False,
         modules: RunningModules | None = None,
+        progress: StepProgress | None = None,
     ) -> None:
         self._kind_after_backward: Mark = ON_HOST if steps_on_host else "temporaries"
         self._by_gloo = by_gloo
@@ -54,7 +58,8 @@ class StepTrace:
         self._watch = WatchOperations(self._after_operation, self._after_resize)
         self._modules = modules
         self._owners: dict[int, str] = {}  # by storage: the module that ran when it was made
-        self._running: list[str] = []  # the module of each operation
+        self._shown: list[Operation] = []  # as ``events`` has them
+        self._progress = progress
         self._num_before = 0  # changes before the step
         self._changes: list[Change] = []
         self._operations: list[str] = []
@@ -105,8 +110,7 @@ class StepTrace:
             modules=owners,
             num_operations=len(self._operations),
         )
-        operations = map(Operation, self._operations, self._phases, self._running)
-        return StepEvents(batch_size, seq_len, tuple(operations), tuple(allocations))
+        return StepEvents(batch_size, seq_len, tuple(self._shown), tuple(allocations))
 
     def __enter__(self) -> "StepTrace":
         self._num_before = len(self._changes)
@@ -157,4 +161,8 @@ class StepTrace:
         self._operations.append(name)
         self._phases.append(self._phase)
         if self._modules is not None:
-            self._running.append(self._modules.now(self._phase))
+            # Timelines keep the names of plain operations, by which steps of other depths are aligned with this one.
+            shown = Operation(running_code() or name, self._phase, self._modules.now(self._phase))
+            self._shown.append(shown)
+            if self._progress is not None:
+                self._progress.after(shown)

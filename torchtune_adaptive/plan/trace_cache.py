@@ -1,24 +1,38 @@
 """Keep what was traced, so that a question about the same config is answered at once."""
 
+import gzip
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from omegaconf import DictConfig
 
 from torchtune_adaptive.files import write_whole
 from torchtune_adaptive.plan.plan import Trace
+from torchtune_adaptive.plan.step_events import StepEvents
 from torchtune_adaptive.plan.step_peaks import TracedStep
 from torchtune_adaptive.stock.configs import resolved
+
+_Read = TypeVar("_Read")
 
 _PACKAGES = ("torch", "torchtune", "torchao")
 _KNOWN = (*_PACKAGES, "bitsandbytes")  # whose components do not change without a new version
 _KEPT_FILES = 512
+_KEPT_EVENTS = 64  # a step with 80 layers takes 0.2 MB
+
+
+class EventsTrace(Protocol):
+    """Traces one step with all layers, as ``client.trace_events`` does."""
+
+    def __call__(
+        self, cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int, shows_progress: bool = False
+    ) -> StepEvents: ...
 
 
 class TraceCache:
@@ -31,31 +45,81 @@ class TraceCache:
 
     def __init__(self, trace: Trace, folder: Path) -> None:
         self._trace = trace
-        self._folder = folder
+        self._files = _Files(folder, ending=".json", most=_KEPT_FILES)
         self._traced: dict[str, TracedStep] = {}
 
     def __call__(self, cfg: DictConfig, *, world_size: int, seq_lens: Sequence[int]) -> TracedStep:
         content = resolved(cfg)
-        asked = json.dumps([_versions(), content, world_size, list(seq_lens)], sort_keys=True, default=str)
-        name = hashlib.sha256(asked.encode()).hexdigest()
+        name = _digest(content, world_size, list(seq_lens))
         if name not in self._traced:
-            path = self._folder / f"{name}.json" if all(map(_is_known, _components(content))) else None
-            self._traced[name] = _read(path) or self._trace_and_write(path, cfg, world_size, seq_lens)
+            is_kept = _is_kept(content)
+            step = self._files.read(name, TracedStep.from_json) if is_kept else None
+            if step is None:
+                step = self._trace(cfg, world_size=world_size, seq_lens=seq_lens, shows_progress=True)
+                if is_kept:
+                    self._files.write(name, step.as_json())
+            self._traced[name] = step
         return self._traced[name]
 
-    def _trace_and_write(
-        self, path: Path | None, cfg: DictConfig, world_size: int, seq_lens: Sequence[int]
-    ) -> TracedStep:
-        step = self._trace(cfg, world_size=world_size, seq_lens=seq_lens, shows_progress=True)
-        if path is not None:
-            try:
-                write_whole(path, json.dumps(step.as_json()))
-                newest_first = sorted(self._folder.glob("*.json"), key=os.path.getmtime, reverse=True)
-                for old in newest_first[_KEPT_FILES:]:
-                    old.unlink()
-            except OSError:
-                pass
-        return step
+
+class EventsCache:
+    """Traces the events of a step as ``trace`` does, with a progress bar, or takes them from a file of ``folder``.
+
+    They are kept as long as what a ``TraceCache`` keeps, but fewer of them.
+    """
+
+    def __init__(self, trace: EventsTrace, folder: Path) -> None:
+        self._trace = trace
+        self._files = _Files(folder, ending=".events.gz", most=_KEPT_EVENTS)
+
+    def __call__(self, cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int) -> StepEvents:
+        content = resolved(cfg)
+        name, is_kept = _digest(content, world_size, batch_size, seq_len), _is_kept(content)
+        events = self._files.read(name, StepEvents.from_json) if is_kept else None
+        if events is None:
+            events = self._trace(
+                cfg, world_size=world_size, batch_size=batch_size, seq_len=seq_len, shows_progress=True
+            )
+            if is_kept:
+                self._files.write(name, events.as_json())
+        return events
+
+
+class _Files:
+    """Values as JSON in files of ``folder`` with this ``ending``, of which the ``most`` newest stay.
+
+    Args:
+        ending: with ".gz" at its end, the files are compressed.
+    """
+
+    def __init__(self, folder: Path, *, ending: str, most: int) -> None:
+        self._folder = folder
+        self._ending = ending
+        self._most = most
+
+    def read(self, name: str, from_json: Callable[[Any], _Read]) -> _Read | None:
+        """What ``from_json`` makes of the file; None if there is none that can be read."""
+        try:
+            content = (self._folder / f"{name}{self._ending}").read_bytes()
+            return from_json(json.loads(gzip.decompress(content) if self._is_compressed else content))
+        except (OSError, EOFError, zlib.error, ValueError, TypeError, LookupError):
+            return None
+
+    def write(self, name: str, value: Any) -> None:
+        """Write the file, and remove the oldest if there are too many; none is written where that is not possible."""
+        content = json.dumps(value).encode()
+        try:
+            path = self._folder / f"{name}{self._ending}"
+            write_whole(path, gzip.compress(content, mtime=0) if self._is_compressed else content)
+            newest_first = sorted(self._folder.glob(f"*{self._ending}"), key=os.path.getmtime, reverse=True)
+            for old in newest_first[self._most :]:
+                old.unlink()
+        except OSError:
+            pass
+
+    @property
+    def _is_compressed(self) -> bool:
+        return self._ending.endswith(".gz")
 
 
 def user_cache_folder() -> Path:
@@ -64,13 +128,15 @@ def user_cache_folder() -> Path:
     return Path(base) / "torchtune_adaptive" / "plans"
 
 
-def _read(path: Path | None) -> TracedStep | None:
-    if path is None:
-        return None
-    try:
-        return TracedStep.from_json(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+def _digest(*asked: Any) -> str:
+    """A name for what is asked, under the versions that there are now."""
+    text = json.dumps([_versions(), *asked], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _is_kept(content: Any) -> bool:
+    """Whether all of a config's components are those of packages whose versions are looked at."""
+    return all(map(_is_known, _components(content)))
 
 
 @cache

@@ -30,6 +30,7 @@ from torchtune_adaptive.plan.host_memory import HostFigures
 from torchtune_adaptive.plan.layer_extrapolation import extrapolate_layers
 from torchtune_adaptive.plan.step_events import StepEvents
 from torchtune_adaptive.plan.step_peaks import StepLines, StepPeaks, TracedStep
+from torchtune_adaptive.plan.step_progress import StepProgress
 from torchtune_adaptive.plan.trace import CUDA_GRANULARITY_BYTES, StepTrace
 from torchtune_adaptive.search.strategies import SMALL_BATCH_SIZES
 from torchtune_adaptive.stock.set_up import setting_up
@@ -212,18 +213,24 @@ def _peaks(timelines: Timelines) -> dict[str, int]:
     return peaks
 
 
-def trace_events(cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int) -> StepEvents:
+def trace_events(
+    cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int, shows_progress: bool = False
+) -> StepEvents:
     """Trace a step of the first rank, with all layers, and return each of its operations and allocations.
 
     Raises:
         InputError: the config cannot be planned; the message says why.
     """
-    with setting_up():
-        recipe = FakeRecipe(cfg, world_size=world_size)
-    for model in recipe.models:
-        check_row_length(seq_len, model)
-    with recipe.running_modules() as modules:
-        return recipe.trace(batch_size, seq_len, modules=modules).events(batch_size, seq_len)
+    with StepProgress(is_shown=shows_progress) as progress:
+        progress.start("models")
+        with setting_up():
+            recipe = FakeRecipe(cfg, world_size=world_size)
+        for model in recipe.models:
+            check_row_length(seq_len, model)
+        progress.start("optimizer's state", num_passes=recipe.num_layer_passes())
+        with recipe.running_modules() as modules:
+            trace = recipe.trace(batch_size, seq_len, modules=modules, progress=progress)
+    return trace.events(batch_size, seq_len)
 
 
 def trace_calibration(batch_size: int, seq_len: int) -> int:
