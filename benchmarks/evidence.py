@@ -19,6 +19,7 @@ QUESTIONS = {
     "published_gpu": "Do plans agree with peaks of GPU memory that others published?",
     "plan_cost_cpu": "What does a forecast cost?",
     "host_memory_cpu": "Is the forecast of host memory right?",
+    "process_limit_cpu": "Is the size found true where the system itself limits memory?",
     "recovery_cpu": "Does training survive out-of-memory errors, and rightly?",
     "crashes_cpu": "Does a run that is killed go on as if nothing had been?",
     "checkpoints_cpu": "What do checkpoints of steps cost?",
