@@ -27,7 +27,7 @@ from benchmarks.peers.task import Model, seed_everything
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 from torchtune_adaptive import find_max_batch_size
-from torchtune_adaptive.memory.process_limits import free_at_once_if_limited
+from torchtune_adaptive.memory.process_limits import held_back
 from torchtune_adaptive.settings import parse_memory
 
 RESULTS = Path(__file__).parent / "results" / "process_limit_cpu.md"
@@ -224,9 +224,8 @@ def largest_that_survives(case: Case, *, as_left: bool) -> int:
 
     def trial(rows: int) -> bool:
         training = Training(case)
-        if as_left:
-            free_at_once_if_limited()
-        return training.survives(rows, STEPS_OF_A_TRIAL)
+        with held_back(0.0, enough_bytes=parse_memory(METERED_LIMIT) if as_left else 0):
+            return training.survives(rows, STEPS_OF_A_TRIAL)
 
     def fails(rows: int) -> bool:
         return rows > 0 and not _in_a_process(lambda: trial(rows))

@@ -12,7 +12,19 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "torchtune_adaptive"
 # A package or module imports only what stands before it.
-ORDER = ["errors", "files", "text", "signals", "memory", "distributed", "batch", "schedule", "settings", "search"]
+ORDER = [
+    "errors",
+    "files",
+    "text",
+    "progress",
+    "signals",
+    "memory",
+    "distributed",
+    "batch",
+    "schedule",
+    "settings",
+    "search",
+]
 ORDER += ["training", "checkpoints", "stock", "trainer", "assembly", "recipe", "launch", "plan", "testing", "tiny"]
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
 ADAPTER = "AdaptiveRecipe"
@@ -25,7 +37,17 @@ SET_BY_FOREIGN_BASES = {
     "OptimizerOnHost": {"param_groups"},
 }
 WITHOUT_TORCH = [
-    *("errors", "files", "text", "signals", "schedule", "settings", "memory/timeline", "memory/allocator_retries"),
+    *(
+        "errors",
+        "files",
+        "text",
+        "progress",
+        "signals",
+        "schedule",
+        "settings",
+        "memory/timeline",
+        "memory/allocator_retries",
+    ),
     *("batch/limits", "batch/noise_scale", "batch/increase_function"),
     *("search/strategies", "search/tables", "search/token_budget"),
     *("training/horizon", "training/run_state"),

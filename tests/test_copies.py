@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,12 +33,14 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.fixture(autouse=True)
 def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "_SMALLEST_FILE_BYTES", 1)
+    copies._log_memory.cache_clear()
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary files are made."""
+    """Where temporary files are made; whatever it lies in, it counts as a disk."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(copies._TensorFile, "is_in_memory", False)
     return tmp_path
 
 
@@ -64,7 +65,7 @@ def assert_kept_in_memory(caplog: pytest.LogCaptureFixture, reason: str) -> None
             restore()
     assert list(map(bits, tensors)) == before
     [line] = [record.getMessage() for record in caplog.records]
-    assert "96 B in memory instead of on disk" in line
+    assert "in memory instead of on disk" in line
     assert reason in line
 
 
@@ -108,6 +109,7 @@ def test_the_file_has_no_name_while_it_is_used(folder: Path) -> None:
     tensor = torch.ones(8)
     with Copies([tensor]) as kept:
         kept.copy(tensor)
+        assert kept._file is not None
         assert list(folder.iterdir()) == []
 
 
@@ -131,8 +133,19 @@ def test_without_a_folder_that_can_be_written_copies_are_in_memory_and_it_is_sai
 def test_a_folder_without_room_is_not_filled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, folder: Path
 ) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=7))
-    assert_kept_in_memory(caplog, "only 7 B are free")
+    def no_room(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room, raising=False)
+    monkeypatch.setattr(os, "pwrite", None)  # which would fail
+    assert_kept_in_memory(caplog, "No space left on device")
+
+
+def test_the_room_is_taken_at_once(folder: Path) -> None:
+    tensors = [torch.ones(1000), torch.ones(24)]
+    with Copies(tensors) as kept:
+        assert kept._file is not None
+        assert os.fstat(kept._file._file.fileno()).st_size == 4096
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no folder that lies in memory")

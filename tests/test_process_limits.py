@@ -1,10 +1,12 @@
 """Under a limit that the system sets on a process, a search finds what the process can really train with."""
 
 import os
+import platform
 import resource
 from logging.handlers import BufferingHandler
 from pathlib import Path
 
+import pytest
 import torch
 from ranks import run_on_ranks
 from torch import nn
@@ -12,11 +14,16 @@ from torch import nn
 from benchmarks.peers.rfc import is_out_of_memory
 from torchtune_adaptive import find_max_batch_size
 from torchtune_adaptive.memory import process_limits
-from torchtune_adaptive.memory.process_limits import free_at_once_if_limited, room_bytes
+from torchtune_adaptive.memory.process_limits import held_back, room_bytes
 
 MIB = 2**20
-WIDTH, TOKENS = 1024, 64
-ROOM = 110 * MIB  # of which parameters, their gradients and the optimizer's state are 64
+WIDTH, TOKENS = 1024, 256  # a row is some 8 MiB
+ROOM = 160 * MIB  # of which parameters, their gradients and the optimizer's state are 64
+METERED = 8 * 2**30
+# The limits are Linux's, and what is kept of freed blocks is glibc's; a shell may have set limits before.
+pytestmark = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or room_bytes() is not None, reason="needs glibc, and no limits of the shell"
+)
 
 
 def data_bytes() -> int:
@@ -33,6 +40,7 @@ class Training:
     """Four layers of 4 MiB and AdamW, in a process that may have ``ROOM`` more than it has before."""
 
     def __init__(self) -> None:
+        torch.set_num_threads(1)  # a thread's stack counts
         torch.manual_seed(0)
         self._use(nn.Linear(2, 2))
         self.step(torch.ones(1, 2))  # makes what PyTorch makes once
@@ -55,15 +63,15 @@ class Training:
         return not any(is_out_of_memory(self.step, self.batch(rows)) for _ in range(3))
 
 
-def search_and_train(_: int) -> tuple[int, bool, list[int]]:
+def search_and_train(_: int, margin: float) -> tuple[int, bool, list[int]]:
     training = Training()
     found = find_max_batch_size(
         training.step,
         training.batch,
         model=training.model,
         optimizer=training.optimizer,
-        memory_limit="8GiB",
-        margin=0.0,
+        memory_limit=METERED,
+        margin=margin,
     )
     failed = [probe.batch_size for probe in found.probes if not probe.fits]
     return found.batch_size, training.survives(found.batch_size), failed
@@ -71,15 +79,18 @@ def search_and_train(_: int) -> tuple[int, bool, list[int]]:
 
 def train(_: int, rows: int) -> bool:
     training = Training()
-    free_at_once_if_limited()
-    return training.survives(rows)
+    with held_back(0.0, enough_bytes=METERED):
+        return training.survives(rows)
 
 
 def test_a_search_beside_which_no_copy_of_the_state_would_fit_is_exact() -> None:
-    [(found, survives, failed)] = run_on_ranks(search_and_train, 1)
+    [(found, survives, failed)] = run_on_ranks(search_and_train, 1, 0.0)
     assert survives
     assert max(failed) <= found + 4  # the limit is known before it is met
     assert [run_on_ranks(train, 1, rows) for rows in (found, found + 2)] == [[True], [False]]
+    [(with_margin, survives, _)] = run_on_ranks(search_and_train, 1, 0.3)
+    assert survives
+    assert with_margin * 8 * MIB < found * 8 * MIB - 0.2 * ROOM
 
 
 def room_by_limits(_: int) -> list[int | None]:
@@ -97,7 +108,9 @@ def test_the_room_is_what_the_tightest_limit_leaves() -> None:
     assert by_both == by_addresses
 
 
-def kept_of_freed_blocks(_: int, limits: dict[int, int], environment: dict[str, str]) -> tuple[int, list[str]]:
+def kept_of_freed_blocks(
+    _: int, limits: dict[int, int], environment: dict[str, str], enough_bytes: int = 2**60
+) -> tuple[int, list[str]]:
     """How much of 64 MiB in blocks of 1 MiB is kept after they are freed, all but the last, and what is logged."""
     logged = BufferingHandler(100)
     process_limits.log.addHandler(logged)
@@ -105,7 +118,8 @@ def kept_of_freed_blocks(_: int, limits: dict[int, int], environment: dict[str, 
     for limit, nbytes in limits.items():
         resource.setrlimit(limit, (nbytes, resource.RLIM_INFINITY))
     for _ in range(2):
-        free_at_once_if_limited()
+        with held_back(0.0, enough_bytes=enough_bytes):
+            pass
     torch.empty(24 * MIB, dtype=torch.uint8)  # when it is freed, glibc raises its threshold
     before, blocks = data_bytes(), [torch.empty(MIB, dtype=torch.uint8) for _ in range(65)]
     del blocks[:-1]
@@ -116,6 +130,50 @@ def test_without_a_limit_the_allocator_stays_as_it_is() -> None:
     [(kept_bytes, lines)] = run_on_ranks(kept_of_freed_blocks, 1, {}, {})
     assert kept_bytes > 60 * MIB
     assert lines == []
+
+
+def test_a_limit_that_leaves_more_than_is_asked_for_changes_nothing() -> None:
+    [(kept_bytes, lines)] = run_on_ranks(kept_of_freed_blocks, 1, {resource.RLIMIT_DATA: 2**45}, {}, 2**44)
+    assert kept_bytes > 60 * MIB
+    assert lines == []
+
+
+def limits_inside_and_after(_: int) -> tuple[bool, int, int, bool]:
+    limit_data(100 * MIB)
+    (before, _hard), room = resource.getrlimit(resource.RLIMIT_DATA), room_bytes()
+    assert room is not None
+    with held_back(0.25, enough_bytes=METERED) as is_limited:
+        inside = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    return is_limited, before - inside, room, resource.getrlimit(resource.RLIMIT_DATA)[0] == before
+
+
+def test_the_margin_of_what_a_limit_leaves_is_held_back_and_given_back() -> None:
+    [(is_limited, held_bytes, room, is_as_before)] = run_on_ranks(limits_inside_and_after, 1)
+    assert is_limited
+    assert held_bytes == pytest.approx(0.25 * room, abs=MIB)
+    assert is_as_before
+
+
+def on_two_ranks(rank: int) -> tuple[int, bool]:
+    training = Training()
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    found = find_max_batch_size(
+        training.step,
+        training.batch,
+        model=training.model,
+        optimizer=training.optimizer,
+        memory_limit=METERED,
+        margin=0.0,
+    )
+    return found.batch_size, training.survives(found.batch_size)
+
+
+def test_the_limit_of_one_rank_is_that_of_all() -> None:
+    [(first, first_survives), (second, second_survives)] = run_on_ranks(on_two_ranks, 2)
+    assert first == second > 1
+    assert first_survives
+    assert second_survives
 
 
 def test_with_a_limit_freed_tensors_go_back_at_once_and_it_is_said_once() -> None:

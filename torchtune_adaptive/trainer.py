@@ -4,13 +4,13 @@ import time
 from collections.abc import Callable
 
 from torchtune import utils
-from tqdm import tqdm
 
 from torchtune_adaptive.batch.growth import BatchGrowth
 from torchtune_adaptive.batch.limits import RowLimit
 from torchtune_adaptive.batch.loader import StepLoader, StepSamples
 from torchtune_adaptive.checkpoints.saver import RunSaver
 from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.progress import Bar
 from torchtune_adaptive.search.sizes import Sizes
 from torchtune_adaptive.training.gradient_norms import gradient_norms
 from torchtune_adaptive.training.learning_rate import LearningRate
@@ -152,7 +152,7 @@ class Trainer:
         done = self.loader.steps_done
         steps = self.loader.steps(epoch)
         self._saver.restore_random()  # after a data loader's iterator is made, which draws a number
-        with tqdm(total=self.loader.steps_per_epoch, initial=done, disable=not self._step_log.writes) as progress:
+        with Bar(total=self.loader.steps_per_epoch, initial=done, disable=not self._step_log.writes) as progress:
             started = time.perf_counter()
             for step, samples in enumerate(steps, start=done + 1):
                 self._before_step(self._global_step)

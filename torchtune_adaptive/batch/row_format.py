@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.datasets import ConcatDataset, PackedDataset
-from tqdm import tqdm
 
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError, reason_of
+from torchtune_adaptive.progress import Bar
 
 Row: TypeAlias = dict[str, Any]
 
@@ -129,7 +129,7 @@ class RowFormat(ABC):
     def _lengths(self, dataset: Any, consensus: Consensus, *, task: str) -> Iterator[tuple[int, int]]:
         """Index and length of this rank's share of the samples."""
         share = range(consensus.rank, len(dataset), consensus.world_size)
-        for index in tqdm(share, desc=task, disable=consensus.rank != 0):
+        for index in Bar(share, desc=task, disable=consensus.rank != 0):
             yield index, self.num_tokens(dataset[index])
 
 

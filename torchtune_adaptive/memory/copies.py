@@ -7,8 +7,8 @@ kernel keeps of the file in memory counts in a container's limit, but the kernel
 """
 
 import errno
+import functools
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,7 +18,6 @@ from torchtune import utils
 
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.memory.operations import plain_parts
-from torchtune_adaptive.text import format_bytes
 
 Restore = Callable[[], None]
 
@@ -61,13 +60,13 @@ class Copies:
             self._file.close()
 
     def _open_file(self) -> "_TensorFile | None":
-        file = None
         try:
             file = _TensorFile(tempfile.gettempdir(), self._file_bytes)
         except OSError as error:
-            self._log_memory(reason_of(error))
-        if file is not None and file.is_in_memory:
-            self._log_memory(f"{tempfile.gettempdir()} is a tmpfs")
+            _log_memory(reason_of(error))
+            return None
+        if file.is_in_memory:
+            _log_memory(f"{tempfile.gettempdir()} is a tmpfs")
         return file
 
     def _copy_part(self, part: torch.Tensor) -> Restore:
@@ -76,15 +75,16 @@ class Copies:
                 return self._file.write(part)
             except OSError as error:
                 self._uses_file = False  # for further copies; those that are written can be read
-                self._log_memory(reason_of(error))
+                _log_memory(reason_of(error))
         return _copy_to_host(part)
 
-    def _log_memory(self, reason: str) -> None:
-        log.warning(
-            f"The search keeps copies of {format_bytes(self._file_bytes)} in memory instead of on disk: {reason}."
-            " A limit of the system (ulimit, a container) may count them, and fewer rows are then found than fit."
-            " TMPDIR can name another folder."
-        )
+
+@functools.cache  # once for each reason
+def _log_memory(reason: str) -> None:
+    log.warning(
+        f"The search keeps copies of model and optimizer in memory instead of on disk: {reason}. Where a container or"
+        " ulimit counts them, fewer rows may be found than fit. TMPDIR can name another folder."
+    )
 
 
 class _TensorFile:
@@ -98,19 +98,25 @@ class _TensorFile:
     """
 
     def __init__(self, folder: str, nbytes: int) -> None:
-        free_bytes = shutil.disk_usage(folder).free
-        if free_bytes < nbytes:
-            raise OSError(errno.ENOSPC, f"only {format_bytes(free_bytes)} are free", folder)
         self._file = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115 - `close` is the caller's
         self._end = 0
+        try:
+            if hasattr(os, "posix_fallocate"):  # ranks that share a disk must not count on the same room
+                os.posix_fallocate(self._file.fileno(), 0, nbytes)
+        except OSError:
+            self._file.close()
+            raise
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether it lies in a tmpfs."""
+        """Whether it lies in a tmpfs, as far as the system says."""
         device = os.fstat(self._file.fileno()).st_dev
         number = f"{os.major(device)}:{os.minor(device)}"
-        mounts = Path("/proc/self/mountinfo")  # the third field is the device; the type follows the hyphen
-        lines = mounts.read_text().splitlines() if mounts.exists() else []
+        try:
+            lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+        except OSError:
+            return False
+        # The third field is the device; the type follows the hyphen.
         return any(line.split()[2] == number and " - tmpfs " in line for line in lines)
 
     def write(self, tensor: torch.Tensor) -> Restore:

@@ -9,13 +9,15 @@ import ctypes
 import functools
 import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torchtune import utils
 
 from torchtune_adaptive.text import format_bytes
 
-_COUNTED = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}  # by what /proc/self/status calls that which each counts
+_COUNTED = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}  # the field of /proc/self/status that each limit counts
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _THRESHOLD_BYTES = 128 * 1024  # glibc's own at first; it raises it whenever it frees a larger block
 
@@ -24,42 +26,58 @@ log = utils.get_logger("DEBUG")
 
 def room_bytes() -> int | None:
     """What the limits leave to this process now; None without limits, or where the system does not say what is used."""
-    limits, status = _limits(), Path("/proc/self/status")
-    if not limits or not status.exists():
+    try:
+        lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
+    except OSError:
         return None
-    fields = dict(line.split(":", maxsplit=1) for line in status.read_text().splitlines())
-    return min(nbytes - int(fields[_COUNTED[name]].split()[0]) * 1024 for name, nbytes in limits.items())
+    used = {
+        name: int(value.split()[0]) * 1024
+        for name, _, value in (line.partition(":") for line in lines)
+        if name in _COUNTED.values()
+    }
+    rooms = [soft - used[_COUNTED[name]] for name, (soft, _) in _limits().items() if _COUNTED[name] in used]
+    return min(rooms, default=None)
 
 
-def free_at_once_if_limited() -> bool:
-    """Whether the system limits this process's memory; if so, freed tensors go back to the system from now on.
+@contextmanager
+def held_back(margin: float, *, enough_bytes: int) -> Iterator[bool]:
+    """Whether the system's limits leave this process less than ``enough_bytes``; inside, ``margin`` of that less.
 
-    That is logged. It lasts as long as the process: what fits in a search fits in training only if both allocate alike.
-    An allocator whose threshold the user has set by an environment variable is left alone.
+    If so, freed tensors go back to the system from now on, which is logged. That lasts as long as the process: what
+    fits in a search fits in training only if both allocate alike. An allocator whose threshold the user has set by an
+    environment variable is left alone.
     """
-    limits = _limits()
-    set_by_user = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
-    if limits and not set_by_user:
-        _free_at_once(" and ".join(f"{name} of {format_bytes(nbytes)}" for name, nbytes in limits.items()))
-    return bool(limits)
+    limits, more_bytes = _limits(), room_bytes()
+    if more_bytes is None or more_bytes >= enough_bytes:
+        yield False
+        return
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ and "mmap_threshold" not in os.environ.get("GLIBC_TUNABLES", ""):
+        _free_at_once(" and ".join(f"{name} of {format_bytes(soft)}" for name, (soft, _) in limits.items()))
+    held_bytes = int(margin * max(0, more_bytes))
+    for name, (soft, hard) in limits.items():
+        resource.setrlimit(getattr(resource, name), (soft - held_bytes, hard))
+    try:
+        yield True
+    finally:
+        for name, limit in limits.items():
+            resource.setrlimit(getattr(resource, name), limit)
 
 
-def _limits() -> dict[str, int]:
-    """The limits that are set, in bytes."""
-    limits = {name: resource.getrlimit(getattr(resource, name))[0] for name in _COUNTED}
-    return {name: nbytes for name, nbytes in limits.items() if nbytes != resource.RLIM_INFINITY}
+def _limits() -> dict[str, tuple[int, int]]:
+    """The limits that are set, in bytes: what counts now, and up to which the process may raise it."""
+    limits = {name: resource.getrlimit(getattr(resource, name)) for name in _COUNTED}
+    return {name: limit for name, limit in limits.items() if limit[0] != resource.RLIM_INFINITY}
 
 
 @functools.cache
 def _free_at_once(limits: str) -> None:
     c_library = ctypes.CDLL(None)
-    if not hasattr(c_library, "mallopt"):  # not glibc
-        return
-    c_library.mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
+    if not hasattr(c_library, "mallopt") or c_library.mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES) != 1:
+        return  # an allocator of another kind
     c_library.malloc_trim(0)
     utils.log_rank_zero(
         log,
         f"The system limits this process's memory ({limits}): from now on it gets freed tensors back at once, so that"
-        " the batch size found holds; steps may take longer. Another process needs"
-        f" MALLOC_MMAP_THRESHOLD_={_THRESHOLD_BYTES} in its environment for that size.",
+        " the batch size found holds; steps may take longer. To train with it in another process, start that with"
+        f" MALLOC_MMAP_THRESHOLD_={_THRESHOLD_BYTES} in its environment.",
     )

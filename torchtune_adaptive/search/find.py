@@ -1,18 +1,20 @@
 """Search for the largest batch that fits: used by the recipes and by ``find_max_batch_size``."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import NothingFitsError
 from torchtune_adaptive.memory.devices import check_limit
 from torchtune_adaptive.memory.meter import MemoryMeter
-from torchtune_adaptive.memory.process_limits import free_at_once_if_limited
+from torchtune_adaptive.memory.process_limits import held_back
 from torchtune_adaptive.search.probe import Prober, ProgressBar
 from torchtune_adaptive.search.strategies import (
     SearchResult,
     binary_search,
     decrease_until_oom,
+    largest_from_above,
     linear_extrapolation,
     round_down_to_power_of_two,
     usable_bytes,
@@ -41,7 +43,19 @@ def search(
         NothingFitsError: not even one row fits.
     """
     check_limit(settings.memory_limit_bytes, workload.device)
-    is_limited = workload.device.type == "cpu" and free_at_once_if_limited()
+    with _system_margin(workload, settings) as is_limited:
+        return _search(workload, make_batch, settings=settings, start=start, bound=bound, is_limited=is_limited)
+
+
+def _search(
+    workload: Workload,
+    make_batch: MakeBatch,
+    *,
+    settings: AdaptiveSettings,
+    start: int,
+    bound: int,
+    is_limited: bool,
+) -> SearchResult:
     meter, forecasts = workload.meter_for_probes(), settings.strategy == "linear_extrapolation"
     prober = Prober(workload, make_batch, meter=meter, forecasts=forecasts, process_is_limited=is_limited)
     progress = ProgressBar(prober, workload.consensus)
@@ -53,7 +67,8 @@ def search(
         limit_bytes = _limit_meter(meter, settings)
         exact = _run_strategy(prober, progress, settings=settings, start=start, bound=bound) if warm else 0
         if workload.consensus.any_rank(is_limited):
-            exact = _largest_still_fitting(exact, progress)
+            # Sizes tried since have left compiled kernels in memory.
+            exact = largest_from_above(progress.fits, exact)
         if exact == 0:
             raise _nothing_fits(meter, limit_bytes, settings.margin, workload.consensus)
         forecast_rows = prober.rows_by_forecast(exact) if exact < bound else None
@@ -80,9 +95,15 @@ def first_that_fits(
     """
     meter = workload.meter_for_probes()
     prober = Prober(workload, make_batch, meter=meter, forecasts=False)
-    with meter.exactly(), workload.kept_as_it_is():
+    with _system_margin(workload, settings), meter.exactly(), workload.kept_as_it_is():
         _limit_meter(meter, settings)
         return next((size for size in sizes if prober.fits(size)), None)
+
+
+def _system_margin(workload: Workload, settings: AdaptiveSettings) -> AbstractContextManager[bool]:
+    """Whether the system limits this process below the memory limit of the host; if so, holds back the margin."""
+    on_host = workload.device.type == "cpu"
+    return held_back(settings.margin, enough_bytes=(settings.memory_limit_bytes or 0) if on_host else 0)
 
 
 def _limit_meter(meter: MemoryMeter, settings: AdaptiveSettings) -> int:
@@ -99,13 +120,6 @@ def _run_strategy(prober: Prober, progress: ProgressBar, *, settings: AdaptiveSe
     if settings.strategy == "binary_search":
         return binary_search(progress.fits, start=start, max_batch_size=bound)
     return linear_extrapolation(progress.fits, prober.largest_forecast, max_batch_size=bound)
-
-
-def _largest_still_fitting(exact: int, progress: ProgressBar) -> int:
-    """The largest size up to ``exact`` that fits now: sizes tried since have left compiled kernels in memory."""
-    while exact and not progress.fits(exact):
-        exact -= 1
-    return exact
 
 
 def _rounded(exact: int, progress: ProgressBar, prober: Prober) -> int:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torchtune import utils
-from tqdm import tqdm
 
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.memory.process_limits import room_bytes
 from torchtune_adaptive.memory.timeline import Forecast, Timeline
+from torchtune_adaptive.progress import Bar
 from torchtune_adaptive.search.strategies import SMALL_BATCH_SIZES, Probe
 from torchtune_adaptive.search.workload import Workload
 
@@ -151,8 +151,10 @@ class Prober:
     def _process_limit_bytes(self) -> float:
         """What live tensors may take by the system's limits on this process, as far as is known between two steps."""
         more_bytes = room_bytes() if self._process_is_limited else None
+        if more_bytes is None:
+            return math.inf
         self._meter.reset()  # its peak is now what lives between steps
-        return math.inf if more_bytes is None else self._meter.peak_bytes + more_bytes
+        return self._meter.peak_bytes + more_bytes
 
     def _attempt(self, batch_size: int, *, timeline: bool) -> Probe:
         started = time.perf_counter()
@@ -185,16 +187,12 @@ class Prober:
             self._workload.train_step(batch)
 
 
-class _Bar(tqdm):
-    monitor_interval = 0  # no thread that watches it: its stack is 8 MiB of what the system may limit
-
-
 class ProgressBar:
     """Shows a search's probes as they are made, on rank 0."""
 
     def __init__(self, prober: Prober, consensus: Consensus) -> None:
         self._prober = prober
-        self._bar = _Bar(desc="searching batch size", unit=" probes", disable=consensus.rank != 0)
+        self._bar = Bar(desc="searching batch size", unit=" probes", disable=consensus.rank != 0)
 
     def fits(self, batch_size: int) -> bool:
         """As ``Prober.fits``, and show it."""

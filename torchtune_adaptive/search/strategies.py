@@ -118,6 +118,19 @@ def linear_extrapolation(fits: Fits, forecast: Callable[[], int | None], *, max_
     return fitted
 
 
+def largest_from_above(fits: Fits, size: int) -> int:
+    """Largest size in [0, size] that fits, most likely ``size`` itself: steps down in doubling strides, then bisects.
+
+    >>> tried = []
+    >>> largest_from_above(lambda size: tried.append(size) or size <= 93, 100), tried
+    (93, [100, 99, 97, 93, 95, 94])
+    """
+    failed, stride = size + 1, 1
+    while size and not fits(size):
+        failed, size, stride = size, max(0, size - stride), 2 * stride
+    return _bisect(fits, fitted=size, failed=failed)
+
+
 def round_down_to_power_of_two(batch_size: int) -> int:
     """Largest power of two that is at most ``batch_size`` (at least 1), as torchtune RFC 2199 asks for.
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
+from torchtune_adaptive.progress import Bar
 from torchtune_adaptive.search.workload import Workload
 
 _ROUNDS = 5
@@ -29,7 +29,7 @@ def tokens_per_second(
     """
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
     with workload.kept_as_it_is():
-        rounds = tqdm(range(1 + _ROUNDS), desc="timing batch sizes", disable=workload.consensus.rank != 0)
+        rounds = Bar(range(1 + _ROUNDS), desc="timing batch sizes", disable=workload.consensus.rank != 0)
         for round_number in rounds:
             for size in sizes:
                 taken_s = _time_step(workload, make_batch(size))
