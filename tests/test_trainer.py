@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
-from tqdm import tqdm
 
 from tests.toys import search_result
 from torchtune_adaptive import trainer as trainer_module
@@ -37,6 +36,7 @@ from torchtune_adaptive.distributed.rank_states import RankStates
 from torchtune_adaptive.errors import CheckpointError, RunEnded
 from torchtune_adaptive.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.memory.phases import Phases
+from torchtune_adaptive.progress import Bar
 from torchtune_adaptive.search.sizes import Sizes
 from torchtune_adaptive.settings import LearningRateScaling
 from torchtune_adaptive.testing import Fault
@@ -829,17 +829,17 @@ def test_a_signal_whose_checkpoint_cannot_be_saved_ends_the_run_as_an_error(tmp_
 def test_however_a_run_ends_its_progress_bar_is_closed(
     tmp_path: Path, error: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bars: list[tqdm[Any]] = []
+    bars: list[Bar] = []
 
-    def make_bar(**options: Any) -> "tqdm[Any]":
-        bars.append(tqdm(**options))
+    def make_bar(**options: Any) -> Bar:
+        bars.append(Bar(**options))
         return bars[-1]
 
     def fail(step: int) -> None:
         if error is not None and step == 1:
             raise error
 
-    monkeypatch.setattr(trainer_module, "tqdm", make_bar)
+    monkeypatch.setattr(trainer_module, "Bar", make_bar)
     with pytest.raises(error or RunEnded):
         Toy(tmp_path, batch_size=4, stop_after=2, on_before_step=fail).train()
     (bar,) = bars
