@@ -1,0 +1,14 @@
+"""Progress bars."""
+
+import io
+import threading
+
+from torchtune_adaptive.progress import Bar
+
+
+def test_a_bar_starts_no_thread() -> None:
+    before = threading.active_count()
+    for disable in (False, True):
+        assert list(Bar(range(3), disable=disable, file=io.StringIO())) == [0, 1, 2]
+    assert threading.active_count() == before
+    assert Bar.monitor is None
