@@ -67,6 +67,11 @@ def test_nothing_fits_a_card_smaller_than_the_bytes_outside_the_allocator() -> N
     assert Overhead.default(1).largest_traced_bytes(GIB, 0.0) == 0.0
 
 
+def test_a_process_may_use_no_more_than_the_limit_even_if_it_holds_more_outside_the_allocator() -> None:
+    overhead = Overhead(outside_bytes=300)
+    assert [overhead.usable_bytes(limit, 0.25) for limit in (100, 300, 700)] == [100, 300, 600]
+
+
 @pytest.mark.parametrize("margin", [-0.1, 1.0, 2, math.nan])
 def test_a_margin_out_of_range_is_refused_and_quoted(margin: float) -> None:
     with pytest.raises(InputError, match="must be in") as caught:

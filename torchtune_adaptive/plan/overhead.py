@@ -214,12 +214,12 @@ class Overhead:
     def usable_bytes(self, limit_bytes: float, margin: float) -> float:
         """What a process may use of ``limit_bytes`` of a card: the rest is held back.
 
-        That is the fraction ``margin`` of what the allocator may reserve.
+        That is the fraction ``margin`` of what the allocator may reserve, which is nothing if all lies outside it.
 
         >>> Overhead(outside_bytes=300).usable_bytes(2700, 0.25)
         2100.0
         """
-        return max(0.0, self.outside_bytes + self._reservable_bytes(limit_bytes, margin))
+        return min(limit_bytes, self.outside_bytes + max(0.0, self._reservable_bytes(limit_bytes, margin)))
 
     def largest_traced_bytes(self, limit_bytes: float, margin: float, *, num_tokens: int = 0) -> float:
         """The most traced bytes with which a process uses at most ``usable_bytes`` of a card; 0 if nothing fits.
