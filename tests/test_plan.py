@@ -827,6 +827,14 @@ def test_every_key_of_the_json_is_documented_in_its_table() -> None:
     assert {field.name for field in dataclasses.fields(SizePlan)} < documented[3]
 
 
+def test_host_memory_in_the_json_is_in_whole_bytes() -> None:
+    found = planned(cfg_of(device="cpu"), step_of(peaks(64, held_bytes=GIB, bytes_per_row=1.5)), batch_sizes=[1])
+    host = plan_json(found, [])["host"]
+    assert found.host.tensor_bytes["training"] == GIB + 1.5
+    assert host["tensor_bytes"]["training"] == round(GIB + 1.5)
+    assert all(isinstance(num_bytes, int) for num_bytes in (host["peak_bytes"], *host["tensor_bytes"].values()))
+
+
 def test_the_json_of_memory_that_does_not_grow_has_no_size() -> None:
     found = planned(cfg_of(device="cpu"), step_of(peaks(64, held_bytes=GIB, bytes_per_row=0)))
     content = json.loads(json.dumps(plan_json(found, [])))

@@ -166,7 +166,7 @@ def plan_json(
 ) -> dict[str, Any]:
     """The plan, its suggestions, effects of changes, and the modules of a step that was traced whole, if one was.
 
-    All are values that JSON can hold; bytes are those of one rank.
+    All are values that JSON can hold; bytes are those of one rank, but for ``host``, which is a whole machine's.
     """
     step = plan.step
     return {
@@ -180,7 +180,7 @@ def plan_json(
         "traced_layers": list(step.traced_layers),
         "paged_bytes": step.paged_bytes,
         "overhead": asdict(plan.overhead),
-        "host": asdict(plan.host) | {"peak_bytes": plan.host.peak_bytes},
+        "host": _in_whole_bytes(asdict(plan.host) | {"peak_bytes": plan.host.peak_bytes}),
         "lengths": _in_whole_bytes([asdict(length) for length in plan.lengths]),
         "suggestions": _in_whole_bytes([asdict(suggestion) for suggestion in suggestions]),
         "what_if": _in_whole_bytes([asdict(effect) for effect in effects]),
