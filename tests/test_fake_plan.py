@@ -1,7 +1,6 @@
 """A config's peaks over fake tensors: extrapolated from few layers where they repeat, and of the right kinds."""
 
 import io
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -354,11 +353,11 @@ def test_the_worker_process_answers_with_a_refusal_or_with_the_error_that_nobody
     assert printed.endswith("ZeroDivisionError: division by zero\n")
 
 
-def _answering(monkeypatch: pytest.MonkeyPatch, answer: dict[str, str], printed: str) -> None:
+def _answering(monkeypatch: pytest.MonkeyPatch, answer: str, printed: str) -> None:
     """Put a process that answers so, and prints this of an error, in place of the worker process."""
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        Path(command[-2]).write_text(json.dumps(answer))
+        Path(command[-2]).write_text(answer)
         Path(command[-1]).write_text(printed)
         return subprocess.CompletedProcess(command, 0)
 
@@ -366,7 +365,7 @@ def _answering(monkeypatch: pytest.MonkeyPatch, answer: dict[str, str], printed:
 
 
 def test_a_refusal_of_the_worker_process_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    _answering(monkeypatch, {"refused": "Rows must be short."}, "")
+    _answering(monkeypatch, '{"refused": "Rows must be short."}', "")
     with pytest.raises(InputError, match=r"^Rows must be short\.$"):
         client.trace(_cfg("full"), world_size=1, seq_lens=[SEQ_LEN])
 
@@ -383,7 +382,7 @@ def _place_of_the_rest(cfg: DictConfig, reason: str) -> Path:
 def test_an_unforeseen_error_of_the_worker_process_is_one_sentence_with_the_place_of_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    _answering(monkeypatch, {"failed": "OSError: x"}, "the traceback")
+    _answering(monkeypatch, '{"failed": "OSError: x"}', "the traceback")
     log = _place_of_the_rest(_cfg("full"), "OSError: x")
     assert log.read_text() == "the traceback"
     log.unlink()
@@ -394,6 +393,12 @@ def test_a_worker_process_that_breaks_down_leaves_where_it_was() -> None:
     log = _place_of_the_rest(cfg, "its process was ended by SIGSEGV")
     assert "in step" in log.read_text()
     log.unlink()
+
+
+def test_half_an_answer_of_the_worker_process_is_an_error_of_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    _answering(monkeypatch, '{"peaks": ', "")
+    reason = "its answer cannot be read: JSONDecodeError: Expecting value: line 1 column 11 (char 10)"
+    _place_of_the_rest(_cfg("full"), reason).unlink()
 
 
 def test_a_worker_process_that_takes_too_long_is_ended() -> None:

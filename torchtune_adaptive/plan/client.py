@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.errors import InputError, TracingError
+from torchtune_adaptive.errors import InputError, TracingError, reason_of
 from torchtune_adaptive.plan.step_events import StepEvents
 from torchtune_adaptive.plan.step_peaks import TracedStep
 from torchtune_adaptive.stock.configs import resolved
@@ -82,7 +82,7 @@ def _run_worker(request: dict[str, Any], *, timeout_s: float | None, shows_progr
 
     Raises:
         InputError: it refuses the request.
-        TracingError: it fails.
+        TracingError: it fails, or leaves no answer that can be read.
         TimeoutError: it took longer than ``timeout_s``.
     """
     with tempfile.TemporaryDirectory() as directory:
@@ -99,7 +99,7 @@ def _run_worker(request: dict[str, Any], *, timeout_s: float | None, shows_progr
             )
         except subprocess.TimeoutExpired as error:
             raise TimeoutError(f"tracing took longer than {timeout_s} s") from error
-        answer = json.loads(answer_path.read_text()) if answer_path.exists() else {"failed": _ending(ended.returncode)}
+        answer = _answer(answer_path, ended.returncode)
         if "failed" in answer:
             kept_path = _keep(error_path)
             raise TracingError(
@@ -109,6 +109,16 @@ def _run_worker(request: dict[str, Any], *, timeout_s: float | None, shows_progr
     if "refused" in answer:
         raise InputError(answer["refused"])
     return answer
+
+
+def _answer(path: Path, status: int) -> dict[str, Any]:
+    """The answer in the file of a process that ended with ``status``, or why there is none."""
+    if not path.exists():
+        return {"failed": _ending(status)}
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        return {"failed": f"its answer cannot be read: {reason_of(error)}"}
 
 
 def _ending(status: int) -> str:

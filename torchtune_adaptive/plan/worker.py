@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from torchtune_adaptive.batch.row_format import check_row_length
 from torchtune_adaptive.errors import InputError, reason_of
+from torchtune_adaptive.files import write_whole
 from torchtune_adaptive.memory.timeline import Timeline, sum_of_timelines
 from torchtune_adaptive.plan.calibration import make_trainer
 from torchtune_adaptive.plan.fake_recipe import FakeRecipe
@@ -256,7 +257,7 @@ def main() -> None:
         faulthandler.enable(errors)
         answer = _answer(json.load(sys.stdin), errors)
         faulthandler.disable()
-    output_path.write_text(json.dumps(answer))
+    write_whole(output_path, json.dumps(answer))
 
 
 def _answer(request: dict[str, Any], errors: TextIO) -> dict[str, Any]:
