@@ -157,6 +157,17 @@ def test_several_gpus_and_numbers_of_ranks_are_a_grid_with_the_least_that_fits_i
     ]
 
 
+def test_where_gpus_add_differently_on_as_many_ranks_they_are_named(program: Program, tracing: FakeTracing) -> None:
+    ended = program(*FULL, "--memory", "H100,H200,MI300X", "--nproc_per_node", "1,4,8", "--seq-len", "1024", *CUDA)
+    added = [line.partition(": ")[::2] for line in ended.out.splitlines()[-3:]]
+    assert [where for where, _ in added] == [
+        "- on 1 rank",
+        "- on 4, 8 ranks of H100, H200",
+        "- on 4, 8 ranks of MI300X",
+    ]
+    assert [said.partition(" outside")[0] for _, said in added] == ["1.2 GiB", "1.8 GiB", "7.2 GiB"]
+
+
 def test_what_changes_would_save_is_asked_for_the_configs_own_batch(program: Program, tracing: FakeTracing) -> None:
     ended = program(*FULL, "--memory", "80GiB", "--seq-len", "1024,2048", "--what-if", *CUDA, "batch_size=3")
     assert "\nWith a batch of 3 rows of 1024 tokens, in GiB:\n" in ended.out

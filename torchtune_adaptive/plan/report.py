@@ -41,7 +41,7 @@ def plan_text(plan: Plan, *, title: str) -> str:
         "",
         *_host(plan),
         "",
-        *_added([plan]),
+        *_added({"": [plan]}),
     ]
     if step.paged_bytes:
         paged = format_bytes(step.paged_bytes)
@@ -78,7 +78,7 @@ def grid_text(plans: Mapping[str, Sequence[Plan]], *, title: str) -> str:
         "",
         f"Host memory: the most that a machine needs, {_of_machine(all_plans)}. {offload_note(all_plans)}".strip(),
         "",
-        *_added(all_plans),
+        *_added(plans),
     ]
     return "\n".join(lines)
 
@@ -292,21 +292,32 @@ def _host(plan: Plan) -> list[str]:
     return [*lines, note] if (note := offload_note([plan])) else lines
 
 
-def _added(plans: Sequence[Plan]) -> list[str]:
-    """What the GPU adds, once for all plans for which that is the same, by their numbers of ranks if it is not."""
-    if plans[0].overhead == Overhead.none():
+def _added(plans: Mapping[str, Sequence[Plan]]) -> list[str]:
+    """What the GPUs add, once for all for which that is the same, by numbers of ranks and by names where it is not.
+
+    Args:
+        plans: of each GPU, by its name, for the same numbers of ranks.
+    """
+    overhead = next(iter(plans.values()))[0].overhead
+    if overhead == Overhead.none():
         return ["On a CPU nothing is added to what is traced."]
-    ranks: dict[str, set[int]] = {}
-    for one in plans:
-        ranks.setdefault(_parts(one.overhead), set()).add(one.world_size)
-    first = f"Not traced, but added ({plans[0].overhead.source}):"
+    ranks: dict[tuple[str, str], set[int]] = {}
+    for row in zip(*plans.values(), strict=True):
+        names: dict[str, list[str]] = {}
+        for name, one in zip(plans, row, strict=True):
+            names.setdefault(_parts(one.overhead), []).append(name)
+        for said, gpus in names.items():
+            of = f" of {', '.join(gpus)}" if len(names) > 1 else ""
+            ranks.setdefault((said, of), set()).add(row[0].world_size)
+    first = f"Not traced, but added ({overhead.source}):"
     if len(ranks) == 1:
-        return [first, f"{next(iter(ranks))}."]
+        ((said, _),) = ranks
+        return [first, f"{said}."]
     return [
         first,
         *(
-            f"- on {', '.join(map(str, sorted(on)))} rank{'s' if on != {1} else ''}: {said}"
-            for said, on in ranks.items()
+            f"- on {', '.join(map(str, sorted(on)))} rank{'s' if on != {1} else ''}{of}: {said}"
+            for (said, of), on in ranks.items()
         ),
     ]
 
