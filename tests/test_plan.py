@@ -622,7 +622,7 @@ def some_plan(**changes: Any) -> Plan:
 def test_the_text_begins_with_the_model_and_the_card() -> None:
     first, second, *_ = plan_text(some_plan(), title="llama3_1/8B_full").splitlines()
     assert first == "llama3_1/8B_full: 8.03 B parameters in 32 layers, extrapolated from models of 4 and 6 layers"
-    assert second == "8 ranks of 80.0 GiB, 5 % (3.9 GiB) held back"  # of what is left beside CUDA and NCCL
+    assert second == "8 ranks of 80.0 GiB; held back: 5 % of what torch's allocator may take (3.9 GiB)"
 
 
 def test_the_text_says_to_what_a_memory_limit_holds_a_process() -> None:
@@ -630,7 +630,7 @@ def test_the_text_says_to_what_a_memory_limit_holds_a_process() -> None:
     limited = planned(cfg_of(memory_limit="30GiB", margin=0.1), step)
     assert (
         plan_text(limited, title="any").splitlines()[1]
-        == "1 rank of 80.0 GiB, limited to 31.2 GiB, 10 % (3.0 GiB) held back"
+        == "1 rank of 80.0 GiB, limited to 31.2 GiB; held back: 10 % of what torch's allocator may take (3.0 GiB)"
     )
     assert plan_json(limited, [])["usable_bytes"] == 27 * GIB + limited.overhead.outside_bytes
 
@@ -682,6 +682,7 @@ def test_below_the_table_of_sizes_its_columns_are_explained() -> None:
     assert "`used` is the batch" in on_cpu
     assert "In brackets" not in on_cpu
     assert "torch.cuda" not in on_cpu
+    assert "; held back: 5 % (" in on_cpu
 
 
 def test_two_tables_have_the_peak_of_each_phase_and_what_the_highest_holds() -> None:

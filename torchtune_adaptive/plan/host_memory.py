@@ -123,7 +123,7 @@ def plan_host(figures: HostFigures, launch: Launch, *, step_bytes: float, num_to
     in_steps = step_bytes if on_cpu else figures.offloaded + figures.activation_bytes(num_tokens)
     # Pinned memory is kept for the next step. A CPU gives back activations.
     after_steps = figures.local + figures.state if on_cpu else in_steps
-    # Of tensors on the host the search makes its copies in a file.
+    # The search copies tensors that lie on the host to a temporary file, not to memory.
     copied = 0 if on_cpu or figures.offloaded_weights else figures.trained
     copied_state = figures.state if copied else 0
     shares_weights = on_cpu and launch.world_size == 1

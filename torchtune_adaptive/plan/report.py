@@ -251,7 +251,8 @@ def _device(plan: Plan) -> str:
     ranks = f"{_ranks(plan.world_size)} of {format_bytes(plan.card.memory_bytes)}"
     limit = "" if plan.limit_bytes == plan.card.memory_bytes else f", limited to {format_bytes(plan.limit_bytes)}"
     held_back = format_bytes(plan.limit_bytes - plan.usable_bytes)
-    return f"{ranks}{limit}, {100 * plan.margin:g} % ({held_back}) held back"
+    of = " of what torch's allocator may take" if plan.overhead.outside_bytes else ""
+    return f"{ranks}{limit}; held back: {100 * plan.margin:g} %{of} ({held_back})"
 
 
 def _columns(plan: Plan) -> list[str]:
@@ -267,7 +268,8 @@ def _columns(plan: Plan) -> list[str]:
         "- allocated: with what kernels and libraries need, as torch.cuda.max_memory_allocated shows it",
         "- reserved: with what torch's allocator holds but cannot use, as torch.cuda.max_memory_reserved shows it",
         "- process: with CUDA's and NCCL's own memory, as nvidia-smi shows it",
-        "- give or take: by how much this may be wrong; `surely fits` does so even if it is too low by that much",
+        "- give or take: by how much this may be wrong; `surely fits` is the largest batch that fits even if memory is"
+        " underestimated by that much",
     ]
 
 

@@ -20,7 +20,7 @@ class StepProgress:
     """
 
     def __init__(self, *, is_shown: bool) -> None:
-        self._bar = tqdm(desc="tracing", unit=" passes of layers", disable=not is_shown)
+        self._bar = tqdm(desc="tracing", unit=" layer passes", disable=not is_shown)
         self._stage = ""
         self._layers: set[str] = set()  # that this pass has reached
         self.num_passes = 0
