@@ -148,7 +148,7 @@ def test_each_rank_copies_to_load_and_to_search_and_the_first_gathers_to_save() 
     }
     assert found.process_bytes == 8 * (PROCESS_BYTES + CUDA_PROCESS_BYTES)
     assert found.peak_bytes == found.process_bytes + 8 * 850
-    assert found.file_bytes == 1500
+    assert (found.file_bytes, found.temporary_file_bytes) == (1500, 0)
 
 
 def test_the_last_epochs_checkpoint_has_no_state() -> None:
@@ -168,6 +168,7 @@ def test_what_is_offloaded_is_held_from_the_first_step_on_and_not_copied() -> No
         "training": 8 * 2000,
         "saving": 8 * 2000 + 5820,
     }
+    assert found.temporary_file_bytes == 8 * (250 + 600)
 
 
 def test_offloaded_activations_grow_with_tokens_by_powers_of_two() -> None:
@@ -186,5 +187,6 @@ def test_on_a_cpu_a_rank_computes_in_host_memory_and_the_search_copies_to_a_file
         "training": 2 * 9000,
         "saving": 2 * 1000 + 5820,
     }
+    assert found.temporary_file_bytes == 2 * (250 + 600)
     alone = _planned(launch=replace(two, world_size=1, ranks=1))
     assert alone.tensor_bytes["saving"] == 1000 + 20  # what it gathers is its own

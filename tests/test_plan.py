@@ -715,6 +715,13 @@ def test_a_table_has_the_host_memory_of_a_machine_by_what_a_run_does() -> None:
     assert "\nThe checkpoint's files (16.0 GiB) are not counted: " in text
 
 
+def test_the_text_says_how_much_disk_a_search_needs_for_copies_of_tensors_on_the_host() -> None:
+    step = step_of(peaks(64, held_bytes=1, bytes_per_row=1), host=HostFigures(trained=2 * GIB, state=4 * GIB))
+    on_cpu, on_gpu = (plan_text(planned(cfg_of(device=device), step), title="any") for device in ("cpu", "cuda"))
+    assert "\nA search needs up to 6.0 GiB of disk in TMPDIR for its copies.\n" in on_cpu
+    assert "TMPDIR" not in on_gpu
+
+
 def test_the_text_says_if_parameters_are_on_the_host() -> None:
     said = "\nParameters, gradients and optimizer state are on the host."
     offloaded = HostFigures(offloaded_weights=GIB, offloaded=4 * GIB)

@@ -100,12 +100,14 @@ class HostPlan:
         process_bytes: of all processes, without their tensors.
         tensor_bytes: by what a run does; "search again" is that of a resumed run, or while it trains.
         file_bytes: of checkpoints in the page cache, which are not counted.
+        temporary_file_bytes: on disk, of the copies that a search makes of tensors on the host.
     """
 
     ranks: int
     process_bytes: int
     tensor_bytes: dict[str, float]
     file_bytes: int
+    temporary_file_bytes: int
 
     @property
     def peak_bytes(self) -> float:
@@ -124,8 +126,8 @@ def plan_host(figures: HostFigures, launch: Launch, *, step_bytes: float, num_to
     # Pinned memory is kept for the next step. A CPU gives back activations.
     after_steps = figures.local + figures.state if on_cpu else in_steps
     # The search copies tensors that lie on the host to a temporary file, not to memory.
-    copied = 0 if on_cpu or figures.offloaded_weights else figures.trained
-    copied_state = figures.state if copied else 0
+    to_file = on_cpu or figures.offloaded_weights > 0
+    copied, copied_state = (0, 0) if to_file else (figures.trained, figures.state)
     shares_weights = on_cpu and launch.world_size == 1
     gathered = figures.save_copies + (0 if shares_weights else figures.weights)
     gathered += figures.whole_state if launch.saves_state and not shares_weights else 0
@@ -141,4 +143,5 @@ def plan_host(figures: HostFigures, launch: Launch, *, step_bytes: float, num_to
             "saving": ranks * after_steps + max(gathered, staged),
         },
         file_bytes=figures.weights + figures.frozen_weights,
+        temporary_file_bytes=ranks * (figures.trained + figures.state) if to_file else 0,
     )

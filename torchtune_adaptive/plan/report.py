@@ -291,6 +291,9 @@ def _host(plan: Plan) -> list[str]:
         f"The checkpoint's files ({format_bytes(host.file_bytes)}) are not counted: the system drops them from memory"
         " when it needs room.",
     ]
+    if host.temporary_file_bytes:
+        disk = format_bytes(host.temporary_file_bytes)
+        lines.append(f"A search needs up to {disk} of disk in TMPDIR for its copies.")
     return [*lines, note] if (note := offload_note([plan])) else lines
 
 
