@@ -35,6 +35,31 @@ def with_one_wide_layer(num_layers: int, wide: int) -> TransformerDecoder:
     return model
 
 
+class Scaled(nn.Module):
+    """Scales what ``block`` returns by a buffer, which it makes in its first forward pass if it ``is_lazy``."""
+
+    scale: torch.Tensor | None
+
+    def __init__(self, block: nn.Module, *, is_lazy: bool) -> None:
+        super().__init__()
+        self.block = block
+        self.register_buffer("scale", None if is_lazy else torch.ones(64), persistent=False)
+
+    def forward(self, activations: torch.Tensor) -> torch.Tensor:
+        """Of the shape of ``activations``."""
+        if self.scale is None:
+            self.scale = torch.ones(64)
+        return self.block(activations) * self.scale
+
+
+def with_a_buffer(num_layers: int, is_lazy: int) -> TransformerDecoder:
+    """A model whose first layer has a buffer, made in its first forward pass if it ``is_lazy``."""
+    model = llama2(num_layers=num_layers, **SIZES)
+    block: Any = model.layers[0]
+    block.mlp = Scaled(block.mlp, is_lazy=bool(is_lazy))
+    return model
+
+
 def of_images() -> nn.Module:
     """A model that is no decoder of text."""
     return nn.Linear(4, 4)

@@ -122,6 +122,9 @@ def _kinds(_: int) -> dict[str, Any]:
     lengths = _cfg("full", SHALLOW, "dataset.packed=True")  # a dense mask
     between = trace_config(lengths, world_size=2, seq_lens=[32, 80, 128]).peaks[1]
     seen["interpolated"], seen["traced"] = between.phases(5), _peaks(lengths, world_size=2, seq_len=80).phases(5)
+    seen["buffers"] = [
+        _peaks(_cfg("full", *_model("with_a_buffer", num_layers=1, is_lazy=is_lazy))).phases(2) for is_lazy in (0, 1)
+    ]
     for name, overrides in REFUSED.items():
         try:
             trace_config(_cfg("full", *overrides), world_size=1, seq_lens=[SEQ_LEN])
@@ -197,6 +200,11 @@ def test_lengths_between_the_shortest_and_the_longest_are_interpolated_even_with
     assert kinds["interpolated"] == pytest.approx(kinds["traced"], rel=1e-9)
 
 
+def test_a_model_that_makes_a_buffer_in_its_first_step_is_planned_as_one_that_has_it(kinds: dict[str, Any]) -> None:
+    at_once, lazily = kinds["buffers"]
+    assert lazily == at_once
+
+
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_a_config_that_cannot_be_planned_is_refused_with_the_reason(kinds: dict[str, Any], sentence: str) -> None:
     assert kinds.get(sentence, "").startswith(sentence)
@@ -221,7 +229,8 @@ class RepeatingRecipe:
     """In place of ``FakeRecipe``: a model of 10 equal layers, with one operation for each layer and one after them.
 
     After its n-th layer ``batch_size * seq_len * n`` bytes are live. The config gives the ``operation`` of the layers,
-    and in ``last_bytes`` the bytes that are live after the last operation, by the model's number of layers.
+    and in ``last_bytes`` the bytes that are live after the last operation, by the model's number of layers. If it
+    ``warms_up``, the last operation of the first step of each model is another one.
     """
 
     def __init__(self, cfg: DictConfig, *, world_size: int, num_layers: int | None = None) -> None:
@@ -230,13 +239,15 @@ class RepeatingRecipe:
         self.num_layers = num_layers or self.true_num_layers
         self._operation = cfg.get("operation", "mm")
         self._last_bytes = cfg.get("last_bytes", {}).get(self.num_layers, 0)
+        self._last_operation = "first" if cfg.get("warms_up", False) else "last"
 
     def trace(self, batch_size: int, seq_len: int) -> "RepeatingRecipe":
         self._seq_len = seq_len
         return self
 
     def timelines(self, batch_size: int) -> dict[str, Timeline]:
-        operations = (*[self._operation.format(seq_len=self._seq_len)] * self.num_layers, "last")
+        operations = (*[self._operation.format(seq_len=self._seq_len)] * self.num_layers, self._last_operation)
+        self._last_operation = "last"
         live_bytes = (
             *(batch_size * self._seq_len * layer for layer in range(1, self.num_layers + 1)),
             self._last_bytes,
@@ -282,11 +293,12 @@ def test_few_layers_are_traced_only_if_a_third_model_confirms_the_extrapolation(
     assert tracer.layers_to_trace(500) == layers
 
 
+@pytest.mark.parametrize("warms_up", [False, True])
 def test_the_progress_bar_ends_at_the_number_of_steps_that_it_announced(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    warms_up: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(worker, "FakeRecipe", RepeatingRecipe)
-    trace_config(OmegaConf.create({}), world_size=1, seq_lens=[32, 80, 128], shows_progress=True)
+    trace_config(OmegaConf.create({"warms_up": warms_up}), world_size=1, seq_lens=[32, 80, 128], shows_progress=True)
     # Of both models batches of 1 at three lengths, and of 2 and 3 at two, less the two steps that chose the layers.
     assert " 12/12 " in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -156,6 +156,10 @@ class StepTracer:
     def _lines(self, seq_len: int, layers: tuple[int, ...]) -> StepLines:
         small, large = (self._whole(layers, batch_size, seq_len) for batch_size in SMALL_BATCH_SIZES)
         lines = StepLines.from_timelines(small, large, seq_len=seq_len)
+        if lines is None:  # perhaps because the first step of all made what the model keeps, such as a buffer
+            self._forget({*layers, self.num_layers}, SMALL_BATCH_SIZES[0], seq_len)
+            small = self._whole(layers, SMALL_BATCH_SIZES[0], seq_len)
+            lines = StepLines.from_timelines(small, large, seq_len=seq_len)
         if lines is None:
             raise InputError(
                 f"The model must run the same operations at batch sizes {' and '.join(map(str, SMALL_BATCH_SIZES))}"
@@ -194,6 +198,12 @@ class StepTracer:
             self._traced[key] = recipe.trace(batch_size, seq_len).timelines(batch_size)
             self._progress.update()
         return self._traced[key]
+
+    def _forget(self, layers: Iterable[int], batch_size: int, seq_len: int) -> None:
+        """Have steps that were traced with any of these numbers of ``layers`` traced again."""
+        for num_layers in layers:
+            if self._traced.pop((num_layers, batch_size, seq_len), None) is not None:
+                self._progress.update(-1)
 
     def _recipe(self, num_layers: int | None) -> FakeRecipe:
         """The recipe with a model of ``num_layers`` layers (None: all), which is built only once."""
