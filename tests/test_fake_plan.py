@@ -10,13 +10,19 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torchtune import config
 
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.errors import InputError, TracingError
 from torchtune_adaptive.memory.timeline import Timeline
 from torchtune_adaptive.plan import client, worker
 from torchtune_adaptive.plan.fake_model import layers_limited_to
+from torchtune_adaptive.plan.fake_recipe import start_fake_process_group
+from torchtune_adaptive.plan.host_figures import host_figures
 from torchtune_adaptive.plan.host_memory import HostFigures
+from torchtune_adaptive.plan.optimizer_stand_ins import stand_in_for_optimizer
 from torchtune_adaptive.plan.step_peaks import StepPeaks
 from torchtune_adaptive.plan.trace import StepTrace
 from torchtune_adaptive.plan.worker import StepTracer, trace_config
@@ -125,6 +131,7 @@ def _kinds(_: int) -> dict[str, Any]:
     seen["buffers"] = [
         _peaks(_cfg("full", *_model("with_a_buffer", num_layers=1, is_lazy=is_lazy))).phases(2) for is_lazy in (0, 1)
     ]
+    seen["state of ranks"] = {name: _host_figures_on_ranks(4, name) for name in STATE_OF_RANKS}
     for name, overrides in REFUSED.items():
         try:
             trace_config(_cfg("full", *overrides), world_size=1, seq_lens=[SEQ_LEN])
@@ -132,6 +139,30 @@ def _kinds(_: int) -> dict[str, Any]:
             seen[name] = str(error)
     seen["answers"] = {name: _answer(*overrides) for name, overrides in UNANSWERED.items()}
     return seen
+
+
+# Of a parameter of 512 x 256 elements in float32 on 4 ranks, what a rank has of its state, with a scale for each 256
+# elements (and torchao's tables of 256 entries), and what it has on the host.
+STATE_OF_RANKS = {
+    "torch.optim.AdamW": (2 * 4 * 32768 + 4, 0),
+    "torchao.optim.AdamW8bit": (2 * (32768 + 4 * 128 + 4 * 256), 0),
+    "bitsandbytes.optim.PagedAdamW8bit": (2 * (32768 + 4 * 128), 2 * 32768),
+    "torchao.optim.CPUOffloadOptimizer": (0, 4 * 131072),
+}
+
+
+def _host_figures_on_ranks(world_size: int, name: str) -> tuple[int, int, int]:
+    """State of a rank and of all ranks, and what a rank has on the host, of one sharded parameter."""
+    start_fake_process_group(world_size)
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = nn.Linear(256, 512, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer_cfg = OmegaConf.create({"_component_": name, "lr": 0.1})
+    optimizer = config.instantiate(stand_in_for_optimizer(optimizer_cfg), [model.weight])
+    optimizer.step()
+    found = host_figures(OmegaConf.create({}), [model], [optimizer], activation_bytes_per_token=[])
+    return found["state"], found["whole_state"], found["offloaded"]
 
 
 def _answer(*overrides: str) -> tuple[dict[str, Any], str]:
@@ -203,6 +234,13 @@ def test_lengths_between_the_shortest_and_the_longest_are_interpolated_even_with
 def test_a_model_that_makes_a_buffer_in_its_first_step_is_planned_as_one_that_has_it(kinds: dict[str, Any]) -> None:
     at_once, lazily = kinds["buffers"]
     assert lazily == at_once
+
+
+@pytest.mark.parametrize("name", STATE_OF_RANKS)
+def test_state_is_a_ranks_own_part_and_all_ranks_have_it_together(kinds: dict[str, Any], name: str) -> None:
+    state, whole_state, on_host = kinds["state of ranks"][name]
+    assert (state, on_host) == STATE_OF_RANKS[name]
+    assert whole_state == pytest.approx(4 * state, rel=1e-4)  # torch's count of steps is not a part of the parameter
 
 
 @pytest.mark.parametrize("sentence", REFUSED)

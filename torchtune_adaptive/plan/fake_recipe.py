@@ -134,7 +134,7 @@ class FakeRecipe:
         return trace
 
     def figures(self) -> dict[str, int]:
-        """Figures of the models over all ranks that are lines in their number of layers, see ``TracedStep``."""
+        """Figures that are lines in the number of layers, see ``TracedStep``: of the models those over all ranks."""
         trained, *frozen = (sum(one.numel() for one in model.parameters()) for model in self.models)
         return {
             "num_parameters": trained + sum(frozen),

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from torchtune_adaptive.memory.operations import plain_parts
+from torchtune_adaptive.memory.operations import local_part, plain_parts
 from torchtune_adaptive.plan.host_memory import pinned_bytes
 
 _CONVERTING = "torchtune.training.FullModelHFCheckpointer"
@@ -56,7 +57,7 @@ def host_figures(
         "local": _local_bytes([*parameters, *buffers]),
         "trained": _local_bytes([*with_gradients, *buffers]),
         "state": paged + _local_bytes(state),
-        "whole_state": paged + _whole_bytes(state),
+        "whole_state": sum(map(_whole_state_bytes, optimizers)),
         "offloaded_weights": weights_on_host,
         "offloaded": weights_on_host + state_on_host,
         **{str(size): count for size, count in Counter(activation_bytes_per_token).items()},
@@ -78,6 +79,17 @@ def _named_bytes(model: nn.Module, ends: tuple[str, ...]) -> int:
 def _whole_bytes(tensors: Iterable[Any]) -> int:
     """Bytes of the tensors over all ranks, in the data types that they have where they are not quantized."""
     return sum(one.numel() * one.dtype.itemsize for one in tensors if isinstance(one, torch.Tensor))
+
+
+def _whole_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of its state over all ranks: stand-ins have plain tensors for the local part of a sharded parameter."""
+    whole_bytes = getattr(optimizer, "whole_paged_bytes", 0)
+    for parameter, values in optimizer.state.items():
+        tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
+        local = [one for one in tensors if one.dim() > 0 and not isinstance(one, DTensor)]
+        whole_bytes += _whole_bytes(tensors) - _whole_bytes(local)
+        whole_bytes += round(_whole_bytes(local) * parameter.numel() / max(1, local_part(parameter).numel()))
+    return whole_bytes
 
 
 def _local_bytes(tensors: Iterable[Any], *, pinned: bool = False) -> int:

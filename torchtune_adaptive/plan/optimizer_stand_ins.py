@@ -81,7 +81,7 @@ class BlockwiseOptimizer(_StandIn):
     0.45, and had 2048 before.
 
     Attributes:
-        paged_bytes: paged state.
+        paged_bytes, whole_paged_bytes: paged state, of this rank and over all ranks.
     """
 
     _SMALL_FOR_8_BITS, _SMALL_FOR_PAGES, _BLOCK = 4096, 100_000, 256
@@ -89,19 +89,20 @@ class BlockwiseOptimizer(_StandIn):
     def __init__(self, params: Iterable[nn.Parameter], *, lr: float, bits: int, paged: bool, states: int) -> None:
         super().__init__(params, lr=lr)
         self._bits, self._paged, self._states = bits, paged, states
-        self.paged_bytes = 0
+        self.paged_bytes = self.whole_paged_bytes = 0
 
     def _state_of(self, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = {}
-        numel = parameter.numel()
+        numel, local_numel = parameter.numel(), local_part(parameter).numel()
         small = self._bits == 32 or numel < self._SMALL_FOR_8_BITS
         dtype = torch.float32 if small else torch.uint8
         if self._paged and numel >= self._SMALL_FOR_PAGES:
-            self.paged_bytes += self._states * numel * dtype.itemsize
+            self.paged_bytes += self._states * local_numel * dtype.itemsize
+            self.whole_paged_bytes += self._states * numel * dtype.itemsize
         else:
             state |= {f"state{n}": torch.zeros_like(parameter, dtype=dtype) for n in range(self._states)}
         if not small:
-            blocks = math.ceil(numel / self._BLOCK)
+            blocks = math.ceil(local_numel / self._BLOCK)
             state |= {f"absmax{n}": torch.zeros(blocks, dtype=torch.float32) for n in range(self._states)}
         return state
 
@@ -172,7 +173,7 @@ class OptimizerOnHost(_StandIn):
     With ``offload_gradients`` the gradient of a larger parameter is freed as soon as it is complete.
 
     Attributes:
-        host_bytes: what it holds on the host: pinned copies of larger parameters and gradients, and their state.
+        host_bytes: what this rank holds on the host: pinned copies of larger parameters and gradients, and their state.
     """
 
     def __init__(
@@ -192,7 +193,8 @@ class OptimizerOnHost(_StandIn):
     def _state_of(self, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
         names = ("exp_avg", "exp_avg_sq") if self._is_small(parameter) else ()
         if not names:
-            self.host_bytes += 2 * pinned_bytes(parameter.nbytes) + 2 * parameter.nbytes
+            nbytes = local_part(parameter).nbytes
+            self.host_bytes += 2 * pinned_bytes(nbytes) + 2 * nbytes
         return {name: torch.zeros_like(parameter) for name in names}
 
 

@@ -153,7 +153,7 @@ class TracedStep:
         num_layers: the trained model's layers.
         traced_layers: layers of each model that was traced: two small ones, or the whole one.
         num_parameters: parameters of all models, over all ranks.
-        paged_bytes: optimizer state in paged memory, which is not counted in the peaks.
+        paged_bytes: a rank's optimizer state in paged memory, which is not counted in the peaks.
         attention_width: heads times head dimension, of the widest model.
         num_frozen_parameters: of ``num_parameters``, those of models that are not trained: a reference or a teacher.
         sequences: that a row of the batch has: two if it is a pair of answers.
