@@ -298,8 +298,8 @@ def document(measured: Sequence[Measured], *, provenance: str) -> list[str]:
         "",
         provenance,
         "",
-        f"Without a margin {exact} of {len(searches)} searches are exact, and training survives after {survive} of them;"
-        f" with the usual margin of {MARGIN:.0%} it survives after {sum(usual)} of {len(usual)}.",
+        f"Without a margin {exact} of {len(searches)} searches are exact, and training survives after"
+        f" {survive} of them; with the usual margin of {MARGIN:.0%} it survives after {sum(usual)} of {len(usual)}.",
         "",
         *table(HEADER, map(_row, measured)),
         "",
@@ -330,8 +330,8 @@ def _row(one: Measured) -> list[str]:
 NOTES = (
     "The limit is `RLIMIT_DATA`: what a process has after imports and a first small step, and so much more.",
     "Search: strategy and all else as they come, but a `memory_limit` of"
-    f" {METERED_LIMIT}, which is never met. Its process then trains with the size found, without meter. Without a margin"
-    " nothing is left for what a process grows by in later steps.",
+    f" {METERED_LIMIT}, which is never met. Its process then trains with the size found, without meter. Without a"
+    " margin nothing is left for what a process grows by in later steps.",
     f"Largest after the search: with which the same process can take {STEPS_OF_A_TRIAL} steps; {BEYOND} sizes above"
     " it are tried. A search is exact if this is what it found.",
     f"Largest without a search: the same in fresh processes, sizes bisected and {BEYOND} beyond. Freed tensors go back"
