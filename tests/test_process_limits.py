@@ -46,6 +46,7 @@ class Training:
         self.step(torch.ones(1, 2))  # makes what PyTorch makes once
         limit_data(ROOM)
         self._use(nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.GELU()))
+        self.step(self.batch(1))  # makes the optimizer's state, of which a search keeps a copy
 
     def _use(self, model: nn.Module) -> None:
         self.model = model
