@@ -99,7 +99,7 @@ class Case:
 
 
 CASES = [
-    Case("state-heavy: an embedding of 59 MiB", "360MiB", 512, partial(Embedded, 60_000, 256)),
+    Case("state-heavy: an embedding of 59 MiB", "400MiB", 512, partial(Embedded, 60_000, 256)),
     Case("state-heavy: 8 layers of 16 MiB", "620MiB", 16, partial(Dense, 2048, 8)),
     Case("activation-heavy: 4 layers of 256 KiB", "400MiB", 2048, partial(Dense, 256, 4)),
     Case("activation-heavy: a Llama of 0.6 MiB", "200MiB", 128, partial(Llama, 128)),
