@@ -19,7 +19,7 @@ from torchtune_adaptive.plan.step_events import StepEvents
 from torchtune_adaptive.plan.step_peaks import TracedStep
 from torchtune_adaptive.stock.configs import resolved
 
-_Read = TypeVar("_Read")
+_Kept = TypeVar("_Kept", TracedStep, StepEvents)
 
 _PACKAGES = ("torch", "torchtune", "torchao")
 _KNOWN = (*_PACKAGES, "bitsandbytes")  # whose components do not change without a new version
@@ -49,17 +49,14 @@ class TraceCache:
         self._traced: dict[str, TracedStep] = {}
 
     def __call__(self, cfg: DictConfig, *, world_size: int, seq_lens: Sequence[int]) -> TracedStep:
-        content = resolved(cfg)
-        name = _digest(content, world_size, list(seq_lens))
-        if name not in self._traced:
-            is_kept = _is_kept(content)
-            step = self._files.read(name, TracedStep.from_json) if is_kept else None
-            if step is None:
-                step = self._trace(cfg, world_size=world_size, seq_lens=seq_lens, shows_progress=True)
-                if is_kept:
-                    self._files.write(name, step.as_json())
-            self._traced[name] = step
-        return self._traced[name]
+        question = _Question(resolved(cfg), world_size, list(seq_lens))
+        if question.name not in self._traced:
+            self._traced[question.name] = self._files.answer(
+                question,
+                TracedStep.from_json,
+                lambda: self._trace(cfg, world_size=world_size, seq_lens=seq_lens, shows_progress=True),
+            )
+        return self._traced[question.name]
 
 
 class EventsCache:
@@ -73,16 +70,26 @@ class EventsCache:
         self._files = _Files(folder, ending=".events.gz", most=_KEPT_EVENTS)
 
     def __call__(self, cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int) -> StepEvents:
-        content = resolved(cfg)
-        name, is_kept = _digest(content, world_size, batch_size, seq_len), _is_kept(content)
-        events = self._files.read(name, StepEvents.from_json) if is_kept else None
-        if events is None:
-            events = self._trace(
-                cfg, world_size=world_size, batch_size=batch_size, seq_len=seq_len, shows_progress=True
-            )
-            if is_kept:
-                self._files.write(name, events.as_json())
-        return events
+        asked = {"world_size": world_size, "batch_size": batch_size, "seq_len": seq_len}
+        return self._files.answer(
+            _Question(resolved(cfg), *asked.values()),
+            StepEvents.from_json,
+            lambda: self._trace(cfg, **asked, shows_progress=True),
+        )
+
+
+class _Question:
+    """What is asked about the content of a config, under the versions that there are now.
+
+    Attributes:
+        name: another for each question.
+        is_kept: whether an answer may be kept: all components are of packages whose versions are looked at.
+    """
+
+    def __init__(self, content: Any, *asked: Any) -> None:
+        text = json.dumps([_versions(), content, *asked], sort_keys=True, default=str)
+        self.name = hashlib.sha256(text.encode()).hexdigest()
+        self.is_kept = all(map(_is_known, _components(content)))
 
 
 class _Files:
@@ -97,7 +104,17 @@ class _Files:
         self._ending = ending
         self._most = most
 
-    def read(self, name: str, from_json: Callable[[Any], _Read]) -> _Read | None:
+    def answer(self, question: _Question, from_json: Callable[[Any], _Kept], find: Callable[[], _Kept]) -> _Kept:
+        """What the file of ``question`` holds; if there is none, what ``find`` finds, which is kept if it may be."""
+        kept = self._read(question.name, from_json) if question.is_kept else None
+        if kept is not None:
+            return kept
+        found = find()
+        if question.is_kept:
+            self._write(question.name, found.as_json())
+        return found
+
+    def _read(self, name: str, from_json: Callable[[Any], _Kept]) -> _Kept | None:
         """What ``from_json`` makes of the file; None if there is none that can be read."""
         try:
             content = (self._folder / f"{name}{self._ending}").read_bytes()
@@ -105,7 +122,7 @@ class _Files:
         except (OSError, EOFError, zlib.error, ValueError, TypeError, LookupError):
             return None
 
-    def write(self, name: str, value: Any) -> None:
+    def _write(self, name: str, value: Any) -> None:
         """Write the file, and remove the oldest if there are too many; none is written where that is not possible."""
         content = json.dumps(value).encode()
         try:
@@ -126,17 +143,6 @@ def user_cache_folder() -> Path:
     """Where a user's programs keep what they can make again: ``XDG_CACHE_HOME``, or ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "torchtune_adaptive" / "plans"
-
-
-def _digest(*asked: Any) -> str:
-    """A name for what is asked, under the versions that there are now."""
-    text = json.dumps([_versions(), *asked], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _is_kept(content: Any) -> bool:
-    """Whether all of a config's components are those of packages whose versions are looked at."""
-    return all(map(_is_known, _components(content)))
 
 
 @cache
