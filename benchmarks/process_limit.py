@@ -146,7 +146,7 @@ class Training:
         self._case = case
         self._use(nn.Linear(2, 2))
         self.step(torch.ones(2, 2))  # what PyTorch does once per process
-        limit_bytes = _data_bytes() + parse_memory(case.room)
+        limit_bytes = data_bytes() + parse_memory(case.room)
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
         self._use(case.make_model())
         for _ in range(case.steps_before):
@@ -263,7 +263,7 @@ def _in_a_process(work: Callable[[], Result]) -> Result | None:
         process.join()
 
 
-def _data_bytes() -> int:
+def data_bytes() -> int:
     """What ``RLIMIT_DATA`` counts of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))

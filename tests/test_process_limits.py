@@ -4,7 +4,6 @@ import os
 import platform
 import resource
 from logging.handlers import BufferingHandler
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from ranks import run_on_ranks
 from torch import nn
 
 from benchmarks.peers.rfc import is_out_of_memory
-from torchtune_adaptive import find_max_batch_size
+from benchmarks.process_limit import data_bytes
+from torchtune_adaptive import SearchResult, find_max_batch_size
 from torchtune_adaptive.memory import process_limits
 from torchtune_adaptive.memory.process_limits import held_back, room_bytes
 
@@ -24,12 +24,6 @@ METERED = 8 * 2**30
 pytestmark = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc" or room_bytes() is not None, reason="needs glibc, and no limits of the shell"
 )
-
-
-def data_bytes() -> int:
-    """What ``RLIMIT_DATA`` counts."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
 
 
 def limit_data(more_bytes: int) -> None:
@@ -63,17 +57,20 @@ class Training:
     def survives(self, rows: int) -> bool:
         return not any(is_out_of_memory(self.step, self.batch(rows)) for _ in range(3))
 
+    def find(self, margin: float) -> SearchResult:
+        return find_max_batch_size(
+            self.step,
+            self.batch,
+            model=self.model,
+            optimizer=self.optimizer,
+            memory_limit=METERED,
+            margin=margin,
+        )
+
 
 def search_and_train(_: int, margin: float) -> tuple[int, bool, list[int]]:
     training = Training()
-    found = find_max_batch_size(
-        training.step,
-        training.batch,
-        model=training.model,
-        optimizer=training.optimizer,
-        memory_limit=METERED,
-        margin=margin,
-    )
+    found = training.find(margin)
     failed = [probe.batch_size for probe in found.probes if not probe.fits]
     return found.batch_size, training.survives(found.batch_size), failed
 
@@ -159,14 +156,7 @@ def on_two_ranks(rank: int) -> tuple[int, bool]:
     training = Training()
     if rank == 0:
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    found = find_max_batch_size(
-        training.step,
-        training.batch,
-        model=training.model,
-        optimizer=training.optimizer,
-        memory_limit=METERED,
-        margin=0.0,
-    )
+    found = training.find(0.0)
     return found.batch_size, training.survives(found.batch_size)
 
 

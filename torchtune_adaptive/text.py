@@ -42,16 +42,13 @@ def text_table(rows: Sequence[Sequence[str]], *, num_names: int = 0) -> str:
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
 
-    def line(row: Sequence[str]) -> str:
-        names, figures = (
-            zip(row[:num_names], widths, strict=False),
-            zip(row[num_names:], widths[num_names:], strict=True),
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column < num_names else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
-        return "  ".join(
-            [*(cell.ljust(width) for cell, width in names), *(cell.rjust(width) for cell, width in figures)]
-        )
-
-    lines = [line(row) for row in rows]
+        for row in rows
+    ]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
 

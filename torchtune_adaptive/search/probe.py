@@ -80,8 +80,8 @@ class Prober:
         """Largest batch size that should fit on every rank by the probes so far; None if they allow no forecast.
 
         The lines of the operations give the growth of memory. The largest probe that fitted gives the difference to
-        what the allocator really takes; if that difference grows too, the next size is worth a try. So it is where the
-        system limits the process, which counts more than tensors. A collective.
+        what the allocator really takes; if that difference grows too, the next size is worth a try. It is also
+        tried where the system limits the process, because such a limit counts more than tensors. A collective.
         """
         if self._consensus.any_rank(self._must_trace_again()):
             self._has_traced_again = True
