@@ -45,7 +45,7 @@ from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.options import check_finds_sizes_only, check_options, check_turns
 from torchtune_adaptive.stock.set_up import load_data, setting_up
-from torchtune_adaptive.training.prepare_recovery import log_no_recovery
+from torchtune_adaptive.training.oom_retry import log_no_recovery
 from torchtune_adaptive.training.record import write_report
 from torchtune_adaptive.training.run_state import AdaptiveState
 

@@ -21,11 +21,11 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from tests.faults import same_bits
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.distributed.dry_run import dry_run
-from torchtune_adaptive.distributed.recovery import MemoryPressure, Recovery
 from torchtune_adaptive.memory.operations import plain_parts
+from torchtune_adaptive.recovery.attempts import MemoryPressure, Recovery
+from torchtune_adaptive.recovery.dry_run import dry_run
+from torchtune_adaptive.recovery.optimizer_state import allocate_state
 from torchtune_adaptive.testing import Fault
-from torchtune_adaptive.training.optimizer_state import allocate_state
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"vocab_size": 24, "num_heads": 2, "num_kv_heads": 2, "embed_dim": 8, "max_seq_len": 16}

@@ -20,6 +20,7 @@ ORDER = [
     "signals",
     "memory",
     "distributed",
+    "recovery",
     "batch",
     "schedule",
     "settings",
@@ -65,7 +66,7 @@ WRITTEN_INTO = {
     "plan/optimizer_stand_ins.py": {"parameter"},  # gradients
     "stock/set_up.py": {"sys"},  # what prints errors of `__del__`
     "training/learning_rate.py": {"scheduler"},  # which it has just built
-    "training/optimizer_state.py": {"parameter"},  # gradients
+    "recovery/optimizer_state.py": {"parameter"},  # gradients
 }
 
 

@@ -21,7 +21,6 @@ from torch.distributed.tensor import Shard
 from torch.profiler import ProfilerActivity, profile
 
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.distributed.dry_run import DryRun, dry_run
 from torchtune_adaptive.distributed.fsdp_state import (
     CannotRecordError,
     Communicators,
@@ -30,6 +29,7 @@ from torchtune_adaptive.distributed.fsdp_state import (
 )
 from torchtune_adaptive.distributed.ledger import CollectiveInDoubtError, Ledger
 from torchtune_adaptive.memory.out_of_memory import free_memory
+from torchtune_adaptive.recovery.dry_run import DryRun, dry_run
 from torchtune_adaptive.testing import Fault
 
 CPU = torch.device("cpu")

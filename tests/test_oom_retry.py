@@ -3,7 +3,6 @@
 The toy: a linear model, and rows of which the first token and the number of tokens are what it sees.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +16,11 @@ from torchtune_adaptive.batch.loader import StepSamples
 from torchtune_adaptive.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.batch.row_format import Row, TokenRows
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.distributed.dry_run import dry_run
-from torchtune_adaptive.distributed.recovery import MemoryPressure, Recovery
 from torchtune_adaptive.errors import NothingFitsError
 from torchtune_adaptive.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.memory.phases import Phases
+from torchtune_adaptive.recovery.attempts import MemoryPressure
+from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.testing import Fault
 from torchtune_adaptive.training.objectives import Loss
 from torchtune_adaptive.training.oom_retry import OomRetry, Run
@@ -41,14 +40,14 @@ ROWS = rows_of(1, 3, 2, 1, 3, 2, 1, 1)
 
 
 class Beside(Consensus):
-    """This rank, after one that reports ``other`` wherever ranks report."""
+    """This rank, in events after one that reports ``other``."""
 
     def __init__(self, other: Any) -> None:
         super().__init__()
         self._other = other
 
     def from_all_ranks(self, value: Any) -> list[Any]:
-        return [self._other, value]
+        return [self._other, value] if isinstance(value, tuple) else [value]
 
 
 class CachingMeter(CpuMeter):
@@ -123,15 +122,21 @@ class Toy:
         )
         self.micro_batches = MicroBatcher(limit, TokenRows(-100), Consensus(), make_silent_row=dict)
         self.tries = Tries(fitting)
-        self.retry = OomRetry(
-            self.step,
-            self.micro_batches,
-            recovery=self._recovery() if recovers else None,
-            phases=phases,
+        workload = Workload(
+            train_step=self.step,
+            model=self.model,
+            optimizers=[optimizer],
+            device=CPU,
             meter=meter,
             consensus=consensus or Consensus(),
-            first_that_fits=self.tries,
         )
+        self.retry = OomRetry(
+            self.step, self.micro_batches, workload, phases=phases, rehearsed_rows=2, first_that_fits=self.tries
+        )
+        if recovers:
+            self.retry.prepare(lambda most: [ROWS[:1], ROWS[:most]])
+        else:
+            self.retry.disable()
         self.cuts.clear()
         self.draws.clear()
 
@@ -143,12 +148,6 @@ class Toy:
     def _collate(self, rows: Sequence[Row]) -> torch.Tensor:
         self.cuts.append(len(rows))
         return torch.tensor([[float(row["tokens"][0]), float(len(row["tokens"]))] for row in rows])
-
-    def _recovery(self) -> Recovery:
-        micro_steps = [functools.partial(self.step.micro_step, ROWS[:count]) for count in (1, 2)]
-        found = dry_run(micro_steps, model=self.model, device=CPU, consensus=Consensus())
-        assert found.recovery is not None
-        return found.recovery
 
     def failing_at(self, *numbers: int, phase: str = "forward", **options: Any) -> "Toy":
         """The same; from now on micro-steps of these numbers run out of memory in ``phase``."""
@@ -288,7 +287,7 @@ def test_where_a_single_row_does_not_fit_the_run_ends_with_one_sentence(phase: s
         f" (not metered: {FAULT}); shorter rows, activation checkpointing, LoRA or more ranks would need less."
     )
     assert toy.micro_batches.limit == RowLimit(1)
-    assert toy.retry.retries == 2
+    assert toy.retry.retries == 1
     assert all(parameter.grad is None for parameter in toy.model.parameters())
 
 
@@ -431,6 +430,7 @@ def test_the_halves_of_a_measured_step_are_cut_for_themselves() -> None:
     assert toy.numbers == [0, 1, 2]
     assert toy.micro_batches.take_padding() == pytest.approx(1 - 13 / (3 * 3 + 1 + 3 * 3))
     toy.cuts.clear()
+    toy.step.zero_grad()
     assert toy.sums(ROWS[:7]).small_batch is None
     assert toy.cuts == [3, 3, 1]
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
+from torchtune_adaptive.recovery.optimizer_state import allocate_state
 from torchtune_adaptive.testing import Fault
-from torchtune_adaptive.training.optimizer_state import allocate_state
 
 STEPS = 5
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}

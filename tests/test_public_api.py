@@ -10,9 +10,12 @@ from torchtune_adaptive.settings import AdaptiveSettings
 
 def test_the_package_offers_these_names() -> None:
     assert sorted(torchtune_adaptive.__all__) == [
+        "CannotRecoverError",
         "InputError",
+        "MemoryEvent",
         "NothingFitsError",
         "Probe",
+        "RecoverableStep",
         "SearchResult",
         "find_max_batch_size",
     ]

@@ -14,9 +14,9 @@ from torch import nn
 from tests.ranks import run_on_ranks
 from tests.recovery_trials import CPU, ROWS, Case, Tally, Trials, every
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.distributed.dry_run import dry_run
 from torchtune_adaptive.distributed.ledger import CollectiveInDoubtError, Ledger
-from torchtune_adaptive.distributed.recovery import Attempt, MemoryPressure, Recovery
+from torchtune_adaptive.recovery.attempts import Attempt, MemoryPressure, Recovery
+from torchtune_adaptive.recovery.dry_run import dry_run
 from torchtune_adaptive.testing import Fault
 
 CASES = [
@@ -78,7 +78,7 @@ def _without_parts(rank: int) -> dict[str, Any]:
         model.reset_iter_state()
         trials.optimizer.zero_grad(set_to_none=True)
 
-    with mock.patch("torchtune_adaptive.distributed.recovery.reset_after_failure", as_documented):
+    with mock.patch("torchtune_adaptive.recovery.attempts.reset_after_failure", as_documented):
         tally = trials.tally(points)
     drifted = _drifted()
     hung = [_hangs(place) for place in (5, 400, 700)]  # in forward, in the loss, in backward
@@ -157,9 +157,11 @@ def _fails_after_an_all_reduce(trials: Trials) -> str:
     """The error on this rank when all ranks run out of memory in HSDP's all-reduce, after it was issued."""
     all_reduce = dist.all_reduce
 
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        all_reduce(*args, **kwargs)
-        raise torch.OutOfMemoryError("within the all-reduce")
+    def failing(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = all_reduce(tensor, *args, **kwargs)
+        if tensor.is_floating_point():  # of gradients
+            raise torch.OutOfMemoryError("within the all-reduce")
+        return work
 
     micro_steps = [partial(trials.micro_step, trials.windows[0][0])]
     with mock.patch.object(dist, "all_reduce", failing), pytest.raises(CollectiveInDoubtError) as raised:

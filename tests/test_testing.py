@@ -15,13 +15,13 @@ from torchtune_adaptive.batch.limits import RowLimit
 from torchtune_adaptive.batch.loader import StepSamples
 from torchtune_adaptive.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.distributed.dry_run import dry_run
 from torchtune_adaptive.distributed.fsdp_state import AllGather
 from torchtune_adaptive.distributed.ledger import Ledger, RecordedAllGather
-from torchtune_adaptive.distributed.recovery import Recovery
 from torchtune_adaptive.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.memory.out_of_memory import free_memory, only_new_garbage
 from torchtune_adaptive.memory.phases import Phases
+from torchtune_adaptive.recovery.attempts import Recovery
+from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.testing import Fault, ballast, faults_in, out_of_memory
 from torchtune_adaptive.training.oom_retry import OomRetry
 
@@ -282,17 +282,24 @@ class NumbersTrainer:
         self.step: Any = DoublingStep(phases)
         row_format: Any = SimpleNamespace(padded_tokens=lambda number: 1, own_tokens=lambda number: 1)
         self.micro_batches = MicroBatcher(RowLimit(rows_per_micro_step), row_format, consensus, make_silent_row=dict)
-        recovery = dry_run([lambda: None] * 2, model=nn.Linear(1, 1), device=CPU, consensus=consensus).recovery
-        assert recovery is not None
+        workload = Workload(
+            train_step=self.step,
+            model=nn.Linear(1, 1),
+            optimizers=[],
+            device=CPU,
+            meter=None,
+            consensus=consensus,
+        )
         self.retry = OomRetry(
             self.step,
             self.micro_batches,
-            recovery=recovery,
+            workload,
             phases=phases,
-            meter=None,
-            consensus=consensus,
+            rehearsed_rows=1,
             first_that_fits=lambda *_: None,
         )
+        small: Any = [[1], [2]]
+        self.retry.prepare(lambda most: small)
         self._phases = phases
 
     @property

@@ -31,13 +31,13 @@ from torchtune_adaptive.batch.row_format import Row, TokenRows
 from torchtune_adaptive.checkpoints.saver import RunSaver
 from torchtune_adaptive.checkpoints.steps import StepCheckpoints
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.distributed.dry_run import dry_run
 from torchtune_adaptive.distributed.rank_states import RankStates
 from torchtune_adaptive.errors import CheckpointError, RunEnded
 from torchtune_adaptive.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.progress import Bar
 from torchtune_adaptive.search.sizes import Sizes
+from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.settings import LearningRateScaling
 from torchtune_adaptive.testing import Fault
 from torchtune_adaptive.trainer import Trainer
@@ -193,15 +193,26 @@ class Toy:
         self.loader = self._loader()
         limit = self.sizes.limit(self.loader.rows_per_micro_step)
         micro_batches = MicroBatcher(limit, TokenRows(-100), Consensus(), make_silent_row=dict)
+        workload = Workload(
+            train_step=self.step,
+            model=self.model,
+            optimizers=[self.optimizer],
+            device=CPU,
+            meter=self.meter,
+            consensus=Consensus(),
+        )
         self.retry = OomRetry(
             self.step,
             micro_batches,
-            recovery=self._recovery() if self.recovers else None,
+            workload,
             phases=phases,
-            meter=self.meter,
-            consensus=Consensus(),
+            rehearsed_rows=2,
             first_that_fits=self._first_that_fits,
         )
+        if self.recovers:
+            self.retry.prepare(lambda most: [TWELVE[:1], TWELVE[:most]])
+        else:
+            self.retry.disable()
         growth = BatchGrowth(self.function, total_epochs=self.epochs.stop, consensus=Consensus())
         growth.set_maximum(self.maximum)
         self.record = RunRecord(self.directory, self.sizes, memory_limit_bytes=1000, writes=True)
@@ -307,10 +318,6 @@ class Toy:
             grows=True,
         )
         return rate
-
-    def _recovery(self) -> Any:
-        micro_steps = [partial(self.step.micro_step, TWELVE[:count]) for count in (1, 2)]
-        return dry_run(micro_steps, model=self.model, device=CPU, consensus=Consensus()).recovery
 
     def _first_that_fits(self, make_batch: Callable[[int], list[list[Row]]], sizes: Iterable[int]) -> int | None:
         for size in sizes:

@@ -1,20 +1,36 @@
 """Finds the largest batch that fits, trains with it and grows it: a torchtune recipe extension."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from torchtune_adaptive.errors import InputError, NothingFitsError
+from torchtune_adaptive.errors import CannotRecoverError, InputError, NothingFitsError
 from torchtune_adaptive.search.strategies import Probe, SearchResult
 
 if TYPE_CHECKING:
+    from torchtune_adaptive.recovery.events import MemoryEvent
+    from torchtune_adaptive.recovery.step import RecoverableStep
     from torchtune_adaptive.search.any_loop import find_max_batch_size
 
-__all__ = ["InputError", "NothingFitsError", "Probe", "SearchResult", "find_max_batch_size"]
+__all__ = [
+    "CannotRecoverError",
+    "InputError",
+    "MemoryEvent",
+    "NothingFitsError",
+    "Probe",
+    "RecoverableStep",
+    "SearchResult",
+    "find_max_batch_size",
+]
+
+# Imported when they are asked for: torch takes seconds, which a plan need not wait for.
+_WITH_TORCH = {
+    "MemoryEvent": "recovery.events",
+    "RecoverableStep": "recovery.step",
+    "find_max_batch_size": "search.any_loop",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``find_max_batch_size`` when it is asked for: torch takes seconds, which a plan need not wait for."""
-    if name != "find_max_batch_size":
+    if name not in _WITH_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torchtune_adaptive.search.any_loop import find_max_batch_size
-
-    return find_max_batch_size
+    return getattr(importlib.import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)

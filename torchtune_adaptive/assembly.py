@@ -19,7 +19,6 @@ from torchtune_adaptive.checkpoints.saver import RunSaver, SaveEpoch
 from torchtune_adaptive.checkpoints.steps import step_checkpoints
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.rank_states import RankStates
-from torchtune_adaptive.distributed.recovery import Recovery
 from torchtune_adaptive.distributed.snapshot import keep_random_states
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.memory.devices import allowed_bytes, meter_for
@@ -34,7 +33,6 @@ from torchtune_adaptive.training.learning_rate import BuildScheduler, LearningRa
 from torchtune_adaptive.training.objectives import Objective
 from torchtune_adaptive.training.oom_retry import OomRetry
 from torchtune_adaptive.training.optimizers import Stepping
-from torchtune_adaptive.training.prepare_recovery import RecoveryPreparation, log_no_recovery
 from torchtune_adaptive.training.profiling import StepProfiler
 from torchtune_adaptive.training.record import RunRecord
 from torchtune_adaptive.training.run_state import AdaptiveState
@@ -228,27 +226,19 @@ class _Assembly:
             self._consensus,
             make_silent_row=lambda: row_format.silent(loader.dataset[0]),
         )
-        return OomRetry(
+        retry = OomRetry(
             self._step,
             micro_batches,
-            recovery=self._prepare_recovery(),
+            self._workload,
             phases=self._phases,
-            meter=self._meter,
-            consensus=self._consensus,
+            rehearsed_rows=loader.data_loader.batch_size or 1,
             first_that_fits=partial(first_that_fits, self._workload, settings=self._settings),
         )
-
-    def _prepare_recovery(self) -> Recovery | None:
-        """None if an out-of-memory error is to end the run, by the user's wish or because it must. A collective."""
-        parts = self._parts
-        if not self._settings.oom_recovery:
-            return None
-        if parts.why_unrecoverable:
-            log_no_recovery(parts.why_unrecoverable)
-            return None
-        preparation = RecoveryPreparation(self._workload, self._step)
-        rows = self._loader.data_loader.batch_size or 1
-        return preparation.prepare(partial(parts.row_format.small_batches, self._loader.dataset), batch_size=rows)
+        if self._settings.oom_recovery:
+            retry.prepare(partial(row_format.small_batches, loader.dataset), why_not=self._parts.why_unrecoverable)
+        else:
+            retry.disable()
+        return retry
 
     def _make_rate(self, start: StartingPoint, saved: AdaptiveState | None, *, grows: bool) -> LearningRate:
         parts, settings, loader = self._parts, self._settings, self._loader

@@ -4,6 +4,8 @@ import operator
 import traceback
 from pathlib import Path
 
+NOTHING_FITS_ADVICE = "shorter rows, activation checkpointing, LoRA or more ranks would need less"
+
 _LONGEST_QUOTE_CHARS = 200
 
 
@@ -13,6 +15,10 @@ class InputError(ValueError):
 
 class NothingFitsError(InputError):
     """Not even a batch of one row fits; the message gives the figures and what would help."""
+
+
+class CannotRecoverError(InputError):
+    """Out-of-memory errors of a model's steps cannot be survived; the message says why."""
 
 
 class TracingError(InputError):

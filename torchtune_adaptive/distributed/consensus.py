@@ -54,6 +54,23 @@ class Consensus:
         """Return the smallest ``number`` of all ranks (64-bit)."""
         return self._reduce(number, dist.ReduceOp.MIN)
 
+    def begin_min_and_max(self, number: int) -> Callable[[], tuple[int, int]]:
+        """Begin to exchange ``number`` (64-bit), and return a function that waits for the smallest and largest.
+
+        What ranks do in between hides the time that it takes. Every rank must call the function.
+        """
+        if self._group is None:
+            return lambda: (number, number)
+        tensor = torch.tensor([-number, number], dtype=torch.int64, device="cpu")
+        work = cast(dist.Work, dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
+
+        def wait() -> tuple[int, int]:
+            work.wait()
+            negated, largest = tensor.tolist()
+            return -negated, largest
+
+        return wait
+
     def from_rank_zero(self, value: Any) -> Any:
         """Return rank 0's ``value`` (anything that can be pickled). The values of other ranks are ignored."""
         if self._group is None:

@@ -8,13 +8,13 @@ kernel keeps of the file in memory counts in a container's limit, but the kernel
 
 import errno
 import functools
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from torchtune import utils
 
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.memory.operations import plain_parts
@@ -23,7 +23,7 @@ Restore = Callable[[], None]
 
 _SMALLEST_FILE_BYTES = 2**20  # fewer bytes change no search; a GPU's optimizer counts its steps on the host
 
-log = utils.get_logger("DEBUG")
+log = logging.getLogger(__name__)
 
 
 class Copies:

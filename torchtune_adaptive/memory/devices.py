@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.memory.cpu_meter import CpuMeter
@@ -28,6 +29,21 @@ def meter_for(
     states = [list(values.values()) for optimizer in optimizers for values in optimizer.state.values()]
     meter.count([parameters, [parameter.grad for parameter in parameters], list(model.buffers()), states])
     return meter
+
+
+def computing_device(model: nn.Module) -> torch.device:
+    """Where ``model`` computes: where its parameters are, or with FSDP2's CPU offload where they are brought to.
+
+    Raises:
+        InputError: it has no parameters.
+    """
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        raise InputError("`model` must have parameters, but has none.")
+    mesh_type = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
+    if mesh_type == parameter.device.type:
+        return parameter.device
+    return torch.device(mesh_type, torch.get_device_module(mesh_type).current_device())
 
 
 def check_limit(limit_bytes: int | None, device: torch.device) -> None:

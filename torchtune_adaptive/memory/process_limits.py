@@ -7,13 +7,12 @@ back to the system when they are freed: then the tensors count, and nothing else
 
 import ctypes
 import functools
+import logging
 import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from torchtune import utils
 
 from torchtune_adaptive.text import format_bytes
 
@@ -21,7 +20,7 @@ _COUNTED = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}  # the field of /pro
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _THRESHOLD_BYTES = 128 * 1024  # glibc's own at first; it raises it whenever it frees a larger block
 
-log = utils.get_logger("DEBUG")
+log = logging.getLogger(__name__)
 
 
 def room_bytes() -> int | None:
@@ -75,8 +74,9 @@ def _free_at_once(limits: str) -> None:
     if not hasattr(c_library, "mallopt") or c_library.mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES) != 1:
         return  # an allocator of another kind
     c_library.malloc_trim(0)
-    utils.log_rank_zero(
-        log,
+    if os.environ.get("RANK", "0") != "0":
+        return
+    log.warning(
         f"The system limits this process's memory ({limits}): from now on it gets freed tensors back at once, so that"
         " the batch size found holds; steps may take longer. To train with it in another process, start that with"
         f" MALLOC_MMAP_THRESHOLD_={_THRESHOLD_BYTES} in its environment.",

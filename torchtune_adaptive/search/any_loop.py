@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.memory.devices import meter_for
+from torchtune_adaptive.memory.devices import computing_device, meter_for
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.search.find import search
 from torchtune_adaptive.search.strategies import NO_BOUND, SMALL_BATCH_SIZES, SearchResult
@@ -74,7 +73,7 @@ def find_max_batch_size(
     )
     if strategy == "decrease_until_oom" and max_batch_size is None:
         raise InputError("`max_batch_size` must be a number for strategy 'decrease_until_oom', but is None instead.")
-    device = _computing_device(model)
+    device = computing_device(model)
     meter = meter_for(device, model, [optimizer])
     with _phases_by_hooks(model, optimizer, meter), contextlib.closing(Consensus()) as consensus:
         workload = Workload(
@@ -88,17 +87,6 @@ def find_max_batch_size(
         return search(
             workload, make_batch, settings=settings, start=SMALL_BATCH_SIZES[0], bound=max_batch_size or NO_BOUND
         )
-
-
-def _computing_device(model: nn.Module) -> torch.device:
-    """Where ``model`` computes: where its parameters are, or with FSDP2's CPU offload where they are brought to."""
-    parameter = next(model.parameters(), None)
-    if parameter is None:
-        raise InputError("`model` must have parameters, but has none.")
-    mesh_type = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
-    if mesh_type == parameter.device.type:
-        return parameter.device
-    return torch.device(mesh_type, torch.get_device_module(mesh_type).current_device())
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.errors import NothingFitsError
+from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, NothingFitsError
 from torchtune_adaptive.memory.devices import check_limit
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.memory.process_limits import held_back
@@ -24,7 +24,6 @@ from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.text import format_bytes
 
 MakeBatch = Callable[[int], Any]
-NOTHING_FITS_ADVICE = "shorter rows, activation checkpointing, LoRA or more ranks would need less"
 
 
 def search(

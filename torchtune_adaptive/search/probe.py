@@ -1,12 +1,12 @@
 """Does one worst-case train step fit on every rank?"""
 
+import logging
 import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torchtune import utils
 
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.vote import Outcome, run_with_votes
@@ -17,7 +17,7 @@ from torchtune_adaptive.progress import Bar
 from torchtune_adaptive.search.strategies import SMALL_BATCH_SIZES, Probe
 from torchtune_adaptive.search.workload import Workload
 
-log = utils.get_logger("DEBUG")
+log = logging.getLogger(__name__)
 
 
 class Prober:
@@ -115,9 +115,10 @@ class Prober:
         if self._has_timelines() and self._forecast() is None and not self._has_explained:
             self._has_explained = True
             sizes = " and ".join(map(str, self._timeline_sizes))
-            utils.log_rank_zero(
-                log, f"Steps of {sizes} rows ran different operations: no forecast, the search doubles and bisects."
-            )
+            if self._consensus.rank == 0:
+                log.warning(
+                    f"Steps of {sizes} rows ran different operations: no forecast, the search doubles and bisects."
+                )
 
     def _must_trace_again(self) -> bool:
         """Whether the small sizes ran different operations, once: the first step at a size may compile kernels."""

@@ -1,11 +1,8 @@
 """Run the micro-steps of an optimizer step within memory: in smaller micro-batches where memory runs out."""
 
-import functools
 import math
-import operator
-import textwrap
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from torchtune import utils
 
@@ -13,17 +10,15 @@ from torchtune_adaptive.batch.limits import halvings
 from torchtune_adaptive.batch.loader import StepSamples
 from torchtune_adaptive.batch.micro_batches import Cut, MicroBatcher
 from torchtune_adaptive.batch.row_format import Row
-from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.distributed.recovery import Attempt, MemoryPressure, Recovery
-from torchtune_adaptive.errors import NothingFitsError
-from torchtune_adaptive.memory.allocator_retries import RetryWatch
-from torchtune_adaptive.memory.devices import describe_peak
-from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.errors import CannotRecoverError
 from torchtune_adaptive.memory.out_of_memory import comes_from_out_of_memory, is_out_of_memory_in_collective
 from torchtune_adaptive.memory.phases import Phases
-from torchtune_adaptive.search.find import NOTHING_FITS_ADVICE
+from torchtune_adaptive.recovery.attempts import MemoryPressure
+from torchtune_adaptive.recovery.events import MemoryEvent
+from torchtune_adaptive.recovery.step import RecoverableStep
+from torchtune_adaptive.recovery.watch import PressureWatch
 from torchtune_adaptive.search.sizes import MicroBatches, probe_batch
-from torchtune_adaptive.text import ranks_text
+from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.training.step_figures import StepFigures, StepSums
 from torchtune_adaptive.training.train_step import TrainStep
 
@@ -32,14 +27,78 @@ log = utils.get_logger("DEBUG")
 Run = Callable[[], StepSums]
 FirstThatFits = Callable[[Callable[[int], MicroBatches], Iterable[int]], int | None]
 Note = Callable[[str], None]  # takes the reason why the micro-batch changed, on every rank
+SmallBatches = Callable[[int], list[list[Row]]]  # two batches of different shape, of at most so many rows
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The samples of one optimizer step; ``measured``: gradient norms of a small batch are to be taken."""
+
+    samples: StepSamples
+    measured: bool
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """Rows of one micro-step, perhaps of the small batch that is measured after its last one."""
+
+    rows: Sequence[Row]
+    of_small_batch: bool = False
+    is_last: bool = False
+
+
+class _Cutter:
+    """Cuts the samples of optimizer steps for ``RecoverableStep``.
+
+    Args:
+        rehearsed_rows: of a micro-batch in a rehearsal, if they fit.
+    """
+
+    def __init__(self, micro_batches: MicroBatcher, rehearsed_rows: int) -> None:
+        self._micro_batches = micro_batches
+        self._rehearsed_rows = rehearsed_rows
+        self._cuts: tuple[Cut, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return self._micro_batches.limit.size
+
+    @property
+    def unit(self) -> str:
+        return self._micro_batches.limit.unit
+
+    def cut(self, samples: _Window) -> list[_MicroBatch]:
+        if not samples.measured:
+            cut = self._micro_batches.cut(samples.samples)
+            self._cuts = (cut,)
+            return list(map(_MicroBatch, cut.micro_batches))
+        small, rest = map(self._micro_batches.cut, samples.samples.halves())
+        self._cuts = (small, rest)
+        last = len(small.micro_batches) - 1
+        measured = [_MicroBatch(rows, True, place == last) for place, rows in enumerate(small.micro_batches)]
+        return measured + list(map(_MicroBatch, rest.micro_batches))
+
+    def can_reduce(self, samples: _Window) -> bool:
+        return self._micro_batches.can_reduce(samples.samples)
+
+    def reduce(self, samples: _Window) -> None:
+        self._micro_batches.reduce()
+
+    def rehearsals(self, samples: SmallBatches) -> Iterable[list[_MicroBatch]]:
+        for rows in sorted({self._rehearsed_rows, 1}, reverse=True):
+            yield list(map(_MicroBatch, samples(rows)))
+
+    def count_padding(self) -> None:
+        """Count that of the last cut, which was trained with."""
+        self._micro_batches.count_padding(*self._cuts)
 
 
 class OomRetry:
     """Runs the micro-steps of one optimizer step after the other, and halves the micro-batch if memory runs out.
 
     Args:
-        recovery: None if an out-of-memory error is to end the run.
-        meter: whose figures are logged when memory runs out; None if nothing is metered.
+        workload: the models and optimizers on the device.
+        rehearsed_rows: of a micro-batch in the rehearsal, if they fit.
         first_that_fits: tries micro-batches by whole train steps that leave no trace, in the middle of training.
     """
 
@@ -47,28 +106,33 @@ class OomRetry:
         self,
         step: TrainStep,
         micro_batches: MicroBatcher,
+        workload: Workload,
         *,
-        recovery: Recovery | None,
         phases: Phases,
-        meter: MemoryMeter | None,
-        consensus: Consensus,
+        rehearsed_rows: int,
         first_that_fits: FirstThatFits,
     ) -> None:
         self._step = step
         self._micro_batches = micro_batches
-        self._recovery = recovery
+        self._cutter = _Cutter(micro_batches, rehearsed_rows)
         self._phases = phases
-        self._meter = meter
-        self._consensus = consensus
         self._first_that_fits = first_that_fits
-        self._watch = RetryWatch(lambda: 0 if meter is None else meter.total_retries)
-        self._around: Callable[[int, Run], StepSums] | None = None
-        self._retries = 0
+        self._note: Note = lambda reason: None
+        self._watch = PressureWatch(workload.consensus, workload.meter, phases)
+        self._recoverable: RecoverableStep[StepSums] = RecoverableStep(
+            workload.model,
+            self._micro_step,
+            micro_batch_size=self._cutter,
+            optimizer=workload.optimizers,
+            forget=workload.forget,
+            on_event=self._take_note,
+            watch=self._watch,
+        )
 
     @property
     def retries(self) -> int:
-        """Attempts so far that ran out of memory."""
-        return self._retries
+        """Attempts so far that ran out of memory and were run again."""
+        return sum(event.pressure is MemoryPressure.OUT_OF_MEMORY for event in self._recoverable.events)
 
     @property
     def micro_batches(self) -> MicroBatcher:
@@ -78,14 +142,37 @@ class OomRetry:
     @property
     def recovers(self) -> bool:
         """Whether training survives out-of-memory errors."""
-        return self._recovery is not None
+        return self._recoverable.recovers
+
+    def prepare(self, small_batches: SmallBatches, *, why_not: str = "") -> None:
+        """Prepare the recovery while memory is free; where there can be none, log the reason. A collective.
+
+        Args:
+            why_not: why it cannot be, if that is known.
+
+        Raises:
+            NothingFitsError: the optimizers' state or the smallest micro-step does not fit.
+        """
+        if why_not:
+            self.disable()
+            log_no_recovery(why_not)
+            return
+        try:
+            self._recoverable.rehearse(small_batches)
+        except CannotRecoverError as error:
+            self.disable()
+            utils.log_rank_zero(log, str(error))
+
+    def disable(self) -> None:
+        """Let an out-of-memory error end the run."""
+        self._recoverable.disable()
 
     def wrap_micro_steps(self, around: Callable[[int, Run], StepSums] | None) -> None:
         """Have ``around(number, run)`` run every micro-step, to inject faults; None: nothing.
 
         Numbers count from 0 in each optimizer step, and go on counting when it is run again.
         """
-        self._around = around
+        self._recoverable.wrap_micro_steps(around)
 
     def run(self, samples: StepSamples, *, number: int, measured: bool, note: Note) -> StepSums:
         """The sums of the micro-steps over ``samples``, whatever memory there is for them. A collective.
@@ -97,24 +184,10 @@ class OomRetry:
         Raises:
             NothingFitsError: not even single rows fit; on every rank, with the same sentence.
         """
-        measured = measured and samples.most_rows > 1
-        first = 0
-        if self._recovery is None:
-            micro_steps, cuts = self._micro_steps(samples, measured=measured, first=first)
-            sums = functools.reduce(operator.add, (run() for run in micro_steps))
-            self._micro_batches.count_padding(*cuts)
-            return sums
-        restore = self._recovery.keep()
-        while True:
-            micro_steps, cuts = self._micro_steps(samples, measured=measured, first=first)
-            attempt = self._recovery.attempt(micro_steps, is_thrashing=self._watch.is_thrashing)
-            if attempt.pressure is not MemoryPressure.NONE:
-                self._reduce(attempt, samples, number=number, note=note)
-            if attempt.result is not None:
-                self._micro_batches.count_padding(*cuts)
-                return attempt.result
-            first += len(micro_steps)
-            restore()
+        self._note = note
+        sums = self._recoverable(_Window(samples, measured and samples.most_rows > 1), number=number)
+        self._cutter.count_padding()
+        return sums
 
     def finish(self, sums: StepSums, *, number: int) -> StepFigures:
         """Take optimizer step ``number`` by the sums of its micro-steps. A collective.
@@ -147,69 +220,24 @@ class OomRetry:
             return probe_batch(row, rows, micro_steps=math.ceil(rows_per_step / rows))
 
         found = self._first_that_fits(make_batch, halvings(largest.size, above=before.size))
-        self._reset_watch()
+        self._watch.reset()
         if found is None:
             return None
         self._micro_batches.resize(found)
         return before.size, found
 
-    def _micro_steps(self, samples: StepSamples, *, measured: bool, first: int) -> tuple[list[Run], tuple[Cut, ...]]:
-        """The micro-steps of ``samples``, as many on every rank, and how they are cut. With a token limit a collective.
+    def _micro_step(self, micro_batch: _MicroBatch) -> StepSums:
+        if not micro_batch.of_small_batch:
+            return self._step.micro_step(micro_batch.rows)
+        return self._step.micro_step_of_small_batch(micro_batch.rows, is_last=micro_batch.is_last)
 
-        ``first`` is the number of the first one.
-        """
-        if not measured:
-            cut = self._micro_batches.cut(samples)
-            runs: list[Run] = [partial(self._step.micro_step, rows) for rows in cut.micro_batches]
-            return self._wrapped(runs, first), (cut,)
-        small, rest = map(self._micro_batches.cut, samples.halves())
-        last = len(small.micro_batches) - 1
-        runs = [
-            partial(self._step.micro_step_of_small_batch, rows, is_last=place == last)
-            for place, rows in enumerate(small.micro_batches)
-        ]
-        runs += [partial(self._step.micro_step, rows) for rows in rest.micro_batches]
-        return self._wrapped(runs, first), (small, rest)
+    def _take_note(self, event: MemoryEvent) -> None:
+        if event.after == event.before:
+            utils.log_rank_zero(log, str(event))
+        else:
+            self._note(str(event))
 
-    def _wrapped(self, runs: list[Run], first: int) -> list[Run]:
-        around = self._around
-        return runs if around is None else [partial(around, number, run) for number, run in enumerate(runs, first)]
 
-    def _reduce(self, attempt: Attempt[StepSums], samples: StepSamples, *, number: int, note: Note) -> None:
-        """Halve the micro-batch: from now on if the attempt failed, from the next step on if it was slow. A collective.
-
-        Raises:
-            NothingFitsError: the attempt failed, and micro-batches are single rows already.
-        """
-        can_reduce = self._micro_batches.can_reduce(samples)
-        cause = self._cause(attempt)
-        self._reset_watch()
-        if attempt.pressure is MemoryPressure.OUT_OF_MEMORY:
-            self._retries += 1
-            if not can_reduce:
-                raise NothingFitsError(
-                    f"a single row per micro-step must fit, but in step {number} {cause}; {NOTHING_FITS_ADVICE}."
-                )
-        if not can_reduce:
-            utils.log_rank_zero(log, f"micro-batch stays at a single row, although {cause}")
-            self._watch.stop()
-            return
-        before = self._micro_batches.limit.size
-        self._micro_batches.reduce()
-        note(f"micro-batch {before} -> {self._micro_batches.limit}: in step {number} {cause}")
-
-    def _cause(self, attempt: Attempt[StepSums]) -> str:
-        """Which ranks were short of memory, and the figures of the first of them. A collective."""
-        mine = attempt.own_pressure, self._phases.now, describe_peak(self._meter), attempt.error
-        reports = enumerate(self._consensus.from_all_ranks(mine))
-        ranks = {rank: figures for rank, (pressure, *figures) in reports if pressure is attempt.pressure}
-        phase, figures, error = next(iter(ranks.values()))
-        if attempt.pressure is MemoryPressure.THRASHING:
-            return f"{ranks_text(ranks)} gave back the allocator's cache in two steps in a row ({figures})"
-        return f"{ranks_text(ranks)} ran out of memory in {phase} ({figures}: {textwrap.shorten(error, 200)})"
-
-    def _reset_watch(self) -> None:
-        """Forget peaks and allocator retries: they belong to micro-batches of another size."""
-        self._watch.reset()
-        if self._meter is not None:
-            self._meter.reset()
+def log_no_recovery(reason: str) -> None:
+    """Log, on rank 0, that an out-of-memory error will end the run."""
+    utils.log_rank_zero(log, f"An out-of-memory error in training will end the run: {reason}.")

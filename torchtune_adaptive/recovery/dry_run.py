@@ -10,11 +10,11 @@ from torch import nn
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.fsdp_state import CannotRecordError, reset_after_failure
 from torchtune_adaptive.distributed.ledger import Collective, Ledger
-from torchtune_adaptive.distributed.recovery import Recovery
 from torchtune_adaptive.distributed.snapshot import KeptTensors, keep_random_states
 from torchtune_adaptive.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.memory.operations import CountCollectives
 from torchtune_adaptive.memory.out_of_memory import free_memory
+from torchtune_adaptive.recovery.attempts import Recovery
 
 
 @dataclass(frozen=True)

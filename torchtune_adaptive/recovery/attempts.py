@@ -5,20 +5,21 @@ that follow, without computing. The other ranks compute on. After the last micro
 whether the optimizer step may be taken.
 """
 
-from collections.abc import Callable, Iterable
+import logging
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
-from torchtune import utils
 
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.fsdp_state import reset_after_failure
 from torchtune_adaptive.distributed.ledger import CollectiveInDoubtError, Ledger
 from torchtune_adaptive.distributed.snapshot import KeptTensors, RandomStates
-from torchtune_adaptive.errors import reason_of
+from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.memory.out_of_memory import (
     comes_from_out_of_memory,
     errors_behind,
@@ -27,7 +28,7 @@ from torchtune_adaptive.memory.out_of_memory import (
     is_out_of_memory_in_collective,
 )
 
-log = utils.get_logger("DEBUG")
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -49,12 +50,14 @@ class Attempt(Generic[Result]):
         pressure: the worst of all ranks.
         own_pressure: that of this rank.
         error: this rank's out-of-memory error in one line, if it had one.
+        in_backward: whether it came in a backward pass.
     """
 
     result: Result | None
     pressure: MemoryPressure
     own_pressure: MemoryPressure
     error: str | None
+    in_backward: bool = False
 
 
 class Recovery:
@@ -95,45 +98,51 @@ class Recovery:
         return restore
 
     def attempt(
-        self, micro_steps: Iterable[Callable[[], Result]], *, is_thrashing: Callable[[], bool]
+        self, micro_steps: Sequence[Callable[[], Result]], *, is_thrashing: Callable[[], bool]
     ) -> Attempt[Result]:
         """Run ``micro_steps`` on every rank, and agree on the outcome.
 
-        A collective: every rank must call it with the same number of micro-steps. It adds one collective, on the CPU.
-        If any rank ran out of memory, the gradients on all ranks are None afterwards, and the model can run a new
-        step. ``is_thrashing`` is called only on ranks that did not run out of memory.
+        A collective, which adds two small ones on the CPU. If any rank ran out of memory, the gradients on all ranks
+        are None afterwards, and the model can run a new step. ``is_thrashing`` is called only on ranks that did not
+        run out of memory.
 
         Raises:
             CollectiveInDoubtError: this rank cannot issue the same collectives as its peers. It must end, and the
                 launcher then ends the others.
+            InputError: some rank has fewer micro-steps than another, or none has any; on every rank.
         """
-        result: Result | None = None
-        error: str | None = None
+        fewest_and_most = self._consensus.begin_min_and_max(len(micro_steps))
+        done = _Done[Result]()
         for micro_step in micro_steps:
             self._ledger.begin()
-            if error is None:
-                result, error = self._run(micro_step, result)
-                if error is not None:
-                    self._clean_up_after(error)
-            if error is not None:
-                self._replay_rest(error)
+            if done.error is None:
+                self._run(micro_step, done)
+            if done.error is not None:
+                self._replay_rest(done.error)
             elif not self._ledger.agrees:
                 self._fall_out_of_step()
-        own = MemoryPressure.OUT_OF_MEMORY if error is not None else MemoryPressure(is_thrashing())
+        fewest, most = fewest_and_most()
+        for _ in range(most - len(micro_steps)):  # else the others would wait for this rank in theirs
+            self._ledger.begin()
+            self._clean_up_after("fewer micro-steps than on another rank")
+            self._replay_rest("fewer micro-steps than on another rank")
+        own = MemoryPressure.OUT_OF_MEMORY if done.error is not None else MemoryPressure(is_thrashing())
         worst = MemoryPressure(self._consensus.max_over_ranks(own))
-        if worst is MemoryPressure.OUT_OF_MEMORY:
-            result = None
+        if fewest != most or not most:
             self._clean()
-        return Attempt(result, worst, own, error)
+            raise InputError(_uneven(fewest, most))
+        if worst is not MemoryPressure.OUT_OF_MEMORY:
+            return Attempt(done.result, worst, own, None)
+        self._clean()
+        return Attempt(None, worst, own, done.error, done.in_backward)
 
-    def _run(self, micro_step: Callable[[], Result], total: Any) -> tuple[Result | None, str | None]:
-        """Add the result of ``micro_step`` to ``total``, or return the text of its out-of-memory error.
+    def _run(self, micro_step: Callable[[], Any], done: "_Done[Any]") -> None:
+        """Add the result of ``micro_step`` to what is ``done``, or clean up and keep the text of its error there.
 
         Only the text, because the traceback of the error keeps all tensors alive.
         """
         try:
-            result = micro_step()
-            return (result if total is None else total + result), None
+            done.add(micro_step())
         except Exception as error:
             if is_out_of_memory_in_collective(error):
                 raise CollectiveInDoubtError(
@@ -141,7 +150,9 @@ class Recovery:
                 ) from error
             if not comes_from_out_of_memory(error):
                 raise
-            return None, reason_of(next(one for one in errors_behind(error) if is_out_of_memory(one)))
+            done.fail(error)
+        if done.error is not None:
+            self._clean_up_after(done.error)
 
     def _clean(self) -> None:
         """Drop everything that this step has left. Must be called outside any ``except`` block."""
@@ -165,6 +176,10 @@ class Recovery:
         except CollectiveInDoubtError as doubt:
             raise CollectiveInDoubtError(f"this rank cannot keep in step with the others: {doubt}; {error}") from doubt
 
+    def close(self) -> None:
+        """Put the model's own communication functions back."""
+        self._ledger.detach()
+
     def _fall_out_of_step(self) -> None:
         if self._is_in_step:
             log.warning(
@@ -172,3 +187,37 @@ class Recovery:
                 " from now on an out-of-memory error ends the run."
             )
         self._is_in_step = False
+
+
+class _Done(Generic[Result]):
+    """What has been done of an optimizer step: the sum of results, until an error ends it."""
+
+    def __init__(self) -> None:
+        self.result: Result | None = None
+        self.error: str | None = None
+        self.in_backward = False
+        self._has_result = False
+
+    def add(self, result: Result) -> None:
+        """Add the result of one more micro-step."""
+        self.result = sum_of_results(self.result, result) if self._has_result else result
+        self._has_result = True
+
+    def fail(self, error: Exception) -> None:
+        """Keep what is to be said of ``error``, but not itself."""
+        self.error = reason_of(next(one for one in errors_behind(error) if is_out_of_memory(one)))
+        frames = traceback.walk_tb(error.__traceback__)
+        self.in_backward = any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in frames)
+
+
+def sum_of_results(one: Any, other: Any) -> Any:
+    """The sum of two results of micro-steps; of tuples part by part, and nothing of nothing."""
+    if isinstance(one, tuple):
+        return tuple(map(sum_of_results, one, other))
+    return None if one is None else one + other
+
+
+def _uneven(fewest: int, most: int) -> str:
+    if not most:
+        return "An optimizer step must have samples, but has none."
+    return f"Every rank must have as many micro-steps, but one has {fewest} of them where another has {most}."

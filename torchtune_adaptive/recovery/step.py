@@ -1,0 +1,218 @@
+"""``RecoverableStep``: a step of any PyTorch training loop, run again in smaller pieces when memory runs out."""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch import nn
+
+from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError, NothingFitsError
+from torchtune_adaptive.memory.devices import computing_device
+from torchtune_adaptive.recovery.attempts import Attempt, MemoryPressure, Recovery, sum_of_results
+from torchtune_adaptive.recovery.events import MemoryEvent
+from torchtune_adaptive.recovery.micro_batches import MicroBatches, Slices
+from torchtune_adaptive.recovery.rehearsal import Rehearsal
+from torchtune_adaptive.recovery.watch import PressureWatch
+
+log = logging.getLogger(__name__)
+
+Sums = TypeVar("Sums")
+
+
+class RecoverableStep(Generic[Sums]):
+    """Runs forward and backward of an optimizer step in micro-batches, and survives out-of-memory errors in them.
+
+    When memory runs out on any rank, all ranks drop the gradients, halve the micro-batch, and run the same samples
+    again with the same random numbers. Nothing waits for another rank in vain. On one device, or under FSDP2.
+
+    Args:
+        model: all that is on the device; several models in an ``nn.ModuleList``. Under FSDP2, sharded already.
+        micro_step: forward, loss and backward on one micro-batch. It may not change anything else, as it may be run
+            again. What it returns is added up: a tensor or number, a tuple of them, anything with ``+``, or None.
+            Detach it, or it keeps the graph alive.
+        micro_batch_size: samples of a micro-batch, the same on every rank; or an object that cuts micro-batches.
+        optimizer: its state is made in the rehearsal (that of Adam and AdamW), so that it is there before training.
+        forget: drops what an interrupted ``micro_step`` leaves outside of the model, such as a list of activations.
+        on_event: is called on every rank when memory ran short. The default is a warning on rank 0.
+        watch: that of a larger program; None for one of its own.
+
+    Raises:
+        InputError: ``micro_batch_size`` is not an integer of at least 1, or the model has no parameters.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> def micro_step(rows):
+    ...     loss_sum = model(torch.stack(rows)).square().sum()
+    ...     loss_sum.backward()
+    ...     return loss_sum.detach(), len(rows)
+    >>> step = RecoverableStep(model, micro_step, micro_batch_size=2)
+    >>> loss_sum, num_rows = step([torch.ones(2) for _ in range(5)])
+    >>> num_rows
+    5
+    >>> model.weight.grad is None
+    False
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        micro_step: Callable[[Any], Sums],
+        *,
+        micro_batch_size: int | MicroBatches,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        forget: Callable[[], object] = lambda: None,
+        on_event: Callable[[MemoryEvent], object] | None = None,
+        watch: PressureWatch | None = None,
+    ) -> None:
+        self._model = model
+        self._micro_step = micro_step
+        cuts = isinstance(micro_batch_size, MicroBatches)
+        self._micro_batches: MicroBatches = micro_batch_size if cuts else Slices(micro_batch_size)
+        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._forget = forget
+        self._on_event = on_event or self._warn
+        self._device = computing_device(model)
+        self._owns_watch = watch is None
+        self._watch = watch or PressureWatch.of(model, self._device)
+        self._recovery: Recovery | None = None
+        self._is_enabled = True
+        self._trained: list[nn.Parameter] = []
+        self._around: Callable[[int, Callable[[], Sums]], Sums] | None = None
+        self._events: list[MemoryEvent] = []
+        self._number = 0
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The present size of a micro-batch."""
+        return self._micro_batches.size
+
+    @property
+    def events(self) -> tuple[MemoryEvent, ...]:
+        """All so far, but for those that ended the training."""
+        return tuple(self._events)
+
+    @property
+    def recovers(self) -> bool:
+        """Whether out-of-memory errors are survived; not before a rehearsal, and not if there can be none."""
+        return self._recovery is not None
+
+    def rehearse(self, samples: Any) -> None:
+        """Make the optimizers' state and run two small micro-steps, from which recovery learns what ranks exchange.
+
+        Needs at least two samples to see whether it depends on the batch. Model, optimizers and random generators
+        are afterwards as before, gradients are None. A collective: every rank must call it. The first step does so
+        itself, with its own samples.
+
+        Raises:
+            CannotRecoverError: out-of-memory errors in this model's steps cannot be survived.
+            NothingFitsError: the optimizers' state or the smallest micro-step does not fit.
+            InputError: the micro-batch size is not the same on every rank, or some rank has no samples.
+        """
+        self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        self._check_no_gradients()
+        rehearsal = Rehearsal(self._model, self._optimizers, self._device, self._watch, self._forget)
+        rehearsal.allocate_states()
+        self._recovery = rehearsal.recovery(self._run, self._micro_batches, samples)
+
+    def disable(self) -> None:
+        """Do without recovery: from now on an out-of-memory error passes, and nothing is rehearsed."""
+        self._is_enabled = False
+        self._end_recovery()
+
+    def close(self) -> None:
+        """Leave the model as it was before. Every rank must do so."""
+        self._end_recovery()
+        if self._owns_watch:
+            self._watch.close()
+
+    def wrap_micro_steps(self, around: Callable[[int, Callable[[], Sums]], Sums] | None) -> None:
+        """Have ``around(number, run)`` run every micro-step, to inject faults; None: nothing.
+
+        Numbers count from 0 in each optimizer step, and go on counting when it is run again.
+        """
+        self._around = around
+
+    def __call__(self, samples: Any, *, number: int | None = None) -> Sums:
+        """Forward and backward over ``samples``, whatever memory there is for them; the sum of what micro-steps return.
+
+        Gradients are then the sums over all micro-steps, as if they had been called one after the other. A collective:
+        every rank must call it with as many samples.
+
+        Args:
+            samples: of this optimizer step and rank: a sequence, a tensor [samples, ...], or a dict of such.
+            number: of the optimizer step, for messages; the number of this call if None.
+
+        Raises:
+            NothingFitsError: not even single samples fit; on every rank, with the same sentence.
+            InputError: gradients are not None, or ranks have different numbers of samples.
+            CannotRecoverError: see ``rehearse``.
+            CollectiveInDoubtError: an error came at a moment where it cannot be survived; this process must end.
+        """
+        if self._is_enabled and self._recovery is None:
+            self.rehearse(samples)
+        self._number = self._number + 1 if number is None else number
+        if self._recovery is None:
+            return functools.reduce(sum_of_results, (run() for run in self._runs(samples, first=0)))
+        self._check_no_gradients()
+        restore = self._recovery.keep()
+        first = 0
+        while True:
+            runs = self._runs(samples, first=first)
+            attempt = self._recovery.attempt(runs, is_thrashing=self._watch.is_thrashing)
+            if attempt.pressure is not MemoryPressure.NONE:
+                self._reduce(attempt, samples)
+            if attempt.pressure is not MemoryPressure.OUT_OF_MEMORY:
+                return cast(Sums, attempt.result)
+            first += len(runs)
+            restore()
+
+    def _runs(self, samples: Any, *, first: int) -> list[Callable[[], Sums]]:
+        """The micro-steps of ``samples``; ``first`` is the number of the first one."""
+        runs: list[Callable[[], Sums]] = [partial(self._run, one) for one in self._micro_batches.cut(samples)]
+        around = self._around
+        return runs if around is None else [partial(around, number, run) for number, run in enumerate(runs, first)]
+
+    def _run(self, micro_batch: Any) -> Sums:
+        self._watch.phases.enter("batch")
+        return self._micro_step(micro_batch)
+
+    def _check_no_gradients(self) -> None:
+        if any(parameter.grad is not None for parameter in self._trained):
+            raise InputError(
+                "Gradients must be None before a step, which may have to be run again, but some are not: call"
+                " `optimizer.zero_grad()` after each optimizer step, and give a step all of its samples at once."
+            )
+
+    def _reduce(self, attempt: Attempt[Sums], samples: Any) -> None:
+        """Halve the micro-batch: from now on if the attempt failed, from the next step on if it was slow. A collective.
+
+        Raises:
+            NothingFitsError: the attempt failed, and micro-batches are single rows already.
+        """
+        can_reduce = self._micro_batches.can_reduce(samples)
+        before = self._micro_batches.size
+        if can_reduce:
+            self._micro_batches.reduce(samples)
+        after, unit = self._micro_batches.size, self._micro_batches.unit
+        event = self._watch.event(attempt, step=self._number, before=before, after=after, unit=unit)
+        self._watch.reset()
+        if not can_reduce and attempt.pressure is MemoryPressure.OUT_OF_MEMORY:
+            raise NothingFitsError(
+                f"a single row per micro-step must fit, but in step {self._number} {event.cause};"
+                f" {NOTHING_FITS_ADVICE}."
+            )
+        if not can_reduce:
+            self._watch.stop()
+        self._events.append(event)
+        self._on_event(event)
+
+    def _warn(self, event: MemoryEvent) -> None:
+        if self._watch.consensus.rank == 0:
+            log.warning("%s", event)
+
+    def _end_recovery(self) -> None:
+        if self._recovery is not None:
+            self._recovery.close()
+            self._recovery = None

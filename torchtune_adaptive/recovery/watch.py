@@ -1,0 +1,78 @@
+"""How short of memory this rank is, and in which phase of its step."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.memory.allocator_retries import RetryWatch
+from torchtune_adaptive.memory.devices import describe_peak, meter_for
+from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.phases import Phases
+from torchtune_adaptive.recovery.attempts import Attempt
+from torchtune_adaptive.recovery.events import MemoryEvent
+
+
+class PressureWatch:
+    """Watches how short of memory this rank is, and says what happened.
+
+    Args:
+        meter: of the device; None if nothing is metered.
+        phases: the phase that a step is in.
+    """
+
+    def __init__(self, consensus: Consensus, meter: MemoryMeter | None, phases: Phases) -> None:
+        self._consensus = consensus
+        self._meter = meter
+        self._phases = phases
+        self._retries = RetryWatch(lambda: 0 if meter is None else meter.total_retries)
+
+    @classmethod
+    def of(cls, model: nn.Module, device: torch.device) -> "PressureWatch":
+        """A watch on ``model``, with a group of its own to talk to other ranks. A collective; ``close`` ends it."""
+        meter = meter_for(device, model, [], exact=False) if device.type == "cuda" else None
+        return cls(Consensus(), meter, Phases([model], None))
+
+    @property
+    def consensus(self) -> Consensus:
+        """Of the ranks that train together."""
+        return self._consensus
+
+    @property
+    def meter(self) -> MemoryMeter | None:
+        """Of this rank's device; None if nothing is metered."""
+        return self._meter
+
+    @property
+    def phases(self) -> Phases:
+        """The phase that a step is in."""
+        return self._phases
+
+    def close(self) -> None:
+        """End what ``of`` has made. Every rank must do so."""
+        self._phases.remove()
+        self._consensus.close()
+
+    def is_thrashing(self) -> bool:
+        """Whether the allocator gave back its cache in this step and the one before. Call once per optimizer step."""
+        return self._retries.is_thrashing()
+
+    def reset(self) -> None:
+        """Forget peaks and allocator retries: they belong to micro-batches of another size."""
+        self._retries.reset()
+        if self._meter is not None:
+            self._meter.reset()
+
+    def stop(self) -> None:
+        """Take no more notice of allocator retries."""
+        self._retries.stop()
+
+    def event(self, attempt: Attempt[Any], *, step: int, before: int, after: int, unit: str) -> MemoryEvent:
+        """What happened in ``attempt``, on all ranks. A collective."""
+        phase = "backward" if attempt.in_backward else self._phases.now
+        mine = attempt.own_pressure, phase, describe_peak(self._meter), attempt.error
+        reports = enumerate(self._consensus.from_all_ranks(mine))
+        ranks = {rank: figures for rank, (pressure, *figures) in reports if pressure is attempt.pressure}
+        phase, figures, error = next(iter(ranks.values()))
+        return MemoryEvent(step, attempt.pressure, tuple(ranks), phase, figures, error, before, after, unit)
