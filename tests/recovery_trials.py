@@ -2,10 +2,11 @@
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,7 +25,10 @@ from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.memory.operations import plain_parts
 from torchtune_adaptive.recovery.attempts import MemoryPressure, Recovery
 from torchtune_adaptive.recovery.dry_run import dry_run
+from torchtune_adaptive.recovery.events import MemoryEvent
+from torchtune_adaptive.recovery.micro_batches import Slices
 from torchtune_adaptive.recovery.optimizer_state import allocate_state
+from torchtune_adaptive.recovery.step import RecoverableStep
 from torchtune_adaptive.testing import Fault
 
 CPU = torch.device("cpu")
@@ -72,6 +76,14 @@ class Tally:
         return self.struck > 0 and not self.wrong and not self.left_behind
 
 
+class Resizable(Slices):
+    """Slices of a size that a trial sets anew."""
+
+    def resize(self, size: int) -> None:
+        """Set it."""
+        self._size = size
+
+
 class Trials:
     """One model, and two optimizer steps that are repeated from the same initial state. A collective."""
 
@@ -79,6 +91,7 @@ class Trials:
         self.case = case
         self.rank = dist.get_rank()
         self.consensus = Consensus()
+        self.micro_batches = Resizable(ROWS)
         self.loss = CEWithChunkedOutputLoss(num_output_chunks=2)
         self.model = self._model()
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.05)
@@ -87,11 +100,19 @@ class Trials:
             layer.register_forward_hook(lambda *hooked: self.activations.append(weakref.ref(hooked[-1])))
         self.windows = [self._window(seed) for seed in range(2)]
         allocate_state(self.optimizer)
-        self.recovery = self._recovery()
         self._saved = self.state()
         gc.freeze()
 
-    def _recovery(self) -> Recovery:
+    @cached_property
+    def recoverable(self) -> "RecoverableStep[Sums]":
+        """The optimizer step as any loop has it. A collective when first asked for."""
+        step = RecoverableStep(self.model, self.micro_step, micro_batch_size=self.micro_batches, on_event=self._note)
+        step.rehearse(self.windows[0][0])
+        return step
+
+    @cached_property
+    def recovery(self) -> Recovery:
+        """What that is made of, for tests of a part of it; never use both. A collective when first asked for."""
         micro_steps = [partial(self.micro_step, self.windows[0][0][:rows]) for rows in (1, ROWS)]
         outcome = dry_run(micro_steps, model=self.model, device=CPU, consensus=self.consensus)
         assert outcome.recovery is not None, outcome
@@ -154,32 +175,33 @@ class Trials:
     def attempt(self, window: list[list[torch.Tensor]], rows: int, faults: dict[int, Fault]) -> Sums | None:
         """The sum of the micro-steps of ``window``, with ``faults`` by micro-step; None if a rank ran out of memory."""
 
-        def run(number: int, micro_batch: Sequence[torch.Tensor]) -> Sums:
-            if number not in faults:
-                return self.micro_step(micro_batch)
-            with faults[number]:
-                return self.micro_step(micro_batch)
-
         cuts = (batch[start : start + rows] for batch in window for start in range(0, len(batch), rows))
-        micro_steps = [partial(run, number, rows) for number, rows in enumerate(cuts)]
+        runs = (partial(self.micro_step, rows) for rows in cuts)
+        micro_steps = [partial(self._run, faults, number, run) for number, run in enumerate(runs)]
         attempt = self.recovery.attempt(micro_steps, is_thrashing=lambda: False)
         assert (attempt.result is None) == (attempt.pressure is MemoryPressure.OUT_OF_MEMORY)
         return attempt.result
 
     def step(self, window: list[list[torch.Tensor]], rows: int, faults: dict[int, Fault] | None = None) -> int:
         """An optimizer step over ``window``; the rows of the micro-batches with which it succeeded."""
-        restore = self.recovery.keep()
-        while (micro_steps := self.attempt(window, rows, faults or {})) is None:
-            self.left += self._left_behind()
-            rows, faults = rows // 2, None
-            restore()
-        num_tokens = micro_steps.num_tokens.clone()
+        self.micro_batches.resize(rows)
+        self.recoverable.wrap_micro_steps(partial(self._run, faults or {}))
+        num_tokens = self.recoverable([row for batch in window for row in batch]).num_tokens.clone()
         dist.all_reduce(num_tokens)
         training.scale_grads(self.model, dist.get_world_size() / num_tokens)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return rows
+        return self.micro_batches.size
+
+    def _note(self, event: MemoryEvent) -> None:
+        self.events.append(event)
+        self.left += self._left_behind()
+
+    @staticmethod
+    def _run(faults: dict[int, Fault], number: int, run: Callable[[], Sums]) -> Sums:
+        with faults.get(number, nullcontext()):
+            return run()
 
     def state(self) -> list[torch.Tensor]:
         """Copies of this rank's trained parameters and optimizer state."""
@@ -197,6 +219,7 @@ class Trials:
         torch.manual_seed(1000 + self.rank)
         self.activations.clear()
         self.left: list[str] = []
+        self.events: list[MemoryEvent] = []
 
     def run(self, rows: int, faults: dict[int, Fault] | None = None) -> tuple[list[int], list[torch.Tensor]]:
         """Run both steps, with faults in the first. The rows of their micro-batches, and the final state."""

@@ -100,6 +100,7 @@ def _hangs(place: int) -> bool:
 def _drifted() -> list[str]:
     """A model whose collectives change after the dry run, and then an error at the same place on both ranks."""
     trials = Trials(Case())
+    assert trials.recovery
     trials.model.set_reshard_after_forward(False)
     logged = []
     with mock.patch.object(logging.Logger, "warning", lambda logger, text: logged.append(text)):
@@ -163,9 +164,9 @@ def _fails_after_an_all_reduce(trials: Trials) -> str:
             raise torch.OutOfMemoryError("within the all-reduce")
         return work
 
-    micro_steps = [partial(trials.micro_step, trials.windows[0][0])]
+    micro_steps, recovery = [partial(trials.micro_step, trials.windows[0][0])], trials.recovery
     with mock.patch.object(dist, "all_reduce", failing), pytest.raises(CollectiveInDoubtError) as raised:
-        trials.recovery.attempt(micro_steps, is_thrashing=lambda: False)
+        recovery.attempt(micro_steps, is_thrashing=lambda: False)
     return str(raised.value)
 
 

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["AllGather", "CannotRecordError", "Communicators", "ReduceScatter", "communicators", "reset_after_failure"]
 
@@ -38,10 +39,13 @@ def communicators(model: nn.Module) -> list[Communicators]:
     """Return the communicators of all FSDP2 modules of ``model``, in the order of ``model.modules()``.
 
     Raises:
-        CannotRecordError: a module is sharded over several meshes, or HSDP does not have its default settings.
+        CannotRecordError: a module is sharded over several meshes or not by FSDP2, or HSDP does not have its default
+            settings.
     """
     found = []
     for module in model.modules():
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+            raise CannotRecordError(f"the model is in a {type(module).__name__}, not sharded by `fully_shard` (FSDP2)")
         if not isinstance(module, FSDPModule):
             continue
         groups = list(_param_groups([module._get_fsdp_state()]))

@@ -1,0 +1,312 @@
+"""``RecoverableStep``: what a loop of one's own sees of it, alone and on two ranks."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.faults import same_bits
+from tests.ranks import run_on_ranks
+from tests.recovery_trials import ROWS, Case, Trials
+from torchtune_adaptive import CannotRecoverError, InputError, MemoryEvent, NothingFitsError, RecoverableStep
+from torchtune_adaptive.recovery.attempts import MemoryPressure
+from torchtune_adaptive.recovery.micro_batches import Slices
+from torchtune_adaptive.testing import Fault, out_of_memory
+
+FAULT = "OutOfMemoryError: CUDA out of memory (a fault on purpose)"
+SAMPLES = torch.arange(32.0).reshape(8, 4) / 32
+
+
+class Toy:
+    """A model with dropout and a step of its own.
+
+    Attributes:
+        sizes: samples of each micro-batch.
+        events: what was told of memory.
+    """
+
+    def __init__(self, micro_batch_size: Any = 4, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.sizes: list[int] = []
+        self.events: list[MemoryEvent] = []
+        options = {"on_event": self.events.append} | options
+        self.step = RecoverableStep(self.model, self._micro_step, micro_batch_size=micro_batch_size, **options)
+
+    def _micro_step(self, samples: torch.Tensor) -> tuple[torch.Tensor, int]:
+        self.sizes.append(len(samples))
+        loss_sum = self.model(samples).square().sum()
+        loss_sum.backward()
+        return loss_sum.detach(), len(samples)
+
+    def failing(self, *numbers: int, place: int = 0, strike: Callable[[], object] = out_of_memory) -> "Toy":
+        """The same, whose micro-steps of these numbers fail."""
+
+        def around(number: int, run: Callable[[], Any]) -> Any:
+            with Fault(place if number in numbers else None, strike=strike):
+                return run()
+
+        self.step.wrap_micro_steps(around)
+        return self
+
+    def gradients(self, samples: Any = SAMPLES) -> list[torch.Tensor]:
+        """Those of one step; the model is then without."""
+        torch.manual_seed(1)
+        self.step(samples)
+        gradients = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+        self.model.zero_grad()
+        return gradients
+
+
+# ---- alone
+
+
+def test_the_sums_of_a_step_are_those_of_its_micro_steps() -> None:
+    toy = Toy(3)
+    loss_sum, num_samples = toy.step(SAMPLES)
+    assert num_samples == 8
+    assert loss_sum.shape == ()
+    assert toy.sizes[2:] == [3, 3, 2]  # after a rehearsal
+    assert toy.step.recovers
+    assert toy.events == []
+
+
+@pytest.mark.parametrize("place", [0, 5, 25], ids=["forward", "dropout", "backward"])
+def test_after_an_error_the_step_is_run_again_in_halves_with_the_same_random_numbers(place: int) -> None:
+    toy = Toy(4).failing(1, place=place)
+    gradients = toy.gradients()
+    assert toy.sizes[2:] == [4, 4, 2, 2, 2, 2]
+    assert toy.step.micro_batch_size == 2
+    assert same_bits(gradients, Toy(2).gradients())
+
+
+def test_an_event_says_what_happened_as_an_object_and_as_a_line() -> None:
+    toy = Toy(4)
+    toy.gradients()
+    toy.failing(1, place=25).gradients()
+    event = MemoryEvent(2, MemoryPressure.OUT_OF_MEMORY, (0,), "backward", "not metered", FAULT, 4, 2, "samples")
+    assert toy.events == list(toy.step.events) == [event]
+    assert str(event) == (
+        f"micro-batch 4 -> 2 samples: in step 2 rank 0 ran out of memory in backward (not metered: {FAULT})"
+    )
+
+
+@pytest.mark.parametrize(("place", "phase"), [(0, "forward"), (9, "loss"), (25, "backward")])
+def test_an_event_names_the_phase(place: int, phase: str) -> None:
+    toy = Toy(4).failing(0, place=place)
+    toy.gradients()
+    assert toy.events[0].phase == phase
+
+
+def test_an_error_while_a_batch_is_made_is_survived_and_named() -> None:
+    toy = Toy(4)
+    toy.step.wrap_micro_steps(lambda number, run: out_of_memory() if number == 1 else run())
+    toy.gradients()
+    assert toy.events[0].after == 2
+
+
+def test_without_a_handler_an_event_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    Toy(4, on_event=None).failing(0).gradients()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert caplog.records[0].getMessage().startswith("micro-batch 4 -> 2 samples: in step 1 rank 0 ran out of memory")
+
+
+def test_a_single_sample_that_does_not_fit_ends_the_training_with_one_sentence() -> None:
+    toy = Toy(2)
+    toy.gradients()
+    with pytest.raises(NothingFitsError, match="a single row per micro-step must fit, but in step 2 rank 0 ran out"):
+        toy.failing(0, 4).gradients()
+    assert all(parameter.grad is None for parameter in toy.model.parameters())
+
+
+def test_another_error_passes() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("on purpose")
+
+    with pytest.raises(ZeroDivisionError):
+        Toy(4).failing(1, place=3, strike=fail).gradients()
+
+
+def test_gradients_must_be_none_before_a_step() -> None:
+    toy = Toy(4)
+    toy.step(SAMPLES)
+    with pytest.raises(InputError, match="Gradients must be None before a step"):
+        toy.step(SAMPLES)
+    toy.model.zero_grad()
+    toy.step(SAMPLES)
+
+
+def test_a_step_without_samples_is_refused_the_first_and_any_other() -> None:
+    toy = Toy(4)
+    for _ in range(2):
+        with pytest.raises(InputError, match="must have samples"):
+            toy.step(SAMPLES[:0])
+        toy.gradients()
+
+
+@pytest.mark.parametrize("size", [0, 2.5, "4", True], ids=repr)
+def test_a_bad_micro_batch_size_is_quoted(size: Any) -> None:
+    with pytest.raises(InputError, match=f"`micro_batch_size` must be .*, but is {size!r}"):
+        Toy(size)
+
+
+def test_results_may_be_tensors_numbers_tuples_objects_or_nothing() -> None:
+    model = nn.Linear(1, 1)
+    for result, total in ((2, 6), (torch.ones(2), [3.0, 3.0]), ((1, (2.0, None)), (3, (6.0, None))), (None, None)):
+        step = RecoverableStep(model, lambda rows, result=result: result, micro_batch_size=1)
+        summed: Any = step([1, 2, 3])
+        assert (summed.tolist() if isinstance(summed, torch.Tensor) else summed) == total
+
+
+def test_samples_may_be_a_list_a_tensor_or_columns_of_one_length() -> None:
+    columns = {"tokens": SAMPLES, "names": list("abcdefgh")}
+    assert [(len(part["tokens"]), part["names"]) for part in Slices(3).cut(columns)] == [
+        (3, ["a", "b", "c"]),
+        (3, ["d", "e", "f"]),
+        (2, ["g", "h"]),
+    ]
+    for bad in ({"tokens": SAMPLES, "names": ["a"]}, {"tokens": SAMPLES, "step": 3}, 7, {}):
+        with pytest.raises(InputError, match=r"`samples` must be .* of one length, but is"):
+            Slices(3).cut(bad)
+
+
+def test_the_micro_batch_is_halved_from_what_the_step_had() -> None:
+    toy = Toy(100).failing(0)
+    toy.gradients(SAMPLES[:5])
+    assert toy.sizes[2:] == [5, 2, 2, 1]
+    assert (toy.events[0].before, toy.events[0].after) == (100, 2)
+
+
+def test_disabled_it_runs_micro_steps_and_lets_errors_pass() -> None:
+    toy = Toy(4)
+    expected = toy.gradients()
+    toy.step.disable()
+    assert not toy.step.recovers
+    assert same_bits(toy.gradients(), expected)
+    with pytest.raises(torch.OutOfMemoryError):
+        toy.failing(0).gradients()
+
+
+def test_the_optimizers_state_is_there_after_the_rehearsal() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = RecoverableStep(model, lambda rows: model(rows).sum().backward(), micro_batch_size=2, optimizer=optimizer)
+    before = [parameter.clone() for parameter in model.parameters()]
+    step.rehearse(SAMPLES)
+    assert len(optimizer.state) == 2
+    assert same_bits(before, [parameter.detach() for parameter in model.parameters()])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_closed_it_leaves_no_hooks() -> None:
+    toy = Toy(4)
+    toy.gradients()
+    hooks: Any = toy.model
+    assert hooks._forward_hooks
+    toy.step.close()
+    assert not hooks._forward_hooks
+    assert not hooks._forward_pre_hooks
+
+
+def test_neither_it_nor_the_search_needs_torchtune() -> None:
+    program = """
+import sys
+sys.modules.update(torchtune=None, torchao=None)
+import torch
+from torchtune_adaptive import RecoverableStep, find_max_batch_size
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train_step(batch):
+    model(batch).sum().backward()
+    optimizer.step()
+def make_batch(n):
+    return torch.ones(n, 8)
+found = find_max_batch_size(train_step, make_batch, model=model, optimizer=optimizer, memory_limit="64KiB")
+step = RecoverableStep(model, lambda rows: model(rows).sum().backward(), micro_batch_size=found.batch_size)
+step(make_batch(3))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# ---- two ranks
+
+
+def _sentence(call: Callable[[], object], kind: type[Exception] = InputError) -> str:
+    with pytest.raises(kind) as raised:
+        call()
+    return str(raised.value)
+
+
+def _mistakes(rank: int) -> dict[str, str]:
+    """What this rank is told of mistakes; after each of them the same model trains on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    fully_shard(model)
+
+    def micro_step(samples: torch.Tensor) -> int:
+        model(samples).sum().backward()
+        return len(samples)
+
+    def train(step: RecoverableStep[int]) -> None:
+        assert step(SAMPLES) == 8
+        model.zero_grad()
+
+    sizes = RecoverableStep(model, micro_step, micro_batch_size=2 + rank)
+    told = {"sizes": _sentence(lambda: sizes(SAMPLES))}
+    step = RecoverableStep(model, micro_step, micro_batch_size=2)
+    told["none at first"] = _sentence(lambda: step(SAMPLES[: 4 * rank]))
+    train(step)
+    told["fewer"] = _sentence(lambda: step(SAMPLES[: 4 + 4 * rank]))
+    train(step)
+    told["none"] = _sentence(lambda: step(SAMPLES[: 4 * rank]))
+    train(step)
+    step.wrap_micro_steps(lambda number, run: out_of_memory() if rank == 0 else run())
+    told["out of memory and fewer"] = _sentence(lambda: step(SAMPLES[: 4 + 4 * rank]))
+    told["nothing fits"] = _sentence(lambda: step(SAMPLES[:1]), NothingFitsError)
+    step.wrap_micro_steps(None)
+    train(step)
+    replicated = DistributedDataParallel(nn.Linear(4, 1))
+    copies = RecoverableStep(replicated, lambda samples: replicated(samples).sum().backward(), micro_batch_size=2)
+    told["replicated"] = _sentence(lambda: copies(SAMPLES), CannotRecoverError)
+    return told
+
+
+def test_two_ranks_are_told_of_mistakes_with_the_same_sentence_and_go_on() -> None:
+    first, second = run_on_ranks(_mistakes, 2)
+    assert first == second
+    assert first["sizes"] == "`micro_batch_size` must be the same on every rank, but is 2 on one and 3 on another."
+    assert "has none on some" in first["none at first"]
+    assert first["fewer"] == "Every rank must have as many micro-steps, but one has 2 of them where another has 4."
+    assert "one has 0 of them where another has 2" in first["none"]
+    assert first["out of memory and fewer"] == first["fewer"]
+    assert "a single row per micro-step must fit, but in step 7 rank 0 ran out of memory" in first["nothing fits"]
+    assert first["replicated"] == (
+        "An out-of-memory error in training will end the run:"
+        " the model is in a DistributedDataParallel, not sharded by `fully_shard` (FSDP2)."
+    )
+
+
+def _events(rank: int) -> tuple[list[MemoryEvent], bool]:
+    trials = Trials(Case())
+    trials.run(ROWS, {0: Fault(300, ranks=[1])})
+    events = list(trials.events)
+    trials.recoverable.close()
+    model: Any = trials.model
+    restored = all(
+        "Recorded" not in type(one._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm).__name__ for one in [model]
+    )
+    return events, restored
+
+
+def test_events_are_equal_on_both_ranks_and_name_the_one_that_failed() -> None:
+    (first, restored), (second, _) = run_on_ranks(_events, 2)
+    assert first == second
+    (event,) = first
+    assert (event.step, event.ranks, event.before, event.after) == (1, (1,), 2, 1)
+    assert restored
