@@ -158,11 +158,9 @@ def _fails_after_an_all_reduce(trials: Trials) -> str:
     """The error on this rank when all ranks run out of memory in HSDP's all-reduce, after it was issued."""
     all_reduce = dist.all_reduce
 
-    def failing(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = all_reduce(tensor, *args, **kwargs)
-        if tensor.is_floating_point():  # of gradients
-            raise torch.OutOfMemoryError("within the all-reduce")
-        return work
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        all_reduce(*args, **kwargs)
+        raise torch.OutOfMemoryError("within the all-reduce")
 
     micro_steps, recovery = [partial(trials.micro_step, trials.windows[0][0])], trials.recovery
     with mock.patch.object(dist, "all_reduce", failing), pytest.raises(CollectiveInDoubtError) as raised:

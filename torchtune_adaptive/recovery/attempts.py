@@ -98,20 +98,29 @@ class Recovery:
         return restore
 
     def attempt(
-        self, micro_steps: Sequence[Callable[[], Result]], *, is_thrashing: Callable[[], bool]
+        self,
+        micro_steps: Sequence[Callable[[], Result]],
+        *,
+        is_thrashing: Callable[[], bool],
+        is_even: bool = True,
     ) -> Attempt[Result]:
         """Run ``micro_steps`` on every rank, and agree on the outcome.
 
-        A collective, which adds two small ones on the CPU. If any rank ran out of memory, the gradients on all ranks
-        are None afterwards, and the model can run a new step. ``is_thrashing`` is called only on ranks that did not
-        run out of memory.
+        A collective, which adds one on the CPU. If any rank ran out of memory, the gradients on all ranks are None
+        afterwards, and the model can run a new step.
+
+        Args:
+            is_thrashing: called on ranks that did not run out of memory.
+            is_even: all ranks are known to have as many micro-steps. If not, a second collective tells it, while the
+                micro-steps run.
 
         Raises:
             CollectiveInDoubtError: this rank cannot issue the same collectives as its peers. It must end, and the
                 launcher then ends the others.
             InputError: some rank has fewer micro-steps than another, or none has any; on every rank.
         """
-        fewest_and_most = self._consensus.begin_min_and_max(len(micro_steps))
+        number = len(micro_steps)
+        fewest_and_most = (lambda: (number, number)) if is_even else self._consensus.begin_min_and_max(number)
         done = _Done[Result]()
         for micro_step in micro_steps:
             self._ledger.begin()
@@ -122,7 +131,7 @@ class Recovery:
             elif not self._ledger.agrees:
                 self._fall_out_of_step()
         fewest, most = fewest_and_most()
-        for _ in range(most - len(micro_steps)):  # else the others would wait for this rank in theirs
+        for _ in range(most - number):  # else the others would wait for this rank in theirs
             self._ledger.begin()
             self._clean_up_after("fewer micro-steps than on another rank")
             self._replay_rest("fewer micro-steps than on another rank")

@@ -10,7 +10,12 @@ _REHEARSED_SAMPLES = (2, 1)  # of the second micro-batch of a rehearsal, if they
 
 @runtime_checkable
 class MicroBatches(Protocol):
-    """Cuts samples into micro-batches, as many on every rank, and knows how large these may be."""
+    """Cuts samples into micro-batches, and knows how large these may be."""
+
+    @property
+    def is_even(self) -> bool:
+        """Whether ``cut`` gives as many micro-batches on every rank, whatever samples the ranks have."""
+        ...
 
     @property
     def size(self) -> int:
@@ -57,6 +62,7 @@ class Slices:
         InputError: ``size`` is not an integer of at least 1.
     """
 
+    is_even = False
     unit = "samples"
 
     def __init__(self, size: int) -> None:

@@ -160,7 +160,8 @@ class RecoverableStep(Generic[Sums]):
         first = 0
         while True:
             runs = self._runs(samples, first=first)
-            attempt = self._recovery.attempt(runs, is_thrashing=self._watch.is_thrashing)
+            is_even = self._micro_batches.is_even
+            attempt = self._recovery.attempt(runs, is_thrashing=self._watch.is_thrashing, is_even=is_even)
             if attempt.pressure is not MemoryPressure.NONE:
                 self._reduce(attempt, samples)
             if attempt.pressure is not MemoryPressure.OUT_OF_MEMORY:

@@ -54,6 +54,8 @@ class _Cutter:
         rehearsed_rows: of a micro-batch in a rehearsal, if they fit.
     """
 
+    is_even = True
+
     def __init__(self, micro_batches: MicroBatcher, rehearsed_rows: int) -> None:
         self._micro_batches = micro_batches
         self._rehearsed_rows = rehearsed_rows

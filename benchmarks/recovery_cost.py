@@ -1,0 +1,187 @@
+"""What does ``RecoverableStep`` cost a plain FSDP2 loop in which nothing happens?
+
+    OMP_NUM_THREADS=1 python -m benchmarks.recovery_cost
+
+Two CPU ranks, each with equal models: in each round every loop trains a few steps, in an order that turns, so that a
+noisy machine hits all alike. A second plain loop shows how far equal loops seem to differ. All must end with the same
+parameters. Prints a table and writes it to ``results/recovery_cost_cpu.md``.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from benchmarks.on_ranks import measured_on_ranks
+from benchmarks.provenance import provenance
+from benchmarks.tables import publish, spread, table
+from torchtune_adaptive import RecoverableStep
+
+RESULTS = Path(__file__).parent / "results" / "recovery_cost_cpu.md"
+COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.recovery_cost"
+RANKS = 2
+LAYERS = 8
+PLAIN, OURS, PLAIN_AGAIN = VARIANTS = ("plain", "RecoverableStep", "plain again")
+RATIOS = ((OURS, PLAIN), (PLAIN_AGAIN, PLAIN))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of 8 sharded layers, what a step trains on, and how many steps are timed in how many rounds."""
+
+    width: int
+    samples: int
+    micro_batch_size: int
+    rounds: int
+    timed_steps: int
+
+    @property
+    def name(self) -> str:
+        """The step in words."""
+        micro_steps = self.samples // self.micro_batch_size
+        return f"width {self.width}, {micro_steps} x {self.micro_batch_size} samples"
+
+
+CASES = [
+    Case(width=32, samples=32, micro_batch_size=32, rounds=120, timed_steps=20),
+    Case(width=256, samples=1024, micro_batch_size=1024, rounds=60, timed_steps=4),
+    Case(width=256, samples=1024, micro_batch_size=256, rounds=60, timed_steps=4),
+    Case(width=512, samples=1536, micro_batch_size=1536, rounds=30, timed_steps=2),
+]
+
+
+class Loop:
+    """A plain FSDP2 loop, whose forward and backward may go through ``RecoverableStep``. A collective."""
+
+    def __init__(self, case: Case, *, recovers: bool) -> None:
+        torch.manual_seed(0)
+        self._case = case
+        layers = [nn.Sequential(nn.Linear(case.width, 2 * case.width), nn.GELU()) for _ in range(LAYERS)]
+        self.model = nn.Sequential(*(nn.Sequential(layer, nn.Linear(2 * case.width, case.width)) for layer in layers))
+        for layer in self.model:
+            fully_shard(layer)
+        fully_shard(self.model)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self._samples = torch.randn(case.samples, case.width)
+        self._forward_backward: Callable[[torch.Tensor], tuple[torch.Tensor, int]] = self._micro_steps
+        if recovers:
+            step = RecoverableStep(
+                self.model, self._micro_step, micro_batch_size=case.micro_batch_size, optimizer=self._optimizer
+            )
+            step.rehearse(self._samples)
+            self._forward_backward = step
+
+    def train(self) -> None:
+        """One optimizer step."""
+        loss_sum, num_samples = self._forward_backward(self._samples)
+        sums = torch.stack((loss_sum, torch.tensor(float(num_samples))))
+        dist.all_reduce(sums)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(RANKS / sums[1])
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def parameters(self) -> list[torch.Tensor]:
+        """This rank's shards."""
+        return [one.to_local() if isinstance(one, DTensor) else one for one in self.model.parameters()]
+
+    def _micro_step(self, samples: torch.Tensor) -> tuple[torch.Tensor, int]:
+        loss_sum = F.mse_loss(self.model(samples), samples, reduction="sum")
+        loss_sum.backward()
+        return loss_sum.detach(), len(samples)
+
+    def _micro_steps(self, samples: torch.Tensor) -> tuple[torch.Tensor, int]:
+        losses, numbers = zip(*map(self._micro_step, samples.split(self._case.micro_batch_size)), strict=True)
+        return torch.stack(losses).sum(), sum(numbers)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of a step of each variant, by round, on rank 0: in ms by the wall's clock and in CPU time of its thread."""
+
+    wall_ms: dict[str, list[float]]
+    cpu_ms: dict[str, list[float]]
+
+
+def main() -> None:
+    """Measure every case and write the table."""
+    _report(*measured_on_ranks(_measure, RANKS, CASES, make_assets=_nothing))
+
+
+def _nothing(_: Path) -> None:
+    """No data are needed."""
+
+
+def _measure(_: Path, cases: list[Case]) -> list[tuple[Case, Times]]:
+    return [(case, _measured(case)) for case in cases]
+
+
+def _measured(case: Case) -> Times:
+    """Time the steps of each variant. A collective."""
+    loops = {variant: Loop(case, recovers=variant == OURS) for variant in VARIANTS}
+    times = Times({variant: [] for variant in VARIANTS}, {variant: [] for variant in VARIANTS})
+    gc.freeze()  # a garbage collection need not go through all that imports and set-up have made
+    for number in range(1 + case.rounds):
+        turn = number % len(VARIANTS)
+        order = VARIANTS[turn:] + VARIANTS[:turn]
+        for variant in order if number % 2 else order[::-1]:
+            gc.collect()
+            dist.barrier()
+            wall, cpu = time.perf_counter(), time.thread_time()
+            for _ in range(case.timed_steps):
+                loops[variant].train()
+            if number:  # in the first round lazy set-up is done
+                times.wall_ms[variant].append(1e3 * (time.perf_counter() - wall) / case.timed_steps)
+                times.cpu_ms[variant].append(1e3 * (time.thread_time() - cpu) / case.timed_steps)
+    for loop in loops.values():
+        if not all(map(torch.equal, loop.parameters(), loops[PLAIN].parameters())):
+            raise RuntimeError("the loops ended with different parameters, so that they did not do the same work")
+    return times
+
+
+def _rows(case: Case, times: Times) -> list[list[str]]:
+    rows = []
+    for clock, by_variant in (("wall", times.wall_ms), ("cpu", times.cpu_ms)):
+        ratios = [
+            spread([other / one for one, other in zip(by_variant[one], by_variant[other], strict=True)], digits=3)
+            for one, other in RATIOS
+        ]
+        more_ms = [ours - plain for ours, plain in zip(by_variant[OURS], by_variant[PLAIN], strict=True)]
+        plain_ms = f"{median(by_variant[PLAIN]):.1f}"
+        rows.append([case.name, f"{case.rounds} x {case.timed_steps}", clock, plain_ms, *ratios, spread(more_ms)])
+    return rows
+
+
+def _report(measured: list[tuple[Case, Times]], run: dict[str, Any]) -> None:
+    header = ["step", "rounds x steps", "clock", f"{PLAIN}, ms"]
+    header += [*(f"{one} / {other}" for one, other in RATIOS), f"{OURS} - {PLAIN}, ms per step"]
+    lines = [
+        "# What recovery costs a plain FSDP2 loop, CPU",
+        "",
+        provenance(COMMAND, **run),
+        "",
+        f"A model of {LAYERS} sharded layers and its root, AdamW, clipping. All loops live in the same processes and"
+        " take turns in every round; their parameters at the end are equal, bit for bit. Ratios of speeds, larger than"
+        " 1 where the first is faster; median [quartiles] over the rounds. By the wall's clock, and by the CPU time of"
+        " rank 0's training thread, which leaves out its waits for the other rank and which other load on the machine"
+        f" disturbs less. '{PLAIN_AGAIN}' is a second plain loop: how far equal loops seem to differ.",
+        "",
+        *table(header, [row for case, times in measured for row in _rows(case, times)]),
+    ]
+    publish(lines, RESULTS)
+
+
+if __name__ == "__main__":
+    main()
