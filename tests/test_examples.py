@@ -94,7 +94,9 @@ def _trainer(kind: str, model_path: Path, *, batch_size: int = 8, accumulation: 
 
     arguments: dict[str, Any] = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
     arguments |= {"max_steps": STEPS, "optim": "sgd", "learning_rate": 0.5, "use_cpu": True, "disable_tqdm": True}
-    args = program.TrainingArguments(model_path / "out", report_to=[], save_strategy="no", logging_steps=1, **arguments)
+    args = program.TrainingArguments(
+        str(model_path / "out"), report_to=[], save_strategy="no", logging_steps=1, **arguments
+    )
     data = [{"input_ids": [(7 * row + column) % 64 for column in range(2 + row % 15)]} for row in range(64)]
     model = program.load_model(model_path, args.world_size)
     return getattr(program, kind)(model, args, train_dataset=data, data_collator=program.collate, **options)
