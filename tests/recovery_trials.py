@@ -22,6 +22,7 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from tests.faults import same_bits
 from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.distributed.fsdp_state import param_groups
 from torchtune_adaptive.memory.operations import plain_parts
 from torchtune_adaptive.recovery.attempts import MemoryPressure, Recovery
 from torchtune_adaptive.recovery.dry_run import dry_run
@@ -245,7 +246,7 @@ class Trials:
                 left.append(f"{name}: state {state._training_state.name}")
             if state._comm_ctx.all_gather_state or state._comm_ctx.post_forward_order:
                 left.append(f"{name}: communication")
-            for group in state._fsdp_param_groups:
+            for group in param_groups([state]):
                 if group._training_state.name != "IDLE" or group._sharded_state.name != "SHARDED":
                     left.append(f"{name}: group {group._training_state.name} {group._sharded_state.name}")
                 if group._all_gather_result or group._post_forward_indices or group._partial_reduce_output is not None:

@@ -14,7 +14,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["AllGather", "CannotRecordError", "Communicators", "ReduceScatter", "communicators", "reset_after_failure"]
+__all__ = [
+    "AllGather",
+    "CannotRecordError",
+    "Communicators",
+    "ReduceScatter",
+    "communicators",
+    "param_groups",
+    "reset_after_failure",
+]
 
 
 class CannotRecordError(ValueError):
@@ -48,7 +56,7 @@ def communicators(model: nn.Module) -> list[Communicators]:
             raise CannotRecordError(f"the model is in a {type(module).__name__}, not sharded by `fully_shard` (FSDP2)")
         if not isinstance(module, FSDPModule):
             continue
-        groups = list(_param_groups([module._get_fsdp_state()]))
+        groups = list(param_groups([module._get_fsdp_state()]))
         if len(groups) > 1:
             raise CannotRecordError(f"a module of type {type(module).__name__} is sharded over several meshes")
         for group in groups:
@@ -72,6 +80,15 @@ def communicators(model: nn.Module) -> list[Communicators]:
     return found
 
 
+def param_groups(states: list[Any]) -> Iterator[Any]:
+    """FSDP2's parameter groups in the ``states`` of its modules."""
+    for state in states:
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch < 2.13: at most one group per module
+        if groups is None:
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        yield from groups
+
+
 def reset_after_failure(model: nn.Module) -> None:
     """Reset ``model`` after an exception in forward or backward, so that it can run a new step.
 
@@ -89,18 +106,10 @@ def reset_after_failure(model: nn.Module) -> None:
             state._reset_iter_state()
     for state in states:
         _reset_state(state)
-    for group in _param_groups(states):
+    for group in param_groups(states):
         _reset_group(group)
     for parameter in model.parameters():
         parameter.grad = None
-
-
-def _param_groups(states: list[Any]) -> Iterator[Any]:
-    for state in states:
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch < 2.13: at most one group per module
-        if groups is None:
-            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-        yield from groups
 
 
 def _reset_state(state: Any) -> None:
