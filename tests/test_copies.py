@@ -83,6 +83,21 @@ def test_a_copy_restores_every_bit(kind: str, in_file: bool, monkeypatch: pytest
             assert bits(tensor) == before
 
 
+@pytest.mark.parametrize("in_file", [True, False], ids=["in a file", "in memory"])
+def test_a_tensor_whose_memory_has_moved_is_restored_where_it_is(
+    in_file: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """FSDP2 moves parameters that it pads in the first forward, with torch 2.9 at least."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path if in_file else tmp_path / "gone"))
+    weight = torch.nn.Parameter(torch.randn(5))
+    before = bits(weight.detach())
+    with Copies([weight]) as kept:
+        restore = kept.copy(weight)
+        weight.data = torch.zeros(5)
+        restore()
+    assert bits(weight.detach()) == before
+
+
 def test_several_tensors_lie_one_after_the_other() -> None:
     tensors = [torch.randn(size) for size in (1, 1000, 3)]
     before = list(map(bits, tensors))

@@ -12,6 +12,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.memory.operations import plain_parts
 
 Restore = Callable[[], None]
+_Fill = Callable[[torch.Tensor], None]  # writes a copy into a tensor of its shape
 
 _SMALLEST_FILE_BYTES = 2**20  # fewer bytes change no search; a GPU's optimizer counts its steps on the host
 
@@ -40,15 +42,16 @@ class Copies:
         self._uses_file = self._file is not None
 
     def copy(self, tensor: torch.Tensor) -> Restore:
-        """Copy ``tensor`` and return a function that restores it, bit for bit.
+        """Copy ``tensor`` and return a function that restores it, bit for bit, also if its memory has moved.
 
-        A wrapper is copied part by part: its own copy may share memory with the original.
+        A wrapper is copied part by part: its own copy may share memory with the original. FSDP2 moves parameters in the
+        first forward: with torch 2.9 all that it pads.
         """
-        restores = [self._copy_part(part.detach()) for part in plain_parts(tensor)]
+        fills = [self._copy_part(part.detach()) for part in plain_parts(tensor)]
 
         def restore() -> None:
-            for restore_part in restores:
-                restore_part()
+            for part, fill in zip(plain_parts(tensor), fills, strict=True):
+                fill(part.detach())
 
         return restore
 
@@ -69,7 +72,7 @@ class Copies:
             _log_memory(f"{tempfile.gettempdir()} is a tmpfs")
         return file
 
-    def _copy_part(self, part: torch.Tensor) -> Restore:
+    def _copy_part(self, part: torch.Tensor) -> _Fill:
         if self._file is not None and self._uses_file and _has_bytes_on_host(part):
             try:
                 return self._file.write(part)
@@ -119,8 +122,8 @@ class _TensorFile:
         # The third field is the device; the type follows the hyphen.
         return any(line.split()[2] == number and " - tmpfs " in line for line in lines)
 
-    def write(self, tensor: torch.Tensor) -> Restore:
-        """Write ``tensor``, and return a function that reads it back in its place.
+    def write(self, tensor: torch.Tensor) -> _Fill:
+        """Write ``tensor``, and return a function that reads it into one of its shape.
 
         Raises:
             OSError: the file cannot be written, or in the function that is returned, read.
@@ -129,13 +132,13 @@ class _TensorFile:
         while values:
             written = os.pwrite(self._file.fileno(), values, self._end)
             self._end, values = self._end + written, values[written:]
-        return lambda: self._read_into(tensor, start)
+        return partial(self._read, start)
 
     def close(self) -> None:
         self._file.close()
 
     @torch.no_grad()
-    def _read_into(self, tensor: torch.Tensor, start: int) -> None:
+    def _read(self, start: int, tensor: torch.Tensor) -> None:
         whole = tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
         values = _bytes_of(whole)
         while values:
@@ -149,14 +152,13 @@ class _TensorFile:
             tensor.copy_(whole)
 
 
-def _copy_to_host(tensor: torch.Tensor) -> Restore:
-    copied = tensor.to("cpu", copy=True)
+def _copy_to_host(tensor: torch.Tensor) -> _Fill:
+    return partial(_write_into, tensor.to("cpu", copy=True))
 
-    @torch.no_grad()
-    def restore() -> None:
-        tensor.copy_(copied)
 
-    return restore
+@torch.no_grad()
+def _write_into(copied: torch.Tensor, tensor: torch.Tensor) -> None:
+    tensor.copy_(copied)
 
 
 def _has_bytes_on_host(tensor: torch.Tensor) -> bool:
