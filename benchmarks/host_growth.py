@@ -45,7 +45,7 @@ FIGURES = RESULTS.with_suffix(".json")
 COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.host_growth"
 RANKS = 2
 SAMPLES = 4  # of an optimizer step and rank
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
     "foreach": {"foreach": True},
     "for-loop": {"foreach": False, "fused": False},
@@ -304,7 +304,9 @@ def measured(length: Length) -> list[Growth]:
 
 def main() -> None:
     """Measure, keep the figures and write all that are kept."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_growth", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host_growth", description="Growth of host memory with steps."
+    )
     parser.add_argument("--soak", action="store_true", help="a long training in which memory runs out again and again")
     options = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -376,8 +378,8 @@ def report(kept: dict[str, dict[str, Any]]) -> list[str]:
         "",
         f"## While memory runs out every {FAULT_EVERY_STEPS} steps",
         "",
-        f"`RecoverableStep` and foreach AdamW. In one step out of {FAULT_EVERY_STEPS} memory runs out on one rank, at an"
-        " operation that differs from time to time; the step is run again in halves, and the next is whole again.",
+        f"`RecoverableStep` and foreach AdamW. In one step out of {FAULT_EVERY_STEPS} memory runs out on one rank, at"
+        " an operation that differs from time to time; the step is run again in halves, and the next is whole again.",
         *(line for soaked in soaks for line in _soak_lines(*soaked)),
     ]
 

@@ -65,6 +65,7 @@ WRITTEN_INTO = {
     "plan/fake_recipe.py": {"module", "optimizer", "parameter", "recipe", "torchtune_offloading"},  # set up by hand
     "plan/optimizer_stand_ins.py": {"parameter"},  # gradients
     "stock/set_up.py": {"sys"},  # what prints errors of `__del__`
+    "training/host_leak.py": {"parameter"},  # gradients, of its own parameters
     "training/learning_rate.py": {"scheduler"},  # which it has just built
     "recovery/optimizer_state.py": {"parameter"},  # gradients
 }

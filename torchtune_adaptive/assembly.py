@@ -29,6 +29,7 @@ from torchtune_adaptive.search.sizes import SizeFinder, Sizes
 from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.trainer import Trainer
+from torchtune_adaptive.training.host_leak import leak_warning
 from torchtune_adaptive.training.learning_rate import BuildScheduler, LearningRate, check_follows
 from torchtune_adaptive.training.objectives import Objective
 from torchtune_adaptive.training.oom_retry import OomRetry
@@ -184,6 +185,8 @@ class _Assembly:
             if start.epoch_steps:
                 resumed += f", step {start.epoch_steps}"
             trainer.note_batch_size(reason + resumed, epoch=parts.epochs.start)
+        if leak := leak_warning(parts.stepping.optimizers):
+            utils.log_rank_zero(log, leak)
         return trainer
 
     def _find_sizes(self) -> Sizes:
