@@ -233,6 +233,8 @@ def start_fake_process_group(world_size: int) -> None:
         if dist.get_backend() == "fake" and dist.get_world_size() == world_size:
             return
         dist.destroy_process_group()
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):
+        importlib.import_module("torch.distributed._tools.fake_collectives")  # adds them; delete with torch < 2.11
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
 
 
