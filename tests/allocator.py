@@ -14,7 +14,7 @@ def rises_by_events(run: Callable[[], Any]) -> tuple[Any, list[int]]:
     Left out are copies of the random generator's state, of which activation checkpointing keeps one for each layer: no
     operation makes them, and with a GPU they are on the host too.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         returned = run()
     assert recorded.profiler is not None
     assert recorded.profiler.kineto_results is not None

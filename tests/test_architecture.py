@@ -48,6 +48,7 @@ WITHOUT_TORCH = [
         "settings",
         "memory/timeline",
         "memory/allocator_retries",
+        "memory/resident",
     ),
     *("batch/limits", "batch/noise_scale", "batch/increase_function"),
     *("search/strategies", "search/tables", "search/token_budget"),

@@ -23,7 +23,7 @@ from torchtune_adaptive.training.host_leak import leak_warning
 from torchtune_adaptive.training.optimizers import OptimizerStep
 
 LEAKING = ("2.10.", "2.11.")  # measured by benchmarks/host_growth.py
-IMPLEMENTATIONS: list[dict[str, bool]] = [{"fused": True}, {"foreach": True}, {"foreach": False}]
+IMPLEMENTATIONS: list[dict[str, Any]] = [{"fused": True}, {"foreach": True}, {"foreach": False}]
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Every n-th step is logged on rank 0 with all of its figures, and peaks begin anew after each."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +15,14 @@ from torchtune_adaptive.batch.micro_batches import Cut, MicroBatcher
 from torchtune_adaptive.batch.noise_scale import GradientNorms, gradient_noise_scale
 from torchtune_adaptive.batch.row_format import TokenRows
 from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.memory import resident
 from torchtune_adaptive.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.training import step_log
 from torchtune_adaptive.training.step_figures import StepResult
 from torchtune_adaptive.training.step_log import StepLog
 
 RESULT = StepResult(loss=0.5, weight=30.0, num_tokens=1200, metrics={}, grad_norm=None)
-ALWAYS = {"loss", "lr", "tokens_per_second_per_gpu", "global_batch_size", "padding", "oom_retries"}
+ALWAYS = {"loss", "lr", "tokens_per_second_per_gpu", "global_batch_size", "padding", "oom_retries", "host_memory_bytes"}
 
 
 class Logger:
@@ -64,10 +67,11 @@ class Parts:
         )
 
 
-def test_a_step_is_logged_with_every_figure() -> None:
+def test_a_step_is_logged_with_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = Parts()
     parts.micro_batches.reduce()
     parts.micro_batches.count_padding(Cut((), num_tokens=30, num_padded_tokens=40))
+    monkeypatch.setattr(step_log, "anonymous_bytes", lambda: 123_456_789)
     parts.log(ranks=4).write(7, RESULT, seconds=1.5)
     assert parts.logger.steps == {
         7: {
@@ -79,8 +83,28 @@ def test_a_step_is_logged_with_every_figure() -> None:
             "micro_batch_size": 4,
             "padding": 0.25,
             "oom_retries": 3,
+            "host_memory_bytes": 123_456_789,
         }
     }
+
+
+def test_host_memory_is_anonymous_memory_as_the_system_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = resident.anonymous_bytes()
+    assert before is not None
+    held = torch.ones(64 * 2**20, dtype=torch.uint8)
+    after = resident.anonymous_bytes()
+    assert after is not None
+    assert 60 * 2**20 < after - before < 68 * 2**20
+    del held
+    monkeypatch.setattr(resident, "_STATM", Path("/proc/self/no such file"))
+    assert resident.anonymous_bytes() is None
+
+
+def test_where_the_system_does_not_say_it_host_memory_is_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_log, "anonymous_bytes", lambda: None)
+    parts = Parts()
+    parts.log().write(1, RESULT, seconds=1.0)
+    assert "host_memory_bytes" not in parts.logger.steps[1]
 
 
 def test_a_global_batch_in_tokens_is_logged_by_its_own_names() -> None:

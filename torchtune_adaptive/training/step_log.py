@@ -7,6 +7,7 @@ from torchtune import training
 
 from torchtune_adaptive.batch.growth import BatchGrowth
 from torchtune_adaptive.batch.loader import StepLoader
+from torchtune_adaptive.memory.resident import anonymous_bytes
 from torchtune_adaptive.training.oom_retry import OomRetry
 from torchtune_adaptive.training.step_figures import StepResult
 from torchtune_adaptive.training.train_step import TrainStep
@@ -72,6 +73,8 @@ class StepLog:
             metrics["batch_size"] = self._loader.batch_size
         if result.grad_norm is not None:
             metrics["grad_norm"] = result.grad_norm
+        if (host_bytes := anonymous_bytes()) is not None:
+            metrics["host_memory_bytes"] = host_bytes
         if (meter := self._step.meter) is not None:
             metrics["peak_memory_bytes"] = meter.peak_bytes
         if self._with_memory_stats:
