@@ -38,7 +38,8 @@ def find_max_batch_size(
     arguments but for ``memory_limit``; they get the same sizes, the largest that fit on every rank.
 
     Args:
-        train_step: a whole step on a batch: forward, loss, backward, optimizer step.
+        train_step: a whole step on a batch: forward, loss, backward, optimizer step. If training accumulates
+            gradients, forward and backward twice: the second pass needs more, beside the gradients of the first.
         make_batch: ``make_batch(n)`` gives a worst-case batch of n samples: the longest that training will meet.
         model: on the CPU or on CUDA; plain, FSDP2 or any other whose ranks issue the same collectives.
         optimizer: its state is created by a step of two samples before anything is measured.
