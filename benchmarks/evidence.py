@@ -45,7 +45,7 @@ NOT_MEASURED = (
     "Whether growth by the gradient noise scale trains a better model, or sooner.",
     "Composer's and SkyRL's searches: they need CUDA, and Ray. Peers on several ranks: those compared here have no"
     " search that agrees between ranks.",
-    "torch before 2.13, and Python other than 3.11.",
+    "With torch before 2.13 anything but growth of host memory; the tests ran with it. Python other than 3.11.",
 )
 
 

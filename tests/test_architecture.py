@@ -63,7 +63,14 @@ WRITTEN_INTO = {
     "launch.py": {"sys"},  # the command line, with the config's name resolved
     "memory/storages.py": {"torch"},  # a method that no dispatch mode sees
     "plan/cli.py": {"parsed"},  # argparse's
-    "plan/fake_recipe.py": {"module", "optimizer", "parameter", "recipe", "torchtune_offloading"},  # set up by hand
+    "plan/fake_recipe.py": {
+        "module",
+        "optimizer",
+        "parameter",
+        "propagator",
+        "recipe",
+        "torchtune_offloading",
+    },  # set up by hand
     "plan/optimizer_stand_ins.py": {"parameter"},  # gradients
     "stock/set_up.py": {"sys"},  # what prints errors of `__del__`
     "training/host_leak.py": {"parameter"},  # gradients, of its own parameters

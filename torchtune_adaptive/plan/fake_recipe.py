@@ -22,8 +22,9 @@ from omegaconf import DictConfig, ListConfig
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torchtune import config
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import DoRALinear
@@ -200,7 +201,7 @@ class FakeRecipe:
     @contextmanager
     def _as_on_device(self) -> Iterator[None]:
         as_on_cuda = _optimizers_choose_as_on_cuda() if self._like_cuda else contextlib.nullcontext()
-        with self._fake_mode, as_on_cuda:
+        with self._fake_mode, as_on_cuda, _shardings_worked_out_unseen():
             yield
 
 
@@ -415,3 +416,23 @@ def _optimizers_choose_as_on_cuda() -> Iterator[None]:
         yield
     finally:
         module._get_foreach_kernels_supported_devices = devices
+
+
+@contextmanager
+def _shardings_worked_out_unseen() -> Iterator[None]:
+    """Hide from traces how DTensor works out shardings: on fake tensors of global shapes, which no real step makes.
+
+    Up to torch 2.11 it does so again in each operation on lists of fake tensors. Delete with torch < 2.12.
+    """
+    propagator: Any = ShardingPropagator
+    propagate = propagator._propagate_tensor_meta_non_cached
+
+    def unseen(*args: Any) -> Any:
+        with _disable_current_modes():
+            return propagate(*args)
+
+    propagator._propagate_tensor_meta_non_cached = unseen
+    try:
+        yield
+    finally:
+        propagator._propagate_tensor_meta_non_cached = propagate
