@@ -53,10 +53,10 @@ class Case:
 
 
 CASES = [
-    Case(width=32, samples=32, micro_batch_size=32, rounds=120, timed_steps=20),
-    Case(width=256, samples=1024, micro_batch_size=1024, rounds=60, timed_steps=4),
-    Case(width=256, samples=1024, micro_batch_size=256, rounds=60, timed_steps=4),
-    Case(width=512, samples=1536, micro_batch_size=1536, rounds=30, timed_steps=2),
+    Case(width=32, samples=32, micro_batch_size=32, rounds=60, timed_steps=10),
+    Case(width=256, samples=1024, micro_batch_size=1024, rounds=40, timed_steps=4),
+    Case(width=256, samples=1024, micro_batch_size=256, rounds=40, timed_steps=4),
+    Case(width=512, samples=1536, micro_batch_size=1536, rounds=24, timed_steps=2),
 ]
 
 
