@@ -30,15 +30,15 @@ from torchtune_adaptive import RecoverableStep
 RESULTS = Path(__file__).parent / "results" / "recovery_cost_cpu.md"
 COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.recovery_cost"
 RANKS = 2
-LAYERS = 8
 PLAIN, OURS, PLAIN_AGAIN = VARIANTS = ("plain", "RecoverableStep", "plain again")
 RATIOS = ((OURS, PLAIN), (PLAIN_AGAIN, PLAIN))
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model of 8 sharded layers, what a step trains on, and how many steps are timed in how many rounds."""
+    """A model of sharded layers, what a step trains on, and how many steps are timed in how many rounds."""
 
+    layers: int
     width: int
     samples: int
     micro_batch_size: int
@@ -49,14 +49,15 @@ class Case:
     def name(self) -> str:
         """The step in words."""
         micro_steps = self.samples // self.micro_batch_size
-        return f"width {self.width}, {micro_steps} x {self.micro_batch_size} samples"
+        layers = f"{self.layers} layer{'s' * (self.layers > 1)} of width {self.width}"
+        return f"{layers}, {micro_steps} x {self.micro_batch_size} samples"
 
 
 CASES = [
-    Case(width=32, samples=32, micro_batch_size=32, rounds=60, timed_steps=10),
-    Case(width=256, samples=1024, micro_batch_size=1024, rounds=40, timed_steps=4),
-    Case(width=256, samples=1024, micro_batch_size=256, rounds=40, timed_steps=4),
-    Case(width=512, samples=1536, micro_batch_size=1536, rounds=24, timed_steps=2),
+    Case(layers=1, width=32, samples=32, micro_batch_size=32, rounds=60, timed_steps=10),
+    Case(layers=4, width=128, samples=256, micro_batch_size=256, rounds=60, timed_steps=4),
+    Case(layers=4, width=128, samples=256, micro_batch_size=64, rounds=40, timed_steps=2),
+    Case(layers=8, width=256, samples=1024, micro_batch_size=1024, rounds=24, timed_steps=2),
 ]
 
 
@@ -66,7 +67,7 @@ class Loop:
     def __init__(self, case: Case, *, recovers: bool) -> None:
         torch.manual_seed(0)
         self._case = case
-        layers = [nn.Sequential(nn.Linear(case.width, 2 * case.width), nn.GELU()) for _ in range(LAYERS)]
+        layers = [nn.Sequential(nn.Linear(case.width, 2 * case.width), nn.GELU()) for _ in range(case.layers)]
         self.model = nn.Sequential(*(nn.Sequential(layer, nn.Linear(2 * case.width, case.width)) for layer in layers))
         for layer in self.model:
             fully_shard(layer)
@@ -172,7 +173,7 @@ def _report(measured: list[tuple[Case, Times]], run: dict[str, Any]) -> None:
         "",
         provenance(COMMAND, **run),
         "",
-        f"A model of {LAYERS} sharded layers and its root, AdamW, clipping. All loops live in the same processes and"
+        "A model of sharded layers and its root, AdamW, clipping. All loops live in the same processes and"
         " take turns in every round; their parameters at the end are equal, bit for bit. Ratios of speeds, larger than"
         " 1 where the first is faster; median [quartiles] over the rounds. By the wall's clock, and by the CPU time of"
         " rank 0's training thread, which leaves out its waits for the other rank and which other load on the machine"
