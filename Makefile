@@ -19,6 +19,7 @@ bench: $(STAMP) $(PEERS_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.allocator_events
 	.venv/bin/python -m benchmarks.plan_cost
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_memory
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.recovery_cost
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_growth
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_growth --soak
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.process_limit

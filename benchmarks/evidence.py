@@ -21,6 +21,7 @@ QUESTIONS = {
     "host_memory_cpu": "Is the forecast of host memory right?",
     "process_limit_cpu": "Is the size found true where the system itself limits memory?",
     "recovery_cpu": "Does training survive out-of-memory errors, and rightly?",
+    "recovery_cost_cpu": "What does recovery cost a loop of one's own?",
     "host_growth_cpu": "Does host memory grow with the steps of a sharded model?",
     "crashes_cpu": "Does a run that is killed go on as if nothing had been?",
     "checkpoints_cpu": "What do checkpoints of steps cost?",
