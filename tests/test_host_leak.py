@@ -55,6 +55,8 @@ def _warnings(rank: int) -> dict[str, list[str | None]]:
         found["leaking"] = [leak_warning([one]) for one in adamws]
         found["not sharded"] = [leak_warning([torch.optim.AdamW(nn.Linear(4, 4).parameters())])]
         found["other kinds"] = [leak_warning([torch.optim.Adagrad(model.parameters())]), leak_warning([])]
+    with mock.patch.object(torch.optim.AdamW, "step", mock.Mock(side_effect=RuntimeError("on purpose"))):
+        found["fails"] = [leak_warning([adamws[0]])]
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(one.state for one in adamws)
     return found
@@ -82,6 +84,10 @@ def test_the_line_has_figures_and_what_leaks_less(warnings: dict[str, list[str |
 
 def test_models_that_are_not_sharded_and_other_optimizers_are_not_tried(warnings: dict[str, list[str | None]]) -> None:
     assert warnings["not sharded"] + warnings["other kinds"] == [None] * 3
+
+
+def test_an_error_of_the_trial_is_left_to_the_real_step(warnings: dict[str, list[str | None]]) -> None:
+    assert warnings["fails"] == [None]
 
 
 def _logged_before_training(rank: int, directory: Path) -> list[str]:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -370,7 +371,7 @@ def test_every_figure_that_is_logged_is_right(tmp_path: Path, monkeypatch: pytes
         on_log=lambda: pass_time(1000.0),  # is not training
     ).train()
     always = {"global_batch_size": 4, "batch_size": 2, "micro_batch_size": 2, "oom_retries": 0}
-    always |= {"peak_memory_bytes": 4321}
+    always |= {"peak_memory_bytes": 4321, "host_memory_bytes": mock.ANY}
     weights = [W, W - LR * 1.5, W - LR * 1.5 - LR * 2 / 3 * 4.0]  # the second and third gradient are clipped to 4
     assert toy.logged == {
         step: always
