@@ -31,11 +31,11 @@ import torch
 import torch.nn.functional as F
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
-from benchmarks.host_memory import resident_bytes
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
-from tests.faults import ShardedTrainee
+from tests.faults import ShardedTrainee, under
 from tests.ranks import run_on_ranks
+from torchtune_adaptive.memory.resident import anonymous_bytes
 from torchtune_adaptive.recovery.micro_batches import Slices
 from torchtune_adaptive.recovery.step import RecoverableStep
 from torchtune_adaptive.testing import Fault
@@ -172,36 +172,6 @@ class TinyTraining:
         self._schedule.step()
 
 
-class Halves:
-    """``Slices`` that are whole again in each step that follows, so that memory can run out in all of them."""
-
-    unit = Slices.unit
-
-    def __init__(self, size: int) -> None:
-        self._whole = size
-        self._slices = Slices(size)
-
-    @property
-    def size(self) -> int:
-        return self._slices.size
-
-    def make_whole(self) -> None:
-        """Cut the next samples as at first."""
-        self._slices = Slices(self._whole)
-
-    def cut(self, samples: Any) -> list[Any]:
-        return self._slices.cut(samples)
-
-    def can_reduce(self, samples: Any) -> bool:
-        return self._slices.can_reduce(samples)
-
-    def reduce(self, samples: Any) -> None:
-        self._slices.reduce(samples)
-
-    def rehearsals(self, samples: Any) -> list[list[Any]]:
-        return self._slices.rehearsals(samples)
-
-
 def growth(implementation: str, loop: str, length: Length) -> Growth:
     """Train, and measure this rank's growth. A collective."""
     training = TinyTraining(implementation, recovers=loop == OURS)
@@ -229,11 +199,11 @@ def growth(implementation: str, loop: str, length: Length) -> Growth:
 
 def soak(length: Length) -> Soak:
     """Train while memory runs out every few hundred steps, at an operation and a rank that differ. A collective."""
-    halves = Halves(SAMPLES)
-    training = TinyTraining("foreach", recovers=True, micro_batches=halves)
+    slices = Slices(SAMPLES)
+    training = TinyTraining("foreach", recovers=True, micro_batches=slices)
     training.train(1)
     counted = Fault(None)
-    training.recoverable.wrap_micro_steps(partial(_under, counted))
+    training.recoverable.wrap_micro_steps(partial(under, {0: counted}))
     training.train(1)
     training.recoverable.wrap_micro_steps(None)
     steps, points, done = [], [], 2
@@ -244,28 +214,22 @@ def soak(length: Length) -> Soak:
         if done % FAULT_EVERY_STEPS == 0:
             number = done // FAULT_EVERY_STEPS
             fault = Fault(7 * number % counted.count, ranks=[number % RANKS])
-            training.recoverable.wrap_micro_steps(partial(_under, fault))
+            training.recoverable.wrap_micro_steps(partial(under, {0: fault}))
             training.train(1)
             training.recoverable.wrap_micro_steps(None)
             done += 1
-            halves.make_whole()
+            slices.resize(SAMPLES)  # so that memory can run out in it again
         if done >= length.warm_up + len(points) * length.between:
             steps.append(done)
             points.append(_anonymous_bytes())
     return Soak(steps, points, len(training.recoverable.events))
 
 
-def _under(fault: Fault, number: int, run: Callable[[], None]) -> None:
-    """The first micro-step of a step is run under ``fault``."""
-    if number:
-        return run()
-    with fault:
-        return run()
-
-
 def _anonymous_bytes() -> int:
     gc.collect()
-    return resident_bytes()[0]
+    found = anonymous_bytes()
+    assert found is not None  # on Linux
+    return found
 
 
 def _specs() -> int:

@@ -9,7 +9,6 @@ All must log the same losses, rates and gradient norms. In one more round, colle
 counted. Prints a table and writes it to ``results/loop_cpu.md``.
 """
 
-import gc
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
 from benchmarks.step_counts import STEPS, Counts, StepCounter
 from benchmarks.tables import publish, spread, table
+from benchmarks.turns import turns
 from tests.recipe_runs import RecordingLogger, stock_recipe, tiny_config
 from torchtune_adaptive.tiny import make_tiny_assets
 
@@ -148,15 +148,9 @@ def _measured(case: Case, tiny_dir: Path) -> Measured:
 
 def race(recipes: dict[str, Any], rounds: int) -> Iterator[tuple[int, str]]:
     """Train each recipe once in each round, in an order that turns: the round's number and which has trained."""
-    gc.freeze()  # a garbage collection need not go through all that imports and set-up have made
-    names = list(recipes)
-    for number in range(rounds):
-        turned = names[number % len(names) :] + names[: number % len(names)]
-        for name in turned if number // len(names) % 2 else turned[::-1]:
-            gc.collect()
-            dist.barrier()
-            train_again(recipes[name], seed=number)
-            yield number, name
+    for number, name in turns(list(recipes), rounds):
+        train_again(recipes[name], seed=number)
+        yield number, name
 
 
 def _timed_tokens(recipe: Any, seed: int, case: Case) -> int:

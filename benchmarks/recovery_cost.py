@@ -7,7 +7,6 @@ noisy machine hits all alike. A second plain loop shows how far equal loops seem
 parameters. Prints a table and writes it to ``results/recovery_cost_cpu.md``.
 """
 
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, spread, table
+from benchmarks.turns import turns
 from torchtune_adaptive import RecoverableStep
 
 RESULTS = Path(__file__).parent / "results" / "recovery_cost_cpu.md"
@@ -133,19 +133,13 @@ def _measured(case: Case) -> Times:
     """Time the steps of each variant. A collective."""
     loops = {variant: Loop(case, recovers=variant == OURS) for variant in VARIANTS}
     times = Times({variant: [] for variant in VARIANTS}, {variant: [] for variant in VARIANTS})
-    gc.freeze()  # a garbage collection need not go through all that imports and set-up have made
-    for number in range(1 + case.rounds):
-        turn = number % len(VARIANTS)
-        order = VARIANTS[turn:] + VARIANTS[:turn]
-        for variant in order if number % 2 else order[::-1]:
-            gc.collect()
-            dist.barrier()
-            wall, cpu = time.perf_counter(), time.thread_time()
-            for _ in range(case.timed_steps):
-                loops[variant].train()
-            if number:  # in the first round lazy set-up is done
-                times.wall_ms[variant].append(1e3 * (time.perf_counter() - wall) / case.timed_steps)
-                times.cpu_ms[variant].append(1e3 * (time.thread_time() - cpu) / case.timed_steps)
+    for number, variant in turns(VARIANTS, 1 + case.rounds):
+        wall, cpu = time.perf_counter(), time.thread_time()
+        for _ in range(case.timed_steps):
+            loops[variant].train()
+        if number:  # in the first round lazy set-up is done
+            times.wall_ms[variant].append(1e3 * (time.perf_counter() - wall) / case.timed_steps)
+            times.cpu_ms[variant].append(1e3 * (time.thread_time() - cpu) / case.timed_steps)
     for loop in loops.values():
         if not all(map(torch.equal, loop.parameters(), loops[PLAIN].parameters())):
             raise RuntimeError("the loops ended with different parameters, so that they did not do the same work")

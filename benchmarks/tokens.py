@@ -13,7 +13,6 @@ are searched for and peaks are measured under the meter, but steps are timed wit
 """
 
 import argparse
-import gc
 import itertools
 import math
 import sys
@@ -33,6 +32,7 @@ from benchmarks.live import live_recipe, timed_step, workload_of
 from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, spread, table
+from benchmarks.turns import turns
 from tests.recipe_runs import tiny_config
 from torchtune_adaptive.batch import limits
 from torchtune_adaptive.batch.loader import StepSamples
@@ -129,7 +129,6 @@ class Contestant:
 
     def train(self, place: int) -> None:
         """One optimizer step on the samples at ``place``, timed until all ranks are done. A collective."""
-        gc.collect()
         with self._cost():
             seconds, result = timed_step(self.recipe, self.finish, self.steps[place])
         self.seconds.append(seconds)
@@ -198,13 +197,10 @@ def _total(rows: Iterable[Row], pad_id: int) -> tuple[int, int]:
 
 def race(contestants: list[Contestant]) -> None:
     """A step of each in every round, in an order that turns from round to round. A collective."""
-    gc.freeze()  # a garbage collection need not go through all that imports and set-up have made
-    for place in range(1 + ROUNDS if contestants else 0):
-        first = place % len(contestants)
-        for one in contestants[first:] + contestants[:first]:
-            one.train(place)
+    for place, one in turns(contestants, 1 + ROUNDS):
+        one.train(place)
         if dist.get_rank() == 0:
-            print(f"round {place}:", *(f"{one.name} {one.seconds[-1]:.2f} s" for one in contestants), flush=True)
+            print(f"round {place}: {one.name} {one.seconds[-1]:.2f} s", flush=True)
 
 
 def compare_losses(losses: list[list[float]], *, tolerance: float = 1e-5) -> None:

@@ -1,7 +1,9 @@
 """Faults at any operation of a train step, and a small FSDP2 model to test them on."""
 
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -9,10 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtune_adaptive.memory.operations import plain_parts
+from torchtune_adaptive.testing import Fault
+
 WIDTH = 8
+Result = TypeVar("Result")
 
 
 class FailsAt(TorchDispatchMode):
@@ -34,6 +39,12 @@ class FailsAt(TorchDispatchMode):
         if self.operations - 1 == self._point:
             raise self._error
         return func(*args, **(kwargs or {}))
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The plain tensors of this rank that the parameters and the optimizer's state consist of."""
+    states = [value for values in optimizer.state.values() for value in values.values()]
+    return [part for tensor in [*model.parameters(), *states] for part in plain_parts(tensor.detach())]
 
 
 class ShardedTrainee:
@@ -76,9 +87,13 @@ class ShardedTrainee:
 
     def state(self) -> list[torch.Tensor]:
         """Copies of this rank's parameters and optimizer state."""
-        states = [value for values in self.optimizer.state.values() for value in values.values()]
-        tensors = [tensor.detach() for tensor in [*self.model.parameters(), *states]]
-        return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone() for tensor in tensors]
+        return [tensor.clone() for tensor in tensors_of(self.model, self.optimizer)]
+
+
+def under(faults: Mapping[int, Fault], number: int, run: Callable[[], Result]) -> Result:
+    """What ``run`` returns, under the fault of that ``number``: for ``wrap_micro_steps``."""
+    with faults.get(number, nullcontext()):
+        return run()
 
 
 def same_bits(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:

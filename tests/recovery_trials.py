@@ -2,8 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
@@ -20,10 +19,9 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
-from tests.faults import same_bits
+from tests.faults import same_bits, tensors_of, under
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.fsdp_state import param_groups
-from torchtune_adaptive.memory.operations import plain_parts
 from torchtune_adaptive.recovery.attempts import MemoryPressure, Recovery
 from torchtune_adaptive.recovery.dry_run import dry_run
 from torchtune_adaptive.recovery.events import MemoryEvent
@@ -77,14 +75,6 @@ class Tally:
         return self.struck > 0 and not self.wrong and not self.left_behind
 
 
-class Resizable(Slices):
-    """Slices of a size that a trial sets anew."""
-
-    def resize(self, size: int) -> None:
-        """Set it."""
-        self._size = size
-
-
 class Trials:
     """One model, and two optimizer steps that are repeated from the same initial state. A collective."""
 
@@ -92,7 +82,7 @@ class Trials:
         self.case = case
         self.rank = dist.get_rank()
         self.consensus = Consensus()
-        self.micro_batches = Resizable(ROWS)
+        self.micro_batches = Slices(ROWS)
         self.loss = CEWithChunkedOutputLoss(num_output_chunks=2)
         self.model = self._model()
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.05)
@@ -178,7 +168,7 @@ class Trials:
 
         cuts = (batch[start : start + rows] for batch in window for start in range(0, len(batch), rows))
         runs = (partial(self.micro_step, rows) for rows in cuts)
-        micro_steps = [partial(self._run, faults, number, run) for number, run in enumerate(runs)]
+        micro_steps = [partial(under, faults, number, run) for number, run in enumerate(runs)]
         attempt = self.recovery.attempt(micro_steps, is_thrashing=lambda: False)
         assert (attempt.result is None) == (attempt.pressure is MemoryPressure.OUT_OF_MEMORY)
         return attempt.result
@@ -186,7 +176,7 @@ class Trials:
     def step(self, window: list[list[torch.Tensor]], rows: int, faults: dict[int, Fault] | None = None) -> int:
         """An optimizer step over ``window``; the rows of the micro-batches with which it succeeded."""
         self.micro_batches.resize(rows)
-        self.recoverable.wrap_micro_steps(partial(self._run, faults or {}))
+        self.recoverable.wrap_micro_steps(partial(under, faults or {}))
         num_tokens = self.recoverable([row for batch in window for row in batch]).num_tokens.clone()
         dist.all_reduce(num_tokens)
         training.scale_grads(self.model, dist.get_world_size() / num_tokens)
@@ -199,23 +189,14 @@ class Trials:
         self.events.append(event)
         self.left += self._left_behind()
 
-    @staticmethod
-    def _run(faults: dict[int, Fault], number: int, run: Callable[[], Sums]) -> Sums:
-        with faults.get(number, nullcontext()):
-            return run()
-
     def state(self) -> list[torch.Tensor]:
         """Copies of this rank's trained parameters and optimizer state."""
-        return [tensor.detach().clone() for tensor in self._tensors()]
-
-    def _tensors(self) -> list[torch.Tensor]:
-        states = [value for values in self.optimizer.state.values() for value in values.values()]
-        return [part for tensor in [*self.model.parameters(), *states] for part in plain_parts(tensor.detach())]
+        return [tensor.clone() for tensor in tensors_of(self.model, self.optimizer)]
 
     @torch.no_grad()
     def rewind(self) -> None:
         """Restore the initial state."""
-        for tensor, saved in zip(self._tensors(), self._saved, strict=True):
+        for tensor, saved in zip(tensors_of(self.model, self.optimizer), self._saved, strict=True):
             tensor.copy_(saved)
         torch.manual_seed(1000 + self.rank)
         self.activations.clear()

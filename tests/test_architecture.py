@@ -16,6 +16,7 @@ ORDER = [
     "errors",
     "files",
     "text",
+    "logs",
     "progress",
     "signals",
     "memory",

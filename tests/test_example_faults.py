@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from examples.fsdp2_loop import SAMPLES_PER_STEP, make_model, micro_step, train
-from tests.faults import same_bits
+from tests.faults import same_bits, tensors_of, under
 from tests.ranks import run_on_ranks
 from torchtune_adaptive import RecoverableStep
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.memory.operations import plain_parts
+from torchtune_adaptive.recovery.micro_batches import Slices
 from torchtune_adaptive.testing import Fault
 
 RANKS = 2
@@ -24,41 +24,26 @@ class Example:
     def __init__(self) -> None:
         self.model = make_model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self._step(SAMPLES_PER_STEP).close()  # makes the optimizer's state
-        self._saved = [tensor.clone() for tensor in self._tensors()]
-
-    def trained(self, micro_batch_size: int, fault: Fault) -> tuple[int, list[torch.Tensor]]:
-        """The last size of a micro-batch, and all state at the end."""
-        for tensor, saved in zip(self._tensors(), self._saved, strict=True):
-            tensor.copy_(saved)  # detached
-        torch.manual_seed(7)
-        step = self._step(micro_batch_size)
-
-        def around(number: int, run: Any) -> Any:
-            if number:
-                return run()
-            with fault:
-                return run()
-
-        step.wrap_micro_steps(around)
-        train(self.model, self.optimizer, step, STEPS)
-        step.close()
-        return step.micro_batch_size, [tensor.clone() for tensor in self._tensors()]
-
-    def _step(self, size: int) -> "RecoverableStep[torch.Tensor]":
-        step = RecoverableStep(
+        self.slices = Slices(SAMPLES_PER_STEP)
+        self.step = RecoverableStep(
             self.model,
             partial(micro_step, self.model),
-            micro_batch_size=size,
+            micro_batch_size=self.slices,
             optimizer=self.optimizer,
             on_event=lambda event: None,
         )
-        step.rehearse([[1, 2, 3], [4, 5]])
-        return step
+        self.step.rehearse([[1, 2, 3], [4, 5]])
+        self._saved = [tensor.clone() for tensor in tensors_of(self.model, self.optimizer)]
 
-    def _tensors(self) -> list[torch.Tensor]:
-        states = [value for values in self.optimizer.state.values() for value in values.values()]
-        return [part.detach() for tensor in [*self.model.parameters(), *states] for part in plain_parts(tensor)]
+    def trained(self, micro_batch_size: int, fault: Fault) -> tuple[int, list[torch.Tensor]]:
+        """The last size of a micro-batch, and all state at the end."""
+        for tensor, saved in zip(tensors_of(self.model, self.optimizer), self._saved, strict=True):
+            tensor.copy_(saved)
+        torch.manual_seed(7)
+        self.slices.resize(micro_batch_size)
+        self.step.wrap_micro_steps(partial(under, {0: fault}))
+        train(self.model, self.optimizer, self.step, STEPS)
+        return self.slices.size, [tensor.clone() for tensor in tensors_of(self.model, self.optimizer)]
 
 
 def _every_operation(rank: int, stride: int) -> tuple[int, int, list[Any]]:

@@ -96,7 +96,7 @@ def _logged_before_training(rank: int, directory: Path) -> list[str]:
     optimizer = torch.optim.AdamW(recipe.model.parameters(), lr=0.1, fused=True)
     stepping = OptimizerStep(recipe.model, [optimizer], ranks=1, max_grad_norm=1.0)
     logged: list[str] = []
-    note = mock.patch.object(logging.Logger, "log", lambda logger, level, text, **options: logged.append(text))
+    note = mock.patch.object(logging.Logger, "warning", lambda logger, text: logged.append(text))
     with leaks([]), note:
         build_trainer(replace(recipe.parts, stepping=stepping, scheduler=None), AdaptiveSettings(), Consensus())
     return [line for line in logged if "host memory" in line]

@@ -191,6 +191,8 @@ def test_disabled_it_runs_micro_steps_and_lets_errors_pass() -> None:
     assert same_bits(toy.gradients(), expected)
     with pytest.raises(torch.OutOfMemoryError):
         toy.failing(0).gradients()
+    with pytest.raises(InputError, match="must have samples, but has none"):
+        toy.step([])
 
 
 def test_the_optimizers_state_is_there_after_the_rehearsal() -> None:

@@ -185,8 +185,8 @@ class _Assembly:
             if start.epoch_steps:
                 resumed += f", step {start.epoch_steps}"
             trainer.note_batch_size(reason + resumed, epoch=parts.epochs.start)
-        if leak := leak_warning(parts.stepping.optimizers):
-            utils.log_rank_zero(log, leak)
+        if self._consensus.rank == 0 and (leak := leak_warning(parts.stepping.optimizers)):
+            log.warning(leak)
         return trainer
 
     def _find_sizes(self) -> Sizes:

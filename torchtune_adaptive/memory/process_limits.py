@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torchtune_adaptive.logs import warn_on_rank_zero
 from torchtune_adaptive.text import format_bytes
 
 _COUNTED = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}  # the field of /proc/self/status that each limit counts
@@ -74,9 +75,8 @@ def _free_at_once(limits: str) -> None:
     if not hasattr(c_library, "mallopt") or c_library.mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES) != 1:
         return  # an allocator of another kind
     c_library.malloc_trim(0)
-    if os.environ.get("RANK", "0") != "0":
-        return
-    log.warning(
+    warn_on_rank_zero(
+        log,
         f"The system limits this process's memory ({limits}): from now on it gets freed tensors back at once, so that"
         " the batch size found holds; steps may take longer. To train with it in another process, start that with"
         f" MALLOC_MMAP_THRESHOLD_={_THRESHOLD_BYTES} in its environment.",

@@ -30,6 +30,8 @@ from torchtune_adaptive.memory.out_of_memory import (
 
 log = logging.getLogger(__name__)
 
+NO_SAMPLES = "An optimizer step must have samples, but has none."
+
 Result = TypeVar("Result")
 
 
@@ -205,12 +207,10 @@ class _Done(Generic[Result]):
         self.result: Result | None = None
         self.error: str | None = None
         self.in_backward = False
-        self._has_result = False
 
     def add(self, result: Result) -> None:
         """Add the result of one more micro-step."""
-        self.result = sum_of_results(self.result, result) if self._has_result else result
-        self._has_result = True
+        self.result = sum_of_results(self.result, result)
 
     def fail(self, error: Exception) -> None:
         """Keep what is to be said of ``error``, but not itself."""
@@ -220,13 +220,13 @@ class _Done(Generic[Result]):
 
 
 def sum_of_results(one: Any, other: Any) -> Any:
-    """The sum of two results of micro-steps; of tuples part by part, and nothing of nothing."""
+    """The sum of two results of micro-steps, of tuples part by part; ``other`` if ``one`` is None."""
     if isinstance(one, tuple):
         return tuple(map(sum_of_results, one, other))
-    return None if one is None else one + other
+    return other if one is None else one + other
 
 
 def _uneven(fewest: int, most: int) -> str:
     if not most:
-        return "An optimizer step must have samples, but has none."
+        return NO_SAMPLES
     return f"Every rank must have as many micro-steps, but one has {fewest} of them where another has {most}."

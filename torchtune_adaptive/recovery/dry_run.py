@@ -139,4 +139,5 @@ class _Record:
     def _differs_between_ranks(self, consensus: Consensus) -> bool:
         text = "\n".join(collective.description() for collective in self.template)
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        return consensus.min_over_ranks(digest) != consensus.max_over_ranks(digest)
+        smallest, largest = consensus.begin_min_and_max(digest)()
+        return smallest != largest

@@ -66,7 +66,7 @@ class Slices:
     unit = "samples"
 
     def __init__(self, size: int) -> None:
-        self._size = require_integer("micro_batch_size", size, minimum=1)
+        self.resize(size)
 
     @property
     def size(self) -> int:
@@ -90,6 +90,10 @@ class Slices:
         2
         """
         self._size = min(self._size, _length(samples)) // 2
+
+    def resize(self, size: int) -> None:
+        """Set the size, the same on every rank."""
+        self._size = require_integer("micro_batch_size", size, minimum=1)
 
     def rehearsals(self, samples: Any) -> list[list[Any]]:
         """The first sample and the first two; if that does not fit, the first one twice. None if there is no sample."""

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError, NothingFitsError
+from torchtune_adaptive.logs import warn_on_rank_zero
 from torchtune_adaptive.memory.devices import computing_device
-from torchtune_adaptive.recovery.attempts import Attempt, MemoryPressure, Recovery, sum_of_results
+from torchtune_adaptive.recovery.attempts import NO_SAMPLES, Attempt, MemoryPressure, Recovery, sum_of_results
 from torchtune_adaptive.recovery.events import MemoryEvent
 from torchtune_adaptive.recovery.micro_batches import MicroBatches, Slices
 from torchtune_adaptive.recovery.rehearsal import Rehearsal
@@ -72,7 +73,7 @@ class RecoverableStep(Generic[Sums]):
         self._micro_batches: MicroBatches = micro_batch_size if cuts else Slices(micro_batch_size)
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._forget = forget
-        self._on_event = on_event or self._warn
+        self._on_event = on_event or (lambda event: warn_on_rank_zero(log, str(event)))
         self._device = computing_device(model)
         self._owns_watch = watch is None
         self._watch = watch or PressureWatch.of(model, self._device)
@@ -154,7 +155,7 @@ class RecoverableStep(Generic[Sums]):
             self.rehearse(samples)
         self._number = self._number + 1 if number is None else number
         if self._recovery is None:
-            return functools.reduce(sum_of_results, (run() for run in self._runs(samples, first=0)))
+            return self._sum(self._runs(samples, first=0))
         self._check_no_gradients()
         restore = self._recovery.keep()
         first = 0
@@ -168,6 +169,12 @@ class RecoverableStep(Generic[Sums]):
                 return cast(Sums, attempt.result)
             first += len(runs)
             restore()
+
+    def _sum(self, runs: list[Callable[[], Sums]]) -> Sums:
+        """The sum of what ``runs`` return, without recovery."""
+        if not runs:
+            raise InputError(NO_SAMPLES)
+        return functools.reduce(sum_of_results, (run() for run in runs))
 
     def _runs(self, samples: Any, *, first: int) -> list[Callable[[], Sums]]:
         """The micro-steps of ``samples``; ``first`` is the number of the first one."""
@@ -208,10 +215,6 @@ class RecoverableStep(Generic[Sums]):
             self._watch.stop()
         self._events.append(event)
         self._on_event(event)
-
-    def _warn(self, event: MemoryEvent) -> None:
-        if self._watch.consensus.rank == 0:
-            log.warning("%s", event)
 
     def _end_recovery(self) -> None:
         if self._recovery is not None:

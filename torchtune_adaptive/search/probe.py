@@ -10,6 +10,7 @@ import torch
 
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.vote import Outcome, run_with_votes
+from torchtune_adaptive.logs import warn_on_rank_zero
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.memory.process_limits import room_bytes
 from torchtune_adaptive.memory.timeline import Forecast, Timeline
@@ -115,10 +116,9 @@ class Prober:
         if self._has_timelines() and self._forecast() is None and not self._has_explained:
             self._has_explained = True
             sizes = " and ".join(map(str, self._timeline_sizes))
-            if self._consensus.rank == 0:
-                log.warning(
-                    f"Steps of {sizes} rows ran different operations: no forecast, the search doubles and bisects."
-                )
+            warn_on_rank_zero(
+                log, f"Steps of {sizes} rows ran different operations: no forecast, the search doubles and bisects."
+            )
 
     def _must_trace_again(self) -> bool:
         """Whether the small sizes ran different operations, once: the first step at a size may compile kernels."""

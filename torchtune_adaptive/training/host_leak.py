@@ -38,10 +38,13 @@ def leak_warning(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
     """
     optimizers = [one for one in optimizers if type(one) in _STEPPED and _sharded(one)]
     try:
-        if not optimizers or not _Twins(optimizers[:1], tensors=1).leaks():
-            return None
-    except Exception:  # of a step that nobody asked for: a real one will tell
+        return _leak(optimizers) if optimizers and _Twins(optimizers[:1], tensors=1).leaks() else None
+    except Exception:  # of steps that nobody asked for: a real one will tell
         return None
+
+
+def _leak(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """What steps of ``optimizers`` leak, as a sentence."""
     leaked = _Twins(optimizers).leaked_bytes_per_step()
     choices = [(_Twins(optimizers, options).leaked_bytes_per_step(), options) for options in _IMPLEMENTATIONS]
     least, options = min(choices, key=lambda choice: choice[0])
