@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.recovery_cost
 
-Two CPU ranks, each with equal models: in each round every loop trains a few steps, in an order that turns, so that a
-noisy machine hits all alike. A second plain loop shows how far equal loops seem to differ. All must end with the same
+Two CPU ranks, each with equal models: in each round every loop trains a step, in an order that turns, so that a noisy
+machine hits all alike. A second plain loop shows how far equal loops seem to differ. All must end with the same
 parameters. Prints a table and writes it to ``results/recovery_cost_cpu.md``.
 """
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
-from benchmarks.tables import publish, spread, table
+from benchmarks.tables import middle, publish, table
 from benchmarks.turns import turns
 from torchtune_adaptive import RecoverableStep
 
@@ -36,14 +36,13 @@ RATIOS = ((OURS, PLAIN), (PLAIN_AGAIN, PLAIN))
 
 @dataclass(frozen=True)
 class Case:
-    """A model of sharded layers, what a step trains on, and how many steps are timed in how many rounds."""
+    """A model of sharded layers, what a step trains on, and in how many rounds a step is timed."""
 
     layers: int
     width: int
     samples: int
     micro_batch_size: int
     rounds: int
-    timed_steps: int
 
     @property
     def name(self) -> str:
@@ -54,10 +53,10 @@ class Case:
 
 
 CASES = [
-    Case(layers=1, width=32, samples=32, micro_batch_size=32, rounds=60, timed_steps=10),
-    Case(layers=4, width=128, samples=256, micro_batch_size=256, rounds=60, timed_steps=4),
-    Case(layers=4, width=128, samples=256, micro_batch_size=64, rounds=40, timed_steps=2),
-    Case(layers=8, width=256, samples=1024, micro_batch_size=1024, rounds=24, timed_steps=2),
+    Case(layers=1, width=32, samples=32, micro_batch_size=32, rounds=900),
+    Case(layers=4, width=224, samples=256, micro_batch_size=256, rounds=1500),
+    Case(layers=4, width=128, samples=256, micro_batch_size=64, rounds=600),
+    Case(layers=8, width=256, samples=1024, micro_batch_size=1024, rounds=200),
 ]
 
 
@@ -135,11 +134,10 @@ def _measured(case: Case) -> Times:
     times = Times({variant: [] for variant in VARIANTS}, {variant: [] for variant in VARIANTS})
     for number, variant in turns(VARIANTS, 1 + case.rounds):
         wall, cpu = time.perf_counter(), time.thread_time()
-        for _ in range(case.timed_steps):
-            loops[variant].train()
+        loops[variant].train()
         if number:  # in the first round lazy set-up is done
-            times.wall_ms[variant].append(1e3 * (time.perf_counter() - wall) / case.timed_steps)
-            times.cpu_ms[variant].append(1e3 * (time.thread_time() - cpu) / case.timed_steps)
+            times.wall_ms[variant].append(1e3 * (time.perf_counter() - wall))
+            times.cpu_ms[variant].append(1e3 * (time.thread_time() - cpu))
     for loop in loops.values():
         if not all(map(torch.equal, loop.parameters(), loops[PLAIN].parameters())):
             raise RuntimeError("the loops ended with different parameters, so that they did not do the same work")
@@ -150,17 +148,17 @@ def _rows(case: Case, times: Times) -> list[list[str]]:
     rows = []
     for clock, by_variant in (("wall", times.wall_ms), ("cpu", times.cpu_ms)):
         ratios = [
-            spread([other / one for one, other in zip(by_variant[one], by_variant[other], strict=True)], digits=3)
+            middle([other / one for one, other in zip(by_variant[one], by_variant[other], strict=True)], digits=3)
             for one, other in RATIOS
         ]
         more_ms = [ours - plain for ours, plain in zip(by_variant[OURS], by_variant[PLAIN], strict=True)]
         plain_ms = f"{median(by_variant[PLAIN]):.1f}"
-        rows.append([case.name, f"{case.rounds} x {case.timed_steps}", clock, plain_ms, *ratios, spread(more_ms)])
+        rows.append([case.name, str(case.rounds), clock, plain_ms, *ratios, middle(more_ms)])
     return rows
 
 
 def _report(measured: list[tuple[Case, Times]], run: dict[str, Any]) -> None:
-    header = ["step", "rounds x steps", "clock", f"{PLAIN}, ms"]
+    header = ["step", "rounds", "clock", f"{PLAIN}, ms"]
     header += [*(f"{one} / {other}" for one, other in RATIOS), f"{OURS} - {PLAIN}, ms per step"]
     lines = [
         "# What recovery costs a plain FSDP2 loop, CPU",
@@ -169,7 +167,7 @@ def _report(measured: list[tuple[Case, Times]], run: dict[str, Any]) -> None:
         "",
         "A model of sharded layers and its root, AdamW, clipping. All loops live in the same processes and"
         " take turns in every round; their parameters at the end are equal, bit for bit. Ratios of speeds, larger than"
-        " 1 where the first is faster; median [quartiles] over the rounds. By the wall's clock, and by the CPU time of"
+        " 1 where the first is faster; median over the rounds (and its interval of 95 % confidence). By the wall's clock, and by the CPU time of"
         " rank 0's training thread, which leaves out its waits for the other rank and which other load on the machine"
         f" disturbs less. '{PLAIN_AGAIN}' is a second plain loop: how far equal loops seem to differ.",
         "",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -18,6 +18,17 @@ def spread(values: Sequence[float], *, digits: int = 2) -> str:
     """
     first, middle, third = quantiles(values, n=4, method="inclusive")
     return f"{middle:.{digits}f} [{first:.{digits}f}, {third:.{digits}f}]"
+
+
+def middle(values: Sequence[float], *, digits: int = 2) -> str:
+    """Median (its interval of 95 % confidence, from the ranks of the values).
+
+    >>> middle([float(number) for number in range(101)], digits=0)
+    '50 (41, 59)'
+    """
+    ordered, half = sorted(values), 0.98 * len(values) ** 0.5
+    low, high = (ordered[round((len(values) - 1) / 2 + away)] for away in (-half, half))
+    return f"{median(ordered):.{digits}f} ({low:.{digits}f}, {high:.{digits}f})"
 
 
 def publish(lines: Sequence[str], path: Path) -> None:

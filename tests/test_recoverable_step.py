@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -264,10 +265,9 @@ def _mistakes(rank: int) -> dict[str, str]:
     step = RecoverableStep(model, micro_step, micro_batch_size=2)
     told["none at first"] = _sentence(lambda: step(SAMPLES[: 4 * rank]))
     train(step)
-    told["fewer"] = _sentence(lambda: step(SAMPLES[: 4 + 4 * rank]))
-    train(step)
-    told["none"] = _sentence(lambda: step(SAMPLES[: 4 * rank]))
-    train(step)
+    for name, samples in {"fewer": (4, 8), "one": (8, 2), "none": (0, 4), "none and one": (1, 0), "no": (0, 0)}.items():
+        told[name] = _sentence(partial(step, SAMPLES[: samples[rank]]))
+        train(step)
     step.wrap_micro_steps(lambda number, run: out_of_memory() if rank == 0 else run())
     told["out of memory and fewer"] = _sentence(lambda: step(SAMPLES[: 4 + 4 * rank]))
     told["nothing fits"] = _sentence(lambda: step(SAMPLES[:1]), NothingFitsError)
@@ -285,9 +285,12 @@ def test_two_ranks_are_told_of_mistakes_with_the_same_sentence_and_go_on() -> No
     assert first["sizes"] == "`micro_batch_size` must be the same on every rank, but is 2 on one and 3 on another."
     assert "has none on some" in first["none at first"]
     assert first["fewer"] == "Every rank must have as many micro-steps, but one has 2 of them where another has 4."
+    assert "one has 1 of them where another has 4" in first["one"]
     assert "one has 0 of them where another has 2" in first["none"]
+    assert "one has 0 of them where another has 1" in first["none and one"]
+    assert first["no"] == "An optimizer step must have samples, but has none."
     assert first["out of memory and fewer"] == first["fewer"]
-    assert "a single row per micro-step must fit, but in step 7 rank 0 ran out of memory" in first["nothing fits"]
+    assert "a single row per micro-step must fit, but in step 13 rank 0 ran out of memory" in first["nothing fits"]
     assert first["replicated"] == (
         "An out-of-memory error in training will end the run:"
         " the model is in a DistributedDataParallel, not sharded by `fully_shard` (FSDP2)."

@@ -240,10 +240,10 @@ def test_four_ranks_recover_at_many_operations(case: Case) -> None:
 # ---- one process
 
 
-def _alone(model: nn.Module) -> Recovery:
+def _alone(model: nn.Module, consensus: Consensus | None = None) -> Recovery:
     rows = [torch.ones(1, 4), torch.ones(2, 4)]
     micro_steps = [lambda batch=batch: model(batch).sum().backward() for batch in rows]
-    recovery = dry_run(micro_steps, model=model, device=CPU, consensus=Consensus()).recovery
+    recovery = dry_run(micro_steps, model=model, device=CPU, consensus=consensus or Consensus()).recovery
     assert recovery is not None
     return recovery
 
@@ -281,6 +281,18 @@ def test_alone_a_later_micro_step_out_of_memory_discards_the_whole_step_and_its_
 def test_alone_thrashing_leaves_the_step_as_it_is() -> None:
     attempt = _alone(nn.Linear(4, 4)).attempt([lambda: 3], is_thrashing=lambda: True)
     assert (attempt.result, attempt.pressure) == (3, MemoryPressure.THRASHING)
+
+
+@pytest.mark.parametrize(
+    ("is_even", "micro_steps", "exchanges"), [(True, 1, 1), (True, 3, 1), (False, 1, 1), (False, 3, 2)]
+)
+def test_ranks_exchange_once_or_twice_in_a_step(is_even: bool, micro_steps: int, exchanges: int) -> None:
+    with mock.patch.object(consensus := Consensus(), "begin_max", wraps=consensus.begin_max) as begin_max:
+        recovery = _alone(nn.Linear(4, 4), consensus)
+        begin_max.reset_mock()
+        attempt = recovery.attempt([lambda: 1] * micro_steps, is_thrashing=lambda: True, is_even=is_even)
+    assert (attempt.result, attempt.pressure) == (micro_steps, MemoryPressure.THRASHING)
+    assert begin_max.call_count == exchanges
 
 
 def test_alone_another_error_comes_through() -> None:

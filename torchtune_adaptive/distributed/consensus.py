@@ -48,26 +48,30 @@ class Consensus:
 
     def max_over_ranks(self, number: int) -> int:
         """Return the largest ``number`` of all ranks (64-bit)."""
-        return self._reduce(number, dist.ReduceOp.MAX)
+        return self.begin_max(number)()[0]
 
     def min_over_ranks(self, number: int) -> int:
         """Return the smallest ``number`` of all ranks (64-bit)."""
-        return self._reduce(number, dist.ReduceOp.MIN)
+        return -self.max_over_ranks(-number)
 
-    def begin_min_and_max(self, number: int) -> Callable[[], tuple[int, int]]:
-        """Begin to exchange ``number`` (64-bit), and return a function that waits for the smallest and largest.
+    def min_and_max(self, number: int) -> tuple[int, int]:
+        """Return the smallest and the largest ``number`` of all ranks (64-bit)."""
+        negated_smallest, largest = self.begin_max(-number, number)()
+        return -negated_smallest, largest
+
+    def begin_max(self, *numbers: int) -> Callable[[], list[int]]:
+        """Begin to exchange ``numbers`` (64-bit), and return a function that waits for the largest one at each place.
 
         What ranks do in between hides the time that it takes. Every rank must call the function.
         """
         if self._group is None:
-            return lambda: (number, number)
-        tensor = torch.tensor([-number, number], dtype=torch.int64, device="cpu")
+            return lambda: list(numbers)
+        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         work = cast(dist.Work, dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
 
-        def wait() -> tuple[int, int]:
+        def wait() -> list[int]:
             work.wait()
-            negated, largest = tensor.tolist()
-            return -negated, largest
+            return tensor.tolist()
 
         return wait
 
@@ -108,10 +112,3 @@ class Consensus:
         if isinstance(answer, InputError | RunEnded):
             raise answer
         return answer
-
-    def _reduce(self, number: int, op: Any) -> int:
-        if self._group is None:
-            return number
-        tensor = torch.tensor([number], dtype=torch.int64, device="cpu")
-        dist.all_reduce(tensor, op=op, group=self._group)
-        return int(tensor.item())

@@ -5,6 +5,7 @@ that follow, without computing. The other ranks compute on. After the last micro
 whether the optimizer step may be taken.
 """
 
+import functools
 import logging
 import traceback
 from collections.abc import Callable, Sequence
@@ -113,17 +114,27 @@ class Recovery:
 
         Args:
             is_thrashing: called on ranks that did not run out of memory.
-            is_even: all ranks are known to have as many micro-steps. If not, a second collective tells it, while the
-                micro-steps run.
+            is_even: all ranks are known to have as many micro-steps. If not, and some rank has several, a second
+                collective tells it, while all but the first micro-step run.
 
         Raises:
             CollectiveInDoubtError: this rank cannot issue the same collectives as its peers. It must end, and the
                 launcher then ends the others.
             InputError: some rank has fewer micro-steps than another, or none has any; on every rank.
         """
-        number = len(micro_steps)
-        fewest_and_most = (lambda: (number, number)) if is_even else self._consensus.begin_min_and_max(number)
-        done = _Done[Result]()
+        done = _Done[Result](is_thrashing)
+        if is_even:
+            self._run_all(micro_steps, done)
+            worst = self._consensus.max_over_ranks(done.pressure)
+        else:
+            worst = self._run_and_compare(micro_steps, done)
+        if worst < MemoryPressure.OUT_OF_MEMORY:
+            return Attempt(done.result, MemoryPressure(worst), done.pressure, None)
+        self._clean()
+        return Attempt(None, MemoryPressure(worst), done.pressure, done.error, done.in_backward)
+
+    def _run_all(self, micro_steps: Sequence[Callable[[], Any]], done: "_Done[Any]") -> None:
+        """Run ``micro_steps``, or only issue their collectives once there is an error."""
         for micro_step in micro_steps:
             self._ledger.begin()
             if done.error is None:
@@ -132,20 +143,34 @@ class Recovery:
                 self._replay_rest(done.error)
             elif not self._ledger.agrees:
                 self._fall_out_of_step()
-        fewest, most = fewest_and_most()
-        for _ in range(most - number):  # else the others would wait for this rank in theirs
-            self._ledger.begin()
-            self._clean_up_after("fewer micro-steps than on another rank")
-            self._replay_rest("fewer micro-steps than on another rank")
-        own = MemoryPressure.OUT_OF_MEMORY if done.error is not None else MemoryPressure(is_thrashing())
-        worst = MemoryPressure(self._consensus.max_over_ranks(own))
-        if fewest != most or not most:
+
+    def _run_and_compare(self, micro_steps: Sequence[Callable[[], Any]], done: "_Done[Any]") -> int:
+        """Run ``micro_steps``, of which each rank may have another number; the worst pressure of all ranks.
+
+        Ranks compare after the first one: most often it is the only one, and the comparison the only exchange.
+        """
+        number = len(micro_steps)
+        if number:
+            self._run_all(micro_steps[:1], done)
+        else:
+            self._replay_another()
+        compared = self._consensus.begin_max(done.pressure if number == 1 else MemoryPressure.NONE, -number, number)
+        self._run_all(micro_steps[1:], done)
+        worst, negated_fewest, most = compared()
+        for _ in range(most - max(number, 1)):
+            self._replay_another()
+        if most > 1:
+            worst = self._consensus.max_over_ranks(done.pressure)
+        if -negated_fewest != most or not most:
             self._clean()
-            raise InputError(_uneven(fewest, most))
-        if worst is not MemoryPressure.OUT_OF_MEMORY:
-            return Attempt(done.result, worst, own, None)
-        self._clean()
-        return Attempt(None, worst, own, done.error, done.in_backward)
+            raise InputError(_uneven(-negated_fewest, most))
+        return worst
+
+    def _replay_another(self) -> None:
+        """Issue the collectives of a micro-step that this rank has not: else the others would wait for it in theirs."""
+        self._ledger.begin()
+        self._clean_up_after("fewer micro-steps than on another rank")
+        self._replay_rest("fewer micro-steps than on another rank")
 
     def _run(self, micro_step: Callable[[], Any], done: "_Done[Any]") -> None:
         """Add the result of ``micro_step`` to what is ``done``, or clean up and keep the text of its error there.
@@ -203,10 +228,16 @@ class Recovery:
 class _Done(Generic[Result]):
     """What has been done of an optimizer step: the sum of results, until an error ends it."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_thrashing: Callable[[], bool]) -> None:
         self.result: Result | None = None
         self.error: str | None = None
         self.in_backward = False
+        self._is_thrashing = is_thrashing
+
+    @functools.cached_property
+    def pressure(self) -> MemoryPressure:
+        """How short of memory this rank was, after the last micro-step."""
+        return MemoryPressure.OUT_OF_MEMORY if self.error is not None else MemoryPressure(self._is_thrashing())
 
     def add(self, result: Result) -> None:
         """Add the result of one more micro-step."""

@@ -139,5 +139,5 @@ class _Record:
     def _differs_between_ranks(self, consensus: Consensus) -> bool:
         text = "\n".join(collective.description() for collective in self.template)
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        smallest, largest = consensus.begin_min_and_max(digest)()
+        smallest, largest = consensus.min_and_max(digest)
         return smallest != largest

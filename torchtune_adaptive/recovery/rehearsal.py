@@ -88,7 +88,7 @@ class Rehearsal:
 
     def _check(self, size: int, *, has_samples: bool) -> None:
         """Check on all ranks what each has been given. A collective."""
-        smallest, largest = self._consensus.begin_min_and_max(size)()
+        smallest, largest = self._consensus.min_and_max(size)
         if smallest != largest:
             raise InputError(
                 f"`micro_batch_size` must be the same on every rank, but is {smallest} on one and {largest} on another."
