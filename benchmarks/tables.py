@@ -27,7 +27,8 @@ def middle(values: Sequence[float], *, digits: int = 2) -> str:
     '50 (41, 59)'
     """
     ordered, half = sorted(values), 0.98 * len(values) ** 0.5
-    low, high = (ordered[round((len(values) - 1) / 2 + away)] for away in (-half, half))
+    center, last = (len(values) - 1) / 2, len(values) - 1
+    low, high = ordered[max(0, round(center - half))], ordered[min(last, round(center + half))]
     return f"{median(ordered):.{digits}f} ({low:.{digits}f}, {high:.{digits}f})"
 
 
