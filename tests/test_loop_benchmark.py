@@ -79,9 +79,9 @@ def test_a_step_reads_one_tensor_and_a_stock_one_two(by_variant: dict[str, Count
     assert by_variant[ON].reads - by_variant[ON].agreement == STEPS  # the answer lies in host memory, on any device
 
 
-def test_each_micro_step_has_its_collectives_and_clipping_one(counted: list[dict[str, dict[str, Counts]]]) -> None:
+def test_each_micro_step_has_its_collectives_and_clipping_too(counted: list[dict[str, dict[str, Counts]]]) -> None:
     """The counter sees what it should."""
     for variant in VARIANTS:
         once, once_clipped, twice = (counted[0][_name(case)][variant].training for case in CASES)
-        assert once_clipped == once + STEPS
+        assert once_clipped - once in (STEPS, 2 * STEPS)  # two for the norm in torch 2.9
         assert twice > once + 10 * STEPS
