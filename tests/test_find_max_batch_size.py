@@ -564,8 +564,7 @@ def test_probes_look_for_garbage_only_among_what_they_have_made() -> None:
     gc.unfreeze()
     try:
         Watching().find("1MiB")
-        assert frozen
-        assert all(frozen)
-        assert gc.get_freeze_count() == 0
+        assert min(frozen) > 10_000
+        assert gc.get_freeze_count() < 1000  # Python 3.12 counts its own immortal objects
     finally:
         gc.freeze()  # as other tests expect
