@@ -16,8 +16,8 @@ def spread(values: Sequence[float], *, digits: int = 2) -> str:
     >>> spread([1.0, 2.0, 4.0], digits=1)
     '2.0 [1.5, 3.0]'
     """
-    first, middle, third = quantiles(values, n=4, method="inclusive")
-    return f"{middle:.{digits}f} [{first:.{digits}f}, {third:.{digits}f}]"
+    first, second, third = quantiles(values, n=4, method="inclusive")
+    return f"{second:.{digits}f} [{first:.{digits}f}, {third:.{digits}f}]"
 
 
 def middle(values: Sequence[float], *, digits: int = 2) -> str:
