@@ -34,7 +34,7 @@ CASES = [
 def main() -> None:
     rows = []
     for config, ranks in tqdm(CASES, desc="planning"):
-        command = [sys.executable, "-m", "torchtune_adaptive.plan.cli", "plan", "--config", config, "--json"]
+        command = [sys.executable, "-m", "torchtune_adaptive.cli.main", "plan", "--config", config, "--json"]
         command += ["--nproc_per_node", str(ranks), "--memory", "80GiB", "--seq-len", "2048"]
         answer, seconds, resident_bytes = _run(command)
         plan = json.loads(answer)

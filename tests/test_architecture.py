@@ -27,7 +27,19 @@ ORDER = [
     "settings",
     "search",
 ]
-ORDER += ["training", "checkpoints", "stock", "trainer", "assembly", "recipe", "launch", "plan", "testing", "tiny"]
+ORDER += [
+    "training",
+    "checkpoints",
+    "stock",
+    "trainer",
+    "assembly",
+    "recipe",
+    "launch",
+    "plan",
+    "cli",
+    "testing",
+    "tiny",
+]
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
 ADAPTER = "AdaptiveRecipe"
 NAMES_OF_STOCK_IN = {"recipe.py", "plan/fake_recipe.py"}
@@ -63,7 +75,7 @@ WRITTEN_INTO = {
     "distributed/fsdp_state.py": {"group", "parameter", "state"},  # FSDP2's own, after a failure
     "launch.py": {"sys"},  # the command line, with the config's name resolved
     "memory/storages.py": {"torch"},  # a method that no dispatch mode sees
-    "plan/cli.py": {"parsed"},  # argparse's
+    "cli/main.py": {"parsed"},  # argparse's
     "plan/fake_recipe.py": {
         "module",
         "optimizer",

@@ -15,9 +15,9 @@ import torch
 from tests.step_events import EVENTS
 from tests.test_calibration import FakeCard, traced
 from tests.test_plan import CALIBRATION, GIB, MIB, peaks, step_of, tables
+from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan import calibration, client
-from torchtune_adaptive.plan.cli import main
 from torchtune_adaptive.plan.gpus import memory_of
 from torchtune_adaptive.plan.host_memory import HostFigures
 from torchtune_adaptive.plan.overhead import Calibration

@@ -18,8 +18,8 @@ from tests.recipe_runs import (
     tiny_config,
     without_saving,
 )
+from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.cli import main
 from torchtune_adaptive.plan.step_peaks import StepPeaks, TracedStep
 from torchtune_adaptive.plan.worker import StepTracer, trace_config
 from torchtune_adaptive.search.probe import Prober

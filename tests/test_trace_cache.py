@@ -158,5 +158,5 @@ def test_the_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_plan_waits_for_no_import_of_torch() -> None:
-    program = "import sys, torchtune_adaptive.plan.cli; sys.exit('torch' in sys.modules or 'torchtune' in sys.modules)"
+    program = "import sys, torchtune_adaptive.cli.main; sys.exit('torch' in sys.modules or 'torchtune' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

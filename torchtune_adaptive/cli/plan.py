@@ -1,23 +1,15 @@
-"""``tune-adaptive``: plan what fits without a GPU; calibrate what a GPU adds to a plan.
-
-tune-adaptive plan --config llama3_1/8B_full --nproc_per_node 8 --memory H100 --seq-len 4096,8192 [key=value ...]
-tune-adaptive plan --config llama3_1/8B_lora --memory A100-80GB --batch-size 1,2,4,8
-tune-adaptive plan --config llama3_1/8B_full --memory H100 --batch-size 4 --modules --plot step.svg
-tune-adaptive plan --config llama3_1/8B_full --memory 24GiB,A100-80GB,H100 --nproc_per_node 1,2,4,8
-tune-adaptive calibrate --output h100.json
-"""
+"""``tune-adaptive plan``: what fits of a config, found without a GPU, weights or data."""
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from omegaconf import DictConfig
 
+from torchtune_adaptive.cli.arguments import Commands, integer, integers
 from torchtune_adaptive.errors import InputError, require_integer
-from torchtune_adaptive.plan.client import calibration_peak, trace
+from torchtune_adaptive.plan.client import trace
 from torchtune_adaptive.plan.gpus import is_amd, memory_of
 from torchtune_adaptive.plan.plan import USUAL_SEQ_LENS, Card, Plan, Trace, plan
 from torchtune_adaptive.plan.report import grid_text, plan_json, plan_text, suggestion_text, what_if_text
@@ -30,23 +22,8 @@ from torchtune_adaptive.stock.configs import load_config, method_of, resolved
 from torchtune_adaptive.text import format_bytes
 
 
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the program. A refused value ends it with one sentence on standard error and status 1."""
-    parser = _parser()
-    parsed, others = parser.parse_known_args(arguments)  # overrides may stand anywhere, as for `tune run`
-    if others and (parsed.command != "plan" or any(other.startswith("-") for other in others)):
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
-    parsed.overrides = [*vars(parsed).get("overrides", []), *others]
-    try:
-        parsed.run(parsed)
-    except InputError as error:
-        sys.exit(f"tune-adaptive {parsed.command}: {error}")
-    sys.exit(0)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tune-adaptive", description="The largest batch of a torchtune config.")
-    commands = parser.add_subparsers(dest="command", required=True)
+def add_plan(commands: Commands) -> None:
+    """Add the command."""
     command = commands.add_parser("plan", help="what fits of a config, found without a GPU, weights or data")
     command.add_argument("--config", required=True, help="name of a stock config or of ours, or a path")
     command.add_argument(
@@ -68,11 +45,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`")
     command.set_defaults(run=_plan)
-    command = commands.add_parser("calibrate", help="measure what this machine's GPU adds to a plan")
-    command.add_argument("--output", required=True, type=Path, help="file to write")
-    command.add_argument("--device-index", default="0", help="which GPU [0]")
-    command.set_defaults(run=_calibrate)
-    return parser
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -80,8 +52,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     settings = AdaptiveSettings.from_cfg(cfg)
     cfg = DictConfig(resolved(cfg))
     method_of(cfg)  # refused before anything is traced
-    nodes = _integer("nnodes", arguments.nnodes)
-    ranks = _integers("nproc_per_node", arguments.nproc_per_node)  # of each machine
+    nodes = integer("nnodes", arguments.nnodes)
+    ranks = integers("nproc_per_node", arguments.nproc_per_node)  # of each machine
     memories = _memories(arguments.memory, settings)
     of_one = {
         "--what-if": arguments.what_if,
@@ -95,7 +67,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.what_if:
         require_integer("batch_size", cfg.get("batch_size"), minimum=1)
     seq_lens = _seq_lens(arguments.seq_len, settings, cfg)
-    batch_sizes = [] if arguments.batch_size is None else _integers("batch_size", arguments.batch_size)
+    batch_sizes = [] if arguments.batch_size is None else integers("batch_size", arguments.batch_size)
     traced_by = TraceCache(trace, user_cache_folder())
     plans = {
         name: [
@@ -162,14 +134,6 @@ def _suggest(planned: Plan, cfg: DictConfig, *, prints: bool, traced_by: Trace) 
     return found
 
 
-def _calibrate(arguments: argparse.Namespace) -> None:
-    from torchtune_adaptive.plan.calibration import calibrate  # needs torch, which takes seconds that a plan spares
-
-    index = _integer("device_index", arguments.device_index, minimum=0)
-    measured = calibrate(arguments.output, forecast_peak=calibration_peak, device_index=index)
-    print(f"Calibration of {measured.gpu} written to {arguments.output}: {measured}")
-
-
 def _memories(text: str | None, settings: AdaptiveSettings) -> dict[str, int]:
     """The bytes of each GPU, by its name as it was given."""
     if text is not None:
@@ -182,7 +146,7 @@ def _memories(text: str | None, settings: AdaptiveSettings) -> dict[str, int]:
 def _seq_lens(text: str | None, settings: AdaptiveSettings, cfg: DictConfig) -> list[int]:
     """Row lengths to plan: those asked for, else the config's own, else the usual ones."""
     if text is not None:
-        return _integers("seq_len", text)
+        return integers("seq_len", text)
     if settings.seq_len is not None:
         return [settings.seq_len]
     tokenizer_len, model_len = (_max_seq_len(cfg, block) for block in ("tokenizer", "model"))
@@ -202,20 +166,3 @@ def _max_seq_len(cfg: DictConfig, block: str) -> int | None:
     values = cfg.get(block)
     length = values.get("max_seq_len") if isinstance(values, DictConfig) else None
     return None if length is None else require_integer(f"{block}.max_seq_len", length, minimum=1)
-
-
-def _integers(name: str, text: str) -> list[int]:
-    """Numbers with commas between."""
-    return [_integer(name, part) for part in text.split(",")]
-
-
-def _integer(name: str, text: str, *, minimum: int = 1) -> int:
-    try:
-        value: object = int(text)
-    except ValueError:
-        value = text  # which the check refuses and quotes
-    return require_integer(name, value, minimum=minimum)
-
-
-if __name__ == "__main__":
-    main()

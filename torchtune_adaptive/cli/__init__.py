@@ -1,0 +1,1 @@
+"""``tune-adaptive``: one module per command."""

@@ -1,0 +1,23 @@
+"""``tune-adaptive calibrate``: measure what this machine's GPU adds to a plan."""
+
+import argparse
+from pathlib import Path
+
+from torchtune_adaptive.cli.arguments import Commands, integer
+from torchtune_adaptive.plan.client import calibration_peak
+
+
+def add_calibrate(commands: Commands) -> None:
+    """Add the command."""
+    command = commands.add_parser("calibrate", help="measure what this machine's GPU adds to a plan")
+    command.add_argument("--output", required=True, type=Path, help="file to write")
+    command.add_argument("--device-index", default="0", help="which GPU [0]")
+    command.set_defaults(run=_calibrate)
+
+
+def _calibrate(arguments: argparse.Namespace) -> None:
+    from torchtune_adaptive.plan.calibration import calibrate  # needs torch, which takes seconds that a plan spares
+
+    index = integer("device_index", arguments.device_index, minimum=0)
+    measured = calibrate(arguments.output, forecast_peak=calibration_peak, device_index=index)
+    print(f"Calibration of {measured.gpu} written to {arguments.output}: {measured}")
