@@ -29,6 +29,7 @@ bench: $(STAMP) $(PEERS_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.checkpoints
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.crashes
 	OMP_NUM_THREADS=1 .venv-peers/bin/python -m benchmarks.search
+	.venv/bin/python -m benchmarks.search_chart
 	.venv/bin/python -m benchmarks.evidence
 
 # Under nine minutes on one CUDA device; without one a rehearsal of every part on the CPU.
