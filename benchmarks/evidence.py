@@ -1,4 +1,4 @@
-"""All results in one document, ``docs/evidence.md``, and what was not measured.
+"""A table of all results, ``docs/evidence.md``, and what was not measured.
 
     python -m benchmarks.evidence
 
@@ -12,42 +12,43 @@ RESULTS = Path(__file__).parent / "results"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "evidence.md"
 # What each result answers, in the document's order. Those of GPUs come first, whatever their names.
 QUESTIONS = {
-    "search_cpu": "How do the searches of other projects compare with ours?",
-    "search_accuracy_cpu": "Do the recipes' searches find the largest batch that fits?",
-    "forecast_accuracy_cpu": "Is the forecast of memory right?",
-    "allocator_events_cpu": "Is it right without any meter, for compiled code, and with torchao's optimizers?",
-    "published_gpu": "Do plans agree with peaks of GPU memory that others published?",
-    "plan_cost_cpu": "What does a forecast cost?",
-    "host_memory_cpu": "Is the forecast of host memory right?",
-    "process_limit_cpu": "Is the size found true where the system itself limits memory?",
-    "recovery_cpu": "Does training survive out-of-memory errors, and rightly?",
-    "recovery_cost_cpu": "What does recovery cost a loop of one's own?",
+    "search_cpu": "How does the search compare with those of other projects?",
+    "search_accuracy_cpu": "Does each strategy find the largest batch size that fits?",
+    "forecast_accuracy_cpu": "Is the predicted memory of a step right?",
+    "allocator_events_cpu": "Is it right for compiled code and for torchao's optimizers?",
+    "published_gpu": "Do plans agree with published measurements of GPU memory?",
+    "plan_cost_cpu": "How long does a plan take?",
+    "host_memory_cpu": "Is the predicted host memory right?",
+    "process_limit_cpu": "Does the size found hold under a memory limit of the operating system?",
+    "recovery_cpu": "Does training continue correctly after out-of-memory errors?",
+    "recovery_cost_cpu": "What does `RecoverableStep` cost in a plain FSDP2 loop?",
+    "loop_cpu": "How fast are the recipes compared with torchtune's?",
     "host_growth_cpu": "Does host memory grow with the steps of a sharded model?",
-    "crashes_cpu": "Does a run that is killed go on as if nothing had been?",
+    "crashes_cpu": "Does a killed run continue with the same results?",
     "checkpoints_cpu": "What do checkpoints of steps cost?",
-    "stock_starts_cpu": "Does any stock config start?",
-    "loop_cpu": "What does the loop cost while nothing happens?",
-    "tokens_cpu": "What does a token budget bring?",
+    "stock_starts_cpu": "Do torchtune's configs start with our recipes?",
+    "tokens_cpu": "What does a token budget save?",
     "objective_cpu": "Is the largest batch the fastest?",
-    "growth_cpu": "What does growth do to steps and learning rate?",
-    "gpu_rehearsal_cpu": "Does what is to be measured on a GPU run?",
+    "growth_cpu": "How do steps and learning rate follow a growing batch?",
+    "gpu_rehearsal_cpu": "Does the program that measures on a GPU run?",
 }
 ABOUT_GPUS = "What holds on a GPU?"
 NO_GPU = (
-    "**Any GPU.** No CUDA device and no NCCL has run any of this. Sizes found and planned, what the device adds to a"
-    " plan, recovery from errors of CUDA's allocator, its thrashing, and speeds are measured by `python -m"
-    " benchmarks.gpu` in nine minutes on one device; until somebody has, they are not known."
+    "**Any GPU.** No CUDA device and no NCCL has run any of this: neither sizes found and planned, nor what the device"
+    " adds to a plan, recovery from errors of CUDA's allocator, thrashing, or speed. `make gpu` measures all of it in"
+    " nine minutes on one device."
 )
 NOT_MEASURED = (
-    "More than four ranks, and more than one machine; recovery with NCCL.",
-    "Pretrained weights and data sets of the world: models here are small and random, data is made up. Large geometries"
-    " are planned (docs/stock_configs.md), none was run.",
-    "Activation offloading and bitsandbytes' optimizers in training; plans of them are compared with published peaks.",
-    "Whether growth by the gradient noise scale trains a better model, or sooner.",
-    "Composer's and SkyRL's searches: they need CUDA, and Ray. Peers on several ranks: those compared here have no"
-    " search that agrees between ranks.",
-    "torch 2.9 to 2.12: the tests pass with each, and growth of host memory is measured with each; the other figures"
-    " are of torch 2.13. Python other than 3.11.",
+    "More than four ranks; more than one machine; recovery with NCCL.",
+    "Pretrained weights and real data sets. Models here are small and random, data is made up. Large models are"
+    " [planned](stock_configs.md), not run.",
+    "Training with activation offloading or bitsandbytes' optimizers. Plans of them are compared with published"
+    " figures.",
+    "Whether growth by the gradient noise scale trains a better model, or trains it sooner.",
+    "The searches of Composer and SkyRL, which need CUDA and Ray; other projects' searches on several ranks, which do"
+    " not agree between ranks.",
+    "torch 2.9 to 2.12: the tests pass, and growth of host memory is measured; all other figures are of torch 2.13 with"
+    " Python 3.11.",
 )
 
 
@@ -68,11 +69,10 @@ def document() -> str:
     lines = [
         "# Evidence",
         "",
-        "What was measured, as its command printed it, with date, commit and machine. `make bench` measures all of it"
-        " again on a CPU but what `make exhaustive` does; `make gpu` is for a GPU. This document is put together by"
-        " `python -m benchmarks.evidence` from `benchmarks/results`.",
+        "The figures in this documentation are from these results, or from a test that is named beside them. Each result"
+        " names its command, date, commit and machine. `make bench` measures again on a CPU, `make exhaustive` runs the long tests, `make gpu` measures on a GPU.",
         "",
-        "| question | of commit | result |",
+        "| question | result | commit |",
         "| --- | --- | --- |",
         *(_entry(stem, found[stem]) for stem in stems),
         "",
@@ -80,20 +80,14 @@ def document() -> str:
         "",
         *(f"- {item}" for item in (NOT_MEASURED if gpus else (NO_GPU, *NOT_MEASURED))),
     ]
-    for stem in stems:
-        lines += ["", re.sub(r"^#", "##", found[stem], flags=re.MULTILINE).rstrip()]  # one level down
     return "\n".join(lines) + "\n"
 
 
 def _entry(stem: str, text: str) -> str:
     title = text.splitlines()[0].removeprefix("# ")
     commits = dict.fromkeys(re.findall(r"\bcommit ([0-9a-f]{7,}(?: with changes)?)", text))
-    return f"| {QUESTIONS.get(stem, ABOUT_GPUS)} | {', '.join(commits)} | [{title}](#{_anchor(title)}) |"
-
-
-def _anchor(title: str) -> str:
-    """As GitHub makes them."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+    link = f"../benchmarks/results/{stem}.md"
+    return f"| {QUESTIONS.get(stem, ABOUT_GPUS)} | [{title}]({link}) | {', '.join(commits)} |"
 
 
 if __name__ == "__main__":
