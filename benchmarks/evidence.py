@@ -69,7 +69,7 @@ def document() -> str:
     lines = [
         "# Evidence",
         "",
-        "The figures in this documentation are from these results, or from a test that is named beside them. Each result"
+        "Figures in this documentation are from these results, or from a test that is named beside them. Each result"
         " names its command, date, commit and machine. `make bench` measures again on a CPU, `make exhaustive` runs"
         " the long tests, `make gpu` measures on a GPU.",
         "",
