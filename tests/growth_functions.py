@@ -1,8 +1,9 @@
 """Functions that a config can name as `batch_increase_function`, most of them wrong in one way each."""
 
+from dataclasses import replace
 from typing import Any
 
-from torchtune_adaptive.batch.noise_scale import GradientNorms, MeasuredSchedule
+from torchtune_adaptive.batch.noise_scale import GradientNorms, MeasuredSchedule, gradient_noise_scale
 
 NOT_CALLABLE = 3
 
@@ -80,3 +81,10 @@ class Stubborn(Recording):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise KeyError("seen")
+
+
+class Noisy(gradient_noise_scale):
+    """Measures ten times the noise that there is, so that the batch grows by as much as it may on any data."""
+
+    def observe(self, norms: GradientNorms) -> None:
+        super().observe(replace(norms, small_norm_squared=10 * norms.small_norm_squared))

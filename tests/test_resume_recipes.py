@@ -29,7 +29,7 @@ from tests.recipe_runs import (
 from torchtune_adaptive.errors import InputError, RunEnded
 
 # 34 samples a rank are 17 micro-batches of 2 rows: with an accumulation of 2 one is left over at the first epoch's end.
-MEASURING = {"_component_": "torchtune_adaptive.schedule.gradient_noise_scale", "every_steps": 2, "min_measurements": 2}
+MEASURING = {"_component_": "tests.growth_functions.Noisy", "every_steps": 2, "min_measurements": 2}
 RUN: dict[str, Any] = SHALLOW | {
     "epochs": 4,
     "batch_size": 2,

@@ -80,7 +80,7 @@ def as_integer(value: object) -> int | None:
     >>> as_integer(8), as_integer(8.0), as_integer(True)
     (8, None, None)
     """
-    if isinstance(value, bool):
+    if type(value).__name__ in ("bool", "bool_"):  # numpy's too, which before numpy 2.3 can be an index
         return None
     try:
         return operator.index(value)  # pyright: ignore[reportArgumentType]  # any object may come from a config
