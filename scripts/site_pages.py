@@ -1,9 +1,9 @@
 """The hook of mkdocs by which links between files of the repository work on the site too.
 
-Documents link to each other, to results, examples and configs as files of the repository, so that the links work on a code
-host. The pages of the site are those in ``docs/``. Every other file that a page or the navigation names is added to the site
-under its own path: Markdown as a page, text as a page that shows it, anything else as it is. Without ``docs/index.md`` the
-README is the home page.
+Documents link to each other, to results, examples and configs as files of the repository, so that the links work on
+a code host. The pages of the site are those in ``docs/``. Every other file that a page or the navigation names is added
+to the site under its own path: Markdown as a page, text as a page that shows it, anything else as it is. Without
+``docs/index.md`` the README is the home page.
 """
 
 import posixpath
@@ -73,7 +73,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if not (REPOSITORY / source).is_file():
             continue  # mkdocs itself says so
         if files.get_file_from_path(_site_uri(source)) is None:
-            files.append(_added(source, config, InclusionLevel.UNDEFINED if source in in_nav else InclusionLevel.NOT_IN_NAV))
+            files.append(
+                _added(source, config, InclusionLevel.UNDEFINED if source in in_nav else InclusionLevel.NOT_IN_NAV)
+            )
         if source.endswith(".md"):
             linked = {file_linked(source, target) for target in link_targets((REPOSITORY / source).read_text())}
             pending += sorted(path for path in linked - seen if path is not None)
