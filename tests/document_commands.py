@@ -1,0 +1,234 @@
+"""The command lines of documents: each is read as its program reads it, and checked as far as that needs no run."""
+
+import argparse
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+from torchtune._cli.tune import TuneCLIParser
+from torchtune._recipe_registry import get_all_recipes
+
+from tests.documents import REPOSITORY
+from torchtune_adaptive.cli.main import _parser
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.stock.configs import load_config, method_of, resolved
+from torchtune_adaptive.stock.options import check_options, check_turns
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+_BEFORE_A_COMMAND = ("exec", "srun", "time")
+_OF_THE_SHELL = ("cat", "cd", "echo", "export", "ls", "mkdir", "tail")
+_OF_TORCHTUNE = ("cat", "cp", "download", "ls", "run", "validate")
+_PPO = "adaptive_ppo_full_finetune_single_device"
+_OWN_RECIPES = {path.stem for path in (REPOSITORY / "recipes").glob("*.py")}
+
+
+class WrongCommand(Exception):
+    """A command line that a reader must not copy; the message says why."""
+
+
+def commands(script: str) -> Iterator[list[str]]:
+    """The words of each command of a shell script, without assignments before it.
+
+    >>> list(commands("A=1 tune ls && make test  # both"))
+    [['tune', 'ls'], ['make', 'test']]
+    """
+    for line in script.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in (*lexer, ";"):
+            if set(word) <= set(";&|"):
+                if words:
+                    yield words
+                words = []
+            elif words or not (_ASSIGNMENT.fullmatch(word) or word in _BEFORE_A_COMMAND):
+                words.append(word)
+
+
+def looks_like_a_command(line: str) -> bool:
+    """Whether a line that is not marked as a command is one of those that documents show."""
+    return re.match(r"\$ |(tune|tune-adaptive|make|pip|torchrun|python -m) [\w.\-/]+( |$)", line) is not None
+
+
+@dataclass
+class PageCommands:
+    """Checks the commands of one document, in their order.
+
+    Attributes:
+        configs: the files that commands have written, and the names of the configs that these are copies of.
+        runs: whether the last command that was checked can be run here: without a GPU, a download, or a large model.
+    """
+
+    configs: dict[str, str] = field(default_factory=dict)
+    runs: bool = False
+
+    def check(self, words: Sequence[str]) -> None:
+        """Check one command.
+
+        Raises:
+            WrongCommand: its program would refuse it, or is one that no check is for.
+        """
+        checks: dict[str, Callable[[list[str]], None]] = {
+            "make": self._make,
+            "pip": self._pip,
+            "python": self._python,
+            "python3": self._python,
+            "torchrun": self._torchrun,
+            "tune": self._tune,
+            "tune-adaptive": self._tune_adaptive,
+            "git": self._git,
+            **dict.fromkeys(_OF_THE_SHELL, self._shell),
+        }
+        program, *arguments = words
+        if program not in checks:
+            raise WrongCommand(f"no check is for `{program}`")
+        self.runs = False
+        try:
+            checks[program](arguments)
+        except InputError as refusal:
+            raise WrongCommand(str(refusal)) from refusal
+
+    def _tune(self, arguments: list[str]) -> None:
+        _parsed(TuneCLIParser()._parser, arguments)
+        if arguments[0] == "run":
+            self._run(arguments)
+        elif arguments[0] != "download":
+            self._stock_command(arguments)
+            self.runs = True
+
+    def _tune_adaptive(self, arguments: list[str]) -> None:
+        command, *rest = arguments
+        if command == "validate":
+            self._config(rest[0], rest[1:])
+            self.runs = True
+        elif command in _OF_TORCHTUNE:
+            self._tune(arguments)
+        elif command == "search":
+            self._run(["run", *(word for word in rest if word not in ("--reuse",))])
+        else:
+            parsed, others = _parsed(_parser(), arguments, allows_others=True)
+            if others and ("overrides" not in parsed or any(other.startswith("-") for other in others)):
+                raise WrongCommand(f"`tune-adaptive {command}` does not take {' '.join(others)}")
+            if "config" in parsed:
+                method_of(self._config(parsed.config, [*parsed.overrides, *others]))
+            self.runs = command == "plan" and parsed.calibration is None
+
+    def _run(self, arguments: list[str]) -> None:
+        """Check a recipe with its config and overrides, by what the recipe itself checks before it is set up."""
+        launch, _ = _parsed(TuneCLIParser()._parser, arguments)
+        recipe, recipe_arguments = launch.recipe, list(launch.recipe_args)
+        if recipe not in _OWN_RECIPES | {one.name for one in get_all_recipes()}:
+            raise WrongCommand(f"there is no recipe {recipe}")
+        if "--config" not in recipe_arguments[:-1]:
+            raise WrongCommand("`--config` is missing")
+        place = recipe_arguments.index("--config")
+        name = recipe_arguments[place + 1]
+        cfg = self._config(name, [*recipe_arguments[:place], *recipe_arguments[place + 2 :]])
+        if recipe == _PPO:
+            check_turns(cfg)
+        elif recipe in _OWN_RECIPES:
+            method = recipe.removeprefix("adaptive_").removesuffix("_distributed").removesuffix("_single_device")
+            if method_of(cfg) != method:
+                raise WrongCommand(f"{recipe} does not train by {name}, which is for {method_of(cfg)}")
+            ranks = _number(launch.nproc_per_node) * _number(launch.nnodes)
+            check_options(cfg, AdaptiveSettings.from_cfg(cfg), ranks=ranks)
+            if recipe.endswith("_single_device") and ranks > 1:
+                raise WrongCommand(f"{recipe} is for one process, not for {ranks}")
+        self.runs = self._copied(name).startswith("tiny/")
+
+    def _config(self, name: str, overrides: Sequence[str]) -> Any:
+        cfg = load_config(self._copied(name), overrides)
+        resolved(cfg)
+        AdaptiveSettings.from_cfg(cfg)
+        return cfg
+
+    def _copied(self, name: str) -> str:
+        return self.configs.get(name.removeprefix("./"), name)
+
+    def _stock_command(self, arguments: list[str]) -> None:
+        command, *rest = arguments
+        named = [word for word in rest if not word.startswith("-")]
+        if command == "cp":
+            source, destination = named
+            if source not in _OWN_RECIPES | {one.name for one in get_all_recipes()}:
+                self._config(source, [])
+                self.configs[destination.removeprefix("./")] = source
+        elif command in ("cat", "validate"):
+            self._config(named[-1] if command == "cat" else named[0].removeprefix("--config"), [])
+
+    def _make(self, arguments: list[str]) -> None:
+        targets = set(re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+        if wrong := [word for word in arguments if word not in targets and "=" not in word]:
+            raise WrongCommand(f"the Makefile has no target {wrong[0]}")
+
+    def _pip(self, arguments: list[str]) -> None:
+        command, *rest = arguments
+        if command != "install":
+            raise WrongCommand(f"no check is for `pip {command}`")
+        project = (REPOSITORY / "pyproject.toml").read_text()
+        required = project.partition("\ndependencies = [")[2].partition("\n]")[0]
+        known = {_package(one) for one in re.findall(r'^ *"(.*?)"', required, re.MULTILINE)} | {
+            ".",
+            "torchtune-adaptive",
+        }
+        optional = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+        known_extras = re.findall(r"^([\w-]+) = \[", optional, re.MULTILINE)
+        for word in (word for word in rest if not word.startswith("-")):
+            package, extras = _package(word), re.findall(r"\[(.*)\]", word)
+            if package not in known and not (word.endswith(".txt") and (REPOSITORY / word).is_file()):
+                raise WrongCommand(f"`pip install {word}` is neither this project nor something that it needs")
+            for extra in ",".join(extras).split(",") if extras else ():
+                if extra not in known_extras:
+                    raise WrongCommand(f"pyproject.toml has no extra {extra}")
+
+    def _python(self, arguments: list[str]) -> None:
+        if arguments[0] == "-m":
+            if find_spec(arguments[1]) is None:
+                raise WrongCommand(f"there is no module {arguments[1]}")
+            self.runs = arguments[1] == "torchtune_adaptive.tiny"
+        else:
+            self._file(arguments[0])
+
+    def _torchrun(self, arguments: list[str]) -> None:
+        self._file(next((word for word in arguments if word.endswith(".py")), ""))
+
+    def _file(self, path: str) -> None:
+        if path != "examples/NAME.py" and not (REPOSITORY / path).is_file():
+            raise WrongCommand(f"there is no file {path!r}")
+
+    def _git(self, arguments: list[str]) -> None:
+        if arguments[0] != "clone":
+            raise WrongCommand(f"no check is for `git {arguments[0]}`")
+
+    def _shell(self, _: list[str]) -> None: ...
+
+
+def _number(text: str) -> int:
+    """The number that begins ``text``, of torchrun; 2 for what is known at the launch alone."""
+    found = re.match(r"\d+", text)
+    return 2 if found is None else int(found[0])
+
+
+def _package(requirement: str) -> str:
+    return re.split(r"[\[<>=!~ ]", requirement)[0].replace("_", "-") or requirement
+
+
+def _parsed(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], *, allows_others: bool = False
+) -> tuple[argparse.Namespace, list[str]]:
+    """What the parser reads.
+
+    Raises:
+        WrongCommand: it refuses.
+    """
+    try:
+        parsed, others = parser.parse_known_args(arguments)
+    except (SystemExit, argparse.ArgumentError) as refusal:
+        raise WrongCommand(f"{parser.prog} cannot read {shlex.join(arguments)}") from refusal
+    if others and not allows_others:
+        raise WrongCommand(f"{parser.prog} does not take {' '.join(others)}")
+    return parsed, others
