@@ -217,24 +217,30 @@ def _meaning(action: argparse.Action, prog: str) -> str:
 
 
 def _prose(text: str | None) -> list[str]:
-    """Paragraphs of a help text as Markdown: commands, then tables that are set by spaces, then prose."""
+    """A help text as Markdown. What is indented below a line, as under "examples:", is a block."""
     lines: list[str] = []
     for paragraph in textwrap.dedent(text or "").strip("\n").split("\n\n"):
-        inner = textwrap.dedent(paragraph).splitlines()
-        if all(line.startswith(("tune-adaptive ", "tune ", "$ ", "#", " ")) for line in inner) and inner:
-            lines += ["```bash", *(line.removeprefix("$ ") for line in inner), "```", ""]
-        elif paragraph.startswith(" "):
-            lines += ["```text", *inner, "```", ""]
-        elif paragraph:
-            lines += [*inner, ""]
+        indented = [line for line in paragraph.splitlines() if line.startswith(" ")]
+        others = [line for line in paragraph.splitlines() if not line.startswith(" ")]
+        if not any(others + indented):
+            continue
+        if indented:
+            language = "bash" if indented[0].strip().startswith("tune") else "text"
+            lines += [_upper(others[0]), ""] if others else []
+            lines += [f"```{language}", *textwrap.dedent("\n".join(indented)).splitlines(), "```", ""]
+        else:
+            lines += [*others, ""]
     return lines
+
+
+def _upper(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def _sentence(text: str | None) -> str:
     """``text`` as a sentence of its own. One that begins with a value or a name keeps it as it is."""
     marked = _marked((text or "").rstrip("."))
-    first = marked[:1] if marked.partition(" ")[0].endswith(":") else marked[:1].upper()
-    return f"{first}{marked[1:]}."
+    return f"{marked if marked.partition(' ')[0].endswith(':') else _upper(marked)}."
 
 
 def _marked(text: str | None) -> str:

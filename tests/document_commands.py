@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any
 
+from omegaconf import DictConfig
 from torchtune._cli.tune import TuneCLIParser
 from torchtune._recipe_registry import get_all_recipes
 
@@ -18,8 +18,8 @@ from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import load_config, method_of, resolved
 from torchtune_adaptive.stock.options import check_options, check_turns
 
-_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
-_BEFORE_A_COMMAND = ("exec", "srun", "time")
+# An assignment, or a command that starts another one, with its options.
+_BEFORE_A_COMMAND = re.compile(r"[A-Za-z_]\w*=.*|exec|srun|time|-.*|\d+", re.DOTALL)
 _OF_THE_SHELL = ("cat", "cd", "echo", "export", "ls", "mkdir", "tail")
 _OF_TORCHTUNE = ("cat", "cp", "download", "ls", "run", "validate")
 _PPO = "adaptive_ppo_full_finetune_single_device"
@@ -45,7 +45,7 @@ def commands(script: str) -> Iterator[list[str]]:
                 if words:
                     yield words
                 words = []
-            elif words or not (_ASSIGNMENT.fullmatch(word) or word in _BEFORE_A_COMMAND):
+            elif words or not _BEFORE_A_COMMAND.fullmatch(word):
                 words.append(word)
 
 
@@ -58,13 +58,19 @@ def looks_like_a_command(line: str) -> bool:
 class PageCommands:
     """Checks the commands of one document, in their order.
 
+    A file whose name begins with ``my_`` is the reader's own: a copy, if a command before has made it.
+
     Attributes:
-        configs: the files that commands have written, and the names of the configs that these are copies of.
-        runs: whether the last command that was checked can be run here: without a GPU, a download, or a large model.
+        copies: the files that commands have written, by the recipe or config that each is made from.
+        output_dirs: where runs that can be run here have written.
+        runs: whether the command checked last can be run here: without a GPU, a download, or a large model.
+        cfg: the config of a tiny model that the command checked last trains by; None if it trains by none.
     """
 
-    configs: dict[str, str] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)
+    output_dirs: set[str] = field(default_factory=set)
     runs: bool = False
+    cfg: DictConfig | None = None
 
     def check(self, words: Sequence[str]) -> None:
         """Check one command.
@@ -86,79 +92,74 @@ class PageCommands:
         program, *arguments = words
         if program not in checks:
             raise WrongCommand(f"no check is for `{program}`")
-        self.runs = False
+        self.runs, self.cfg = False, None
         try:
             checks[program](arguments)
         except InputError as refusal:
             raise WrongCommand(str(refusal)) from refusal
 
     def _tune(self, arguments: list[str]) -> None:
+        command, *rest = arguments
         _parsed(TuneCLIParser()._parser, arguments)
-        if arguments[0] == "run":
+        named = [word for word in rest if not word.startswith("-")]
+        if command == "run":
             self._run(arguments)
-        elif arguments[0] != "download":
-            self._stock_command(arguments)
-            self.runs = True
+        elif command == "cp":
+            source, destination = named
+            if source not in _recipes():
+                self._config(source, [])
+            self.copies[_plain(destination)] = source
+        elif command in ("cat", "validate"):
+            self._config(named[-1], [])
+        self.runs = self.cfg is not None if command == "run" else command != "download"
 
     def _tune_adaptive(self, arguments: list[str]) -> None:
         command, *rest = arguments
         if command == "validate":
             self._config(rest[0], rest[1:])
             self.runs = True
+        elif command == "search":
+            self._run(["run", *(word for word in rest if word != "--reuse")])
+            self.runs = self.cfg is not None
         elif command in _OF_TORCHTUNE:
             self._tune(arguments)
-        elif command == "search":
-            self._run(["run", *(word for word in rest if word not in ("--reuse",))])
         else:
             parsed, others = _parsed(_parser(), arguments, allows_others=True)
             if others and ("overrides" not in parsed or any(other.startswith("-") for other in others)):
                 raise WrongCommand(f"`tune-adaptive {command}` does not take {' '.join(others)}")
             if "config" in parsed:
                 method_of(self._config(parsed.config, [*parsed.overrides, *others]))
-            self.runs = command == "plan" and parsed.calibration is None
+            plans = command == "plan" and parsed.calibration is None
+            self.runs = plans or not self.output_dirs.isdisjoint(rest)
 
     def _run(self, arguments: list[str]) -> None:
         """Check a recipe with its config and overrides, by what the recipe itself checks before it is set up."""
         launch, _ = _parsed(TuneCLIParser()._parser, arguments)
-        recipe, recipe_arguments = launch.recipe, list(launch.recipe_args)
-        if recipe not in _OWN_RECIPES | {one.name for one in get_all_recipes()}:
+        recipe, recipe_arguments = self._original(launch.recipe), list(launch.recipe_args)
+        if recipe not in _recipes() and not _is_readers(recipe):
             raise WrongCommand(f"there is no recipe {recipe}")
         if "--config" not in recipe_arguments[:-1]:
             raise WrongCommand("`--config` is missing")
         place = recipe_arguments.index("--config")
-        name = recipe_arguments[place + 1]
+        name = self._original(recipe_arguments[place + 1])
         cfg = self._config(name, [*recipe_arguments[:place], *recipe_arguments[place + 2 :]])
-        if recipe == _PPO:
-            check_turns(cfg)
-        elif recipe in _OWN_RECIPES:
-            method = recipe.removeprefix("adaptive_").removesuffix("_distributed").removesuffix("_single_device")
-            if method_of(cfg) != method:
-                raise WrongCommand(f"{recipe} does not train by {name}, which is for {method_of(cfg)}")
-            ranks = _number(launch.nproc_per_node) * _number(launch.nnodes)
-            check_options(cfg, AdaptiveSettings.from_cfg(cfg), ranks=ranks)
-            if recipe.endswith("_single_device") and ranks > 1:
-                raise WrongCommand(f"{recipe} is for one process, not for {ranks}")
-        self.runs = self._copied(name).startswith("tiny/")
+        if recipe in _OWN_RECIPES and not _is_readers(name):
+            _check_recipe(recipe, name, cfg, ranks=_number(launch.nproc_per_node) * _number(launch.nnodes))
+        if name.startswith("tiny/"):
+            self.cfg = cfg
+            self.output_dirs.add(cfg.output_dir)
+        self.copies[f"{cfg.output_dir}/found.yaml"] = name  # which `tune-adaptive search` writes
 
-    def _config(self, name: str, overrides: Sequence[str]) -> Any:
-        cfg = load_config(self._copied(name), overrides)
+    def _config(self, name: str, overrides: Sequence[str]) -> DictConfig:
+        """The config, checked. The reader's own is taken for one of a tiny model."""
+        name = self._original(name)
+        cfg = load_config("tiny/full" if _is_readers(name) else name, overrides)
         resolved(cfg)
         AdaptiveSettings.from_cfg(cfg)
         return cfg
 
-    def _copied(self, name: str) -> str:
-        return self.configs.get(name.removeprefix("./"), name)
-
-    def _stock_command(self, arguments: list[str]) -> None:
-        command, *rest = arguments
-        named = [word for word in rest if not word.startswith("-")]
-        if command == "cp":
-            source, destination = named
-            if source not in _OWN_RECIPES | {one.name for one in get_all_recipes()}:
-                self._config(source, [])
-                self.configs[destination.removeprefix("./")] = source
-        elif command in ("cat", "validate"):
-            self._config(named[-1] if command == "cat" else named[0].removeprefix("--config"), [])
+    def _original(self, name: str) -> str:
+        return self.copies.get(_plain(name), name)
 
     def _make(self, arguments: list[str]) -> None:
         targets = set(re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
@@ -205,6 +206,36 @@ class PageCommands:
             raise WrongCommand(f"no check is for `git {arguments[0]}`")
 
     def _shell(self, _: list[str]) -> None: ...
+
+
+def _check_recipe(recipe: str, config: str, cfg: DictConfig, *, ranks: int) -> None:
+    """Check that a recipe of ours trains by a config, on so many ranks.
+
+    Raises:
+        WrongCommand: it does not.
+        InputError: an option is wrong.
+    """
+    if recipe == _PPO:
+        check_turns(cfg)
+        return
+    method = recipe.removeprefix("adaptive_").removesuffix("_distributed").removesuffix("_single_device")
+    if method_of(cfg) != method:
+        raise WrongCommand(f"{recipe} does not train by {config}, which is for {method_of(cfg)}")
+    check_options(cfg, AdaptiveSettings.from_cfg(cfg), ranks=ranks)
+    if recipe.endswith("_single_device") and ranks > 1:
+        raise WrongCommand(f"{recipe} is for one process, not for {ranks}")
+
+
+def _recipes() -> set[str]:
+    return _OWN_RECIPES | {one.name for one in get_all_recipes()}
+
+
+def _plain(path: str) -> str:
+    return path.removeprefix("./")
+
+
+def _is_readers(name: str) -> bool:
+    return name.rpartition("/")[2].startswith("my_")
 
 
 def _number(text: str) -> int:

@@ -5,14 +5,14 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch.distributed as dist
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from scripts.site_pages import file_linked, link_targets
 from tests.document_commands import PageCommands, WrongCommand, commands, looks_like_a_command
@@ -174,6 +174,9 @@ SINGLE = "adaptive_lora_finetune_single_device --config llama3_1/8B_lora_single_
         "tune-adaptive plan --config tiny/lora --memory H100 batch_size=2 --what-if",
         "pip install -e '.[dev,plot]' && make test",
         "python -m torchtune_adaptive.tiny /tmp/tiny",
+        "tune cp adaptive_full_finetune_distributed my_recipe.py",
+        "tune run --nproc_per_node 2 my_recipe.py --config my_config.yaml batch_size=2",
+        "srun --ntasks 2 tune run --nnodes 2 adaptive_full_finetune_distributed --config tiny/full",
         "torchrun --nproc_per_node 2 examples/fsdp2_loop.py",
     ],
 )
@@ -192,6 +195,7 @@ def test_a_right_command_is_accepted(line: str, bitsandbytes: None) -> None:
         (f"{FULL} tiny/full use_maximum_batch_size=True compile=True", "`compile` must be False"),
         (f"{FULL} tiny/lora", "does not train by tiny/lora, which is for lora_finetune"),
         (f"{FULL} tiny/full output_dir=${{gone}}", "gone"),
+        ("tune run full_finetune_distributed --config my_config.yaml adaptive.margn=0.1", "`adaptive.margin`"),
         (f"tune run --nproc_per_node 2 {SINGLE}", "is for one process"),
         ("tune run adaptive_gone --config tiny/full", "there is no recipe adaptive_gone"),
         ("tune run adaptive_full_finetune_distributed", "`--config` is missing"),
@@ -217,18 +221,6 @@ def test_a_wrong_command_is_found(line: str, why: str) -> None:
 
 
 # ---- commands that are run
-
-
-def runnable(document: Path) -> list[tuple[Block, bool]]:
-    """The blocks of commands, and whether all of one's commands can be run here."""
-    page, found = PageCommands(), []
-    for block in blocks(document, "bash"):
-        can_run = []
-        for words in commands(block.text):
-            page.check(words)
-            can_run.append(page.runs)
-        found.append((block, all(can_run)))
-    return found
 
 
 def output_after(block: Block) -> str:
@@ -258,38 +250,53 @@ def test_output_is_compared_but_for_its_numbers() -> None:
     assert missing_lines("rows 12", printed) == ["rows 12"]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("document", [one for one in PRESENT if blocks(one, "bash")], ids=name_of)
-def test_the_commands_of_a_document_do_what_it_shows(document: Path, tiny_dir: Path, tmp_path: Path) -> None:
-    """Those that need no GPU, no download and no large model, one after the other, in a folder of their own."""
-    assets = tmp_path / "torchtune_adaptive_tiny"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(str(REPOSITORY / name) for name in ("", "recipes"))
-    environment["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), environment["PATH"]))
-    for block in [block for block, can_run in runnable(document) if can_run]:
-        script = block.text.replace("/tmp/", f"{tmp_path}/").replace("\\\n", " ")
-        lines = []
-        for line in script.splitlines():
-            if re.search(r"--config \S*", line) and "tiny_dir=" not in line and not assets.exists():
-                assets.symlink_to(tiny_dir)
-            given = {"tiny_dir": assets, "output_dir": tmp_path / "output"}
-            added = [f"{key}={value}" for key, value in given.items() if f"{key}=" not in line]
-            lines.append(" ".join([line.partition(" # ")[0], *(added if uses_tiny(line) else ())]))
+class Shell:
+    """Runs commands of a document in a folder of their own, which has the place of `/tmp` too."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self._environment["PYTHONPATH"] = os.pathsep.join(str(REPOSITORY / name) for name in ("", "recipes"))
+        self._environment["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+
+    def here(self, text: str) -> str:
+        return text.replace("/tmp/", f"{self._folder}/")
+
+    def run(self, words: Sequence[str], cfg: DictConfig | None) -> str:
+        """Run a command, which trains by ``cfg`` if that is given, and return what it prints."""
+        places = {} if cfg is None else {name: cfg[name] for name in ("tiny_dir", "output_dir")}
+        given = {word.partition("=")[0] for word in words}
+        moved = [f"{name}={place}" for name, place in places.items() if name not in given]
         ran = subprocess.run(
-            ["bash", "-e", "-c", "\n".join(lines)],
-            cwd=tmp_path,
-            env=environment,
+            [self.here(word) for word in (*words, *moved)],
+            cwd=self._folder,
+            env=self._environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             timeout=900,
             check=False,
         )
-        print(f"{block}: status {ran.returncode}")
-        assert ran.returncode == 0, f"{block}: {ran.stdout[-3000:]}"
-        assert missing_lines(output_after(block), ran.stdout) == [], block
+        assert ran.returncode == 0, f"{shlex.join(words)}: {ran.stdout[-3000:]}"
+        return ran.stdout
 
 
-def uses_tiny(line: str) -> bool:
-    """Whether a command has a config of a tiny model, whose files are where a test has put them."""
-    return re.search(r"(--config|validate) +(tiny/|\./|\w+\.yaml)", line) is not None
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("document", [one for one in PRESENT if blocks(one, "bash")], ids=name_of)
+def test_the_commands_of_a_document_do_what_it_shows(
+    document: Path, tiny_dir: Path, bitsandbytes: None, tmp_path: Path
+) -> None:
+    """Those that need no GPU, no download and no large model, in their order."""
+    page, shell = PageCommands(), Shell(tmp_path)
+    for block in blocks(document, "bash"):
+        printed: list[str] = []
+        for words in commands(block.text):
+            page.check(words)
+            if page.runs:
+                assets = None if page.cfg is None else Path(shell.here(page.cfg.tiny_dir))
+                if assets is not None and not assets.exists():
+                    assets.symlink_to(tiny_dir)
+                printed.append(shell.run(words, page.cfg))
+                print(f"{block}: ran {shlex.join(words)}")
+        if page.runs:
+            assert missing_lines(output_after(block), "\n".join(printed)) == [], block
