@@ -102,7 +102,7 @@ def allowed(key: ConfigKey) -> str:
 def command_line() -> str:
     """The page of all commands of ``tune-adaptive``."""
     program = _parser()
-    commands = _commands(program)
+    commands = commands_of(program)
     lines = [
         "# Command line",
         "",
@@ -180,7 +180,8 @@ def _growth_functions() -> Iterator[str]:
     yield ""
 
 
-def _commands(parser: argparse.ArgumentParser) -> Any:
+def commands_of(parser: argparse.ArgumentParser) -> Any:
+    """The commands of a parser, as argparse has them."""
     return next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
 
 

@@ -5,12 +5,14 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 
 from omegaconf import DictConfig
 from torchtune._cli.tune import TuneCLIParser
 from torchtune._recipe_registry import get_all_recipes
 
+from scripts.reference import commands_of
 from tests.documents import REPOSITORY
 from torchtune_adaptive.cli.main import _parser
 from torchtune_adaptive.errors import InputError
@@ -22,6 +24,8 @@ from torchtune_adaptive.stock.options import check_options, check_turns
 _BEFORE_A_COMMAND = re.compile(r"[A-Za-z_]\w*=.*|exec|srun|time|-.*|\d+", re.DOTALL)
 _OF_THE_SHELL = ("cat", "cd", "echo", "export", "ls", "mkdir", "tail")
 _OF_TORCHTUNE = ("cat", "cp", "download", "ls", "run", "validate")
+# What torchtune's models, optimizers and loggers need, and it does not install.
+_FOR_TORCHTUNE = ("bitsandbytes", "comet-ml", "mlflow", "tensorboard", "torchvision", "wandb")
 _PPO = "adaptive_ppo_full_finetune_single_device"
 _OWN_RECIPES = {path.stem for path in (REPOSITORY / "recipes").glob("*.py")}
 
@@ -51,7 +55,29 @@ def commands(script: str) -> Iterator[list[str]]:
 
 def looks_like_a_command(line: str) -> bool:
     """Whether a line that is not marked as a command is one of those that documents show."""
-    return re.match(r"\$ |(tune|tune-adaptive|make|pip|torchrun|python -m) [\w.\-/]+( |$)", line) is not None
+    return re.match(r"\$ |(tune|tune-adaptive|make|pip|torchrun|python -m) [a-z.\-][\w.\-/]*( |$)", line) is not None
+
+
+def unknown_command(code: str) -> bool:
+    """Whether ``code`` names a command that ``tune`` or ``tune-adaptive`` does not have.
+
+    >>> unknown_command("tune-adaptive plan"), unknown_command("tune-adaptive plam")
+    (False, True)
+    """
+    named = re.fullmatch(r"tune(-adaptive)? ([a-z]+)( .*)?", code)
+    return named is not None and named[2] not in {*_OF_TORCHTUNE, *(_own_commands() if named[1] else ())}
+
+
+def is_whole(code: str) -> bool:
+    """Whether code within a sentence is a command to type, rather than a part of one.
+
+    >>> [is_whole(code) for code in ("make test", "tune run", "tune run x --config y", "tune-adaptive plan --json")]
+    [True, False, True, False]
+    """
+    if "..." in code or re.fullmatch(r"tune(-adaptive)? \w+", code):
+        return False
+    needs_config = code.startswith(("tune run", "tune-adaptive plan", "tune-adaptive run", "tune-adaptive search"))
+    return looks_like_a_command(code) and (" --config " in code or not needs_config)
 
 
 @dataclass
@@ -93,6 +119,9 @@ class PageCommands:
         if program not in checks:
             raise WrongCommand(f"no check is for `{program}`")
         self.runs, self.cfg = False, None
+        if program in ("tune", "tune-adaptive") and not {"--help", "--version"}.isdisjoint(arguments):
+            self.runs = True
+            return
         try:
             checks[program](arguments)
         except InputError as refusal:
@@ -100,7 +129,7 @@ class PageCommands:
 
     def _tune(self, arguments: list[str]) -> None:
         command, *rest = arguments
-        _parsed(TuneCLIParser()._parser, arguments)
+        _parsed(_torchtunes_parser(), arguments)
         named = [word for word in rest if not word.startswith("-")]
         if command == "run":
             self._run(arguments)
@@ -134,7 +163,7 @@ class PageCommands:
 
     def _run(self, arguments: list[str]) -> None:
         """Check a recipe with its config and overrides, by what the recipe itself checks before it is set up."""
-        launch, _ = _parsed(TuneCLIParser()._parser, arguments)
+        launch, _ = _parsed(_torchtunes_parser(), arguments)
         recipe, recipe_arguments = self._original(launch.recipe), list(launch.recipe_args)
         if recipe not in _recipes() and not _is_readers(recipe):
             raise WrongCommand(f"there is no recipe {recipe}")
@@ -172,10 +201,8 @@ class PageCommands:
             raise WrongCommand(f"no check is for `pip {command}`")
         project = (REPOSITORY / "pyproject.toml").read_text()
         required = project.partition("\ndependencies = [")[2].partition("\n]")[0]
-        known = {_package(one) for one in re.findall(r'^ *"(.*?)"', required, re.MULTILINE)} | {
-            ".",
-            "torchtune-adaptive",
-        }
+        known = {".", "torchtune-adaptive", *_FOR_TORCHTUNE}
+        known |= {_package(one) for one in re.findall(r'^ *"(.*?)"', required, re.MULTILINE)}
         optional = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
         known_extras = re.findall(r"^([\w-]+) = \[", optional, re.MULTILINE)
         for word in (word for word in rest if not word.startswith("-")):
@@ -224,6 +251,15 @@ def _check_recipe(recipe: str, config: str, cfg: DictConfig, *, ranks: int) -> N
     check_options(cfg, AdaptiveSettings.from_cfg(cfg), ranks=ranks)
     if recipe.endswith("_single_device") and ranks > 1:
         raise WrongCommand(f"{recipe} is for one process, not for {ranks}")
+
+
+def _own_commands() -> set[str]:
+    return set(commands_of(_parser()).choices)
+
+
+@cache
+def _torchtunes_parser() -> argparse.ArgumentParser:
+    return TuneCLIParser()._parser
 
 
 def _recipes() -> set[str]:

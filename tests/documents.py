@@ -53,6 +53,11 @@ def prose(document: Path) -> str:
     return "\n".join(one for one in _parts(document) if isinstance(one, str))
 
 
+def inline_code(document: Path) -> list[str]:
+    """What the prose of a document has in code."""
+    return [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose(document))]
+
+
 def anchors(document: Path) -> set[str]:
     """What a link may name after ``#``: the headings as code hosts name them."""
     counts: dict[str, int] = {}

@@ -15,9 +15,16 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from scripts.site_pages import file_linked, link_targets
-from tests.document_commands import PageCommands, WrongCommand, commands, looks_like_a_command
+from tests.document_commands import (
+    PageCommands,
+    WrongCommand,
+    commands,
+    is_whole,
+    looks_like_a_command,
+    unknown_command,
+)
 from tests.document_names import document_names
-from tests.documents import DOCUMENTS, OUTPUT, REPOSITORY, Block, anchors, blocks, name_of, prose
+from tests.documents import DOCUMENTS, OUTPUT, REPOSITORY, Block, anchors, blocks, inline_code, name_of, prose
 from torchtune_adaptive.settings import BLOCK_KEYS, CONFIG_KEYS, AdaptiveSettings
 
 LANGUAGES = {"bash", "python", "yaml", "json", *OUTPUT}
@@ -157,6 +164,17 @@ def test_the_commands_of_a_document_would_be_accepted(document: Path, bitsandbyt
                 page.check(words)
             except WrongCommand as wrong:
                 pytest.fail(f"{block}: {shlex.join(words)}: {wrong}")
+
+
+@documents
+def test_a_command_within_a_sentence_would_be_accepted(document: Path, bitsandbytes: None) -> None:
+    assert list(filter(unknown_command, inline_code(document))) == []
+    for code in filter(is_whole, inline_code(document)):
+        for words in commands(code):
+            try:
+                PageCommands().check(words)
+            except WrongCommand as wrong:
+                pytest.fail(f"{name_of(document)}: {code}: {wrong}")
 
 
 FULL = "tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config"

@@ -66,7 +66,7 @@ def test_the_values_of_a_key_are_those_that_are_not_refused(path: str, values: s
     assert reference.allowed(next(key for key in CONFIG_KEYS if key.path == path)) == values
 
 
-@pytest.mark.parametrize("module", ["scripts.reference", "scripts.site_pages"])
-def test_examples_of_the_generators_give_what_they_say(module: str) -> None:
+@pytest.mark.parametrize("module", ["scripts.reference", "scripts.site_pages", "tests.document_commands"])
+def test_examples_of_the_machinery_give_what_they_say(module: str) -> None:
     ran = doctest.testmod(importlib.import_module(module))
     assert (ran.attempted > 0, ran.failed) == (True, 0)
