@@ -66,6 +66,7 @@ def configuration() -> str:
             "",
             "These keys can be added to any torchtune config for a method that has an adaptive recipe. A key that is",
             "missing has its default. A key or value that is wrong is refused in one sentence before training starts.",
+            "torchtune's own `resume_from_checkpoint` may also be `auto` or a path: see [Checkpoints](checkpoints.md).",
             "",
             "| key | default | meaning |",
             "|---|---|---|",
