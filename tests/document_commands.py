@@ -14,8 +14,10 @@ from torchtune._recipe_registry import get_all_recipes
 
 from scripts.reference import commands_of
 from tests.documents import REPOSITORY
+from torchtune_adaptive.cli.arguments import integers
 from torchtune_adaptive.cli.main import _parser
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.gpus import memory_of
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import load_config, method_of, resolved
 from torchtune_adaptive.stock.options import check_options, check_turns
@@ -158,6 +160,8 @@ class PageCommands:
                 raise WrongCommand(f"`tune-adaptive {command}` does not take {' '.join(others)}")
             if "config" in parsed:
                 method_of(self._config(parsed.config, [*parsed.overrides, *others]))
+            if command == "plan":
+                _check_plan(parsed)
             plans = command == "plan" and parsed.calibration is None
             self.runs = plans or not self.output_dirs.isdisjoint(rest)
 
@@ -233,6 +237,19 @@ class PageCommands:
             raise WrongCommand(f"no check is for `git {arguments[0]}`")
 
     def _shell(self, _: list[str]) -> None: ...
+
+
+def _check_plan(options: argparse.Namespace) -> None:
+    """Check the numbers and GPUs that are asked for.
+
+    Raises:
+        InputError: one is wrong.
+    """
+    for name in ("seq_len", "batch_size", "nproc_per_node", "nnodes"):
+        if (text := getattr(options, name)) is not None:
+            integers(name, text)
+    for gpu in options.memory.split(",") if options.memory else ():
+        memory_of(gpu)
 
 
 def _check_recipe(recipe: str, config: str, cfg: DictConfig, *, ranks: int) -> None:

@@ -101,7 +101,31 @@ def test_a_table_of_keys_has_their_defaults(document: Path) -> None:
     assert told == {name: defaults[name] for name in told}
 
 
-# ---- blocks
+# ---- blocks and lists
+
+
+@documents
+def test_a_list_or_table_is_one_for_the_site_too(document: Path) -> None:
+    """Python's Markdown wants an empty line before it, and four spaces before a list in a list."""
+    assert missed_by_the_site(prose(document)) == []
+
+
+def missed_by_the_site(text: str) -> list[str]:
+    row = re.compile(r"( *)(?:(?:[-*]|\d+\.) |\|)")
+    alone = re.sub(r"^(#.*|<!--.*)$", r"\n\1\n", text, flags=re.MULTILINE)  # headings and comments
+    missed = []
+    for paragraph in re.split(r"\n{2,}", alone.strip("\n")):
+        begins_apart = re.match(rf" |{row.pattern}", paragraph) is not None
+        rows = [(line, found[1]) for line in paragraph.splitlines() if (found := row.match(line))]
+        missed += [line for line, indent in rows if not begins_apart or 0 < len(indent) < 4]
+    return missed
+
+
+def test_lists_and_tables_that_the_site_would_miss_are_found() -> None:
+    lists = "# Heading\n- one\n  more\n- two\n\nText\n- late\n\n- first\n    - inner\n  - shallow"
+    tables = "Text\n| late |\n\n| a |\n|---|"
+    text = f"{lists}\n\n{tables}"
+    assert missed_by_the_site(text) == ["- late", "  - shallow", "| late |"]
 
 
 @documents
@@ -221,6 +245,8 @@ def test_a_right_command_is_accepted(line: str, bitsandbytes: None) -> None:
         ("tune gone", "cannot read gone"),
         ("tune cp gone mine.yaml", "but is 'gone'."),
         ("tune-adaptive plan --memory H100", "cannot read plan"),
+        ("tune-adaptive plan --config tiny/full --seq-len 4k", "`seq_len` must be an integer, but is '4k' instead."),
+        ("tune-adaptive plan --config tiny/full --memory H1000", "but is 'H1000' instead"),
         ("tune-adaptive plan --config tiny/full --gone", "does not take --gone"),
         ("tune-adaptive validate tiny/full batch_size=0 adaptive.seq_len=0", "`seq_len` must be at least 1"),
         ("pip install gone", "is neither this project nor something that it needs"),
