@@ -142,13 +142,14 @@ class PageCommands:
             self.copies[_plain(destination)] = source
         elif command in ("cat", "validate"):
             self._config(named[-1], [])
-        self.runs = self.cfg is not None if command == "run" else command != "download"
+        is_there = not any(_is_readers(self._original(word)) for word in named)
+        self.runs = self.cfg is not None if command == "run" else command != "download" and is_there
 
     def _tune_adaptive(self, arguments: list[str]) -> None:
         command, *rest = arguments
         if command == "validate":
             self._config(rest[0], rest[1:])
-            self.runs = True
+            self.runs = not _is_readers(self._original(rest[0]))
         elif command == "search":
             self._run(["run", *(word for word in rest if word != "--reuse")])
             self.runs = self.cfg is not None
