@@ -3,7 +3,7 @@ STAMP := .venv/stamp
 PEERS_STAMP := .venv-peers/stamp
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
-.PHONY: test demo bench gpu plans starts exhaustive format clean
+.PHONY: test demo docs reference bench gpu plans starts exhaustive format clean
 
 test: $(STAMP)
 	$(IN_VENV) scripts/check
@@ -11,6 +11,14 @@ test: $(STAMP)
 
 demo: $(STAMP)
 	$(IN_VENV) scripts/demo
+
+# The pages of docs/ and all they link to, as a site in site/.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build
+
+# The pages that are generated from the settings and the parsers.
+reference: $(STAMP)
+	.venv/bin/python -m scripts.reference
 
 bench: $(STAMP) $(PEERS_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.search_accuracy
@@ -54,7 +62,7 @@ format: $(STAMP)
 	.venv/bin/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-peers demo_output build dist .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-peers demo_output site build dist .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The bound on torch picks a CPU wheel where one is at hand.

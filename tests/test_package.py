@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,25 +11,12 @@ from torchtune_adaptive.settings import BLOCK_KEYS, AdaptiveSettings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((REPOSITORY / "configs").rglob("*.yaml"))
-# Not the changelog: it tells of what was.
-DOCUMENTS = sorted({*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")} - {REPOSITORY / "CHANGELOG.md"})
 
 
 def load(path: Path) -> DictConfig:
     cfg = OmegaConf.load(path)
     assert isinstance(cfg, DictConfig)
     return cfg
-
-
-def repository_paths(text: str) -> set[str]:
-    """Backticked words that name a path of this repository: they start with one of its entries, or are one."""
-    entries = {entry.name for entry in REPOSITORY.iterdir() if entry.name != "demo_output"}
-    words = re.findall(r"`([\w.\-/]+)`", text)
-    return {
-        word
-        for word in words
-        if ("/" in word and word.split("/")[0] in entries) or re.search(r"\w\.(py|md|yaml)$", word)
-    }
 
 
 def test_the_package_is_typed() -> None:
@@ -46,17 +32,6 @@ def test_a_recipe_is_a_top_level_module(recipe: Path) -> None:
     assert spec is not None
     assert spec.origin is not None
     assert Path(spec.origin).resolve() == recipe
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_path_named_in_a_document_exists(document: Path) -> None:
-    named = repository_paths(document.read_text(encoding="utf-8"))
-    assert sorted(path for path in named if not (REPOSITORY / path).exists()) == []
-
-
-def test_paths_are_recognised_in_a_document() -> None:
-    text = "`scripts/demo`, `configs/tiny/full.yaml`, `README.md`, `gone.py` but not `tiny/full` or `a / b`"
-    assert repository_paths(text) == {"scripts/demo", "configs/tiny/full.yaml", "README.md", "gone.py"}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -88,12 +63,3 @@ def test_adding_one_override_to_a_config_for_the_cpu_is_enough_to_search(path: P
     settings = AdaptiveSettings.from_cfg(DictConfig({**cfg, "use_maximum_batch_size": True}))
     assert settings.searches
     assert settings.memory_limit_bytes is not None
-
-
-def test_the_readme_has_every_key_with_its_default() -> None:
-    table = dict(re.findall(r"^\| `([\w.]+)` \| `([\w.]+)` \|", (REPOSITORY / "README.md").read_text(), re.M))
-    defaults = {one.name: one.default for one in fields(AdaptiveSettings)}
-    blocks = {f"adaptive.{key}": defaults.get(key, defaults.get(f"{key}_bytes")) for key in BLOCK_KEYS}
-    expected = {name: value for name, value in defaults.items() if name in table} | blocks
-    assert table == {name: "null" if value is None else str(value) for name, value in expected.items()}
-    assert {"use_maximum_batch_size", "batch_increase_function"} < expected.keys()

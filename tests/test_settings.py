@@ -6,7 +6,7 @@ import inspect
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.batch.increase_function import plan_growth
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.schedule import at_epochs, geometric
-from torchtune_adaptive.settings import STRATEGIES, AdaptiveSettings, parse_memory
+from torchtune_adaptive.settings import CONFIG_KEYS, STRATEGIES, AdaptiveSettings, Objective, parse_memory
 
 HERE = __name__
 BLOCK_KEYS = (
@@ -676,3 +676,25 @@ def test_component_must_make_a_function():
 def test_every_setting_has_a_default():
     parameters = inspect.signature(AdaptiveSettings).parameters.values()
     assert all(parameter.default is not inspect.Parameter.empty for parameter in parameters)
+
+
+# ---- what each key is for
+
+
+def test_every_key_is_described_in_a_line_that_fits_a_config() -> None:
+    assert [key.path for key in CONFIG_KEYS[:3]] == [
+        "use_maximum_batch_size",
+        "batch_increase_function",
+        "adaptive.strategy",
+    ]
+    assert {key.name: key.default for key in CONFIG_KEYS}["memory_limit"] is None
+    for key in CONFIG_KEYS:
+        default = "null" if key.default is None else key.default
+        assert len(f"  {key.name}: {default}  # {key.description}") <= 120, key
+        assert key.description, key
+
+
+def test_the_description_of_a_key_names_every_word_that_it_takes() -> None:
+    described = {key.name: key.description for key in CONFIG_KEYS}
+    for name, words in {"strategy": STRATEGIES, "objective": get_args(Objective)}.items():
+        assert [word for word in words if word not in described[name]] == []

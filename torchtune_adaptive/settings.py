@@ -3,9 +3,10 @@
 import difflib
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -31,22 +32,15 @@ _BYTES_PER_UNIT = {"": 1, "b": 1} | {
 }
 
 
+def _one_of(words: tuple[str, ...]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveSettings:
     """What the user asks for, checked.
 
-    Attributes:
-        max_batch_size: samples per rank that a search does not exceed.
-        memory_limit_bytes: per rank; None for what the device has.
-        margin: the fraction of the limit that is held back.
-        seq_len: tokens of a probe's row; None for the worst case.
-        oom_recovery: whether training survives out-of-memory errors.
-        global_batch_size: samples per optimizer step over all ranks; None: as torchtune's own keys say.
-        max_tokens_per_micro_batch: with padding, per rank and micro-step; None: rows count.
-        growth_limit: how far a batch may grow, in the unit of what grows.
-        save_every_n_steps: optimizer steps from one checkpoint to the next; None: checkpoints after epochs only.
-        keep_last_n_checkpoints: of those after steps; None: all.
-        save_in_background: write checkpoints of steps beside training, from a copy in host memory.
+    `CONFIG_KEYS` has the descriptions by the keys' paths in a config.
 
     Raises:
         InputError: a value is out of its range or of another type, or contradicts another; the sentence quotes it.
@@ -55,23 +49,45 @@ class AdaptiveSettings:
     True
     """
 
-    use_maximum_batch_size: bool = False
-    batch_increase_function: BatchIncreaseFunction | None = None
-    strategy: Strategy = "linear_extrapolation"
-    power_of_two: bool = True
-    max_batch_size: int | None = None
-    memory_limit_bytes: int | None = None
-    margin: float = 0.05
-    seq_len: int | None = None
-    oom_recovery: bool = True
-    global_batch_size: int | None = None
-    max_tokens_per_micro_batch: int | Literal["auto"] | None = None
-    growth_limit: int | Literal["memory", "none"] = "memory"
-    lr_scaling: LearningRateScaling = "none"
-    objective: Objective = "memory"
-    save_every_n_steps: int | None = None
-    keep_last_n_checkpoints: int | None = None
-    save_in_background: bool = False
+    use_maximum_batch_size: Annotated[
+        bool, "before training, search for the largest batch_size that fits, and train with it"
+    ] = False
+    batch_increase_function: Annotated[
+        BatchIncreaseFunction | None,
+        "f(epoch, batch_size) -> increment: a dotted path, or a _component_ with arguments",
+    ] = None
+    strategy: Annotated[Strategy, f"how to search: {_one_of(STRATEGIES)}"] = "linear_extrapolation"
+    power_of_two: Annotated[bool, "round the size found down to a power of two"] = True
+    max_batch_size: Annotated[
+        int | None, "the largest size to try; null: the samples that a rank has per micro-step"
+    ] = None
+    memory_limit_bytes: Annotated[
+        int | None, "per rank, as in 80GiB, or bytes; null: what the device has (a search on a CPU needs one)"
+    ] = None
+    margin: Annotated[float, "fraction of the memory limit that a search keeps free"] = 0.05
+    seq_len: Annotated[int | None, "tokens per row of a search's test steps; null: the longest row there can be"] = None
+    oom_recovery: Annotated[bool, "out of memory in training: repeat the step with smaller micro-batches"] = True
+    global_batch_size: Annotated[
+        int | None, "samples per optimizer step over all ranks; null: as torchtune's own keys say"
+    ] = None
+    max_tokens_per_micro_batch: Annotated[
+        int | Literal["auto"] | None,
+        "per rank, with padding: a number, or auto (searched for); null: batch_size rows",
+    ] = None
+    growth_limit: Annotated[
+        int | Literal["memory", "none"], "how large a growing batch may become: memory, none or a number of samples"
+    ] = "memory"
+    lr_scaling: Annotated[
+        LearningRateScaling, f"how the learning rate follows the batch size: {_one_of(get_args(LearningRateScaling))}"
+    ] = "none"
+    objective: Annotated[
+        Objective, "memory: the largest size that fits; throughput: the smallest that is about as fast as the best"
+    ] = "memory"
+    save_every_n_steps: Annotated[int | None, "optimizer steps between checkpoints; null: after epochs only"] = None
+    keep_last_n_checkpoints: Annotated[int | None, "how many checkpoints within epochs to keep; null: all"] = None
+    save_in_background: Annotated[bool, "write these checkpoints while training goes on, from a copy on the host"] = (
+        False
+    )
 
     def __post_init__(self) -> None:
         for name in ("use_maximum_batch_size", "power_of_two", "oom_recovery", "save_in_background"):
@@ -153,11 +169,37 @@ class AdaptiveSettings:
         )
 
 
-# The keys of the block `adaptive`, by the settings' own names but for the limit, which has a unit in the config.
-BLOCK_KEYS = tuple(
-    field.name.removesuffix("_bytes") for field in fields(AdaptiveSettings) if field.name not in _LIKENESS
-)
-_PLACES = {name: f"adaptive.{name}" for name in BLOCK_KEYS} | {name: name for name in _LIKENESS}
+@dataclass(frozen=True)
+class ConfigKey:
+    """A key of ours in a config.
+
+    Attributes:
+        path: the dotted path in a config, as in `adaptive.margin`.
+        default: the value that a missing key has.
+        description: one line in plain words.
+    """
+
+    path: str
+    default: Any
+    description: str
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition(".")[2]
+
+
+def _config_keys() -> Iterator[ConfigKey]:
+    for one in fields(AdaptiveSettings):
+        _, description = get_args(one.type)
+        # The settings' own names but for the limit, which has a unit in the config.
+        path = one.name if one.name in _LIKENESS else f"adaptive.{one.name.removesuffix('_bytes')}"
+        yield ConfigKey(path, one.default, description)
+
+
+CONFIG_KEYS = tuple(_config_keys())
+BLOCK_KEYS = tuple(key.name for key in CONFIG_KEYS if key.path != key.name)
+_PLACES = {key.name: key.path for key in CONFIG_KEYS}
 
 
 def parse_memory(value: object) -> int:

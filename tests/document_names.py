@@ -1,0 +1,68 @@
+"""The names that a ``python`` block of a document may use without defining them.
+
+They are what a reader has: a model, an optimizer, a data loader, and a step of training. The loader has the samples of
+one optimizer step, and ``optimizer.zero_grad`` leaves the gradients, for a later block to show what to do with them. A
+train step takes a GiB for each sample, which it does not touch.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from adaptive_full_finetune_distributed import AdaptiveFullFinetuneRecipeDistributed
+from torch import Tensor, nn
+
+VOCABULARY, ROW_TOKENS = 32, 8
+GIB = 2**30
+
+
+class _KeepsGradients(torch.optim.AdamW):
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+
+def document_names() -> dict[str, Any]:
+    """The names, and what they mean, made anew."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY))
+    optimizer = _KeepsGradients(model.parameters(), lr=0.01)
+
+    def make_batch(n: int) -> Tensor:
+        return torch.randint(VOCABULARY, (n, ROW_TOKENS))
+
+    def collate(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+        tokens = torch.stack(rows)
+        return tokens, tokens
+
+    def loss_of(tokens: Tensor) -> Tensor:
+        return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), reduction="sum")
+
+    def micro_step(rows: list[Tensor]) -> tuple[Tensor, int]:
+        tokens, labels = collate(rows)
+        loss_sum = loss_of(tokens)
+        loss_sum.backward()
+        return loss_sum.detach(), labels.numel()
+
+    def train_step(batch: Tensor) -> None:
+        activations = [torch.empty(GIB, dtype=torch.uint8) for _ in batch]
+        loss_of(batch).backward()
+        del activations
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    return {
+        "AdaptiveFullFinetuneRecipeDistributed": AdaptiveFullFinetuneRecipeDistributed,
+        "F": F,
+        "collate": collate,
+        "dist": dist,
+        "loader": [list(make_batch(4))],
+        "make_batch": make_batch,
+        "micro_step": micro_step,
+        "model": model,
+        "optimizer": optimizer,
+        "recipe": SimpleNamespace(train=lambda: None),
+        "torch": torch,
+        "train_step": train_step,
+    }
