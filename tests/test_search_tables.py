@@ -111,4 +111,4 @@ def test_the_summary_says_in_one_line_what_was_found_and_from_what() -> None:
 
 
 def test_the_summary_says_if_the_search_was_stopped_by_its_bound() -> None:
-    assert "fits 2, all that may be tried, used 2" in summary(result_of(bound=2), 128)
+    assert "fits 2, the largest size allowed, used 2" in summary(result_of(bound=2), 128)
