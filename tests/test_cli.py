@@ -384,7 +384,7 @@ def test_a_refusal_of_the_worker_is_printed(program: Program, tracing: FakeTraci
 
 OF_OTHER_RECIPES = {
     "mistral/7B_full_ppo_low_memory": "`loss` must be one of finetuning, distillation or DPO, but is ",
-    "generation": "The config must be one of training, with `model`, `optimizer` and `loss`, but has no `optimizer`.",
+    "generation": "The config must be a training config, with `model`, `optimizer` and `loss`, but has no `optimizer`.",
     "quantization": "but has no `optimizer`.",
     "eleuther_evaluation": "but has no `optimizer`.",
     "llama2/7B_full_early_exit": "`--config` must be the name or path of a config, but is ",  # torchtune left it out

@@ -12,7 +12,7 @@ def probe_table(result: SearchResult) -> str:
     Each phase has a column with its peak. A phase that a failed probe did not reach is blank.
     """
     phases = list(dict.fromkeys(phase for probe in result.probes for phase in probe.phase_peak_bytes if phase))
-    rows = [["batch_size", *phases, "peak", "may use", "fits", "seconds"]]
+    rows = [["batch_size", *phases, "peak", "usable", "fits", "seconds"]]
     for probe in result.probes:
         peaks = [_cell(probe.phase_peak_bytes.get(phase)) for phase in phases]
         verdict = "yes" if probe.fits else "no"
