@@ -148,7 +148,7 @@ def test_optimizers_that_step_in_backward_leave_no_trace_and_need_a_step_that_fi
     assert steps == told
     assert found["parameters equal"]
     assert found["refused"] == (
-        "`ppo_batch_size` must be at most 4, which fit at once, with `optimizer_in_bwd`, but is 12 instead."
+        "`ppo_batch_size` must be at most 4, which fit at once, if `optimizer_in_bwd` is True, but is 12 instead."
     )
     assert found["sizes after the refusal"] == (2, 12)  # those of the config
 
@@ -199,7 +199,7 @@ REFUSED = [
     (
         "value_checkpointer__output_dir",
         "${output_dir}/value/..",
-        "`value_checkpointer.output_dir` must be another folder than the policy's, whose checkpoints have the same"
+        "`value_checkpointer.output_dir` must differ from the policy's folder, whose checkpoints have the same"
         " names, but is '",
     ),
     ("dataset__split", "train[:4]", "`batch_size` must be at most 4, the prompts of `dataset`, but is 12 instead."),

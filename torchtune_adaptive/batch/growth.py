@@ -89,7 +89,7 @@ class BatchGrowth:
             return
         try:
             self._function.load_state_dict(saved)
-        except Exception as error:  # the user's own code: whatever it raises is reported
+        except Exception as error:  # the user's own code can raise any error
             raise InputError(
                 f"`batch_increase_function` must accept the state of the resumed run, but does not accept"
                 f" {quote(saved)}: {reason_of(error)}."
@@ -104,7 +104,7 @@ def _check_state(function: object) -> None:
     try:
         state = function.state_dict()
         read_again = json.loads(json.dumps(state))
-    except Exception as error:  # the user's own code: whatever it raises is reported
+    except Exception as error:  # the user's own code can raise any error
         raise InputError(f"{rule}, but fails: {reason_of(error)}.") from error
     if read_again != state:
         raise InputError(f"{rule}, but returns {quote(state)}, which is loaded as {quote(read_again)}.")

@@ -88,7 +88,7 @@ def load_function(value: object) -> BatchIncreaseFunction | None:
     component = _import(path)
     try:
         made = component(**arguments)
-    except Exception as error:  # the user's own code and arguments: whatever it raises is reported
+    except Exception as error:  # the user's own code and arguments can raise any error
         raise InputError(
             f"`batch_increase_function` must be created by its `_component_`, but {quote(path)} "
             f"with {quote(arguments)} failed instead: {reason_of(error)}."
@@ -102,7 +102,7 @@ def _import(path: str) -> Any:
         sys.path.append(os.getcwd())
     try:
         return pkgutil.resolve_name(path)
-    except Exception as error:  # importing runs the user's own module: whatever it raises is reported
+    except Exception as error:  # importing runs the user's own module, which can raise any error
         raise InputError(
             f"`batch_increase_function` must be importable, but {quote(path)} is not: {reason_of(error)}."
         ) from error
@@ -170,7 +170,7 @@ def _ask(function: BatchIncreaseFunction, *, epoch: int, batch_size: int) -> int
     name, where = function_name(function), f"at epoch {epoch} with batch size {batch_size}"
     try:
         answer: object = function(epoch, batch_size)
-    except Exception as error:  # the user's own code: whatever it raises is reported as its answer
+    except Exception as error:  # the user's own code can raise any error, which is reported as its answer
         raise InputError(
             f"`batch_increase_function` must return an integer, but {name} raised an error {where} instead: "
             f"{reason_of(error)}."

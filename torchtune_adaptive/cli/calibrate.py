@@ -16,9 +16,7 @@ def add_calibrate(commands: Commands) -> None:
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
-    from torchtune_adaptive.plan.calibration import (
-        calibrate,
-    )  # torch takes seconds to import, and a plan does not need it
+    from torchtune_adaptive.plan.calibration import calibrate  # needs torch, which takes seconds to import
 
     index = integer("device_index", arguments.device_index, minimum=0)
     measured = calibrate(arguments.output, forecast_peak=calibration_peak, device_index=index)

@@ -25,7 +25,7 @@ from torchtune_adaptive.text import format_bytes
 def add_plan(commands: Commands) -> None:
     """Add the command."""
     command = commands.add_parser("plan", help="predict which batch sizes of a config fit, without a GPU")
-    command.add_argument("--config", required=True, help="name of a config, torchtune's or ours, or its path")
+    command.add_argument("--config", required=True, help="name or path of a config")
     command.add_argument(
         "--nproc_per_node",
         "--nproc-per-node",

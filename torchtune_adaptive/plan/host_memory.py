@@ -13,7 +13,7 @@ _MIB = 2**20
 # (benchmarks/results/host_memory_cpu.md), rounded up. The memory of data sets is not known.
 PROCESS_BYTES = 320 * _MIB
 # What CUDA adds to it: 1122 MiB (github.com/pytorch/pytorch/issues/12873, before kernels were loaded at their first
-# use). Nobody has measured it here.
+# use). It has not been measured here.
 CUDA_PROCESS_BYTES = 1122 * _MIB
 
 

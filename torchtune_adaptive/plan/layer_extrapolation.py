@@ -2,8 +2,8 @@
 
 All layers between the first and the last are equal. So live bytes at the n-th operation of a phase grow linearly with
 the number of layers, and so do those at the n-th operation from the phase's end. Every inner layer adds the same
-number of bytes. Memory therefore rises or falls steadily between both ends, and the peak is near one of them, at an
-operation that can be counted from the start or from the end of its phase.
+number of bytes. Memory therefore rises or falls steadily between both ends, and the peak is near one of them. Its
+operation can be counted from the start or from the end of its phase.
 
 A phase that loops over all parameters several times, each time with one operation, is treated as several phases.
 """

@@ -225,9 +225,8 @@ class _LengthPlanner:
     def _largest(self, peaks: StepPeaks, *, certain: bool) -> int | None:
         """The largest batch size that fits; None if memory does not grow with the batch size."""
         fits = partial(self._fits, peaks, certain=certain)
-        largest = binary_search(
-            fits, start=2, max_batch_size=NO_BOUND
-        )  # not 1: a single row may need more memory than two
+        # Not from 1, because a single row may need more memory than two.
+        largest = binary_search(fits, start=2, max_batch_size=NO_BOUND)
         return None if largest == NO_BOUND else largest
 
     def _fits(self, peaks: StepPeaks, batch_size: int, *, certain: bool) -> bool:

@@ -23,9 +23,7 @@ from torchtune_adaptive.plan.step_events import (
 )
 from torchtune_adaptive.plan.step_progress import StepProgress
 
-CUDA_GRANULARITY_BYTES = (
-    512  # allocation unit of its caching allocator (kMinBlockSize in c10/core/AllocatorConfig.h of torch 2.13)
-)
+CUDA_GRANULARITY_BYTES = 512  # of its caching allocator (kMinBlockSize in c10/core/AllocatorConfig.h of torch 2.13)
 ON_HOST = "on the host"  # marks tensors that are not on the device and are not counted
 Mark: TypeAlias = Kind | Literal["on the host"]
 

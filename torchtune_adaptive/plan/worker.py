@@ -155,9 +155,7 @@ class StepTracer:
     def _lines(self, seq_len: int, layers: tuple[int, ...]) -> StepLines:
         small, large = (self._whole(layers, batch_size, seq_len) for batch_size in SMALL_BATCH_SIZES)
         lines = StepLines.from_timelines(small, large, seq_len=seq_len)
-        if (
-            lines is None
-        ):  # perhaps because the very first step created something that the model keeps, such as a buffer
+        if lines is None:  # perhaps because the very first step created a buffer that the model keeps
             self._forget({*layers, self.num_layers}, SMALL_BATCH_SIZES[0], seq_len)
             small = self._whole(layers, SMALL_BATCH_SIZES[0], seq_len)
             lines = StepLines.from_timelines(small, large, seq_len=seq_len)

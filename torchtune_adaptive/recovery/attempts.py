@@ -192,9 +192,7 @@ class Recovery:
     def _clean(self) -> None:
         """Free everything that the failed step left. Must be called outside of any ``except`` block."""
         self._forget()
-        if (
-            self._device.type != "cpu"
-        ):  # running collectives may use this memory; they complete, because peers issue them too
+        if self._device.type != "cpu":  # running collectives may use this memory; peers issue them too, so they end
             torch.get_device_module(self._device).synchronize(self._device)
         reset_after_failure(self._model)
         free_memory(self._device)
