@@ -1,1 +1,1 @@
-"""Small programs that show how to use this package in training loops of one's own."""
+"""Small programs that show how to use this package in other training loops."""

@@ -1,4 +1,4 @@
-"""A plain FSDP2 loop that finds its micro-batch and survives out-of-memory errors."""
+"""A plain FSDP2 loop that finds its micro-batch size and recovers from out-of-memory errors."""
 
 import os
 import random
@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torchtune_adaptive import RecoverableStep, find_max_batch_size
 
 VOCABULARY, DIM, LONGEST_TOKENS, PADDING = 64, 32, 32, -100
-SAMPLES_PER_STEP = 8  # on each rank, however small micro-batches become
+SAMPLES_PER_STEP = 8  # on each rank, for any size of micro-batches
 DEVICE = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
 
 
@@ -33,7 +33,7 @@ def make_samples(number: int) -> list[list[int]]:
 
 
 def micro_step(model: nn.Module, samples: list[list[int]]) -> Tensor:
-    """Forward and backward of a micro-batch. Returns the sums [loss, tokens], which are added up over micro-batches."""
+    """Forward and backward pass of a micro-batch. Returns [loss, tokens], which are summed over micro-batches."""
     rows = [sample + [PADDING] * (max(map(len, samples)) - len(sample)) for sample in samples]
     tokens = torch.tensor(rows, device=DEVICE)  # [B, S]
     inputs, labels = tokens[:, :-1].clamp(min=0).flatten(), tokens[:, 1:].flatten()
@@ -44,7 +44,7 @@ def micro_step(model: nn.Module, samples: list[list[int]]) -> Tensor:
 
 def find_micro_batch_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     def train_step(samples: list[list[int]]) -> None:
-        for _ in range(2):  # a second micro-step needs more: there are gradients already
+        for _ in range(2):  # the second micro-step needs more memory: gradients exist
             micro_step(model, samples)
         optimizer.step()
 
@@ -55,7 +55,7 @@ def find_micro_batch_size(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: RecoverableStep[Tensor], num_steps: int) -> None:
     for number in range(num_steps):
-        sums = step(make_samples(number))  # `micro_step` on parts of them, smaller ones after an out-of-memory error
+        sums = step(make_samples(number))  # calls `micro_step` on parts, smaller ones after an out-of-memory error
         dist.all_reduce(sums)
         loss_sum, num_tokens = sums.tolist()
         for parameter in model.parameters():

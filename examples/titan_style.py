@@ -1,4 +1,4 @@
-"""A trainer class in the style of torchtitan, whose ``train_step`` survives out-of-memory errors."""
+"""A trainer class in the style of torchtitan, whose ``train_step`` recovers from out-of-memory errors."""
 
 import os
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ DEVICE = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is
 class Config:
     steps: int = 5
     seq_len_tokens: int = 16
-    local_batch_size: int = 4  # samples that the data loader gives at once
-    gradient_accumulation_steps: int = 2  # such batches of an optimizer step, on each rank
-    micro_batch_size: int = 4  # samples of a forward and backward, until memory runs out
+    local_batch_size: int = 4  # samples of a batch from the data loader
+    gradient_accumulation_steps: int = 2  # such batches per optimizer step and rank
+    micro_batch_size: int = 4  # samples per micro-step, until memory runs out
 
 
 class Trainer:
@@ -48,7 +48,7 @@ class Trainer:
             yield {"inputs": tokens, "labels": tokens.roll(-1, dims=1).masked_fill(padding, IGNORED)}
 
     def micro_step(self, micro_batch: dict[str, Tensor]) -> Tensor:
-        """Forward and backward of some samples: this rank's part of the mean loss over all ranks' tokens."""
+        """Forward and backward pass of samples: this rank's part of the mean loss over all ranks' tokens."""
         inputs, labels = (micro_batch[name].to(DEVICE).flatten() for name in ("inputs", "labels"))
         loss = cross_entropy(self.model(inputs), labels, reduction="sum") / self.global_num_tokens
         (loss * dist.get_world_size()).backward()  # FSDP2 divides gradients by the number of ranks
@@ -58,7 +58,7 @@ class Trainer:
         batches = [next(data_iterator) for _ in range(self.config.gradient_accumulation_steps)]
         samples = {name: torch.cat([batch[name] for batch in batches]) for name in ("inputs", "labels")}
         self.global_num_tokens = (samples["labels"] != IGNORED).sum().to(DEVICE)
-        dist.all_reduce(self.global_num_tokens)  # here, as a micro-step must have no collectives but FSDP2's
+        dist.all_reduce(self.global_num_tokens)  # not in the micro-step, which must only have FSDP2's collectives
         loss = self.forward_backward(samples)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()

@@ -1,4 +1,4 @@
-"""A plain FSDP2 loop over a causal language model of ``transformers``, which survives out-of-memory errors."""
+"""A plain FSDP2 loop over a causal language model of ``transformers``, which recovers from out-of-memory errors."""
 
 import os
 import random
@@ -12,12 +12,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchtune_adaptive import RecoverableStep
 
-SAMPLES_PER_STEP = 8  # on each rank, however small micro-batches become
+SAMPLES_PER_STEP = 8  # on each rank, for any size of micro-batches
 DEVICE = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
 
 
 def make_model() -> LlamaForCausalLM:
-    """A tiny one; ``LlamaForCausalLM.from_pretrained`` gives a real one."""
+    """A tiny model; use ``LlamaForCausalLM.from_pretrained`` for a real one."""
     torch.manual_seed(0)  # the same weights on every rank
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=2, attention_dropout=0.1, use_cache=False)
@@ -28,13 +28,13 @@ def make_model() -> LlamaForCausalLM:
 
 
 def make_samples(number: int) -> list[list[int]]:
-    """This rank's texts for optimizer step ``number``, as tokens of different number."""
+    """This rank's texts for optimizer step ``number``, as token lists of different lengths."""
     chance = random.Random(1000 * number + dist.get_rank())
     return [chance.choices(range(64), k=chance.randint(2, 16)) for _ in range(SAMPLES_PER_STEP)]
 
 
 def collate(samples: list[list[int]]) -> dict[str, Tensor]:
-    """Pads to the longest sample. Padding is neither attended to nor learnt."""
+    """Pads to the longest sample. Padding is masked in attention and in the loss."""
     padded = [sample + [-1] * (max(map(len, samples)) - len(sample)) for sample in samples]
     tokens = torch.tensor(padded, device=DEVICE)  # [B, S]
     is_padding = tokens == -1
@@ -43,17 +43,17 @@ def collate(samples: list[list[int]]) -> dict[str, Tensor]:
 
 
 def micro_step(model: LlamaForCausalLM, samples: list[list[int]]) -> Tensor:
-    """Forward and backward of a micro-batch. Returns the sums [loss, tokens], which are added up over micro-batches."""
+    """Forward and backward pass of a micro-batch. Returns [loss, tokens], which are summed over micro-batches."""
     batch = collate(samples)
     loss_sum = model(**batch, num_items_in_batch=1).loss  # by default it would be the mean of this micro-batch
     loss_sum.backward()
-    num_tokens = (batch["labels"][:, 1:] != -100).sum()  # the model predicts a row's tokens but the first
+    num_tokens = (batch["labels"][:, 1:] != -100).sum()  # the model predicts all tokens of a row except the first
     return torch.stack([loss_sum.detach(), num_tokens])
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: RecoverableStep[Tensor], num_steps: int) -> None:
     for number in range(num_steps):
-        sums = step(make_samples(number))  # `micro_step` on parts of them, smaller ones after an out-of-memory error
+        sums = step(make_samples(number))  # calls `micro_step` on parts, smaller ones after an out-of-memory error
         dist.all_reduce(sums)
         loss_sum, num_tokens = sums.tolist()
         for parameter in model.parameters():

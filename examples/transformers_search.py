@@ -1,4 +1,4 @@
-"""How many padded rows fit into memory, for a causal language model of ``transformers``, on one process."""
+"""Find how many padded rows fit into memory, for a causal language model of ``transformers``, in one process."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def make_model() -> LlamaForCausalLM:
-    """A tiny one; ``LlamaForCausalLM.from_pretrained`` gives a real one."""
+    """A tiny model; use ``LlamaForCausalLM.from_pretrained`` for a real one."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=0, use_cache=False)
@@ -21,7 +21,7 @@ def make_model() -> LlamaForCausalLM:
 
 
 def collate(samples: list[list[int]]) -> dict[str, Tensor]:
-    """Pads to the longest sample. Padding is neither attended to nor learnt."""
+    """Pads to the longest sample. Padding is masked in attention and in the loss."""
     longest = max(map(len, samples))
     tokens = torch.tensor([sample + [-1] * (longest - len(sample)) for sample in samples], device=DEVICE)  # [B, S]
     is_padding = tokens == -1
@@ -33,7 +33,7 @@ def collate(samples: list[list[int]]) -> dict[str, Tensor]:
 
 
 def worst_batch(size: int) -> dict[str, Tensor]:
-    """One row as long as rows can be, and others half as long: a batch is as wide as its longest row."""
+    """One row of the greatest length, and others half as long: a batch is padded to its longest row."""
     return collate([[1] * LONGEST_TOKENS] + [[1] * (LONGEST_TOKENS // 2)] * (size - 1))
 
 

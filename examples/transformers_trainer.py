@@ -1,4 +1,4 @@
-"""``transformers.Trainer`` that finds its micro-batch and survives out-of-memory errors, alone or under FSDP2."""
+"""``transformers.Trainer`` that finds its micro-batch size and recovers from out of memory, also under FSDP2."""
 
 import random
 import tempfile
@@ -11,9 +11,9 @@ from torchtune_adaptive import InputError, RecoverableStep, find_max_batch_size
 
 
 class AdaptiveTrainer(Trainer):
-    """An optimizer step has ``per_device_train_batch_size`` samples per device; a micro-batch has those that fit.
+    """An optimizer step has ``per_device_train_batch_size`` samples per device; a micro-batch has as many as fit.
 
-    The loss is that of ``Trainer``, which divides it by the labels of the step's samples on all devices.
+    The loss is that of ``Trainer``, which divides it by the number of labels in the step on all devices.
     """
 
     def __init__(self, *args, micro_batch_size=None, memory_limit=None, **kwargs):
@@ -23,9 +23,9 @@ class AdaptiveTrainer(Trainer):
             raise InputError("`gradient_accumulation_steps` must be 1: raise `per_device_train_batch_size` instead.")
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        """Forward and backward of an optimizer step, of which ``Trainer`` does the rest."""
+        """Forward and backward passes of an optimizer step. ``Trainer`` does the rest."""
         self.num_items = num_items_in_batch
-        self.step = self.step or self.make_step(model, self.optimizer.optimizer)  # that of torch, not of accelerate
+        self.step = self.step or self.make_step(model, self.optimizer.optimizer)  # torch's, not accelerate's
         return self.step(inputs)
 
     def micro_step(self, micro_batch):
@@ -39,7 +39,7 @@ class AdaptiveTrainer(Trainer):
 
     def find_micro_batch_size(self, model, optimizer):
         def train_step(samples):
-            for _ in range(2):  # a second micro-step needs more: there are gradients already
+            for _ in range(2):  # the second micro-step needs more memory: gradients exist
                 self.micro_step(self.data_collator(samples))
             optimizer.step()
 

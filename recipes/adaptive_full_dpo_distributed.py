@@ -1,4 +1,4 @@
-"""Direct preference optimization by FSDP2 with a batch size that is searched for and may grow.
+"""Direct preference optimization by FSDP2 with a batch size found by a search, which can grow.
 
     tune run --nproc_per_node 2 adaptive_full_dpo_distributed --config CONFIG use_maximum_batch_size=True
 
@@ -24,7 +24,7 @@ StockRecipe: Any = load_stock_recipe("full_dpo_distributed").FullDPORecipeDistri
 
 
 class AdaptiveFullDPORecipeDistributed(AdaptiveRecipe, StockRecipe):
-    """The stock recipe, trained by our trainer. Policy and reference are both on the device."""
+    """The stock recipe with the adaptive training loop. Policy and reference are both on the device."""
 
     def __init__(self, cfg: DictConfig) -> None:
         if cfg.get("optimizer_in_bwd", False):

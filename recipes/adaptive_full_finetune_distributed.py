@@ -1,8 +1,8 @@
-"""Full finetuning by FSDP2 with a batch size that is searched for and may grow.
+"""Full finetuning by FSDP2 with a batch size found by a search, which can grow.
 
     tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config CONFIG use_maximum_batch_size=True
 
-CONFIG is any stock config of full finetuning, or one of ours. The keys are those of the stock recipe
+CONFIG is any stock config of full finetuning, or one of this package. The keys are those of the stock recipe
 ``full_finetune_distributed`` and of ``torchtune_adaptive.settings``.
 """
 
@@ -21,7 +21,7 @@ StockRecipe: Any = load_stock_recipe("full_finetune_distributed").FullFinetuneRe
 
 
 class AdaptiveFullFinetuneRecipeDistributed(AdaptiveRecipe, StockRecipe):
-    """The stock recipe, trained by our trainer."""
+    """The stock recipe with the adaptive training loop."""
 
     def keep_whole(self) -> WholeCheckpointer:
         whole = WholeCheckpointer(self._checkpoint_client._get_checkpointer(), self._folder)
@@ -29,7 +29,7 @@ class AdaptiveFullFinetuneRecipeDistributed(AdaptiveRecipe, StockRecipe):
         return whole
 
     def save_checkpoint(self, epoch: int) -> None:
-        """Save by torchtune's checkpoint client, as the stock recipe does within its loop. A collective."""
+        """Save by torchtune's checkpoint client, as the stock recipe does in its loop. A collective."""
         kept = ("seed", "epochs_run", "total_epochs", "max_steps_per_epoch")
         progress = TrainingProgress(
             **{name: getattr(self, name) for name in kept}, dataloader_state_dict=self._dataloader.state_dict()

@@ -1,4 +1,4 @@
-"""Full finetuning on one device with a batch size that is searched for and may grow.
+"""Full finetuning on one device with a batch size found by a search, which can grow.
 
     tune run adaptive_full_finetune_single_device --config CONFIG use_maximum_batch_size=True
 
@@ -19,7 +19,10 @@ StockRecipe: Any = load_stock_recipe("full_finetune_single_device").FullFinetune
 
 
 class AdaptiveFullFinetuneRecipeSingleDevice(AdaptiveRecipe, StockRecipe):
-    """The stock recipe, trained by our trainer. With ``optimizer_in_bwd`` nothing divides by tokens, as in stock."""
+    """The stock recipe with the adaptive training loop.
+
+    With ``optimizer_in_bwd`` gradients are not divided by the number of tokens, as in torchtune.
+    """
 
     on_several_ranks = False
     _normalizes_in_backward = False

@@ -1,4 +1,4 @@
-"""Knowledge distillation by FSDP2 with a batch size that is searched for and may grow.
+"""Knowledge distillation by FSDP2 with a batch size found by a search, which can grow.
 
     tune run --nproc_per_node 2 adaptive_knowledge_distillation_distributed --config CONFIG use_maximum_batch_size=True
 
@@ -21,7 +21,7 @@ StockRecipe: Any = load_stock_recipe("knowledge_distillation_distributed").KDRec
 
 
 class AdaptiveKDRecipeDistributed(AdaptiveRecipe, StockRecipe):
-    """The stock recipe, trained by our trainer. Student and teacher are both on the device."""
+    """The stock recipe with the adaptive training loop. Student and teacher are both on the device."""
 
     def models(self) -> list[nn.Module]:
         return [self._model, self._teacher_model]

@@ -1,4 +1,4 @@
-"""Knowledge distillation on one device with a batch size that is searched for and may grow.
+"""Knowledge distillation on one device with a batch size found by a search, which can grow.
 
     tune run adaptive_knowledge_distillation_single_device --config CONFIG use_maximum_batch_size=True
 
@@ -21,7 +21,7 @@ StockRecipe: Any = load_stock_recipe("knowledge_distillation_single_device").KDR
 
 
 class AdaptiveKDRecipeSingleDevice(AdaptiveRecipe, StockRecipe):
-    """The stock recipe, trained by our trainer. Student and teacher are both on the device."""
+    """The stock recipe with the adaptive training loop. Student and teacher are both on the device."""
 
     on_several_ranks = False
 

@@ -1,4 +1,4 @@
-"""Direct preference optimization of LoRA adapters by FSDP2 with a batch size that is searched for and may grow.
+"""Direct preference optimization of LoRA adapters by FSDP2 with a batch size found by a search, which can grow.
 
     tune run --nproc_per_node 2 adaptive_lora_dpo_distributed --config CONFIG use_maximum_batch_size=True
 
@@ -21,7 +21,7 @@ StockRecipe: Any = load_stock_recipe("lora_dpo_distributed").LoRADPORecipeDistri
 
 
 class AdaptiveLoRADPORecipeDistributed(AdaptiveRecipe, StockRecipe):
-    """The stock recipe, trained by our trainer. The reference is the policy without its adapters."""
+    """The stock recipe with the adaptive training loop. The reference is the policy without its adapters."""
 
     def row_format(self) -> PreferenceRows:
         return PreferenceRows()

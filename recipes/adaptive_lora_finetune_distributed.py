@@ -1,8 +1,8 @@
-"""LoRA finetuning by FSDP2 with a batch size that is searched for and may grow.
+"""LoRA finetuning by FSDP2 with a batch size found by a search, which can grow.
 
     tune run --nproc_per_node 2 adaptive_lora_finetune_distributed --config CONFIG use_maximum_batch_size=True
 
-CONFIG is any stock config of LoRA finetuning, or one of ours. The keys are those of the stock recipe
+CONFIG is any stock config of LoRA finetuning, or one of this package. The keys are those of the stock recipe
 ``lora_finetune_distributed`` and of ``torchtune_adaptive.settings``.
 """
 
@@ -22,19 +22,19 @@ StockRecipe: Any = load_stock_recipe("lora_finetune_distributed").LoRAFinetuneRe
 
 
 class AdaptiveLoRAFinetuneRecipeDistributed(AdaptiveRecipe, StockRecipe):
-    """The stock recipe, trained by our trainer."""
+    """The stock recipe with the adaptive training loop."""
 
     def setup(self, cfg: DictConfig) -> None:
-        """Refuse what one rank cannot load, then set up. A collective."""
+        """Refuse a model that one rank cannot load, then set up. A collective."""
         if self.world_size == 1 and cfg.get("fsdp_cpu_offload", False):
             refuse_quantized(cfg.model)
         super().setup(cfg)
 
 
 def refuse_quantized(cfg_model: DictConfig) -> None:
-    """Refuse an NF4 model where one rank would shard it to offload it: FSDP2 cannot gather it there.
+    """Refuse an NF4 model if one rank would shard it for offloading, because FSDP2 cannot gather it.
 
-    Delete with the last torch that lacks https://github.com/pytorch/pytorch/pull/197999.
+    Delete with the last supported torch without https://github.com/pytorch/pytorch/pull/197999.
 
     Raises:
         InputError: the model has NF4 weights.
@@ -49,7 +49,7 @@ def refuse_quantized(cfg_model: DictConfig) -> None:
 def recipe_main(cfg: DictConfig) -> None:
     """LoRA finetuning with an adaptive batch size: stock keys, plus ``use_maximum_batch_size`` and ``adaptive``."""
     if cfg.get("fsdp_cpu_offload", False):
-        training.set_torch_num_threads()  # the optimizer then runs on the CPU, with all of its cores
+        training.set_torch_num_threads()  # the optimizer then runs on all cores of the CPU
     run_recipe(AdaptiveLoRAFinetuneRecipeDistributed, cfg)
 
 

@@ -1,4 +1,4 @@
-"""LoRA finetuning on one device with a batch size that is searched for and may grow.
+"""LoRA finetuning on one device with a batch size found by a search, which can grow.
 
     tune run adaptive_lora_finetune_single_device --config CONFIG use_maximum_batch_size=True
 
@@ -19,7 +19,7 @@ StockRecipe: Any = load_stock_recipe("lora_finetune_single_device").LoRAFinetune
 
 
 class AdaptiveLoRAFinetuneRecipeSingleDevice(AdaptiveRecipe, StockRecipe):
-    """The stock recipe, trained by our trainer."""
+    """The stock recipe with the adaptive training loop."""
 
     on_several_ranks = False
 

@@ -2,9 +2,9 @@
 
     tune run adaptive_ppo_full_finetune_single_device --config CONFIG use_maximum_batch_size=True
 
-CONFIG is the stock config of PPO. ``batch_size`` and ``ppo_batch_size`` stay as they are: they belong to the method.
-Searched for are the answers that are generated at once (``forward_batch_size``) and those that are trained on at once
-(``ppo_batch_size`` divided by ``gradient_accumulation_steps``). Checkpoints of steps are made at the ends of turns.
+CONFIG is the stock config of PPO. ``batch_size`` and ``ppo_batch_size`` do not change, because they affect training.
+The search finds the number of answers generated at once (``forward_batch_size``) and trained on at once
+(``ppo_batch_size`` divided by ``gradient_accumulation_steps``). Step checkpoints are written at the ends of turns.
 """
 
 from contextlib import AbstractContextManager
@@ -55,7 +55,7 @@ StockRecipe: Any = load_stock_recipe("ppo_full_finetune_single_device").PPOFullF
 
 
 class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
-    """The stock recipe, which trains itself with the sizes that a search found."""
+    """The stock recipe with its own training loop, and with the sizes that a search found."""
 
     on_several_ranks = False
 
@@ -69,8 +69,8 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         self._folder, self._values_folder = checkpoint_folder(cfg), checkpoint_folder(cfg, "value_checkpointer")
         if self._folder.path.resolve() == self._values_folder.path.resolve():
             raise InputError(
-                "`value_checkpointer.output_dir` must be another folder than the policy's, whose checkpoints have the"
-                f" same names, but is {str(self._values_folder.path)!r} as well."
+                "`value_checkpointer.output_dir` must differ from the policy's folder, whose checkpoints have the same"
+                f" names, but is {str(self._values_folder.path)!r} too."
             )
         all_steps = cfg.num_steps // cfg.batch_size * _steps_per_turn(cfg)
         self._resumed = find_checkpoint_of(
@@ -81,12 +81,12 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             super().__init__(cfg=self._cfg)
 
     def setup(self, cfg: DictConfig) -> None:
-        """Set up as stock does, go on where a checkpoint says, and search for the sizes if the config asks for it."""
+        """Set up as the stock recipe does, resume from a checkpoint, and search for the sizes if the config says so."""
         with setting_up():
             super().setup(self._cfg)
-        with keep_random_states([self._rng]):  # the data set's transforms may draw from them
+        with keep_random_states([self._rng]):  # the data set's transforms may use them
             self._rows.check_sample(self._dataloader.dataset)
-        if len(self._dataloader) == 0:  # torchtune would end at once, with nothing trained or saved
+        if len(self._dataloader) == 0:  # torchtune would end at once, without training or saving
             prompts = len(self._dataloader.dataset)
             raise InputError(
                 f"`batch_size` must be at most {prompts}, the prompts of `dataset`, but is {self.batch_size} instead."
@@ -100,7 +100,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         elif self._settings.searches:
             self._use_largest_sizes()
         if self._settings.searches and cfg.get("compile", False):
-            torch.compiler.reset()  # what was compiled for probes would make training's own sizes dynamic ones
+            torch.compiler.reset()  # code compiled for probes would make the sizes of training dynamic
 
     def train(self) -> None:
         """Train by torchtune's own loop, and save after turns and epochs."""
@@ -108,20 +108,20 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         self._steps.wait()
 
     def generate_trajectory_batched(self, input_ids: torch.Tensor) -> Trajectory:
-        """As stock, once prompts and answers are known to be short enough.
+        """Generate as the stock recipe does, after a check of the length of prompts with answers.
 
         Raises:
-            InputError: a model takes fewer tokens.
+            InputError: a model's maximum length is too small.
         """
         self._row_length(input_ids.shape[1])
         return super().generate_trajectory_batched(input_ids)
 
     def cleanup_after_step(self, *args: Any) -> None:
-        """Called at the end of a turn: save it if it is to be saved. After the last one the epoch is saved at once.
+        """Called at the end of a turn: save a step checkpoint if it is due. After the last turn the epoch is saved.
 
         Raises:
-            RunEnded: a signal has ended the run, which is saved.
-            CheckpointError: so it has, but the run cannot be saved.
+            RunEnded: a signal has ended the run, and the run is saved.
+            CheckpointError: a signal has ended the run, but the run cannot be saved.
         """
         super().cleanup_after_step(*args)
         if self._steps_run < self._total_steps:
@@ -129,10 +129,10 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             self._steps.after_steps(self.global_step, steps=self._steps_per_turn, stop=stop, state=self._state)
 
     def save_checkpoint(self, epoch: int, is_intermediate_checkpoint: bool = False) -> None:
-        """Save as stock does. The policy comes last: its folder says that the epoch is complete.
+        """Save as the stock recipe does. The policy comes last, because its folder marks the epoch as complete.
 
         Raises:
-            CheckpointError: the last epoch's checkpoint cannot be written. After others training goes on.
+            CheckpointError: the last epoch's checkpoint cannot be written. After other epochs training continues.
         """
         self._steps.wait()
         policy, value = self._policy, self._value_checkpointer
@@ -145,19 +145,19 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             policy.check_saved(self._consensus, is_last=is_last)
 
     def models(self) -> list[nn.Module]:
-        """Every model on the device, the trained ones first."""
+        """All models on the device, the trained ones first."""
         return [self._policy_model, self._value_model, self._ref_policy_model, self._reward_model]
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The one of both trained models, or each parameter's."""
+        """The optimizer of both trained models, or one per parameter."""
         return list(self._optim_ckpt_wrapper.optim_map.values()) if self._optimizer_in_bwd else [self._optimizer]
 
     def listening(self) -> AbstractContextManager[None]:
-        """A context within which SIGTERM and SIGUSR1 have ``train`` save after its turn, and end."""
+        """Context: after SIGTERM or SIGUSR1, ``train`` finishes its turn, saves and ends."""
         return self._stop_request.listening()
 
     def _set_up_checkpoints(self, config: dict[str, Any]) -> tuple[int, int] | None:
-        """Go on where the checkpoint says. The sizes that its run used, None if they are to be found anew."""
+        """Resume from the checkpoint. Returns the sizes of its run, None if they must be searched again."""
         self._policy = WholeCheckpointer(self._policy_checkpointer, self._folder)
         self._policy_checkpointer = LastCheckpointer(self._policy)
         self._values_folder.discard_unfinished()
@@ -178,7 +178,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         return self._saver.load(saved)
 
     def _update_recipe_state(self, ckpt_dict: dict[str, Any]) -> None:
-        """Stock's way for what stock has saved; otherwise our state says where the run is."""
+        """Use torchtune's own state for its checkpoints. Otherwise the position is in this package's state."""
         if self._resumed is None or self._resumed.state is None:
             super()._update_recipe_state(ckpt_dict)
 
@@ -206,7 +206,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         write_report(Path(self._output_dir), report)
 
     def _find_sizes(self) -> TurnSizes:
-        """The largest sizes whose turn fits, on prompts of the greatest length. Leaves no trace."""
+        """The largest sizes whose turn fits, on prompts of the greatest length. Restores all state."""
         prompt = self._rows.worst_case(
             self._dataloader.dataset,
             seq_len=self._settings.seq_len,
@@ -233,18 +233,18 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         )
         if self._optimizer_in_bwd and sizes.trained < self._ppo_batch_size:
             raise InputError(
-                f"`ppo_batch_size` must be at most {sizes.trained}, which fit at once, with `optimizer_in_bwd`,"
+                f"`ppo_batch_size` must be at most {sizes.trained}, which fit at once, if `optimizer_in_bwd` is True,"
                 f" but is {self._ppo_batch_size} instead."
             )
         return sizes
 
     def _turn(self, prompts: list[list[int]], generated: int, trained: int) -> None:
-        """What a turn has on the device at its dearest: the last answers generated, and two micro-steps of training."""
+        """The part of a turn with the highest memory: generate the last answers, then train two micro-steps."""
         batch = torch.tensor(prompts, device=self._device)  # [answers, prompt tokens]
         micro_steps = min(2, self._ppo_batch_size // trained)
         with torch.no_grad():
-            # Beside the last answers there are those of the turn before and the earlier ones of this turn. They take
-            # memory, but not the time to generate them here.
+            # Answers of the previous turn, and earlier ones of this turn, are in memory too. Copies of one answer stand
+            # for them, which saves time.
             self._use(1, trained)
             one = self.generate_trajectory(batch[:1])
             before = [values.repeat_interleave(len(batch), 0) for values in one]
@@ -271,12 +271,12 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             self._optimizer.zero_grad(set_to_none=True)
 
     def _use(self, generated: int, trained: int) -> None:
-        """Generate and train by these sizes from now on."""
+        """Use these sizes for generation and training from now on."""
         self._forward_batch_size, self._ppo_backward_batch_size = generated, trained
         self._gradient_accumulation_steps = self._ppo_batch_size // trained
 
     def _row_length(self, prompt_tokens: int) -> int:
-        """Tokens of a prompt with its answer, which every model takes."""
+        """Tokens of a prompt with its answer, checked against every model."""
         length = prompt_tokens + self._max_generated_tokens
         for model in self.models():
             check_row_length(length, model)
@@ -287,7 +287,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         return load_data(lambda: load(*args, **kwargs))
 
     def _forget(self) -> None:
-        """Drop what a failed turn leaves outside of parameters: the cache of keys and values."""
+        """Free the memory of a failed turn outside of parameters: the key-value cache."""
         if self._policy_model.caches_are_setup():
             delete_kv_caches(self._policy_model)
 

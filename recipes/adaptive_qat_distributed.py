@@ -1,4 +1,4 @@
-"""Quantization-aware training by FSDP2 with a batch size that is searched for and may grow.
+"""Quantization-aware training by FSDP2 with a batch size found by a search, which can grow.
 
     tune run --nproc_per_node 2 adaptive_qat_distributed --config CONFIG use_maximum_batch_size=True
 
@@ -20,12 +20,12 @@ StockRecipe: Any = load_stock_recipe("qat_distributed").QATRecipeDistributed
 
 
 class AdaptiveQATRecipeDistributed(AdaptiveRecipe, StockRecipe):
-    """The stock recipe, trained by our trainer. A search probes with fake quantization, which needs more memory."""
+    """The stock recipe with the adaptive training loop. Probes use fake quantization, which needs more memory."""
 
     _is_fake_quantized = True
 
     def before_step(self, step: int) -> None:
-        """Fake quantization is off until the configured step."""
+        """Keep fake quantization off until the configured step."""
         wanted = step >= (self._fake_quant_after_n_steps or 0)
         if wanted != self._is_fake_quantized:
             switch = quantization._get_enable_fake_quant if wanted else quantization._get_disable_fake_quant

@@ -1,4 +1,4 @@
-"""Quantization-aware LoRA finetuning by FSDP2 with a batch size that is searched for and may grow.
+"""Quantization-aware LoRA finetuning by FSDP2 with a batch size found by a search, which can grow.
 
     tune run --nproc_per_node 2 adaptive_qat_lora_finetune_distributed --config CONFIG use_maximum_batch_size=True
 
@@ -19,7 +19,7 @@ StockRecipe: Any = load_stock_recipe("qat_lora_finetune_distributed").QATLoRAFin
 
 
 class AdaptiveQATLoRAFinetuneRecipeDistributed(AdaptiveRecipe, StockRecipe):
-    """The stock recipe, trained by our trainer."""
+    """The stock recipe with the adaptive training loop."""
 
 
 @config.parse

@@ -323,7 +323,7 @@ def test_within_backward_a_resumed_batch_that_no_longer_fits_at_once_is_refused(
     stepping = OptimizerInBackward(resumed.model, wrapper, ranks=1, normalizes=True)
     resumed.parts = replace(resumed.parts, stepping=stepping, scheduler=None, why_unrecoverable="steps in backward")
     resumed.trainer(**SEARCH)
-    with pytest.raises(InputError, match="to go on with a batch of 4 rows, of which 2 fit now, but is True instead"):
+    with pytest.raises(InputError, match="to resume with a batch of 4 rows, of which 2 fit now, but is True instead"):
         resumed.trainer(**SEARCH | {"memory_limit_bytes": 14_000})
 
 
@@ -378,5 +378,5 @@ def test_a_scheduler_that_cannot_follow_is_refused_with_growth_and_kept_without(
     recipe = Recipe(tmp_path, makes_scheduler=StepLR)
     with pytest.raises(InputError) as refusal:
         recipe.trainer(**GROWTH)
-    assert "`lr_scheduler` must make a torch.optim.lr_scheduler.LambdaLR" in str(refusal.value)
+    assert "`lr_scheduler` must create a torch.optim.lr_scheduler.LambdaLR" in str(refusal.value)
     assert len(train(Recipe(tmp_path, makes_scheduler=StepLR))) == 12

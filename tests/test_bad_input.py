@@ -60,7 +60,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     ),
     "tensor parallelism": (
         [SEARCH, "tensor_parallel_dim=2"],
-        "`tensor_parallel_dim` must be 1 for a search of the batch size, but is 2 instead.",
+        "`tensor_parallel_dim` must be 1 for a batch size search, but is 2 instead.",
     ),
     "compiled code on the CPU": ([SEARCH, "compile=True"], "`compile` must be False for a search on the CPU"),
     "data below one batch": (["batch_size=64", "dataset.split=train[:100]"], "64 rows * 1 micro-steps * 2 ranks = 128"),
@@ -81,11 +81,11 @@ CASES: dict[str, tuple[list[str], str]] = {
             "dataset._component_=torchtune.datasets.preference_dataset",
             "dataset.data_files=${tiny_dir}/preferences.json",
         ],
-        "must give samples with tokens, labels, but its first one has chosen_input_ids, chosen_labels, rejected_input",
+        "must have samples with tokens, labels, but its first one has chosen_input_ids, chosen_labels, rejected_input",
     ),
     "column that is not there": (
         ["dataset.column_map={input: nope, output: output}"],
-        "`dataset` must give samples, but its first one fails: KeyError: 'nope'.",
+        "`dataset` must have samples, but loading the first one failed: KeyError: 'nope'.",
     ),
     "no checkpoint": (
         ["checkpointer.checkpoint_dir=/no/such"],
@@ -109,7 +109,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     "nothing fits before the first forward": ([SEARCH, "adaptive.memory_limit=1MiB"], "not even one row fits:"),
     "start above the bound": (
         [GROW + "tests.growth_functions.gives_two", "batch_size=8", "adaptive.max_batch_size=4"],
-        "at most the largest that data set and max_batch_size allow (4), but is 8 instead.",
+        "at most the largest that the data set and max_batch_size allow (4), but is 8 instead.",
     ),
     "fewer samples than ranks": (
         ["adaptive.global_batch_size=1"],
@@ -153,7 +153,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     ),
     "state that cannot be saved": (
         [GROW + "tests.growth_functions.UNSAVABLE"],
-        "`batch_increase_function.state_dict()` must give what JSON can hold, but fails: TypeError",
+        "`batch_increase_function.state_dict()` must return JSON values, but fails: TypeError",
     ),
 }
 

@@ -128,7 +128,7 @@ def test_what_was_never_finished_is_no_checkpoint_and_is_removed_when_asked(
     write_state(folder.unfinished("step_2"), state_at(2))
     assert names(CheckpointFolder(folder.path)) == ["step_1"]
     CheckpointFolder(folder.path).discard_unfinished()
-    assert caplog.messages == [f"{folder.path}/unfinished_step_2 is removed: its checkpoint was never complete."]
+    assert caplog.messages == [f"Removed {folder.path}/unfinished_step_2, an incomplete checkpoint."]
     assert [one.name for one in folder.path.iterdir()] == ["step_1"]
 
 
@@ -181,7 +181,7 @@ def test_a_torn_checkpoint_is_passed_over_and_what_is_wrong_is_named(
     path = save(folder, "epoch_2")
     spoil(path, how)
     assert names(folder) == ["step_1"]
-    assert caplog.messages == [f"{path} is passed over. {path}/{sentence}"]
+    assert caplog.messages == [f"Skipped checkpoint {path}. {path}/{sentence}"]
     with pytest.raises(InputError) as refused:
         read_checkpoint(path)
     assert str(refused.value) == f"{path}/{sentence}"
@@ -225,17 +225,19 @@ def test_a_state_that_no_run_wrote_is_refused_by_its_path(
     with pytest.raises(InputError) as refused:
         read_checkpoint(path)
     sentence = str(refused.value)
-    assert sentence.startswith(f"{path / STATE_NAME} must be as a run wrote it, but failed: ")
+    assert sentence.startswith(f"{path / STATE_NAME} must be a state file that a run wrote, but reading it failed: ")
     assert sentence.endswith(".")
     assert "\n" not in sentence
     assert names(folder) == []
-    assert caplog.messages == [f"{path} is passed over. {sentence}"]
+    assert caplog.messages == [f"Skipped checkpoint {path}. {sentence}"]
 
 
 def test_a_folder_without_a_state_is_refused_by_its_path(tmp_path: Path) -> None:
     with pytest.raises(InputError) as refused:
         read_checkpoint(tmp_path)
-    assert str(refused.value).startswith(f"{tmp_path / STATE_NAME} must be as a run wrote it, but failed: File")
+    assert str(refused.value).startswith(
+        f"{tmp_path / STATE_NAME} must be a state file that a run wrote, but reading it failed: File"
+    )
 
 
 def test_a_state_alone_makes_a_folder_a_checkpoint_of_no_files(tmp_path: Path) -> None:

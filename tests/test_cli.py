@@ -142,9 +142,9 @@ def test_several_gpus_and_numbers_of_ranks_are_a_grid_with_the_least_that_fits_i
     largest = json.loads(program(*FULL, "--memory", "80GiB", "--seq-len", "1024", "--json", *CUDA).out)["lengths"][0]
     assert rows[2][2] == f"{largest['exact_batch_size']} ({largest['batch_size']})"
     assert "\nRows of 1024 tokens need at least 1 rank of 80GiB, or 1 rank of H100.\n" in ended.out
-    assert "\nRows of 65536 tokens fit on none of these.\n" in ended.out
+    assert "\nRows of 65536 tokens do not fit on any of these.\n" in ended.out
     assert [row[4] for row in rows] == ["1.4 GiB", "2.8 GiB"] * 3
-    assert "\nHost memory: the most that a machine needs, with all ranks on it.\n" in ended.out
+    assert "\nHost memory: a machine's peak, with all ranks on it.\n" in ended.out
     added = ended.out.splitlines()[-2:]
     assert [line.partition(": ")[0] for line in added] == ["- on 1 rank", "- on 2 ranks"]  # several have a NCCL too
     assert ["10% for fragmentation" in line for line in added] == [True, False]
@@ -178,7 +178,7 @@ def test_what_changes_would_save_is_asked_for_the_configs_own_batch(program: Pro
     refused = program(*FULL, "--memory", "80GiB,H100", "--what-if", *CUDA)
     assert (
         refused.err
-        == "tune-adaptive plan: `--what-if` must be left out of a table over GPUs and ranks, but is given.\n"
+        == "tune-adaptive plan: `--what-if` must be left out with several GPUs or numbers of ranks, but is given.\n"
     )
     assert tracing.requests == []
 
@@ -201,7 +201,7 @@ def test_one_whole_step_is_traced_with_the_longest_rows_and_the_batch_asked_for_
     assert (content["step"]["batch_size"], content["step"]["seq_len"]) == (batch_size, 2048)
     assert content["step"]["modules"][0]["module"] == "layers.*.mlp.w1"
     printed = program(*arguments)
-    assert f"\nWith a batch of {batch_size} rows of 2048 tokens the peak of 20.0 MiB is in loss, " in printed.out
+    assert f"\nA batch of {batch_size} rows of 2048 tokens has its peak of 20.0 MiB in loss, " in printed.out
     assert ["loss", "1", "8.00", "-", "-", "8.00"] in tables(printed.out)[-1]
 
 
@@ -226,8 +226,8 @@ def test_a_snapshot_and_a_picture_are_written(
         assert json.loads(ended.out)["step"]["peak_bytes"] == 20 * MIB
     else:
         assert ended.out.endswith(
-            f"\n\nThe step's allocations are in {snapshot}, for https://pytorch.org/memory_viz.\n\n"
-            f"The step's picture is in {picture}.\n"
+            f"\n\nAllocations of the step written to {snapshot}; view them at https://pytorch.org/memory_viz.\n\n"
+            f"Plot of the step written to {picture}.\n"
         )
     program(*STEP, "--plot", str(web_page))
     assert web_page.read_text().startswith("<!doctype html>")
@@ -238,10 +238,10 @@ def test_a_table_and_a_picture_say_that_parameters_are_on_the_host(
     program: Program, tracing: FakeTracing, tmp_path: Path
 ) -> None:
     tracing.host = HostFigures(offloaded_weights=200 * GIB, offloaded=700 * GIB)
-    said = "Parameters, gradients and optimizer state are on the host."
+    said = "Parameters, gradients and optimizer state are in host memory."
     table = program(*FULL, "--memory", "80GiB", "--nproc_per_node", "2,4", "--seq-len", "1024", *CUDA).out
     assert [row[3] for row in tables(table)[0]] == ["host memory", "1402.8 GiB", "2805.6 GiB"]
-    assert f"needs, with all ranks on it. {said}\n" in table
+    assert f"a machine's peak, with all ranks on it. {said}\n" in table
     picture = tmp_path / "step.svg"
     program(*STEP, "--nproc_per_node", "2", "--plot", str(picture))
     assert said in picture.read_text()
@@ -266,7 +266,9 @@ def test_a_file_that_can_no_longer_be_written_is_refused_in_one_sentence(
 @pytest.mark.parametrize("option", [["--modules"], ["--snapshot", "step.pickle"], ["--plot", "step.svg"]])
 def test_a_table_has_no_step(option: list[str], program: Program, tracing: FakeTracing) -> None:
     ended = program(*FULL, "--memory", "80GiB,H100", *option, *CUDA)
-    assert_refused(ended, tracing, f"`{option[0]}` must be left out of a table over GPUs and ranks, but is given.")
+    assert_refused(
+        ended, tracing, f"`{option[0]}` must be left out with several GPUs or numbers of ranks, but is given."
+    )
 
 
 @pytest.mark.parametrize("wrong", ["0", "2,x", "1,,2"])
@@ -351,7 +353,7 @@ def test_a_calibration_changes_what_fits(program: Program, tracing: FakeTracing,
 def test_where_nothing_fits_suggestions_follow(program: Program, tracing: FakeTracing) -> None:
     ended = program(*FULL, "--memory", "10GiB", "--seq-len", "8192,16384", *CUDA)
     assert ended.status == 0
-    plan, _, after = ended.out.partition("\nNothing fits. With rows of 8192 tokens:\n")
+    plan, _, after = ended.out.partition("\nNothing fits. Changes that need less memory, with 8192 tokens per row:\n")
     assert len(tables(plan)[0]) == 3
     changes = [line.removeprefix("- ").partition(": ")[0] for line in after.splitlines()]
     assert changes == [
@@ -382,7 +384,7 @@ def test_a_refusal_of_the_worker_is_printed(program: Program, tracing: FakeTraci
 
 OF_OTHER_RECIPES = {
     "mistral/7B_full_ppo_low_memory": "`loss` must be one of finetuning, distillation or DPO, but is ",
-    "generation": "The config must be one of training, with `model`, `optimizer` and `loss`, but has no `optimizer`.",
+    "generation": "The config must be a training config, with `model`, `optimizer` and `loss`, but has no `optimizer`.",
     "quantization": "but has no `optimizer`.",
     "eleuther_evaluation": "but has no `optimizer`.",
     "llama2/7B_full_early_exit": "`--config` must be the name or path of a config, but is ",  # torchtune left it out

@@ -181,15 +181,16 @@ def test_dpo_with_another_loss_and_keys_that_are_null_are_recognised() -> None:
         ),
         (
             {"layer_dropout": {"prob": 0.2}},
-            "`layer_dropout` must be null, because no recipe of ours has early exits, but is {'prob': 0.2} instead.",
+            "`layer_dropout` must be null, because no adaptive recipe supports early exits, but is {'prob': 0.2}"
+            " instead.",
         ),
         (
             {"optimizer": None},
-            "The config must be one of training, with `model`, `optimizer` and `loss`, but has no `optimizer`.",
+            "The config must be a training config, with `model`, `optimizer` and `loss`, but has no `optimizer`.",
         ),
         (
             {"teacher_model": {}},
-            "`model` must be a LoRA model where there is a `teacher_model`, but is 'torchtune.models.llama2.llama2'"
+            "`model` must be a LoRA model if there is a `teacher_model`, but is 'torchtune.models.llama2.llama2'"
             " instead.",
         ),
         ({"loss": DPO}, "`ref_checkpointer` must be set for DPO without LoRA, but is missing."),

@@ -133,7 +133,7 @@ def test_a_run_ended_by_sigterm_goes_on_where_it_was(assets: Path, tmp_path: Pat
         run.release(5)
         assert run.wait() == 75
     assert "Traceback" not in run.output
-    assert run.output.count("a signal ended the run after step 6, which is saved") == 1
+    assert run.output.count("a signal ended the run after step 6, and a checkpoint is saved") == 1
     assert run.checkpoints == ["step_6"]
     resumed = finished(SHORT, assets, tmp_path, resume=True)
     assert resumed.steps[0]["step"] == 7
@@ -221,7 +221,7 @@ def test_a_run_asked_to_end_saves_its_step_first(
     all_ended.append(end)
     assert end.status == (75 if case.setup.ranks == 1 else 1)
     assert end.checkpoints[-1] == end.resumed_from == f"step_{end.step}"
-    assert end.output.count(f"a signal ended the run after step {end.step}, which is saved") == 1
+    assert end.output.count(f"a signal ended the run after step {end.step}, and a checkpoint is saved") == 1
     assert case.setup.ranks > 1 or "Traceback" not in end.output  # torchrun has its own
     assert end.difference == ""
 
@@ -244,7 +244,7 @@ def test_an_interrupted_run_ends_at_once_and_its_last_checkpoint_is_whole(
 def check_saved_without_launcher(run: Launch) -> None:
     """Its ranks have saved the last step, and said so, though there is no store of torchrun to meet in."""
     assert (run.out / f"step_{run.step}").exists()
-    assert f"a signal ended the run after step {run.step}, which is saved" in run.output
+    assert f"a signal ended the run after step {run.step}, and a checkpoint is saved" in run.output
     assert "Traceback" not in run.output
 
 
@@ -303,7 +303,7 @@ def test_a_folder_is_refused_while_a_rank_lives_whose_launcher_is_killed(
         run.wait_for_ranks()
     (sentence,) = sentences
     assert any(f"but process {rank.pid} on " in sentence for rank in ranks)
-    assert sentence.endswith(f"writes into {str(run.out)!r}.")
+    assert sentence.endswith(f"writes to {str(run.out)!r}.")
     check_saved_without_launcher(run)
     assert reference(ON_TWO_RANKS).difference(finished(ON_TWO_RANKS, assets, tmp_path)) == ""
 
@@ -325,7 +325,7 @@ class Disturbed:
         run.release(self.holds[0])
         run.wait_for_step(self.holds[1])
         for step in self.failing[: 1 if self.in_background else 2]:  # the other is said at the next one
-            assert run.output.count(f"Checkpoint step_{step} is not saved: ") == 1
+            assert run.output.count(f"Checkpoint step_{step} could not be saved: ") == 1
         assert "Traceback" not in run.output
 
     def check_saves_again(self, run: Launch) -> None:
@@ -334,8 +334,8 @@ class Disturbed:
         run.wait_for_step(self.holds[2])
         last = f"step_{5 * self.every}"
         assert run.wait_until(lambda: (run.out / last).exists())
-        assert run.output.count(f"Checkpoint {last} is not saved: ") == 0
-        assert run.output.count(f"Checkpoint step_{self.failing[1]} is not saved: ") == 1
+        assert run.output.count(f"Checkpoint {last} could not be saved: ") == 0
+        assert run.output.count(f"Checkpoint step_{self.failing[1]} could not be saved: ") == 1
         run.kill()
         assert run.checkpoints[-1] == last
 
@@ -374,7 +374,7 @@ def test_a_disk_that_is_full_at_the_end_fails_the_run_which_can_be_resumed(
         fill(small_disk, left_bytes=0)
         run.release(hold)
         assert run.wait() == 1
-    assert run.output.count("the checkpoint of an epoch is not saved: ") == 1
+    assert run.output.count("the checkpoint of an epoch could not be saved: ") == 1
     assert "Traceback" not in run.output
     (small_disk / "filler").unlink()
     assert whole.difference(finished(ON_ONE_DEVICE, assets, tmp_path)) == ""
@@ -390,7 +390,7 @@ def test_a_signal_with_a_full_disk_ends_the_run_with_a_sentence_and_status_one(
         run.send(signal.SIGTERM)
         run.release(4)
         assert run.wait() == 1
-    assert run.output.count("a signal ended the run after step 5, which could not be saved.") == 1
+    assert run.output.count("a signal ended the run after step 5, but saving a checkpoint failed.") == 1
     assert "Traceback" not in run.output
     (small_disk / "filler").unlink()
     resumed = finished(ON_ONE_DEVICE, assets, tmp_path)

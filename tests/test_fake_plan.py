@@ -51,7 +51,7 @@ REFUSED = {
     "`model` must be a text model": _model("of_images"),
     "The config must be one that its recipe can set up": ["optimizer_in_bwd=True"],  # and clips gradients
     "`optimizer` of bitsandbytes must be one of Adam, ": ["optimizer=bitsandbytes.optim.Unknown8bit"],
-    "`optimizer` must be one whose step takes no closure, but LBFGS needs": [
+    "`optimizer` must be one whose step needs no closure, but LBFGS needs": [
         "~optimizer.fused",
         "optimizer=torch.optim.LBFGS",
     ],
@@ -440,7 +440,7 @@ def test_an_unforeseen_error_of_the_worker_process_is_one_sentence_with_the_plac
 
 def test_a_worker_process_that_breaks_down_leaves_where_it_was() -> None:
     cfg = _cfg("full", SHALLOW, "~optimizer.fused", "optimizer._component_=tests.fake_models.EndsItsProcess")
-    log = _place_of_the_rest(cfg, "its process was ended by SIGSEGV")
+    log = _place_of_the_rest(cfg, "its process was terminated by SIGSEGV")
     assert "in step" in log.read_text()
     log.unlink()
 

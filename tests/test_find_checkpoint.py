@@ -74,7 +74,7 @@ def test_a_new_run_is_refused_where_it_would_lose_checkpoints_of_steps(run: Run)
     path = run.save("step_6", epochs_run=0)
     run.save("epoch_0", epochs_run=1)
     assert run.refusal(False) == (
-        f"`resume_from_checkpoint` must be True or auto where '{path}' is, which a new run would overwrite,"
+        f"`resume_from_checkpoint` must be True or auto if '{path}' exists, which a new run would overwrite,"
         " but is False instead."
     )
 
@@ -96,7 +96,7 @@ def test_without_a_checkpoint_auto_begins_anew_and_true_is_refused(run: Run) -> 
     run.folder.start("step_1")  # never finished
     assert run.find("auto") is None
     assert run.refusal(True) == (
-        "`resume_from_checkpoint` must be False or auto where there is no complete checkpoint,"
+        "`resume_from_checkpoint` must be False or auto if there is no complete checkpoint,"
         f" as in {str(run.folder.path)!r}, but is True instead."
     )
 
@@ -185,8 +185,8 @@ def test_what_a_run_writes_that_goes_on_from_a_path_is_the_latest(run: Run) -> N
 def test_a_checkpoint_without_the_optimizers_state_cannot_be_gone_on_from(run: Run) -> None:
     path = str(run.save("epoch_3", epochs_run=4))
     assert run.refusal(path) == (
-        "`resume_from_checkpoint` must be a checkpoint with the optimizer's state, which that of the last epoch has"
-        f" not, nor one that a later epoch follows, but is {path!r} instead."
+        "`resume_from_checkpoint` must be a checkpoint with optimizer state (not one after the last epoch, nor one"
+        f" followed by a later epoch), but is {path!r} instead."
     )
 
 
@@ -200,7 +200,8 @@ def test_a_torn_checkpoint_that_is_named_is_refused_with_what_is_wrong(run: Run)
 
 def test_a_folder_that_is_no_checkpoint_of_ours_is_refused(run: Run) -> None:
     assert run.refusal(str(run.folder.path)).startswith(
-        f"{run.folder.path / 'adaptive_state.json'} must be as a run wrote it, but failed: FileNotFoundError: "
+        f"{run.folder.path / 'adaptive_state.json'} must be a state file that a run wrote, but reading it failed:"
+        " FileNotFoundError: "
     )
 
 
@@ -208,5 +209,5 @@ def test_a_folder_that_is_no_checkpoint_of_ours_is_refused(run: Run) -> None:
 def test_a_value_without_a_meaning_is_refused(run: Run, wanted: Any) -> None:
     run.save("step_1", epochs_run=0)
     assert run.refusal(wanted) == (
-        f"`resume_from_checkpoint` must be True, False, auto or the folder of one, but is {wanted!r} instead."
+        f"`resume_from_checkpoint` must be True, False, auto or a checkpoint path, but is {wanted!r} instead."
     )

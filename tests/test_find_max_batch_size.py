@@ -297,7 +297,7 @@ def test_nothing_that_fits_is_said_with_its_figures(measured: tuple[type[Loop], 
     with pytest.raises(NothingFitsError) as caught:
         loop.find(peaks[1] // 2, strategy=strategy, margin=0.5)
     assert "not even one row fits: its step ran out of memory at" in str(caught.value)
-    assert f"{peaks[1] // 4 / 1024:.1f} KiB that may be used (limit {peaks[1] // 2 / 1024:.1f} KiB, margin 0.5)" in (
+    assert f"{peaks[1] // 4 / 1024:.1f} KiB usable (limit {peaks[1] // 2 / 1024:.1f} KiB, margin 0.5)" in (
         str(caught.value)
     )
     assert "\n" not in str(caught.value)
@@ -458,10 +458,7 @@ def test_nothing_fits_on_any_rank_if_it_does_not_on_one(on_ranks: list[dict[str,
     for ranks in on_ranks:
         assert len(ranks["nothing fits on one rank"]) == 2
         assert all("not even one row fits" in text for text in ranks["nothing fits on one rank"])
-        assert all(
-            "of the 100 B that may be used (limit 100 B, margin 0)" in text
-            for text in ranks["nothing fits on one rank"]
-        )
+        assert all("of 100 B usable (limit 100 B, margin 0)" in text for text in ranks["nothing fits on one rank"])
 
 
 def test_an_error_on_one_rank_ends_the_search_on_all(on_ranks: list[dict[str, Any]]) -> None:

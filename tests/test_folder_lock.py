@@ -68,7 +68,7 @@ def test_a_second_process_is_refused_by_the_owners_name_until_the_owner_is_kille
             FolderLock(tmp_path)
         assert str(refused.value) == (
             f"`output_dir` must not be in use by another run, but process {owner.pid} on {socket.gethostname()} writes"
-            f" into {str(tmp_path)!r}."
+            f" to {str(tmp_path)!r}."
         )
     owner.kill()
     owner.wait()
@@ -87,7 +87,7 @@ def test_an_owner_that_has_not_said_its_name_is_another_process(
     with pytest.raises(InputError) as refused:
         FolderLock(tmp_path)
     assert str(refused.value) == (
-        f"`output_dir` must not be in use by another run, but another process writes into {str(tmp_path)!r}."
+        f"`output_dir` must not be in use by another run, but another process writes to {str(tmp_path)!r}."
     )
 
 
@@ -148,7 +148,7 @@ def test_a_full_disk_has_no_room_for_the_owners_name_and_is_locked_all_the_same(
     monkeypatch.setattr(Path, "open", lambda path, *_, **__: FullDisk(path, "a+"))
     lock = FolderLock(tmp_path)
     assert caplog.messages == [
-        f"{tmp_path} is locked, but its lock does not name this process: "
+        f"{tmp_path} is locked, but this process cannot be named in its lock file: "
         f"OSError: [Errno {errno.ENOSPC}] No space left on device."
     ]
     assert ask_stranger(tmp_path) == "refused"
@@ -177,7 +177,7 @@ def test_a_folder_on_which_nothing_can_be_locked_is_used_with_a_warning(
     monkeypatch.setattr(lock_module.fcntl, "lockf", refuse)
     lock = FolderLock(tmp_path)
     assert caplog.messages == [
-        f"{tmp_path} cannot be locked, so that another run could write into it: "
+        f"{tmp_path} cannot be locked, so that another run could write to it: "
         f"OSError: [Errno {errno.ENOLCK}] No locks available."
     ]
     lock.release()

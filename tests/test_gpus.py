@@ -46,7 +46,7 @@ def test_no_gpu_has_more_than_its_name_says_in_binary_units_and_each_has_a_sourc
     named = re.search(r"([0-9]+)GB$", name)
     sold = int(named[1]) if named else sold_gb[name]
     assert 0.95 * sold * GB < gpu.memory_bytes < sold * GIB
-    assert re.fullmatch(r"(seen by (CUDA|HIP)|reported by the driver, less [0-9]+ MiB): https://[^ ]+", gpu.source)
+    assert re.fullmatch(r"(seen by (CUDA|HIP)|reported by the driver, minus [0-9]+ MiB): https://[^ ]+", gpu.source)
 
 
 def test_a_figure_of_the_driver_is_lowered_by_what_the_driver_may_reserve() -> None:

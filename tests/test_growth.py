@@ -183,7 +183,7 @@ def test_a_state_of_another_function_is_refused_with_what_it_is() -> None:
     with pytest.raises(InputError) as refused:
         growth.load_state_dict({"schedule": {"trace": 0.1}})
     assert str(refused.value) == (
-        "`batch_increase_function` must take the state of the run that is resumed, but does not take {'trace': 0.1}:"
+        "`batch_increase_function` must accept the state of the resumed run, but does not accept {'trace': 0.1}:"
         " KeyError: 'asked'."
     )
 
@@ -215,9 +215,7 @@ def test_a_state_that_json_cannot_hold_is_refused_before_the_run(state: Any) -> 
     with pytest.raises(InputError) as refused:
         growth_by(Stateful(state))
     sentence = str(refused.value)
-    assert sentence.startswith(
-        "`batch_increase_function.state_dict()` must give what JSON can hold, but fails: TypeErr"
-    )
+    assert sentence.startswith("`batch_increase_function.state_dict()` must return JSON values, but fails: TypeErr")
     assert sentence.endswith(".")
     assert "\n" not in sentence
 
@@ -229,7 +227,7 @@ def raises_in_its_state() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("state", "sentence"),
     [
-        (lambda: {1: (2, 3)}, "but gives {1: (2, 3)}, which comes back as {'1': [2, 3]}."),
+        (lambda: {1: (2, 3)}, "but returns {1: (2, 3)}, which is loaded as {'1': [2, 3]}."),
         (raises_in_its_state, "but fails: AttributeError: no state yet."),
     ],
 )

@@ -21,8 +21,8 @@ from torchtune_adaptive.training.learning_rate import BuildScheduler, LearningRa
 RULES: tuple[LearningRateScaling, ...] = get_args(LearningRateScaling)
 EPOCHS, STEPS = 4, 10  # of the schedule
 NOT_LAMBDA = (
-    "`lr_scheduler` must make a torch.optim.lr_scheduler.LambdaLR for the batch size to grow or the rate to"
-    " scale with it, but makes a StepLR instead."
+    "`lr_scheduler` must create a torch.optim.lr_scheduler.LambdaLR if the batch size grows or the rate scales"
+    " with it, but creates a StepLR instead."
 )
 
 

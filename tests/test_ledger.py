@@ -452,13 +452,13 @@ def test_after_a_collective_that_itself_failed_nothing_is_replayed(on_two: list[
     for ranks in on_two:
         refusals, next_refusal, next_loss_right = ranks["a_collective_fails_in_itself"]
         assert len(refusals) > 6
-        assert set(refusals) == {"a collective failed in itself, so that nobody knows whether it was issued"}
+        assert set(refusals) == {"a collective itself failed, so that it is unknown whether it was issued"}
         assert next_refusal == "none"
         assert next_loss_right
 
 
 def test_after_other_collectives_than_in_the_template_nothing_is_replayed(on_two: list[dict[str, Any]]) -> None:
-    expected = "the collectives issued are not those with which the dry run began"
+    expected = "the issued collectives are not the first ones of the dry run"
     assert [ranks["other_collectives_than_in_the_template"] for ranks in on_two] == [[expected] * 2] * 2
 
 
@@ -520,7 +520,7 @@ def test_all_ranks_have_the_same_reason_why_there_is_no_recovery(
 
 
 def test_a_model_that_one_rank_cannot_record_no_rank_records(on_four: list[dict[str, Any]]) -> None:
-    expected = "HSDP is told to divide gradients in another way than its default"
+    expected = "HSDP divides gradients in a way that is not its default"
     assert [ranks["with_another_division_on_one_rank"] for ranks in on_four] == [expected] * 4
 
 
@@ -534,7 +534,7 @@ def test_all_ranks_learn_of_a_dry_run_that_ran_out_of_memory_on_one(on_two: list
 
 def test_another_error_in_a_dry_run_stays_itself_and_stops_the_peer(on_two: list[dict[str, Any]]) -> None:
     assert [ranks["another_error_on_one_rank"] for ranks in on_two] == [
-        "RuntimeError: another rank failed during a probe; its own message says why",
+        "RuntimeError: another rank failed during a probe; see its own error message",
         "ValueError: not of memory",
     ]
 

@@ -371,7 +371,7 @@ def test_after_two_steps_with_allocator_retries_the_next_ones_are_cut_in_halves(
     assert toy.micro_batches.limit == RowLimit(2)
     assert toy.retry.retries == 0
     assert toy.notes == [
-        "micro-batch 4 -> 2 rows: in step 7 rank 0 gave back the allocator's cache in two steps in a row"
+        "micro-batch 4 -> 2 rows: in step 7 rank 0 had to free the allocator's cache in two steps in a row"
         " (peak 512 B, limit 1.0 KiB)"
     ]
     thrashing(toy, meter, 1)  # the first one since
@@ -401,7 +401,7 @@ def test_single_rows_stay_although_they_are_slow_which_is_logged_once(caplog: py
     assert toy.micro_batches.limit == RowLimit(1)
     assert toy.notes == []
     assert [record.getMessage() for record in caplog.records] == [
-        "micro-batch stays at a single row, although rank 0 gave back the allocator's cache in two steps in a row"
+        "micro-batch stays at a single row, although rank 0 had to free the allocator's cache in two steps in a row"
         " (peak 512 B, limit 1.0 KiB)"
     ]
 

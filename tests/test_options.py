@@ -34,11 +34,11 @@ def refusal(config: dict[str, Any], *, ranks: int = 1, **settings: Any) -> str:
     [
         (
             {"tensor_parallel_dim": 2},
-            "`tensor_parallel_dim` must be 1 for a search of the batch size, but is 2 instead.",
+            "`tensor_parallel_dim` must be 1 for a batch size search, but is 2 instead.",
         ),
         (
             {"compile": True, "device": "cpu"},
-            "`compile` must be False for a search on the CPU, where the memory of compiled code cannot be metered,"
+            "`compile` must be False for a search on the CPU, where the memory of compiled code cannot be measured,"
             " but is True instead.",
         ),
     ],
@@ -214,8 +214,8 @@ def test_a_model_of_images_is_trained_but_not_searched(kind: Any) -> None:
 def test_saving_in_the_background_is_refused_on_several_cpu_ranks_alone() -> None:
     saves = {"enable_async_checkpointing": True}
     assert refusal(saves | {"device": "cpu"}, ranks=3) == (
-        "`enable_async_checkpointing` must be False on 3 CPU ranks, whose collectives in the background would get"
-        " between those of training, but is True instead."
+        "`enable_async_checkpointing` must be False on 3 CPU ranks, whose collectives in the background would mix"
+        " with those of training, but is True instead."
     )
     check(saves | {"device": "cpu"}, ranks=1)
     check(saves, ranks=3)
@@ -241,8 +241,8 @@ def test_saving_in_the_background_is_refused_on_several_cpu_ranks_alone() -> Non
             {"device": "cuda", "tensor_parallel_dim": 2},
             "with `tensor_parallel_dim` above 1 collectives depend on the batch",
         ),
-        ({"device": "xpu:0"}, "it is built for the CPU and CUDA, not for `device` xpu:0"),
-        ({"device": "mps"}, "it is built for the CPU and CUDA, not for `device` mps"),
+        ({"device": "xpu:0"}, "it supports the CPU and CUDA, not `device` xpu:0"),
+        ({"device": "mps"}, "it supports the CPU and CUDA, not `device` mps"),
     ],
 )
 def test_what_cannot_recover_is_named_with_its_reason(config: dict[str, Any], reason: str) -> None:

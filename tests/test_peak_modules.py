@@ -29,8 +29,8 @@ def test_all_modules_together_hold_the_peak_and_the_largest_come_first(events: S
 def test_the_text_says_where_the_peak_is_and_what_each_module_holds() -> None:
     text = modules_text(EVENTS)
     assert text.startswith(
-        "With a batch of 4 rows of 256 tokens the peak of 20.0 MiB is in loss, at aten.nll_loss_forward.default of"
-        " loss. What each module holds then, in MiB:\n"
+        "A batch of 4 rows of 256 tokens has its peak of 20.0 MiB in loss, at aten.nll_loss_forward.default of"
+        " loss. Memory of each module at the peak, in MiB:\n"
     )
     assert tables(text)[0] == [
         ["module", "modules", "total", "parameters", "optimizer state", "activations"],

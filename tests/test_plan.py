@@ -622,7 +622,7 @@ def some_plan(**changes: Any) -> Plan:
 def test_the_text_begins_with_the_model_and_the_card() -> None:
     first, second, *_ = plan_text(some_plan(), title="llama3_1/8B_full").splitlines()
     assert first == "llama3_1/8B_full: 8.03 B parameters in 32 layers, extrapolated from models of 4 and 6 layers"
-    assert second == "8 ranks of 80.0 GiB; held back: 5 % of what torch's allocator may take (3.9 GiB)"
+    assert second == "8 ranks of 80.0 GiB; margin kept free: 5 % of what torch's allocator may use (3.9 GiB)"
 
 
 def test_the_text_says_to_what_a_memory_limit_holds_a_process() -> None:
@@ -630,7 +630,7 @@ def test_the_text_says_to_what_a_memory_limit_holds_a_process() -> None:
     limited = planned(cfg_of(memory_limit="30GiB", margin=0.1), step)
     assert (
         plan_text(limited, title="any").splitlines()[1]
-        == "1 rank of 80.0 GiB, limited to 31.2 GiB; held back: 10 % of what torch's allocator may take (3.0 GiB)"
+        == "1 rank of 80.0 GiB, limited to 31.2 GiB; margin kept free: 10 % of what torch's allocator may use (3.0 GiB)"
     )
     assert plan_json(limited, [])["usable_bytes"] == 27 * GIB + limited.overhead.outside_bytes
 
@@ -656,8 +656,8 @@ def test_parameters_are_counted_in_billions_or_millions(number: int, text: str) 
 def test_the_table_of_sizes_has_the_figures_of_each_length_of_rows() -> None:
     found = some_plan()
     header, fits, not_one = tables(plan_text(found, title="any"))[0]
-    assert header[:5] == ["tokens per row", "largest batch", "surely fits", "used", "tokens per step"]
-    assert header[5:] == ["traced", "allocated", "reserved", "process", "give or take"]
+    assert header[:5] == ["tokens per row", "largest batch", "safe batch", "used", "tokens per step"]
+    assert header[5:] == ["traced", "allocated", "reserved", "process", "uncertainty"]
     short, long = found.lengths
     assert fits[:5] == [
         "2048",
@@ -677,12 +677,12 @@ def test_below_the_table_of_sizes_its_columns_are_explained() -> None:
     text = plan_text(some_plan(), title="any")
     for column in tables(text)[0][0][5:]:
         assert f"\n- {column}: " in text
-    assert "\nIn brackets: it does not fit.\n" in text
+    assert "\nSizes in brackets do not fit.\n" in text
     on_cpu = plan_text(planned(cfg_of(device="cpu"), step_of(peaks(64, held_bytes=1, bytes_per_row=1))), title="any")
     assert "`used` is the batch" in on_cpu
-    assert "In brackets" not in on_cpu
+    assert "in brackets" not in on_cpu
     assert "torch.cuda" not in on_cpu
-    assert "; held back: 5 % (" in on_cpu
+    assert "; margin kept free: 5 % (" in on_cpu
 
 
 def test_two_tables_have_the_peak_of_each_phase_and_what_the_highest_holds() -> None:
@@ -711,23 +711,23 @@ def test_a_table_has_the_host_memory_of_a_machine_by_what_a_run_does() -> None:
     ]
     assert [row[2] for row in rows] == [f"{8 * of_one + float(held):.2f}" for _, held, _ in rows]
     assert "Host memory of a machine with 8 ranks, in GiB:" in text
-    assert f"At most {8 * of_one + 48:.1f} GiB. " in text
-    assert "\nThe checkpoint's files (16.0 GiB) are not counted: " in text
+    assert f"Peak: {8 * of_one + 48:.1f} GiB. " in text
+    assert "\nCheckpoint files (16.0 GiB) are not counted: " in text
 
 
 def test_the_text_says_how_much_disk_a_search_needs_for_copies_of_tensors_on_the_host() -> None:
     step = step_of(peaks(64, held_bytes=1, bytes_per_row=1), host=HostFigures(trained=2 * GIB, state=4 * GIB))
     on_cpu, on_gpu = (plan_text(planned(cfg_of(device=device), step), title="any") for device in ("cpu", "cuda"))
-    assert "\nA search needs up to 6.0 GiB of disk in TMPDIR for its copies.\n" in on_cpu
+    assert "\nA search needs up to 6.0 GiB of disk space in TMPDIR for its copies.\n" in on_cpu
     assert "TMPDIR" not in on_gpu
 
 
 def test_the_text_says_if_parameters_are_on_the_host() -> None:
-    said = "\nParameters, gradients and optimizer state are on the host."
+    said = "\nParameters, gradients and optimizer state are in host memory."
     offloaded = HostFigures(offloaded_weights=GIB, offloaded=4 * GIB)
     assert f"{said}\n" in plan_text(some_plan(host=offloaded), title="any")
     alone = planned(cfg_of(), step_of(peaks(64, held_bytes=1, bytes_per_row=1), host=offloaded))
-    assert f"{said} On one rank their copies on the GPU are not counted.\n" in plan_text(alone, title="any")
+    assert f"{said} With one rank, their copies on the GPU are not counted.\n" in plan_text(alone, title="any")
     assert said not in plan_text(some_plan(host=HostFigures(offloaded=GIB)), title="any")  # paged optimizer state alone
 
 
@@ -767,15 +767,16 @@ def test_the_text_says_what_the_card_adds_and_the_source_of_that(tmp_path: Path)
     estimated = plan_text(planned(cfg_of(), step), title="any")
     measured = plan_text(planned(cfg_of(), step, calibration=tmp_path / "h100.json"), title="any")
     on_cpu = plan_text(planned(cfg_of(device="cpu"), step), title="any")
-    assert "\nNot traced, but added (from published measurements and estimates; run `tune-adaptive calib" in estimated
+    first = "\nOverhead of the GPU, added to the traced bytes ("
+    assert f"{first}from published measurements and estimates; run `tune-adaptive calibrate`" in estimated
     assert "10% for fragmentation." in estimated
-    assert "\nNot traced, but added (calibrated on H100 (1, torch 2, native)):\n5.0 GiB outside torch's all" in measured
-    assert "1.0 GiB of workspaces, 200,000 bytes per token for attention, 50% for fragmentation." in measured
-    assert on_cpu.splitlines()[-1] == "On a CPU nothing is added to what is traced."
+    assert f"{first}calibrated on H100 (1, torch 2, native)):\n5.0 GiB outside torch's allocator, " in measured
+    assert "1.0 GiB for workspaces, 200,000 bytes per token for attention, 50% for fragmentation." in measured
+    assert on_cpu.splitlines()[-1] == "A CPU has no overhead: traced bytes are all that count."
 
 
 def test_the_text_says_if_paged_state_is_not_counted() -> None:
-    said = "Optimizer state of 3.0 GiB is in paged memory, which can move to the host: not counted."
+    said = "Not counted: 3.0 GiB of optimizer state in paged memory, which can move to the host."
     assert plan_text(some_plan(paged_bytes=3 * GIB), title="any").splitlines()[-1] == said
     assert "paged" not in plan_text(some_plan(), title="any")
 
@@ -786,7 +787,7 @@ def test_a_suggestion_says_in_one_line_what_it_brings() -> None:
     largest = f"2 ranks: largest batch_size {fits.exact_batch_size} (rows of 2048 tokens)"
     assert suggestion_text(Suggestion("2 ranks", fits)) == largest
     assert suggestion_text(Suggestion("2 ranks", not_one)) == (
-        f"2 ranks: does not fit either, one row of 8192 tokens would need {needed:.1f} GiB"
+        f"2 ranks: does not fit either; one row of 8192 tokens needs {needed:.1f} GiB"
     )
     assert suggestion_text(Suggestion("2 ranks", None, "`x` is wrong.")) == "2 ranks: not planned, `x` is wrong."
     without_end = dataclasses.replace(fits, exact_batch_size=None)

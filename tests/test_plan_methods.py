@@ -211,7 +211,7 @@ def test_models_of_different_depths_are_traced_whole(deep_plans: Any) -> None:
 # ---- what is refused
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "`kd_loss` must take as many chunks as `loss` (8), but takes 3 instead.": (
+    "`kd_loss` must have as many chunks as `loss` (8), but has 3 instead.": (
         "lora_kd",
         {"kd_loss__num_output_chunks": 3},
     ),

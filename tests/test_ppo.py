@@ -148,7 +148,7 @@ def test_optimizers_that_step_in_backward_leave_no_trace_and_need_a_step_that_fi
     assert steps == told
     assert found["parameters equal"]
     assert found["refused"] == (
-        "`ppo_batch_size` must be at most 4, which fit at once, with `optimizer_in_bwd`, but is 12 instead."
+        "`ppo_batch_size` must be at most 4, which fit at once, if `optimizer_in_bwd` is True, but is 12 instead."
     )
     assert found["sizes after the refusal"] == (2, 12)  # those of the config
 
@@ -199,13 +199,13 @@ REFUSED = [
     (
         "value_checkpointer__output_dir",
         "${output_dir}/value/..",
-        "`value_checkpointer.output_dir` must be another folder than the policy's, whose checkpoints have the same"
+        "`value_checkpointer.output_dir` must differ from the policy's folder, whose checkpoints have the same"
         " names, but is '",
     ),
     ("dataset__split", "train[:4]", "`batch_size` must be at most 4, the prompts of `dataset`, but is 12 instead."),
     ("dataset__data_files", "/no/such", "`dataset` must be loadable and not empty, but failed: FileNotFoundError: "),
-    ("dataset__column", "nope", "`dataset` must give samples, but its first one fails: KeyError: 'nope'."),
-    ("tokenizer__max_seq_len", "x", "`dataset` must give samples, but its first one fails: TypeError: "),
+    ("dataset__column", "nope", "`dataset` must have samples, but loading the first one failed: KeyError: 'nope'."),
+    ("tokenizer__max_seq_len", "x", "`dataset` must have samples, but loading the first one failed: TypeError: "),
     ("max_generated_tokens", 1000, "Rows must have at most the model's max_seq_len (512 tokens), but have 1095."),
 ]
 

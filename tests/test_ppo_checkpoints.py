@@ -210,7 +210,7 @@ def test_a_run_that_is_asked_to_end_saves_its_turn_and_goes_on_with_the_same_siz
     found = run_alone(_asked_to_end, assets, tmp_path)
     status, sentence = found["end"]
     assert status == STATUS_STOPPED
-    assert sentence.startswith("a signal ended the run after step 4, which is saved")
+    assert sentence.startswith("a signal ended the run after step 4, and a checkpoint is saved")
     assert found["resumed from"] == ("step_4", "step_4")
     assert found["sizes"] == ((6, 2), (6, 2), (12, 6))
     assert found["equal"]
@@ -326,7 +326,7 @@ def test_another_kind_of_turn_or_a_missing_value_model_is_refused(bad_days: tupl
         "batch_size": "`batch_size` must be 12 as in the checkpoint, but is 6 instead.",
         "ppo_batch_size": "`ppo_batch_size` must be 6 as in the checkpoint, but is 12 instead.",
         "ppo_epochs": "`ppo_epochs` must be 2 as in the checkpoint, but is 1 instead.",
-        "value model": "`resume_from_checkpoint` must be a checkpoint whose value model is there, but for"
+        "value model": "`resume_from_checkpoint` must be a checkpoint whose value model exists, but for"
         f" '{path}' there is no '{values}'.",
     }
 

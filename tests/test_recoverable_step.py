@@ -284,10 +284,10 @@ def test_two_ranks_are_told_of_mistakes_with_the_same_sentence_and_go_on() -> No
     assert first == second
     assert first["sizes"] == "`micro_batch_size` must be the same on every rank, but is 2 on one and 3 on another."
     assert "has none on some" in first["none at first"]
-    assert first["fewer"] == "Every rank must have as many micro-steps, but one has 2 of them where another has 4."
-    assert "one has 1 of them where another has 4" in first["one"]
-    assert "one has 0 of them where another has 2" in first["none"]
-    assert "one has 0 of them where another has 1" in first["none and one"]
+    assert first["fewer"] == "Every rank must have the same number of micro-steps, but one has 2 and another has 4."
+    assert "one has 1 and another has 4" in first["one"]
+    assert "one has 0 and another has 2" in first["none"]
+    assert "one has 0 and another has 1" in first["none and one"]
     assert first["no"] == "An optimizer step must have samples, but has none."
     assert first["out of memory and fewer"] == first["fewer"]
     assert "a single row per micro-step must fit, but in step 13 rank 0 ran out of memory" in first["nothing fits"]

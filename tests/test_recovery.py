@@ -184,7 +184,7 @@ def test_four_ranks_and_hsdp_recover_too(four_ranks: list[tuple[dict[str, Tally]
 
 def test_an_error_within_an_all_reduce_of_hsdp_is_in_doubt(four_ranks: list[tuple[dict[str, Tally], str]]) -> None:
     for _, sentence in four_ranks:
-        assert "nobody knows whether it was issued" in sentence
+        assert "it is unknown whether it was issued" in sentence
         assert "within the all-reduce" in sentence
 
 

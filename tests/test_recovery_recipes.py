@@ -264,7 +264,7 @@ def test_thrashing_on_one_rank_makes_the_next_step_smaller_and_repeats_none(trou
         assert thrashing["losses equal"]
         (reason,) = thrashing["reason"]
         assert reason.startswith(
-            "micro-batch 4 -> 2 rows: in step 2 rank 1 gave back the allocator's cache in two steps"
+            "micro-batch 4 -> 2 rows: in step 2 rank 1 had to free the allocator's cache in two steps"
         )
     assert troubles[0]["thrashing"]["micro-batches"] == [4, 2, 2, 2]
     assert troubles[0]["thrashing"]["retries"] == [0] * 4

@@ -208,7 +208,7 @@ def test_other_data_and_another_limit_are_noticed_and_the_batch_stays(ranks: lis
 
 def test_a_schedule_that_does_not_take_the_state_of_another_is_said(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert "must take the state of the run that is resumed, but does not take {'measure" in rank["refusal"]
+        assert "must accept the state of the resumed run, but does not accept {'measure" in rank["refusal"]
         assert rank["refusal"].endswith(": KeyError: 'seen'.")
 
 

@@ -219,7 +219,7 @@ def test_packs_cannot_be_grouped_by_length() -> None:
     with pytest.raises(InputError) as refusal:
         check_unpacked(packs)
     assert str(refusal.value) == (
-        "`dataset.packed` must be False for `max_tokens_per_micro_batch`, because packs are all of one length,"
+        "`dataset.packed` must be False for `max_tokens_per_micro_batch`, because packed rows have one length,"
         " but is True instead."
     )
 

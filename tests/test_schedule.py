@@ -230,7 +230,7 @@ def test_class_in_place_of_a_function_is_refused(kind):
         check_function(kind, name="a.b")
     assert str(caught.value) == (
         "`batch_increase_function` must be a function, but a.b is a class instead; "
-        "a class is named by `_component_`, next to its arguments."
+        "to use a class, give it as `_component_`, with its arguments."
     )
 
 

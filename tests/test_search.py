@@ -299,7 +299,7 @@ def test_where_nothing_fits_model_and_meter_are_as_they_were_and_one_sentence_sa
     with pytest.raises(NothingFitsError) as caught:
         device.search(strategy=strategy, memory_limit_bytes=990, margin=0.1)
     assert str(caught.value) == (
-        "not even one row fits: its step ran out of memory at 1000 B on one rank, of the 891 B that may be used"
+        "not even one row fits: its step ran out of memory at 1000 B on one rank, of 891 B usable"
         " (limit 990 B, margin 0.1); shorter rows, activation checkpointing, LoRA or more ranks would need less."
     )
     assert device.taken == [2, 1]
@@ -315,7 +315,7 @@ def test_the_sentence_has_the_greatest_need_and_the_least_limit_of_all_ranks() -
         def min_over_ranks(self, number: int) -> int:
             return min(number, 512)
 
-    with pytest.raises(NothingFitsError, match=r"at 5.0 KiB on one rank, of the 512 B .* \(limit 512 B, margin 0\)"):
+    with pytest.raises(NothingFitsError, match=r"at 5.0 KiB on one rank, of 512 B usable \(limit 512 B, margin 0\)"):
         Rows(SmallCard(), consensus=Ranks()).search(memory_limit_bytes=990)
 
 

@@ -53,7 +53,7 @@ def test_the_columns_of_the_table_align() -> None:
 
 def test_the_table_has_a_column_for_each_phase_and_the_figures_of_each_probe() -> None:
     header, _, first, _ = (line.split() for line in probe_table(result_of()).splitlines())
-    assert header == ["batch_size", "forward", "backward", "optimizer", "peak", "may", "use", "fits", "seconds"]
+    assert header == ["batch_size", "forward", "backward", "optimizer", "peak", "usable", "fits", "seconds"]
     assert first == ["2", "1.0", "MiB", "3.0", "MiB", "2.0", "MiB", "3.0", "MiB", "95.0", "MiB", "yes", "0.25"]
 
 
@@ -74,7 +74,7 @@ def test_a_phase_that_only_a_later_probe_reached_has_its_column() -> None:
 
 def test_a_table_without_probes_is_its_header() -> None:
     header, rule = probe_table(result_of(probes=())).splitlines()
-    assert header.split() == ["batch_size", "peak", "may", "use", "fits", "seconds"]
+    assert header.split() == ["batch_size", "peak", "usable", "fits", "seconds"]
     assert len(header) == len(rule)
 
 
@@ -111,4 +111,4 @@ def test_the_summary_says_in_one_line_what_was_found_and_from_what() -> None:
 
 
 def test_the_summary_says_if_the_search_was_stopped_by_its_bound() -> None:
-    assert "fits 2, all that may be tried, used 2" in summary(result_of(bound=2), 128)
+    assert "fits 2, the largest size allowed, used 2" in summary(result_of(bound=2), 128)

@@ -609,7 +609,7 @@ def test_path_of_a_function_of_wrong_arity_is_refused():
 def test_path_of_a_built_in_schedule_without_component_is_refused():
     assert refusal(batch_increase_function=f"{COMPONENT}.geometric") == (
         f"`batch_increase_function` must be a function, but '{COMPONENT}.geometric' is a class instead; "
-        "a class is named by `_component_`, next to its arguments."
+        "to use a class, give it as `_component_`, with its arguments."
     )
 
 
@@ -647,7 +647,7 @@ def test_component_is_called_with_its_arguments():
 )
 def test_component_that_fails_is_refused_with_the_reason(path, arguments, reason):
     assert refusal(batch_increase_function={"_component_": path, **arguments}) == (
-        f"`batch_increase_function` must be made by its `_component_`, but '{path}' with {arguments} "
+        f"`batch_increase_function` must be created by its `_component_`, but '{path}' with {arguments} "
         f"failed instead: {reason}."
     )
 
@@ -668,7 +668,7 @@ def test_component_that_cannot_be_imported_is_refused():
 
 def test_component_must_make_a_function():
     assert refusal(batch_increase_function={"_component_": f"{HERE}.make_grower", "amount": 3}) == (
-        f"`batch_increase_function` must be callable, but what '{HERE}.make_grower' makes is None instead."
+        f"`batch_increase_function` must be callable, but the result of '{HERE}.make_grower' is None instead."
     )
     assert read(batch_increase_function={"_component_": f"{HERE}.make_grower"}).batch_increase_function is grow_by_two
 

@@ -134,7 +134,7 @@ def test_where_not_even_a_row_fits_the_search_says_so() -> None:
 def test_what_was_found_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     Device().find(loader_over(Samples(*[8] * 50)), limit_bytes=1100, **MAXIMUM)
     (message,) = caplog.messages
-    assert message.startswith("Probes as rank 0 saw them:\nbatch_size")
+    assert message.startswith("Probes, with the figures of rank 0:\nbatch_size")
     assert "linear_extrapolation: largest batch_size that fits 13, used 13 (rows of 8 tokens" in message
 
 
@@ -225,10 +225,10 @@ def test_rows_shorter_than_the_tokenizer_allows_are_warned_of(caplog: pytest.Log
     def warnings(**options: Any) -> list[str]:
         caplog.clear()
         Device().find(loader_over(Samples(*[8] * 50)), **options, **MAXIMUM)
-        return [message for message in caplog.messages if not message.startswith("Probes as rank 0")]
+        return [message for message in caplog.messages if not message.startswith("Probes, with")]
 
     assert warnings(seq_len=5, tokenizer_max_seq_len=20) == [
-        "Rows may have 20 tokens, but probes have 5: longer ones may not fit."
+        "Rows can have up to 20 tokens, but probes have 5: longer rows may not fit."
     ]
     assert warnings(seq_len=20, tokenizer_max_seq_len=20) == warnings(seq_len=5) == []
 
@@ -299,8 +299,8 @@ def test_the_token_budget_is_what_the_longest_rows_leave_to_the_token(caplog: py
     assert (found.result.exact_batch_size, found.fitting_rows, found.token_budget) == (31, 31, 1000)  # 31.25 rows
     assert {length for _, _, length in device.tried} == {32, 1000 // 32, 16}
     assert max(rows for _, rows, _ in device.tried) == 50  # although 62 rows of 16 tokens would make it up
-    assert caplog.messages[-1].startswith("Other lengths:\nrows of")
-    assert caplog.messages[-1].endswith("token budget: 1000 with padding")
+    assert caplog.messages[-1].startswith("Probes of other row lengths:\nrows of")
+    assert caplog.messages[-1].endswith("token budget: 1000 tokens with padding")
     assert str(found.limit(100)) == "1000 tokens"
 
 

@@ -163,7 +163,7 @@ def test_the_batch_grows_as_far_as_was_decided() -> None:
     assert growth.sizes(4) == [6, 8, 10, 10]
 
 
-@pytest.mark.parametrize(("bound", "what"), [(100, "that fits"), (13, "that data set and max_batch_size allow")])
+@pytest.mark.parametrize(("bound", "what"), [(100, "that fits"), (13, "that the data set and max_batch_size allow")])
 def test_a_batch_that_is_to_grow_and_does_not_fit_is_refused(bound: int, what: str) -> None:
     sizes = replace(SEARCHED, result=search_result(bound=bound))
     with pytest.raises(InputError) as refused:

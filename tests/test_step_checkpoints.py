@@ -319,9 +319,9 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_leaves_those_before_it(
             assert saved is not fault.has_struck
         if fault.has_struck:
             assert messages == [
-                "Checkpoint step_2 is not saved: OSError: [Errno 28] No space left on device"
-                f" (3.0 MiB free in {run.folder.path}). Those before it are as they were; training goes on, and tries"
-                " again at the next one."
+                "Checkpoint step_2 could not be saved: OSError: [Errno 28] No space left on device"
+                f" (3.0 MiB free in {run.folder.path}). Earlier checkpoints are kept; training continues and saves"
+                " again at the next checkpoint."
             ]
         assert run.names()[0] == "step_1"
         assert len(run.names()) == 2 or fault.has_struck
@@ -340,8 +340,8 @@ def test_state_that_cannot_be_saved_is_said(tmp_path: Path, caplog: pytest.LogCa
     run.optimizer.state[next(run.model.parameters())]["moments"] = [1]
     assert not run.save(1)
     assert said(caplog) == [
-        "Checkpoint step_1 is not saved: the optimizer's moments is a list, neither a plain tensor nor a number"
-        f" (3.0 MiB free in {tmp_path}). Those before it are as they were; training goes on."
+        "Checkpoint step_1 could not be saved: the optimizer's moments is a list, neither a plain tensor nor a number"
+        f" (3.0 MiB free in {tmp_path}). Earlier checkpoints are kept; training continues."
     ]
     assert list(tmp_path.iterdir()) == []
 
@@ -351,8 +351,8 @@ def test_a_folder_that_is_gone_is_said(tmp_path: Path, caplog: pytest.LogCapture
     (tmp_path / "run").rmdir()
     assert not run.save(1)
     (message,) = said(caplog)
-    assert message.startswith("Checkpoint step_1 is not saved: FileNotFoundError: ")
-    assert f" (no folder {tmp_path / 'run'}). Those before it " in message
+    assert message.startswith("Checkpoint step_1 could not be saved: FileNotFoundError: ")
+    assert f" (no folder {tmp_path / 'run'}). Earlier checkpoints " in message
     assert not (tmp_path / "run").exists()
 
 
@@ -371,8 +371,7 @@ def test_another_optimizers_checkpoint_is_refused(tmp_path: Path) -> None:
     Run(tmp_path).save(1)
     other = Run(tmp_path, optimizer=torch.optim.SGD)
     assert refusal(other, config={"optimizer._component_": "torch.optim.SGD"}) == (
-        "`optimizer._component_` must be torch.optim.AdamW, of which the checkpoint has the state,"
-        " but is torch.optim.SGD instead."
+        "`optimizer._component_` must be torch.optim.AdamW as in the checkpoint, but is torch.optim.SGD instead."
     )
 
 
@@ -383,7 +382,7 @@ def test_another_optimizers_checkpoint_of_an_epoch_is_refused_as_well(tmp_path: 
     (saved,) = run.folder.checkpoints()
     epoch = replace(saved, path=saved.path.with_name("epoch_0"))
     assert run.steps.load(epoch, config=ADAMW) == saved.state
-    with pytest.raises(InputError, match=r"must be torch\.optim\.AdamW, of which .*, but is x instead"):
+    with pytest.raises(InputError, match=r"must be torch\.optim\.AdamW as in the checkpoint, but is x instead"):
         run.steps.load(epoch, config={"optimizer._component_": "x"})
 
 
@@ -414,7 +413,7 @@ def test_a_damaged_file_is_refused_by_the_checkpoints_path(tmp_path: Path, file:
     with pytest.raises(InputError) as refused:
         Run(tmp_path).steps.load(checkpoint, config=ADAMW)
     sentence = str(refused.value)
-    assert sentence.startswith(f"{checkpoint.path} must be a readable checkpoint, but failed: ")
+    assert sentence.startswith(f"{checkpoint.path} must be a readable checkpoint, but reading it failed: ")
     assert sentence.endswith(".")
     assert "\n" not in sentence
 
@@ -552,7 +551,10 @@ def test_what_one_rank_cannot_write_is_saved_on_none(two_ranks: list[dict[str, A
 
 
 def test_what_one_rank_cannot_read_is_loaded_on_none(two_ranks: list[dict[str, Any]], path: Path) -> None:
-    sentence = f"{path}/step_3 must be a readable checkpoint, but failed: OSError: [Errno 28] No space left on device."
+    sentence = (
+        f"{path}/step_3 must be a readable checkpoint, but reading it failed:"
+        " OSError: [Errno 28] No space left on device."
+    )
     assert [rank["refused"] for rank in two_ranks] == [sentence] * 2
 
 

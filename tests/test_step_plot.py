@@ -78,11 +78,10 @@ def test_the_picture_names_the_config_the_batch_the_ranks_the_kinds_and_the_devi
     found = texts(svg)
     assert found[:2] == [
         "<mine> & yours: memory of one train step",
-        "A batch of 4 rows of 256 tokens on each of 2 ranks: 20.0 MiB at the peak, 25.0 MiB with what the GPU adds,"
-        " of 30.0 MiB",
+        "A batch of 4 rows of 256 tokens on each of 2 ranks: peak 20.0 MiB, 25.0 MiB with GPU overhead, of 30.0 MiB",
     ]
     assert {"forward", "loss", "backward", "optimizer", "MiB", "peak 20.0 MiB", "device: 30.0 MiB"} <= set(found)
-    assert {"parameters", "gradients", "optimizer state", "activations", "the GPU adds"} <= set(found)
+    assert {"parameters", "gradients", "optimizer state", "activations", "GPU overhead"} <= set(found)
     assert "temporaries" not in found
     assert "The peak is in loss" in found
     assert all(COLOURS[kind] in svg for kind in EVENTS.live_bytes)
@@ -138,7 +137,7 @@ def test_a_device_far_above_the_peak_is_named_and_not_drawn() -> None:
 def test_on_a_cpu_nothing_is_added() -> None:
     svg = plot_of(added_mib=0).svg()
     assert "GPU" not in svg
-    assert texts(svg)[1].endswith(": 20.0 MiB at the peak, of 30.0 MiB")
+    assert texts(svg)[1].endswith(": peak 20.0 MiB, of 30.0 MiB")
 
 
 def test_the_page_holds_the_picture_and_loads_nothing() -> None:

@@ -198,11 +198,11 @@ def test_an_epoch_that_cannot_be_saved_is_said_and_those_before_it_are_as_they_w
     assert recipe.files() == before
     caplog.clear()
     sentence = (
-        f"the checkpoint of an epoch is not saved: {reason} (3.0 MiB free in {recipe.path})."
-        " Those before it are as they were."
+        f"the checkpoint of an epoch could not be saved: {reason} (3.0 MiB free in {recipe.path})."
+        " Earlier checkpoints are kept."
     )
     recipe.whole.check_saved(Consensus(), is_last=False)
-    assert caplog.messages == [f"{sentence} Training goes on, and tries again after the next."]
+    assert caplog.messages == [f"{sentence} Training continues and saves again after the next epoch."]
     with pytest.raises(CheckpointError) as failure:
         recipe.whole.check_saved(Consensus(), is_last=True)
     assert str(failure.value) == sentence
@@ -260,7 +260,9 @@ def test_whatever_fails_after_torchtune_has_written_is_said_and_nothing_is_torn(
 def test_what_could_not_even_be_gathered_is_said_too(recipe: Recipe, caplog: pytest.LogCaptureFixture) -> None:
     recipe.whole.give_up("no gathering")
     assert not recipe.whole.check_saved(Consensus(), is_last=False)
-    assert caplog.messages[-1].startswith("the checkpoint of an epoch is not saved: no gathering. Those before it ")
+    assert caplog.messages[-1].startswith(
+        "the checkpoint of an epoch could not be saved: no gathering. Earlier checkpoints "
+    )
 
 
 def test_in_the_background_the_state_of_the_run_is_beside_what_torchtune_writes(
@@ -317,7 +319,7 @@ def test_a_torn_recipe_state_is_passed_over_and_said(tmp_path: Path, caplog: pyt
     path.write_bytes(path.read_bytes()[:100])
     assert stock_checkpoint(tmp_path, in_background=False) is None
     (message,) = caplog.messages
-    assert message.startswith(f"{path} is passed over, because it cannot be read: RuntimeError: ")
+    assert message.startswith(f"Skipped {path}, because it cannot be read: RuntimeError: ")
     assert "\n" not in message
 
 
@@ -328,7 +330,7 @@ def test_another_programs_recipe_state_is_passed_over(
     (tmp_path / "recipe_state").mkdir()
     torch.save(content, tmp_path / "recipe_state" / "recipe_state.pt")
     assert stock_checkpoint(tmp_path, in_background=False) is None
-    assert "is passed over, because it cannot be read: " in caplog.text
+    assert ", because it cannot be read: " in caplog.text
 
 
 def test_a_recipe_state_whose_epoch_is_missing_is_passed_over_and_said(
@@ -338,7 +340,7 @@ def test_a_recipe_state_whose_epoch_is_missing_is_passed_over_and_said(
     (tmp_path / "epoch_1").rename(tmp_path / "the_best_one")
     assert stock_checkpoint(tmp_path, in_background=False) is None
     assert caplog.messages == [
-        f"{tmp_path / 'recipe_state' / 'recipe_state.pt'} is passed over, because {tmp_path / 'epoch_1'} is missing."
+        f"Skipped {tmp_path / 'recipe_state' / 'recipe_state.pt'}, because {tmp_path / 'epoch_1'} is missing."
     ]
 
 
@@ -509,7 +511,7 @@ def test_a_run_goes_on_where_stock_has_been_and_where_stock_went_on_after_us(rec
 
 
 def test_without_a_checkpoint_a_run_that_is_to_go_on_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="must be False or auto where there is no complete checkpoint"):
+    with pytest.raises(InputError, match="must be False or auto if there is no complete checkpoint"):
         find(tmp_path / "run", True)
     assert find(tmp_path / "run", False) is None
     assert find(tmp_path / "run", "auto", enable_async_checkpointing=True) is None

@@ -821,8 +821,8 @@ def test_a_signal_ends_the_run_after_its_step_which_is_saved_at_once(
         toy.train()
     assert end.value.status == 75
     assert str(end.value) == (
-        "a signal ended the run after step 5, which is saved:"
-        " the same command with `resume_from_checkpoint=True` goes on from there."
+        "a signal ended the run after step 5, and a checkpoint is saved:"
+        " run the same command with `resume_from_checkpoint=True` to resume."
     )
     assert list(toy.logged) == [1, 2, 3, 4, 5]  # the figures of the step are logged first
     assert toy.events[-3:] == ["step", "save step 5 at once", "stop"]
@@ -835,7 +835,7 @@ def test_a_signal_whose_checkpoint_cannot_be_saved_ends_the_run_as_an_error(tmp_
     toy = Toy(tmp_path, batch_size=4, stop_after=2, saves_succeed=False)
     with pytest.raises(CheckpointError) as end:
         toy.train()
-    assert str(end.value) == "a signal ended the run after step 2, which could not be saved."
+    assert str(end.value) == "a signal ended the run after step 2, but saving a checkpoint failed."
     assert list(toy.logged) == [1, 2]
 
 

@@ -166,7 +166,7 @@ def test_another_error_stays_itself_and_stops_the_peers(played: list[dict[str, A
     assert {trial.outcome for trial in failing["other errors"]} == {"ValueError: not of memory"}
     for ranks in peers:
         outcomes = {trial.outcome for trial in ranks["other errors"]}
-        assert outcomes == {"RuntimeError: another rank failed during a probe; its own message says why"}
+        assert outcomes == {"RuntimeError: another rank failed during a probe; see its own error message"}
 
 
 @pytest.mark.parametrize("scenario", ["one rank fails", "two ranks fail", "other errors"])

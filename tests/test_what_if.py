@@ -62,7 +62,7 @@ def test_each_change_is_planned_alone_and_all_of_the_config_together() -> None:
         "checkpointing and activation offloading",
         "compile",
         "chunked loss",
-        "optimizer of 8 bits (torchao)",
+        "8-bit optimizer (torchao)",
         "LoRA",
         "QLoRA",
         "optimizer_in_bwd",
@@ -79,7 +79,7 @@ def test_each_change_is_planned_alone_and_all_of_the_config_together() -> None:
     }
     assert made["compile"] == {"compile": True}
     assert made["chunked loss"] == {"loss": {"_component_": CHUNKED}}
-    assert made["optimizer of 8 bits (torchao)"] == {"optimizer": {"_component_": "torchao.optim.AdamW8bit", "lr": 0.1}}
+    assert made["8-bit optimizer (torchao)"] == {"optimizer": {"_component_": "torchao.optim.AdamW8bit", "lr": 0.1}}
     in_backward = {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1, "clip_grad_norm": None}
     assert made["optimizer_in_bwd"] == in_backward
     assert asked["LoRA"].cfg.model._component_ == "torchtune.models.llama2.lora_llama2"
@@ -121,7 +121,7 @@ def test_the_table_has_the_largest_saving_first_and_what_cannot_be_planned_last(
     assert rows[0][0] == "4 ranks"
     saved = {row[0]: row[2] for row in rows}
     assert saved[AS_IT_IS] == saved["compile"] == "0.00"
-    assert saved["4 ranks"] == "12.00"  # half of 20 GiB, and the fifth that the GPU adds
+    assert saved["4 ranks"] == "12.00"  # half of 20 GiB, and a fifth of GPU overhead
     last = [line.partition(": not planned, ") for line in text.splitlines()[-3:]]
     assert [name for name, _, _ in last] == ["- LoRA", "- QLoRA", f"- {TOGETHER}"]
     assert {reason for _, _, reason in last} == {"`model` is wrong."}

@@ -22,7 +22,7 @@ __all__ = [
     "find_max_batch_size",
 ]
 
-# Imported when they are asked for: torch takes seconds, which a plan need not wait for.
+# Imported at first use: torch takes seconds to import, and a plan does not need it.
 _WITH_TORCH = {
     "MemoryEvent": "recovery.events",
     "RecoverableStep": "recovery.step",

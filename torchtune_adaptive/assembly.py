@@ -1,4 +1,4 @@
-"""Build a trainer of what a recipe brings: find the sizes, prepare the recovery, go on from a saved state."""
+"""Build a trainer from a recipe's parts: find the sizes, prepare the recovery, resume from a saved state."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -46,27 +46,27 @@ log = utils.get_logger("DEBUG")
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeParts:
-    """What a recipe brings to its training. Nothing else of a recipe is known here and below.
+    """A recipe's parts for training. The trainer uses nothing else of a recipe.
 
     Attributes:
-        models: all that are on the device, the trained one first.
-        stepping: how its optimizers step.
-        forget: drops what a failed step leaves outside of the models.
-        scheduler: of the learning rate, None for a constant one; ``build_scheduler`` makes it anew.
-        sampler: this rank's, over the data set.
-        collate: makes a batch of a list of samples.
-        tokenizer_max_seq_len: to which samples are cut, None if they are not.
-        batch_size, micro_steps: of the config, per rank and micro-step, and per optimizer step.
-        epochs: those that are left.
-        ranks: among which a model is sharded and tokens are shared.
-        metric_logger: None on all ranks but the first.
-        checkpoints: where checkpoints are written.
-        resumed: what the run goes on from; None if it begins anew.
-        config: of the run, by dotted keys.
-        why_unrecoverable: why training cannot go on after an out-of-memory error; "" if it can.
-        before_step: called before each optimizer step with the steps done.
-        save: called after each epoch with it and the state that a resumed run goes on from.
-        stop_requested: whether this rank is asked to end after its optimizer step.
+        models: all models on the device, the trained one first.
+        stepping: when and how the optimizers step.
+        forget: frees memory that a failed step holds outside of the models.
+        scheduler: the learning rate's scheduler, None for a constant rate; ``build_scheduler`` creates it again.
+        sampler: this rank's sampler over the data set.
+        collate: makes a batch from a list of samples.
+        tokenizer_max_seq_len: length to which samples are truncated, None if they are not.
+        batch_size, micro_steps: the config's samples per rank and micro-step, and micro-steps per optimizer step.
+        epochs: the remaining epochs.
+        ranks: number of ranks over which the model is sharded and tokens are counted.
+        metric_logger: None on all ranks except rank 0.
+        checkpoints: the folder of checkpoints.
+        resumed: the checkpoint from which the run resumes; None for a new run.
+        config: the run's config, by dotted keys.
+        why_unrecoverable: why training cannot recover from an out-of-memory error; "" if it can.
+        before_step: called before each optimizer step with the number of steps done.
+        save: called after each epoch with the epoch and the state for a resumed run.
+        stop_requested: whether this rank was asked to end after its optimizer step.
     """
 
     models: Sequence[nn.Module]
@@ -100,19 +100,18 @@ class RecipeParts:
 
 
 def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Consensus) -> Trainer:
-    """The trainer, with the sizes that the settings ask for, where the run begins or goes on. A collective.
+    """The trainer, with sizes by the settings, at the start of a run or where it resumes. A collective.
 
-    Searches and dry runs leave no trace.
-
+    Searches and dry runs restore all state.
     Raises:
-        InputError: data, settings and saved state do not go together.
-        NothingFitsError: not even one row fits.
+        InputError: data, settings and saved state do not match.
+        NothingFitsError: one row does not fit.
     """
     return _Assembly(parts, settings, consensus).trainer()
 
 
 class _Assembly:
-    """Makes the parts of a trainer one after the other."""
+    """Creates the parts of a trainer one after the other."""
 
     def __init__(self, parts: RecipeParts, settings: AdaptiveSettings, consensus: Consensus) -> None:
         self._parts = parts
@@ -152,9 +151,9 @@ class _Assembly:
         )
         if growth.grows or settings.lr_scaling != "none":
             check_follows(parts.scheduler)
-        with keep_random_states():  # the data set's transforms and the user's function may draw from them
+        with keep_random_states():  # the data set's transforms and the user's function may use them
             parts.row_format.check_sample(self._loader.dataset)
-            growth.sizes(self._loader.batch_size)  # so that a bad answer is found before the search
+            growth.sizes(self._loader.batch_size)  # so that an invalid answer is found before the search
             sizes = self._find_sizes()
             start = starting_point(settings, self._loader, growth, sizes, epochs_run=parts.epochs.start, saved=saved)
             self._loader.set_batch_size(start.batch_size)
@@ -190,7 +189,7 @@ class _Assembly:
         return trainer
 
     def _find_sizes(self) -> Sizes:
-        """The sizes; from then on the meter is limited as in training. A collective."""
+        """Find the sizes. Afterwards the meter has the limit of training. A collective."""
         parts, settings = self._parts, self._settings
         finder = SizeFinder(
             self._workload,
@@ -208,17 +207,17 @@ class _Assembly:
         return sizes
 
     def _check_fits_at_once(self, sizes: Sizes) -> None:
-        """Check that no step has to be cut where the optimizers step in each backward pass.
+        """Check that the optimizers do not step in each backward pass if a step must be cut.
 
         Raises:
-            InputError: the batch of an earlier part of the run is larger than what fits now.
+            InputError: the saved run's batch is larger than what fits now.
         """
         rows = self._loader.rows_per_micro_step
         limit = sizes.limit(rows)
         if not self._parts.stepping.accumulates and limit.size < rows:
             raise InputError(
-                f"`optimizer_in_bwd` must be False to go on with a batch of {rows} rows, of which {limit.size} fit now,"
-                " but is True instead."
+                f"`optimizer_in_bwd` must be False to resume with a batch of {rows} rows, of which {limit.size} fit"
+                " now, but is True instead."
             )
 
     def _make_retry(self, sizes: Sizes) -> OomRetry:
@@ -257,7 +256,7 @@ class _Assembly:
         )
         if saved is not None:
             rate.load_state_dict(asdict(saved))
-        # On resuming too: some of torchtune's recipes begin their schedule anew then.
+        # Also in a resumed run, in which some of torchtune's recipes restart their schedule.
         if settings.decides or settings.lr_scaling != "none" or parts.resumed is not None:
             steps = loader.steps_per_epoch
             rate.begin(
@@ -272,7 +271,7 @@ class _Assembly:
         return rate
 
     def _make_record(self, sizes: Sizes) -> RunRecord:
-        """The record, with the least memory that any rank may use. A collective."""
+        """The record, with the lowest memory limit of all ranks. A collective."""
         parts = self._parts
         own_bytes = allowed_bytes(parts.device, self._settings.memory_limit_bytes)
         limit_bytes = self._consensus.min_over_ranks(own_bytes or 0)
@@ -306,7 +305,7 @@ class _Assembly:
 
 
 def _make_meter(parts: RecipeParts, settings: AdaptiveSettings, models: nn.Module) -> MemoryMeter | None:
-    """None on a CPU without a limit, where metering would only cost time."""
+    """The meter. None on a CPU without a limit, where it would only cost time."""
     if parts.device.type != "cuda" and (parts.device.type != "cpu" or settings.memory_limit_bytes is None):
         return None
     return meter_for(parts.device, models, parts.stepping.optimizers, exact=False)

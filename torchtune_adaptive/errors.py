@@ -1,4 +1,4 @@
-"""What a user is told when a value is refused: one sentence that quotes the value."""
+"""Errors for users: one sentence that quotes the refused value."""
 
 import operator
 import traceback
@@ -10,27 +10,27 @@ _LONGEST_QUOTE_CHARS = 200
 
 
 class InputError(ValueError):
-    """A value given by the user is refused; the message is one sentence that quotes it."""
+    """A value from the user is invalid. The message is one sentence that quotes it."""
 
 
 class NothingFitsError(InputError):
-    """Not even a batch of one row fits; the message gives the figures and what would help."""
+    """A batch of one row does not fit. The message has the figures, and advice on what needs less memory."""
 
 
 class CannotRecoverError(InputError):
-    """Out-of-memory errors of a model's steps cannot be survived; the message says why."""
+    """Recovery from out-of-memory errors is not possible for a model. The message says why."""
 
 
 class TracingError(InputError):
-    """A config's train step cannot be traced for a reason that is not its user's; the message names a file with it."""
+    """Tracing a config's train step failed unexpectedly. The message names a file with the whole error."""
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be written; the message is the reason."""
+    """A checkpoint cannot be written. The message is the reason."""
 
 
 class RunEnded(Exception):
-    """A run ends before it has trained all that it was to train, or has nothing to train.
+    """A run ends before its training is complete, or has nothing to train.
 
     Attributes:
         status: the exit status of its processes.
@@ -56,7 +56,7 @@ def quote(value: object) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Type and text of an exception in one line without a final full stop; one of ours is its sentence alone.
+    """Type and text of an exception in one line without a final full stop. For an ``InputError``, only its text.
 
     >>> reason_of(ZeroDivisionError("division by zero"))
     'ZeroDivisionError: division by zero'
@@ -68,14 +68,14 @@ def reason_of(error: BaseException) -> str:
 
 
 def cannot_set_up(error: BaseException) -> InputError:
-    """What a user is told where a recipe's set-up failed with ``error``, and where in the code it was raised."""
+    """The error for the user if a recipe's set-up failed with ``error``, with the place in the code."""
     places = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
     return InputError(f"The config must be one that its recipe can set up, but failed: {reason_of(error)}{where}.")
 
 
 def as_integer(value: object) -> int | None:
-    """The value as an ``int`` if it is an integer of any type (numpy's too), else None; a bool is no integer.
+    """The value as an ``int`` if it is an integer of any type (also numpy's), else None. A bool is not an integer.
 
     >>> as_integer(8), as_integer(8.0), as_integer(True)
     (8, None, None)
@@ -92,7 +92,7 @@ def require_integer(name: str, value: object, *, minimum: int) -> int:
     """The value as an ``int`` of at least ``minimum``.
 
     Raises:
-        InputError: the value is no integer (a bool is none), or is below ``minimum``.
+        InputError: the value is not an integer (a bool is not one), or is below ``minimum``.
 
     >>> require_integer("max_batch_size", 8, minimum=1)
     8

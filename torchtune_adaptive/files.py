@@ -1,4 +1,4 @@
-"""Files that are there whole, or as they were before."""
+"""Write files atomically: a file is complete, or as it was before."""
 
 import errno
 import os
@@ -11,13 +11,12 @@ from torchtune_adaptive.errors import InputError, quote, reason_of
 
 
 def write_whole(path: Path, content: str | bytes, *, makes_folder: bool = True) -> Path:
-    """Write ``content`` to ``path`` and return ``path``. A reader never sees half of it.
+    """Write ``content`` to ``path`` and return ``path``. A reader never sees a partial file.
 
     Args:
-        makes_folder: make the directory if it is not there, with those above it.
-
+        makes_folder: create the directory and its parents if they do not exist.
     Raises:
-        OSError: it cannot be written; what was there before is left.
+        OSError: the file cannot be written; an existing file is kept.
     """
     if makes_folder:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,18 +30,18 @@ def write_whole(path: Path, content: str | bytes, *, makes_folder: bool = True) 
 
 
 def check_writable(path: Path) -> None:
-    """Check that ``write_whole`` could write ``path`` now, and leave nothing there.
+    """Check that ``write_whole`` could write ``path`` now, without writing it.
 
     Raises:
-        OSError: something else than a file is there, or the nearest directory above it that is there takes no file.
-        ValueError: it is no path of a file.
+        OSError: ``path`` is not a regular file, or its nearest existing parent directory is not writable.
+        ValueError: ``path`` is not a path of a file.
     """
     if "\0" in str(path):
         raise ValueError("embedded null byte")
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.exists() and not path.is_file():
-        raise FileExistsError(errno.EEXIST, "something else than a file is there", str(path))
+        raise FileExistsError(errno.EEXIST, "it exists and is not a file", str(path))
     above = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
     with tempfile.TemporaryFile(dir=above):
         pass
@@ -50,10 +49,10 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def writing(name: str, path: Path) -> Iterator[None]:
-    """Inside, an error of writing becomes a refusal of ``path``, the value of the option ``name``.
+    """Context: a write error becomes an ``InputError`` about ``path``, the value of the option ``name``.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: ``path`` cannot be written.
     """
     try:
         yield
@@ -65,7 +64,7 @@ def writing(name: str, path: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Have what ``path`` holds on the disk: a file's content, or a directory's names of new and renamed files."""
+    """Flush ``path`` to disk: a file's content, or a directory's entries of new and renamed files."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Run a recipe as a program: config names, process group, errors of one sentence, a clean exit."""
+"""Run a recipe as a program: config names, process group, errors as one sentence, exit status."""
 
 import atexit
 import os
@@ -26,17 +26,17 @@ _WAIT_FOR_RANK_ZERO = timedelta(seconds=10)
 
 
 def launch(recipe_main: Callable[[], Any]) -> NoReturn:
-    """Run a recipe's ``recipe_main`` (decorated by ``torchtune.config.parse``) as the whole program.
+    """Run a recipe's ``recipe_main`` (decorated by ``torchtune.config.parse``) as a program.
 
-    A refused value ends it with one sentence on one rank and status 1, any other error with its traceback. A signal
-    that asks for an end gives status 75, when all is saved. Without a launcher this process is the only rank.
+    An invalid value ends it with one sentence on one rank and status 1, any other error with its traceback. After a
+    signal to end, it saves and exits with status 75. Without a launcher this process is the only rank.
     """
     _run_alone_without_torchrun()
     _run_and_exit(recipe_main)
 
 
 def launch_on_one_device(recipe_main: Callable[[], Any]) -> NoReturn:
-    """As ``launch``, for a recipe that has no ranks; several processes are refused."""
+    """As ``launch``, for a single-device recipe; several processes are refused."""
 
     def run() -> None:
         processes = int(os.environ.get("WORLD_SIZE", 1))
@@ -62,8 +62,8 @@ def _run_and_exit(recipe_main: Callable[[], Any]) -> NoReturn:
         if end.code:
             raise
     except Exception:
-        sys.excepthook(*sys.exc_info())  # pyright: ignore[reportArgumentType]  # torch's names the rank on every line
-        _leave(1)  # tearing the interpreter down may mean to wait for collectives that will never be
+        sys.excepthook(*sys.exc_info())  # pyright: ignore[reportArgumentType]  # torch's hook names the rank on every line
+        _leave(1)  # the interpreter's shutdown could wait for collectives that never complete
     _leave(0)
 
 
@@ -71,7 +71,7 @@ def run_recipe(recipe_class: type[AdaptiveRecipe], cfg: DictConfig) -> None:
     """Set up, train and clean up. A collective of all ranks of the launch.
 
     Raises:
-        RunEnded: all is trained already, or a signal has ended the run.
+        RunEnded: training is already complete, or a signal has ended the run.
     """
     if recipe_class.on_several_ranks:
         device_type = str(cfg.device).partition(":")[0]
@@ -91,7 +91,7 @@ def run_recipe(recipe_class: type[AdaptiveRecipe], cfg: DictConfig) -> None:
 
 
 def _run_alone_without_torchrun() -> None:
-    """Without a launcher this process is the only rank, on a free port of this machine."""
+    """Without a launcher, make this process the only rank, on a free port of this machine."""
     if "RANK" in os.environ:
         return
     with socket.socket() as probe:
@@ -102,11 +102,11 @@ def _run_alone_without_torchrun() -> None:
 
 
 def _say_once(sentence: str) -> None:
-    """Print ``sentence`` on one rank, before the launcher sees any rank exit and stops the others.
+    """Print ``sentence`` on one rank, before the launcher sees a rank exit and stops the others.
 
-    The ranks meet in torchrun's own store, which is there before and after the process group. Rank 0
-    prints; the others wait for it, and print if it does not come, as when they failed alone. Without torchrun, or when
-    it is gone, each rank prints.
+    The ranks use torchrun's own store, which exists before and after the process group. Rank 0 prints. The others wait
+    for it, and print if it does not answer, for example because only they failed. Without a running torchrun, each rank
+    prints.
     """
     rank = int(os.environ.get("RANK", 0))
     store = _torchrun_store()
@@ -126,7 +126,7 @@ def _torchrun_store() -> Any:
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        # Where nobody listens, as when the launcher was killed, a store would try again until its time is over.
+        # Without a server, for example after the launcher was killed, the store would retry until its timeout.
         socket.create_connection((address, port), timeout=_WAIT_FOR_RANK_ZERO.total_seconds()).close()
         return TCPStore(address, port, is_master=False, timeout=_WAIT_FOR_RANK_ZERO)
     except (OSError, dist.DistError):
@@ -134,15 +134,14 @@ def _torchrun_store() -> Any:
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit with ``status``; with several ranks without the interpreter's tear-down.
+    """Exit with ``status``. With several ranks, skip the interpreter's shutdown.
 
-    A gloo thread that gives back a tensor while the interpreter finalises aborts the process, and the
-    launcher reports a failed run that was complete. Threads have ended, exit hooks have run and output is
-    flushed by then, as in any exit.
+    A gloo thread that releases a tensor during the shutdown aborts the process, and the launcher would then report a
+    complete run as failed. Threads are joined, exit hooks are run and output is flushed first, as in any exit.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         sys.exit(status)
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # a checkpoint may still be written
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # a checkpoint may still be in progress
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

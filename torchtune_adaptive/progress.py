@@ -1,9 +1,9 @@
-"""Progress bars that take no memory of their own."""
+"""Progress bars without a monitor thread."""
 
 from tqdm import tqdm
 
 
 class Bar(tqdm):
-    """A ``tqdm`` without the thread that watches it, whose stack is 8 MiB of what the system may limit."""
+    """A ``tqdm`` without its monitor thread, whose stack needs 8 MiB of memory that the system may limit."""
 
     monitor_interval = 0

@@ -1,4 +1,4 @@
-"""A stock recipe as the parts of a trainer. Only this module and the recipes know torchtune's attribute names."""
+"""The parts of a trainer from a stock recipe. Only this module and the recipes use torchtune's attribute names."""
 
 import contextlib
 import gc
@@ -33,17 +33,16 @@ from torchtune_adaptive.training.run_state import AdaptiveState
 
 
 class AdaptiveRecipe:
-    """Trains what a stock recipe has set up. The stock recipe is the next of a recipe's bases.
+    """Trains with the parts that a stock recipe has set up. The stock recipe is the next of a recipe's bases.
 
-    A recipe overrides what its method does differently: ``objective``, ``models``, ``row_format``, ``before_step`` and
-    ``save_checkpoint``. What a stock recipe may lack has a default here.
-
+    A recipe can override ``objective``, ``models``, ``row_format``, ``before_step`` and ``save_checkpoint`` for its
+    method. Attributes that some stock recipes lack have a default here.
     Attributes:
-        trainer: from ``setup`` on.
+        trainer: the trainer, set by ``setup``.
         on_several_ranks: whether the recipe uses a process group.
     """
 
-    # What a stock recipe's own set-up leaves, by torchtune's names.
+    # Attributes that a stock recipe's set-up creates, by torchtune's names.
     epochs_run: int
     total_epochs: int
     max_steps_per_epoch: int | None
@@ -67,7 +66,7 @@ class AdaptiveRecipe:
     _log_peak_memory_stats: bool
     _output_dir: str
 
-    # What some of them lack.
+    # Attributes that some stock recipes lack.
     on_several_ranks = True
     world_size = 1
     _is_rank_zero = True
@@ -95,10 +94,10 @@ class AdaptiveRecipe:
             check_limit(self._settings.memory_limit_bytes, self._device)
 
     def objective(self, *, as_stock: bool) -> Objective:
-        """What a micro-batch contributes to an optimizer step.
+        """The objective: forward pass and loss of a micro-batch.
 
         Args:
-            as_stock: do as stock even where that depends on how a step is cut into micro-batches.
+            as_stock: compute as the stock recipe does, even if the result depends on the cut into micro-batches.
         """
         return NextToken(self._model, self._loss_fn, self._activations, weight_depends_on_cut=as_stock)
 
@@ -107,11 +106,11 @@ class AdaptiveRecipe:
         return [self._model]
 
     def row_format(self) -> RowFormat:
-        """What samples look like."""
+        """The format of samples."""
         return TokenRows(self._loss_fn.ignore_index)
 
     def keep_whole(self) -> WholeCheckpointer:
-        """Have checkpoints of epochs appear complete or not at all, and return what sees to that."""
+        """Make checkpoints of epochs atomic, and return the checkpointer for that."""
         self._checkpointer = WholeCheckpointer(self._checkpointer, self._folder)
         return self._checkpointer
 
@@ -119,7 +118,7 @@ class AdaptiveRecipe:
         """Called before each optimizer step with the number of steps done."""
 
     def setup(self, cfg: DictConfig) -> None:
-        """Set up as stock does, then build the trainer, which may search for the batch size. A collective."""
+        """Set up as the stock recipe does, then build the trainer, which may run a batch size search. A collective."""
         config = flattened(cfg)
         cfg = self._cfg
         with setting_up():
@@ -163,26 +162,26 @@ class AdaptiveRecipe:
         )
         self.trainer = build_trainer(parts, self._settings, self._consensus)
         if cfg.get("compile", False):
-            torch.compiler.reset()  # what was compiled for probes would make training's own sizes dynamic ones
+            torch.compiler.reset()  # code compiled for probes would make the sizes of training dynamic
 
     def listening(self) -> AbstractContextManager[None]:
-        """A context within which SIGTERM and SIGUSR1 have ``train`` save after its optimizer step, and end."""
+        """Context: after SIGTERM or SIGUSR1, ``train`` finishes its optimizer step, saves and ends."""
         return self._stop_request.listening()
 
     def train(self) -> None:
-        """Train for the epochs that are left, and save after each. A collective."""
+        """Train for the remaining epochs, and save after each. A collective."""
         if self._device.type != "cpu":
             training.cleanup_before_training()
         self.trainer.train()
 
     def cleanup(self) -> None:
-        """Close the logger, then end the process group together, with nothing left that holds it. A collective."""
+        """Close the logger, release everything that uses the process group, and destroy the group. A collective."""
         if self._is_rank_zero:
             self._metric_logger.close()
         has_group = dist.is_initialized()
         if has_group:
             dist.barrier()
-        vars(self).clear()  # a device mesh held by the model would keep the group's threads alive
+        vars(self).clear()  # the model's device mesh would keep the group's threads alive
         gc.collect()
         if has_group:
             dist.destroy_process_group()
@@ -192,7 +191,7 @@ class AdaptiveRecipe:
         return load_data(lambda: load(*args, **kwargs))
 
     def stepping(self) -> Stepping:
-        """How the optimizers step."""
+        """When and how the optimizers step."""
         if self._optimizer_in_bwd:
             normalizes = self._normalizes_in_backward
             wrapper = self._optim_ckpt_wrapper
@@ -201,22 +200,22 @@ class AdaptiveRecipe:
         return OptimizerStep(self._model, [self._optimizer], ranks=self.world_size, max_grad_norm=max_norm)
 
     def _memory_steps(self) -> range | None:
-        """Steps whose CUDA memory history the profiler records: as in stock the active ones and one more."""
+        """Steps with CUDA memory history in the profile: the active ones and one more, as in the stock recipe."""
         if not self._is_rank_zero or self._device.type != "cuda" or not self.profiler_profile_memory:
             return None
         first = self.profiler_wait_steps + self.profiler_warmup_steps + 1
         return range(first, first + self.profiler_active_steps + 1)
 
     def _save(self, epoch: int, state: AdaptiveState) -> None:
-        """Save as stock does, with the trainer's progress where stock looks for it. A collective.
+        """Save as the stock recipe does, with the trainer's progress in the stock attributes. A collective.
 
         Raises:
-            CheckpointError: the last epoch's checkpoint cannot be written. After others training goes on.
+            CheckpointError: the last epoch's checkpoint cannot be written. After other epochs training continues.
         """
         self._whole.set_state(state)
         self.epochs_run, self.global_step = self.trainer.epochs_run, self.trainer.global_step
         self._dataloader = self.trainer.loader.data_loader
-        # On one CPU stock's recipes of LoRA merge the adapters into the base weights, which training goes on with.
+        # On one CPU the stock LoRA recipes merge the adapters into the base weights, which training still uses.
         is_merged = self._device.type == "cpu" and not self.on_several_ranks
         base = KeptTensors(weight for weight in self._model.parameters() if is_merged and not weight.requires_grad)
         try:

@@ -1,7 +1,7 @@
-"""The built-in functions that a config may name as its ``batch_increase_function``.
+"""Built-in functions for the config key ``batch_increase_function``.
 
-Each is called as ``function(epoch, current_batch_size)`` at the start of an epoch, and returns by how much the batch
-size grows; epochs count from 0.
+Each is called as ``function(epoch, current_batch_size)`` at the start of an epoch, and returns the increase of the
+batch size. Epochs count from 0.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ __all__ = ["at_epochs", "geometric", "gradient_noise_scale", "linear"]
 
 @dataclass(frozen=True)
 class at_epochs:
-    """Grows by ``increases[epoch]`` samples; epochs count from 0. Anything but integers of at least 0 is refused.
+    """Grows by ``increases[epoch]`` samples. Epochs count from 0; increases must be integers of at least 0.
 
     >>> at_epochs({1: 8, "3": 16})(3, 24)
     16
@@ -41,7 +41,7 @@ class at_epochs:
 
 @dataclass(frozen=True)
 class geometric:
-    """Multiplies the batch size by ``factor``, 2 or more, after every ``every_epochs`` epochs, never at epoch 0.
+    """Multiplies the batch size by ``factor`` (at least 2) every ``every_epochs`` epochs, but not at epoch 0.
 
     >>> [geometric(factor=2, every_epochs=2)(epoch, 8) for epoch in range(5)]
     [0, 0, 8, 0, 8]
@@ -60,7 +60,7 @@ class geometric:
 
 @dataclass(frozen=True)
 class linear:
-    """Adds ``increment`` samples after every ``every_epochs`` epochs, never at epoch 0."""
+    """Adds ``increment`` samples every ``every_epochs`` epochs, but not at epoch 0."""
 
     increment: int
     every_epochs: int = 1

@@ -1,12 +1,12 @@
-"""Inject faults: prove that a model survives running out of memory at any operation, on any rank.
+"""Inject faults, to test that training recovers from out of memory at any operation, on any rank.
 
     class MyRecipe(AdaptiveFullFinetuneRecipeDistributed): ...
 
     faults = {(20, 0): Fault(300, ranks=[1]), (40, 1): Fault(0, ranks=[0], kind="all-gather allocation")}
     with faults_in(MyRecipe, faults):
-        run_recipe(MyRecipe, cfg)  # optimizer steps 20 and 40, counted from 0, are run again on smaller micro-batches
+        run_recipe(MyRecipe, cfg)  # optimizer steps 20 and 40, counted from 0, run again with smaller micro-batches
 
-A ``Fault`` works around any other code too: ``with Fault(3): loss.backward()``.
+A ``Fault`` can be used around any other code too: ``with Fault(3): loss.backward()``.
 """
 
 import os
@@ -29,35 +29,33 @@ Kind = Literal["operation", "storage growth", "all-gather allocation", "collecti
 
 
 def out_of_memory() -> NoReturn:
-    """Raise what the allocator raises."""
+    """Raise the error that the allocator raises."""
     raise torch.OutOfMemoryError("CUDA out of memory (a fault on purpose)")
 
 
 def kill_process() -> None:
-    """End this process as the system's out-of-memory killer does: nothing is cleaned up."""
+    """Kill this process without any clean-up, as the system's out-of-memory killer does."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Fault(OperationMode):
-    """Strikes once, in place of number ``place`` (from 0) of what happens inside ``with fault:``, in any thread.
+    """Raises an error once within ``with fault:``, instead of occurrence number ``place`` (from 0), in any thread.
 
-    What counts, by ``kind``:
-
-    - "operation": an operation on plain tensors, FSDP2's own among them, or the growth of a storage; not a
-      collective, nor what happens within the call of one;
-    - "storage growth": by it FSDP2 makes room for gathered parameters;
-    - "all-gather allocation": of FSDP2's buffer for one, where recovery is on;
-    - "collective": before it is issued, which its caller cannot know.
+    An occurrence is, by ``kind``:
+    - "operation": an operation on plain tensors, including those of FSDP2, or the growth of a storage. Collectives and
+      operations within them do not count.
+    - "storage growth": the growth of a storage, by which FSDP2 allocates gathered parameters.
+    - "all-gather allocation": the allocation of FSDP2's buffer for an all-gather, if recovery is on.
+    - "collective": a collective. The fault strikes before it is issued, which its caller cannot know.
 
     Args:
-        place: None strikes never: the fault only counts.
-        ranks: of the default process group; None for every rank.
-        phase: count in this phase of a recipe's step only, for example "backward".
-        strike: ``out_of_memory``, ``kill_process``, or any other function.
-
+        place: number of the occurrence; None: the fault never strikes, it only counts.
+        ranks: ranks of the default process group on which it strikes; None: every rank.
+        phase: count only in this phase of a recipe's step, for example "backward".
+        strike: the fault: ``out_of_memory``, ``kill_process``, or any other function.
     Attributes:
-        count: how many have happened.
-        has_struck: whether it has.
+        count: number of occurrences so far.
+        has_struck: whether the fault has struck.
 
     >>> with Fault(None) as fault:
     ...     total = torch.ones(3) + torch.ones(3)
@@ -88,14 +86,14 @@ class Fault(OperationMode):
         self._patches = ExitStack()
 
     def watch_phase(self, phase_now: Callable[[], str]) -> None:
-        """Ask ``phase_now`` which phase it is, for a fault that counts in one phase only."""
+        """Set the function that returns the current phase, for a fault that counts in one phase only."""
         self._phase_now = phase_now
 
     def __enter__(self) -> "Fault":
         if self._is_active:
             raise RuntimeError("a fault must not be entered while it is active")
         self._is_active = True
-        resize = torch.UntypedStorage.resize_  # no dispatch mode sees it
+        resize = torch.UntypedStorage.resize_  # not visible to dispatch modes
 
         def resize_and_count(storage: torch.UntypedStorage, nbytes: int) -> Any:
             if nbytes > storage.nbytes():
@@ -128,7 +126,7 @@ class Fault(OperationMode):
         return func(*args, **kwargs)
 
     def _noting(self, name: str, is_under_way: bool) -> Callable[..., Any]:
-        """The ledger's method ``name``, after which a collective is under way, or none is."""
+        """The ledger's method ``name``, wrapped to track whether a collective is in progress."""
         method = getattr(Ledger, name)
 
         def noted(*args: Any) -> Any:
@@ -153,10 +151,10 @@ class Fault(OperationMode):
 
 @contextmanager
 def faults_in(recipe_class: Any, faults: Mapping[tuple[int, int], Fault]) -> Iterator[None]:
-    """Inside, training by ``recipe_class`` runs micro-steps under faults: key (20, 1) is step 20's second micro-step.
+    """Context: training with ``recipe_class`` has these faults. Key (20, 1) is the second micro-step of step 20.
 
-    Steps and micro-steps are counted from 0; those of a step that is run again go on counting, on every rank
-    alike. Searches and dry runs have no faults.
+    Steps and micro-steps are counted from 0. If a step runs again, its micro-steps continue the count, on every rank.
+    Searches and dry runs have no faults.
     """
     train = recipe_class.train
 
@@ -180,7 +178,7 @@ def faults_in(recipe_class: Any, faults: Mapping[tuple[int, int], Fault]) -> Ite
 
 @contextmanager
 def ballast(num_bytes: int, device: torch.device, *, meter: MemoryMeter | None = None) -> Iterator[None]:
-    """Inside, ``num_bytes`` of ``device`` are taken, as by a neighbour; a CPU's ``meter`` has to be told of them."""
+    """Context: allocate ``num_bytes`` on ``device``, as another process would. On a CPU, ``meter`` counts them."""
     weight = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     if meter is not None:
         meter.count(weight)

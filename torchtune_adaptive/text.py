@@ -1,10 +1,10 @@
-"""Figures as text, at the moment of printing: bytes, tables, lists of ranks."""
+"""Format figures for printing: bytes, tables, lists of ranks."""
 
 from collections.abc import Collection, Sequence
 
 
 def format_bytes(num_bytes: float) -> str:
-    """``num_bytes`` with the binary unit that keeps the number readable.
+    """``num_bytes`` with a suitable binary unit.
 
     >>> format_bytes(1536), format_bytes(80 * 2**30)
     ('1.5 KiB', '80.0 GiB')
@@ -17,7 +17,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def byte_unit(num_bytes: float) -> tuple[str, int]:
-    """The binary unit in which to write several figures up to ``num_bytes``, with its bytes.
+    """The binary unit for figures up to ``num_bytes``, with its bytes.
 
     >>> byte_unit(80 * 2**30), byte_unit(2**20 - 1)
     (('GiB', 1073741824), ('KiB', 1024))
@@ -27,9 +27,9 @@ def byte_unit(num_bytes: float) -> tuple[str, int]:
 
 
 def text_table(rows: Sequence[Sequence[str]], *, num_names: int = 0) -> str:
-    """Cells in aligned columns, the first row ruled off as their names.
+    """A table with aligned columns. The first row is the header.
 
-    The first ``num_names`` columns hold words, which begin at the left; figures end at the right.
+    The first ``num_names`` columns hold text and are left-aligned. The others hold figures and are right-aligned.
 
     >>> print(text_table([["size", "fits"], ["16", "no"]]))
     size  fits

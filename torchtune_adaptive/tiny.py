@@ -1,7 +1,7 @@
-"""Make a small data set, tokenizer and model for the demo, the tests and the `tiny/*` configs, without a network.
+"""Make a small data set, tokenizer and model for the demo, the tests and the `tiny/*` configs, without downloads.
 
-The data are the docstrings of Python's standard library: the prompt is a signature, the answer its docstring. Of a
-pair of answers the rejected one is another function's docstring.
+The data are the docstrings of Python's standard library: the prompt is a signature, the answer its docstring. In a
+pair of answers, the rejected one is another function's docstring.
 Run ``python -m torchtune_adaptive.tiny [OUTPUT_DIR]``.
 """
 
@@ -40,7 +40,7 @@ MODEL_GEOMETRY = {
     "intermediate_dim": 384,
     "max_seq_len": 512,
 }
-# A longer prompt could fill the configs' `max_seq_len` of 256 tokens and leave a sample without a label to learn.
+# A longer prompt could fill the configs' `max_seq_len` of 256 tokens, and leave a sample without unmasked labels.
 MAX_SIGNATURE_CHARS = 200
 SKIPPED_DIRS = frozenset({"dist-packages", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests"})
 
@@ -48,15 +48,14 @@ SKIPPED_DIRS = frozenset({"dist-packages", "ensurepip", "idlelib", "lib2to3", "s
 def make_tiny_assets(
     output_dir: str | Path, *, seed: int = 0, num_samples: int | None = None, force: bool = False
 ) -> None:
-    """Write instruction data, preferences, a tokenizer trained on them and a model of random weights to `output_dir`.
+    """Write instruction data, preference data, a tokenizer trained on them and a random model to `output_dir`.
 
-    Assets already there are kept if they are complete and were made with the same arguments; otherwise they are
-    written again. The same arguments, Python and libraries give the same bytes. The tokenizer depends on no argument.
-
+    Existing assets are kept if they are complete and were made with the same arguments. Otherwise they are written
+    again. The same arguments, Python and libraries give the same bytes. The tokenizer does not depend on arguments.
     Args:
-        seed: of the samples' order and the model's weights.
-        num_samples: how many samples to write; None: all, several thousand.
-        force: write the assets again in any case.
+        seed: random seed of the samples' order and the model's weights.
+        num_samples: number of samples to write; None: all, several thousand.
+        force: always write the assets again.
 
     Raises:
         ValueError: `output_dir` cannot be written, or `num_samples` is below 1 or above the docstrings found.
@@ -73,17 +72,17 @@ def make_tiny_assets(
         digests = {name: _digest(partial / name) for name in (DATA_NAME, PAIRS_NAME, TOKENIZER_NAME, MODEL_NAME)}
         stamp = {"arguments": arguments, "sha256": digests}
         (partial / STAMP_NAME).write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
-        for name in (*digests, STAMP_NAME):  # the stamp last, because it says that the others are complete
+        for name in (*digests, STAMP_NAME):  # the stamp comes last, because it marks the others as complete
             os.replace(partial / name, target / name)
 
 
 def _is_complete(target: Path, arguments: dict[str, Any]) -> bool:
-    """Whether the assets in `target` were made with `arguments` and no file has changed since."""
+    """Whether the assets in `target` were made with `arguments` and have not changed since."""
     try:
         stamp = json.loads((target / STAMP_NAME).read_text(encoding="utf-8"))
         digests = stamp["sha256"].items()
         return stamp["arguments"] == arguments and all(_digest(target / name) == digest for name, digest in digests)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # missing, truncated or not ours
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # missing, truncated or of another program
         return False
 
 
@@ -102,7 +101,7 @@ def _digest(path: Path) -> str:
 
 @functools.cache
 def _stdlib_samples() -> tuple[tuple[str, str], ...]:
-    """Every distinct (signature, docstring) of the standard library's functions and methods, without importing it."""
+    """Every distinct (signature, docstring) of the standard library's functions and methods, without imports."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in sorted(stdlib.rglob("*.py")) if SKIPPED_DIRS.isdisjoint(path.relative_to(stdlib).parts)]
     found: dict[tuple[str, str], None] = {}
@@ -153,14 +152,14 @@ def _write_lines(path: Path, lines: list[Any]) -> None:
 
 @functools.cache
 def _tokenizer() -> bytes:
-    """Train a SentencePiece model that loses no character: it keeps whitespace and encodes unknown ones as bytes."""
+    """Train a lossless SentencePiece model: it keeps whitespace, and encodes unknown characters as bytes."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([f"{signature} {docstring}" for signature, docstring in _stdlib_samples()]),
         model_writer=model,
         model_type="bpe",
         vocab_size=MODEL_GEOMETRY["vocab_size"],
-        user_defined_symbols=["\n", "[INST]", "[/INST]"],  # llama2_tokenizer's template writes the last two
+        user_defined_symbols=["\n", "[INST]", "[/INST]"],  # the last two are in llama2_tokenizer's template
         byte_fallback=True,
         character_coverage=0.9995,
         normalization_rule_name="identity",
@@ -174,15 +173,15 @@ def _tokenizer() -> bytes:
 
 
 def _write_model(directory: Path, *, seed: int) -> None:
-    """Write a torchtune state dict of random weights; the caller's random generator does not change."""
-    with torch.random.fork_rng(devices=[]):  # no GPU's generator is seeded here
+    """Write a torchtune state dict of random weights, without a change of the caller's random generator."""
+    with torch.random.fork_rng(devices=[]):  # GPU generators are not used here
         torch.default_generator.manual_seed(seed)
         model = llama2(**MODEL_GEOMETRY)
     torch.save(model.state_dict(), directory / MODEL_NAME)
 
 
 def describe_tiny_assets(output_dir: str | Path) -> str:
-    """A table of the assets' paths and sizes; lengths are those of whole samples, not cut to `max_seq_len`."""
+    """A table of the assets' paths and sizes. Lengths are before truncation to `max_seq_len`."""
     directory = Path(output_dir)
     tokenizer = llama2_tokenizer(str(directory / TOKENIZER_NAME))
     lengths = []
@@ -206,9 +205,13 @@ def main() -> None:
         prog="python -m torchtune_adaptive.tiny", description="Make a small data set, tokenizer and model."
     )
     parser.add_argument("output_dir", nargs="?", default=DEFAULT_OUTPUT_DIR, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="order of the samples and weights, default: %(default)s")
-    parser.add_argument("--num-samples", type=int, default=None, help="default: every docstring found")
-    parser.add_argument("--force", action="store_true", help="write again what is already there")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed of the samples' order and the weights, default: %(default)s"
+    )
+    parser.add_argument(
+        "--num-samples", type=int, default=None, help="number of samples to write, default: every docstring found"
+    )
+    parser.add_argument("--force", action="store_true", help="write existing files again")
     options = parser.parse_args()
     try:
         make_tiny_assets(**vars(options))

@@ -1,4 +1,4 @@
-"""The training loop. It has what it needs, and never sees a recipe."""
+"""The training loop, independent of recipes."""
 
 import time
 from collections.abc import Callable
@@ -26,12 +26,12 @@ log = utils.get_logger("DEBUG")
 
 
 class Trainer:
-    """Trains epoch after epoch, with a batch that may grow and micro-batches that fit.
+    """Trains epochs, with a batch that may grow and micro-batches that fit.
 
     Args:
-        sizes: what the search found.
-        before_step: called with the optimizer steps done, before each step.
-        epochs: those that are left.
+        sizes: the sizes that the search found.
+        before_step: called before each step with the number of optimizer steps done.
+        epochs: the remaining epochs.
         steps_done: optimizer steps before them.
     """
 
@@ -70,35 +70,35 @@ class Trainer:
 
     @property
     def epochs_run(self) -> int:
-        """Epochs done, by an earlier part of the run too."""
+        """Epochs done, including those before a resume."""
         return self._epochs_run
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps done, by an earlier part of the run too."""
+        """Optimizer steps done, including those before a resume."""
         return self._global_step
 
     @property
     def meter(self) -> MemoryMeter | None:
-        """The meter of the device's memory, None if it is not metered."""
+        """The meter of the device's memory, None without one."""
         return self._step.meter
 
     @property
     def phase(self) -> str:
-        """The part of a step that runs now, or ran last."""
+        """The current or last phase of a step."""
         return self._step.phase
 
     def train(self) -> None:
-        """Train for the epochs that are left, and save after each. A collective.
+        """Train for the remaining epochs, and save after each. A collective.
 
         Raises:
-            RunEnded: a signal has asked some rank to end; what was trained is saved.
-            CheckpointError: so it was, but it cannot be saved.
+            RunEnded: a signal has asked some rank to end, and the run is saved.
+            CheckpointError: a signal has asked some rank to end, but the run cannot be saved.
         """
         self._step.zero_grad()
         with self._profiler.running():
             for epoch in self._epochs:
-                if not self.loader.steps_done:  # else the run goes on within this epoch
+                if not self.loader.steps_done:  # otherwise the run resumes within this epoch
                     self._saver.restore_random()
                     self._grow(epoch)
                     self._try_larger_micro_batches(epoch)
@@ -107,12 +107,12 @@ class Trainer:
                 self._saver.after_epoch(epoch, step=self._global_step)
 
     def load_state(self, saved: AdaptiveState) -> None:
-        """Go on from what an earlier part of the run has left, and log what is not as it was. A collective."""
+        """Resume from a saved state, and log what has changed since. A collective."""
         if changes := self._saver.load(saved):
             self.note(f"resumed with changes: {'; '.join(changes)}")
 
     def note_batch_size(self, reason: str, *, epoch: int) -> None:
-        """Log the present batch size with its arithmetic and the reason for it, and add it to the record."""
+        """Log the current batch size with its arithmetic and the reason, and add it to the record."""
         size, loader = self.loader.batch_size, self.loader
         utils.log_rank_zero(log, f"{loader.key} {size} ({reason}): {loader.describe(size)}{self._describe_cut()}")
         self.record.note(reason, epoch=epoch, batch_size=size, samples_per_step=loader.samples_per_step)
@@ -123,7 +123,7 @@ class Trainer:
         self.record.note(reason, epoch=self._epochs_run, batch_size=self.loader.batch_size, **figures)
 
     def _grow(self, epoch: int) -> None:
-        """Ask for this epoch's increase; data, steps per epoch, micro-batches and rate follow. A collective."""
+        """Apply this epoch's increase; adapt data, steps per epoch, micro-batches and learning rate. A collective."""
         growth = self._growth.next(epoch, self.loader.batch_size)
         if growth is None:
             return
@@ -138,8 +138,8 @@ class Trainer:
             self.note_batch_size(growth.reason, epoch=epoch)
 
     def _try_larger_micro_batches(self, epoch: int) -> None:
-        """Try larger micro-batches again, if memory has made them small. A collective."""
-        # Without a search the longest row is the longest so far: looking for it might take the whole data set.
+        """Try larger micro-batches again, if they were reduced. A collective."""
+        # Without a search use the longest row so far: finding the longest one might need the whole data set.
         row = self.sizes.probe_row or self.loader.longest_row
         if row is None:
             return
@@ -151,7 +151,7 @@ class Trainer:
     def _train_epoch(self, epoch: int) -> None:
         done = self.loader.steps_done
         steps = self.loader.steps(epoch)
-        self._saver.restore_random()  # after a data loader's iterator is made, which draws a number
+        self._saver.restore_random()  # after the data loader's iterator is made, which draws a random number
         with Bar(total=self.loader.steps_per_epoch, initial=done, disable=not self._step_log.writes) as progress:
             started = time.perf_counter()
             for step, samples in enumerate(steps, start=done + 1):
@@ -168,7 +168,7 @@ class Trainer:
                 self._saver.after_step(epochs_run=epoch, step=self._global_step, stop=result.stop)
 
     def _train_step(self, samples: StepSamples) -> StepResult:
-        """One optimizer step over ``samples``, whatever memory there is for its micro-batches. A collective."""
+        """One optimizer step over ``samples``, in smaller micro-batches if memory runs out. A collective."""
         number, measured = self._global_step + 1, self._growth.measures(self._global_step)
         with self._step.metered:
             sums = self.retry.run(samples, number=number, measured=measured, note=self._note_micro_batch)
@@ -185,7 +185,7 @@ class Trainer:
         self.note(reason, step=self._global_step + 1, **{limit.key: limit.size})
 
     def _describe_cut(self) -> str:
-        """How an optimizer step is cut into micro-steps, where the batch size does not say it."""
+        """How an optimizer step is cut into micro-steps, if this does not follow from the batch size."""
         largest = self.micro_batches.largest
         if isinstance(largest, RowLimit) and not self.loader.is_global and largest.size >= self.loader.batch_size:
             return ""

@@ -1,1 +1,1 @@
-"""What an optimizer step is made of: samples, micro-batches, and how the batch size grows."""
+"""The samples of an optimizer step, their micro-batches, and the growth of the batch size."""

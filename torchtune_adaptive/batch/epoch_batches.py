@@ -1,4 +1,4 @@
-"""The batches of an epoch in a rank's order, from any place on."""
+"""The batches of an epoch in a rank's order, from any position on."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,10 +9,10 @@ from torchtune_adaptive.batch.row_format import Row
 
 
 class EpochBatches:
-    """Gives batches of a fixed number of rows, and counts them.
+    """Yields batches of a fixed number of rows, and counts them.
 
     Args:
-        sampler: this rank's; its epoch is set here.
+        sampler: this rank's sampler; its epoch is set here.
     """
 
     def __init__(self, sampler: Any, rows: int) -> None:
@@ -27,25 +27,25 @@ class EpochBatches:
 
     @property
     def done(self) -> int:
-        """Batches that the present epoch has given; 0 between epochs."""
+        """Batches of the current epoch so far; 0 between epochs."""
         return self._done
 
     @property
     def data_loader(self) -> StatefulDataLoader:
-        """That of the present epoch, whose state torchtune's checkpoints hold."""
+        """The current epoch's data loader, whose state is saved in torchtune's checkpoints."""
         return self._data_loader
 
     def set_rows(self, rows: int) -> None:
-        """Set the rows of a batch, between epochs."""
+        """Set the number of rows per batch, between epochs."""
         self._rows = rows
         self._data_loader = self._make_data_loader(self._sampler)
 
     def go_to(self, done: int) -> None:
-        """Have the next epoch begin after ``done`` batches, which are not read."""
+        """Start the next epoch after its first ``done`` batches, which are not read."""
         self._done = done
 
     def begin(self, epoch: int) -> Iterator[list[Row]]:
-        """The batches of ``epoch`` that are left. The data loader's iterator, which draws a number, is made at once."""
+        """The remaining batches of ``epoch``. Makes the data loader's iterator at once, which draws a random number."""
         self._sampler.set_epoch(epoch)
         if self._done:
             self._data_loader = self._make_data_loader(list(self._sampler)[self._done * self._rows :])
@@ -54,11 +54,11 @@ class EpochBatches:
         return self._counted(iter(self._data_loader))
 
     def end(self) -> None:
-        """The epoch is over, whether all batches have been taken or not."""
+        """End the epoch, even if batches remain."""
         self._done = 0
 
     def places(self, epoch: int) -> list[int]:
-        """The places in the data set of this rank's rows, in the order of ``epoch``."""
+        """The data set's indices of this rank's rows, in the order of ``epoch``."""
         self._sampler.set_epoch(epoch)
         return list(self._sampler)
 

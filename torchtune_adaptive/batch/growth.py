@@ -1,4 +1,4 @@
-"""How the batch size grows over a run: the user's function, asked on rank 0 for all ranks."""
+"""How the batch size grows over a run: the user's function, called on rank 0 for all ranks."""
 
 import json
 from typing import Any
@@ -12,13 +12,12 @@ from torchtune_adaptive.errors import InputError, quote, reason_of
 
 
 class BatchGrowth:
-    """Owns the user's function and how far it may go.
+    """Owns the user's function and the maximum batch size.
 
     Args:
-        function: None for a batch that does not grow.
-
+        function: the user's function; None if the batch does not grow.
     Raises:
-        InputError: the function has a state that could not be saved.
+        InputError: the function has a state that cannot be saved.
     """
 
     def __init__(self, function: BatchIncreaseFunction | None, *, total_epochs: int, consensus: Consensus) -> None:
@@ -30,20 +29,19 @@ class BatchGrowth:
 
     @property
     def grows(self) -> bool:
-        """Whether there is a function at all."""
+        """Whether there is a function."""
         return self._function is not None
 
     def set_maximum(self, batch_size: int) -> None:
-        """Set the size above which no increase is granted."""
+        """Set the maximum batch size."""
         self._maximum = batch_size
 
     def sizes(self, batch_size: int) -> list[int]:
-        """The batch size of every epoch of a run that begins with ``batch_size``. A collective.
+        """The batch size of every epoch of a run that starts with ``batch_size``. A collective.
 
-        A copy of the function is asked, so that a bad answer is found before training.
-
+        A copy of the function is called, so that an invalid answer is found before training.
         Raises:
-            InputError: the function gives a bad answer for some epoch.
+            InputError: the function returns an invalid answer for some epoch.
         """
         function = self._function
         if function is None:
@@ -54,7 +52,7 @@ class BatchGrowth:
         return [growth.batch_size for growth in growths]
 
     def next(self, epoch: int, batch_size: int) -> Growth | None:
-        """What the function decides for ``epoch``; None without a function. A collective."""
+        """The function's decision for ``epoch``; None without a function. A collective."""
         function, maximum = self._function, self._maximum
         if function is None:
             return None
@@ -64,16 +62,16 @@ class BatchGrowth:
         )
 
     def measures(self, step: int) -> bool:
-        """Whether the function wants to know the gradients of optimizer step ``step``, counted from 0."""
+        """Whether the function needs the gradient norms of optimizer step ``step``, counted from 0."""
         return isinstance(self._function, MeasuredSchedule) and step % self._function.every_steps == 0
 
     def observe(self, norms: GradientNorms | None) -> None:
-        """Pass on what was measured; None if there was nothing to measure."""
+        """Pass gradient norms to the function; None if nothing could be measured."""
         if norms is not None and isinstance(self._function, MeasuredSchedule):
             self._function.observe(norms)
 
     def figures(self) -> dict[str, float]:
-        """What the function has learned from training so far, by names for the log."""
+        """Figures that the function has measured in training so far, by their names in the log."""
         return self._function.figures() if isinstance(self._function, MeasuredSchedule) else {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,32 +79,32 @@ class BatchGrowth:
         return {"schedule": self._function.state_dict() if isinstance(self._function, Stateful) else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict``.
+        """Restore the state from ``state_dict``.
 
         Raises:
-            InputError: the function does not take the state, as that of another function.
+            InputError: the function does not accept the state, for example because another function saved it.
         """
         saved = state["schedule"]
         if saved is None or not isinstance(self._function, Stateful):
             return
         try:
             self._function.load_state_dict(saved)
-        except Exception as error:  # the user's own code: whatever it raises is reported
+        except Exception as error:  # the user's own code can raise any error
             raise InputError(
-                f"`batch_increase_function` must take the state of the run that is resumed, but does not take"
+                f"`batch_increase_function` must accept the state of the resumed run, but does not accept"
                 f" {quote(saved)}: {reason_of(error)}."
             ) from error
 
 
 def _check_state(function: object) -> None:
-    """Check that the function's state, if it has one, survives being saved as JSON."""
+    """Check that the function's state, if it has one, can be saved as JSON and loaded again."""
     if not isinstance(function, Stateful):
         return
-    rule = "`batch_increase_function.state_dict()` must give what JSON can hold"
+    rule = "`batch_increase_function.state_dict()` must return JSON values"
     try:
         state = function.state_dict()
         read_again = json.loads(json.dumps(state))
-    except Exception as error:  # the user's own code: whatever it raises is reported
+    except Exception as error:  # the user's own code can raise any error
         raise InputError(f"{rule}, but fails: {reason_of(error)}.") from error
     if read_again != state:
-        raise InputError(f"{rule}, but gives {quote(state)}, which comes back as {quote(read_again)}.")
+        raise InputError(f"{rule}, but returns {quote(state)}, which is loaded as {quote(read_again)}.")

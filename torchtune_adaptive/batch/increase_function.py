@@ -1,4 +1,4 @@
-"""Growth of the batch size: the user's function, loaded and checked, and what it decides for each epoch."""
+"""Growth of the batch size: load and check the user's function, and compute its decision for each epoch."""
 
 import copy
 import functools
@@ -13,13 +13,13 @@ from typing import Any, TypeAlias, cast
 from torchtune_adaptive.batch.noise_scale import MeasuredSchedule
 from torchtune_adaptive.errors import InputError, as_integer, quote, reason_of
 
-# f(epoch, current_batch_size) -> increment, asked at the start of every epoch, epoch 0 included.
+# f(epoch, current_batch_size) -> increment, called at the start of every epoch, including epoch 0.
 BatchIncreaseFunction: TypeAlias = Callable[[int, int], int]
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What the schedule decided for one epoch: ``batch_size`` (samples) holds from the start of ``epoch`` on."""
+    """The decision for one epoch: ``batch_size`` (samples) applies from the start of ``epoch`` on."""
 
     epoch: int
     batch_size: int
@@ -39,10 +39,9 @@ def function_name(function: object) -> str:
 
 
 def check_function(function: object, *, name: str | None = None) -> BatchIncreaseFunction:
-    """The function itself, which can be called as ``f(epoch, current_batch_size)``; ``name`` is for the sentence.
+    """Return ``function`` if it can be called as ``f(epoch, current_batch_size)``. ``name`` is for error messages.
 
-    A function whose signature cannot be read (some are written in C) is taken as it is.
-
+    A function without a readable signature (some are written in C) is accepted.
     Raises:
         InputError: it is not callable, is a class, or does not take two positional arguments.
     """
@@ -53,11 +52,11 @@ def check_function(function: object, *, name: str | None = None) -> BatchIncreas
     if isinstance(function, type):
         raise InputError(
             f"`batch_increase_function` must be a function, but {name} is a class instead; "
-            "a class is named by `_component_`, next to its arguments."
+            "to use a class, give it as `_component_`, with its arguments."
         )
     try:
         signature = inspect.signature(function)
-    except (ValueError, TypeError):  # written in C, without a signature to read
+    except (ValueError, TypeError):  # written in C, without a readable signature
         return cast(BatchIncreaseFunction, function)
     try:
         signature.bind(0, 1)
@@ -70,10 +69,10 @@ def check_function(function: object, *, name: str | None = None) -> BatchIncreas
 
 
 def load_function(value: object) -> BatchIncreaseFunction | None:
-    """The function whose dotted path is ``value``, or that the `_component_` of ``value`` makes; None for null.
+    """The function at the dotted path ``value``, or created by the `_component_` of ``value``; None for null.
 
     Raises:
-        InputError: it cannot be imported or made, or is no function of two arguments.
+        InputError: it cannot be imported or created, or is not a function of two arguments.
     """
     if value is None:
         return None
@@ -89,21 +88,21 @@ def load_function(value: object) -> BatchIncreaseFunction | None:
     component = _import(path)
     try:
         made = component(**arguments)
-    except Exception as error:  # the user's own code and arguments: whatever it raises is reported
+    except Exception as error:  # the user's own code and arguments can raise any error
         raise InputError(
-            f"`batch_increase_function` must be made by its `_component_`, but {quote(path)} "
+            f"`batch_increase_function` must be created by its `_component_`, but {quote(path)} "
             f"with {quote(arguments)} failed instead: {reason_of(error)}."
         ) from error
-    return check_function(made, name=f"what {quote(path)} makes")
+    return check_function(made, name=f"the result of {quote(path)}")
 
 
 def _import(path: str) -> Any:
-    """What the dotted ``path`` names; the working directory is searched too, as stock does for its components."""
+    """Import the dotted ``path``, also from the working directory, as torchtune does for its components."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         return pkgutil.resolve_name(path)
-    except Exception as error:  # importing runs the user's own module: whatever it raises is reported
+    except Exception as error:  # importing runs the user's own module, which can raise any error
         raise InputError(
             f"`batch_increase_function` must be importable, but {quote(path)} is not: {reason_of(error)}."
         ) from error
@@ -112,11 +111,10 @@ def _import(path: str) -> Any:
 def next_batch_size(function: BatchIncreaseFunction, *, epoch: int, batch_size: int, maximum: int) -> Growth:
     """Batch size of ``epoch``: ``batch_size`` plus the function's increment, if the sum is at most ``maximum``.
 
-    An increase that would pass the maximum is refused as a whole, that of a ``MeasuredSchedule`` cut to it; the reason
-    carries the figures. All sizes are in the unit of the size that the config names.
-
+    An increase above the maximum is refused. An increase of a ``MeasuredSchedule`` is instead reduced to the maximum.
+    The reason contains the figures. All sizes are in the unit of the config's key.
     Raises:
-        InputError: the function raised, or its answer is no integer or is negative.
+        InputError: the function raised an error, or its answer is not an integer or is negative.
 
     >>> def adds_eight(epoch, current_batch_size):
     ...     return 8
@@ -143,26 +141,24 @@ def plan_growth(
     batch_size: int,
     maximum: int | None = None,
 ) -> list[Growth]:
-    """Ask for the growth of every epoch in advance, so that a bad answer is found before training.
+    """Compute the growth of every epoch in advance, so that an invalid answer is found before training.
 
-    A deep copy of the function is asked, or the function itself if it cannot be copied. State outside of it (globals,
+    A deep copy of the function is called, or the function itself if it cannot be copied. State outside of it (globals,
     closures, random generators) is not restored.
-
     Args:
-        maximum: above which increases are refused; None if no bound is known yet. Then ask again once it is known,
-            because a refused increase changes the batch sizes that the function is called with.
-
+        maximum: increases above it are refused; None if it is not known yet. Then call this again once it is known,
+            because a refused increase changes the batch sizes with which the function is called.
     Raises:
-        InputError: as `next_batch_size`, for the first epoch with a bad answer.
+        InputError: as `next_batch_size`, for the first epoch with an invalid answer.
 
     >>> [growth.batch_size for growth in plan_growth(lambda epoch, size: 8, total_epochs=4, batch_size=8, maximum=30)]
     [16, 24, 24, 24]
     """
     try:
         asked = copy.deepcopy(function)
-    except Exception:  # a user's object may refuse to be copied in any way; asking it is better than not checking
+    except Exception:  # copying a user's object can raise any error; calling the original is better than no check
         asked = function
-    bound = sys.maxsize if maximum is None else maximum  # a number, so that unbounded doubling cannot overflow
+    bound = sys.maxsize if maximum is None else maximum  # a finite number, so that unbounded doubling cannot overflow
     growths: list[Growth] = []
     for epoch in range(total_epochs):
         growths.append(next_batch_size(asked, epoch=epoch, batch_size=batch_size, maximum=bound))
@@ -174,7 +170,7 @@ def _ask(function: BatchIncreaseFunction, *, epoch: int, batch_size: int) -> int
     name, where = function_name(function), f"at epoch {epoch} with batch size {batch_size}"
     try:
         answer: object = function(epoch, batch_size)
-    except Exception as error:  # the user's own code: whatever it raises is reported as its answer
+    except Exception as error:  # the user's own code can raise any error, which is reported as its answer
         raise InputError(
             f"`batch_increase_function` must return an integer, but {name} raised an error {where} instead: "
             f"{reason_of(error)}."

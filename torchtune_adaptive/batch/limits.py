@@ -1,7 +1,7 @@
-"""Cut the samples of an optimizer step into micro-batches: fixed rows, or rows of like length within a token budget.
+"""Cut the samples of an optimizer step into micro-batches: by rows, or by a token budget for rows of similar length.
 
-A micro-batch is padded to its longest row, so that it has ``rows * longest row`` tokens. Here it is a list of indices
-into the samples of a step: nothing in this module knows what a sample is.
+A micro-batch is padded to its longest row, so that it has ``rows * longest row`` tokens. In this module it is a list of
+indices into the samples of a step.
 """
 
 from abc import ABC, abstractmethod
@@ -14,14 +14,14 @@ import numpy as np
 Limit = TypeVar("Limit", bound="MicroBatchLimit")
 Places = list[list[int]]
 
-# A micro-step has a cost beside its tokens: kernels are launched and parameters gathered. It is assumed to be
-# this share of a full micro-batch. A lower cost means more micro-steps and less padding.
+# The fixed cost of a micro-step, for kernel launches and all-gathers, as a share of a full micro-batch (assumed). A
+# lower cost means more micro-steps and less padding.
 _COST_OF_MICRO_STEP = 1 / 32
 
 
 @dataclass(frozen=True)
 class MicroBatchLimit(ABC):
-    """How large a micro-batch may be: ``size``, in ``unit``; ``key`` names it in logs."""
+    """The largest micro-batch: ``size``, in ``unit``. ``key`` is its name in logs."""
 
     size: int
     unit = ""
@@ -29,7 +29,7 @@ class MicroBatchLimit(ABC):
 
     @abstractmethod
     def cut(self, lengths: Sequence[int]) -> Places:
-        """The micro-batches of rows that have ``lengths`` tokens; every row is in exactly one."""
+        """The micro-batches of rows with ``lengths`` tokens. Every row is in exactly one."""
 
     @abstractmethod
     def rows_of(self, length: int) -> int:
@@ -44,7 +44,7 @@ class MicroBatchLimit(ABC):
 
 
 class RowLimit(MicroBatchLimit):
-    """At most ``size`` rows; they keep their order.
+    """At most ``size`` rows, which keep their order.
 
     >>> RowLimit(2).cut([7, 9, 8])
     [[0, 1], [2]]
@@ -62,10 +62,9 @@ class RowLimit(MicroBatchLimit):
 
 
 class TokenLimit(MicroBatchLimit):
-    """At most ``size`` tokens with padding, in rows of like length. A longer row is a micro-batch of its own.
+    """At most ``size`` tokens including padding, in rows of similar length. A longer row is a micro-batch of its own.
 
-    Of all ways to cut the rows, sorted by length, the cheapest is taken: tokens with padding, and for each
-    micro-step 1/32 of the limit.
+    Rows are sorted by length and cut at the lowest cost: padded tokens, plus 1/32 of the limit per micro-step.
 
     >>> TokenLimit(16).cut([2, 8, 8, 3, 3])
     [[1, 2], [3, 4], [0]]
@@ -99,10 +98,10 @@ class TokenLimit(MicroBatchLimit):
 
 
 def spread(micro_batches: Places, count: int) -> Places:
-    """Cut ``micro_batches`` further into ``count``, so that every rank has as many.
+    """Cut ``micro_batches`` further into ``count``, so that every rank has the same number.
 
-    The largest are halved; where only single rows are left, empty micro-batches are added. ``count`` is at least the
-    present number.
+    The largest ones are halved. If only single rows are left, empty micro-batches are added. ``count`` must be at least
+    the present number.
 
     >>> spread([[0, 1, 2], [3]], 3), spread([[0]], 2)
     ([[0, 1], [2], [3]], [[0], []])
@@ -116,7 +115,7 @@ def spread(micro_batches: Places, count: int) -> Places:
 
 
 def halvings(size: int, *, above: int) -> list[int]:
-    """``size``, its half, its quarter and so on, rounded down, as long as they are above ``above``.
+    """``size``, its half, its quarter and so on, rounded down, while they are above ``above``.
 
     >>> halvings(12, above=1)
     [12, 6, 3]

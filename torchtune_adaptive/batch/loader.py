@@ -1,4 +1,4 @@
-"""The samples of each optimizer step, and how many steps an epoch has. The only owner of the batch size."""
+"""The samples of each optimizer step, and the steps per epoch. The only owner of the batch size."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from torchtune_adaptive.errors import InputError
 
 @dataclass(frozen=True)
 class StepSamples:
-    """The samples of one optimizer step: what is cut into micro-batches, and cut again if memory runs out.
+    """The samples of one optimizer step, which are cut into micro-batches, and cut again if memory runs out.
 
     Attributes:
-        rows: this rank's samples, on the host.
-        most_rows: samples of the rank that has most of them.
+        rows: this rank's samples, in host memory.
+        most_rows: the largest number of samples on a rank.
         num_samples: samples over all ranks.
     """
 
@@ -28,7 +28,7 @@ class StepSamples:
     num_samples: int
 
     def halves(self) -> tuple["StepSamples", "StepSamples"]:
-        """The first and the second half of each rank's samples; the first one is larger if the number is odd.
+        """The first and the second half of each rank's samples. The first half is larger if the number is odd.
 
         >>> first, second = StepSamples([{"tokens": [1]}] * 3, most_rows=3, num_samples=6).halves()
         >>> len(first.rows), len(second.rows)
@@ -42,14 +42,13 @@ class StepSamples:
 
 
 class StepLoader:
-    """Gives the samples of each optimizer step, with torchtune's ``batch_size``: samples per rank and micro-step.
+    """Yields the samples of each optimizer step, with torchtune's ``batch_size``: samples per rank and micro-step.
 
-    As in torchtune, micro-batches left over at an epoch's end open the first step of the next one.
-
+    As in torchtune, micro-batches left over at an epoch's end are used in the first step of the next epoch.
     Args:
-        sampler: this rank's, a ``DistributedSampler`` over the data set.
-        micro_steps: micro-steps of ``batch_size`` samples per optimizer step, before memory has its say.
-        max_steps_per_epoch: optimizer steps; None for no bound.
+        sampler: this rank's ``DistributedSampler`` over the data set.
+        micro_steps: micro-steps of ``batch_size`` samples per optimizer step, as long as they fit.
+        max_steps_per_epoch: the most optimizer steps per epoch; None: no bound.
     """
 
     key = "batch_size"
@@ -74,17 +73,17 @@ class StepLoader:
 
     @property
     def ranks(self) -> int:
-        """Ranks that have samples of their own."""
+        """Number of ranks with different samples."""
         return self._sampler.num_replicas
 
     @property
     def batch_size(self) -> int:
-        """The present batch size, in the unit of the key that a config gives it by."""
+        """The current batch size, in the unit of the config's key."""
         return self._batch_size
 
     @property
     def micro_steps(self) -> int:
-        """Micro-steps per optimizer step, before memory has its say."""
+        """Micro-steps per optimizer step, as long as they fit."""
         return self._micro_steps
 
     @property
@@ -104,17 +103,17 @@ class StepLoader:
 
     @property
     def rows_per_step(self) -> int:
-        """Samples of an optimizer step on the rank that has most of them."""
+        """The largest number of samples of an optimizer step on a rank."""
         return most_rows(self.samples_per_step, ranks=self.ranks)
 
     @property
     def rows_per_micro_step(self) -> int:
-        """Samples of a micro-step, before memory has its say."""
+        """Samples of a micro-step, as long as they fit."""
         return self._batch_size
 
     @property
     def longest_row(self) -> Row | None:
-        """The longest sample that training has been given so far."""
+        """The longest sample that training has used so far."""
         return self._longest_row
 
     @property
@@ -124,12 +123,12 @@ class StepLoader:
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps of the present epoch whose samples have been given; 0 between epochs."""
+        """Optimizer steps of the current epoch so far; 0 between epochs."""
         return self._batches.done // self._micro_steps
 
     @property
     def data_loader(self) -> StatefulDataLoader:
-        """The present data loader, whose state torchtune's checkpoints hold."""
+        """The current data loader, whose state is saved in torchtune's checkpoints."""
         return self._batches.data_loader
 
     def samples_per_step_at(self, batch_size: int) -> int:
@@ -147,7 +146,7 @@ class StepLoader:
         self._batches.set_rows(self._rows_per_batch(batch_size))
 
     def steps(self, epoch: int) -> Iterator[StepSamples]:
-        """The samples of each optimizer step of ``epoch`` that is left. The data loader's iterator is made at once."""
+        """The samples of each remaining optimizer step of ``epoch``. The data loader's iterator is made at once."""
         return self._steps(self._batches.begin(epoch))
 
     def _steps(self, batches: Iterator[list[Row]]) -> Iterator[StepSamples]:
@@ -161,14 +160,14 @@ class StepLoader:
         self._batches.end()
 
     def describe(self, batch_size: int) -> str:
-        """What an optimizer step is made of, as arithmetic."""
+        """The size of an optimizer step as arithmetic, for the log."""
         return (
             f"{batch_size} rows * {self._micro_steps} micro-steps * {self.ranks} ranks"
             f" = {self.samples_per_step_at(batch_size)} samples per optimizer step"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs; ``left_over`` are places in a rank's order of the last epoch's samples."""
+        """The state for a resumed run. ``left_over`` are positions in a rank's order of the last epoch's samples."""
         rows = self._batches.rows
         end = len(self._sampler) // rows * rows
         return {
@@ -182,10 +181,10 @@ class StepLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, epoch: int) -> None:
-        """Go on from ``state_dict``, given after ``epoch`` or within the next. The caller has set the batch size.
+        """Resume from ``state_dict``, saved after ``epoch`` or within the next one. The caller has set the batch size.
 
-        With another number of samples per step the run goes on at the last place where one of its steps begins.
-        Left-over samples are read again, unless the data, the number of ranks or the unit of the batch is another.
+        If the number of samples per step has changed, the run resumes at the last position where one of its steps
+        begins. Left-over samples are read again, unless the data, the number of ranks or the batch's unit changed.
         """
         self._batches.go_to(state["epoch_samples"] // self.samples_per_step * self._micro_steps)
         is_alike = state["is_global"], state["dataset_samples"], state["ranks"]
@@ -193,7 +192,7 @@ class StepLoader:
             self._left_over = [self.dataset[place] for place in self._batches.places(epoch)[slice(*state["left_over"])]]
 
     def set_longest_row(self, num_tokens: int) -> None:
-        """Take a row of ``num_tokens`` for the longest so far; 0 for none."""
+        """Set the length of the longest row so far to ``num_tokens``; 0: no row yet."""
         self._longest_row = self._row_format.of_length(self.dataset, num_tokens) if num_tokens else None
 
     def _rows_per_batch(self, batch_size: int) -> int:
@@ -204,7 +203,7 @@ class StepLoader:
 
 
 class GlobalStepLoader(StepLoader):
-    """A ``StepLoader`` whose batch size is ``adaptive.global_batch_size``: samples per optimizer step over all ranks.
+    """A ``StepLoader`` whose batch size is ``adaptive.global_batch_size``: samples per step over all ranks.
 
     The sampler's order, shuffling and seed are kept.
     """
@@ -245,10 +244,10 @@ class GlobalStepLoader(StepLoader):
 
 
 def check_fills_step(loader: StepLoader, batch_size: int) -> None:
-    """Check that the data set fills an optimizer step of ``batch_size``.
+    """Check that the data set is large enough for an optimizer step of ``batch_size``.
 
     Raises:
-        InputError: it does not.
+        InputError: the data set is too small.
     """
     if loader.steps_per_epoch_at(batch_size) == 0:
         described, samples = loader.describe(batch_size), len(loader.dataset)

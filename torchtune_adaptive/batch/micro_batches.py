@@ -1,4 +1,4 @@
-"""Cut the samples of an optimizer step into micro-batches, as many on every rank, by a limit that memory may lower."""
+"""Cut an optimizer step's samples into equally many micro-batches on every rank, by a limit that can be lowered."""
 
 import math
 from collections.abc import Callable
@@ -21,11 +21,11 @@ class Cut:
 
 
 class MicroBatcher:
-    """Owns how large a micro-batch may be: as large as fits, or smaller since memory ran out.
+    """Owns the limit of a micro-batch: the largest one, or a smaller one after memory ran out.
 
     Args:
-        largest: the limit while memory suffices.
-        make_silent_row: gives a row without weight in the loss, for a rank that has fewer rows than micro-steps.
+        largest: the limit before memory runs out.
+        make_silent_row: makes a row without weight in the loss, for a rank with fewer rows than micro-steps.
     """
 
     def __init__(
@@ -40,33 +40,33 @@ class MicroBatcher:
         self._row_format = row_format
         self._consensus = consensus
         self._make_silent_row = make_silent_row
-        self._reduced_size: int | None = None  # since memory ran out
+        self._reduced_size: int | None = None  # set once memory ran out
         self._num_tokens = self._num_padded_tokens = 0
 
     @property
     def largest(self) -> MicroBatchLimit:
-        """The limit while memory suffices."""
+        """The limit before memory runs out."""
         return self._largest
 
     @property
     def limit(self) -> MicroBatchLimit:
-        """The present limit."""
+        """The current limit."""
         return self._largest.of_size(min(self._largest.size, self._reduced_size or self._largest.size))
 
     def set_largest(self, largest: MicroBatchLimit) -> None:
-        """Set the limit while memory suffices, as when the batch size grows; a reduced size stays reduced."""
+        """Set the largest limit, for example when the batch size grows. A reduced limit stays reduced."""
         self._largest = largest
 
     def reduce(self) -> None:
-        """Halve the present limit."""
+        """Halve the current limit."""
         self._reduced_size = self.limit.size // 2
 
     def resize(self, size: int) -> None:
-        """Set the present limit to ``size``, which is at most the largest."""
+        """Set the current limit to ``size``, which must be at most the largest limit."""
         self._reduced_size = None if size >= self._largest.size else size
 
     def rows_of(self, row: Row, *, size: int) -> int:
-        """Rows like ``row`` that a micro-batch has where its limit is ``size``."""
+        """How many rows like ``row`` a micro-batch of limit ``size`` has."""
         return self._largest.of_size(size).rows_of(self._row_format.padded_tokens(row))
 
     def can_reduce(self, samples: StepSamples) -> bool:
@@ -75,9 +75,10 @@ class MicroBatcher:
         return self._consensus.any_rank(any(len(rows) > 1 for rows in places))
 
     def cut(self, samples: StepSamples) -> Cut:
-        """The micro-batches of ``samples`` by the present limit, as many on every rank.
+        """The micro-batches of ``samples`` by the current limit, equally many on every rank.
 
-        With a token limit a collective: the ranks agree on the number. With a row limit it follows from arithmetic.
+        With a token limit this is a collective, in which the ranks agree on the number. With a row limit every rank
+        computes the number.
         """
         limit, rows = self.limit, samples.rows
         lengths = self._lengths(rows)
@@ -92,7 +93,7 @@ class MicroBatcher:
         return Cut(micro_batches, sum(map(self._row_format.own_tokens, rows)), padded)
 
     def count_padding(self, *cuts: Cut) -> None:
-        """Count the padding of micro-batches that were trained with. Failed attempts do not count."""
+        """Count the padding of micro-batches used in training. Failed attempts do not count."""
         self._num_tokens += sum(cut.num_tokens for cut in cuts)
         self._num_padded_tokens += sum(cut.num_padded_tokens for cut in cuts)
 
@@ -103,7 +104,7 @@ class MicroBatcher:
         return share
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: the reduced size, None if memory never ran out, the limit, their unit, padding."""
+        """The state for a resumed run: the reduced size (None if memory never ran out), limit, unit and padding."""
         return {
             "micro_batch": self._reduced_size,
             "micro_batch_limit": self._largest.size,
@@ -112,7 +113,7 @@ class MicroBatcher:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict``; a size in another unit is not taken. A limit of None is left."""
+        """Restore the state. A size in another unit is ignored. A limit of None leaves the limit as it is."""
         self._num_tokens, self._num_padded_tokens = state["padding"]
         if state["micro_batch_unit"] == self._largest.unit:
             self._reduced_size = state["micro_batch"]

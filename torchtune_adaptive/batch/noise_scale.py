@@ -1,9 +1,9 @@
-"""A batch size that follows the gradient noise scale, as training measures it.
+"""A batch size that follows the gradient noise scale, which is measured in training.
 
 The simple noise scale of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training"
-(https://arxiv.org/abs/1812.06162), is ``tr(covariance of a sample's gradient) / |mean gradient|**2``, in samples. Well
-below it twice the batch halves the steps that are needed, well above it a larger batch is wasted. Their appendix A.1
-estimates both parts from the norms of gradients over a small and a large batch.
+(https://arxiv.org/abs/1812.06162), is ``tr(covariance of a sample's gradient) / |mean gradient|**2``, in samples. Far
+below it, doubling the batch halves the number of steps needed. Far above it, a larger batch brings little. Appendix A.1
+of the paper estimates both parts from the norms of gradients over a small and a large batch.
 """
 
 import math
@@ -16,7 +16,7 @@ from torchtune_adaptive.errors import InputError, quote, require_integer
 
 @dataclass(frozen=True)
 class GradientNorms:
-    """Squared norms of the mean gradient over ``small_samples`` of an optimizer step's samples, and over all of them.
+    """Squared norms of the mean gradient, over ``small_samples`` of an optimizer step's samples and over all of them.
 
     ``samples`` and ``small_samples`` are counted over all ranks.
     """
@@ -39,11 +39,10 @@ class GradientNorms:
 class MeasuredSchedule(ABC):
     """A ``batch_increase_function`` that is given gradient norms measured in training.
 
-    An increase beyond the maximum is cut to it. That of a plain function would be refused as a whole.
-
+        An increase above the maximum is reduced to it, while that of a plain function is refused.
     Attributes:
-        every_steps: every how many optimizer steps one is measured. A measured step has at least two micro-steps and
-            takes two more passes over the gradients; it needs no more collectives.
+        every_steps: number of optimizer steps from one measurement to the next. A measured step has at least two
+            micro-steps, and needs two more passes over the gradients, but no further collectives.
     """
 
     every_steps: int = 1
@@ -62,7 +61,7 @@ class MeasuredSchedule(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs, as JSON can hold it."""
+        """The state for a resumed run, as JSON values."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -70,16 +69,15 @@ class MeasuredSchedule(ABC):
 
 
 class gradient_noise_scale(MeasuredSchedule):
-    """Grows the batch toward the simple noise scale, by ``max_factor`` at most from one epoch to the next.
+    """Grows the batch towards the simple noise scale, by at most a factor of ``max_factor`` per epoch.
 
-    Both parts of the noise scale are averaged over the measured steps with weights that fall by ``smoothing`` from each
-    to the one before it. Until ``min_measurements`` have been made the batch stays. If the noise hides the mean
-    gradient altogether, the noise scale counts as infinite.
-
+    Both parts of the noise scale are exponential moving averages over the measured steps, with decay ``smoothing``.
+    The batch does not grow before ``min_measurements`` measurements. If the estimated norm of the mean gradient is not
+    above zero, the noise scale is infinite.
     Args:
-        max_factor: above 1; a batch may always grow by one.
-        every_steps: measure every so many optimizer steps.
-        smoothing: in [0, 1). A reading is noisy, and a batch that has grown too far does not shrink again.
+        max_factor: above 1. A batch may always grow by one sample.
+        every_steps: optimizer steps from one measurement to the next.
+        smoothing: in [0, 1). Single measurements are noisy, and a batch never shrinks.
         min_measurements: at least 1.
 
     Raises:
@@ -108,15 +106,15 @@ class gradient_noise_scale(MeasuredSchedule):
 
     @property
     def noise_scale(self) -> float | None:
-        """In samples per optimizer step over all ranks; None before the first measurement, infinite if hidden."""
+        """Samples per optimizer step over all ranks; None before the first measurement, infinite if noise dominates."""
         if not self._measurements:
             return None
-        # The averages start at 0, which both underestimate by the same factor: it cancels.
+        # Both averages start at 0 and are too low by the same factor, which cancels.
         return max(self._trace, 0.0) / self._squared_mean if self._squared_mean > 0 else math.inf
 
     def observe(self, norms: GradientNorms) -> None:
         if not math.isfinite(norms.small_norm_squared + norms.norm_squared):
-            return  # an overflow, of which the average would never recover
+            return  # after an overflow the average would never recover
         weight = 1 - self.smoothing
         self._trace = self.smoothing * self._trace + weight * norms.trace_of_covariance()
         self._squared_mean = self.smoothing * self._squared_mean + weight * norms.squared_mean()
@@ -127,7 +125,7 @@ class gradient_noise_scale(MeasuredSchedule):
         noise_scale = self.noise_scale
         if noise_scale is None or self._measurements < self.min_measurements:
             return 0
-        # The noise scale counts samples over all ranks and micro-steps, `current_batch_size` perhaps of one of each.
+        # The noise scale is in samples of the whole step; `current_batch_size` may be per rank and micro-step.
         wanted = current_batch_size * min(noise_scale / self._samples, max(self.max_factor, 1 + 1 / current_batch_size))
         return max(0, math.floor(wanted) - current_batch_size)
 

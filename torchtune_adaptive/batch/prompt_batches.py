@@ -1,4 +1,4 @@
-"""The prompts of the turns of an epoch, from any turn on, for a training loop of torchtune."""
+"""The prompts of an epoch's turns, from any turn on, for torchtune's PPO training loop."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,10 +7,10 @@ from torch.utils.data import DataLoader
 
 
 class PromptBatches:
-    """Iterates as ``loader`` does, and counts.
+    """Iterates as ``loader`` does, and counts batches.
 
     Args:
-        restore_random: called once an epoch's iterator is made, which draws a number; before that in an epoch's begin.
+        restore_random: called after an epoch's iterator is made, which draws a random number.
     """
 
     def __init__(self, loader: Any, *, restore_random: Callable[[], None]) -> None:
@@ -25,14 +25,14 @@ class PromptBatches:
 
     @property
     def done(self) -> int:
-        """Batches that the present epoch has given; 0 between epochs."""
+        """Batches of the current epoch so far; 0 between epochs."""
         return self._done
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def go_to(self, done: int) -> None:
-        """Have the epoch begin after ``done`` batches, which are not read."""
+        """Start the epoch after its first ``done`` batches, which are not read."""
         self._done = done
 
     def __iter__(self) -> Iterator[Any]:
@@ -54,5 +54,5 @@ class PromptBatches:
             for batch in batches:
                 self._done += 1
                 yield batch
-        finally:  # also where the loop ends before the epoch does
+        finally:  # also if the loop ends early
             self._done = 0

@@ -1,4 +1,4 @@
-"""How many of an optimizer step's samples each rank has."""
+"""How an optimizer step's samples are divided among ranks."""
 
 import math
 
@@ -6,7 +6,7 @@ from torchtune_adaptive.errors import InputError
 
 
 def rows_of_rank(samples_per_step: int, *, rank: int, ranks: int) -> int:
-    """Samples of ``rank`` in an optimizer step: the first ranks have one more where they cannot have the same number.
+    """Samples of ``rank`` in an optimizer step. If they cannot be divided evenly, the first ranks have one more.
 
     >>> [rows_of_rank(10, rank=rank, ranks=4) for rank in range(4)]
     [3, 3, 2, 2]
@@ -15,7 +15,7 @@ def rows_of_rank(samples_per_step: int, *, rank: int, ranks: int) -> int:
 
 
 def most_rows(samples_per_step: int, *, ranks: int) -> int:
-    """Samples of an optimizer step on the rank that has most of them."""
+    """The largest number of samples of an optimizer step on a rank."""
     return math.ceil(samples_per_step / ranks)
 
 

@@ -1,4 +1,4 @@
-"""What a sample looks like: its length, and samples made from it for probes. One class for each kind of data set."""
+"""The format of samples: their length, and samples for probes. One class for each kind of data set."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -20,11 +20,11 @@ _DRY_RUN_TOKENS = (16, 24)  # row lengths of the two batches of a dry run, which
 
 
 class RowFormat(ABC):
-    """Knows the keys of a data set's samples. Owns nothing.
+    """Describes a data set's samples. Has no state.
 
     Attributes:
-        keys: that every sample has.
-        sequences: that a sample has in a batch, all padded to the longest one.
+        keys: the keys of every sample.
+        sequences: sequences per sample in a batch, all padded to the longest one.
     """
 
     keys: tuple[str, ...] = ()
@@ -32,10 +32,10 @@ class RowFormat(ABC):
 
     @abstractmethod
     def num_tokens(self, row: Row) -> int:
-        """The length in tokens that the sample pads its micro-batch to."""
+        """The length in tokens to which the sample pads its micro-batch."""
 
     def padded_tokens(self, row: Row) -> int:
-        """Tokens of the sample's part of a micro-batch in which no sample is longer."""
+        """Padded tokens of the sample in a micro-batch without longer samples."""
         return self.sequences * self.num_tokens(row)
 
     def own_tokens(self, row: Row) -> int:
@@ -44,26 +44,25 @@ class RowFormat(ABC):
 
     @abstractmethod
     def stretched(self, row: Row, length: int) -> Row:
-        """The sample repeated or cut to ``length`` tokens, all of which count in the loss."""
+        """The sample repeated or truncated to ``length`` tokens, all of which count in the loss."""
 
     @abstractmethod
     def shortened(self, row: Row, length: int) -> Row:
-        """The sample cut to ``length`` tokens, or as it is if it cannot be cut, as packs cannot."""
+        """The sample truncated to ``length`` tokens. Packed samples are returned as they are."""
 
     @abstractmethod
     def silent(self, row: Row) -> Row:
-        """A short sample with no weight in the loss, for a rank that has no samples left."""
+        """A short sample without weight in the loss, for a rank without samples."""
 
     def worst_case(
         self, dataset: Any, *, seq_len: int | None, tokenizer_max_seq_len: int | None, consensus: Consensus
     ) -> Row:
-        """A sample of the greatest length that training can meet. A collective.
+        """A sample of the greatest length that can occur in training. A collective.
 
-        The length is ``seq_len`` if given, else the tokenizer's ``max_seq_len``, else that of the longest sample, for
-        which the whole data set is read once. The samples of packed data have one length.
-
+        The length is ``seq_len`` if given, else the tokenizer's ``max_seq_len``, else the length of the longest sample,
+        for which the whole data set is read once. Packed samples have one length.
         Raises:
-            InputError: ``seq_len`` differs from the length of the packs.
+            InputError: ``seq_len`` differs from the length of packed samples.
         """
         row = dict(dataset[0])
         if is_packed(dataset):
@@ -76,32 +75,34 @@ class RowFormat(ABC):
         return self.stretched(row, seq_len or tokenizer_max_seq_len or self._longest_length(dataset, consensus))
 
     def of_length(self, dataset: Any, length: int) -> Row:
-        """A sample of ``length`` tokens; of packed data the first one, because all have the same length."""
+        """A sample of ``length`` tokens. For packed data it is the first one, because all have the same length."""
         row = dict(dataset[0])
         return row if is_packed(dataset) else self.stretched(row, length)
 
     def check_sample(self, dataset: Any) -> None:
-        """Check that the first sample is of this format.
+        """Check that the first sample has this format.
 
         Raises:
-            InputError: it cannot be made of the data, or is of another format.
+            InputError: the first sample cannot be loaded, or has another format.
         """
         try:
             row = dataset[0]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InputError(f"`dataset` must give samples, but its first one fails: {reason_of(error)}.") from error
+            raise InputError(
+                f"`dataset` must have samples, but loading the first one failed: {reason_of(error)}."
+            ) from error
         if not set(self.keys) <= set(row):
             raise InputError(
-                f"`dataset` must give samples with {', '.join(self.keys)}, but its first one has {', '.join(row)}."
+                f"`dataset` must have samples with {', '.join(self.keys)}, but its first one has {', '.join(row)}."
             )
 
     def check_lengths(self, dataset: Any, *, max_tokens: int, consensus: Consensus) -> None:
-        """Check that no sample is longer than ``max_tokens``, by reading the whole data set once. A collective.
+        """Read the whole data set once, and check that no sample is longer than ``max_tokens``. A collective.
 
         Raises:
-            InputError: a sample is longer; on every rank, with the first one's index and length.
+            InputError: a sample is longer. Raised on every rank, with the index and length of the first such sample.
         """
-        lengths = self._lengths(dataset, consensus, task="looking for samples above the token budget")
+        lengths = self._lengths(dataset, consensus, task="checking samples against the token budget")
         tokens = ((index, self.sequences * length) for index, length in lengths)
         too_long = next(((index, number) for index, number in tokens if number > max_tokens), None)
         found = [one for one in consensus.from_all_ranks(too_long) if one is not None]
@@ -113,9 +114,9 @@ class RowFormat(ABC):
             )
 
     def small_batches(self, dataset: Any, batch_size: int) -> list[list[Row]]:
-        """Two batches of the first samples that differ in shape, each of at most ``batch_size`` rows.
+        """Two batches of the first samples, of different shapes, each of at most ``batch_size`` rows.
 
-        Rows are cut to a few tokens where they can be cut.
+        Rows are truncated to a few tokens, unless they are packed.
         """
         first, second = dataset[0], dataset[min(1, len(dataset) - 1)]
         small, large = _DRY_RUN_TOKENS
@@ -123,18 +124,18 @@ class RowFormat(ABC):
         return [[self.shortened(first, small)], [self.shortened(row, large) for row in rows]]
 
     def _longest_length(self, dataset: Any, consensus: Consensus) -> int:
-        lengths = self._lengths(dataset, consensus, task="looking for the longest sample")
+        lengths = self._lengths(dataset, consensus, task="finding the longest sample")
         return consensus.max_over_ranks(max((length for _, length in lengths), default=0))
 
     def _lengths(self, dataset: Any, consensus: Consensus, *, task: str) -> Iterator[tuple[int, int]]:
-        """Index and length of this rank's share of the samples."""
+        """Index and length of each sample of this rank's share."""
         share = range(consensus.rank, len(dataset), consensus.world_size)
         for index in Bar(share, desc=task, disable=consensus.rank != 0):
             yield index, self.num_tokens(dataset[index])
 
 
 class TokenRows(RowFormat):
-    """Rows of ``tokens`` and ``labels``, as supervised finetuning has them.
+    """Rows of ``tokens`` and ``labels``, for supervised finetuning.
 
     Args:
         ignore_index: the label of tokens that do not count in the loss.
@@ -165,7 +166,7 @@ class TokenRows(RowFormat):
 
 
 class PreferenceRows(RowFormat):
-    """Pairs of a chosen and a rejected answer, as direct preference optimization has them."""
+    """Pairs of a chosen and a rejected answer, for direct preference optimization."""
 
     keys = tuple(f"{answer}_{part}" for answer in _ANSWERS for part in _PARTS)
     sequences = 2
@@ -191,28 +192,28 @@ class PreferenceRows(RowFormat):
 
 
 def is_packed(dataset: Any) -> bool:
-    """Whether the rows of ``dataset`` are packs, all of one length."""
+    """Whether the rows of ``dataset`` are packed, and so have one length."""
     return isinstance(dataset, PackedDataset) or (isinstance(dataset, ConcatDataset) and dataset.packed)
 
 
 def check_unpacked(dataset: Any) -> None:
-    """Check that rows have lengths by which they can be grouped.
+    """Check that rows can be grouped by their lengths.
 
     Raises:
-        InputError: ``dataset`` gives packs.
+        InputError: ``dataset`` is packed.
     """
     if is_packed(dataset):
         raise InputError(
-            "`dataset.packed` must be False for `max_tokens_per_micro_batch`, because packs are all of one length,"
+            "`dataset.packed` must be False for `max_tokens_per_micro_batch`, because packed rows have one length,"
             " but is True instead."
         )
 
 
 def check_row_length(seq_len: int, model: nn.Module) -> None:
-    """Check that ``model`` has positions for rows of ``seq_len`` tokens.
+    """Check that ``model`` accepts rows of ``seq_len`` tokens.
 
     Raises:
-        InputError: the model says that it takes fewer tokens.
+        InputError: the model's maximum length is below ``seq_len``.
     """
     longest = getattr(model, "max_seq_len", None)
     if longest is not None and seq_len > longest:
@@ -220,6 +221,6 @@ def check_row_length(seq_len: int, model: nn.Module) -> None:
 
 
 def _repeated(tokens: Sequence[int] | torch.Tensor, length: int) -> list[int]:
-    """``tokens``, repeated or cut to ``length``."""
+    """``tokens``, repeated or truncated to ``length``."""
     values = tokens.tolist() if isinstance(tokens, torch.Tensor) else list(tokens)
     return (values * (length // max(len(values), 1) + 1))[:length]

@@ -32,11 +32,11 @@ class _DealtOrder(DistributedSampler):
 
 
 class DealtSampler(StatefulDistributedSampler, _DealtOrder):
-    """A rank's share of optimizer steps of ``samples_per_step`` samples over all ranks, one step after the other.
+    """One rank's share of consecutive optimizer steps with ``samples_per_step`` samples over all ranks.
 
-    Every sample of the data set is in one step of an epoch at most, on one rank. What does not fill a step is left
-    out, other samples in every epoch if they are shuffled. Where ``samples_per_step`` is a multiple of the ranks, the
-    samples are those of ``StatefulDistributedSampler``, which would fill the last step with repeated ones.
+    A sample of the data set is used at most once per epoch, on one rank. Samples that do not fill a step are left
+    out; with shuffling these differ between epochs. If ``samples_per_step`` is a multiple of the ranks, the samples are
+    those of ``StatefulDistributedSampler``, except that it would fill the last step with repeated ones.
 
     Attributes:
         samples_per_step: at least the number of ranks.

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: at any step, whole or not there, and where a resumed run goes on."""
+"""Checkpoints of a run: written atomically after any step, and found again by a resumed run."""

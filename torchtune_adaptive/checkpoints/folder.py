@@ -1,7 +1,7 @@
-"""The checkpoints in a folder. Each is complete, or it is not there.
+"""The checkpoints in a folder. A checkpoint is complete, or it does not exist.
 
-A checkpoint is written under another name, and renamed when all of its files are on the disk. Its last file says which
-files belong to it, so that a reader notices what is missing or cut short, as by an interrupted copy.
+A checkpoint is written under a temporary name, and renamed once all of its files are on disk. Its last file lists its
+files and their sizes, so that a reader detects missing or truncated files, for example after an interrupted copy.
 """
 
 import json
@@ -35,10 +35,10 @@ class Checkpoint:
 
     Attributes:
         path: its folder.
-        serial: counts the checkpoints of a folder in the order in which they were written.
-        state: of the run, None if a stock recipe wrote it.
+        serial: number of the checkpoint in its folder, in the order of writing.
+        state: the run's state, None if a stock recipe wrote the checkpoint.
         epochs_run: epochs done.
-        recipe_state: torchtune's file with the optimizer's state, None if there is none.
+        recipe_state: torchtune's file with the optimizer state, None if there is none.
     """
 
     path: Path
@@ -49,20 +49,20 @@ class Checkpoint:
 
     @property
     def is_of_step(self) -> bool:
-        """Whether our own files hold it, rather than torchtune's."""
+        """Whether it was saved after a step, in this package's format instead of torchtune's."""
         return self.path.name.startswith("step_")
 
     @property
     def can_go_on(self) -> bool:
-        """Whether it holds the optimizer's state, which torchtune leaves out after the last epoch."""
+        """Whether it includes the optimizer state, which torchtune does not save after the last epoch."""
         return self.is_of_step or self.recipe_state is not None
 
 
 class CheckpointFolder:
-    """Writes checkpoints into a folder, and lists them. Only rank 0 uses it, but for ``unfinished``.
+    """Writes checkpoints into a folder, and lists them. Only rank 0 uses it, except ``unfinished``.
 
     Args:
-        path: of the folder.
+        path: the folder.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -72,26 +72,26 @@ class CheckpointFolder:
 
     @property
     def path(self) -> Path:
-        """Of the folder."""
+        """The path of the folder."""
         return self._path
 
     def lock(self) -> None:
-        """Have no other process take the folder while this one lives. It is made if it is not there.
+        """Lock the folder for this process. It is created if it does not exist.
 
         Raises:
-            InputError: another process has it, or it cannot be written into.
+            InputError: another process holds the lock, or the folder is not writable.
         """
         self._lock = FolderLock(self._path)
 
     def unfinished(self, name: str) -> Path:
-        """Where the files of checkpoint ``name`` are written before ``finish``."""
+        """The path for the files of checkpoint ``name`` before ``finish``."""
         return self._path / f"{_UNFINISHED}{name}"
 
     def start(self, name: str) -> Path:
-        """Make an empty folder for the files of checkpoint ``name``; what another attempt has left is removed.
+        """Create an empty folder for the files of checkpoint ``name``. Files of an earlier attempt are removed.
 
         Raises:
-            OSError: it cannot be made, or the folder of checkpoints is gone.
+            OSError: it cannot be created, or the folder of checkpoints no longer exists.
         """
         path = self.unfinished(name)
         shutil.rmtree(path, ignore_errors=True)
@@ -99,10 +99,10 @@ class CheckpointFolder:
         return path
 
     def finish(self, name: str, state: AdaptiveState) -> Path:
-        """Make the files of checkpoint ``name`` a complete checkpoint with ``state``, in place of one of that name.
+        """Complete checkpoint ``name`` with ``state``. It replaces an existing one of that name.
 
         Raises:
-            OSError: something cannot be written; then there is no new checkpoint.
+            OSError: a file cannot be written; then there is no new checkpoint.
         """
         unfinished, path = self.unfinished(name), self._path / name
         written = [unfinished, *sorted(unfinished.rglob("*"))]
@@ -125,46 +125,46 @@ class CheckpointFolder:
         shutil.rmtree(self.unfinished(name), ignore_errors=True)
 
     def discard_unfinished(self) -> None:
-        """Remove what runs have left that were ended while they wrote. No other run may be writing."""
+        """Remove incomplete checkpoints of runs that were interrupted. No other run may be writing."""
         self._put_back()
         for path in self._path.glob(f"{_UNFINISHED}*"):
-            log.info(f"{path} is removed: its checkpoint was never complete.")
+            log.info(f"Removed {path}, an incomplete checkpoint.")
             shutil.rmtree(path, ignore_errors=True)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """All complete ones in the order in which they were written. What is torn is named in the log."""
+        """All complete checkpoints in the order of writing. Incomplete ones are logged."""
         found: list[Checkpoint] = []
         for path in sorted(self._path.glob("*_*")):
             if _NAME.fullmatch(path.name) and (path / STATE_NAME).is_file():
                 try:
                     found.append(read_checkpoint(path))
                 except InputError as error:
-                    log.warning(f"{path} is passed over. {error}")
+                    log.warning(f"Skipped checkpoint {path}. {error}")
         found.sort(key=lambda checkpoint: checkpoint.serial)
         self._serial = max([self._serial, *(one.serial for one in found)])
         return found
 
     def describe_space(self) -> str:
-        """How much room there is, for the sentence about what could not be written."""
+        """The free disk space as text, for the message about a failed write."""
         try:
             return f"{format_bytes(shutil.disk_usage(self._path).free)} free in {self._path}"
         except OSError:
             return f"no folder {self._path}"
 
     def prune(self, keep: int) -> None:
-        """Keep the last ``keep`` checkpoints of steps, and remove the others."""
+        """Keep the last ``keep`` checkpoints of steps, and remove older ones."""
         steps = [one.path for one in self.checkpoints() if one.is_of_step]
         for path in steps[:-keep]:
             shutil.rmtree(self._set_aside(path, _REMOVED), ignore_errors=True)
 
     def _set_aside(self, path: Path, why: str) -> Path:
-        """Give a checkpoint another name before it is removed: half of it must not look like one."""
+        """Rename a checkpoint before it is removed, so that a partly removed one is not taken for a checkpoint."""
         aside = self.unfinished(f"{why}{path.name}")
         shutil.rmtree(aside, ignore_errors=True)
         return path.rename(aside)
 
     def _put_back(self) -> None:
-        """Give its name again to what was to be replaced, and was not."""
+        """Restore the name of a checkpoint whose replacement failed."""
         for aside in self._path.glob(f"{_UNFINISHED}{_REPLACED}*"):
             path = self._path / aside.name.removeprefix(f"{_UNFINISHED}{_REPLACED}")
             if not path.exists():
@@ -174,7 +174,7 @@ class CheckpointFolder:
 def write_state(
     path: Path, state: AdaptiveState, *, serial: int = 0, sizes: Mapping[str, int] = MappingProxyType({})
 ) -> None:
-    """Write ``state`` into the folder ``path``, with the ``sizes`` of its files, by name."""
+    """Write ``state`` into the folder ``path``, with the ``sizes`` of the checkpoint's files by name."""
     content = {"serial": serial, "files": dict(sizes), "state": asdict(state)}
     write_whole(path / STATE_NAME, json.dumps(content, indent=1) + "\n")
 
@@ -183,14 +183,16 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in ``path``.
 
     Raises:
-        InputError: it is not complete, or not one of ours; the sentence names what is wrong.
+        InputError: it is incomplete, or not a checkpoint of this package; the message says what is wrong.
     """
     try:
         content = json.loads((path / STATE_NAME).read_text())
         state = AdaptiveState.from_json(content["state"])
         serial, sizes = int(content["serial"]), dict(content["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path / STATE_NAME} must be as a run wrote it, but failed: {reason_of(error)}.") from error
+        raise InputError(
+            f"{path / STATE_NAME} must be a state file that a run wrote, but reading it failed: {reason_of(error)}."
+        ) from error
     for name, size in sizes.items():
         file = path / name
         if name == RECIPE_STATE_NAME and not file.exists():

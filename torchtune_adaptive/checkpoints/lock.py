@@ -1,4 +1,4 @@
-"""A lock on a folder that ends with the process that holds it."""
+"""A lock on a folder that is released when its process ends."""
 
 import atexit
 import errno
@@ -15,17 +15,16 @@ from torchtune_adaptive.errors import InputError, reason_of
 log = utils.get_logger("DEBUG")
 
 LOCK_NAME = "adaptive.lock"
-_opened: list[FileIO] = []  # each once: when a process closes a file, it loses its lock on it, however it holds it
+_opened: list[FileIO] = []  # one per file: when a process closes any handle of a file, it loses its lock on it
 
 
 class FolderLock:
-    """Held by this process from construction to ``release``, or to its end, however it ends.
+    """A lock held by this process from construction to ``release``, or until the process ends in any way.
 
-    A record lock: the system drops it with its owner, also over NFS, and no child process keeps it. The process that
-    holds it may lock again, which changes nothing.
-
+    It is a record lock: the system releases it with its owner, also over NFS, and child processes do not inherit it.
+    If the owner locks again, nothing changes.
     Raises:
-        InputError: another process holds it, or the folder cannot be written into.
+        InputError: another process holds the lock, or the folder is not writable.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,29 +37,29 @@ class FolderLock:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                log.warning(f"{folder} cannot be locked, so that another run could write into it: {reason_of(error)}.")
+                log.warning(f"{folder} cannot be locked, so that another run could write to it: {reason_of(error)}.")
                 return
             self._file.seek(0)
             owner = self._file.read().decode(errors="replace").strip() or "another process"
             self.release()
             raise InputError(
-                f"`output_dir` must not be in use by another run, but {owner} writes into {str(folder)!r}."
+                f"`output_dir` must not be in use by another run, but {owner} writes to {str(folder)!r}."
             ) from error
         try:
             self._file.truncate(0)
             self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         except OSError as error:
-            log.warning(f"{folder} is locked, but its lock does not name this process: {reason_of(error)}.")
+            log.warning(f"{folder} is locked, but this process cannot be named in its lock file: {reason_of(error)}.")
 
     def release(self) -> None:
-        """Let others write into the folder."""
+        """Release the lock."""
         self._file.close()
         _opened[:] = [file for file in _opened if not file.closed]
 
 
 @atexit.register
 def _release_all() -> None:
-    """Close what a refused recipe, or one that was never cleaned up, still holds: Python would warn of open files."""
+    """Close files that a refused or unfinished recipe still holds, so that Python does not warn of open files."""
     while _opened:
         _opened.pop().close()
 

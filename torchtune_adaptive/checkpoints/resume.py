@@ -1,4 +1,4 @@
-"""Where a run goes on: what ``resume_from_checkpoint`` means."""
+"""Which checkpoint a run resumes from: the meaning of ``resume_from_checkpoint``."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,24 +13,24 @@ IsLast = Callable[[Checkpoint], bool]
 def find_checkpoint(
     wanted: object, folder: CheckpointFolder, *, is_last: IsLast, find_other: FindOther
 ) -> Checkpoint | None:
-    """The checkpoint to go on from, None to begin anew.
+    """The checkpoint from which the run resumes; None for a new run.
 
     Args:
-        wanted: False; True or "auto" for the latest one, where "auto" begins anew if there is none; or one's path.
-        is_last: whether nothing is left to train after a checkpoint.
-        find_other: finds a checkpoint in the folder that another program has written there.
-
+        wanted: False; True or "auto" for the latest checkpoint; or a checkpoint's path. "auto" starts a new run if
+            there is no checkpoint.
+        is_last: whether a checkpoint is that of a complete run.
+        find_other: finds a checkpoint in the folder that another program has written.
     Raises:
-        InputError: there is no such checkpoint, or one that the run would lose.
-        RunEnded: all has been trained already.
+        InputError: there is no such checkpoint, or a new run would overwrite existing ones.
+        RunEnded: training is already complete.
     """
-    found = folder.checkpoints()  # in any case: serial numbers go on from theirs
+    found = folder.checkpoints()  # always, because serial numbers continue from theirs
     if wanted not in (True, False, None, "auto"):
         return _checkpoint_at(wanted)
     if not wanted:
         if steps := [one.path for one in found if one.is_of_step]:
             raise InputError(
-                f"`resume_from_checkpoint` must be True or auto where {str(steps[-1])!r} is, which a new run would"
+                f"`resume_from_checkpoint` must be True or auto if {str(steps[-1])!r} exists, which a new run would"
                 f" overwrite, but is {quote(wanted)} instead."
             )
         return None
@@ -42,7 +42,7 @@ def find_checkpoint(
         latest = other
     if latest is None and wanted != "auto":
         raise InputError(
-            f"`resume_from_checkpoint` must be False or auto where there is no complete checkpoint, as in"
+            f"`resume_from_checkpoint` must be False or auto if there is no complete checkpoint, as in"
             f" {str(folder.path)!r}, but is {quote(wanted)} instead."
         )
     return latest
@@ -51,12 +51,12 @@ def find_checkpoint(
 def _checkpoint_at(wanted: object) -> Checkpoint:
     if not isinstance(wanted, str) or not wanted or not Path(wanted).is_dir():
         raise InputError(
-            f"`resume_from_checkpoint` must be True, False, auto or the folder of one, but is {quote(wanted)} instead."
+            f"`resume_from_checkpoint` must be True, False, auto or a checkpoint path, but is {quote(wanted)} instead."
         )
     checkpoint = read_checkpoint(Path(wanted))
     if not checkpoint.can_go_on:
         raise InputError(
-            "`resume_from_checkpoint` must be a checkpoint with the optimizer's state, which that of the last epoch has"
-            f" not, nor one that a later epoch follows, but is {quote(wanted)} instead."
+            "`resume_from_checkpoint` must be a checkpoint with optimizer state (not one after the last epoch, nor one"
+            f" followed by a later epoch), but is {quote(wanted)} instead."
         )
     return checkpoint

@@ -1,4 +1,4 @@
-"""When a run is saved, with what, and what a resumed one takes up of it."""
+"""When a run is saved, what is saved, and what a resumed run restores."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -10,7 +10,7 @@ from torchtune_adaptive.checkpoints.steps import StepCheckpoints
 from torchtune_adaptive.distributed.rank_states import RankStates
 from torchtune_adaptive.training.run_state import AdaptiveState
 
-SaveEpoch = Callable[[int, AdaptiveState], None]  # takes the epoch that is done
+SaveEpoch = Callable[[int, AdaptiveState], None]  # called with the finished epoch
 
 
 class RunSaver:
@@ -18,8 +18,8 @@ class RunSaver:
 
     Args:
         others: parts with a ``state_dict`` and a ``load_state_dict``, beside loader and micro-batches.
-        save_epoch: saves as torchtune does after an epoch.
-        config: of the run, by dotted keys; a resumed run says what has changed.
+        save_epoch: saves after an epoch, as torchtune does.
+        config: the run's config, by dotted keys; a resumed run logs changes.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class RunSaver:
         )
 
     def load(self, saved: AdaptiveState) -> list[str]:
-        """Go on from what an earlier part of the run has left; what has changed, as parts of a sentence. A collective.
+        """Restore a saved state. Returns the changes since then, as parts of a sentence. A collective.
 
-        Random generators are left to ``restore_random``.
+        Random generators are restored by ``restore_random``.
         """
         state = asdict(saved)
         for part in self._others:
@@ -65,12 +65,12 @@ class RunSaver:
         if own := self._rank_states.load(saved.rank_states):
             self._loader.set_longest_row(own["longest_row_tokens"])
         changes = saved.changes(self.state(epochs_run=saved.epochs_run, step=saved.global_step))
-        # With nothing changed, micro-batches are cut as before, whatever this search of their size has found.
+        # If nothing has changed, the saved micro-batch size is used, even if this search has found another one.
         self._micro_batches.load_state_dict(state | ({"micro_batch_limit": None} if changes else {}))
         return changes
 
     def restore_random(self) -> None:
-        """Set the random generators as they were saved, once."""
+        """Set the random generators to the saved states. Only the first call has an effect."""
         self._rank_states.restore()
 
     def after_step(self, *, epochs_run: int, step: int, stop: bool) -> None:
@@ -81,7 +81,7 @@ class RunSaver:
         """Save after ``epoch``. A collective.
 
         Raises:
-            CheckpointError: it was the last one, and cannot be saved.
+            CheckpointError: it was the last epoch, and its checkpoint cannot be saved.
         """
         self._steps.wait()
         self._save_epoch(epoch, self.state(epochs_run=epoch + 1, step=step))

@@ -1,4 +1,4 @@
-"""Checkpoints after optimizer steps, by PyTorch's distributed checkpoints: each rank writes what it holds."""
+"""Checkpoints after optimizer steps, by PyTorch's distributed checkpoints: each rank writes its own shards."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,16 +26,16 @@ from torchtune_adaptive.training.run_state import AdaptiveState
 
 log = utils.get_logger("DEBUG")
 
-_LONGEST_WRITE = timedelta(hours=6)  # of a group of processes that only waits for files
+_LONGEST_WRITE = timedelta(hours=6)  # timeout of the process group that waits for files
 
 
 class StepCheckpoints:
     """Writes and reads ``step_N`` folders. Creating it is a collective.
 
     Args:
-        every_steps: None: only when a run is asked to end.
-        keep_last: how many are kept; None: all.
-        in_background: copy tensors to the host within the step, and write them beside training.
+        every_steps: optimizer steps between checkpoints; None: save only when the run is asked to end.
+        keep_last: number of checkpoints to keep; None: all.
+        in_background: copy tensors to host memory in the step, and write them while training continues.
     """
 
     def __init__(
@@ -55,19 +55,18 @@ class StepCheckpoints:
         self._keep_last = keep_last
         self._in_background = in_background
         self._group = _file_group() if consensus.world_size > 1 else None
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # DCP, of a single process
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # DCP warns in a single process
         self._pending: tuple[str, Future[Any]] | None = None
 
     def after_steps(self, step: int, *, steps: int = 1, stop: bool, state: Callable[[], AdaptiveState]) -> None:
-        """Save if one of the last ``steps`` is to be saved, and end the run if it is to ``stop``. A collective.
+        """Save if a checkpoint is due in the last ``steps`` steps. If ``stop``, save and end the run. A collective.
 
         Args:
             step: optimizer steps done.
-            state: makes the state of the run now; a collective.
-
+            state: returns the current state of the run; a collective.
         Raises:
-            RunEnded: the run is to stop, and is saved.
-            CheckpointError: it is to stop, and cannot be saved. Otherwise training goes on then.
+            RunEnded: ``stop``, and the run is saved.
+            CheckpointError: ``stop``, but the run cannot be saved. Without ``stop`` training continues.
         """
         every = self._every_steps
         is_due = every is not None and step // every > (step - steps) // every
@@ -77,18 +76,18 @@ class StepCheckpoints:
         if not stop:
             return
         if not is_saved:
-            raise CheckpointError(f"a signal ended the run after step {step}, which could not be saved.")
+            raise CheckpointError(f"a signal ended the run after step {step}, but saving a checkpoint failed.")
         raise RunEnded(
-            f"a signal ended the run after step {step}, which is saved:"
-            " the same command with `resume_from_checkpoint=True` goes on from there.",
+            f"a signal ended the run after step {step}, and a checkpoint is saved:"
+            " run the same command with `resume_from_checkpoint=True` to resume.",
             STATUS_STOPPED,
         )
 
     def save(self, state: AdaptiveState, *, at_once: bool = False) -> bool:
-        """Save the tensors as they are now, with ``state``, and say whether that succeeded. A collective.
+        """Save the current tensors with ``state``. Returns whether that succeeded. A collective.
 
-        In the background, but with ``at_once``, the answer is always yes; what becomes of it is logged later.
-        A checkpoint that cannot be written leaves the ones before it as they are.
+        In the background, without ``at_once``, it returns True, and logs the outcome later. If a checkpoint cannot be
+        written, earlier ones are kept.
         """
         self.wait()
         name = f"step_{state.global_step}"
@@ -109,7 +108,7 @@ class StepCheckpoints:
         return True
 
     def wait(self) -> None:
-        """Wait for what is written in the background. A collective if there is something."""
+        """Wait for a checkpoint that is written in the background. A collective if there is one."""
         if self._pending is None:
             return
         name, future = self._pending
@@ -122,13 +121,12 @@ class StepCheckpoints:
             self._say_saved(name)
 
     def load(self, checkpoint: Checkpoint | None, *, config: Mapping[str, Any]) -> AdaptiveState | None:
-        """Set the tensors to those of ``checkpoint``, if it is of a step, and return its state. A collective.
+        """Load the tensors of ``checkpoint``, if it is of a step, and return its state. A collective.
 
-        Whatever the number of ranks it is of; no copy is made on the device. Options of the optimizer that ``config``
-        has otherwise than the checkpoint's run stay as they are.
-
+        The number of ranks may differ from that of the checkpoint. Nothing is copied on the device. Optimizer options
+        that ``config`` changes are not loaded.
         Raises:
-            InputError: another model's, or not readable.
+            InputError: the checkpoint is of another model, or not readable.
         """
         if checkpoint is None:
             return None
@@ -136,7 +134,7 @@ class StepCheckpoints:
         utils.log_rank_zero(log, f"Resuming from {path}")
         if state is not None:
             _check_optimizer(state, config)
-        if state is None or not checkpoint.is_of_step:  # torchtune has loaded it
+        if state is None or not checkpoint.is_of_step:  # torchtune has already loaded it
             return state
         _check_groups(state, len(self._tensors.options()["groups"]))
         saved = self._read_metadata(path)
@@ -147,7 +145,7 @@ class StepCheckpoints:
                 process_group=self._group,
                 no_dist=self._group is None,
             )
-        except (CheckpointException, Exception) as error:  # whatever reading a damaged file raises
+        except (CheckpointException, Exception) as error:  # reading a damaged file can raise any error
             raise InputError(_unreadable(path, error)) from error
         keys = {*config, *state.config}
         changed = [key for key in keys if key.startswith("optimizer.") and config.get(key) != state.config.get(key)]
@@ -155,20 +153,20 @@ class StepCheckpoints:
         return state
 
     def options(self) -> dict[str, Any]:
-        """What belongs into a state beside the tensors."""
+        """The part of the optimizers' state that is not tensors, for the saved state."""
         return self._tensors.options()
 
     def _read_metadata(self, path: Path) -> Mapping[str, Any]:
-        """What is saved in ``path``, by its name. A collective, so that no rank goes on when another cannot.
+        """The metadata of the tensors in ``path``, by name. A collective, so that either all ranks continue or none.
 
         Raises:
-            InputError: some rank cannot read it, or it is another model's.
+            InputError: some rank cannot read it, or it is of another model.
         """
         saved: Mapping[str, Any] = {}
         failure = ""
         try:
             saved = FileSystemReader(path).read_metadata().state_dict_metadata
-        except Exception as error:  # whatever reading a damaged file raises
+        except Exception as error:  # reading a damaged file can raise any error
             failure = _unreadable(path, error)
         else:
             if missing := self._tensors.missing(saved):
@@ -180,10 +178,10 @@ class StepCheckpoints:
         return saved
 
     def _start(self, name: str) -> None:
-        """Make the folder on rank 0, and check that every rank sees it.
+        """Create the folder on rank 0, and check that every rank can see it.
 
         Raises:
-            CheckpointError: it cannot be made, or some rank does not see it; on every rank.
+            CheckpointError: it cannot be created, or some rank cannot see it. Raised on every rank.
         """
 
         def start() -> str:
@@ -196,27 +194,27 @@ class StepCheckpoints:
         failure = self._consensus.first_reason(self._tensors.unsavable())
         failure = failure or self._consensus.ask_rank_zero(start)
         if not failure and self._consensus.any_rank(not self._folder.unfinished(name).is_dir()):
-            failure = "not every rank sees the folder of rank 0, which they must share"
+            failure = "the ranks must share a file system, but some cannot see the folder of rank 0"
         if failure:
             raise CheckpointError(failure)
 
     def _publish(self, name: str, state: AdaptiveState) -> None:
-        """Called on rank 0 when all ranks have written."""
+        """Called on rank 0 once all ranks have written."""
         self._folder.finish(name, state)
         if self._keep_last is not None:
             try:
                 self._folder.prune(self._keep_last)
             except OSError as error:
-                log.warning(f"Earlier checkpoints are not all removed: {reason_of(error)}.")
+                log.warning(f"Some older checkpoints could not be removed: {reason_of(error)}.")
 
     def _give_up(self, name: str, error: BaseException) -> None:
         if self._consensus.rank == 0:
             space = self._folder.describe_space()
             self._folder.discard(name)
-            again = ", and tries again at the next one" if self._every_steps else ""
+            again = " and saves again at the next checkpoint" if self._every_steps else ""
             log.warning(
-                f"Checkpoint {name} is not saved: {_first_reason(error)} ({space})."
-                f" Those before it are as they were; training goes on{again}."
+                f"Checkpoint {name} could not be saved: {_first_reason(error)} ({space})."
+                f" Earlier checkpoints are kept; training continues{again}."
             )
 
     def _say_saved(self, name: str) -> None:
@@ -230,7 +228,7 @@ def step_checkpoints(
     settings: AdaptiveSettings,
     consensus: Consensus,
 ) -> StepCheckpoints:
-    """The checkpoints that ``settings`` ask for, of all that training changes. A collective."""
+    """Step checkpoints by ``settings``, of all tensors that training changes. A collective."""
     return StepCheckpoints(
         folder,
         TrainedTensors(model, optimizers, rank=consensus.rank, ranks=consensus.world_size),
@@ -242,7 +240,7 @@ def step_checkpoints(
 
 
 class _Writer(FileSystemWriter):
-    """Calls ``publish`` on rank 0 when every rank has written; what it raises is raised on all of them."""
+    """Calls ``publish`` on rank 0 once every rank has written. Its error is raised on all ranks."""
 
     def __init__(self, path: Path, *, publish: Callable[[], None]) -> None:
         super().__init__(path)
@@ -256,18 +254,18 @@ class _Writer(FileSystemWriter):
 def _check_optimizer(state: AdaptiveState, config: Mapping[str, Any]) -> None:
     key = "optimizer._component_"
     if (saved := state.config.get(key)) != (wanted := config.get(key)):
-        raise InputError(f"`{key}` must be {saved}, of which the checkpoint has the state, but is {wanted} instead.")
+        raise InputError(f"`{key}` must be {saved} as in the checkpoint, but is {wanted} instead.")
 
 
 def _check_groups(state: AdaptiveState, number: int) -> None:
     if (saved_number := len(state.optimizer["groups"])) != number:
         raise InputError(
-            f"`optimizer_in_bwd` must be as for the checkpoint, of {saved_number} optimizers, but there are {number}."
+            f"`optimizer_in_bwd` must be as in the checkpoint with {saved_number} optimizers, but there are {number}."
         )
 
 
 def _unreadable(path: Path, error: BaseException) -> str:
-    return f"{path} must be a readable checkpoint, but failed: {_first_reason(error)}."
+    return f"{path} must be a readable checkpoint, but reading it failed: {_first_reason(error)}."
 
 
 def _file_group() -> dist.ProcessGroup:

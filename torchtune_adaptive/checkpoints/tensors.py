@@ -1,4 +1,4 @@
-"""All tensors that training changes, by names that do not depend on how the model is wrapped or sharded."""
+"""All tensors that training changes, by names that do not depend on wrappers or sharding."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,15 +13,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtune_adaptive.memory.operations import local_part
 
-_WRAPPERS = re.compile(r"(\.|^)(_checkpoint_wrapped_module|_orig_mod)(?=\.|$)")  # of checkpointing and compiling
+# By activation checkpointing and compilation.
+_WRAPPERS = re.compile(r"(\.|^)(_checkpoint_wrapped_module|_orig_mod)(?=\.|$)")
 
 
 class TrainedTensors:
     """Trained parameters and persistent buffers of ``model``, and the state of its optimizers.
 
-    Names are ``model/PARAMETER`` and ``optimizer/PARAMETER/KEY``. Frozen parameters are left out. A tensor of an
-    optimizer that is not sharded with its parameter, and no single number, is each rank's own:
-    ``optimizer/PARAMETER/KEY/RANK``. One that wraps others, as torchao's states of 8 bits, is saved by its parts,
+    Names are ``model/PARAMETER`` and ``optimizer/PARAMETER/KEY``. Frozen parameters are left out. An optimizer tensor
+    that is not sharded with its parameter, and is not a single number, is saved for each rank:
+    ``optimizer/PARAMETER/KEY/RANK``. A wrapper tensor, such as torchao's 8-bit state, is saved part by part:
     ``KEY.PART``.
     """
 
@@ -36,7 +37,7 @@ class TrainedTensors:
         self._buffers = dict(_persistent_buffers(model))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that there are now, as they are: nothing is copied."""
+        """The current tensors, without copies."""
         named = {f"model/{name}": tensor.detach() for name, tensor in (self._parameters | self._buffers).items()}
         for name, parameter, state in self._states():
             for key, value in _parts(state):
@@ -44,7 +45,7 @@ class TrainedTensors:
         return named
 
     def options(self) -> dict[str, Any]:
-        """What optimizers hold beside tensors, as JSON can hold it: options of groups, and numbers per parameter."""
+        """The optimizers' options of groups and numbers per parameter, as JSON values."""
         return {
             "groups": [
                 [{key: _plain(value) for key, value in group.items() if key != "params"} for group in one.param_groups]
@@ -59,7 +60,7 @@ class TrainedTensors:
         }
 
     def unsavable(self) -> str:
-        """What of the optimizers' state a checkpoint cannot hold, as a sentence's part; "" if it can hold all."""
+        """Which optimizer state a checkpoint cannot hold, as part of a sentence; "" if it can hold all."""
         for _, _, state in self._states():
             numbers = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
             for key, value in [*_parts(state), *numbers.items()]:
@@ -69,7 +70,7 @@ class TrainedTensors:
         return ""
 
     def missing(self, saved: Mapping[str, Any]) -> str:
-        """What is saved otherwise than this model has it, as a sentence's part; "" if it fits.
+        """How the saved tensors differ from this model's, as part of a sentence; "" if they match.
 
         Args:
             saved: DCP's description of each saved tensor.
@@ -84,10 +85,10 @@ class TrainedTensors:
         return f"the optimizer's state is of {len(ranks)} ranks" if len(ranks) not in (0, self._ranks) else ""
 
     def allocate(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """As ``tensors``, with optimizer state as it was saved: made here, to be filled. State that was is dropped.
+        """As ``tensors``, with new optimizer state of the saved shapes, to be filled. Existing state is dropped.
 
-        An optimizer that is not one of torch's makes its state itself, by a step without gradients: it may be in paged
-        memory, or wrap other tensors. Parameters that this changes are to be filled as well.
+        An optimizer that is not one of torch's creates its own state, by a step without gradients, because the state
+        may be in paged memory or wrap other tensors. Parameters that this step changes must be filled too.
         """
         by_parameter: dict[str, list[tuple[str, TensorStorageMetadata]]] = {}
         for place, one in saved.items():
@@ -109,7 +110,7 @@ class TrainedTensors:
         return self.tensors()
 
     def load_options(self, options: Mapping[str, Any], *, chosen: Sequence[str]) -> None:
-        """Take what ``options`` gave, but for those that the config has ``chosen`` anew."""
+        """Load the values from ``options``, except those that the config has ``chosen`` differently."""
         for optimizer, groups in zip(self._optimizers, options["groups"], strict=True):
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
                 for key, value in saved.items():
@@ -120,7 +121,7 @@ class TrainedTensors:
             numbers = {key.removeprefix(prefix): v for key, v in options["numbers"].items() if key.startswith(prefix)}
             optimizer.state[parameter].update(numbers)
             if not optimizer.state[parameter]:
-                del optimizer.state[parameter]  # as an optimizer without state has it
+                del optimizer.state[parameter]  # as in an optimizer without state
 
     def _places(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], nn.Parameter]]:
         for optimizer in self._optimizers:
@@ -140,7 +141,7 @@ class TrainedTensors:
 
 
 def without_wrappers(name: str) -> str:
-    """A parameter's or module's name as it is in the model that is not wrapped.
+    """A parameter's or module's name in the model without wrappers.
 
     >>> without_wrappers("layers.0._checkpoint_wrapped_module"), without_wrappers("_orig_mod.layers.0.attn.weight")
     ('layers.0', 'layers.0.attn.weight')
@@ -156,7 +157,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _parts(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a parameter's state, one that wraps others by its parts."""
+    """The tensors of a parameter's state. A wrapper tensor is replaced by its parts."""
     for key, value in state.items():
         inner = local_part(value)
         if is_traceable_wrapper_subclass(inner):
@@ -167,10 +168,10 @@ def _parts(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _alike(one: TensorStorageMetadata, parameter: nn.Parameter, *, key: str, group: Mapping[str, Any]) -> torch.Tensor:
-    """A tensor for what was saved as ``one``, where the optimizer of ``parameter`` would have it."""
+    """An empty tensor for the saved tensor ``one``, on the device where the optimizer of ``parameter`` keeps it."""
     if one.size == parameter.shape and one.size:
         return torch.empty_like(parameter, dtype=one.properties.dtype, requires_grad=False)
-    # torch's optimizers keep the count of steps on the host, unless their kernels read it on the device.
+    # torch's optimizers keep the step count in host memory, unless their kernels read it on the device.
     on_host = key == "step" and not group.get("fused") and not group.get("capturable")
     return torch.empty(one.size, dtype=one.properties.dtype, device="cpu" if on_host else parameter.device)
 

@@ -1,4 +1,4 @@
-"""What a run of reinforcement learning is saved with: its unit is a turn, which answers prompts and trains on them."""
+"""The saved state of a PPO run. It is saved between turns; a turn generates answers to prompts and trains on them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,16 +13,16 @@ from torchtune_adaptive.training.run_state import AdaptiveState
 
 log = utils.get_logger("DEBUG")
 
-# Keys of the config that say which steps a turn has: with others, a run could not go on at the same place.
+# Config keys that determine the steps of a turn. If they change, a run cannot resume at the same position.
 _OF_A_TURN = ("batch_size", "ppo_batch_size", "ppo_epochs")
 
 
 class TurnSaver:
-    """Makes the state of a run on one device between its turns, and takes one up.
+    """Creates the state of a run on one device between its turns, and restores it.
 
     Args:
-        config: of the run, by dotted keys.
-        memory_limit_bytes: that the run may use; None without a limit.
+        config: the run's config, by dotted keys.
+        memory_limit_bytes: memory that the run may use; None without a limit.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class TurnSaver:
         """The state after ``epochs_run`` epochs and ``step`` optimizer steps.
 
         Args:
-            generated, trained: answers at once.
+            generated, trained: number of answers generated, and trained on, at once.
         """
         answers, prompts = self._config["batch_size"], len(self._batches.dataset)
         return AdaptiveState(
@@ -70,12 +70,11 @@ class TurnSaver:
         )
 
     def load(self, saved: AdaptiveState) -> tuple[int, int] | None:
-        """Go on from ``saved``: the answers that it generates and trains on at once; None if something has changed.
+        """Restore ``saved``. Returns its numbers of answers generated, and trained on, at once; None after a change.
 
-        Random generators are left to the ``RankStates``.
-
+        Random generators are restored by the ``RankStates``.
         Raises:
-            InputError: the run had other turns.
+            InputError: the saved run had different turns.
         """
         for key in _OF_A_TURN:
             if (before := saved.config.get(key)) != (now := self._config[key]):

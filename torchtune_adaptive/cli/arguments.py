@@ -1,4 +1,4 @@
-"""What the commands' parsers share."""
+"""Helpers that the commands' parsers share."""
 
 import argparse
 from typing import Any, TypeAlias
@@ -9,18 +9,18 @@ Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # argparse has no publi
 
 
 def integers(name: str, text: str) -> list[int]:
-    """The numbers of ``text``, with commas between them, as ``integer`` reads them."""
+    """The comma-separated numbers in ``text``, each read by ``integer``."""
     return [integer(name, part) for part in text.split(",")]
 
 
 def integer(name: str, text: str, *, minimum: int = 1) -> int:
-    """The number that ``text`` is.
+    """The number in ``text``.
 
     Raises:
-        InputError: it is none, or less than ``minimum``. The sentence calls it ``name``.
+        InputError: ``text`` is not an integer, or is below ``minimum``. The message calls the value ``name``.
     """
     try:
         value: object = int(text)
     except ValueError:
-        value = text  # which the check refuses and quotes
+        value = text  # the check below refuses it and quotes it
     return require_integer(name, value, minimum=minimum)

@@ -1,4 +1,4 @@
-"""``tune-adaptive calibrate``: measure what this machine's GPU adds to a plan."""
+"""``tune-adaptive calibrate``: measure the memory overhead of this machine's GPU for plans."""
 
 import argparse
 from pathlib import Path
@@ -9,14 +9,14 @@ from torchtune_adaptive.plan.client import calibration_peak
 
 def add_calibrate(commands: Commands) -> None:
     """Add the command."""
-    command = commands.add_parser("calibrate", help="measure what this machine's GPU adds to a plan")
-    command.add_argument("--output", required=True, type=Path, help="file to write")
-    command.add_argument("--device-index", default="0", help="which GPU [0]")
+    command = commands.add_parser("calibrate", help="measure the memory overhead of this machine's GPU for plans")
+    command.add_argument("--output", required=True, type=Path, help="JSON file to write")
+    command.add_argument("--device-index", default="0", help="index of the GPU to measure [0]")
     command.set_defaults(run=_calibrate)
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
-    from torchtune_adaptive.plan.calibration import calibrate  # needs torch, which takes seconds that a plan spares
+    from torchtune_adaptive.plan.calibration import calibrate  # needs torch, which takes seconds to import
 
     index = integer("device_index", arguments.device_index, minimum=0)
     measured = calibrate(arguments.output, forecast_peak=calibration_peak, device_index=index)

@@ -1,4 +1,4 @@
-"""``tune-adaptive plan``: what fits of a config, found without a GPU, weights or data."""
+"""``tune-adaptive plan``: predict which batch sizes of a config fit, without a GPU, weights or data."""
 
 import argparse
 import json
@@ -24,26 +24,39 @@ from torchtune_adaptive.text import format_bytes
 
 def add_plan(commands: Commands) -> None:
     """Add the command."""
-    command = commands.add_parser("plan", help="what fits of a config, found without a GPU, weights or data")
-    command.add_argument("--config", required=True, help="name of a stock config or of ours, or a path")
+    command = commands.add_parser("plan", help="predict which batch sizes of a config fit, without a GPU")
+    command.add_argument("--config", required=True, help="name or path of a config")
     command.add_argument(
-        "--nproc_per_node", "--nproc-per-node", default="1", help="ranks on a machine, or several numbers [1]"
+        "--nproc_per_node",
+        "--nproc-per-node",
+        default="1",
+        help="GPUs per machine; several numbers, separated by commas, give a table [1]",
     )
-    command.add_argument("--nnodes", default="1", help="machines [1]")
+    command.add_argument("--nnodes", default="1", help="number of machines [1]")
     command.add_argument(
-        "--memory", help="each rank's GPU: its name (H100) or a size (80GiB), or several [adaptive.memory_limit]"
+        "--memory", help="memory of each GPU: a name (H100) or a size (80GiB), or several [adaptive.memory_limit]"
     )
-    command.add_argument("--seq-len", help="tokens of a row, or several lengths with commas between [the config's]")
-    command.add_argument("--batch-size", help="rows per rank, or several numbers: what each takes, and whether it fits")
+    command.add_argument("--seq-len", help="tokens per row, or several lengths, separated by commas [the config's]")
     command.add_argument(
-        "--what-if", action="store_true", help="what checkpointing, offloading, LoRA and others would save"
+        "--batch-size", help="also plan this batch size per rank, or several: memory, and whether it fits"
     )
-    command.add_argument("--modules", action="store_true", help="the modules that hold most at a step's peak")
-    command.add_argument("--snapshot", type=Path, help="write a step's allocations to FILE.pickle, for torch's viewer")
-    command.add_argument("--plot", type=Path, help="write a picture of a step's memory to FILE.svg or FILE.html")
-    command.add_argument("--calibration", type=Path, help="file that `tune-adaptive calibrate` wrote on such a GPU")
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`")
+    command.add_argument(
+        "--what-if", action="store_true", help="show how much memory each change of the config would save"
+    )
+    command.add_argument(
+        "--modules", action="store_true", help="list the modules that hold the most memory at the step's peak"
+    )
+    command.add_argument(
+        "--snapshot", type=Path, help="write a step's allocations to this .pickle file, for pytorch.org/memory_viz"
+    )
+    command.add_argument("--plot", type=Path, help="write a plot of a step's memory to this .svg or .html file")
+    command.add_argument(
+        "--calibration", type=Path, help="file that `tune-adaptive calibrate` wrote on the same GPU model"
+    )
+    command.add_argument("--json", action="store_true", help="print the plan as JSON")
+    command.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="override a key of the config, as with `tune run`"
+    )
     command.set_defaults(run=_plan)
 
 
@@ -51,7 +64,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     cfg = load_config(arguments.config, arguments.overrides)
     settings = AdaptiveSettings.from_cfg(cfg)
     cfg = DictConfig(resolved(cfg))
-    method_of(cfg)  # refused before anything is traced
+    method_of(cfg)  # refuse an unknown recipe before tracing
     nodes = integer("nnodes", arguments.nnodes)
     ranks = integers("nproc_per_node", arguments.nproc_per_node)  # of each machine
     memories = _memories(arguments.memory, settings)
@@ -62,7 +75,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         "--plot": arguments.plot,
     }
     for option in (option for option, given in of_one.items() if given and len(ranks) * len(memories) > 1):
-        raise InputError(f"`{option}` must be left out of a table over GPUs and ranks, but is given.")
+        raise InputError(f"`{option}` must be left out with several GPUs or numbers of ranks, but is given.")
     outputs = StepOutputs(arguments.modules, arguments.snapshot, arguments.plot)
     if arguments.what_if:
         require_integer("batch_size", cfg.get("batch_size"), minimum=1)
@@ -114,17 +127,17 @@ def _print_one(
 
 
 def _what_if(planned: Plan, cfg: DictConfig, *, traced_by: Trace) -> list[Suggestion]:
-    """The effects for the first of the lengths, with the config's own batch."""
+    """The effect of each change, for the first row length and the config's own batch size."""
     options: dict[str, Any] = {"world_size": planned.world_size, "card": planned.card, "traced_by": traced_by}
     return list(what_if(cfg, seq_len=planned.lengths[0].seq_len, batch_size=cfg.batch_size, **options))
 
 
 def _suggest(planned: Plan, cfg: DictConfig, *, prints: bool, traced_by: Trace) -> list[Suggestion]:
-    """Plan suggestions for the shortest rows of ``planned``; print each as soon as it is planned if ``prints``."""
+    """Plan suggestions for the shortest rows of ``planned``. If ``prints``, print each one once it is planned."""
     found: list[Suggestion] = []
     shortest = min(length.seq_len for length in planned.lengths)
     if prints:
-        print(f"\nNothing fits. With rows of {shortest} tokens:")
+        print(f"\nNothing fits. Changes that need less memory, with {shortest} tokens per row:")
     for suggestion in suggestions(
         cfg, world_size=planned.world_size, card=planned.card, seq_len=shortest, traced_by=traced_by
     ):
@@ -135,7 +148,7 @@ def _suggest(planned: Plan, cfg: DictConfig, *, prints: bool, traced_by: Trace) 
 
 
 def _memories(text: str | None, settings: AdaptiveSettings) -> dict[str, int]:
-    """The bytes of each GPU, by its name as it was given."""
+    """The memory in bytes of each GPU, by the name that the user gave."""
     if text is not None:
         return {name: memory_of(name) for name in text.split(",")}
     if settings.memory_limit_bytes is None:
@@ -144,7 +157,7 @@ def _memories(text: str | None, settings: AdaptiveSettings) -> dict[str, int]:
 
 
 def _seq_lens(text: str | None, settings: AdaptiveSettings, cfg: DictConfig) -> list[int]:
-    """Row lengths to plan: those asked for, else the config's own, else the usual ones."""
+    """Row lengths to plan: the user's, else the config's own, else the usual ones."""
     if text is not None:
         return integers("seq_len", text)
     if settings.seq_len is not None:
@@ -161,7 +174,7 @@ def _max_seq_len(cfg: DictConfig, block: str) -> int | None:
     """``max_seq_len`` of the config's ``block``, or None if it has none.
 
     Raises:
-        InputError: it is not a positive integer.
+        InputError: the value is not a positive integer.
     """
     values = cfg.get(block)
     length = values.get("max_seq_len") if isinstance(values, DictConfig) else None

@@ -1,1 +1,1 @@
-"""Agree on decisions between ranks, and recover on all ranks when one of them runs out of memory."""
+"""Agree on decisions between ranks, and recover on all ranks if one runs out of memory."""

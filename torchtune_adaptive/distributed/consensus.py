@@ -1,6 +1,6 @@
 """Agree on decisions between ranks. The only module that communicates decisions.
 
-Every method but ``world_size`` and ``rank`` is a collective: all ranks must call it, in the same order and equally
+Every method except ``world_size`` and ``rank`` is a collective: all ranks must call it, in the same order and equally
 often, and all get the same answer. Each call is one collective on a CPU (gloo) group. This group is separate from the
 training group, so a decision neither waits for the device nor mixes with the collectives of training.
 
@@ -19,7 +19,7 @@ Answer = TypeVar("Answer")
 
 
 class Consensus:
-    """Lets all ranks of the default process group agree. Creating it is itself a collective."""
+    """Agreement between all ranks of the default process group. Creating the object is itself a collective."""
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
@@ -37,7 +37,7 @@ class Consensus:
         return 0 if self._group is None else self._group.rank()
 
     def close(self) -> None:
-        """Destroy the CPU group. Every rank must do so."""
+        """Destroy the CPU group. Every rank must call it."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
@@ -60,9 +60,10 @@ class Consensus:
         return -negated_smallest, largest
 
     def begin_max(self, *numbers: int) -> Callable[[], list[int]]:
-        """Begin to exchange ``numbers`` (64-bit), and return a function that waits for the largest one at each place.
+        """Start an asynchronous max all-reduce of ``numbers`` (64-bit). Returns a function that waits for the result.
 
-        What ranks do in between hides the time that it takes. Every rank must call the function.
+        The result has the largest number at each position. Work between both calls overlaps with the exchange. Every
+        rank must call the function.
         """
         if self._group is None:
             return lambda: list(numbers)

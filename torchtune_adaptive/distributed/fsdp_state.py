@@ -63,7 +63,7 @@ def communicators(model: nn.Module) -> list[Communicators]:
             replicate_group = getattr(group.mesh_info, "replicate_process_group", None)
             own_division = group.gradient_divide_factor is not None or group.force_sum_reduction_for_comms
             if replicate_group is not None and own_division:
-                raise CannotRecordError("HSDP is told to divide gradients in another way than its default")
+                raise CannotRecordError("HSDP divides gradients in a way that is not its default")
             shard_group = getattr(group.mesh_info, "shard_process_group", None)
             if replicate_group is not None and (shard_group is None or shard_group.size() == 1):
                 raise CannotRecordError("parameters are replicated without being sharded")
@@ -97,7 +97,7 @@ def reset_after_failure(model: nn.Module) -> None:
     its step.
 
     ``FSDPModule.reset_iter_state`` (since torch 2.13) is called where it exists, but is not enough. It keeps unsharded
-    gradients, to which the next backward would add, and the buffers of an all-gather that failed in its copy-out.
+    gradients, to which the next backward pass would add, and the buffers of an all-gather that failed in its copy-out.
     """
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
     states = [state for state in states if state._is_root is not None]  # None before the first forward
@@ -113,7 +113,7 @@ def reset_after_failure(model: nn.Module) -> None:
 
 
 def _reset_state(state: Any) -> None:
-    """Do field by field what ``reset_iter_state`` does, for torch versions without it. Delete with torch < 2.13."""
+    """Reset each field that ``reset_iter_state`` resets, for torch versions without it. Delete with torch < 2.13."""
     state._training_state = TrainingState.IDLE
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False

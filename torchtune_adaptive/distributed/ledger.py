@@ -17,11 +17,11 @@ from torchtune_adaptive.distributed.fsdp_state import AllGather, Communicators, 
 
 
 class CollectiveInDoubtError(RuntimeError):
-    """It is unknown which collectives this rank has issued. The run must end, or ranks would mix up collectives."""
+    """It is unknown which collectives this rank has issued. The run must end, or collectives would be mismatched."""
 
 
 class Collective(NamedTuple):
-    """One collective of an FSDP2 module: ``place`` is the module's index, ``numel`` the elements per rank."""
+    """One collective of an FSDP2 module. ``place`` is the module's index, ``numel`` the number of elements per rank."""
 
     kind: str
     place: int
@@ -40,7 +40,7 @@ class Ledger:
     """Records the collectives of one micro-step at a time, and replays the rest of it."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        """Replace the communication functions of ``model``'s FSDP2 modules, if it has any, by recording ones.
+        """Replace the communication functions of ``model``'s FSDP2 modules, if any, by functions that record them.
 
         Raises:
             CannotRecordError: the model communicates in a way that cannot be recorded.
@@ -68,7 +68,7 @@ class Ledger:
         self._template = list(template)
 
     def detach(self) -> None:
-        """Put the original communication functions back."""
+        """Restore the original communication functions."""
         for found in self._communicators:
             found.module.set_custom_all_gather(found.all_gather)
             found.module.set_custom_reduce_scatter(found.reduce_scatter)
@@ -77,12 +77,12 @@ class Ledger:
 
     @property
     def issued(self) -> list[Collective]:
-        """The collectives since ``begin``, as a copy."""
+        """A copy of the collectives since ``begin``."""
         return list(self._issued)
 
     @property
     def agrees(self) -> bool:
-        """Whether the collectives since ``begin`` are those of the template."""
+        """Whether the collectives since ``begin`` are equal to the template."""
         return self._issued == self._template
 
     def begin(self) -> None:
@@ -91,7 +91,7 @@ class Ledger:
         self._in_doubt = False
 
     def issuing(self) -> None:
-        """Note that a collective is being issued. Until ``record`` it is unknown whether it was."""
+        """Note that a collective is about to be issued. Until ``record`` it is unknown whether it was issued."""
         self._in_doubt = True
 
     def record(self, collective: Collective) -> None:
@@ -110,10 +110,10 @@ class Ledger:
                 first ones of the template, or a replayed one failed.
         """
         if self._in_doubt:
-            raise CollectiveInDoubtError("a collective failed in itself, so that nobody knows whether it was issued")
+            raise CollectiveInDoubtError("a collective itself failed, so that it is unknown whether it was issued")
         done = len(self._issued)
         if self._issued != self._template[:done]:
-            raise CollectiveInDoubtError("the collectives issued are not those with which the dry run began")
+            raise CollectiveInDoubtError("the issued collectives are not the first ones of the dry run")
         for collective in self._template[done:]:
             try:
                 self._replay(collective)
@@ -132,7 +132,7 @@ class Ledger:
             found.module.unshard()  # this also records the collective
             found.module.reshard()
             return
-        if kind == "all-gather":  # in a smaller group, because `reshard_after_forward` is an int
+        if kind == "all-gather":  # within a smaller group, because `reshard_after_forward` is an int
             output = found.all_gather.allocate((numel * group.size(),), dtype=dtype, device=self._device)
             own = output.narrow(0, group.rank() * numel, numel).zero_()
             found.all_gather(output_tensor=output, input_tensor=own, group=group)

@@ -1,4 +1,4 @@
-"""What each rank has of its own: the states of its random generators, and what it has met."""
+"""The state of each rank: its random generators, and the values that differ between ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +10,10 @@ from torchtune_adaptive.distributed.snapshot import RandomStates
 
 
 class RankStates:
-    """Gathers what differs between ranks, and gives each its own again.
+    """Gathers the state that differs between ranks, and restores each rank's own.
 
     Args:
-        generators: that are used beside the default ones.
+        generators: generators that are used beside the default ones.
     """
 
     def __init__(
@@ -25,12 +25,12 @@ class RankStates:
         self._random: dict[str, Any] | None = None
 
     def now(self, **own: Any) -> list[dict[str, Any]]:
-        """By rank, the random generators' states and ``own``, as JSON can hold them. A collective."""
+        """The random generators' states and ``own`` of each rank, as JSON values. A collective."""
         random = self._random or RandomStates(self._device, self._generators).state_dict()
         return self._consensus.from_all_ranks(own | {"random": random})
 
     def load(self, saved: list[dict[str, Any]]) -> dict[str, Any] | None:
-        """What ``now`` gave for this rank; None if there were fewer ranks. ``restore`` sets its generators."""
+        """This rank's ``own`` from a saved state; None if there were fewer ranks. ``restore`` sets its generators."""
         if self._consensus.rank >= len(saved):
             return None
         own = saved[self._consensus.rank]
@@ -38,7 +38,7 @@ class RankStates:
         return own
 
     def restore(self) -> None:
-        """Set the random generators as they were loaded, once."""
+        """Set the random generators to the loaded states. Only the first call has an effect."""
         if self._random is not None:
             states = RandomStates(self._device, self._generators)
             states.load_state_dict(self._random)

@@ -1,7 +1,7 @@
 """Save and restore everything that train steps change, so that probes can run on the real model and optimizers.
 
-Trainable parameters (this rank's shards), buffers, optimizer state and random states are saved. The copies are not
-in the memory that a probe measures: see ``Copies``. Frozen parameters are not saved, because nothing writes to them.
+Trainable parameters (this rank's shards), buffers, optimizer state and random states are saved. A probe does
+not measure the memory of the copies: see ``Copies``. Frozen parameters are not saved, because nothing writes to them.
 """
 
 import copy
@@ -21,13 +21,13 @@ from torchtune_adaptive.memory.operations import plain_parts
 
 @contextmanager
 def leave_no_trace(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Callable[[], None]]:
-    """On leaving, also by an exception, restore the state on entering, bit for bit, and set gradients to None.
+    """Context: on exit, also after an exception, restore the state bit for bit and set gradients to None.
 
     This covers parameters, buffers, the state and options of all ``optimizers``, and the random generators of Python,
     NumPy, the CPU and the CUDA devices. Not a collective: each rank saves and restores its own state.
 
-    Yields a function that restores only the optimizers. It is for a step that failed while the optimizers created
-    their state: the next step would use the incomplete state.
+    Yields a function that restores only the optimizers, for a step that failed while the optimizers created their
+    state. The next step would otherwise use the incomplete state.
     """
     tensors = [*(p for p in model.parameters() if p.requires_grad), *model.buffers()]
     with Copies([*tensors, *_tensors_of(optimizers)]) as copies, keep_random_states():
@@ -49,7 +49,7 @@ def leave_no_trace(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 
 @contextmanager
 def keep_random_states(generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """On leaving, restore the random generators of Python, NumPy, the CPU and the CUDA devices, and ``generators``."""
+    """Context: on exit, restore the random generators of Python, NumPy, CPU and CUDA devices, and ``generators``."""
     states = RandomStates(generators=generators)
     try:
         yield
@@ -61,8 +61,8 @@ class RandomStates:
     """The states of the random generators of Python, NumPy, the CPU and the CUDA devices.
 
     Args:
-        device: save this CUDA device only. None: save all CUDA devices.
-        generators: others, saved in addition.
+        device: save only this CUDA device. None: save all CUDA devices.
+        generators: further generators to save.
     """
 
     def __init__(self, device: torch.device | None = None, generators: Sequence[torch.Generator] = ()) -> None:
@@ -87,7 +87,7 @@ class RandomStates:
             generator.set_state(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states as JSON can hold them; of CUDA devices the one that was saved first."""
+        """The states as JSON values; of CUDA devices only the first saved one."""
         version, words, gauss = self._python_state
         saved: dict[str, Any] = {
             "python": [version, list(words), gauss],
@@ -103,7 +103,7 @@ class RandomStates:
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take the states that ``state_dict`` gave; what it lacks stays as it is here."""
+        """Load the states from ``state_dict``. Missing entries stay as they are."""
         version, words, gauss = saved["python"]
         self._python_state = (version, tuple(words), gauss)
         self._cpu_state = _from_hex(saved["cpu"])
@@ -116,7 +116,7 @@ class RandomStates:
 
 
 class KeptTensors:
-    """Copies of tensors on their own device, for example of a model's buffers. Copying does not wait for the device."""
+    """Copies of tensors on the same device, for example of a model's buffers. Copying does not wait for the device."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._copies = [
@@ -139,7 +139,7 @@ class KeptTensors:
 
 
 class _SavedOptimizer:
-    """An optimizer's saved state and options. ``restore`` keeps the tensor objects, and removes what was added."""
+    """An optimizer's saved state and options. ``restore`` keeps the tensor objects, and removes new entries."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, copies: Copies) -> None:
         self._optimizer = optimizer
@@ -163,7 +163,7 @@ class _SavedOptimizer:
 
 
 def _tensors_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """The tensors of their state and options."""
+    """The tensors in the optimizers' state and options."""
     values = [values for optimizer in optimizers for values in (*optimizer.state.values(), *optimizer.param_groups)]
     return [value for named in values for value in named.values() if isinstance(value, torch.Tensor)]
 
@@ -181,7 +181,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _save(values: dict[str, Any], copies: Copies) -> dict[str, tuple[Any, Any]]:
-    """Return each value with what restores it: for a tensor a function, for anything else a deep copy."""
+    """Return each value with its backup: a restoring function for a tensor, a deep copy for anything else."""
     return {
         name: (value, copies.copy(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value))
         for name, value in values.items()

@@ -18,7 +18,7 @@ from torchtune_adaptive.memory.out_of_memory import errors_behind, is_out_of_mem
 
 
 class Outcome(IntEnum):
-    """How work ended. All ranks get the worst outcome of any rank."""
+    """How ``work`` ended. All ranks get the worst outcome of any rank."""
 
     DONE = 0
     OUT_OF_MEMORY = 1
@@ -76,8 +76,8 @@ def run_with_votes(work: Callable[[], object], consensus: Consensus) -> Outcome:
             consensus.max_over_ranks(Outcome.FAILED)
             raise
         outcome, failed_here = stopped  # do not keep the error: its traceback keeps all tensors alive
-    if failed_here:  # or if all is done: the peers then wait for this rank's vote
+    if failed_here:  # or if the work is done: the peers then wait for this rank's vote
         outcome = Outcome(consensus.max_over_ranks(outcome))
     if outcome is Outcome.FAILED:
-        raise RuntimeError("another rank failed during a probe; its own message says why")
+        raise RuntimeError("another rank failed during a probe; see its own error message")
     return outcome

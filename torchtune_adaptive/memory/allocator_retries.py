@@ -1,4 +1,4 @@
-"""Detect thrashing: an allocator that must free its cache in step after step. It raises no error, but is slow."""
+"""Detect thrashing: the allocator must free its cache in every step. This raises no error, but is slow."""
 
 from collections.abc import Callable
 

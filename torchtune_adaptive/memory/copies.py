@@ -1,9 +1,9 @@
-"""Copies of tensors outside of the memory that probes measure: of a GPU's tensors on the host, of the host's in a file.
+"""Copies of tensors outside of the memory that probes measure: GPU tensors to host memory, host tensors to a file.
 
-The file is a temporary one without a name, in the folder of Python's ``tempfile`` (``TMPDIR``): nothing is left of it,
-however the process ends. It is written and read, not mapped. So neither ``RLIMIT_DATA`` nor ``RLIMIT_AS`` counts it,
-and a full disk is an error that can be handled; in a mapped file it would be a signal that ends the process. What the
-kernel keeps of the file in memory counts in a container's limit, but the kernel drops it when memory gets short.
+The file is an unnamed temporary file in the folder of Python's ``tempfile`` (``TMPDIR``). It disappears however the
+process ends. It is written and read, not memory-mapped. So neither ``RLIMIT_DATA`` nor ``RLIMIT_AS`` counts it, and a
+full disk raises an error; with a mapped file it would be a signal that ends the process. The file's pages in the page
+cache count in a container's limit, but the kernel drops them when memory gets short.
 """
 
 import errno
@@ -21,18 +21,18 @@ from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.memory.operations import plain_parts
 
 Restore = Callable[[], None]
-_Fill = Callable[[torch.Tensor], None]  # writes a copy into a tensor of its shape
+_Fill = Callable[[torch.Tensor], None]  # writes a copy into a tensor of the same shape
 
-_SMALLEST_FILE_BYTES = 2**20  # fewer bytes change no search; a GPU's optimizer counts its steps on the host
+_SMALLEST_FILE_BYTES = 2**20  # too few bytes to affect a search, such as step counters of a GPU's optimizer
 
 log = logging.getLogger(__name__)
 
 
 class Copies:
-    """Copies tensors; while ``with copies:`` lasts, they can be restored.
+    """Copies tensors, which can be restored within ``with copies:``.
 
     Args:
-        tensors: all that will be copied. If the file has no room for them, they are copied to memory, which is logged.
+        tensors: all tensors that will be copied. If the disk is too small, they are copied to memory, with a log line.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -44,8 +44,8 @@ class Copies:
     def copy(self, tensor: torch.Tensor) -> Restore:
         """Copy ``tensor`` and return a function that restores it, bit for bit, also if its memory has moved.
 
-        A wrapper is copied part by part: its own copy may share memory with the original. FSDP2 moves parameters in the
-        first forward: with torch 2.9 all that it pads.
+        A wrapper tensor is copied part by part, because its own copy may share memory with the original. FSDP2 moves
+        parameters in the first forward pass: with torch 2.9 all padded ones.
         """
         fills = [self._copy_part(part.detach()) for part in plain_parts(tensor)]
 
@@ -77,34 +77,33 @@ class Copies:
             try:
                 return self._file.write(part)
             except OSError as error:
-                self._uses_file = False  # for further copies; those that are written can be read
+                self._uses_file = False  # for further copies; written ones can still be read
                 _log_memory(reason_of(error))
         return _copy_to_host(part)
 
 
-@functools.cache  # once for each reason
+@functools.cache  # log each reason once
 def _log_memory(reason: str) -> None:
     log.warning(
-        f"The search keeps copies of model and optimizer in memory instead of on disk: {reason}. Where a container or"
-        " ulimit counts them, fewer rows may be found than fit. TMPDIR can name another folder."
+        f"The search keeps copies of model and optimizer in memory instead of on disk: {reason}. If a container or"
+        " ulimit counts them, the search may find too small a batch. Set TMPDIR to use another folder."
     )
 
 
 class _TensorFile:
-    """Tensors of the host in a temporary file without a name.
+    """Host tensors in an unnamed temporary file.
 
     Args:
-        nbytes: that will be written.
-
+        nbytes: bytes that will be written.
     Raises:
-        OSError: ``folder`` cannot be written to, or has no room for ``nbytes``.
+        OSError: ``folder`` cannot be written to, or has no space for ``nbytes``.
     """
 
     def __init__(self, folder: str, nbytes: int) -> None:
         self._file = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115 - `close` is the caller's
         self._end = 0
         try:
-            if hasattr(os, "posix_fallocate"):  # ranks that share a disk must not count on the same room
+            if hasattr(os, "posix_fallocate"):  # reserve the space, because ranks share the disk
                 os.posix_fallocate(self._file.fileno(), 0, nbytes)
         except OSError:
             self._file.close()
@@ -112,7 +111,7 @@ class _TensorFile:
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether it lies in a tmpfs, as far as the system says."""
+        """Whether the file is known to be on a tmpfs."""
         device = os.fstat(self._file.fileno()).st_dev
         number = f"{os.major(device)}:{os.minor(device)}"
         try:
@@ -123,10 +122,10 @@ class _TensorFile:
         return any(line.split()[2] == number and " - tmpfs " in line for line in lines)
 
     def write(self, tensor: torch.Tensor) -> _Fill:
-        """Write ``tensor``, and return a function that reads it into one of its shape.
+        """Write ``tensor``, and return a function that reads it into a tensor of the same shape.
 
         Raises:
-            OSError: the file cannot be written, or in the function that is returned, read.
+            OSError: the file cannot be written. The returned function raises it if the file cannot be read.
         """
         start, values = self._end, _bytes_of(tensor.contiguous())
         while values:
@@ -147,7 +146,7 @@ class _TensorFile:
                 raise OSError(errno.EIO, "a copy of a tensor is no longer in its file")
             start, values = start + read, values[read:]
         if whole is tensor:
-            torch.autograd.graph.increment_version(tensor)  # of which no operation knows
+            torch.autograd.graph.increment_version(tensor)  # the read is not an operation that autograd sees
         else:
             tensor.copy_(whole)
 
@@ -162,11 +161,11 @@ def _write_into(copied: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def _has_bytes_on_host(tensor: torch.Tensor) -> bool:
-    """Whether the values of ``tensor`` are bytes on the host, and nothing more."""
+    """Whether ``tensor`` is a plain tensor in host memory."""
     lazy = tensor.is_conj() or tensor.is_neg()
     return tensor.device.type == "cpu" and tensor.layout is torch.strided and not (tensor.is_quantized or lazy)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, in its memory."""
+    """The memory of a contiguous tensor as bytes, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

@@ -29,7 +29,7 @@ _SLEEP_BEFORE_FAILING_S = 0.02
 
 
 class CpuMeter(MemoryMeter):
-    """Counts the CPU storages that operations inside ``with meter:`` return, and those given to ``count``.
+    """Counts the CPU storages that operations within ``with meter:`` return, and those passed to ``count``.
 
     Attributes:
         cache_limit_bytes: simulates a caching allocator. Each time the live bytes rise above this number counts as
@@ -42,7 +42,7 @@ class CpuMeter(MemoryMeter):
         self.cache_limit_bytes: int | None = None
         self._is_above_cache = False
         self._live_bytes = 0
-        self._changes_bytes: deque[int] = deque()  # appended to by any thread, summed up only in `live_bytes`
+        self._changes_bytes: deque[int] = deque()  # any thread appends to it; summed only in `live_bytes`
         self._peak_bytes = 0
         self._storages = Storages(lambda _, change_bytes: self._changes_bytes.append(change_bytes))
         self._mode = WatchOperations(self.after_operation, self.after_resize)
@@ -96,7 +96,7 @@ class CpuMeter(MemoryMeter):
         """
         leaves = tree_leaves(outputs)
         if any(_has_no_memory(leaf) for leaf in leaves):
-            return  # DTensor runs each operation once on fake tensors, to work out shardings
+            return  # DTensor runs each operation once on fake tensors, to derive shardings
         for storage in _cpu_storages(leaves):
             self._storages.see(storage)
         if self._after_collective and self._exact:

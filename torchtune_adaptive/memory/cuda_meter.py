@@ -1,7 +1,7 @@
 """Measure one CUDA device by the statistics of its caching allocator.
 
 The limit is the allocator's own (``torch.cuda.set_per_process_memory_fraction``). It limits reserved bytes: above
-it the allocator frees its cache, retries and then raises, as it would on a smaller card. Memory outside the
+it the allocator frees its cache, retries and then raises, as it would on a smaller GPU. Memory outside the
 allocator (the CUDA context, NCCL, other processes) reduces ``available_bytes``.
 """
 

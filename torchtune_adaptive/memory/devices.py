@@ -16,14 +16,14 @@ from torchtune_adaptive.text import format_bytes
 def meter_for(
     device: torch.device, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, exact: bool = True
 ) -> MemoryMeter:
-    """Make a meter for ``device``, where ``model`` computes. Tensors of the model and the optimizers count as live.
+    """Make a meter for ``device``, on which ``model`` computes. It counts tensors of the model and the optimizers.
 
     Raises:
         InputError: the device is neither the CPU nor CUDA.
     """
     if device.type == "cuda":
         return CudaMeter(device, exact=exact)
-    device_memory_bytes(device)  # refuses any device but the CPU
+    device_memory_bytes(device)  # refuses any device except the CPU
     meter = CpuMeter(exact=exact)
     parameters = list(model.parameters())
     states = [list(values.values()) for optimizer in optimizers for values in optimizer.state.values()]
@@ -32,10 +32,10 @@ def meter_for(
 
 
 def computing_device(model: nn.Module) -> torch.device:
-    """Where ``model`` computes: where its parameters are, or with FSDP2's CPU offload where they are brought to.
+    """The device on which ``model`` computes: that of its parameters, or with FSDP2's CPU offload the GPU.
 
     Raises:
-        InputError: it has no parameters.
+        InputError: the model has no parameters.
     """
     parameter = next(model.parameters(), None)
     if parameter is None:
@@ -71,5 +71,5 @@ def describe_peak(meter: MemoryMeter | None) -> str:
 
 
 def allowed_bytes(device: torch.device, limit_bytes: int | None) -> int | None:
-    """What a run may use of the memory of ``device``: the user's limit, or all of a GPU; None on a CPU without one."""
+    """The memory of ``device`` that a run may use: the user's limit, else a GPU's whole memory, else None."""
     return limit_bytes or (device_memory_bytes(device) if device.type == "cuda" else None)

@@ -17,7 +17,7 @@ from torchtune_adaptive.memory.timeline import Timeline
 
 
 class MemoryMeter(ABC):
-    """Measures memory inside ``with meter:``.
+    """Measures memory within ``with meter:``.
 
     Args:
         exact: measure as exactly as the device allows, for probes. This takes time, and on CUDA it resets the
@@ -34,7 +34,7 @@ class MemoryMeter(ABC):
 
     @property
     def limit_bytes(self) -> int | None:
-        """Above this limit, allocations inside ``with meter:`` raise ``torch.OutOfMemoryError``. None: not limited."""
+        """Above this limit, allocations within ``with meter:`` raise ``torch.OutOfMemoryError``. None: not limited."""
         return self._limit_bytes
 
     def set_limit(self, limit_bytes: int | None) -> None:
@@ -43,7 +43,7 @@ class MemoryMeter(ABC):
 
     @contextmanager
     def exactly(self) -> Iterator[None]:
-        """Measure exactly inside this context. On leaving, restore the limit and the exactness."""
+        """Context: measure exactly. On exit, restore the limit and the exactness."""
         before = self._limit_bytes, self._exact
         self._exact = True
         try:
@@ -111,7 +111,7 @@ class MemoryMeter(ABC):
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """Return the total memory of ``device`` in bytes: the card's, or the machine's if it is the CPU.
+    """Return the total memory of ``device`` in bytes: the GPU's, or the machine's if it is the CPU.
 
     Raises:
         InputError: the device is neither the CPU nor CUDA.

@@ -1,4 +1,4 @@
-"""Dispatch modes that see the operations of this rank on plain tensors, and recognise collectives among them."""
+"""Dispatch modes that see this rank's operations on plain tensors, and recognise collectives."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
@@ -26,7 +26,7 @@ def plain_parts(tensor: Any) -> Iterator[torch.Tensor]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor, in the same memory; another tensor as it is."""
+    """This rank's part of a sharded tensor, in the same memory. Any other tensor is returned as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -62,7 +62,7 @@ class OperationMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # FSDP2's collectives lie outside the compiled layers; torchao's optimizers insist on compiling
+        return True  # FSDP2's collectives are outside of the compiled layers; torchao's optimizers require compilation
 
     @abstractmethod
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,7 +78,7 @@ class CountCollectives(OperationMode):
     """Counts the collectives that any code issues on this rank.
 
     Attributes:
-        issued: their number so far.
+        issued: number of collectives so far.
     """
 
     def __init__(self) -> None:

@@ -68,8 +68,8 @@ def _is_of_collective(error: BaseException) -> bool:
 def free_memory(device: torch.device) -> None:
     """Free the memory of a failed step. Call it after the ``except`` block, whose traceback keeps tensors alive.
 
-    A failed backward leaves tasks in the autograd engine's queue, and these keep the whole graph alive. The backward
-    of a scalar empties the queue.
+    A failed backward pass leaves tasks in the autograd engine's queue, and these keep the whole graph alive. The
+    backward pass of a scalar empties the queue.
     """
     _collect(device)  # so that there is memory for the scalar
     with torch.inference_mode(False), torch.enable_grad():
@@ -79,10 +79,10 @@ def free_memory(device: torch.device) -> None:
 
 @contextmanager
 def only_new_garbage() -> Iterator[None]:
-    """Inside this context, ``free_memory`` searches for garbage only among objects made inside it.
+    """Context: ``free_memory`` collects garbage only among objects created in this context.
 
-    That takes almost no time. A search through all objects made by imports and set-up can take longer than a train
-    step, and finds nothing. If other code has already frozen objects (``gc.freeze``), this context does nothing.
+    That takes almost no time. Collecting all objects of imports and set-up can take longer than a train step, and
+    finds nothing. If other code has already frozen objects (``gc.freeze``), this context does nothing.
     """
     gc.collect()
     if gc.get_freeze_count() > _FROZEN_BY_PYTHON:

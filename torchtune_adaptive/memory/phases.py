@@ -9,7 +9,7 @@ from torchtune_adaptive.memory.meter import MemoryMeter
 
 
 class Phases:
-    """Knows the current phase of a train step, and reports it to a meter.
+    """Tracks the current phase of a train step, and reports it to a meter.
 
     Forward hooks on the models enter "forward" and "loss". So the code that calls the models, such as a user's loss
     function, does not have to report its phase. All other phases are entered by ``enter``.

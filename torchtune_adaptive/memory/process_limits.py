@@ -1,8 +1,8 @@
-"""Limits that the system sets on the memory of this process, and how the allocator must work for a size to hold there.
+"""Memory limits of this process that the system sets, and the allocator setting that makes sizes reproducible there.
 
-glibc keeps freed blocks of up to 32 MiB for later use. How much of them is lost depends on all that the process has
-allocated before, so that a batch size that has just fitted may fail a step later. Blocks that are mapped one by one go
-back to the system when they are freed: then the tensors count, and nothing else.
+glibc keeps freed blocks of up to 32 MiB for later use. How much of them is wasted depends on all earlier allocations of
+the process, so that a batch size that has just fitted may fail a step later. If each block is memory-mapped, it returns
+to the system when it is freed. Then only live tensors count.
 """
 
 import ctypes
@@ -19,13 +19,13 @@ from torchtune_adaptive.text import format_bytes
 
 _COUNTED = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}  # the field of /proc/self/status that each limit counts
 _M_MMAP_THRESHOLD = -3  # of malloc.h
-_THRESHOLD_BYTES = 128 * 1024  # glibc's own at first; it raises it whenever it frees a larger block
+_THRESHOLD_BYTES = 128 * 1024  # glibc's initial value; glibc raises it whenever it frees a larger block
 
 log = logging.getLogger(__name__)
 
 
 def room_bytes() -> int | None:
-    """What the limits leave to this process now; None without limits, or where the system does not say what is used."""
+    """The memory that the limits leave to this process now; None without limits, or if the usage is unknown."""
     try:
         lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
     except OSError:
@@ -41,11 +41,11 @@ def room_bytes() -> int | None:
 
 @contextmanager
 def held_back(margin: float, *, enough_bytes: int) -> Iterator[bool]:
-    """Whether the system's limits leave this process less than ``enough_bytes``; inside, ``margin`` of that less.
+    """Context: if the system leaves this process less than ``enough_bytes``, lower its limits by ``margin``.
 
-    If so, freed tensors go back to the system from now on, which is logged. That lasts as long as the process: what
-    fits in a search fits in training only if both allocate alike. An allocator whose threshold the user has set by an
-    environment variable is left alone.
+    Yields whether it does. If so, freed tensors return to the system from now on, which is logged. This setting stays
+    until the process ends, because a size that fits in a search fits in training only if both allocate in the same
+    way. A threshold that the user has set by an environment variable is left alone.
     """
     limits, more_bytes = _limits(), room_bytes()
     if more_bytes is None or more_bytes >= enough_bytes:
@@ -64,7 +64,7 @@ def held_back(margin: float, *, enough_bytes: int) -> Iterator[bool]:
 
 
 def _limits() -> dict[str, tuple[int, int]]:
-    """The limits that are set, in bytes: what counts now, and up to which the process may raise it."""
+    """The limits that are set, in bytes: the current (soft) value, and the hard value up to which it can be raised."""
     limits = {name: resource.getrlimit(getattr(resource, name)) for name in _COUNTED}
     return {name: limit for name, limit in limits.items() if limit[0] != resource.RLIM_INFINITY}
 
@@ -77,7 +77,7 @@ def _free_at_once(limits: str) -> None:
     c_library.malloc_trim(0)
     warn_on_rank_zero(
         log,
-        f"The system limits this process's memory ({limits}): from now on it gets freed tensors back at once, so that"
-        " the batch size found holds; steps may take longer. To train with it in another process, start that with"
+        f"The system limits this process's memory ({limits}). From now on freed tensors return to the system at once,"
+        " so that the batch size found keeps fitting; steps may take longer. To train with it in another process, set"
         f" MALLOC_MMAP_THRESHOLD_={_THRESHOLD_BYTES} in its environment.",
     )

@@ -1,17 +1,17 @@
-"""Host memory that this process has."""
+"""Host memory of this process."""
 
 import os
 from pathlib import Path
 
 _STATM = Path("/proc/self/statm")
-_RESIDENT, _OF_FILES = 1, 2  # fields of it, in pages
+_RESIDENT, _OF_FILES = 1, 2  # fields of the file, in pages
 
 
 def anonymous_bytes() -> int | None:
-    """Resident memory that belongs to no file: tensors on the host and Python's objects; None where it is not known.
+    """Anonymous resident memory: tensors in host memory and Python objects. None if it is unknown.
 
-    Without the pages of libraries and mapped checkpoints, which the system drops when memory gets short. On a CPU
-    device the tensors that are computed with are among it. One read of a small file.
+    Pages of libraries and memory-mapped checkpoints are not counted; the system drops them when memory gets short. On a
+    CPU it includes the tensors of the computation. It takes one read of a small file.
     """
     try:
         pages = _STATM.read_text().split()

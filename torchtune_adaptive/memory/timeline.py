@@ -2,8 +2,8 @@
 
 Live bytes after one operation are linear in the batch size: ``intercept + slope * batch_size``. Two timelines
 determine this line for every operation. The peak of the step is the maximum over all lines, their upper envelope. The
-peak itself is not linear: at small sizes it is in the optimizer step, at large sizes in the loss or in backward. A
-line through two peaks can therefore be wrong by 80 %.
+peak itself is not linear: at small sizes it is in the optimizer step, at large sizes in the loss or in the backward
+pass. A line through two peaks can therefore be wrong by 80 %.
 """
 
 import math

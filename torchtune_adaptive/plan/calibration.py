@@ -1,7 +1,7 @@
-"""Measure what a real GPU adds to traced bytes, for `tune-adaptive calibrate`.
+"""Measure the memory that a real GPU needs beside traced bytes, for `tune-adaptive calibrate`.
 
-Only ``CudaCard`` touches the GPU, so the rest can be tested without one. The order of the measurements matters: nothing
-may run on the GPU before it is measured, because its first run is what allocates.
+Only ``CudaCard`` uses the GPU, so the rest can be tested without one. The order of the measurements matters: an
+operation must not run on the GPU before it is measured, because its first run allocates the memory.
 """
 
 import os
@@ -25,7 +25,7 @@ from torchtune_adaptive.memory.out_of_memory import free_memory
 from torchtune_adaptive.plan.overhead import Calibration
 from torchtune_adaptive.text import format_bytes
 
-# A `llama3` with random weights, small enough for a card of 16 GB (an estimate: no such card has run it).
+# A `llama3` with random weights, small enough for a GPU of 16 GB (an estimate: it has not run on one).
 CALIBRATION_MODEL = {
     "vocab_size": 32_000,
     "num_layers": 4,
@@ -38,7 +38,7 @@ CALIBRATION_MODEL = {
 SEQ_LEN = CALIBRATION_MODEL["max_seq_len"]
 BATCH_SIZES = (2, 3, 8)
 _WARM_UP_STEPS = 2  # the first allocates the optimizer's state; the second already runs as all later steps do
-# An estimate: no context alone is as large. If more is in use, other processes use the GPU and would be counted too.
+# An estimate: no CUDA context alone is this large. If more is in use, other processes use the GPU.
 _LARGEST_CONTEXT_BYTES = 2 * 2**30
 
 
@@ -60,7 +60,7 @@ class Trainer(NamedTuple):
 
 
 class MeasuredCard(ABC):
-    """What a calibration needs of a GPU."""
+    """What a calibration needs to know about a GPU."""
 
     @abstractmethod
     def describe(self) -> dict[str, str]:
@@ -68,7 +68,7 @@ class MeasuredCard(ABC):
 
     @abstractmethod
     def outside_bytes(self) -> int:
-        """Bytes of the card in use outside the allocator. The first call creates the CUDA context."""
+        """Bytes of the GPU in use outside the allocator. The first call creates the CUDA context."""
 
     @abstractmethod
     def outside_bytes_in_a_group(self) -> int:
@@ -76,25 +76,25 @@ class MeasuredCard(ABC):
 
     @abstractmethod
     def workspace_bytes(self) -> int:
-        """Bytes that the first bfloat16 matrix product and its backward leave allocated."""
+        """Bytes that stay allocated after the first bfloat16 matrix product and its backward pass."""
 
     @abstractmethod
     def train(self, batch_size: int, seq_len: int) -> StepPeak:
-        """Take some train steps, free the model and return the peak of the last step."""
+        """Run some train steps, free the model and return the peak of the last step."""
 
 
 def calibrate(
     output: Path, *, forecast_peak: Callable[[int, int], float], device_index: int = 0, card: MeasuredCard | None = None
 ) -> Calibration:
-    """Measure one GPU, write the figures to ``output`` and return them. Nothing else may use the GPU.
+    """Measure one GPU, write the figures to ``output`` and return them. No other process may use the GPU.
 
     Args:
-        forecast_peak: gives the traced peak bytes of a steady train step of ``make_trainer`` for a batch size and a
-            number of tokens per row. It is called before the GPU is used.
+        forecast_peak: returns the traced peak bytes of a steady-state train step of ``make_trainer``, for a batch size
+            and a number of tokens per row. It is called before the GPU is used.
         card: the GPU to measure; by default that of ``device_index``.
 
     Raises:
-        InputError: there is no CUDA, no such device, other processes use the GPU, or ``output`` cannot be written.
+        InputError: CUDA is missing, the device does not exist, other processes use it, or ``output`` is not writable.
     """
     card = _cuda_card(device_index) if card is None else card
     with writing("output", output):
@@ -120,10 +120,10 @@ def calibrate(
 
 
 def measure_context_bytes(card: MeasuredCard) -> int:
-    """Bytes outside the allocator when the context exists and nothing was computed yet.
+    """Bytes outside the allocator once the CUDA context exists, before anything is computed.
 
     Raises:
-        InputError: so many are in use that other processes must use the GPU.
+        InputError: more is in use than a context needs, so that other processes must use the GPU.
     """
     context_bytes = card.outside_bytes()
     if context_bytes > _LARGEST_CONTEXT_BYTES:
@@ -134,12 +134,12 @@ def measure_context_bytes(card: MeasuredCard) -> int:
 
 
 def measure_workspace_bytes(card: MeasuredCard) -> int:
-    """Bytes that the first matrix product and its backward leave allocated, which are cuBLAS's workspaces."""
+    """Bytes of cuBLAS's workspaces: those that stay allocated after the first matrix product and its backward pass."""
     return max(0, card.workspace_bytes())
 
 
 def measure_nccl_bytes(card: MeasuredCard) -> int:
-    """Bytes outside the allocator that the first collective of a single rank allocates."""
+    """Bytes that the first collective of a single rank allocates outside the allocator."""
     before_bytes = card.outside_bytes()
     return max(0, card.outside_bytes_in_a_group() - before_bytes)
 
@@ -150,11 +150,11 @@ def measure_fragmentation(peaks: Sequence[StepPeak]) -> float:
 
 
 def fit_residuals(peaks: Sequence[StepPeak], traced_bytes: Sequence[float]) -> tuple[int, float, int]:
-    """Fit a line over tokens that is at or above every measured peak less its traced bytes.
+    """Fit a line over the number of tokens that is at or above every difference of measured and traced peak.
 
     Returns:
         The line's constant, its bytes per token, and its largest distance from a measurement. The first two are at
-        least 0: if the trace counted too much, the fit does not lower the next forecast.
+        least 0: if a trace counts too much, the fit does not lower the next forecast.
 
     >>> peaks = [StepPeak(10, 1120, 0), StepPeak(20, 2140, 0), StepPeak(40, 4180, 0)]
     >>> fit_residuals(peaks, [1000.0, 2000.0, 4000.0])

@@ -31,13 +31,13 @@ def trace(
     timeout_s: float | None = None,
     shows_progress: bool = False,
 ) -> TracedStep:
-    """Trace a train step of our recipe for ``cfg`` on the first of ``world_size`` ranks, which holds the most.
+    """Trace a train step of the adaptive recipe for ``cfg`` on rank 0 of ``world_size``, which holds the most memory.
 
-    The step runs in a separate process over fake tensors on the CPU. No weights, tokenizer or data set are read.
+    The step runs in a separate process on fake CPU tensors. It reads no weights, tokenizer or data set.
 
     Args:
-        seq_lens: tokens of a row; each length gives peaks of its own.
-        timeout_s: give up after so many seconds; None: never.
+        seq_lens: tokens per row; each length has its own peaks.
+        timeout_s: give up after this many seconds; None: never.
         shows_progress: show a progress bar on standard error.
 
     Raises:
@@ -81,8 +81,8 @@ def _run_worker(request: dict[str, Any], *, timeout_s: float | None, shows_progr
     """Start ``worker`` with ``request`` and return its answer.
 
     Raises:
-        InputError: it refuses the request.
-        TracingError: it fails, or leaves no answer that can be read.
+        InputError: the worker refuses the request.
+        TracingError: it fails, or writes no readable answer.
         TimeoutError: it took longer than ``timeout_s``.
     """
     with tempfile.TemporaryDirectory() as directory:
@@ -112,7 +112,7 @@ def _run_worker(request: dict[str, Any], *, timeout_s: float | None, shows_progr
 
 
 def _answer(path: Path, status: int) -> dict[str, Any]:
-    """The answer in the file of a process that ended with ``status``, or why there is none."""
+    """The answer in the file of a process that ended with ``status``, or the reason why there is none."""
     if not path.exists():
         return {"failed": _ending(status)}
     try:
@@ -122,14 +122,14 @@ def _answer(path: Path, status: int) -> dict[str, Any]:
 
 
 def _ending(status: int) -> str:
-    """How a process that ended with ``status`` ended, as a sentence's part."""
+    """How a process with exit ``status`` ended, as part of a sentence."""
     if status < 0:
-        return f"its process was ended by {signal.Signals(-status).name}"
+        return f"its process was terminated by {signal.Signals(-status).name}"
     return f"its process ended with status {status}"
 
 
 def _keep(error_path: Path) -> Path:
-    """A copy of the file that stays."""
+    """A permanent copy of the file."""
     descriptor, kept_path = tempfile.mkstemp(prefix="tune_adaptive_plan_", suffix=".log")
     os.close(descriptor)
     if error_path.exists():

@@ -1,7 +1,8 @@
-"""Stands in for ``torch.compile`` over fake tensors: holds what the compiled code of a function does.
+"""A replacement for ``torch.compile`` on fake tensors that allocates the same memory as compiled code.
 
-AOTAutograd traces forward and backward of a function, and its partitioner decides what forward saves for backward, as
-for real. Inductor's code of both graphs is replaced by a ``CompiledGraph``, which allocates and frees what it would.
+AOTAutograd traces a function's forward and backward pass, and its partitioner decides which tensors are saved for the
+backward pass, as in a real run. Inductor's code of both graphs is replaced by a ``CompiledGraph``, which allocates and
+frees the same buffers.
 """
 
 import functools
@@ -22,7 +23,7 @@ from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune_adaptive.plan.compiled_graph import CompiledGraph
 from torchtune_adaptive.plan.fake_model import fake_like
 
-_compiled: dict[Hashable, Callable[..., Any]] = {}  # by what the code depends on
+_compiled: dict[Hashable, Callable[..., Any]] = {}  # by everything that the code depends on
 
 
 def compile_layers(model: nn.Module) -> None:
@@ -36,8 +37,8 @@ def compile_loss(loss: nn.Module, *, also_whole: bool) -> None:
     """Compile what torchtune's ``compile_loss`` changes in ``loss``.
 
     Args:
-        also_whole: compile a loss that takes no chunks as a whole. torchtune returns such a loss as a new one, which
-            most recipes ignore.
+        also_whole: compile a loss without chunks as a whole. torchtune returns a new loss in this case, which most
+            recipes ignore.
     """
     if isinstance(loss, CEWithChunkedOutputLoss):
         _compile_method(loss, "compute_cross_entropy")
@@ -49,7 +50,7 @@ def compile_loss(loss: nn.Module, *, also_whole: bool) -> None:
 
 
 def _compile_method(module: nn.Module, name: str) -> None:
-    """Replace a method of ``module`` by one that holds what it would if it were compiled. Hooks stay as they are."""
+    """Replace a method of ``module`` by one with the memory of its compiled code. Hooks stay as they are."""
     method = _Method(module, getattr(module, name))
     static_key = name, *_attributes(module)
 
@@ -98,7 +99,7 @@ def _compile(method: nn.Module, tensors: Mapping[str, torch.Tensor], args: Any, 
         with FakeTensorMode(), torch.set_grad_enabled(wants_gradients):
             compiled(*tree_map_only(torch.Tensor, _fake_input, (tensors, args, kwargs)))
 
-    # A thread of its own has none of the modes and hooks that are active around the step.
+    # A new thread has none of the modes and hooks that are active around the step.
     with ThreadPoolExecutor(1) as executor:
         executor.submit(run).result()
     return compiled
@@ -109,7 +110,7 @@ def _fake_input(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _metadata(values: Any) -> Hashable:
-    """What compiled code depends on: how the values are nested, shapes and types of tensors, and other values."""
+    """What compiled code depends on: the values' nesting, the tensors' shapes and types, and all other values."""
     leaves, structure = tree_flatten(values)
     return str(structure), tuple(_metadata_of(leaf) for leaf in leaves)
 
@@ -121,7 +122,7 @@ def _metadata_of(value: Any) -> Hashable:
 
 
 def _attributes(module: nn.Module) -> Iterator[Hashable]:
-    """What makes the forwards of two modules the same: types and plain attributes of all of their modules."""
+    """A key that is equal if two modules have the same forward pass: types and plain attributes of all submodules."""
     for name, part in module.named_modules():
         plain = {key: value for key, value in vars(part).items() if isinstance(value, bool | int | float | str | None)}
         yield name, type(part), tuple(plain.items())

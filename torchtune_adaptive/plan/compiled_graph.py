@@ -1,8 +1,9 @@
-"""The memory that Inductor's code of a graph holds: which buffers its kernels make, in order, and when they are freed.
+"""The memory of Inductor's code of a graph: which buffers its kernels allocate, in order, and when they are freed.
 
-Inductor puts chains of element-wise operations and reductions into one kernel, whose values in between take no memory.
-What has a buffer of its own here: inputs and outputs of the graph, and of operations that have kernels of their own
-(matrix products, attention), results of reductions, and values that are read several times and are computed of many.
+Inductor fuses chains of element-wise operations and reductions into one kernel. Its intermediate values take no memory.
+These values have a buffer of their own here: inputs and outputs of the graph; inputs and outputs of operations with
+their own kernels (matrix products, attention); results of reductions; and values that are read several times and
+computed from many buffers.
 """
 
 import math
@@ -18,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from torchtune_adaptive.plan.kernels import Kernel, Part, fused
 
-# Operations without the tag "pointwise" of which a kernel computes each element where it is read. `scatter` into a
-# constant, as in the backward of cross entropy, is a comparison with the index.
+# Operations without the tag "pointwise" whose elements a kernel computes where they are read. `scatter` into a
+# constant, as in the backward pass of cross entropy, is a comparison with the index.
 _INLINED = {
     "arange",
     "bernoulli",
@@ -34,20 +35,20 @@ _INLINED = {
 }
 _INLINED |= {"getitem", "index", "iota", "rand", "scalar_tensor", "scatter", "select_scatter", "slice_scatter"}
 _REDUCTIONS = {"all", "amax", "amin", "any", "argmax", "argmin", "max", "mean", "min", "prod", "sum", "var", "var_mean"}
-# A value that is used several times is kept if it is computed of more buffers than this: `realize_reads_threshold` of
+# A value that is used several times is kept if it is computed from more buffers than this: `realize_reads_threshold` of
 # torch._inductor.config.
 _MOST_READS = 4
 _running: ContextVar[str] = ContextVar("_running", default="")
 
 
 def running_code() -> str:
-    """What the compiled code that runs now is, for example "compiled forward"; "" if none runs."""
+    """The name of the compiled code that runs now, for example "compiled forward"; "" if none runs."""
     return _running.get()
 
 
 @dataclass(frozen=True)
 class _Geometry:
-    """A tensor within its storage; ``offset`` counts elements from the tensor that the buffer was made as."""
+    """A tensor within its storage. ``offset`` counts elements from the tensor for which the buffer was made."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -68,7 +69,7 @@ class _Geometry:
 
 @dataclass(frozen=True)
 class _Step:
-    """Makes buffers, and frees others: ``reused`` ones, whose memory it takes over, and ``freed`` ones afterwards."""
+    """Allocates buffers. Takes over the memory of ``reused`` buffers, and frees ``freed`` ones afterwards."""
 
     reused: tuple[int, ...]
     made: tuple[tuple[int, _Geometry], ...]
@@ -76,16 +77,16 @@ class _Step:
 
 
 class CompiledGraph:
-    """Allocates and frees what the compiled code of a graph does. Buffers are numbered, the graph's inputs first.
+    """Allocates and frees the same buffers as the compiled code of a graph. Buffers are numbered, inputs first.
 
-    Called with a list of inputs, which it empties, it returns outputs with the graph's shapes and without content.
+    A call takes a list of inputs, empties it, and returns outputs of the graph's shapes without content.
 
     Args:
-        graph: in functional form, whose nodes' ``meta["val"]`` are fake tensors.
-        name: what ``running_code`` gives while this runs.
+        graph: in functional form; its nodes' ``meta["val"]`` are fake tensors.
+        name: the value of ``running_code`` while this runs.
     """
 
-    _boxed_call = True  # AOTAutograd gives such a callable its inputs as a list, and keeps no reference to them
+    _boxed_call = True  # AOTAutograd then passes inputs as a list, and keeps no reference to them
 
     def __init__(self, graph: fx.Graph, *, name: str) -> None:
         buffers = _Buffers(graph)
@@ -117,15 +118,17 @@ class _Buffers:
     """The buffers of a graph, and the kernels that make them.
 
     Attributes:
-        nbytes: of each buffer, those of inputs first.
-        geometries: of those that are made here, by number.
-        kernels: in order, not fused yet.
-        outputs: of each output of the graph its buffer, and its geometry within; None: no tensor.
+        nbytes: bytes of each buffer, inputs first.
+        geometries: the geometry of each buffer that is allocated here, by number.
+        kernels: in order, before fusion.
+        outputs: for each output of the graph its buffer and its geometry in it; None if it is not a tensor.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         made_at_once, made_at_end = _nodes_with_buffers(graph)
-        self._buffer_of: dict[int, tuple[int, torch.Tensor]] = {}  # by storage: number, and the tensor it was made as
+        self._buffer_of: dict[
+            int, tuple[int, torch.Tensor]
+        ] = {}  # by storage: number, and the tensor for which it was made
         self.nbytes: list[int] = []
         self.geometries: dict[int, _Geometry] = {}
         self.kernels: list[Kernel] = []
@@ -170,12 +173,12 @@ class _Buffers:
 
 
 def _steps(buffers: _Buffers) -> list[_Step]:
-    """What each kernel allocates and frees. Values that only the kernel reads that computes them have no buffer."""
+    """What each kernel allocates and frees. A value that is read only by its own kernel has no buffer."""
     kernels = fused(buffers.kernels, buffers.nbytes)
     outputs = {output[0] for output in buffers.outputs if output is not None}
     last_read = {number: index for index, kernel in enumerate(kernels) for number in kernel.read}
     to_come = Counter(number for kernel in kernels for part in kernel.parts for number in part.read)
-    reusable: set[int] = set()  # the inputs stay as they are
+    reusable: set[int] = set()  # without the inputs, which are not overwritten
     steps: list[_Step] = []
     for index, kernel in enumerate(kernels):
         unread = kernel.made - last_read.keys() if kernel.elements is None else set[int]()
@@ -195,12 +198,12 @@ def _steps(buffers: _Buffers) -> list[_Step]:
 
 
 def _nodes_with_buffers(graph: fx.Graph) -> tuple[set[fx.Node], list[fx.Node]]:
-    """The nodes whose values have buffers: those that others read from there, and those that are only outputs.
+    """The nodes whose values have buffers: those that other kernels read, and those that are only outputs.
 
-    The latter are written at the end, unless a kernel that computes them anyway can do it.
+    The latter are written at the end, unless a kernel that computes them anyway can write them.
     """
-    makers: dict[int, fx.Node] = {}  # by storage: the first node whose value lies there
-    readers: dict[fx.Node, set[fx.Node]] = {}  # that compute from a node's value, or from a view of it
+    makers: dict[int, fx.Node] = {}  # by storage: the first node whose value is in it
+    readers: dict[fx.Node, set[fx.Node]] = {}  # nodes that read a node's value, or a view of it
     made_at_once: set[fx.Node] = set()
     made_at_end: list[fx.Node] = []
 
@@ -243,7 +246,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _elements(node: fx.Node) -> int | None:
-    """How many elements the loop of a node's kernel has; None: it has a kernel of its own."""
+    """How many elements a node's kernel loops over; None if the node has a kernel of its own."""
     if _has_own_kernel(node):
         return None
     values = _tensors(node.all_input_nodes[0]) if _name(node) in _REDUCTIONS else _tensors(node)

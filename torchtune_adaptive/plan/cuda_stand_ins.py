@@ -1,4 +1,4 @@
-"""A stand-in for offloaded activations, which need CUDA: it holds the same memory on fake tensors."""
+"""A replacement for activation offloading, which needs CUDA: it holds the same memory on fake tensors."""
 
 from collections import deque
 from typing import Any
@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 class OffloadedActivations(saved_tensors_hooks):
     """Holds the tensors that torchtune's ``OffloadActivations``, with streams and defaults, holds on the device.
 
-    In forward it keeps the last saved tensors, whose copies to the host may not be done. In backward it keeps the
-    tensors brought back for the last operation, until the next operation is done.
+    The forward pass keeps the last saved tensors, whose copies to the host may still be running. The backward pass
+    keeps the tensors copied back for the last operation until the next operation is done.
 
     Attributes:
         host_bytes: the bytes of each tensor that the last forward pass has copied to the host.

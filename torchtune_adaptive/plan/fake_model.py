@@ -1,4 +1,4 @@
-"""Build a config's model with few of its layers, and give it tensors that take no memory."""
+"""Build a config's model with only a few of its layers, and with tensors that take no memory."""
 
 import functools
 import inspect
@@ -21,10 +21,10 @@ _NEEDS_TORCHVISION = "`pip install torchvision` provides it, but models that tak
 
 @contextmanager
 def layers_limited_to(num_layers: int | None, component: str) -> Iterator[list[int]]:
-    """Let ``component`` build a model of only ``num_layers`` layers (None: all). Yields a list for the true number.
+    """Context: ``component`` builds only ``num_layers`` layers (None: all). Yields a list that gets the true number.
 
     A config names a whole model, such as ``llama3_1_70b``, which calls one of torchtune's builders with its number of
-    layers. Inside the ``with`` block each builder appends that number to the list and builds ``num_layers`` instead.
+    layers. In this context each builder appends that number to the list and builds ``num_layers`` instead.
     """
     _import_builders(component)
     true_counts: list[int] = []
@@ -51,7 +51,7 @@ def layers_limited_to(num_layers: int | None, component: str) -> Iterator[list[i
 
 
 def _builders() -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Each function of torchtune's imported models that takes ``num_layers``, with its module's names and its own."""
+    """Each function in torchtune's imported models that takes ``num_layers``, with its module's namespace and name."""
     for module_name, module in sys.modules.items():
         if module_name.startswith("torchtune.models."):
             for key, value in vars(module).items():
@@ -60,10 +60,10 @@ def _builders() -> Iterator[tuple[dict[str, Any], str, Any]]:
 
 
 def _import_builders(component: str) -> None:
-    """Import the modules of a ``component`` of torchtune.
+    """Import the modules of a torchtune ``component``.
 
     Raises:
-        InputError: it cannot be imported; the message says why.
+        InputError: the import fails; the message says why.
     """
     try:
         _get_component_from_path(component)
@@ -77,8 +77,8 @@ def _import_builders(component: str) -> None:
 
 
 def make_fake(model: nn.Module) -> None:
-    """Replace parameters and buffers by fake ones. Call it inside the fake mode. Shared tensors stay shared."""
-    made: dict[int, tuple[Any, Any]] = {}  # by id of the real tensor, which is kept so that its id is not reused
+    """Replace parameters and buffers by fake tensors. Call it in the fake mode. Shared tensors stay shared."""
+    made: dict[int, tuple[Any, Any]] = {}  # by id of the real tensor; keeping the tensor prevents reuse of its id
     for module in model.modules():
         for tensors, wrap in ((module._parameters, _fake_parameter), (module._buffers, fake_like)):
             for name, tensor in tensors.items():
@@ -93,7 +93,7 @@ def _fake_parameter(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def fake_like(tensor: Any) -> Any:
-    """A fake tensor on the CPU of the layout of ``tensor``, which is real or meta and may wrap others."""
+    """A fake CPU tensor with the layout of ``tensor``, which is real or meta and may wrap other tensors."""
     if isinstance(tensor, DTensor):
         return DTensor(fake_like(tensor._local_tensor), tensor._spec, requires_grad=False)
     if hasattr(tensor, "__tensor_flatten__"):

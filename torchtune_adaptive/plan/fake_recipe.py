@@ -1,7 +1,8 @@
 """A recipe's train step without memory, data or weights: models and optimizer of a config as fake tensors.
 
-Works on a process of its own: it starts a process group of which only one rank exists. Fake tensors are on the device
-"cpu", because a fake "cuda" aborts the process on a machine without one; what CUDA would do otherwise is set up here.
+It needs a process of its own, because it starts a process group of which only one rank exists. Fake tensors are on the
+device "cpu": a fake "cuda" tensor aborts the process on a machine without a GPU. What CUDA does differently is set up
+here.
 """
 
 import contextlib
@@ -43,15 +44,15 @@ from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.configs import method_of, resolved
 from torchtune_adaptive.training.train_step import TrainStep
 
-# Whose stock recipes shard the trained model without `custom_sharded_layers`.
+# The stock recipes of these methods shard the trained model without `custom_sharded_layers`.
 _WITHOUT_CUSTOM_SHARDS = ("knowledge_distillation", "qat_lora_finetune")
 
 
 class FakeRecipe:
-    """The first rank of a recipe that trains by ``cfg`` with ``world_size`` ranks.
+    """Rank 0 of a recipe that trains ``cfg`` with ``world_size`` ranks.
 
     Args:
-        num_layers: build only so many layers of each model; None: all.
+        num_layers: build only this many layers of each model; None: all.
 
     Attributes:
         models: all on the device, the trained one first.
@@ -59,7 +60,7 @@ class FakeRecipe:
         true_num_layers: layers that the config's trained model has.
 
     Raises:
-        InputError: the config is none that can be planned, or ``num_layers`` is given for models that differ in depth.
+        InputError: the config cannot be planned, or ``num_layers`` is given for models of different depths.
     """
 
     def __init__(self, cfg: DictConfig, *, world_size: int, num_layers: int | None = None) -> None:
@@ -70,8 +71,8 @@ class FakeRecipe:
         recipe = _recipe_of(self.cfg)
         true_nums = _set_up_models(recipe, self.cfg, num_layers)
         if num_layers is not None and len(set(true_nums)) > 1:
-            # To extrapolate them, one model would have to be built with more layers while the others stay as they are.
-            raise InputError(f"Models must be equally deep to be built with few layers, but have {true_nums} layers.")
+            # To extrapolate them, one model must get more layers while the others stay the same.
+            raise InputError(f"Models must be equally deep to be built with fewer layers, but have {true_nums} layers.")
         self.models: list[Any] = recipe.models()
         self.num_layers = len(self.models[0].layers)
         self.true_num_layers = true_nums[0]
@@ -91,11 +92,11 @@ class FakeRecipe:
         self._is_warm = False
 
     def running_modules(self) -> RunningModules:
-        """Says which module of the models runs; a trace that gives events needs it."""
+        """Tracks which module of the models runs, which a trace with events needs."""
         return RunningModules(self.models, self._stepping.optimizers)
 
     def num_layer_passes(self) -> int:
-        """How often a step goes through a layer: forward through those of all models, backward through the trained."""
+        """Passes of a step through a layer: forward for the layers of all models, backward for the trained model's."""
         trained, *frozen = (len(model.layers) for model in self.models)
         return self._micro_steps * (2 * trained + sum(frozen))
 
@@ -135,7 +136,7 @@ class FakeRecipe:
         return trace
 
     def figures(self) -> dict[str, int]:
-        """Figures that are lines in the number of layers, see ``TracedStep``: of the models those over all ranks."""
+        """Figures that are linear in the number of layers, see ``TracedStep``. Those of models are over all ranks."""
         trained, *frozen = (sum(one.numel() for one in model.parameters()) for model in self.models)
         return {
             "num_parameters": trained + sum(frozen),
@@ -146,7 +147,7 @@ class FakeRecipe:
         }
 
     def host_figures(self) -> dict[str, int]:
-        """Figures for ``HostFigures.from_flat``, which are lines in the number of layers as well."""
+        """Figures for ``HostFigures.from_flat``, which are linear in the number of layers too."""
         activations = self._activations
         offloaded = activations.host_bytes if isinstance(activations, OffloadedActivations) else []
         return host_figures(
@@ -157,9 +158,9 @@ class FakeRecipe:
         )
 
     def _warm_up(self) -> None:
-        """Take two steps of the optimizers: the first makes their state, and some take other operations after it.
+        """Run two optimizer steps. The first creates the state; some optimizers then run other operations.
 
-        FSDP2 sets itself up when it first gathers parameters, and DTensor works out shardings on global shapes once.
+        FSDP2 sets itself up at its first all-gather, and DTensor derives shardings on global shapes only once.
         """
         sharded = [module for model in self.models for module in model.modules() if isinstance(module, FSDPModule)]
         for module in sharded:
@@ -169,7 +170,7 @@ class FakeRecipe:
             self._step_optimizers(normalizes=bool(sharded))
 
     def _step_optimizers(self, *, normalizes: bool) -> None:
-        """A step of the optimizers alone: of the parameters whose state they have, or of all if they have none."""
+        """Run the optimizers alone, on the parameters with optimizer state, or on all if there is no state."""
         for optimizer in self._stepping.optimizers:
             trained = (one for group in optimizer.param_groups for one in group["params"] if one.requires_grad)
             for parameter in list(optimizer.state) or trained:
@@ -187,14 +188,14 @@ class FakeRecipe:
         )
 
     def _collate(self, rows: Sequence[Row]) -> Any:
-        """A batch of the shape of ``rows``, without content."""
+        """A batch with the shape of ``rows``, without content."""
         shape = self._row_format.sequences * len(rows), rows[0]["num_tokens"]
         if isinstance(self._row_format, PreferenceRows):
             return tuple(torch.zeros(shape, dtype=torch.long) for _ in ("tokens", "labels"))
         names = ("tokens", "labels", "input_pos") if _is_packed(self.cfg.dataset) else ("tokens", "labels")
         batch = {name: torch.zeros(shape, dtype=torch.long) for name in names}
         if "input_pos" in batch and not self._like_cuda:
-            # CUDA has a block mask for flex attention instead, whose memory is taken for that of causal attention.
+            # CUDA uses flex attention with a block mask instead; its memory is counted as that of causal attention.
             batch["mask"] = torch.zeros(*shape, shape[1], dtype=torch.bool)
         return batch
 
@@ -206,7 +207,7 @@ class FakeRecipe:
 
 
 class _TracedPhases(Phases):
-    """Tells a trace the phase, and marks gradients before they are clipped."""
+    """Sets the phase of a trace, and marks gradients before they are clipped."""
 
     def __init__(self, models: Sequence[nn.Module], trace: StepTrace, *, gradients_are: Mark) -> None:
         super().__init__(models, None)
@@ -223,19 +224,19 @@ class _TracedPhases(Phases):
 
 
 def _is_packed(dataset: Any) -> bool:
-    """Whether the config's `dataset` gives packs; of several all do, or none."""
+    """Whether the config's `dataset` is packed. Of several data sets, all are or none is."""
     one = dataset[0] if isinstance(dataset, ListConfig) else dataset
     return bool(one.get("packed", False))
 
 
 def start_fake_process_group(world_size: int) -> None:
-    """Be rank 0 of ``world_size`` ranks of which no other exists; another group that there is ends."""
+    """Become rank 0 of ``world_size`` ranks of which no other exists. An existing process group is destroyed."""
     if dist.is_initialized():
         if dist.get_backend() == "fake" and dist.get_world_size() == world_size:
             return
         dist.destroy_process_group()
     if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):
-        importlib.import_module("torch.distributed._tools.fake_collectives")  # adds them; delete with torch < 2.11
+        importlib.import_module("torch.distributed._tools.fake_collectives")  # registers them; delete with torch < 2.11
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
 
 
@@ -248,7 +249,7 @@ def _on_fake_device(cfg: DictConfig) -> DictConfig:
 
 
 def _recipe_of(cfg: DictConfig) -> Any:
-    """The recipe of the method as its own set-up finds it, but that it reads no checkpoint and takes fake weights."""
+    """The method's recipe, set up as usual, but with fake weights instead of a checkpoint."""
     module: Any = importlib.import_module(f"adaptive_{method_of(cfg)}_distributed")
     names = module.StockRecipe._setup_model.__globals__
     if not isinstance(names["training"], _TrainingOnFakes):
@@ -261,29 +262,29 @@ def _recipe_of(cfg: DictConfig) -> Any:
 
 
 class _WithoutRanks(AdaptiveRecipe):
-    """Stands between a recipe of ours and the stock one: agrees on nothing with ranks that do not exist."""
+    """A base class between an adaptive and its stock recipe: it skips the agreement with ranks that do not exist."""
 
     def __init__(self, cfg: DictConfig) -> None:
         super(AdaptiveRecipe, self).__init__(cfg=cfg)  # pyright: ignore[reportCallIssue]
 
 
 def _set_up_models(recipe: Any, cfg: DictConfig, num_layers: int | None) -> list[int]:
-    """Build the recipe's models, the trained one first, and return how many layers those of the config have.
+    """Build the recipe's models, the trained one first, and return how many layers the config's models have.
 
     Raises:
-        InputError: one of them is no text model.
+        InputError: one of them is not a text model.
     """
     method, true_nums = method_of(cfg), []
 
     def built(set_up: Callable[..., nn.Module], key: str) -> nn.Module:
-        # Selective checkpointing counts layers over all models of a process: delete when torchtune begins anew.
+        # Selective checkpointing counts layers over all models of a process: delete when torchtune resets the count.
         vars(torchtune_activations.checkpoint_wrapper).pop("_count", None)
         shards = cfg.get("custom_sharded_layers", None)
         values = {
             **dict.fromkeys(("cfg_model", "model_cfg"), cfg[key]),
             "enable_activation_checkpointing": cfg.get("enable_activation_checkpointing", False),
             "enable_activation_offloading": cfg.wants_offloading,
-            "fsdp_cpu_offload": False,  # what is on the host is told apart by its kind
+            "fsdp_cpu_offload": False,  # tensors in host memory are marked by their kind
             "reshard_after_forward": cfg.get("fsdp_reshard_after_forward", True),
             "custom_sharded_layers": None if key == "model" and method in _WITHOUT_CUSTOM_SHARDS else shards,
             "ac_mode": cfg.get("ac_mode", None),
@@ -309,7 +310,7 @@ def _set_up_models(recipe: Any, cfg: DictConfig, num_layers: int | None) -> list
     if method == "knowledge_distillation":
         recipe._teacher_model = built(recipe._setup_teacher_model, "teacher_model")
         if recipe.world_size == 1:
-            # As stock's recipe for one device, which clips gradients, and whose teacher's parameters want gradients.
+            # As the stock recipe for one device: it clips gradients, and its teacher's parameters require gradients.
             recipe._clip_grad_norm = cfg.get("clip_grad_norm", None)
             recipe._teacher_model.requires_grad_(True)
     return true_nums
@@ -321,7 +322,7 @@ def _set_up_optimizer_and_loss(recipe: Any, cfg: DictConfig) -> None:
     recipe._optimizer = recipe._setup_optimizer(**{name: value for name, value in how.items() if name in taken})
     recipe._loss_fn = config.instantiate(cfg.loss)
     is_distillation = method_of(cfg) == "knowledge_distillation"
-    # Only these recipes take the new loss that torchtune returns for one without chunks.
+    # Only these recipes use the new loss that torchtune returns for a loss without chunks.
     compiles_whole = is_distillation or (method_of(cfg) == "lora_finetune" and recipe.world_size == 1)
     if recipe._compile:
         _compile_loss(recipe._loss_fn, also_whole=compiles_whole)
@@ -335,30 +336,30 @@ def _set_up_optimizer_and_loss(recipe: Any, cfg: DictConfig) -> None:
             _compile_loss(kd_loss, also_whole=True)
         kd_chunks = getattr(kd_loss, "num_output_chunks", None)
         if kd_chunks != chunks:
-            raise InputError(f"`kd_loss` must take as many chunks as `loss` ({chunks}), but takes {kd_chunks} instead.")
+            raise InputError(f"`kd_loss` must have as many chunks as `loss` ({chunks}), but has {kd_chunks} instead.")
         recipe._kd_loss_fn = _reading_numbers(kd_loss)
 
 
 def _require_no_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose step computes the loss itself, again and again: no recipe gives it a function for that.
+    """Refuse an optimizer whose step evaluates the loss itself: no recipe passes it a closure.
 
     Raises:
-        InputError: it is one.
+        InputError: the optimizer needs a closure.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         name = type(optimizer).__name__
-        raise InputError(f"`optimizer` must be one whose step takes no closure, but {name} needs one.")
+        raise InputError(f"`optimizer` must be one whose step needs no closure, but {name} needs one.")
 
 
 def _compile_loss(loss: nn.Module, *, also_whole: bool) -> None:
-    from torchtune_adaptive.plan.compiled_code import compile_loss  # needs AOTAutograd, which takes time to import
+    from torchtune_adaptive.plan.compiled_code import compile_loss  # AOTAutograd takes time to import
 
     compile_loss(loss, also_whole=also_whole)
 
 
 def _reading_numbers(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, which may read numbers from fake tensors: distillation's loss counts tokens, Adafactor takes norms."""
+    """``call`` with values of fake tensors readable: distillation's loss counts tokens, Adafactor computes norms."""
 
     @functools.wraps(call)
     def reading(*args: Any, **kwargs: Any) -> Any:
@@ -369,7 +370,7 @@ def _reading_numbers(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _NumbersOfFakes(TorchDispatchMode):
-    """Inside, what is read from a fake tensor is False if it is a truth value, and 1 if it is a number."""
+    """Context: a value read from a fake tensor is False if it is a bool, and 1 if it is a number."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -379,7 +380,7 @@ class _NumbersOfFakes(TorchDispatchMode):
 
 
 class _TrainingOnFakes:
-    """``torchtune.training`` as the stock recipe sees it, but that models keep the meta tensors they were built of."""
+    """``torchtune.training`` for the stock recipe, except that models keep the meta tensors they were built with."""
 
     def __init__(self, training: Any) -> None:
         self._training = training
@@ -389,7 +390,7 @@ class _TrainingOnFakes:
 
     def load_from_full_model_state_dict(self, model: nn.Module, *_: Any, **__: Any) -> tuple[list[str], list[str]]:
         for module in model.modules():
-            if isinstance(module, DoRALinear):  # would compute its magnitude of the weights
+            if isinstance(module, DoRALinear):  # would compute its magnitude from the weights
                 module.initialize_dora_magnitude = lambda: None
         return [], []
 
@@ -408,7 +409,7 @@ class _TrainingOnFakes:
 
 @contextmanager
 def _optimizers_choose_as_on_cuda() -> Iterator[None]:
-    """On CUDA an optimizer told nothing takes its step over lists of tensors, on a CPU over one after the other."""
+    """By default an optimizer steps over lists of tensors (foreach) on CUDA, and over single tensors on a CPU."""
     module: Any = sys.modules["torch.optim.optimizer"]
     devices = module._get_foreach_kernels_supported_devices
     module._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
@@ -420,9 +421,9 @@ def _optimizers_choose_as_on_cuda() -> Iterator[None]:
 
 @contextmanager
 def _shardings_worked_out_unseen() -> Iterator[None]:
-    """Hide from traces how DTensor works out shardings: on fake tensors of global shapes, which no real step makes.
+    """Hide from traces how DTensor derives shardings: on fake tensors of global shapes, which no real step makes.
 
-    Up to torch 2.11 it does so again in each operation on lists of fake tensors. Delete with torch < 2.12.
+    Up to torch 2.11 it derives them again in each operation on lists of fake tensors. Delete with torch < 2.12.
     """
     propagator: Any = ShardingPropagator
     propagate = propagator._propagate_tensor_meta_non_cached

@@ -1,7 +1,7 @@
 """Memory that CUDA lets a process use on known GPUs.
 
 A vendor's "80 GB", the size that `nvidia-smi` reports and the size that CUDA lets a process use all differ. For an
-A100 80GB the second is 81920 MiB, which is 85.9 decimal GB, and the third is some 700 MiB less. A forecast needs the
+A100 80GB the second is 81920 MiB, which is 85.9 decimal GB, and the third is about 700 MiB less. A forecast needs the
 third, which torch calls "total capacity". Where sources differ, the table has the smallest figure.
 """
 
@@ -19,9 +19,9 @@ _GIB = 2**30
 # An estimate of what the driver reserves of the memory that `nvidia-smi` reports. Where both figures were found it is
 # 451 MiB (T4) to 881 MiB (A100 80GB), neither a fixed size nor a fixed share, so this is above the largest.
 _DRIVER_BYTES = 896 * _MIB
-# An estimate: a size without unit below this cannot be a GPU's memory; its unit was forgotten.
+# An estimate: a smaller size without a unit cannot be a GPU's memory; the unit must be missing.
 _SMALLEST_BARE_BYTES = _MIB
-# Parts of a name that may be left out: the maker, the brand, the form and the kind of memory.
+# Parts of a name that may be left out: vendor, brand, form factor and kind of memory.
 _OPTIONAL_PARTS = re.compile(r"nvidia|amd|instinct|geforce|tesla|rtx|generation|sxm[0-9]?|pcie|hbm[0-9]?e?|[^a-z0-9]")
 
 
@@ -39,8 +39,8 @@ def _seen_by_cuda(memory_bytes: float, source: str, *, is_amd: bool = False) -> 
 
 
 def _reported(memory_bytes: int, source: str, *, is_amd: bool = False) -> Gpu:
-    """A GPU for which only the driver's own figure was found, less what the driver may reserve."""
-    said = f"reported by the driver, less {_DRIVER_BYTES // _MIB} MiB: {source}"
+    """A GPU for which only the driver's figure is known, minus what the driver may reserve."""
+    said = f"reported by the driver, minus {_DRIVER_BYTES // _MIB} MiB: {source}"
     return Gpu(memory_bytes - _DRIVER_BYTES, said, is_amd)
 
 
@@ -101,11 +101,11 @@ def is_amd(text: str) -> bool:
 def memory_of(text: str) -> int:
     """Bytes that a process can use on a GPU, given by its name or as a size with a unit.
 
-    Case, separators, maker and form do not matter: "NVIDIA A100-SXM4-80GB" is "a100 80gb". "H100" means the 80 GB
-    version; "A100" and "V100" need their size in the name. A size is taken as it is, with nothing reserved.
+    Case, separators, vendor and form factor do not matter: "NVIDIA A100-SXM4-80GB" is "a100 80gb". "H100" means the
+    80 GB version; "A100" and "V100" need their size in the name. A size is used as it is, with nothing reserved.
 
     Raises:
-        InputError: neither a size nor a known name, or the name of GPUs of several sizes; the sentence quotes it.
+        InputError: ``text`` is neither a size nor a known name, or it names GPUs of several sizes.
 
     >>> memory_of("80GiB") / 2**30, memory_of("h100") == memory_of("H100 80GB HBM3")
     (80.0, True)

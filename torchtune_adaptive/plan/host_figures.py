@@ -1,4 +1,4 @@
-"""What the models and optimizers of a config have to do with host memory."""
+"""How much host memory the models and optimizers of a config need."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,8 +15,8 @@ from torchtune_adaptive.plan.host_memory import pinned_bytes
 
 _CONVERTING = "torchtune.training.FullModelHFCheckpointer"
 _PERMUTED = ("q_proj.weight", "k_proj.weight")
-# Which weights torchtune copies when it converts a checkpoint as it loads and as it saves, by the type of model; those
-# that are not named here permute the heads of queries and keys both times. The others only rename and split.
+# Which weights torchtune copies when it converts a checkpoint at loading and at saving, by the type of model. Types not
+# listed here permute the heads of queries and keys both times. The others only rename and split.
 _COPIED: MappingProxyType[str, tuple[tuple[str, ...], tuple[str, ...]]] = MappingProxyType(
     {"QWEN2": ((), ())}
     | dict.fromkeys(("PHI3_MINI", "PHI4"), ((), (*_PERMUTED, "v_proj.weight", "w1.weight", "w3.weight")))
@@ -33,7 +33,7 @@ def host_figures(
     """The figures for ``HostFigures.from_flat`` of ``models``, the trained one first, as they are on one rank.
 
     Args:
-        activation_bytes_per_token: of each activation that a forward pass offloads.
+        activation_bytes_per_token: bytes per token of each activation that a forward pass offloads.
     """
     trained, *frozen = models
     optimizers = list(optimizers)
@@ -65,7 +65,7 @@ def host_figures(
 
 
 def _copied_names(cfg: DictConfig, key: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The ends of names of the weights that the checkpointer of ``key`` copies as it loads, and as it saves."""
+    """Suffixes of the names of weights that the checkpointer of ``key`` copies at loading, and at saving."""
     checkpointer: Any = cfg.get(key) or {}
     if checkpointer.get("_component_") != _CONVERTING:
         return (), ()
@@ -77,12 +77,12 @@ def _named_bytes(model: nn.Module, ends: tuple[str, ...]) -> int:
 
 
 def _whole_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of the tensors over all ranks, in the data types that they have where they are not quantized."""
+    """Bytes of the tensors over all ranks, in their data types before quantization."""
     return sum(one.numel() * one.dtype.itemsize for one in tensors if isinstance(one, torch.Tensor))
 
 
 def _whole_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of its state over all ranks: stand-ins have plain tensors for the local part of a sharded parameter."""
+    """Bytes of its state over all ranks. Stand-ins hold plain tensors for the local part of a sharded parameter."""
     whole_bytes = getattr(optimizer, "whole_paged_bytes", 0)
     for parameter, values in optimizer.state.items():
         tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]

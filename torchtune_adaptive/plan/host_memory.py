@@ -1,24 +1,24 @@
 """How much host memory a machine needs while a run loads, searches, trains and saves.
 
-A checkpoint's files are mapped, not read: ranks share them in the page cache, which the system can take back, so that
-they are not counted. What is counted cannot be taken back: tensors that torchtune copies when it converts a checkpoint,
-what is offloaded, the search's copies, what rank 0 gathers to save, and each process itself.
+Not counted: checkpoint files. They are memory-mapped, and the system can drop them from its page cache.
+Counted: tensors that torchtune copies when it converts a checkpoint, offloaded tensors, the search's copies, the
+tensors that rank 0 gathers to save, and each process itself.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _MIB = 2**20
-# Each rank's Python with torch, torchtune and all else that a recipe imports: 290 MiB of anonymous memory measured on a
-# CPU (benchmarks/results/host_memory_cpu.md), rounded up. What data sets hold is not known.
+# Each rank's Python with all modules that a recipe imports: 290 MiB of anonymous memory measured on a CPU
+# (benchmarks/results/host_memory_cpu.md), rounded up. The memory of data sets is not known.
 PROCESS_BYTES = 320 * _MIB
 # What CUDA adds to it: 1122 MiB (github.com/pytorch/pytorch/issues/12873, before kernels were loaded at their first
-# use). Nobody has measured it here.
+# use). It has not been measured here.
 CUDA_PROCESS_BYTES = 1122 * _MIB
 
 
 def pinned_bytes(num_bytes: int) -> int:
-    """What torch's allocator of pinned memory takes for ``num_bytes``: the next power of two.
+    """Bytes that torch's allocator of pinned memory allocates for ``num_bytes``: the next power of two.
 
     See ``CachingHostAllocator.h``; its ``pinned_max_round_threshold_mb`` would change it.
 
@@ -30,18 +30,18 @@ def pinned_bytes(num_bytes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class HostFigures:
-    """What a config's models and optimizers have to do with host memory, in bytes.
+    """What the host memory of a run depends on: figures of a config's models and optimizers, in bytes.
 
     Attributes:
-        weights, frozen_weights: of the trained model, and of all others, over all ranks.
-        load_copies, frozen_load_copies: of these, what is copied on every rank when checkpoints are converted.
-        save_copies: of the trained model's, what is copied on rank 0 when a checkpoint is converted.
+        weights, frozen_weights: weights of the trained model, and of all others, over all ranks.
+        load_copies, frozen_load_copies: the part of these that every rank copies when it converts checkpoints.
+        save_copies: the part of ``weights`` that rank 0 copies when it converts a checkpoint.
         local: a rank's parameters and buffers.
-        trained: of these, what is trained, and all buffers.
-        state, whole_state: the optimizers' state, of a rank and over all ranks.
-        offloaded_weights: a rank's parameters, pinned, if they are kept on the host.
-        offloaded: what a rank keeps on the host in all steps: parameters, gradients and optimizer state.
-        activations: how many offloaded activations have so many bytes per token, by these bytes.
+        trained: the part of ``local`` that is trained, and all buffers.
+        state, whole_state: optimizer state of a rank, and over all ranks.
+        offloaded_weights: a rank's pinned parameters, if they are kept in host memory.
+        offloaded: what a rank keeps in host memory in all steps: parameters, gradients and optimizer state.
+        activations: the number of offloaded activations, by their bytes per token.
     """
 
     weights: int = 0
@@ -59,7 +59,7 @@ class HostFigures:
 
     @classmethod
     def from_flat(cls, figures: Mapping[str, int]) -> "HostFigures":
-        """The figures by their names, with the entries of ``activations`` among them.
+        """Build the figures from one flat dictionary, which has the entries of ``activations`` too.
 
         >>> HostFigures.from_flat({"weights": 8, "4096": 32}).activations
         {'4096': 32}
@@ -70,19 +70,19 @@ class HostFigures:
         )
 
     def activation_bytes(self, num_tokens: int) -> int:
-        """What activations of a micro-step of ``num_tokens`` tokens take on the host, pinned."""
+        """Pinned host memory of the offloaded activations of a micro-step with ``num_tokens`` tokens."""
         return sum(count * pinned_bytes(int(size) * num_tokens) for size, count in self.activations.items())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How a run is started, as far as host memory depends on it.
+    """The launch options on which host memory depends.
 
     Attributes:
-        world_size, ranks: ranks of the run, and of the machine.
-        on_cpu: whether what a rank computes with lies in host memory as well.
-        saves_state: whether torchtune's checkpoints have the optimizers' state: all but that of the last epoch have.
-        saves_in_background: whether checkpoints are written from copies beside training.
+        world_size, ranks: number of ranks of the run, and of the machine.
+        on_cpu: whether the ranks compute on the CPU, in host memory.
+        saves_state: whether torchtune's checkpoints before the last epoch include optimizer state.
+        saves_in_background: whether checkpoints are written from copies while training continues.
     """
 
     world_size: int
@@ -94,13 +94,13 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class HostPlan:
-    """Host memory of a machine with ``ranks`` ranks, the first among them.
+    """Host memory of a machine with ``ranks`` ranks, rank 0 among them.
 
     Attributes:
-        process_bytes: of all processes, without their tensors.
-        tensor_bytes: by what a run does; "search again" is that of a resumed run, or while it trains.
-        file_bytes: of checkpoints in the page cache, which are not counted.
-        temporary_file_bytes: on disk, of the copies that a search makes of tensors on the host.
+        process_bytes: memory of all processes, without their tensors.
+        tensor_bytes: tensors by stage of a run. "search again" is the search of a resumed run or during training.
+        file_bytes: checkpoint files in the page cache, which are not counted.
+        temporary_file_bytes: disk space for the search's copies of tensors in host memory.
     """
 
     ranks: int
@@ -111,21 +111,21 @@ class HostPlan:
 
     @property
     def peak_bytes(self) -> float:
-        """The most that processes and tensors take."""
+        """Peak of processes and tensors."""
         return self.process_bytes + max(self.tensor_bytes.values())
 
 
 def plan_host(figures: HostFigures, launch: Launch, *, step_bytes: float, num_tokens: int) -> HostPlan:
-    """Plan the host memory of a run whose micro-steps have ``num_tokens`` tokens, and take ``step_bytes`` of a rank.
+    """Plan the host memory of a run. A micro-step has ``num_tokens`` tokens and needs ``step_bytes`` of a rank.
 
-    What rank 0 gathers is for torchtune's recipes for several ranks; on one device they need at most as much.
+    What rank 0 gathers is that of torchtune's recipes for several ranks. On one device they need at most as much.
     """
     ranks, on_cpu = launch.ranks, launch.on_cpu
     loaded = figures.local if on_cpu else figures.offloaded_weights
     in_steps = step_bytes if on_cpu else figures.offloaded + figures.activation_bytes(num_tokens)
-    # Pinned memory is kept for the next step. A CPU gives back activations.
+    # Pinned memory is kept for the next step. On a CPU activations are freed.
     after_steps = figures.local + figures.state if on_cpu else in_steps
-    # The search copies tensors that lie on the host to a temporary file, not to memory.
+    # The search copies tensors in host memory to a temporary file, not to memory.
     to_file = on_cpu or figures.offloaded_weights > 0
     copied, copied_state = (0, 0) if to_file else (figures.trained, figures.state)
     shares_weights = on_cpu and launch.world_size == 1

@@ -1,4 +1,4 @@
-"""Kernels of compiled code: which of them Inductor fuses into one, and in which order they run."""
+"""Kernels of compiled code: which ones Inductor fuses, and in which order they run."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Part:
-    """Reads and makes buffers, which are numbered; ``order`` is its place in the code before kernels are fused."""
+    """Reads and allocates numbered buffers. ``order`` is its position in the code before fusion."""
 
     order: int
     read: frozenset[int]
@@ -16,10 +16,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One part, or several that are fused, in order.
+    """One part, or several fused parts in order.
 
     Attributes:
-        elements: that it loops over; None: it cannot be fused with others.
+        elements: how many elements it loops over; None: it cannot be fused with others.
     """
 
     parts: tuple[Part, ...]
@@ -27,7 +27,7 @@ class Kernel:
 
     @property
     def order(self) -> int:
-        """The place of its first part."""
+        """The position of its first part."""
         return self.parts[0].order
 
     @cached_property
@@ -37,24 +37,25 @@ class Kernel:
 
     @cached_property
     def read(self) -> frozenset[int]:
-        """Buffers that are there before."""
+        """Buffers that exist before it runs."""
         return frozenset().union(*(part.read for part in self.parts)) - self.made
 
     def merged(self, other: "Kernel") -> "Kernel":
-        """This kernel and ``other`` as one."""
+        """This kernel fused with ``other``."""
         return Kernel(tuple(sorted(self.parts + other.parts, key=lambda part: part.order)), self.elements)
 
     def shared(self, other: "Kernel") -> frozenset[int]:
-        """Buffers that one kernel instead of two would touch only once."""
+        """Buffers that the fused kernel would access once instead of twice."""
         return (self.read | self.made) & (other.read | other.made)
 
 
 def fused(kernels: Iterable[Kernel], nbytes: Sequence[int]) -> list[Kernel]:
-    """``kernels`` in the order in which they run, after those are fused that loop over as many elements and share
-    buffers: first those that share the most bytes.
+    """The fused ``kernels`` in the order in which they run.
+
+    Kernels that loop over equally many elements and share buffers are fused, first those that share the most bytes.
 
     Args:
-        nbytes: of each buffer.
+        nbytes: bytes of each buffer.
     """
     kernels = list(kernels)
     while True:
@@ -83,7 +84,7 @@ def _pairs(kernels: Sequence[Kernel], nbytes: Sequence[int]) -> list[tuple[Kerne
 
 
 def _depends_through_others(kernel: Kernel, on: Kernel, makers: dict[int, Kernel]) -> bool:
-    """Whether ``kernel`` needs a buffer that is computed, by other kernels, of what ``on`` makes."""
+    """Whether ``kernel`` needs a buffer that other kernels compute from the outputs of ``on``."""
     seen: set[int] = set()
     waiting = [number for number in kernel.read if makers.get(number) is not on]
     while waiting:
@@ -99,9 +100,9 @@ def _depends_through_others(kernel: Kernel, on: Kernel, makers: dict[int, Kernel
 
 
 def _in_order(kernels: Iterable[Kernel]) -> list[Kernel]:
-    """The kernels by their places, but each after those whose buffers it reads."""
+    """The kernels by position, but each after the kernels whose buffers it reads."""
     makers = {number: kernel for kernel in kernels for number in kernel.made}
-    ordered: dict[int, Kernel] = {}  # by place
+    ordered: dict[int, Kernel] = {}  # by position
 
     def add(kernel: Kernel) -> None:
         if kernel.order not in ordered:

@@ -1,11 +1,11 @@
 """Extrapolate a step's timeline to a model of many layers from two models of few layers.
 
-All layers between the first and the last are alike. So live bytes at the n-th operation of a phase grow linearly with
-the number of layers, and so do those at the n-th operation from the phase's end. Every layer between adds the same
-number of bytes: memory in between rises or falls steadily, and the peak is near one of the ends. The peak is therefore
-at an operation that can be counted from the start or from the end of its phase.
+All layers between the first and the last are equal. So live bytes at the n-th operation of a phase grow linearly with
+the number of layers, and so do those at the n-th operation from the phase's end. Every inner layer adds the same
+number of bytes. Memory therefore rises or falls steadily between both ends, and the peak is near one of them. Its
+operation can be counted from the start or from the end of its phase.
 
-A phase that goes through all parameters several times, each time with one operation, is treated as several phases.
+A phase that loops over all parameters several times, each time with one operation, is treated as several phases.
 """
 
 from collections.abc import Iterator
@@ -20,11 +20,10 @@ def extrapolate_layers(few: Timeline, more: Timeline, *, layers: tuple[int, int]
 
     Args:
         few: a timeline with ``layers[0]`` layers.
-        more: a timeline of the same batch size with ``layers[1]`` layers. If layers of different sorts alternate, the
+        more: a timeline of the same batch size with ``layers[1]`` layers. If layers of different kinds alternate, the
             difference is a whole period of them.
-
     Returns:
-        None if the operations do not repeat as layers do.
+        None if the operations do not repeat layer by layer.
 
     >>> few = Timeline(2, ("in", "layer", "layer", "out"), (1, 2, 3, 4), ("forward",) * 4)
     >>> more = Timeline(2, ("in", "layer", "layer", "layer", "out"), (1, 2, 3, 4, 5), ("forward",) * 5)
@@ -50,7 +49,7 @@ def extrapolate_layers(few: Timeline, more: Timeline, *, layers: tuple[int, int]
 def _aligned_operations(
     few: tuple[str, ...], few_phases: tuple[str, ...], more: tuple[str, ...], more_phases: tuple[str, ...]
 ) -> tuple[tuple[int, int], ...] | None:
-    """Index pairs of the same operation in both steps; None if the operations do not repeat as layers do.
+    """Index pairs of the same operation in both steps; None if the operations do not repeat layer by layer.
 
     In each phase the first operations are counted from its start, the others from its end.
 
@@ -74,11 +73,11 @@ def _aligned_operations(
 
 
 def _num_from_start(short: list[str], long: list[str]) -> int | None:
-    """How many operations of ``short`` to count from the start; None if the operations do not repeat as layers do.
+    """How many operations of ``short`` to count from the start; None if the operations do not repeat layer by layer.
 
-    Some operations agree whether counted from the start or from the end: those of inner layers. The number returned
-    ends in the middle of them, so that there are inner layers on both sides. They must be at least as many as ``long``
-    has more operations than ``short``, which is one period of layers.
+    Operations of inner layers match both when counted from the start and when counted from the end. The number
+    returned ends in the middle of them. There must be at least one period of layers of them, which is by how many
+    operations ``long`` is longer than ``short``.
     """
     num_same_from_start = _num_same(short, long)
     first_same_from_end = len(short) - _num_same(short[::-1], long[::-1])
@@ -112,7 +111,7 @@ def _split_phase(
 
 
 def _runs(names: tuple[str, ...], *, start: int = 0) -> Iterator[tuple[str, range]]:
-    """Runs of equal names in order, each with the range of its indices, which begin at ``start``."""
+    """Runs of equal names in order, each with its range of indices. The first index is ``start``."""
     for name, run in groupby(names):
         length = len(list(run))
         yield name, range(start, start + length)

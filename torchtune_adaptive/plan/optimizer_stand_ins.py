@@ -1,4 +1,4 @@
-"""Stand-ins for optimizers that fake tensors cannot run: they hold the same state, and what a step takes beside it."""
+"""Stand-ins for optimizers that cannot run on fake tensors: they allocate the same state and temporary memory."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from torchtune_adaptive.memory.operations import local_part
 from torchtune_adaptive.plan.host_memory import pinned_bytes
 
 _BITSANDBYTES = re.compile(r"bitsandbytes\.optim\.(Paged)?([A-Z][A-Za-z]*?)(8bit|32bit)?")
-# Tensors of state that a parameter has, by the optimizer's name.
+# Number of state tensors per parameter, by the optimizer's name.
 _STATES = MappingProxyType(
     {"Adam": 2, "AdamW": 2, "LAMB": 2, "Lion": 1, "RMSprop": 1, "Adagrad": 1, "LARS": 1, "SGD": 1, "AdEMAMix": 3}
 )
@@ -25,10 +25,10 @@ _TORCHAO_OFFLOADING = re.compile(r"torchao\.(?:optim|prototype\.low_bit_optim)\.
 
 
 def stand_in_for_optimizer(optimizer: DictConfig) -> DictConfig:
-    """Return the `optimizer` of a config, or a stand-in if fake tensors cannot run it.
+    """Return the `optimizer` of a config, or a stand-in if it cannot run on fake tensors.
 
     Raises:
-        InputError: it is an optimizer of bitsandbytes whose state is not known.
+        InputError: it is an optimizer of bitsandbytes whose state is unknown.
     """
     component = str(optimizer._component_)
     if match := _TORCHAO.fullmatch(component):
@@ -51,14 +51,14 @@ def _stand_in(optimizer: type, **options: Any) -> DictConfig:
 
 
 class _StandIn(torch.optim.Optimizer):
-    """Makes ``_state_of`` each parameter that has a gradient, once, and takes ``_take_step`` of it in each step."""
+    """Creates ``_state_of`` once for each parameter with a gradient, and calls ``_take_step`` for it in each step."""
 
     def __init__(self, params: Iterable[nn.Parameter], *, lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Take a step of each parameter that has a gradient."""
+        """Run the step of each parameter that has a gradient."""
         for parameter in (one for group in self.param_groups for one in group["params"] if one.grad is not None):
             if parameter not in self.state:
                 self.state[parameter].update(self._state_of(parameter))
@@ -69,19 +69,17 @@ class _StandIn(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _take_step(self, parameter: nn.Parameter) -> None:
-        """Allocate what a step of ``parameter`` needs beside its state, and let go of it."""
+        """Allocate and free the temporary memory that a step of ``parameter`` needs beside its state."""
 
 
 class BlockwiseOptimizer(_StandIn):
-    """Holds the state of bitsandbytes' optimizers, whose step runs one kernel for each parameter.
+    """Holds the state of bitsandbytes' optimizers, whose step runs one kernel per parameter.
 
-    State of 8 bits has a scale for each block, and small parameters have state of 32 bits. Paged state of large
-    parameters is in managed memory, which can move to the host; it is not allocated here, only counted. See
-    ``get_state_buffer`` and ``init_state`` in bitsandbytes/optim/optimizer.py; blocks have 256 elements since release
-    0.45, and had 2048 before.
-
+    8-bit state has a scale for each block; small parameters have 32-bit state. Paged state of large parameters is in
+    managed memory, which can move to the host. It is counted here, but not allocated. See ``get_state_buffer`` and
+    ``init_state`` in bitsandbytes/optim/optimizer.py. Blocks have 256 elements since release 0.45, and had 2048 before.
     Attributes:
-        paged_bytes, whole_paged_bytes: paged state, of this rank and over all ranks.
+        paged_bytes, whole_paged_bytes: bytes of paged state, of this rank and over all ranks.
     """
 
     _SMALL_FOR_8_BITS, _SMALL_FOR_PAGES, _BLOCK = 4096, 100_000, 256
@@ -109,14 +107,14 @@ class BlockwiseOptimizer(_StandIn):
 
 @dataclass(frozen=True)
 class _Format:
-    """How torchao keeps one of Adam's two states.
+    """How torchao stores one of Adam's two states.
 
     Attributes:
-        bytes_per_element: of the codes.
+        bytes_per_element: bytes of a code.
         block: elements that share a scale.
-        codes_of_map: entries of the table that gives a code its value.
-        taken_per_element: bytes that the compiled step of a parameter takes beside both states: buffers that Inductor's
-            code for a CPU allocates (torch 2.13, torchao 0.15). What it takes on a GPU nobody has measured here.
+        codes_of_map: entries of the table that maps codes to values.
+        taken_per_element: temporary bytes of a parameter's compiled step: buffers that Inductor's code for a CPU
+            allocates (torch 2.13, torchao 0.15). Not measured on a GPU.
     """
 
     bytes_per_element: float
@@ -131,10 +129,10 @@ _FORMATS = MappingProxyType(
 
 
 class LowBitAdam(_StandIn):
-    """Holds the state of torchao's Adam and AdamW of 8 bits, 4 bits or float8, and what their compiled step takes.
+    """Holds the state of torchao's 8-bit, 4-bit and float8 Adam and AdamW, and the memory of their compiled step.
 
-    Parameters whose local part has fewer than 4096 elements, or no whole number of blocks, have state like themselves
-    (``_new_buffer`` in torchao/optim/adam.py).
+    A parameter whose local part has fewer than 4096 elements, or is not a whole number of blocks, has state of its own
+    shape and type (``_new_buffer`` in torchao/optim/adam.py).
     """
 
     _SMALL = 4096
@@ -170,10 +168,9 @@ class LowBitAdam(_StandIn):
 class OptimizerOnHost(_StandIn):
     """Holds what torchao's ``CPUOffloadOptimizer`` holds on the device: the state of small parameters.
 
-    With ``offload_gradients`` the gradient of a larger parameter is freed as soon as it is complete.
-
+        With ``offload_gradients`` the gradient of a larger parameter is freed as soon as it is complete.
     Attributes:
-        host_bytes: what this rank holds on the host: pinned copies of larger parameters and gradients, and their state.
+        host_bytes: this rank's host memory: pinned copies of larger parameters and gradients, and their state.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""What a GPU adds to the live bytes that a trace counts.
+"""The memory overhead of a GPU, beside the live bytes that a trace counts.
 
     reserved by the allocator = (traced + workspaces + scratch per token) * (1 + fragmentation)
-    used of the card          = outside the allocator (CUDA context, NCCL) + reserved
+    used on the GPU           = outside the allocator (CUDA context, NCCL) + reserved
 
-The constants are for a GPU that nobody has calibrated. They are others' measurements, each with its source, or our
-estimates where a comment says so. None was measured for this project; ``tune-adaptive calibrate`` replaces them.
+The constants are for a GPU without a calibration. They are published measurements, each with its source, or estimates
+where a comment says so. None was measured for this project. ``tune-adaptive calibrate`` replaces them.
 """
 
 import json
@@ -19,18 +19,18 @@ from torchtune_adaptive.files import write_whole
 _MIB = 2**20
 CALIBRATION_VERSION = 1
 
-# CUDA context and the kernels loaded into it. Right after its creation 426 MiB (RTX 6000 Ada, torch 2.10 for CUDA 13:
+# CUDA context and the kernels loaded into it. A new context takes 426 MiB (RTX 6000 Ada, torch 2.10 for CUDA 13:
 # github.com/unslothai/unsloth-zoo/pull/1053) or 616 MiB (github.com/LMCache/LMCache/issues/4019). It grows when kernels
 # are loaded at their first use. No source says by how much: 152 MiB above the larger figure is an estimate.
 CONTEXT_BYTES = 768 * _MIB
 # A communicator of a single rank: NCCL 2.28 on B300 allocates 536870912 bytes at the first collective
-# (github.com/NVIDIA/nccl/issues/2363). A recipe that trains in a single process makes such a group too.
+# (github.com/NVIDIA/nccl/issues/2363). A recipe with a single process creates such a group too.
 ONE_RANK_NCCL_BYTES = 512 * _MIB
 # A communicator of more ranks: 544 to 688 MiB on four A100 (github.com/NVIDIA/nccl/issues/964); about 1.6 GB, which
-# seems to be all that the process holds (github.com/NVIDIA/nccl/issues/864). An estimate between the two, for one
+# seems to be the whole process (github.com/NVIDIA/nccl/issues/864). An estimate between the two, for one
 # group; more groups take more.
 NCCL_BYTES = 1024 * _MIB
-# All that lies outside the allocator on one of several of AMD's GPUs, mostly RCCL: processes of 13.6 to 14.0 GB, less
+# Memory outside the allocator on one of several AMD GPUs, mostly RCCL: processes of 13.6 to 14.0 GB, less
 # 5.65 GiB reserved, on 8 MI355X ("OTel" in benchmarks/published_gpu.json): 7.0 to 7.4 GiB. Of a single one nothing is
 # known.
 OUTSIDE_BYTES_ON_AMD = 7424 * _MIB
@@ -58,11 +58,11 @@ CALIBRATED_UNCERTAINTY_BYTES, CALIBRATED_UNCERTAINTY_FRACTION = 256 * _MIB, 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What was measured on one GPU with one version of torch, in bytes, as ``tune-adaptive calibrate`` writes it.
+    """Measurements of one GPU with one version of torch, in bytes, as ``tune-adaptive calibrate`` writes them.
 
     ``bytes_per_token`` was measured with a model whose heads times head dimension is ``attention_width``.
-    ``fragmentation`` is reserved over allocated bytes, less 1. ``misfit_bytes`` is the largest difference between the
-    measured steps and these figures.
+    ``fragmentation`` is the ratio of reserved to allocated bytes, minus 1. ``misfit_bytes`` is the largest difference
+    between the measured steps and these figures.
     """
 
     gpu: str
@@ -86,7 +86,7 @@ class Calibration:
         """Read the figures from the file at ``path``.
 
         Raises:
-            InputError: the file cannot be read, is of another version, or its values are not those of a calibration.
+            InputError: the file cannot be read, has another version, or its values are not those of a calibration.
         """
         name = quote(str(path))
         try:
@@ -111,15 +111,15 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """What a GPU adds to traced bytes; by default nothing.
+    """The memory overhead of a GPU, beside traced bytes; zero by default.
 
     Attributes:
-        outside_bytes: held by the process outside the allocator.
-        workspace_bytes: allocated by libraries, the same for every batch size.
-        bytes_per_token: allocated within kernels for each token of a micro-step, with row lengths rounded up to 128.
-        fragmentation: bytes reserved above those allocated, as a fraction of the latter.
+        outside_bytes: memory of the process outside the allocator.
+        workspace_bytes: memory of libraries, the same for every batch size.
+        bytes_per_token: memory of kernels per token of a micro-step, with row lengths rounded up to 128.
+        fragmentation: reserved minus allocated bytes, as a fraction of allocated bytes.
         uncertainty_bytes, uncertainty_fraction: the forecast may be off by the larger of the two.
-        source: where the figures come from, for people to read.
+        source: where the figures come from, as text.
 
     Raises:
         InputError: a figure is below zero or not finite.
@@ -140,16 +140,16 @@ class Overhead:
 
     @classmethod
     def none(cls) -> "Overhead":
-        """The overhead of a CPU, where traces are exact: nothing."""
+        """The overhead of a CPU, where traces are exact: zero."""
         return cls()
 
     @classmethod
     def default(
         cls, world_size: int, *, attention_width: int = 0, expandable_segments: bool = False, on_amd: bool = False
     ) -> "Overhead":
-        """Estimate the overhead of a GPU that nobody has calibrated, for one of ``world_size`` ranks.
+        """Estimate the overhead of a GPU without a calibration, for one of ``world_size`` ranks.
 
-        ``attention_width`` is the model's heads times head dimension; 0 leaves out flash attention's scratch memory.
+        ``attention_width`` is heads times head dimension; 0 leaves out flash attention's scratch memory.
 
         Raises:
             InputError: ``world_size`` is below 1 or ``attention_width`` below 0.
@@ -165,17 +165,17 @@ class Overhead:
             fragmentation=EXPANDABLE_FRAGMENTATION if expandable_segments else fragmentation,
             uncertainty_bytes=UNCERTAINTY_BYTES,
             uncertainty_fraction=UNCERTAINTY_FRACTION if is_alone else SHARDED_UNCERTAINTY_FRACTION,
-            source="from published measurements and estimates; run `tune-adaptive calibrate` on your GPU for your own",
+            source="from published measurements and estimates; run `tune-adaptive calibrate` to measure your GPU",
         )
 
     @classmethod
     def from_calibration(cls, path: Path, world_size: int, *, attention_width: int = 0) -> "Overhead":
         """The overhead of the GPU whose calibration is at ``path``, for one of ``world_size`` ranks.
 
-        A calibration measures NCCL on a single rank. For more ranks it is the default, or the measurement if larger.
+        A calibration measures NCCL on a single rank. For more ranks the default is used, or the measurement if larger.
 
         Raises:
-            InputError: the file is refused, or ``world_size`` or ``attention_width`` is out of range.
+            InputError: the file is invalid, or ``world_size`` or ``attention_width`` is out of range.
         """
         measured = Calibration.read(path)
         world_size = require_integer("world_size", world_size, minimum=1)
@@ -192,7 +192,7 @@ class Overhead:
         )
 
     def allocated_bytes(self, traced_bytes: float, *, num_tokens: int = 0) -> float:
-        """What ``torch.cuda.max_memory_allocated`` says of a micro-step of ``num_tokens`` tokens.
+        """The value of ``torch.cuda.max_memory_allocated`` for a micro-step of ``num_tokens`` tokens.
 
         >>> Overhead(workspace_bytes=50, bytes_per_token=2).allocated_bytes(1000, num_tokens=25)
         1100
@@ -200,7 +200,7 @@ class Overhead:
         return traced_bytes + self.workspace_bytes + self.bytes_per_token * num_tokens
 
     def reserved_bytes(self, traced_bytes: float, *, num_tokens: int = 0) -> float:
-        """What ``torch.cuda.max_memory_reserved`` says of it.
+        """The value of ``torch.cuda.max_memory_reserved`` for a micro-step of ``num_tokens`` tokens.
 
         >>> Overhead(workspace_bytes=50, bytes_per_token=2, fragmentation=0.5).reserved_bytes(1000, num_tokens=25)
         1650.0
@@ -208,13 +208,13 @@ class Overhead:
         return self.allocated_bytes(traced_bytes, num_tokens=num_tokens) * (1 + self.fragmentation)
 
     def uncertainty_bytes_at(self, traced_bytes: float) -> float:
-        """How far the forecast may be off at ``traced_bytes``, either way; an estimate."""
+        """How far the forecast may be off at ``traced_bytes``, in either direction; an estimate."""
         return max(self.uncertainty_bytes, self.uncertainty_fraction * traced_bytes)
 
     def usable_bytes(self, limit_bytes: float, margin: float) -> float:
-        """What a process may use of ``limit_bytes`` of a card: the rest is held back.
+        """How much of ``limit_bytes`` of a GPU a process may use. The rest is reserved as margin.
 
-        That is the fraction ``margin`` of what the allocator may reserve, which is nothing if all lies outside it.
+        The margin is the fraction ``margin`` of the bytes that the allocator may reserve.
 
         >>> Overhead(outside_bytes=300).usable_bytes(2700, 0.25)
         2100.0
@@ -222,7 +222,7 @@ class Overhead:
         return min(limit_bytes, self.outside_bytes + max(0.0, self._reservable_bytes(limit_bytes, margin)))
 
     def largest_traced_bytes(self, limit_bytes: float, margin: float, *, num_tokens: int = 0) -> float:
-        """The most traced bytes with which a process uses at most ``usable_bytes`` of a card; 0 if nothing fits.
+        """The most traced bytes with which a process uses at most ``usable_bytes`` of a GPU; 0 if nothing fits.
 
         Raises:
             InputError: ``margin`` is not in [0, 1).

@@ -1,4 +1,4 @@
-"""Which modules hold the peak of a step."""
+"""Which modules hold the memory at a step's peak."""
 
 import re
 from collections import defaultdict
@@ -15,11 +15,11 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class ModuleBytes:
-    """Bytes of the modules whose names differ in their layer's number only, as ``layers.*.attn``.
+    """Bytes of the modules whose names differ only in the layer's number, such as ``layers.*.attn``.
 
     Attributes:
-        num_modules: those that hold any.
-        kinds: bytes of each kind, of all of them together.
+        num_modules: number of modules that hold memory.
+        kinds: bytes of each kind, over all these modules.
     """
 
     module: str
@@ -29,7 +29,7 @@ class ModuleBytes:
 
 
 def modules_at_peak(events: StepEvents) -> list[ModuleBytes]:
-    """All modules that hold bytes at the step's peak, the one that holds most first."""
+    """All modules that hold memory at the step's peak, largest first."""
     names: dict[str, set[str]] = defaultdict(set)
     kinds: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(KINDS, 0))
     for one in events.live_after(events.peak_at):
@@ -46,7 +46,7 @@ def modules_at_peak(events: StepEvents) -> list[ModuleBytes]:
 
 
 def modules_text(events: StepEvents) -> str:
-    """A table of the modules that hold most at the step's peak, and where in the step that is."""
+    """A table of the modules that hold the most memory at the step's peak, and where in the step the peak is."""
     found = modules_at_peak(events)
     shown, others = found[:_SHOWN], found[_SHOWN:]
     kinds = [kind for kind in KINDS if any(kind in one.kinds for one in found)]
@@ -67,16 +67,16 @@ def modules_text(events: StepEvents) -> str:
         rows.append(row("others", others))
     return "\n".join(
         [
-            f"With a batch of {events.batch_size} rows of {events.seq_len} tokens the peak of"
-            f" {format_bytes(events.peak_bytes)} is in {operation.phase}, at {operation.name} of {operation.module}."
-            f" What each module holds then, in {unit}:",
+            f"A batch of {events.batch_size} rows of {events.seq_len} tokens has its peak of"
+            f" {format_bytes(events.peak_bytes)} in {operation.phase}, at {operation.name} of {operation.module}."
+            f" Memory of each module at the peak, in {unit}:",
             text_table([*rows, row("all", found)], num_names=1),
         ]
     )
 
 
 def step_json(events: StepEvents) -> dict[str, Any]:
-    """The step's peak and all modules that hold it, as values that JSON can hold."""
+    """The step's peak and the modules that hold its memory, as JSON values."""
     operation = events.operations[events.peak_at]
     return {
         "batch_size": events.batch_size,

@@ -1,4 +1,4 @@
-"""Plan which batch sizes of a config fit on its ranks' devices, without using one."""
+"""Plan which batch sizes of a config fit on its ranks' devices, without a device."""
 
 import math
 import os
@@ -19,7 +19,7 @@ from torchtune_adaptive.plan.step_peaks import StepPeaks, TracedStep
 from torchtune_adaptive.search.strategies import NO_BOUND, binary_search, round_down_to_power_of_two
 from torchtune_adaptive.settings import AdaptiveSettings
 
-# Row lengths to plan where neither the user nor the config gives any.
+# Row lengths to plan if neither the user nor the config gives any.
 USUAL_SEQ_LENS = (2048, 4096, 8192)
 
 Trace = Callable[..., TracedStep]  # with the parameters of ``client.trace``
@@ -28,7 +28,7 @@ Fits = Literal["yes", "perhaps", "no"]
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """The device of each rank: its memory in bytes, the file of its calibration if there is one, and its maker."""
+    """The device of each rank: its memory in bytes, its calibration file if there is one, and its vendor."""
 
     memory_bytes: int
     calibration: Path | None = None
@@ -43,10 +43,10 @@ class SizePlan:
         peak_bytes: the traced peak.
         phases: traced peak of each phase.
         kinds: bytes of each kind at the highest of these peaks.
-        allocated_bytes, reserved_bytes: what ``torch.cuda.max_memory_allocated`` and ``max_memory_reserved`` would say.
-        process_bytes: what the process uses of the device, with what lies outside the allocator.
-        uncertainty_bytes: how far the forecast may be off, either way.
-        fits: "yes", "no", or "perhaps" if it does unless the forecast is too low by all of its uncertainty.
+        allocated_bytes, reserved_bytes: forecasts of ``torch.cuda.max_memory_allocated`` and ``max_memory_reserved``.
+        process_bytes: the process's device memory, inside and outside of the allocator.
+        uncertainty_bytes: how far the forecast may be off, in either direction.
+        fits: "yes"; "no"; or "perhaps" if it fits by the forecast, but not with its full uncertainty added.
         tokens_per_step: tokens of an optimizer step over all ranks.
     """
 
@@ -65,14 +65,14 @@ class SizePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthPlan(SizePlan):
-    """Batch sizes with rows of ``seq_len`` tokens, and the memory of the one to use.
+    """Batch sizes with rows of ``seq_len`` tokens, and the memory of the batch size to use.
 
-    That is at least 1, at most the exact one, and a power of two if the settings ask for it.
+    The size to use is at least 1, at most the exact one, and a power of two if the settings ask for it.
 
     Attributes:
         exact_batch_size: the largest that fits; 0 if none does, None if memory does not grow with it.
-        certain_batch_size: the largest that fits even if the forecast is too low by all of its uncertainty.
-        asked: the sizes that were asked for.
+        certain_batch_size: the largest that fits with the full uncertainty added to the forecast.
+        asked: the requested sizes.
     """
 
     exact_batch_size: int | None
@@ -82,11 +82,11 @@ class LengthPlan(SizePlan):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What fits for each length of rows, with what the plan was computed from.
+    """What fits for each row length, with the inputs of the plan.
 
     Attributes:
-        limit_bytes: what may be used of the card before the fraction ``margin`` is held back.
-        host: host memory of a machine, with the sizes that take most of it.
+        limit_bytes: usable memory of the GPU before the fraction ``margin`` is subtracted.
+        host: host memory of a machine, with the sizes that need the most of it.
     """
 
     world_size: int
@@ -100,12 +100,12 @@ class Plan:
 
     @property
     def usable_bytes(self) -> float:
-        """The most that a process may use of its device for a batch to fit."""
+        """The device memory that a process may use."""
         return self.overhead.usable_bytes(self.limit_bytes, self.margin)
 
     @property
     def fits(self) -> bool:
-        """Whether a batch of any of the lengths fits."""
+        """Whether a batch fits for at least one of the lengths."""
         return any(length.exact_batch_size != 0 for length in self.lengths)
 
 
@@ -122,16 +122,15 @@ def plan(
     """Plan ``cfg`` on ``world_size`` ranks with a ``card`` each.
 
     Args:
-        ranks_of_machine: for its host memory; None: all are on one machine.
-        batch_sizes: rows per rank whose memory is asked for, beside that of the largest.
-
+        ranks_of_machine: ranks per machine, for its host memory; None: all are on one machine.
+        batch_sizes: rows per rank to plan beside the largest batch.
     Raises:
-        InputError: the config or the calibration is refused.
+        InputError: the config or the calibration is invalid.
     """
     settings = AdaptiveSettings.from_cfg(cfg)
     micro_steps = require_integer("gradient_accumulation_steps", cfg.get("gradient_accumulation_steps", 1), minimum=1)
     if card.calibration is not None:
-        Calibration.read(card.calibration)  # refused before anything is traced
+        Calibration.read(card.calibration)  # refuse a bad file before tracing
     if settings.global_batch_size is not None:
         check_samples_per_step(settings.global_batch_size, ranks=world_size)
     step = traced_by(as_traced(settings, cfg), world_size=world_size, seq_lens=seq_lens)
@@ -160,9 +159,9 @@ def plan(
 
 
 def as_traced(settings: AdaptiveSettings, cfg: DictConfig) -> DictConfig:
-    """Return ``cfg`` with two micro-steps in an optimizer step if training may take any number of them.
+    """Return ``cfg`` with two micro-steps per optimizer step if training may use any number of them.
 
-    Two need as much memory as more: the second finds the gradients of the first, and so do all later ones.
+    Two need as much memory as more: from the second one on, gradients of earlier micro-steps are in memory.
     """
     if not (settings.global_batch_size or settings.max_tokens_per_micro_batch or settings.growth_limit != "memory"):
         return cfg
@@ -172,7 +171,7 @@ def as_traced(settings: AdaptiveSettings, cfg: DictConfig) -> DictConfig:
 
 
 class _LengthPlanner:
-    """Plans the batch sizes of one launch for rows of a given length."""
+    """Plans the batch sizes of one launch, for rows of a given length."""
 
     def __init__(
         self,
@@ -192,7 +191,7 @@ class _LengthPlanner:
         self._limit_bytes = limit_bytes
 
     def plan(self, peaks: StepPeaks, batch_sizes: Sequence[int]) -> LengthPlan:
-        """Plan rows of the length that ``peaks`` are for, and what ``batch_sizes`` of them take."""
+        """Plan rows of the length of ``peaks``, and the memory of ``batch_sizes`` of them."""
         exact = self._largest(peaks, certain=False)
         return LengthPlan(
             exact_batch_size=exact,
@@ -226,11 +225,12 @@ class _LengthPlanner:
     def _largest(self, peaks: StepPeaks, *, certain: bool) -> int | None:
         """The largest batch size that fits; None if memory does not grow with the batch size."""
         fits = partial(self._fits, peaks, certain=certain)
-        largest = binary_search(fits, start=2, max_batch_size=NO_BOUND)  # not 1: a single row may need more than two
+        # Not from 1, because a single row may need more memory than two.
+        largest = binary_search(fits, start=2, max_batch_size=NO_BOUND)
         return None if largest == NO_BOUND else largest
 
     def _fits(self, peaks: StepPeaks, batch_size: int, *, certain: bool) -> bool:
-        """Whether it fits; if ``certain``, with the uncertainty added to the forecast."""
+        """Whether the batch fits; if ``certain``, with the uncertainty added to the forecast."""
         peak_bytes = peaks.peak_bytes(batch_size)
         needed_bytes = peak_bytes + (self._overhead.uncertainty_bytes_at(peak_bytes) if certain else 0)
         return needed_bytes <= self._overhead.largest_traced_bytes(
@@ -238,11 +238,11 @@ class _LengthPlanner:
         )
 
     def _padded_tokens(self, batch_size: int, peaks: StepPeaks) -> int:
-        """Tokens of a batch for flash attention, whose scratch memory is for multiples of 128 in each sequence."""
+        """Tokens of a batch for flash attention, whose scratch memory rounds each sequence up to a multiple of 128."""
         return batch_size * self._sequences * math.ceil(peaks.seq_len / 128) * 128
 
     def _batch_size_to_use(self, exact: int | None) -> int:
-        """The largest batch size that fits and that the settings allow; at least 1, so that it has figures."""
+        """The largest batch size that fits and that the settings allow; at least 1, so that there are figures."""
         settings = self._settings
         largest = (settings.max_batch_size or 1) if exact is None else exact
         bounds = [largest]
@@ -263,7 +263,7 @@ def _host(
     world_size: int,
     ranks: int,
 ) -> HostPlan:
-    """Host memory with the largest of the sizes that were asked for, or else of those to use."""
+    """Host memory with the largest of the requested sizes, or else of the sizes to use."""
     sizes = [size for length in lengths for size in length.asked or (length,)]
     launch = Launch(
         world_size=world_size,

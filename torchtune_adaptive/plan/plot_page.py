@@ -1,4 +1,4 @@
-"""The picture of a step as a page that says what is live under the pointer."""
+"""A step's plot as a page that shows the live memory under the pointer."""
 
 import json
 from html import escape
@@ -56,7 +56,7 @@ svg.addEventListener("pointerleave", () => { tip.style.display = "none"; line.se
 
 
 def page(plot: StepPlot, events: StepEvents, *, title: str) -> str:
-    """The plot of ``events`` as HTML that loads nothing."""
+    """The plot of ``events`` as self-contained HTML."""
     content = json.dumps(_step(plot, events), separators=(",", ":")).replace("<", "\\u003c")
     return (
         f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
@@ -67,7 +67,7 @@ def page(plot: StepPlot, events: StepEvents, *, title: str) -> str:
 
 
 def _step(plot: StepPlot, events: StepEvents) -> dict[str, Any]:
-    """What the script reads; the names of a pixel are numbers of a list."""
+    """The script's data. A pixel refers to names by their index in a list."""
     numbers: dict[str, int] = {}
     kinds = plot.kinds[::-1]  # from the top
     pixels = [

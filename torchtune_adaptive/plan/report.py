@@ -16,7 +16,7 @@ _GIB = 2**30
 
 
 def plan_text(plan: Plan, *, title: str) -> str:
-    """Tables of the batch sizes, of each phase's peak and of the kinds of bytes at the highest peak."""
+    """Tables of the batch sizes, each phase's peak, and the kinds of memory at the highest peak."""
     step = plan.step
     layers = " and ".join(map(str, step.traced_layers))
     traced = "" if step.traced_layers == (step.num_layers,) else f", extrapolated from models of {layers} layers"
@@ -32,11 +32,11 @@ def plan_text(plan: Plan, *, title: str) -> str:
         "",
         *_columns(plan),
         "",
-        *(["Of the batches asked for:", text_table([_ASKED, *map(_asked, asked)]), ""] if asked else []),
-        "Traced peak of each phase, in GiB:",
+        *(["Requested batch sizes:", text_table([_ASKED, *map(_asked, asked)]), ""] if asked else []),
+        "Traced peak memory of each phase, in GiB:",
         text_table(_in_gib([(size, size.phases) for size in shown])),
         "",
-        "What the highest of them holds, in GiB:",
+        "Traced memory at the highest peak by kind, in GiB:",
         text_table(_in_gib([(size, size.kinds) for size in shown])),
         "",
         *_host(plan),
@@ -45,17 +45,17 @@ def plan_text(plan: Plan, *, title: str) -> str:
     ]
     if step.paged_bytes:
         paged = format_bytes(step.paged_bytes)
-        lines.append(f"Optimizer state of {paged} is in paged memory, which can move to the host: not counted.")
+        lines.append(f"Not counted: {paged} of optimizer state in paged memory, which can move to the host.")
     return "\n".join(lines)
 
 
 def grid_text(plans: Mapping[str, Sequence[Plan]], *, title: str) -> str:
-    """The largest batch on each GPU, by its name, and number of ranks, and how many ranks of each GPU it takes.
+    """A table of the largest batch for each GPU and number of ranks, then the fewest ranks of each GPU that suffice.
 
-    If batches were asked for, whether they fit. Each row has the most host memory that a machine needs.
+    If batch sizes were requested, the table shows whether they fit. Each row has a machine's peak host memory.
 
     Args:
-        plans: of each GPU, for the same numbers of ranks.
+        plans: the plans of each GPU, by the GPU's name, for the same numbers of ranks.
     """
     (first, *_), *_ = plans.values()
     lengths = [length.seq_len for length in first.lengths]
@@ -65,9 +65,9 @@ def grid_text(plans: Mapping[str, Sequence[Plan]], *, title: str) -> str:
         for name, row in plans.items()
         for one in row
     ]
-    what = "largest batch per rank that fits, and in brackets the one used"
+    what = "largest batch per rank that fits (in brackets: the batch that a run uses)"
     if first.lengths[0].asked:
-        what = "which batches per rank fit"
+        what = "which batch sizes per rank fit"
     header = ["GPU", "ranks", *(f"{tokens} tokens per row" for tokens in lengths), "host memory"]
     lines = [
         f"{title}: {what}",
@@ -76,7 +76,7 @@ def grid_text(plans: Mapping[str, Sequence[Plan]], *, title: str) -> str:
         "",
         *(_fewest_ranks(plans, place) for place in range(len(lengths))),
         "",
-        f"Host memory: the most that a machine needs, {_of_machine(all_plans)}. {offload_note(all_plans)}".strip(),
+        f"Host memory: a machine's peak, {_of_machine(all_plans)}. {offload_note(all_plans)}".strip(),
         "",
         *_added(plans),
     ]
@@ -84,17 +84,17 @@ def grid_text(plans: Mapping[str, Sequence[Plan]], *, title: str) -> str:
 
 
 def offload_note(plans: Sequence[Plan]) -> str:
-    """What of a step is on the host, and what is not known of it; nothing if no parameters are there."""
+    """Which part of a step is in host memory, and what is not counted. Empty without offloaded parameters."""
     if not plans[0].step.host.offloaded_weights:
         return ""
-    note = "Parameters, gradients and optimizer state are on the host."
-    if any(one.world_size == 1 for one in plans):  # where FSDP2 gathers nothing that could be traced
-        note += " On one rank their copies on the GPU are not counted."
+    note = "Parameters, gradients and optimizer state are in host memory."
+    if any(one.world_size == 1 for one in plans):  # FSDP2 then gathers nothing that a trace could see
+        note += " With one rank, their copies on the GPU are not counted."
     return note
 
 
 def _of_machine(plans: Sequence[Plan]) -> str:
-    """Which ranks are on the machine whose host memory is shown."""
+    """How many ranks run on the machine whose host memory is shown."""
     if all(one.host.ranks == one.world_size for one in plans):
         return "with all ranks on it"
     return f"with {' or '.join(sorted({str(one.host.ranks) for one in plans}, key=int))} of the ranks on it"
@@ -107,7 +107,7 @@ def _in_short(length: LengthPlan) -> str:
 
 
 def _fewest_ranks(plans: Mapping[str, Sequence[Plan]], place: int) -> str:
-    """On how many ranks of each GPU rows of one length fit, of the numbers that were planned."""
+    """The fewest of the planned ranks of each GPU on which rows of one length fit."""
     (first, *_), *_ = plans.values()
     what = f"Rows of {first.lengths[place].seq_len} tokens"
     fewest = {
@@ -116,24 +116,24 @@ def _fewest_ranks(plans: Mapping[str, Sequence[Plan]], place: int) -> str:
         if (fitting := [one.world_size for one in row if one.lengths[place].exact_batch_size != 0])
     }
     if not fewest:
-        return f"{what} fit on none of these."
+        return f"{what} do not fit on any of these."
     enough = [f"{_ranks(number)} of {name}" for name, number in fewest.items()]
     return f"{what} need at least {', or '.join(enough)}."
 
 
 def suggestion_text(suggestion: Suggestion) -> str:
-    """One line that says what fits after the change."""
+    """One line: what fits after the change."""
     length = suggestion.length
     if length is None:
         return f"{suggestion.change}: not planned, {suggestion.refused}"
     if length.exact_batch_size == 0:
         needed = format_bytes(length.process_bytes)
-        return f"{suggestion.change}: does not fit either, one row of {length.seq_len} tokens would need {needed}"
+        return f"{suggestion.change}: does not fit either; one row of {length.seq_len} tokens needs {needed}"
     return f"{suggestion.change}: largest batch_size {_size(length.exact_batch_size)} (rows of {length.seq_len} tokens)"
 
 
 def what_if_text(effects: Iterable[Suggestion]) -> str:
-    """What each change saves at the config's own batch, the one that saves most first."""
+    """How much memory each change saves at the config's own batch size, largest saving first."""
     effects = list(effects)
     planned = [(effect.change, effect.length) for effect in effects if effect.length is not None]
     needed = {change: length.asked[0].process_bytes for change, length in planned}
@@ -164,9 +164,9 @@ def plan_json(
     effects: Iterable[Suggestion] = (),
     events: StepEvents | None = None,
 ) -> dict[str, Any]:
-    """The plan, its suggestions, effects of changes, and the modules of a step that was traced whole, if one was.
+    """The plan as JSON values, with its suggestions, the effects of changes, and the modules of a traced step if any.
 
-    All are values that JSON can hold; bytes are those of one rank, but for ``host``, which is a whole machine's.
+    Bytes are per rank, except ``host``, which is per machine.
     """
     step = plan.step
     return {
@@ -189,7 +189,7 @@ def plan_json(
 
 
 def _in_whole_bytes(value: Any) -> Any:
-    """The value with every fraction in it rounded: of the figures of a size only bytes have fractions."""
+    """The value with every float in it rounded. Only byte counts of a size are floats."""
     if isinstance(value, dict):
         return {key: _in_whole_bytes(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -197,8 +197,8 @@ def _in_whole_bytes(value: Any) -> Any:
     return round(value) if isinstance(value, float) else value
 
 
-_BYTES = ("traced", "allocated", "reserved", "process", "give or take")
-_SIZES = ("tokens per row", "largest batch", "surely fits", "used", "tokens per step", *_BYTES)
+_BYTES = ("traced", "allocated", "reserved", "process", "uncertainty")
+_SIZES = ("tokens per row", "largest batch", "safe batch", "used", "tokens per step", *_BYTES)
 _ASKED = ("tokens per row", "batch", "fits", "tokens per step", *_BYTES)
 # What a run does, by its name in ``HostPlan.tensor_bytes``.
 _DOING = {
@@ -238,7 +238,7 @@ def _size(batch_size: int | None) -> str:
 
 
 def _in_gib(rows: Sequence[tuple[SizePlan, dict[str, float]]]) -> list[list[str]]:
-    """The rows of a table with a column for each of the figures."""
+    """Table rows with one column per figure, in GiB."""
     names = ["tokens per row", "batch", *rows[0][1]]
     return [names] + [
         [str(size.seq_len), str(size.batch_size), *(f"{num_bytes / _GIB:.2f}" for num_bytes in figures.values())]
@@ -247,34 +247,34 @@ def _in_gib(rows: Sequence[tuple[SizePlan, dict[str, float]]]) -> list[list[str]
 
 
 def _device(plan: Plan) -> str:
-    """The ranks' memory, and what of it is not used."""
+    """The ranks' memory, and the margin that a plan keeps free."""
     ranks = f"{_ranks(plan.world_size)} of {format_bytes(plan.card.memory_bytes)}"
     limit = "" if plan.limit_bytes == plan.card.memory_bytes else f", limited to {format_bytes(plan.limit_bytes)}"
-    held_back = format_bytes(plan.limit_bytes - plan.usable_bytes)
-    of = " of what torch's allocator may take" if plan.overhead.outside_bytes else ""
-    return f"{ranks}{limit}; held back: {100 * plan.margin:g} %{of} ({held_back})"
+    margin = format_bytes(plan.limit_bytes - plan.usable_bytes)
+    of = " of what torch's allocator may use" if plan.overhead.outside_bytes else ""
+    return f"{ranks}{limit}; margin kept free: {100 * plan.margin:g} %{of} ({margin})"
 
 
 def _columns(plan: Plan) -> list[str]:
-    """What the columns of the table of sizes mean."""
-    lines = ["`used` is the batch that a run takes by its settings; all columns after it are for that batch."]
+    """What the columns of the table of batch sizes mean."""
+    lines = ["`used` is the batch that a run with these settings uses. All columns after it are for that batch."]
     if any(length.exact_batch_size == 0 for length in plan.lengths):
-        lines.append("In brackets: it does not fit.")
+        lines.append("Sizes in brackets do not fit.")
     if plan.overhead == Overhead.none():
         return lines
     return [
         *lines,
-        "- traced: the bytes of all tensors at the step's peak",
-        "- allocated: with what kernels and libraries need, as torch.cuda.max_memory_allocated shows it",
-        "- reserved: with what torch's allocator holds but cannot use, as torch.cuda.max_memory_reserved shows it",
-        "- process: with CUDA's and NCCL's own memory, as nvidia-smi shows it",
-        "- give or take: by how much this may be wrong; `surely fits` is the largest batch that fits even if memory is"
-        " underestimated by that much",
+        "- traced: all tensors at the step's peak",
+        "- allocated: traced, plus memory of kernels and libraries; see torch.cuda.max_memory_allocated",
+        "- reserved: allocated, plus fragmentation; see torch.cuda.max_memory_reserved",
+        "- process: reserved, plus memory of CUDA and NCCL, as nvidia-smi shows it",
+        "- uncertainty: by how much `process` may be wrong. `safe batch` is the largest batch that fits even if"
+        " `process` is underestimated by that much.",
     ]
 
 
 def _host(plan: Plan) -> list[str]:
-    """Host memory of a machine, by what a run does."""
+    """Host memory of a machine, by stage of a run."""
     host = plan.host
     per_process = format_bytes(host.process_bytes / host.ranks)
     rows = [
@@ -285,51 +285,51 @@ def _host(plan: Plan) -> list[str]:
         f"Host memory of a machine with {_ranks(host.ranks)}, in GiB:",
         text_table([["while the run is", "tensors", f"with {per_process} per process"], *rows], num_names=1),
         "",
-        f"At most {format_bytes(host.peak_bytes)}. Tensors: all that are in host memory, with the copies that loading,"
-        " searching and saving make.",
-        "A run searches again when it is resumed, and at the start of the epoch after an out-of-memory error.",
-        f"The checkpoint's files ({format_bytes(host.file_bytes)}) are not counted: the system drops them from memory"
-        " when it needs room.",
+        f"Peak: {format_bytes(host.peak_bytes)}. `tensors` are all tensors in host memory, with the copies that"
+        " loading, searching and saving make.",
+        "A run searches again when it resumes, and at the start of the epoch after an out-of-memory error.",
+        f"Checkpoint files ({format_bytes(host.file_bytes)}) are not counted: the system can drop them from its page"
+        " cache.",
     ]
     if host.temporary_file_bytes:
         disk = format_bytes(host.temporary_file_bytes)
-        lines.append(f"A search needs up to {disk} of disk in TMPDIR for its copies.")
+        lines.append(f"A search needs up to {disk} of disk space in TMPDIR for its copies.")
     return [*lines, note] if (note := offload_note([plan])) else lines
 
 
 def _added(plans: Mapping[str, Sequence[Plan]]) -> list[str]:
-    """What the GPUs add, once for all for which that is the same, by numbers of ranks and by names where it is not.
+    """The overhead of the GPUs. Equal overheads share a line; others are listed by number of ranks and GPU.
 
     Args:
-        plans: of each GPU, by its name, for the same numbers of ranks.
+        plans: the plans of each GPU, by the GPU's name, for the same numbers of ranks.
     """
     overhead = next(iter(plans.values()))[0].overhead
     if overhead == Overhead.none():
-        return ["On a CPU nothing is added to what is traced."]
+        return ["A CPU has no overhead: traced bytes are all that count."]
     ranks: dict[tuple[str, str], set[int]] = {}
     for row in zip(*plans.values(), strict=True):
         names: dict[str, list[str]] = {}
         for name, one in zip(plans, row, strict=True):
             names.setdefault(_parts(one.overhead), []).append(name)
-        for said, gpus in names.items():
+        for overhead_text, gpus in names.items():
             of = f" of {', '.join(gpus)}" if len(names) > 1 else ""
-            ranks.setdefault((said, of), set()).add(row[0].world_size)
-    first = f"Not traced, but added ({overhead.source}):"
+            ranks.setdefault((overhead_text, of), set()).add(row[0].world_size)
+    first = f"Overhead of the GPU, added to the traced bytes ({overhead.source}):"
     if len(ranks) == 1:
-        ((said, _),) = ranks
-        return [first, f"{said}."]
+        ((overhead_text, _),) = ranks
+        return [first, f"{overhead_text}."]
     return [
         first,
         *(
-            f"- on {', '.join(map(str, sorted(on)))} rank{'s' if on != {1} else ''}{of}: {said}"
-            for (said, of), on in ranks.items()
+            f"- on {', '.join(map(str, sorted(on)))} rank{'s' if on != {1} else ''}{of}: {overhead_text}"
+            for (overhead_text, of), on in ranks.items()
         ),
     ]
 
 
 def _parts(overhead: Overhead) -> str:
     return (
-        f"{format_bytes(overhead.outside_bytes)} outside torch's allocator, {format_bytes(overhead.workspace_bytes)} of"
-        f" workspaces, {overhead.bytes_per_token:,.0f} bytes per token for attention, {overhead.fragmentation:.0%} for"
-        " fragmentation"
+        f"{format_bytes(overhead.outside_bytes)} outside torch's allocator, {format_bytes(overhead.workspace_bytes)}"
+        f" for workspaces, {overhead.bytes_per_token:,.0f} bytes per token for attention, {overhead.fragmentation:.0%}"
+        " for fragmentation"
     )

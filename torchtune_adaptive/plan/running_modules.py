@@ -1,4 +1,4 @@
-"""Which module of a model runs, in forward and in backward."""
+"""Which module of a model runs, in the forward and the backward pass."""
 
 import threading
 from bisect import bisect_right
@@ -18,17 +18,18 @@ _FROZEN_MODEL = "frozen model"
 
 
 class RunningModules:
-    """Names the module that runs inside ``with modules:``, the innermost if it was called by others.
+    """Names the module that runs within ``with modules:``, the innermost one if modules call each other.
 
-    In backward that is the module whose forward made the autograd node. Nodes are numbered in the order in which they
-    are made, so that those of a module lie between its start and its end. ``torch.utils.module_tracker`` sets hooks on
-    tensors instead. These keep tensors alive, so that the peak is another, and know a module's start in backward only
-    if all its inputs need gradients. Forward and backward must run on the thread that entered ``with modules:``, as
-    backward on a CPU does. What other threads run is left out, because each numbers nodes for itself: a layer's
-    compiled code is traced on one.
+    In the backward pass it is the module whose forward pass created the autograd node. Nodes are numbered in order of
+    creation, so that a module's nodes lie between its start and its end. ``torch.utils.module_tracker`` sets hooks on
+    tensors instead. Such hooks keep tensors alive, which changes the peak. They also see a module's start in the
+    backward pass only if all its inputs need gradients.
+
+    Both passes must run on the thread that entered ``with modules:``, as the backward pass on a CPU does. Other threads
+    are ignored, because each has its own node numbers. A layer's compiled code is traced on such a thread.
 
     Args:
-        models: the trained one first; a module outside of them is the loss.
+        models: the trained one first. A module that is in none of them counts as the loss.
         optimizers: of the trained model.
     """
 
@@ -44,23 +45,23 @@ class RunningModules:
                 self._names.setdefault(module, []).append(full_name)
                 self._own(module, full_name)
         self._running: list[str] = []
-        self._starts: list[int] = []  # number of the first autograd node from which on a module runs
+        self._starts: list[int] = []  # number of the first autograd node that belongs to a module
         self._started: list[str] = []  # its name, "" if none
         self._handles: list[RemovableHandle] = []
         self._thread = threading.get_ident()
 
     def now(self, phase: str) -> str:
-        """The module that runs in ``phase`` of a step; "batch", "loss" or another phase's name outside of the model."""
+        """The module that runs in ``phase`` of a step. Outside of the model: "batch", "loss" or the phase's name."""
         if self._running:
             return self._running[-1]
         node: Any = torch._C._current_autograd_node()
         if node is not None:
             return self._maker_of(node) or "loss"
-        # FSDP2 reduces the gradients of what is in no layer after the last node.
+        # FSDP2 reduces the gradients of parameters outside of layers after the last node.
         return {"": WHOLE_MODEL, "forward": "batch", "backward": WHOLE_MODEL}.get(phase, phase)
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
-        """Parameters (as a module's forward saw them too), buffers and optimizer state, each with its module's name."""
+        """Parameters (also as modules saw them in the forward pass), buffers and optimizer state, with module names."""
         yield from self._tensors.values()
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
@@ -68,7 +69,7 @@ class RunningModules:
                 yield name, state
 
     def __enter__(self) -> "RunningModules":
-        # A checkpointed forward is left by an exception as soon as backward has what it needs.
+        # A recomputed forward pass ends by an exception as soon as the backward pass has what it needs.
         self._thread = threading.get_ident()
         self._handles = [
             register_module_forward_pre_hook(lambda module, _: self._enter(module)),
@@ -107,12 +108,12 @@ class RunningModules:
         self._started.append(self._running[-1] if self._running else "")
 
     def _own(self, module: nn.Module, name: str) -> None:
-        """Name the module's own tensors. In forward those of FSDP2 are not the ones that it has outside."""
+        """Name the module's own tensors. With FSDP2 they differ within and outside of the forward pass."""
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             self._tensors.setdefault(id(tensor), (name, tensor))
 
     def _maker_of(self, node: Any) -> str:
-        """The module whose forward made ``node``, "" if none did."""
+        """The module whose forward pass created ``node``, "" if none did."""
         if node.name() == "torch::autograd::AccumulateGrad":
             name, _ = self._tensors.get(id(node.variable), (WHOLE_MODEL, None))
             return name

@@ -1,7 +1,7 @@
-"""A step's allocations as a memory snapshot of torch, which https://pytorch.org/memory_viz shows.
+"""A step's allocations as a memory snapshot of torch, for https://pytorch.org/memory_viz.
 
 The format is that of ``torch.cuda.memory._snapshot()``. Addresses are not those of CUDA's allocator: each allocation
-has the lowest gap of a single segment that it fits in.
+is placed in the lowest gap of a single segment that is large enough.
 """
 
 import pickle
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torchtune_adaptive.plan.step_events import BEFORE_STEP, Allocation, StepEvents
 
-_PROTOCOL = 4  # the viewer reads no later one
+_PROTOCOL = 4  # the viewer cannot read later ones
 _FIRST_ADDRESS = 0x7F0000000000
 _POOL = (0, 0)
 
@@ -22,10 +22,10 @@ def snapshot_bytes(events: StepEvents) -> bytes:
 
 
 def snapshot(events: StepEvents) -> dict[str, Any]:
-    """The snapshot at the step's end, with every allocation and what was freed in the step.
+    """The snapshot at the step's end, with every allocation and deallocation of the step.
 
-    The first allocations, at ``time_us`` 0, are of what was there before the step. Later times count the operations.
-    A frame's file is the module or the phase, its line the number of the operation, its name the operation or the kind.
+    Allocations at ``time_us`` 0 existed before the step. Later times count the operations. A frame's file is the module
+    or the phase, its line the number of the operation, and its name the operation or the kind.
     """
     heap = _Heap()
     trace: list[dict[str, Any]] = []
@@ -55,15 +55,15 @@ class _Block(NamedTuple):
 
 
 class _Heap:
-    """Gives addresses: each allocation the lowest gap that it fits in, or the end.
+    """Assigns addresses: each allocation gets the lowest gap that is large enough, or else the end.
 
     Attributes:
-        end: above all addresses given so far.
+        end: the lowest address above all assigned ones.
     """
 
     def __init__(self) -> None:
         self.end = _FIRST_ADDRESS
-        self._gaps: list[tuple[int, int]] = []  # address and size, in order; none touches another
+        self._gaps: list[tuple[int, int]] = []  # address and size, in order; no two are adjacent
 
     def take(self, size: int) -> int:
         for place, (address, gap) in enumerate(self._gaps):
@@ -84,7 +84,7 @@ class _Heap:
 
 
 def _in_order(allocations: tuple[Allocation, ...]) -> Iterator[tuple[int, int, bool]]:
-    """Each allocation's number, its time and whether it is made then; what an operation frees comes before its own."""
+    """Each allocation's number, its time, and whether it is made or freed. An operation's frees come first."""
     made = [(one.made + 1, 1, number) for number, one in enumerate(allocations)]
     freed = [(one.freed + 1, 0, number) for number, one in enumerate(allocations) if one.freed is not None]
     for time_us, is_made, number in sorted(made + freed):
@@ -103,7 +103,7 @@ def _frame(name: str, filename: str, line: int) -> dict[str, Any]:
 
 
 def _entry(action: str, block: _Block, time_us: int) -> dict[str, Any]:
-    """A device trace's entry."""
+    """An entry of the device's trace."""
     return {
         "action": action,
         "addr": block.address,
@@ -116,7 +116,7 @@ def _entry(action: str, block: _Block, time_us: int) -> dict[str, Any]:
 
 
 def _segment(segment: _Block, live: list[_Block]) -> dict[str, Any]:
-    """The segment with the ``live`` blocks, which are in order, and what is free between them."""
+    """The segment with the ``live`` blocks, which are in order, and the free blocks between them."""
     blocks: list[dict[str, Any]] = []
     address = segment.address
     for block in [*live, _Block(segment.address + segment.size, 0, [])]:

@@ -1,6 +1,6 @@
-"""Start ``worker`` without what it does not need: searches for garbage while it imports, and a tidy end.
+"""Start ``worker`` faster: without garbage collection during imports, and without the interpreter's shutdown.
 
-``python -m torchtune_adaptive.plan.start_worker`` takes the arguments and the input of ``worker``.
+``python -m torchtune_adaptive.plan.start_worker`` has the arguments and the input of ``worker``.
 """
 
 import gc
@@ -12,8 +12,8 @@ import sys
 
 def main() -> None:
     """Run ``worker``, and end the process with status 0 as soon as it has written its answer."""
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns that it skips kernels, which no plan runs
-    gc.disable()  # imports make many objects and hardly any garbage: searching for it took a third of their time
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns about missing kernels, which a plan does not run
+    gc.disable()  # imports create many objects and hardly any garbage; collecting it took a third of their time
     worker = importlib.import_module(f"{__package__}.worker")
     gc.freeze()
     gc.enable()

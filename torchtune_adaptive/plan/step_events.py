@@ -1,4 +1,4 @@
-"""What one train step allocates: every allocation with its bytes, its kind, its module, and when it was live."""
+"""Every allocation of one train step, with its bytes, kind, module and lifetime."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ class Operation(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """``num_bytes`` of one storage, live after the operations from number ``made`` up to, without, ``freed``.
+    """``num_bytes`` of one storage, live after the operations with numbers ``made`` to ``freed`` - 1.
 
-    ``made`` is ``BEFORE_STEP`` if it was there before the step, ``freed`` is None if it is there after it.
+    ``made`` is ``BEFORE_STEP`` if it existed before the step. ``freed`` is None if it exists after the step.
     """
 
     num_bytes: int
@@ -35,7 +35,7 @@ class Allocation(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A storage that has ``change_bytes`` more after operation number ``operation``."""
+    """A storage that grows by ``change_bytes`` in operation number ``operation``."""
 
     operation: int
     storage: int
@@ -45,15 +45,14 @@ class Change(NamedTuple):
 def allocations_of(
     changes: Iterable[Change], *, kinds: Mapping[int, str], modules: Mapping[int, str], num_operations: int
 ) -> list[Allocation]:
-    """The allocations of storages with these changes, which are in order; what changes after the step is left out.
+    """The allocations of storages with these changes, which are in order. Changes after the step are ignored.
 
-    A storage that is resized is another allocation. One that no operation ends with is none.
-
+    A resized storage is a new allocation. A storage that is allocated and freed within one operation is none.
     Args:
         kinds: by storage; only those in ``KINDS`` are on the device.
         modules: by storage.
     """
-    held: dict[int, tuple[int, int]] = {}  # by storage: since which operation, and bytes
+    held: dict[int, tuple[int, int]] = {}  # by storage: first operation, and bytes
     found: list[Allocation] = []
 
     def end(storage: int, freed: int | None) -> int:
@@ -82,7 +81,7 @@ class StepEvents:
 
     @cached_property
     def live_bytes(self) -> dict[str, list[int]]:
-        """Live bytes of each kind after every operation; kinds that the step has not are left out."""
+        """Live bytes of each kind after every operation, without kinds that the step does not have."""
         changes = {kind: [0] * (len(self.operations) + 1) for kind in KINDS}
         for num_bytes, kind, _, made, freed in self.allocations:
             changes[kind][max(made, 0)] += num_bytes
@@ -113,7 +112,7 @@ class StepEvents:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """The events as values that JSON can hold; names are numbers of a list."""
+        """The events as JSON values. Names are indices into a list."""
         numbers: dict[str, int] = {}
 
         def number(name: str) -> int:
@@ -133,7 +132,7 @@ class StepEvents:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "StepEvents":
-        """The events that ``as_json`` gave."""
+        """The events from the value of ``as_json``."""
         names: list[str] = content["names"]
 
         def name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""What `tune-adaptive plan` shows of one whole step: its modules, a snapshot file, a picture."""
+"""The outputs of `tune-adaptive plan` for one whole step: a table of modules, a snapshot file, a plot."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ _PLOT_ENDINGS = (".svg", ".html")
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """What is asked for: a table of modules, and files to write.
+    """The requested outputs: a table of modules, and files to write.
 
     Raises:
-        InputError: a file's name has another ending, or the file cannot be written.
+        InputError: a file's name has a wrong suffix, or the file cannot be written.
     """
 
     modules: bool
@@ -50,11 +50,11 @@ class StepOutputs:
 
     @property
     def any(self) -> bool:
-        """Whether anything is asked for."""
+        """Whether any output is requested."""
         return self.modules or self.snapshot is not None or self.plot is not None
 
     def texts(self, events: StepEvents, planned: Plan, *, title: str) -> Iterator[str]:
-        """Write the files, and yield what to print: the table, then a line for each file as soon as it is there.
+        """Write the files, and yield what to print: the table, then a line for each file once it is written.
 
         Raises:
             InputError: a file cannot be written.
@@ -65,19 +65,19 @@ class StepOutputs:
             content = snapshot_bytes(events)
             with writing("--snapshot", self.snapshot):
                 write_whole(self.snapshot, content)
-            yield f"The step's allocations are in {self.snapshot}, for https://pytorch.org/memory_viz."
+            yield f"Allocations of the step written to {self.snapshot}; view them at https://pytorch.org/memory_viz."
         if self.plot is not None:
-            picture = _picture(events, planned, title=title, as_page=self.plot.suffix == ".html")
+            plot = _plot_text(events, planned, title=title, as_page=self.plot.suffix == ".html")
             with writing("--plot", self.plot):
-                write_whole(self.plot, picture)
-            yield f"The step's picture is in {self.plot}."
+                write_whole(self.plot, plot)
+            yield f"Plot of the step written to {self.plot}."
 
 
 def trace_planned_step(planned: Plan, cfg: DictConfig) -> StepEvents:
-    """Trace the step of ``cfg`` that ``planned`` has: its longest rows, and the only batch asked for or the one to use.
+    """Trace a step of ``cfg`` with the longest rows of ``planned``, and its only requested batch or the one to use.
 
     Raises:
-        InputError: it cannot be traced; the message says why.
+        InputError: the step cannot be traced; the message says why.
     """
     size = _size(planned)
     traced = as_traced(AdaptiveSettings.from_cfg(cfg), cfg)
@@ -90,7 +90,7 @@ def _size(planned: Plan) -> SizePlan:
     return length.asked[0] if len(length.asked) == 1 else length
 
 
-def _picture(events: StepEvents, planned: Plan, *, title: str, as_page: bool) -> str:
+def _plot_text(events: StepEvents, planned: Plan, *, title: str, as_page: bool) -> str:
     size = _size(planned)
     device = Device(
         memory_bytes=planned.card.memory_bytes,

@@ -1,4 +1,4 @@
-"""Peak of a train step over its batch size, by phase and by kind of bytes."""
+"""Peak memory of a train step as a function of the batch size, by phase and by kind of memory."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -26,7 +26,7 @@ class Moment:
 
     @property
     def total(self) -> Line:
-        """The line of all kinds together."""
+        """The sum of the lines of all kinds."""
         return sum_of(self.lines.values())
 
     def at(self, batch_size: int) -> dict[str, float]:
@@ -34,20 +34,20 @@ class Moment:
         return {kind: line.at(batch_size) for kind, line in self.lines.items()}
 
     def as_json(self) -> dict[str, Any]:
-        """The moment as values that JSON can hold."""
+        """The moment as JSON values."""
         lines = {kind: [line.intercept_bytes, line.slope_bytes] for kind, line in self.lines.items()}
         return {"phase": self.phase, "operation": self.operation, "lines": lines}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Moment":
-        """The moment that ``as_json`` gave."""
+        """The moment from the value of ``as_json``."""
         lines = {kind: Line(*numbers) for kind, numbers in content["lines"].items()}
         return cls(content["phase"], content["operation"], lines)
 
 
 @dataclass(frozen=True)
 class StepLines:
-    """Memory over batch size for every operation of a step with rows of ``seq_len`` tokens.
+    """Memory as a function of the batch size, for every operation of a step with rows of ``seq_len`` tokens.
 
     Attributes:
         phases, operations: phase and name of each operation, in order.
@@ -74,7 +74,7 @@ class StepLines:
         return cls(seq_len, timeline.phases, timeline.operations, by_kind)
 
     def interpolated(self, seq_len: int, other: "StepLines") -> "StepLines | None":
-        """The lines for rows of ``seq_len`` tokens, from these and those for another length.
+        """The lines for rows of ``seq_len`` tokens, interpolated between these and those of another length.
 
         None if the two steps ran different operations.
         """
@@ -91,7 +91,7 @@ class StepLines:
 class StepPeaks:
     """Peaks of a step with rows of ``seq_len`` tokens.
 
-    A batch of one row has its own moments, because PyTorch runs other operations on dimensions of size 1.
+    A batch of one row has its own moments, because PyTorch runs different operations on dimensions of size 1.
     """
 
     seq_len: int
@@ -100,14 +100,14 @@ class StepPeaks:
 
     @classmethod
     def from_lines(cls, lines: StepLines, *, single_row: Mapping[str, Timeline]) -> "StepPeaks":
-        """The peaks of steps of several rows with these ``lines``, and of a step of one row, given by kind."""
+        """The peaks of steps of several rows, by ``lines``, and of a step of one row, by its timeline of each kind."""
         constant = {kind: [Line(live, 0.0) for live in timeline.live_bytes] for kind, timeline in single_row.items()}
         timeline = next(iter(single_row.values()))
         single_row_lines = StepLines(lines.seq_len, timeline.phases, timeline.operations, constant)
         return cls(lines.seq_len, _highest_moments(lines), _highest_moments(single_row_lines))
 
     def moment(self, batch_size: int, phase: str | None = None) -> Moment:
-        """The operation that holds the peak at ``batch_size``, or that of ``phase``."""
+        """The operation with the peak at ``batch_size``, of the step or of ``phase``."""
         moments = [moment for moment in self._moments(batch_size) if phase in (None, moment.phase)]
         return max(moments, key=lambda moment: moment.total.at(batch_size))
 
@@ -121,14 +121,14 @@ class StepPeaks:
         return {phase: self.moment(batch_size, phase).total.at(batch_size) for phase in phases}
 
     def largest_batch_size(self, limit_bytes: float) -> int | None:
-        """Largest batch size whose peak is at most ``limit_bytes``; 0 if none is, None if all are."""
+        """Largest batch size whose peak is at most ``limit_bytes``; 0 if there is none, None if there is no largest."""
         largest = Forecast(upper_envelope(moment.total for moment in self.moments)).largest_batch_size(limit_bytes)
         if largest is not None and largest < 2:
             return int(self.peak_bytes(1) <= limit_bytes)
         return largest
 
     def as_json(self) -> dict[str, Any]:
-        """The peaks as values that JSON can hold."""
+        """The peaks as JSON values."""
         return {
             "seq_len": self.seq_len,
             "moments": [moment.as_json() for moment in self.moments],
@@ -137,7 +137,7 @@ class StepPeaks:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "StepPeaks":
-        """The peaks that ``as_json`` gave."""
+        """The peaks from the value of ``as_json``."""
         moments, single_row = (tuple(map(Moment.from_json, content[name])) for name in ("moments", "single_row"))
         return cls(content["seq_len"], moments, single_row)
 
@@ -147,17 +147,17 @@ class StepPeaks:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """Peaks of a config's step by the length of its rows, with figures of the model.
+    """Peaks of a config's step by row length, with figures of the model.
 
     Attributes:
         num_layers: the trained model's layers.
-        traced_layers: layers of each model that was traced: two small ones, or the whole one.
+        traced_layers: number of layers of each traced model: two small models, or the whole model.
         num_parameters: parameters of all models, over all ranks.
         paged_bytes: a rank's optimizer state in paged memory, which is not counted in the peaks.
         attention_width: heads times head dimension, of the widest model.
-        num_frozen_parameters: of ``num_parameters``, those of models that are not trained: a reference or a teacher.
-        sequences: that a row of the batch has: two if it is a pair of answers.
-        host: bytes that have to do with host memory.
+        num_frozen_parameters: the part of ``num_parameters`` in models that are not trained (reference or teacher).
+        sequences: sequences per row of the batch; two for a pair of answers.
+        host: figures for host memory.
     """
 
     peaks: tuple[StepPeaks, ...]
@@ -171,19 +171,19 @@ class TracedStep:
     host: HostFigures = field(default_factory=HostFigures)
 
     def as_json(self) -> dict[str, Any]:
-        """The step as values that JSON can hold."""
+        """The step as JSON values."""
         return vars(self) | {"peaks": [peaks.as_json() for peaks in self.peaks], "host": asdict(self.host)}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "TracedStep":
-        """The step that ``as_json`` gave."""
+        """The step from the value of ``as_json``."""
         peaks = tuple(StepPeaks.from_json(peaks) for peaks in content["peaks"])
         host = HostFigures(**content["host"])
         return cls(**content | {"peaks": peaks, "traced_layers": tuple(content["traced_layers"]), "host": host})
 
 
 def _highest_moments(step: StepLines) -> tuple[Moment, ...]:
-    """The operations of each phase that are its highest at some batch size."""
+    """The operations that hold their phase's peak at some batch size."""
     first_index: dict[str, dict[Line, int]] = {}  # by phase and line: the first operation with that line
     for index, (phase, *lines) in enumerate(zip(step.phases, *step.by_kind.values(), strict=True)):
         first_index.setdefault(phase, {}).setdefault(sum_of(lines), index)

@@ -1,4 +1,4 @@
-"""A picture of a step's live bytes by kind, as SVG."""
+"""A plot of a step's live memory by kind, as SVG."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT = 52, 100, 660, 370
 _BOTTOM, _RIGHT = TOP + PLOT_HEIGHT, LEFT + PLOT_WIDTH
 _LEGEND_LEFT, _LEGEND_RIGHT = _RIGHT + 26, WIDTH - 16
 _CHAR_WIDTH = 7.6  # of bold text in a wide font
-# Okabe and Ito's colours, which the colour-blind can tell apart; from the bottom, what stays first.
+# Okabe and Ito's colours, which colour-blind people can tell apart. Bottom to top; memory that stays comes first.
 COLOURS = {
     "parameters": "#0072B2",
     "frozen models": "#999999",
@@ -27,7 +27,7 @@ COLOURS = {
 }
 _INK, _GREY, _LINE = "#1b1f24", "#57606a", "#d8dee4"
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
-_HIGHEST_DEVICE = 4  # times the peak; the line of a larger device would leave the picture flat
+_HIGHEST_DEVICE = 4  # times the peak; with a larger device's limit drawn, the plot would be flat
 _STYLE = (
     f"text{{font:12px {_FONT};fill:{_GREY}}}.head{{font-size:17px;font-weight:600;fill:{_INK}}}"
     f".strong{{font-weight:600;fill:{_INK}}}.sub{{font-size:13px}}"
@@ -37,7 +37,7 @@ _STYLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What a rank's device has, what of it may be used, and what it adds to the peak that was traced; 0 on a CPU."""
+    """A rank's device: its memory, the usable part, and the overhead added to the traced peak (0 on a CPU)."""
 
     memory_bytes: float
     usable_bytes: float
@@ -46,7 +46,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Band:
-    """A phase's operations, from number ``first`` up to, without, ``end``, between two places in pixels."""
+    """A phase's operations, numbers ``first`` to ``end`` - 1, and its position in pixels."""
 
     phase: str
     first: int
@@ -55,12 +55,12 @@ class Band:
     right: float
 
     def place(self, operation: int) -> float:
-        """Where an operation begins."""
+        """The pixel at which an operation begins."""
         return self.left + (self.right - self.left) * (operation - self.first) / (self.end - self.first)
 
 
 def bands_of(phases: Sequence[str], width: float) -> list[Band]:
-    """The runs of equal phases side by side: each has room for its name, and the rest by its number of operations."""
+    """The phases side by side. Each has space for its name; the rest is divided by the number of operations."""
     runs = [(phase, len(list(run))) for phase, run in groupby(phases)]
     needed = [len(phase) * _CHAR_WIDTH + 8 for phase, _ in runs]
     rest = width - sum(needed)
@@ -76,7 +76,7 @@ def bands_of(phases: Sequence[str], width: float) -> list[Band]:
 
 
 def highest_of_each_pixel(bands: Sequence[Band], total_bytes: Sequence[int], width: int) -> list[int]:
-    """For each pixel the operation with the most live bytes of those that begin in it, else the one that goes on."""
+    """For each pixel, the operation with the most live bytes that begins there, else the one that continues."""
     highest: dict[int, int] = {}
     last: dict[int, int] = {}
     for band in bands:
@@ -97,7 +97,7 @@ class StepPlot:
 
     Args:
         title: the config's name.
-        device: of each of ``world_size`` ranks.
+        device: the device of each of ``world_size`` ranks.
         note: a sentence below the heading.
     """
 
@@ -128,7 +128,7 @@ class StepPlot:
         return [kind for kind in COLOURS if kind in self._events.live_bytes]
 
     def svg(self) -> str:
-        """The picture."""
+        """The plot as SVG."""
         parts = [
             element("style", _STYLE),
             element("defs", _HATCHING),
@@ -149,8 +149,8 @@ class StepPlot:
         rows = f"{events.batch_size:,} rows of {events.seq_len:,} tokens"
         ranks = f"each of {self._world_size} ranks" if self._world_size > 1 else "one rank"
         peak, together = format_bytes(events.peak_bytes), format_bytes(events.peak_bytes + device.added_bytes)
-        added = f", {together} with what the GPU adds" if device.added_bytes else ""
-        sentence = f"A batch of {rows} on {ranks}: {peak} at the peak{added}, of {format_bytes(device.memory_bytes)}"
+        added = f", {together} with GPU overhead" if device.added_bytes else ""
+        sentence = f"A batch of {rows} on {ranks}: peak {peak}{added}, of {format_bytes(device.memory_bytes)}"
         yield text(LEFT, 32, f"{_shortened(self._title, 60)}: memory of one train step", class_="head")
         yield text(LEFT, 54, sentence, class_="sub")
         if self._note:
@@ -194,16 +194,16 @@ class StepPlot:
             heights = (_BOTTOM - self._y(num_bytes) for num_bytes in held)
             path = area_of_steps(heights, left=LEFT, bottom=_BOTTOM)
             areas.append(titled(kind, "path", d=path, fill=COLOURS[kind]))
-        yield from reversed(areas)  # each covers the lower part of the one above it
+        yield from reversed(areas)  # each area covers the lower part of the one above it
 
     def _limits(self) -> Iterator[str]:
-        """The device's memory and what may be used of it; a peak below what the GPU adds to it fits."""
+        """Lines for the device's memory and its usable part, and a band for the GPU's overhead."""
         device = self._device
         y, usable_y = self._y(device.memory_bytes), self._y(device.usable_bytes)
         if device.added_bytes:
             height = self._y(device.usable_bytes - device.added_bytes) - usable_y
             band = {"x": LEFT, "y": usable_y, "width": PLOT_WIDTH, "height": height}
-            yield titled(f"The GPU adds {format_bytes(device.added_bytes)}", "rect", fill="url(#added)", **band)
+            yield titled(f"GPU overhead: {format_bytes(device.added_bytes)}", "rect", fill="url(#added)", **band)
         line = {"stroke": _INK, "stroke_width": 1.5, "fill": "none"}
         at_left = self._peak_place > PLOT_WIDTH / 2
         place, anchor = (LEFT + 8, "start") if at_left else (_RIGHT - 8, "end")
@@ -229,7 +229,7 @@ class StepPlot:
         base = y + 4
         for limit in (self._y(self._device.usable_bytes), self._y(self._device.memory_bytes)):
             if base - 20 < limit < base + 12:
-                base = min(y, limit) - 8  # above a line that would cross it
+                base = min(y, limit) - 8  # above a line that would cross the text
         yield text(x + offset, base, content, text_anchor=anchor, class_="strong halo")
 
     def _legend(self) -> Iterator[str]:
@@ -255,7 +255,7 @@ class StepPlot:
         yield from row("traced", events.peak_bytes)
         if self._device.added_bytes:
             y += 22
-            yield from row("the GPU adds", self._device.added_bytes, "url(#added)", _GREY)
+            yield from row("GPU overhead", self._device.added_bytes, "url(#added)", _GREY)
         if not self._shows_device:
             y += 22
             yield from row("device (not drawn)", self._device.memory_bytes)
@@ -304,12 +304,12 @@ def _count(num_operations: int) -> str:
 
 
 def _shortened(name: str, num_chars: int) -> str:
-    """The name's end, as much of it as there is room for."""
+    """The last ``num_chars`` characters of the name."""
     return name if len(name) <= num_chars else f"…{name[1 - num_chars :]}"
 
 
 def _nice_step(top: float) -> float:
-    """A round number of which four to nine are up to ``top``.
+    """A round step with which an axis up to ``top`` has four to nine ticks.
 
     >>> _nice_step(85), _nice_step(43), _nice_step(1.5)
     (10.0, 5.0, 0.2)

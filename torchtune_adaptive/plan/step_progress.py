@@ -1,4 +1,4 @@
-"""A progress bar of one step that is traced with all layers."""
+"""A progress bar for the trace of one step with all layers."""
 
 import re
 
@@ -12,17 +12,16 @@ _LAYER = re.compile(r"(frozen model\.)?layers\.\d+(?=\.|$)")
 class StepProgress:
     """Counts a step's passes through layers, forward and backward, on standard error.
 
-    Args:
-        is_shown: otherwise nothing is written.
-
+        Args:
+            is_shown: whether to write the progress bar.
     Attributes:
-        num_passes: counted so far.
+        num_passes: passes counted so far.
     """
 
     def __init__(self, *, is_shown: bool) -> None:
         self._bar = tqdm(desc="tracing", unit=" layer passes", disable=not is_shown)
         self._stage = ""
-        self._layers: set[str] = set()  # that this pass has reached
+        self._layers: set[str] = set()  # layers that this pass has reached
         self.num_passes = 0
 
     def __enter__(self) -> "StepProgress":
@@ -32,10 +31,10 @@ class StepProgress:
         self._bar.close()
 
     def start(self, stage: str, *, num_passes: int | None = None) -> None:
-        """Show what is done now.
+        """Show the current stage.
 
         Args:
-            num_passes: those of the whole step, None if not known yet.
+            num_passes: passes of the whole step, None if not known yet.
         """
         self._stage = stage
         self._layers.clear()
@@ -44,7 +43,7 @@ class StepProgress:
         self._bar.set_postfix_str(stage)
 
     def after(self, operation: Operation) -> None:
-        """Count the layer of an operation that has ended."""
+        """Count the layer of a finished operation."""
         if operation.phase != self._stage:
             self.start(operation.phase)
         layer = _LAYER.match(operation.module)

@@ -1,4 +1,4 @@
-"""Suggest changes where nothing of a config fits, and plan each of them."""
+"""Suggest changes of a config that does not fit, and plan each of them."""
 
 import importlib
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ _LORA = {
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change of the config or the launch, with its plan or the reason why it cannot be planned."""
+    """A change of the config or the launch, with its plan, or the reason why it cannot be planned."""
 
     change: str
     length: LengthPlan | None
@@ -33,7 +33,7 @@ class Suggestion:
 
     @classmethod
     def planned(cls, change: str, cfg: DictConfig, **options: Any) -> "Suggestion":
-        """Plan ``cfg``, which has the change, with one length of rows; ``options`` are those of ``plan``."""
+        """Plan ``cfg``, which has the change, for one row length; ``options`` are those of ``plan``."""
         try:
             return cls(change, plan(cfg, **options).lengths[0])
         except InputError as error:
@@ -45,8 +45,8 @@ def suggestions(
 ) -> Iterator[Suggestion]:
     """Plan changes that need less memory: checkpointing, LoRA, more ranks, shorter rows.
 
-    More and more ranks are tried until they fit, and only the last number tried is suggested; so are shorter and
-    shorter rows.
+    The number of ranks is doubled until the config fits, and only the last number is suggested. Rows are shortened in
+    the same way.
     """
 
     def planned(change: str, changed: DictConfig, *, ranks: int = world_size, tokens: int = seq_len) -> Suggestion:
@@ -76,7 +76,7 @@ def _last_tried(candidates: Iterator[Suggestion]) -> Iterator[Suggestion]:
 
 
 def _doublings(number: int, most: int) -> Iterator[int]:
-    """``number`` doubled again and again, without itself, up to ``most``."""
+    """Twice ``number``, four times ``number``, and so on up to ``most``."""
     while (number := 2 * number) <= most:
         yield number
 
@@ -92,7 +92,7 @@ def with_checkpointing(cfg: DictConfig) -> DictConfig:
 
 
 def lora_version(cfg: DictConfig) -> DictConfig | None:
-    """The config with the LoRA version of its model; None if it has LoRA, or torchtune none under the usual name."""
+    """The config with the LoRA version of its model. None if it uses LoRA, or torchtune has no such version."""
     if is_lora(cfg):
         return None
     package, _, name = str(cfg.model._component_).rpartition(".")

@@ -5,7 +5,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 
 def element(name: str, *children: str, **attributes: object) -> str:
-    """The element with its children, which are elements or escaped text. In an attribute's name "_" stands for "-".
+    """The element with its children, which are elements or escaped text. "_" in an attribute's name becomes "-".
 
     >>> element("text", "a", x=1.25, text_anchor="end")
     '<text x="1.2" text-anchor="end">a</text>'
@@ -18,23 +18,23 @@ def element(name: str, *children: str, **attributes: object) -> str:
 
 
 def text(x: float, y: float, content: str, **attributes: object) -> str:
-    """A line of text that begins, or by ``text_anchor`` ends, at ``x``, with its base line at ``y``."""
+    """A line of text at ``x``, with its base line at ``y``. ``text_anchor`` can make it end at ``x``."""
     return element("text", escape(content), x=float(x), y=float(y), **attributes)
 
 
 def titled(title: str, name: str, **attributes: object) -> str:
-    """An element without children for which a browser shows ``title``."""
+    """An element without children; a browser shows ``title`` as its tooltip."""
     return element(name, element("title", escape(title)), **attributes)
 
 
 def area_of_steps(heights: Iterable[float], *, left: float, bottom: float) -> str:
-    """The path around columns of one pixel's width, of these ``heights`` above ``bottom``; equal ones are one step.
+    """The outline of columns one pixel wide with these ``heights`` above ``bottom``. Equal neighbours are merged.
 
     >>> area_of_steps([2, 2, 5], left=10, bottom=100)
     'M10 100v-2h2v-3h1V100z'
     """
     path = [f"M{rounded(left)} {rounded(bottom)}"]
-    width, now = 0, 0  # in tenths, so that rounding does not add up
+    width, now = 0, 0  # in tenths, so that rounding errors do not accumulate
     for height in (round(10 * one) for one in heights):
         if height != now:
             path.append(f"h{width}" * (width > 0) + f"v{rounded((now - height) / 10)}")
@@ -44,7 +44,7 @@ def area_of_steps(heights: Iterable[float], *, left: float, bottom: float) -> st
 
 
 def rounded(number: float) -> str:
-    """The number to a tenth, as short as it can be written.
+    """The number rounded to a tenth, in its shortest form.
 
     >>> rounded(3.0), rounded(-0.04), rounded(12.34)
     ('3', '0', '12.3')

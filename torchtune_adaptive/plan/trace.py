@@ -1,4 +1,4 @@
-"""Trace the live bytes of a train step over fake tensors, after each operation and by kind."""
+"""Trace the live bytes of a train step on fake tensors, after each operation and by kind."""
 
 from collections import defaultdict, deque
 from types import TracebackType
@@ -29,18 +29,17 @@ Mark: TypeAlias = Kind | Literal["on the host"]
 
 
 class StepTrace:
-    """Traces the operations inside ``with trace:``; ``timelines`` gives the live bytes after each of them.
+    """Traces the operations within ``with trace:``. ``timelines`` returns the live bytes after each of them.
 
-    A storage has one kind for its whole life: the last one it was marked with. A storage that was never marked counts
-    as temporaries if it was made in clipping or in the optimizer's step, and as activations otherwise. FSDP2's tensors
-    are recognised by the operations that make them: gathered parameters are resized, gradients are concatenated.
-
+    A storage has one kind for its whole life: the last one with which it was marked. An unmarked storage counts as
+    temporary if it was made during clipping or the optimizer step, and as an activation otherwise. FSDP2's tensors are
+    recognised by the operations that make them: gathered parameters are resized, gradients are concatenated.
     Args:
-        granularity_bytes: the device's allocator rounds allocations up to a multiple of it.
-        steps_on_host: clipping and the optimizer's step run on the host.
-        by_gloo: collectives run on gloo, whose reduce-scatter works on a copy of its input.
-        modules: say which module runs, for ``events``.
-        progress: is told each operation of ``events``.
+        granularity_bytes: the device's allocator rounds allocations up to a multiple of this.
+        steps_on_host: clipping and the optimizer step run on the host.
+        by_gloo: collectives run on gloo, whose reduce-scatter copies its input.
+        modules: tracks which module runs, for ``events``.
+        progress: is notified of each operation, for ``events``.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class StepTrace:
         self._watch = WatchOperations(self._after_operation, self._after_resize)
         self._modules = modules
         self._owners: dict[int, str] = {}  # by storage: the module that ran when it was made
-        self._shown: list[Operation] = []  # as ``events`` has them
+        self._shown: list[Operation] = []  # as ``events`` returns them
         self._progress = progress
         self._num_before = 0  # changes before the step
         self._changes: list[Change] = []
@@ -68,19 +67,19 @@ class StepTrace:
         self._kinds: dict[int, Mark] = {}  # by storage
 
     def mark(self, values: Any, kind: Mark) -> None:
-        """Count the storages of the tensors in ``values`` as ``kind``; containers may be nested."""
+        """Count the storages of the tensors in ``values`` as ``kind``. Containers may be nested."""
         for value in tree_leaves(values):
             for tensor in plain_parts(value):
                 self._kinds[self._storages.see(tensor.untyped_storage())] = kind
 
     def enter_phase(self, name: str) -> None:
-        """Assign the operations that follow to phase ``name``, for example "forward"."""
+        """Assign the following operations to phase ``name``, for example "forward"."""
         self._phase = name
 
     def timelines(self, batch_size: int) -> dict[str, Timeline]:
-        """The timeline of each kind of bytes on the device, for a step at ``batch_size``.
+        """The timeline of each kind of device memory, for a step with ``batch_size`` rows.
 
-        "frozen models" is missing where no storage was marked so: most methods have none.
+        "frozen models" is missing if no storage was marked as such, as with most methods.
         """
         has_frozen = "frozen models" in self._kinds.values()
         live_bytes: dict[str, list[int]] = {kind: [] for kind in KINDS if kind != "frozen models" or has_frozen}
@@ -123,8 +122,8 @@ class StepTrace:
         self._watch.__exit__(kind, error, traceback)
 
     def _record_change(self, storage: int, change_bytes: int) -> None:
-        # A change counts from the operation that ends next: outputs are seen before their own operation is ended, and
-        # what is freed after it is gone at the next one.
+        # A change counts for the next operation to end: outputs are seen before their own operation ends, and memory
+        # freed after it is missing from the next one on.
         is_after_backward = self._phase in ("clip", "optimizer")
         self._kinds.setdefault(storage, self._kind_after_backward if is_after_backward else "activations")
         self._changes.append(Change(len(self._operations), storage, change_bytes))
@@ -142,7 +141,7 @@ class StepTrace:
             self._mark_fsdp_tensors(func.__name__, inputs, outputs)
         self._end_operation(str(func))
         if self._by_gloo and func is torch.ops.c10d._reduce_scatter_base_.default:
-            copy = torch.empty_like(inputs[0][1])  # gloo holds it until this rank has taken its part
+            copy = torch.empty_like(inputs[0][1])  # gloo holds it until this rank has copied its part
             self.mark(copy, "gradients")
             self._end_operation("gloo's copy")
 
@@ -161,7 +160,7 @@ class StepTrace:
         self._operations.append(name)
         self._phases.append(self._phase)
         if self._modules is not None:
-            # Timelines keep the names of plain operations, by which steps of other depths are aligned with this one.
+            # Timelines keep the names of plain operations, by which steps of different depths are aligned.
             shown = Operation(running_code() or name, self._phase, self._modules.now(self._phase))
             self._shown.append(shown)
             if self._progress is not None:

@@ -1,4 +1,4 @@
-"""Keep what was traced, so that a question about the same config is answered at once."""
+"""Cache traces, so that a second plan of the same config is fast."""
 
 import gzip
 import hashlib
@@ -22,7 +22,7 @@ from torchtune_adaptive.stock.configs import resolved
 _Kept = TypeVar("_Kept", TracedStep, StepEvents)
 
 _PACKAGES = ("torch", "torchtune", "torchao")
-_KNOWN = (*_PACKAGES, "bitsandbytes")  # whose components do not change without a new version
+_KNOWN = (*_PACKAGES, "bitsandbytes")  # their components change only with their versions
 _KEPT_FILES = 512
 _KEPT_EVENTS = 64  # a step with 80 layers takes 0.2 MB
 
@@ -36,11 +36,11 @@ class EventsTrace(Protocol):
 
 
 class TraceCache:
-    """Traces a step as ``trace`` does, with a progress bar, or takes it from memory or from a file of ``folder``.
+    """Traces a step as ``trace`` does, with a progress bar, or reads it from memory or from a file in ``folder``.
 
-    What a step is depends on its config, the ranks, the lengths of rows, the versions of torch, torchtune and torchao,
-    and the files of this package. A config with components of other packages is traced anew by each process. A file
-    that cannot be read or written is as good as none.
+    A step depends on its config, the ranks, the row lengths, the versions of torch, torchtune and torchao, and the
+    files of this package. A config with components of other packages is traced again by each process. A file that
+    cannot be read or written is ignored.
     """
 
     def __init__(self, trace: Trace, folder: Path) -> None:
@@ -60,9 +60,9 @@ class TraceCache:
 
 
 class EventsCache:
-    """Traces the events of a step as ``trace`` does, with a progress bar, or takes them from a file of ``folder``.
+    """Traces the events of a step as ``trace`` does, with a progress bar, or reads them from a file in ``folder``.
 
-    They are kept as long as what a ``TraceCache`` keeps, but fewer of them.
+    Events are cached under the same rules as in ``TraceCache``, but fewer of them are kept.
     """
 
     def __init__(self, trace: EventsTrace, folder: Path) -> None:
@@ -79,11 +79,11 @@ class EventsCache:
 
 
 class _Question:
-    """What is asked about the content of a config, under the versions that there are now.
+    """The key of a cached trace: a config's content, the trace's arguments and the installed versions.
 
     Attributes:
-        name: another for each question.
-        is_kept: whether an answer may be kept: all components are of packages whose versions are looked at.
+        name: a different one for each question.
+        is_kept: whether an answer may be cached: all components are of packages whose versions are in the key.
     """
 
     def __init__(self, content: Any, *asked: Any) -> None:
@@ -93,10 +93,10 @@ class _Question:
 
 
 class _Files:
-    """Values as JSON in files of ``folder`` with this ``ending``, of which the ``most`` newest stay.
+    """JSON values in files of ``folder`` with this ``ending``. Only the ``most`` newest files are kept.
 
     Args:
-        ending: with ".gz" at its end, the files are compressed.
+        ending: if it ends in ".gz", the files are compressed.
     """
 
     def __init__(self, folder: Path, *, ending: str, most: int) -> None:
@@ -105,7 +105,7 @@ class _Files:
         self._most = most
 
     def answer(self, question: _Question, from_json: Callable[[Any], _Kept], find: Callable[[], _Kept]) -> _Kept:
-        """What the file of ``question`` holds; if there is none, what ``find`` finds, which is kept if it may be."""
+        """The cached answer to ``question``, else the answer of ``find``, which is then cached if it may be."""
         kept = self._read(question.name, from_json) if question.is_kept else None
         if kept is not None:
             return kept
@@ -115,7 +115,7 @@ class _Files:
         return found
 
     def _read(self, name: str, from_json: Callable[[Any], _Kept]) -> _Kept | None:
-        """What ``from_json`` makes of the file; None if there is none that can be read."""
+        """The file's value, converted by ``from_json``; None if there is no readable file."""
         try:
             content = (self._folder / f"{name}{self._ending}").read_bytes()
             return from_json(json.loads(gzip.decompress(content) if self._is_compressed else content))
@@ -123,7 +123,7 @@ class _Files:
             return None
 
     def _write(self, name: str, value: Any) -> None:
-        """Write the file, and remove the oldest if there are too many; none is written where that is not possible."""
+        """Write the file if possible, and remove the oldest files if there are too many."""
         content = json.dumps(value).encode()
         try:
             path = self._folder / f"{name}{self._ending}"
@@ -140,14 +140,14 @@ class _Files:
 
 
 def user_cache_folder() -> Path:
-    """Where a user's programs keep what they can make again: ``XDG_CACHE_HOME``, or ``~/.cache``."""
+    """The user's cache folder: ``XDG_CACHE_HOME``, or ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "torchtune_adaptive" / "plans"
 
 
 @cache
 def _versions() -> list[str]:
-    """Versions of the packages that a step depends on, and a digest of the files of this one."""
+    """Versions of the packages on which a step depends, and a digest of this package's files."""
     package = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for path in sorted([*package.rglob("*.py"), *package.parent.glob("recipes/adaptive_*.py")]):

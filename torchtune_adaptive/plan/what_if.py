@@ -1,4 +1,4 @@
-"""What changes of a config would each save, alone and all together."""
+"""How much memory each change of a config would save, alone and all together."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +18,7 @@ def what_if(
 ) -> Iterator[Suggestion]:
     """Plan ``cfg`` with ``batch_size`` rows of ``seq_len`` tokens as it is, with each change, and with all.
 
-    The plans' only size that was asked for is ``batch_size``.
+    The only requested size of each plan is ``batch_size``.
     """
     options = {"card": card, "seq_lens": [seq_len], "batch_sizes": [batch_size], "traced_by": traced_by}
     planned = partial(Suggestion.planned, world_size=world_size, **options)
@@ -39,14 +39,14 @@ def _checkpointing(cfg: DictConfig) -> DictConfig | None:
 
 
 def _offloading(cfg: DictConfig) -> DictConfig | None:
-    """torchtune offloads with checkpointing alone, and not on a CPU."""
+    """torchtune offloads only together with checkpointing, and not on a CPU."""
     if cfg.get("enable_activation_offloading", False) or str(cfg.device).startswith("cpu"):
         return None
     return with_values(_checkpointing(cfg) or cfg, {"enable_activation_offloading": True})
 
 
 def _compiled(cfg: DictConfig) -> DictConfig | None:
-    """Which torchtune does not do where it trains with quantization in mind."""
+    """torchtune does not support this in quantization-aware training."""
     if cfg.get("compile", False) or "quantizer" in cfg:
         return None
     return with_values(cfg, {"compile": True})
@@ -67,7 +67,7 @@ def _optimizer_of_8_bits(cfg: DictConfig) -> DictConfig | None:
 
 
 def _steps_in_backward(cfg: DictConfig) -> DictConfig | None:
-    """Which torchtune has for full finetuning, without accumulation and clipping."""
+    """torchtune supports this only in full finetuning, without gradient accumulation and clipping."""
     if method_of(cfg) != "full_finetune" or cfg.get("optimizer_in_bwd", False):
         return None
     return with_values(cfg, {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1, "clip_grad_norm": None})
@@ -85,8 +85,8 @@ _CHANGES: dict[str, Callable[[DictConfig], DictConfig | None]] = {
     "checkpointing and activation offloading": _offloading,
     "compile": _compiled,
     "chunked loss": _chunked_loss,
-    "optimizer of 8 bits (torchao)": _optimizer_of_8_bits,
+    "8-bit optimizer (torchao)": _optimizer_of_8_bits,
     "LoRA": lora_version,
     "QLoRA": _qlora,
-    "optimizer_in_bwd": _steps_in_backward,  # last: all together have LoRA, with which it cannot be
+    "optimizer_in_bwd": _steps_in_backward,  # last: all together include LoRA, with which it cannot be combined
 }

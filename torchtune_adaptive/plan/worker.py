@@ -1,9 +1,8 @@
-"""Trace a config's train step over fake tensors, in the process that ``client`` starts.
+"""Trace a config's train step on fake tensors, in the process that ``client`` starts.
 
 ``python -m torchtune_adaptive.plan.start_worker OUTPUT ERRORS`` reads a request as JSON from standard input and writes
 its answer as JSON to the file OUTPUT. The answer holds the peaks, or the events of one step, or the reason why there
-are none; an unforeseen error is in the file ERRORS as well, from the first line of its traceback to the last, also
-where it ends the process at once.
+are none. The file ERRORS gets the whole traceback of an unexpected error, even if the process aborts.
 """
 
 import faulthandler
@@ -39,19 +38,19 @@ from torchtune_adaptive.stock.set_up import setting_up
 # The first and the last layer differ from those between, and in some models every second layer differs from its
 # neighbours.
 _FEWEST_LAYERS, _PERIOD = 4, 2
-_FEWEST_LAYERS_OFFLOADING = 8  # activation offloading stashes the activations of five layers
+_FEWEST_LAYERS_OFFLOADING = 8  # activation offloading keeps the activations of five layers
 
-Timelines = dict[str, Timeline]  # by kind of bytes
+Timelines = dict[str, Timeline]  # by kind of memory
 
 
 def trace_config(
     cfg: DictConfig, *, world_size: int, seq_lens: Sequence[int], shows_progress: bool = False
 ) -> TracedStep:
-    """Trace the step of the first rank for rows of each of ``seq_lens`` tokens.
+    """Trace the step of rank 0 for rows of each of ``seq_lens`` tokens.
 
-    Where layers repeat, two models of a few layers are traced and the whole model is extrapolated from them; a third
-    one checks that layers do repeat. Otherwise the whole model is traced. A method of two models, both of one depth,
-    is traced with as few layers of each; with models of different depths they are traced whole.
+    If layers repeat, two models of a few layers are traced and the whole model is extrapolated from them. A third model
+    checks that layers do repeat. Otherwise the whole model is traced. If a method has several models of equal depth,
+    all are traced with few layers. Models of different depths are traced whole.
 
     Raises:
         InputError: the config cannot be planned; the message says why.
@@ -59,7 +58,7 @@ def trace_config(
     with StepTracer(cfg, world_size=world_size, shows_progress=shows_progress) as tracer:
         layers = tracer.layers_to_trace(seq_lens[0])
         peaks = tracer.peaks(seq_lens, layers)
-        figures = tracer.figures(layers)  # after the steps, which allocate the optimizer's state
+        figures = tracer.figures(layers)  # after the steps, which create the optimizer state
         host = tracer.host_figures(layers)
     return TracedStep(peaks, num_layers=tracer.num_layers, traced_layers=layers, host=host, **figures)
 
@@ -68,14 +67,14 @@ class StepTracer:
     """Traces steps of one config's model, built with all or only a few of its layers.
 
     Attributes:
-        num_layers: layers of the whole trained model.
+        num_layers: number of layers of the whole trained model.
     """
 
     def __init__(self, cfg: DictConfig, *, world_size: int, shows_progress: bool = False) -> None:
         self._cfg = cfg
         self._world_size = world_size
         self._recipes: dict[int, FakeRecipe] = {}
-        self._traced: dict[tuple[int, int, int], Timelines] = {}  # by layers, batch size and tokens of a row
+        self._traced: dict[tuple[int, int, int], Timelines] = {}  # by layers, batch size and tokens per row
         self._progress = tqdm(desc="tracing", unit=" steps", disable=not shows_progress)
         offloading = cfg.get("enable_activation_offloading", False)
         self._fewest_layers = _FEWEST_LAYERS_OFFLOADING if offloading else _FEWEST_LAYERS
@@ -91,10 +90,10 @@ class StepTracer:
         self._progress.close()
 
     def layers_to_trace(self, seq_len: int) -> tuple[int, ...]:
-        """Choose the numbers of layers of the models to trace: two small ones, or the whole one alone.
+        """Choose the numbers of layers of the models to trace: two small models, or only the whole model.
 
-        Two small models are enough if the peaks extrapolated from them are right for a third small model, and if the
-        second and the third give the same peaks for the whole model.
+        Two small models are enough under two conditions: the peaks extrapolated from them are exact for a third small
+        model, and the second and the third give the same peaks for the whole model.
         """
         first = self._fewest_layers + self.num_layers % _PERIOD
         second, third = first + _PERIOD, first + 2 * _PERIOD
@@ -117,10 +116,10 @@ class StepTracer:
         return first, second
 
     def peaks(self, seq_lens: Sequence[int], layers: tuple[int, ...]) -> tuple[StepPeaks, ...]:
-        """Peaks of the whole model's step for each length of rows, from models of so many ``layers``.
+        """Peaks of the whole model's step for each row length, from models with these numbers of ``layers``.
 
-        Batches of several rows are traced for the shortest and the longest length only, and interpolated for the
-        lengths between.
+        Batches of several rows are traced only for the shortest and the longest length, and interpolated for the
+        others.
         """
         shortest, longest = min(seq_lens), max(seq_lens)
         self._progress.reset(total=self._num_steps(seq_lens, layers))
@@ -147,7 +146,7 @@ class StepTracer:
         return {name: few[name] + periods * (more[name] - few[name]) for name in few}
 
     def _num_steps(self, seq_lens: Sequence[int], layers: tuple[int, ...]) -> int:
-        """Number of steps that ``peaks`` has yet to trace, if it can interpolate."""
+        """Number of steps that ``peaks`` still has to trace if it can interpolate."""
         batches = {(batch_size, end) for batch_size in SMALL_BATCH_SIZES for end in (min(seq_lens), max(seq_lens))}
         batches |= {(1, seq_len) for seq_len in seq_lens}
         steps = {(num_layers, *batch) for num_layers in layers for batch in batches}
@@ -156,7 +155,7 @@ class StepTracer:
     def _lines(self, seq_len: int, layers: tuple[int, ...]) -> StepLines:
         small, large = (self._whole(layers, batch_size, seq_len) for batch_size in SMALL_BATCH_SIZES)
         lines = StepLines.from_timelines(small, large, seq_len=seq_len)
-        if lines is None:  # perhaps because the first step of all made what the model keeps, such as a buffer
+        if lines is None:  # perhaps because the very first step created a buffer that the model keeps
             self._forget({*layers, self.num_layers}, SMALL_BATCH_SIZES[0], seq_len)
             small = self._whole(layers, SMALL_BATCH_SIZES[0], seq_len)
             lines = StepLines.from_timelines(small, large, seq_len=seq_len)
@@ -177,7 +176,7 @@ class StepTracer:
     def _extrapolated(
         self, layers: tuple[int, int], num_layers: int, batch_size: int, seq_len: int
     ) -> Timelines | None:
-        """Timelines of a model of ``num_layers`` layers; None if the layers of the two models do not repeat."""
+        """Timelines of a model with ``num_layers`` layers; None if the layers of the two models do not repeat."""
         few, more = (self._timelines(count, batch_size, seq_len) for count in layers)
         found: Timelines = {}
         for kind in few:
@@ -200,13 +199,13 @@ class StepTracer:
         return self._traced[key]
 
     def _forget(self, layers: Iterable[int], batch_size: int, seq_len: int) -> None:
-        """Have steps that were traced with any of these numbers of ``layers`` traced again."""
+        """Drop traced steps with any of these numbers of ``layers``, so that they are traced again."""
         for num_layers in layers:
             if self._traced.pop((num_layers, batch_size, seq_len), None) is not None:
                 self._progress.update(-1)
 
     def _recipe(self, num_layers: int | None) -> FakeRecipe:
-        """The recipe with a model of ``num_layers`` layers (None: all), which is built only once."""
+        """The recipe with a model of ``num_layers`` layers (None: all). It is built only once."""
         if num_layers is None or num_layers not in self._recipes:
             with setting_up():
                 recipe = FakeRecipe(self._cfg, world_size=self._world_size, num_layers=num_layers)
@@ -227,7 +226,7 @@ def _peaks(timelines: Timelines) -> dict[str, int]:
 def trace_events(
     cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int, shows_progress: bool = False
 ) -> StepEvents:
-    """Trace a step of the first rank, with all layers, and return each of its operations and allocations.
+    """Trace a step of rank 0 with all layers, and return each of its operations and allocations.
 
     Raises:
         InputError: the config cannot be planned; the message says why.
@@ -245,7 +244,7 @@ def trace_events(
 
 
 def trace_calibration(batch_size: int, seq_len: int) -> int:
-    """Peak bytes of a steady train step of the model that a calibration trains."""
+    """Peak bytes of a steady-state train step of the model that a calibration trains."""
     trace = StepTrace(granularity_bytes=CUDA_GRANULARITY_BYTES)
     with FakeTensorMode():
         trainer = make_trainer(torch.device("cpu"))

@@ -1,1 +1,1 @@
-"""Out-of-memory errors survived: on one device, and on all ranks of an FSDP2 model together."""
+"""Recover from out-of-memory errors, on one device or on all ranks of an FSDP2 model."""

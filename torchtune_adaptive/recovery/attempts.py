@@ -1,8 +1,8 @@
-"""Run the micro-steps of an optimizer step, and let all ranks know if any of them ran out of memory.
+"""Run the micro-steps of an optimizer step, and tell all ranks if one of them ran out of memory.
 
-A rank that runs out of memory cleans up. It then issues the remaining collectives of this micro-step and of those
-that follow, without computing. The other ranks compute on. After the last micro-step, all ranks agree on the CPU
-whether the optimizer step may be taken.
+A rank that runs out of memory cleans up. It then issues the remaining collectives of this micro-step and of the
+following ones without computing, while the other ranks continue. After the last micro-step, all ranks agree on the CPU
+whether the optimizer step may run.
 """
 
 import functools
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 
 class MemoryPressure(IntEnum):
-    """How short of memory a rank was in the micro-steps of an optimizer step."""
+    """The memory pressure of a rank in the micro-steps of an optimizer step."""
 
     NONE = 0
     THRASHING = 1
@@ -50,10 +50,10 @@ class Attempt(Generic[Result]):
 
     Attributes:
         result: the sum of this rank's results; None if any rank ran out of memory.
-        pressure: the worst of all ranks.
-        own_pressure: that of this rank.
+        pressure: the highest of all ranks.
+        own_pressure: the pressure of this rank.
         error: this rank's out-of-memory error in one line, if it had one.
-        in_backward: whether it came in a backward pass.
+        in_backward: whether the error was raised in a backward pass.
     """
 
     result: Result | None
@@ -64,7 +64,7 @@ class Attempt(Generic[Result]):
 
 
 class Recovery:
-    """Runs the micro-steps of one model on one rank, and keeps the ranks in step after an out-of-memory error.
+    """Runs the micro-steps of one model on one rank, and keeps collectives aligned after an out-of-memory error.
 
     Args:
         ledger: attached to ``model``, with its template set.
@@ -109,18 +109,16 @@ class Recovery:
     ) -> Attempt[Result]:
         """Run ``micro_steps`` on every rank, and agree on the outcome.
 
-        A collective, which adds one on the CPU. If any rank ran out of memory, the gradients on all ranks are None
-        afterwards, and the model can run a new step.
-
+        A collective; it adds one all-reduce on the CPU. If any rank ran out of memory, the gradients on all ranks are
+        None afterwards, and the model can run a new step.
         Args:
             is_thrashing: called on ranks that did not run out of memory.
-            is_even: all ranks are known to have as many micro-steps. If not, and some rank has several, a second
-                collective tells it, while all but the first micro-step run.
-
+            is_even: whether all ranks are known to have equally many micro-steps. Otherwise ranks exchange their
+                numbers after the first micro-step, and need a second collective if a rank has several.
         Raises:
-            CollectiveInDoubtError: this rank cannot issue the same collectives as its peers. It must end, and the
+            CollectiveInDoubtError: this rank cannot issue the same collectives as its peers. It must exit, and the
                 launcher then ends the others.
-            InputError: some rank has fewer micro-steps than another, or none has any; on every rank.
+            InputError: some rank has fewer micro-steps than another, or none has any. Raised on every rank.
         """
         done = _Done[Result](is_thrashing)
         if is_even:
@@ -134,7 +132,7 @@ class Recovery:
         return Attempt(None, MemoryPressure(worst), done.pressure, done.error, done.in_backward)
 
     def _run_all(self, micro_steps: Sequence[Callable[[], Any]], done: "_Done[Any]") -> None:
-        """Run ``micro_steps``, or only issue their collectives once there is an error."""
+        """Run ``micro_steps``. After an error, only issue the collectives of the rest."""
         for micro_step in micro_steps:
             self._ledger.begin()
             if done.error is None:
@@ -145,9 +143,10 @@ class Recovery:
                 self._fall_out_of_step()
 
     def _run_and_compare(self, micro_steps: Sequence[Callable[[], Any]], done: "_Done[Any]") -> int:
-        """Run ``micro_steps``, of which each rank may have another number; the worst pressure of all ranks.
+        """Run ``micro_steps``, whose number may differ between ranks. Returns the highest pressure of all ranks.
 
-        Ranks compare after the first one: most often it is the only one, and the comparison the only exchange.
+        Ranks compare their numbers after the first micro-step. Most often it is the only one, and no second exchange
+        is needed.
         """
         number = len(micro_steps)
         if number:
@@ -167,22 +166,22 @@ class Recovery:
         return worst
 
     def _replay_another(self) -> None:
-        """Issue the collectives of a micro-step that this rank has not: else the others would wait for it in theirs."""
+        """Issue the collectives of a micro-step that this rank does not have; its peers would wait for them."""
         self._ledger.begin()
         self._clean_up_after("fewer micro-steps than on another rank")
         self._replay_rest("fewer micro-steps than on another rank")
 
     def _run(self, micro_step: Callable[[], Any], done: "_Done[Any]") -> None:
-        """Add the result of ``micro_step`` to what is ``done``, or clean up and keep the text of its error there.
+        """Add the result of ``micro_step`` to ``done``, or clean up and keep the text of its error there.
 
-        Only the text, because the traceback of the error keeps all tensors alive.
+        Only the text is kept, because the error's traceback keeps all tensors alive.
         """
         try:
             done.add(micro_step())
         except Exception as error:
             if is_out_of_memory_in_collective(error):
                 raise CollectiveInDoubtError(
-                    f"out of memory inside a collective, after which nobody knows whether it was issued: {error}"
+                    f"out of memory inside a collective, so that it is unknown whether it was issued: {error}"
                 ) from error
             if not comes_from_out_of_memory(error):
                 raise
@@ -191,9 +190,9 @@ class Recovery:
             self._clean_up_after(done.error)
 
     def _clean(self) -> None:
-        """Drop everything that this step has left. Must be called outside any ``except`` block."""
+        """Free everything that the failed step left. Must be called outside of any ``except`` block."""
         self._forget()
-        if self._device.type != "cpu":  # running collectives may use this memory; they end, as peers issue them too
+        if self._device.type != "cpu":  # running collectives may use this memory; peers issue them too, so they end
             torch.get_device_module(self._device).synchronize(self._device)
         reset_after_failure(self._model)
         free_memory(self._device)
@@ -210,10 +209,12 @@ class Recovery:
         try:
             self._ledger.replay_rest()
         except CollectiveInDoubtError as doubt:
-            raise CollectiveInDoubtError(f"this rank cannot keep in step with the others: {doubt}; {error}") from doubt
+            raise CollectiveInDoubtError(
+                f"this rank cannot issue the collectives that the others wait for: {doubt}; {error}"
+            ) from doubt
 
     def close(self) -> None:
-        """Put the model's own communication functions back."""
+        """Restore the model's own communication functions."""
         self._ledger.detach()
 
     def _fall_out_of_step(self) -> None:
@@ -226,7 +227,7 @@ class Recovery:
 
 
 class _Done(Generic[Result]):
-    """What has been done of an optimizer step: the sum of results, until an error ends it."""
+    """The progress of an optimizer step: the sum of results, up to the first error."""
 
     def __init__(self, is_thrashing: Callable[[], bool]) -> None:
         self.result: Result | None = None
@@ -236,7 +237,7 @@ class _Done(Generic[Result]):
 
     @functools.cached_property
     def pressure(self) -> MemoryPressure:
-        """How short of memory this rank was, after the last micro-step."""
+        """The memory pressure of this rank, after the last micro-step."""
         return MemoryPressure.OUT_OF_MEMORY if self.error is not None else MemoryPressure(self._is_thrashing())
 
     def add(self, result: Result) -> None:
@@ -244,14 +245,14 @@ class _Done(Generic[Result]):
         self.result = sum_of_results(self.result, result)
 
     def fail(self, error: Exception) -> None:
-        """Keep what is to be said of ``error``, but not itself."""
+        """Keep the text and the origin of ``error``, but not the error itself."""
         self.error = reason_of(next(one for one in errors_behind(error) if is_out_of_memory(one)))
         frames = traceback.walk_tb(error.__traceback__)
         self.in_backward = any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in frames)
 
 
 def sum_of_results(one: Any, other: Any) -> Any:
-    """The sum of two results of micro-steps, of tuples part by part; ``other`` if ``one`` is None."""
+    """The sum of two results of micro-steps, elementwise for tuples; ``other`` if ``one`` is None."""
     if isinstance(one, tuple):
         return tuple(map(sum_of_results, one, other))
     return other if one is None else one + other
@@ -260,4 +261,4 @@ def sum_of_results(one: Any, other: Any) -> Any:
 def _uneven(fewest: int, most: int) -> str:
     if not most:
         return NO_SAMPLES
-    return f"Every rank must have as many micro-steps, but one has {fewest} of them where another has {most}."
+    return f"Every rank must have the same number of micro-steps, but one has {fewest} and another has {most}."

@@ -19,12 +19,12 @@ from torchtune_adaptive.recovery.attempts import Recovery
 
 @dataclass(frozen=True)
 class DryRun:
-    """The outcome of a dry run, of the same kind on every rank. Exactly one of the three attributes is set.
+    """The outcome of a dry run. Exactly one of the attributes is set, the same one on every rank.
 
     Attributes:
         recovery: recovers from out-of-memory errors in micro-steps like those of the dry run.
         reason: why recovery is not possible, as part of a sentence.
-        out_of_memory: a micro-step of the dry run ran out of memory on some rank.
+        out_of_memory: whether a micro-step of the dry run ran out of memory on some rank.
     """
 
     recovery: Recovery | None
@@ -45,12 +45,11 @@ def dry_run(
 ) -> DryRun:
     """Run ``micro_steps`` with a vote before each collective, and make a ``Recovery`` from what they issue.
 
-    A collective: all ranks must call it, and get the same kind of outcome. Afterwards random generators and buffers
-    are as before, and gradients are None. The lazy set-up of FSDP2 and of the communicators is then done, while
-    memory is still free. If there is no recovery, the model's original communication functions are put back.
-
+    A collective: all ranks must call it, and get the same kind of outcome. It restores random generators and buffers,
+    and sets gradients to None. The lazy set-up of FSDP2 and of the communicators then happens while memory is free. If
+    there is no recovery, the model's original communication functions are restored.
     Args:
-        micro_steps: forward and backward on batches of different shapes.
+        micro_steps: forward and backward passes on batches of different shapes.
         forget: releases memory that an aborted micro-step holds outside ``model``.
 
     Raises:
@@ -83,7 +82,7 @@ def dry_run(
 
 
 def _attach_ledger(model: nn.Module, device: torch.device, consensus: Consensus) -> tuple[Ledger | None, str]:
-    """Attach a ledger on all ranks, or on none if one rank cannot; then give that rank's reason. A collective."""
+    """Attach a ledger on all ranks. If one rank cannot, attach none, and return that rank's reason. A collective."""
     ledger, reason = None, ""
     try:
         ledger = Ledger(model, device)
@@ -101,8 +100,8 @@ class _Record:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._recorded: list[list[Collective]] = []  # by FSDP2, for each micro-step
-        self._num_issued: list[int] = []  # by any code, for each micro-step
+        self._recorded: list[list[Collective]] = []  # FSDP2's collectives of each micro-step
+        self._num_issued: list[int] = []  # number of all collectives of each micro-step
 
     @property
     def template(self) -> list[Collective]:
@@ -130,7 +129,7 @@ class _Record:
             if num_issued != len(recorded):
                 return (
                     f"a micro-step issues {num_issued} collectives, but FSDP2 only {len(recorded)} of them:"
-                    " the rest, such as those of tensor or context parallelism, may depend on the batch"
+                    " the others, for example of tensor or context parallelism, may depend on the batch"
                 )
         if any(recorded != self.template for recorded in self._recorded):
             return "micro-steps on different batches issue different collectives"

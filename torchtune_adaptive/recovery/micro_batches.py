@@ -5,53 +5,53 @@ from typing import Any, Protocol, runtime_checkable
 
 from torchtune_adaptive.errors import InputError, quote, require_integer
 
-_REHEARSED_SAMPLES = (2, 1)  # of the second micro-batch of a rehearsal, if they fit
+_REHEARSED_SAMPLES = (2, 1)  # sizes for the second micro-batch of a rehearsal, if they fit
 
 
 @runtime_checkable
 class MicroBatches(Protocol):
-    """Cuts samples into micro-batches, and knows how large these may be."""
+    """Cuts samples into micro-batches, and holds their largest size."""
 
     @property
     def is_even(self) -> bool:
-        """Whether ``cut`` gives as many micro-batches on every rank, whatever samples the ranks have."""
+        """Whether ``cut`` returns equally many micro-batches on every rank, for any samples."""
         ...
 
     @property
     def size(self) -> int:
-        """How large a micro-batch may be now; equal on every rank."""
+        """The present size of a micro-batch, equal on every rank."""
         ...
 
     @property
     def unit(self) -> str:
-        """Of the size, for messages."""
+        """The unit of ``size``, for messages."""
         ...
 
     def cut(self, samples: Any) -> Sequence[Any]:
-        """The micro-batches of ``samples``. All ranks call it together."""
+        """The micro-batches of ``samples``. All ranks must call it together."""
         ...
 
     def can_reduce(self, samples: Any) -> bool:
-        """Whether smaller micro-batches of ``samples`` are possible; equal on every rank. A collective."""
+        """Whether ``samples`` can be cut into smaller micro-batches; equal on every rank. A collective."""
         ...
 
     def reduce(self, samples: Any) -> None:
-        """Halve the size, so that the next cut of ``samples`` is a smaller one."""
+        """Halve the size, so that the next cut of ``samples`` has smaller micro-batches."""
         ...
 
     def rehearsals(self, samples: Any) -> Iterable[Sequence[Any]]:
-        """Small micro-batches, of different shapes if possible; then others, to try if memory runs out.
+        """Small micro-batches for a dry run, of different shapes if possible; then others to try if memory runs out.
 
-        As many on every rank.
+        Their number is equal on every rank.
         """
         ...
 
 
 class Slices:
-    """Micro-batches of up to ``size`` samples that follow each other.
+    """Micro-batches of up to ``size`` consecutive samples.
 
-    Samples are a sequence or a tensor [samples, ...], or a dict of such, all of one length; micro-batches are of the
-    same type. Every rank must have as many samples.
+    Samples are a sequence, a tensor [samples, ...], or a dict of these, all of one length. Micro-batches have the same
+    type. Every rank must have the same number of samples.
 
     >>> Slices(2).cut([3, 1, 4])
     [[3, 1], [4]]
@@ -70,7 +70,7 @@ class Slices:
 
     @property
     def size(self) -> int:
-        """Samples that a micro-batch may have now."""
+        """The largest number of samples of a micro-batch now."""
         return self._size
 
     def cut(self, samples: Any) -> list[Any]:
@@ -82,7 +82,7 @@ class Slices:
         return min(self._size, _length(samples)) > 1
 
     def reduce(self, samples: Any) -> None:
-        """Halve the size of what ``samples`` are cut into, rounded down.
+        """Halve the size of the micro-batches into which ``samples`` are cut, rounded down.
 
         >>> slices = Slices(32)
         >>> slices.reduce([1, 2, 3, 4, 5])
@@ -96,7 +96,7 @@ class Slices:
         self._size = require_integer("micro_batch_size", size, minimum=1)
 
     def rehearsals(self, samples: Any) -> list[list[Any]]:
-        """The first sample and the first two; if that does not fit, the first one twice. None if there is no sample."""
+        """The first sample, then the first two; to try next, the first one twice. Nothing if there is no sample."""
         most = min(self._size, _length(samples))
         if not most:
             return []
@@ -110,11 +110,11 @@ def _part(samples: Any, start: int, stop: int) -> Any:
 
 
 def _length(samples: Any) -> int:
-    """How many samples there are."""
+    """The number of samples."""
     columns = samples.values() if isinstance(samples, Mapping) else [samples]
     lengths = {len(column) if isinstance(column, Sized) else None for column in columns}
     if len(lengths) != 1 or None in lengths:
         raise InputError(
-            f"`samples` must be a sequence, a tensor or a dict of such, of one length, but is {quote(samples)} instead."
+            f"`samples` must be a sequence, tensor or dict of these, of one length, but is {quote(samples)} instead."
         )
     return lengths.pop() or 0

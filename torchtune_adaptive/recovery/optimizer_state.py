@@ -1,17 +1,16 @@
-"""Make an optimizer's state before training, so that the first real step needs no more memory than any other."""
+"""Create an optimizer's state before training, so that the first step needs no more memory than later ones."""
 
 import torch
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Give ``optimizer`` the state of before its first step, by a step on gradients of zero; gradients are then None.
+    """Create the initial state of ``optimizer`` by a step on zero gradients. Gradients are None afterwards.
 
-    Only for ``torch.optim.Adam`` and ``AdamW`` that have no state yet: theirs begins as zeros, so that training
-    is the same to the bit; another kind may tell a first step by its missing state. Parameters do not change.
-    Returns whether it did. Not a collective, unless the optimizer's step is one.
-
+    Only for ``torch.optim.Adam`` and ``AdamW`` without state. Their state starts as zeros, so that training stays equal
+    bit for bit; other optimizers may detect their first step by missing state. Parameters do not change. Returns
+    whether the state was created. Not a collective, unless the optimizer's step is one.
     Raises:
-        torch.OutOfMemoryError: there is no memory for the state; what was made of it is gone again.
+        torch.OutOfMemoryError: the state does not fit; the part that was created is removed again.
     """
     groups = optimizer.param_groups
     trained = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
@@ -45,5 +44,5 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _divides(eps: float, dtype: torch.dtype) -> bool:
-    """Whether zero divided by ``eps`` is zero; not if ``eps`` is zero itself, or too small for its type."""
+    """Whether zero divided by ``eps`` is zero. It is not if ``eps`` is zero, or rounds to zero in its type."""
     return (torch.zeros((), dtype=dtype) / torch.tensor(eps, dtype=dtype)).item() == 0

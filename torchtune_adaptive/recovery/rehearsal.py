@@ -1,4 +1,4 @@
-"""What is run before training, while memory is free, so that recovery knows what to do."""
+"""The dry run before training, while memory is free, from which recovery learns the collectives."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -17,14 +17,14 @@ from torchtune_adaptive.recovery.micro_batches import MicroBatches
 from torchtune_adaptive.recovery.optimizer_state import allocate_state
 from torchtune_adaptive.recovery.watch import PressureWatch
 
-_LONGEST_LIST = 3  # of different figures of ranks, in a message
+_LONGEST_LIST = 3  # different figures of ranks in a message
 
 
 class Rehearsal:
-    """Makes the optimizers' state, and a recovery from small micro-steps.
+    """Creates the optimizers' state, and a recovery from a dry run of small micro-steps.
 
     Args:
-        forget: drops what a failed micro-step leaves outside of the model.
+        forget: frees memory that a failed micro-step holds outside of the model.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class Rehearsal:
         self._forget = forget
 
     def allocate_states(self) -> None:
-        """Make the optimizers' state. A collective.
+        """Create the optimizers' state. A collective.
 
         Raises:
-            NothingFitsError: there is no memory for it.
+            NothingFitsError: the state does not fit.
         """
         if run_with_votes(self._allocate_states, self._consensus) is Outcome.OUT_OF_MEMORY:
             raise NothingFitsError(
@@ -55,14 +55,13 @@ class Rehearsal:
             )
 
     def recovery(self, micro_step: Callable[[Any], object], micro_batches: MicroBatches, samples: Any) -> Recovery:
-        """The recovery for ``micro_step``, which is run on the first small micro-batches of ``samples`` that fit.
+        """A recovery for ``micro_step``, which is run on the first small micro-batches of ``samples`` that fit.
 
-        A collective. Afterwards the model is as before, and gradients are None.
-
+        A collective. It restores the model, and sets gradients to None.
         Raises:
-            NothingFitsError: none of them fits.
-            CannotRecoverError: there can be no recovery for this model and step.
-            InputError: ranks have micro-batches of different size, or some rank has no samples.
+            NothingFitsError: none of the micro-batches fits.
+            CannotRecoverError: recovery is not possible for this model and step.
+            InputError: the micro-batch size differs between ranks, or some rank has no samples.
         """
         rehearsals = list(micro_batches.rehearsals(samples))
         self._check(micro_batches.size, has_samples=bool(rehearsals))
@@ -79,7 +78,7 @@ class Rehearsal:
                 break
         if found.out_of_memory:
             raise NothingFitsError(
-                "the first rows of the data set must fit, but their forward and backward ran out of memory"
+                "the first rows of the data set must fit, but their forward or backward pass ran out of memory"
                 f" ({self._figures()}); {NOTHING_FITS_ADVICE}."
             )
         if found.recovery is None:
@@ -87,7 +86,7 @@ class Rehearsal:
         return found.recovery
 
     def _check(self, size: int, *, has_samples: bool) -> None:
-        """Check on all ranks what each has been given. A collective."""
+        """Check the arguments of all ranks. A collective."""
         smallest, largest = self._consensus.min_and_max(size)
         if smallest != largest:
             raise InputError(
@@ -106,6 +105,6 @@ class Rehearsal:
                 self._meter.count([list(values.values()) for values in optimizer.state.values()])
 
     def _figures(self) -> str:
-        """Peak and limit of the ranks, equal ones once. A collective."""
+        """Peaks and limits of the ranks, without duplicates. A collective."""
         figures = self._consensus.from_all_ranks(describe_peak(self._meter))
         return "; ".join(list(dict.fromkeys(figures))[:_LONGEST_LIST])

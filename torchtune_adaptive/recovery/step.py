@@ -1,4 +1,4 @@
-"""``RecoverableStep``: a step of any PyTorch training loop, run again in smaller pieces when memory runs out."""
+"""``RecoverableStep``: a train step for any PyTorch loop that recovers from out-of-memory errors."""
 
 import functools
 import logging
@@ -24,22 +24,21 @@ Sums = TypeVar("Sums")
 
 
 class RecoverableStep(Generic[Sums]):
-    """Runs forward and backward of an optimizer step in micro-batches, and survives out-of-memory errors in them.
+    """Runs the forward and backward passes of an optimizer step in micro-batches, and recovers from out of memory.
 
-    When memory runs out on any rank, all ranks drop the gradients, halve the micro-batch, and run the same samples
-    again with the same random numbers. Nothing waits for another rank in vain. On one device, or under FSDP2.
-
+    If any rank runs out of memory, all ranks drop their gradients, halve the micro-batch, and run the same samples
+    again with the same random numbers. No rank is left waiting in a collective. Works on one device and under FSDP2.
     Args:
-        model: all that is on the device; several models in an ``nn.ModuleList``. Under FSDP2, sharded already.
-        micro_step: forward, loss and backward on one micro-batch. It may not change anything else, as it may be run
-            again. What it returns is added up: a tensor or number, a tuple of them, anything with ``+``, or None.
-            Detach it, or it keeps the graph alive.
-        micro_batch_size: samples of a micro-batch, the same on every rank; or an object that cuts micro-batches.
-        optimizer: its state is made in the rehearsal (that of Adam and AdamW), so that it is there before training.
-        forget: drops what an interrupted ``micro_step`` leaves outside of the model, such as a list of activations.
-        on_event: is called on every rank when memory ran short. The default is a warning on rank 0.
-        watch: that of a larger program; None for one of its own.
-
+        model: everything on the device; several models in an ``nn.ModuleList``. Under FSDP2 it must be sharded.
+        micro_step: forward pass, loss and backward pass of one micro-batch. It must not change anything else, because
+            it may run again. Its results are summed: a tensor or number, a tuple of them, anything with ``+``, or
+            None. Detach tensors, or they keep the graph alive.
+        micro_batch_size: samples per micro-batch, the same on every rank; or an object that cuts micro-batches.
+        optimizer: the optimizer, or several. ``rehearse`` creates the state of Adam and AdamW, so that its memory is in
+            use before training.
+        forget: frees what an interrupted ``micro_step`` keeps outside of the model, such as a list of activations.
+        on_event: called on every rank after a shortage of memory. The default logs a warning on rank 0.
+        watch: the memory watch of a larger program; None: create one.
     Raises:
         InputError: ``micro_batch_size`` is not an integer of at least 1, or the model has no parameters.
 
@@ -86,28 +85,27 @@ class RecoverableStep(Generic[Sums]):
 
     @property
     def micro_batch_size(self) -> int:
-        """The present size of a micro-batch."""
+        """The current size of a micro-batch."""
         return self._micro_batches.size
 
     @property
     def events(self) -> tuple[MemoryEvent, ...]:
-        """All so far, but for those that ended the training."""
+        """All events so far, except those that ended the training."""
         return tuple(self._events)
 
     @property
     def recovers(self) -> bool:
-        """Whether out-of-memory errors are survived; not before a rehearsal, and not if there can be none."""
+        """Whether the step recovers from out-of-memory errors. False before ``rehearse`` and after ``disable``."""
         return self._recovery is not None
 
     def rehearse(self, samples: Any) -> None:
-        """Make the optimizers' state and run two small micro-steps, from which recovery learns what ranks exchange.
+        """Do a dry run: create the optimizers' state, and run two small micro-steps to learn their collectives.
 
-        Needs at least two samples to see whether it depends on the batch. Model, optimizers and random generators
-        are afterwards as before, gradients are None. A collective: every rank must call it. The first step does so
-        itself, with its own samples.
-
+        It needs at least two samples to see whether the collectives depend on the batch. It restores model,
+        optimizers and random generators, and sets gradients to None. A collective: every rank must call it. If it has
+        not been called, the first step calls it with its own samples.
         Raises:
-            CannotRecoverError: out-of-memory errors in this model's steps cannot be survived.
+            CannotRecoverError: recovery is not possible for this model.
             NothingFitsError: the optimizers' state or the smallest micro-step does not fit.
             InputError: the micro-batch size is not the same on every rank, or some rank has no samples.
         """
@@ -118,38 +116,36 @@ class RecoverableStep(Generic[Sums]):
         self._recovery = rehearsal.recovery(self._run, self._micro_batches, samples)
 
     def disable(self) -> None:
-        """Do without recovery: from now on an out-of-memory error passes, and nothing is rehearsed."""
+        """Turn recovery off: there is no dry run, and an out-of-memory error is raised as it is."""
         self._is_enabled = False
         self._end_recovery()
 
     def close(self) -> None:
-        """Leave the model as it was before. Every rank must do so."""
+        """Restore the model's own communication functions. Every rank must call it."""
         self._end_recovery()
         if self._owns_watch:
             self._watch.close()
 
     def wrap_micro_steps(self, around: Callable[[int, Callable[[], Sums]], Sums] | None) -> None:
-        """Have ``around(number, run)`` run every micro-step, to inject faults; None: nothing.
+        """Run every micro-step through ``around(number, run)``, to inject faults. None: run it directly.
 
-        Numbers count from 0 in each optimizer step, and go on counting when it is run again.
+        Numbers count from 0 in each optimizer step, and continue when the step runs again.
         """
         self._around = around
 
     def __call__(self, samples: Any, *, number: int | None = None) -> Sums:
-        """Forward and backward over ``samples``, whatever memory there is for them; the sum of what micro-steps return.
+        """Run forward and backward passes over ``samples``, in smaller micro-batches if memory runs out.
 
-        Gradients are then the sums over all micro-steps, as if they had been called one after the other. A collective:
-        every rank must call it with as many samples.
-
+        Returns the sum of the results of ``micro_step``. Gradients are the sums over all micro-steps. A collective:
+        every rank must call it with the same number of samples.
         Args:
-            samples: of this optimizer step and rank: a sequence, a tensor [samples, ...], or a dict of such.
-            number: of the optimizer step, for messages; the number of this call if None.
-
+            samples: this rank's samples of the optimizer step: a sequence, a tensor [samples, ...], or a dict of these.
+            number: the optimizer step's number for messages; None: the number of this call.
         Raises:
-            NothingFitsError: not even single samples fit; on every rank, with the same sentence.
+            NothingFitsError: a single sample does not fit. Raised on every rank, with the same message.
             InputError: gradients are not None, or ranks have different numbers of samples.
             CannotRecoverError: see ``rehearse``.
-            CollectiveInDoubtError: an error came at a moment where it cannot be survived; this process must end.
+            CollectiveInDoubtError: the error does not allow recovery; this process must end.
         """
         if self._is_enabled and self._recovery is None:
             self.rehearse(samples)
@@ -171,7 +167,7 @@ class RecoverableStep(Generic[Sums]):
             restore()
 
     def _sum(self, runs: list[Callable[[], Sums]]) -> Sums:
-        """The sum of what ``runs`` return, without recovery."""
+        """The sum of the results of ``runs``, without recovery."""
         if not runs:
             raise InputError(NO_SAMPLES)
         return functools.reduce(sum_of_results, (run() for run in runs))
@@ -189,15 +185,15 @@ class RecoverableStep(Generic[Sums]):
     def _check_no_gradients(self) -> None:
         if any(parameter.grad is not None for parameter in self._trained):
             raise InputError(
-                "Gradients must be None before a step, which may have to be run again, but some are not: call"
-                " `optimizer.zero_grad()` after each optimizer step, and give a step all of its samples at once."
+                "Gradients must be None before a step, which may have to run again, but some are not: call"
+                " `optimizer.zero_grad()` after each optimizer step, and pass all samples of a step in one call."
             )
 
     def _reduce(self, attempt: Attempt[Sums], samples: Any) -> None:
-        """Halve the micro-batch: from now on if the attempt failed, from the next step on if it was slow. A collective.
+        """Halve the micro-batch, at once after an error, or from the next step on after thrashing. A collective.
 
         Raises:
-            NothingFitsError: the attempt failed, and micro-batches are single rows already.
+            NothingFitsError: the attempt failed, and micro-batches are already single rows.
         """
         can_reduce = self._micro_batches.can_reduce(samples)
         before = self._micro_batches.size

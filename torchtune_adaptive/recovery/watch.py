@@ -1,4 +1,4 @@
-"""How short of memory this rank is, and in which phase of its step."""
+"""The memory pressure of this rank, and the phase of its step."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ from torchtune_adaptive.recovery.events import MemoryEvent
 
 
 class PressureWatch:
-    """Watches how short of memory this rank is, and says what happened.
+    """Watches the memory pressure of this rank, and describes what happened.
 
     Args:
-        meter: of the device; None if nothing is metered.
-        phases: the phase that a step is in.
+        meter: the device's meter; None without one.
+        phases: the current phase of a step.
     """
 
     def __init__(self, consensus: Consensus, meter: MemoryMeter | None, phases: Phases) -> None:
@@ -30,46 +30,46 @@ class PressureWatch:
 
     @classmethod
     def of(cls, model: nn.Module, device: torch.device) -> "PressureWatch":
-        """A watch on ``model``, with a group of its own to talk to other ranks. A collective; ``close`` ends it."""
+        """Create a watch on ``model``, with its own CPU process group. A collective; ``close`` destroys the group."""
         meter = meter_for(device, model, [], exact=False) if device.type == "cuda" else None
         return cls(Consensus(), meter, Phases([model], None))
 
     @property
     def consensus(self) -> Consensus:
-        """Of the ranks that train together."""
+        """The agreement between the ranks that train together."""
         return self._consensus
 
     @property
     def meter(self) -> MemoryMeter | None:
-        """Of this rank's device; None if nothing is metered."""
+        """The meter of this rank's device; None without one."""
         return self._meter
 
     @property
     def phases(self) -> Phases:
-        """The phase that a step is in."""
+        """The current phase of a step."""
         return self._phases
 
     def close(self) -> None:
-        """End what ``of`` has made. Every rank must do so."""
+        """Destroy what ``of`` has created. Every rank must call it."""
         self._phases.remove()
         self._consensus.close()
 
     def is_thrashing(self) -> bool:
-        """Whether the allocator gave back its cache in this step and the one before. Call once per optimizer step."""
+        """Whether the allocator had to free its cache in this step and the one before. Call once per optimizer step."""
         return self._retries.is_thrashing()
 
     def reset(self) -> None:
-        """Forget peaks and allocator retries: they belong to micro-batches of another size."""
+        """Reset peaks and allocator retries, after a change of the micro-batch size."""
         self._retries.reset()
         if self._meter is not None:
             self._meter.reset()
 
     def stop(self) -> None:
-        """Take no more notice of allocator retries."""
+        """Ignore allocator retries from now on."""
         self._retries.stop()
 
     def event(self, attempt: Attempt[Any], *, step: int, before: int, after: int, unit: str) -> MemoryEvent:
-        """What happened in ``attempt``, on all ranks. A collective."""
+        """The event of ``attempt``, equal on all ranks. A collective."""
         phase = "backward" if attempt.in_backward else self._phases.now
         mine = attempt.own_pressure, phase, describe_peak(self._meter), attempt.error
         reports = enumerate(self._consensus.from_all_ranks(mine))

@@ -1,1 +1,1 @@
-"""The largest batch size that fits, found by whole train steps that leave no trace."""
+"""Find the largest batch size that fits by running whole train steps, after which all state is restored."""

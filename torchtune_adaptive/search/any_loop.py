@@ -32,27 +32,26 @@ def find_max_batch_size(
 ) -> SearchResult:
     """Finds the largest batch size whose train step fits into memory, for any PyTorch training loop.
 
-    Model, optimizer and random generators are afterwards as they were, bit for bit, and gradients are
-    None; anything else that ``train_step`` changes (a learning rate schedule, a gradient scaler) is the
-    caller's to protect. With an initialised process group all ranks must call it, with the same
-    arguments but for ``memory_limit``; they get the same sizes, the largest that fit on every rank.
-
+    It restores model, optimizer and random generators bit for bit, and sets gradients to None. The caller must protect
+    everything else that ``train_step`` changes, such as a learning rate schedule or a gradient scaler. With an
+    initialised process group all ranks must call it with the same arguments; only ``memory_limit`` may differ. All
+    ranks get the same sizes, the largest that fit on every rank.
     Args:
-        train_step: a whole step on a batch: forward, loss, backward, optimizer step. If training accumulates
-            gradients, forward and backward twice: the second pass needs more, beside the gradients of the first.
-        make_batch: ``make_batch(n)`` gives a worst-case batch of n samples: the longest that training will meet.
-        model: on the CPU or on CUDA; plain, FSDP2 or any other whose ranks issue the same collectives.
-        optimizer: its state is created by a step of two samples before anything is measured.
-        memory_limit: bytes, or text such as "80GiB", that this rank may use; None for what the device has.
-            On the CPU it is required.
-        strategy: "linear_extrapolation", "binary_search" or "decrease_until_oom"; the last needs ``max_batch_size``.
+        train_step: a whole step on a batch: forward pass, loss, backward pass, optimizer step. If training uses
+            gradient accumulation, run the forward and backward pass twice: the second one needs more memory, because
+            gradients of the first one exist.
+        make_batch: ``make_batch(n)`` returns a worst-case batch of n samples, as long as any in training.
+        model: on the CPU or on CUDA; plain, FSDP2, or any other model whose ranks issue the same collectives.
+        optimizer: its state is created by a step of two samples before memory is measured.
+        memory_limit: memory that this rank may use, in bytes or as text such as "80GiB". None: all memory of the
+            device. Required on the CPU.
+        strategy: "linear_extrapolation", "binary_search" or "decrease_until_oom". The last needs ``max_batch_size``.
         power_of_two: round the size down to a power of two.
-        margin: fraction of the limit that is held back, in [0, 1).
-        max_batch_size: the search does not look above it.
-
+        margin: fraction of the limit that is kept free, in [0, 1).
+        max_batch_size: the largest size to try.
     Raises:
-        InputError: an argument is not as described (a ``ValueError``).
-        NothingFitsError: not even a batch of one sample fits (an ``InputError``).
+        InputError: an argument is invalid (a ``ValueError``).
+        NothingFitsError: a batch of one sample does not fit (an ``InputError``).
 
     >>> model = torch.nn.Linear(8, 8)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -92,7 +91,7 @@ def find_max_batch_size(
 
 @contextmanager
 def _phases_by_hooks(model: nn.Module, optimizer: torch.optim.Optimizer, meter: MemoryMeter) -> Iterator[None]:
-    """Mark the phases of a train step that is not ours: forward, backward (with the loss), optimizer."""
+    """Mark the phases of the caller's train step: forward, backward (with the loss), optimizer."""
     handles = [
         model.register_forward_pre_hook(lambda *_: meter.enter_phase("forward")),
         model.register_forward_hook(lambda *_: meter.enter_phase("backward")),

@@ -1,4 +1,4 @@
-"""Search for the largest batch that fits: used by the recipes and by ``find_max_batch_size``."""
+"""Search for the largest batch that fits, for the recipes and for ``find_max_batch_size``."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -31,15 +31,13 @@ def search(
 ) -> SearchResult:
     """The largest batch size in [1, bound] that fits on every rank, by ``settings.strategy``. A collective.
 
-    Leaves no trace on models, optimizers, random generators and meter. See ``find_max_batch_size``.
-
+        Restores models, optimizers, random generators and meter. See ``find_max_batch_size``.
     Args:
-        make_batch: ``make_batch(n)`` gives a worst-case batch of n rows.
-        start: where a binary search begins.
-
+        make_batch: ``make_batch(n)`` returns a worst-case batch of n rows.
+        start: the first size of a binary search.
     Raises:
-        InputError: the memory limit is not one that can be kept.
-        NothingFitsError: not even one row fits.
+        InputError: the memory limit cannot be applied.
+        NothingFitsError: one row does not fit.
     """
     check_limit(settings.memory_limit_bytes, workload.device)
     with _system_margin(workload, settings) as is_limited:
@@ -62,11 +60,11 @@ def _search(
         if settings.memory_limit_bytes is not None:
             meter.set_limit(usable_bytes(settings.memory_limit_bytes, settings.margin))
         warm = prober.warm_up(bound, after_failure=restore_optimizers)
-        # Now that context, communicators and optimizer state are there, the rest is what the device has left.
+        # Context, communicators and optimizer state are allocated now, so that the remaining memory is known.
         limit_bytes = _limit_meter(meter, settings)
         exact = _run_strategy(prober, progress, settings=settings, start=start, bound=bound) if warm else 0
         if workload.consensus.any_rank(is_limited):
-            # Sizes tried since have left compiled kernels in memory.
+            # Later probes have left compiled kernels in memory.
             exact = largest_from_above(progress.fits, exact)
         if exact == 0:
             raise _nothing_fits(meter, limit_bytes, settings.margin, workload.consensus)
@@ -88,9 +86,9 @@ def _search(
 def first_that_fits(
     workload: Workload, make_batch: MakeBatch, sizes: Iterable[int], *, settings: AdaptiveSettings
 ) -> int | None:
-    """The first of ``sizes`` whose whole train step fits on every rank, in the middle of training; None if none does.
+    """The first of ``sizes`` whose whole train step fits on every rank, tried during training; None if none does.
 
-    Leaves no trace, as ``search`` does. The optimizers must have their state. A collective.
+    Restores all state, as ``search`` does. The optimizers must have their state. A collective.
     """
     meter = workload.meter_for_probes()
     prober = Prober(workload, make_batch, meter=meter, forecasts=False)
@@ -100,13 +98,13 @@ def first_that_fits(
 
 
 def _system_margin(workload: Workload, settings: AdaptiveSettings) -> AbstractContextManager[bool]:
-    """Whether the system limits this process below the memory limit of the host; if so, holds back the margin."""
+    """Context: whether the system limits this process below the host's memory limit; if so, reserve the margin."""
     on_host = workload.device.type == "cpu"
     return held_back(settings.margin, enough_bytes=(settings.memory_limit_bytes or 0) if on_host else 0)
 
 
 def _limit_meter(meter: MemoryMeter, settings: AdaptiveSettings) -> int:
-    """Hold the meter to what may be used now, less the margin; the limit before the margin."""
+    """Limit the meter to the usable memory minus the margin; return the limit before the margin."""
     available_bytes = meter.available_bytes
     limit_bytes = min(settings.memory_limit_bytes or available_bytes, available_bytes)
     meter.set_limit(usable_bytes(limit_bytes, settings.margin))
@@ -122,7 +120,7 @@ def _run_strategy(prober: Prober, progress: ProgressBar, *, settings: AdaptiveSe
 
 
 def _rounded(exact: int, progress: ProgressBar, prober: Prober) -> int:
-    """The power of two at or below ``exact``, itself tried; a smaller one should it not fit after all."""
+    """The power of two at or below ``exact``, after a probe of it. If the probe fails, a smaller one."""
     batch_size = round_down_to_power_of_two(exact)
     while batch_size > 1 and not _known_to_fit(batch_size, prober) and not progress.fits(batch_size):
         batch_size //= 2
@@ -134,11 +132,11 @@ def _known_to_fit(batch_size: int, prober: Prober) -> bool:
 
 
 def _nothing_fits(meter: MemoryMeter, limit_bytes: int, margin: float, consensus: Consensus) -> NothingFitsError:
-    """The error, with the greatest need and the least limit of all ranks. A collective."""
+    """The error, with the highest peak and the lowest limit of all ranks. A collective."""
     peak_bytes = consensus.max_over_ranks(meter.peak_bytes)
     limit_bytes = consensus.min_over_ranks(limit_bytes)
     return NothingFitsError(
-        f"not even one row fits: its step ran out of memory at {format_bytes(peak_bytes)} on one rank, of the"
-        f" {format_bytes(usable_bytes(limit_bytes, margin))} that may be used"
+        f"not even one row fits: its step ran out of memory at {format_bytes(peak_bytes)} on one rank, of"
+        f" {format_bytes(usable_bytes(limit_bytes, margin))} usable"
         f" (limit {format_bytes(limit_bytes)}, margin {margin:g}); {NOTHING_FITS_ADVICE}."
     )

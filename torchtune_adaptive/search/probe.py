@@ -22,17 +22,16 @@ log = logging.getLogger(__name__)
 
 
 class Prober:
-    """Tries batch sizes on the real model and optimizer; all ranks must ask for the same sizes in the same order.
+    """Tries batch sizes on the real model and optimizer. All ranks must try the same sizes in the same order.
 
-    A size fits if its whole train step ran on every rank, no rank's peak was above what it may use, and no
-    rank's allocator had to give back its cache. The steps are real: wrap a search in
+    A size fits under three conditions: its whole train step ran on every rank, no rank's peak was above its limit, and
+    no rank's allocator had to free its cache. Probes change the real state: wrap a search in
     ``Workload.kept_as_it_is``.
-
     Args:
-        make_batch: ``make_batch(n)`` gives a worst-case batch of n rows.
-        meter: of the workload's device; its limit is what this rank may use.
+        make_batch: ``make_batch(n)`` returns a worst-case batch of n rows.
+        meter: the meter of the workload's device, with the limit of this rank.
         forecasts: record timelines of the small sizes, for ``largest_forecast``.
-        process_is_limited: whether the system limits the memory of this process, below the meter's limit.
+        process_is_limited: whether the system limits the memory of this process below the meter's limit.
 
     Attributes:
         probes: every size that was tried, in order.
@@ -59,10 +58,10 @@ class Prober:
         self.probes: list[Probe] = []
 
     def warm_up(self, bound: int, *, after_failure: Callable[[], None]) -> bool:
-        """Take one step of two rows, or of one if two do not fit; whether it fits. A collective.
+        """Run one step of two rows, or of one if two do not fit. Returns whether it fits. A collective.
 
-        It creates the optimizer's state, which later probes must have in memory, and does lazy set-up. Two rows are
-        tried first because some models, for example with batch normalisation, refuse a single row.
+        It creates the optimizer's state, which must be in memory for later probes, and does lazy set-up. Two rows are
+        tried first because some models, for example with batch normalisation, do not accept a single row.
         """
         for batch_size in (SMALL_BATCH_SIZES[0], 1):
             if batch_size <= bound:
@@ -72,17 +71,17 @@ class Prober:
         return False
 
     def fits(self, batch_size: int) -> bool:
-        """Whether a step of ``batch_size`` rows fits on every rank. A collective; the answer is every rank's."""
+        """Whether a step of ``batch_size`` rows fits on every rank. A collective; all ranks get the same answer."""
         probe = self._attempt(batch_size, timeline=batch_size in self._timeline_sizes)
         self.probes.append(probe)
         return probe.fits
 
     def largest_forecast(self) -> int | None:
-        """Largest batch size that should fit on every rank by the probes so far; None if they allow no forecast.
+        """Forecast the largest batch size that fits on every rank, from the probes so far. A collective.
 
-        The lines of the operations give the growth of memory. The largest probe that fitted gives the difference to
-        what the allocator really takes; if that difference grows too, the next size is worth a try. It is also
-        tried where the system limits the process, because such a limit counts more than tensors. A collective.
+        None if a forecast is not possible. The growth of memory comes from the lines of the operations. The largest
+        probe that fitted gives the difference between the forecast and the allocator's real peak. The next size is
+        tried too if that difference grows, or if the system limits the process: its limit counts more than tensors.
         """
         if self._consensus.any_rank(self._must_trace_again()):
             self._has_traced_again = True
@@ -96,9 +95,9 @@ class Prober:
         return None if largest < 0 else largest
 
     def rows_by_forecast(self, fitted: int) -> float | None:
-        """The forecast of the largest batch size before it is rounded down to ``fitted`` rows. A collective.
+        """The forecast of the largest batch size, before it is rounded down to ``fitted`` rows. A collective.
 
-        That of the rank that has least; None if a rank has no forecast.
+        The lowest forecast of all ranks; None if a rank has none.
         """
         forecast = self._forecast() if self._has_timelines() else None
         peak_bytes = next((probe.peak_bytes for probe in self.probes if probe.batch_size == fitted), None)
@@ -112,16 +111,17 @@ class Prober:
         return min(max(min(crossings), fitted), fitted + 1)
 
     def _explain_missing_forecast(self) -> None:
-        """Log, once, why two recorded steps allow no forecast."""
+        """Log once why a forecast from the two recorded steps is not possible."""
         if self._has_timelines() and self._forecast() is None and not self._has_explained:
             self._has_explained = True
             sizes = " and ".join(map(str, self._timeline_sizes))
             warn_on_rank_zero(
-                log, f"Steps of {sizes} rows ran different operations: no forecast, the search doubles and bisects."
+                log,
+                f"Steps of {sizes} rows ran different operations: no forecast, the search doubles and bisects.",
             )
 
     def _must_trace_again(self) -> bool:
-        """Whether the small sizes ran different operations, once: the first step at a size may compile kernels."""
+        """Whether the small sizes ran different operations, only once: the first step at a size may compile kernels."""
         return self._has_timelines() and not self._has_traced_again and self._forecast() is None
 
     def _has_timelines(self) -> bool:
@@ -150,11 +150,11 @@ class Prober:
         return largest
 
     def _process_limit_bytes(self) -> float:
-        """What live tensors may take by the system's limits on this process, as far as is known between two steps."""
+        """The memory for live tensors that the system's limits leave to this process, measured between two steps."""
         more_bytes = room_bytes() if self._process_is_limited else None
         if more_bytes is None:
             return math.inf
-        self._meter.reset()  # its peak is now what lives between steps
+        self._meter.reset()  # the peak is now the live memory between steps
         return self._meter.peak_bytes + more_bytes
 
     def _attempt(self, batch_size: int, *, timeline: bool) -> Probe:
@@ -189,14 +189,14 @@ class Prober:
 
 
 class ProgressBar:
-    """Shows a search's probes as they are made, on rank 0."""
+    """A progress bar of a search's probes, on rank 0."""
 
     def __init__(self, prober: Prober, consensus: Consensus) -> None:
         self._prober = prober
         self._bar = Bar(desc="searching batch size", unit=" probes", disable=consensus.rank != 0)
 
     def fits(self, batch_size: int) -> bool:
-        """As ``Prober.fits``, and show it."""
+        """Call ``Prober.fits``, and show the result."""
         self._bar.set_postfix_str(f"trying {batch_size}")
         fits = self._prober.fits(batch_size)
         self._bar.update()

@@ -1,4 +1,4 @@
-"""Find how large a recipe's micro-batch may be, by whole train steps on the longest rows that training can meet."""
+"""Find the largest micro-batch of a recipe, by whole train steps on the longest rows that can occur in training."""
 
 import math
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ MicroBatches = list[list[Row]]
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is known of how large a micro-batch may be.
+    """The largest size of a micro-batch, as far as it is known.
 
     Attributes:
-        result: of the search, None without one.
-        probe_row: the row that probes were made of, None without a search.
+        result: the search's result, None without a search.
+        probe_row: the row of the probes, None without a search.
         seq_len: its length in tokens.
-        fitting_rows: rows to use where more are asked for than fit, None without a search.
-        most_rows: rows that are not exceeded although more may fit; None for no such bound.
-        token_budget: padded tokens of a micro-batch; None where rows count.
-        tokens_per_second: of the sizes that were timed, None if none were.
+        fitting_rows: rows to use if more are requested than fit, None without a search.
+        most_rows: an upper bound on rows, even if more fit; None: no such bound.
+        token_budget: padded tokens of a micro-batch; None if the limit is in rows.
+        tokens_per_second: the rate of each timed size; None if none was timed.
     """
 
     result: SearchResult | None = None
@@ -48,7 +48,7 @@ class Sizes:
     tokens_per_second: dict[int, float] | None = None
 
     def limit(self, rows: int) -> MicroBatchLimit:
-        """The limit of a micro-batch where ``rows`` are asked for.
+        """The limit of a micro-batch if ``rows`` are requested.
 
         >>> str(Sizes(most_rows=8).limit(32)), str(Sizes(token_budget=512).limit(32))
         ('8 rows', '512 tokens')
@@ -62,14 +62,14 @@ class Sizes:
 
 
 class SizeFinder:
-    """Finds the sizes that the settings ask for.
+    """Finds the sizes that the settings require.
 
     Args:
         workload: its train step takes the micro-batches of a step, as lists of rows.
-        loader: as the config describes it, before anything was found.
-        models: all that are given rows, of which each limits their length by its positions.
+        loader: the loader as configured, before the search.
+        models: all models that process rows; each may limit their length.
         wanted_rows: the config's ``batch_size``.
-        tokenizer_max_seq_len: to which the tokenizer cuts samples; None if it does not.
+        tokenizer_max_seq_len: length to which the tokenizer truncates samples; None if it does not.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class SizeFinder:
         self._tokenizer_max_seq_len = tokenizer_max_seq_len
 
     def find(self) -> Sizes:
-        """Find the sizes. A collective, which leaves no trace on models and optimizers.
+        """Find the sizes. A collective; it restores models and optimizers.
 
         Raises:
-            InputError: the data cannot be cut as the settings ask for.
-            NothingFitsError: not even one row fits.
+            InputError: the data cannot be cut as the settings require.
+            NothingFitsError: one row does not fit.
         """
         settings, dataset = self._settings, self._loader.dataset
         if settings.max_tokens_per_micro_batch is not None:
@@ -118,7 +118,9 @@ class SizeFinder:
         seq_len = self._row_format.num_tokens(row)
         bound = min(most_rows, settings.max_batch_size or most_rows)
         result = self._search_rows(row, settings, start=self._wanted_rows, bound=bound)
-        utils.log_rank_zero(log, f"Probes as rank 0 saw them:\n{probe_table(result)}\n{summary(result, seq_len)}")
+        utils.log_rank_zero(
+            log, f"Probes, with the figures of rank 0:\n{probe_table(result)}\n{summary(result, seq_len)}"
+        )
         sizes = Sizes(result=result, probe_row=row, seq_len=seq_len, fitting_rows=result.batch_size)
         if settings.max_tokens_per_micro_batch == "auto":
             sizes = replace(sizes, token_budget=self._largest_token_budget(row, result, most_rows))
@@ -128,13 +130,13 @@ class SizeFinder:
         return sizes
 
     def _search_rows(self, row: Row, settings: AdaptiveSettings, *, start: int, bound: int) -> SearchResult:
-        """The search among up to ``bound`` copies of ``row``. A collective."""
+        """Search for the largest number of copies of ``row``, up to ``bound``. A collective."""
         return search(
             self._workload, lambda rows: self._probe_batch(row, rows), settings=settings, start=start, bound=bound
         )
 
     def _largest_token_budget(self, row: Row, result: SearchResult, most_rows: int) -> int:
-        """The tokens of the largest micro-batch that fits, whatever rows make it up. A collective."""
+        """Padded tokens of the largest micro-batch that fits for any row lengths. A collective."""
         tried: list[tuple[int, Probe]] = []
 
         def largest_rows_at(length: int, bound: int) -> int:
@@ -151,11 +153,13 @@ class SizeFinder:
             forecast_rows=result.forecast_rows,
             max_rows=most_rows,
         )
-        utils.log_rank_zero(log, f"Other lengths:\n{length_table(tried)}\ntoken budget: {budget} with padding")
+        utils.log_rank_zero(
+            log, f"Probes of other row lengths:\n{length_table(tried)}\ntoken budget: {budget} tokens with padding"
+        )
         return budget
 
     def _time_sizes(self, row: Row, result: SearchResult) -> dict[int, float]:
-        """Tokens per second of the size found and its halvings. A collective."""
+        """Tokens per second of the size found and of its halvings. A collective."""
         tokens = self._row_format.padded_tokens(row)
         rates = tokens_per_second(
             self._workload,
@@ -164,11 +168,11 @@ class SizeFinder:
             num_tokens=lambda rows: rows * tokens * len(self._probe_batch(row, rows)),
         )
         table = rate_table(rates, chosen=smallest_near_best(rates))
-        utils.log_rank_zero(log, f"Steps as in training, timed:\n{table}")
+        utils.log_rank_zero(log, f"Tokens per second of training steps:\n{table}")
         return rates
 
     def _most_rows(self) -> int:
-        """Rows of the largest micro-batch that training can ask for."""
+        """Rows of the largest micro-batch that can occur in training."""
         settings, loader = self._settings, self._loader
         largest = loader.largest_batch_size
         is_found = settings.use_maximum_batch_size and not loader.is_global
@@ -185,14 +189,14 @@ class SizeFinder:
         return probe_batch(row, rows, micro_steps=self._micro_steps(rows))
 
     def _micro_steps(self, rows: int) -> int:
-        """Micro-steps that an optimizer step takes where ``rows`` rows are the largest micro-batch."""
+        """Micro-steps of an optimizer step if the largest micro-batch has ``rows`` rows."""
         settings, loader = self._settings, self._loader
         if settings.max_tokens_per_micro_batch is not None or settings.growth_limit != "memory":
-            return 2  # or more, which need no more memory
+            return 2  # more need no more memory
         return math.ceil(loader.rows_per_step / rows) if loader.is_global else loader.micro_steps
 
     def _worst_row(self) -> Row:
-        """The longest row that training can meet. A collective."""
+        """The longest row that can occur in training. A collective."""
         longest = self._tokenizer_max_seq_len
         row = self._row_format.worst_case(
             self._loader.dataset,
@@ -205,12 +209,12 @@ class SizeFinder:
             check_row_length(seq_len, model)
         if longest is not None and seq_len < longest:
             utils.log_rank_zero(
-                log, f"Rows may have {longest} tokens, but probes have {seq_len}: longer ones may not fit."
+                log, f"Rows can have up to {longest} tokens, but probes have {seq_len}: longer rows may not fit."
             )
         return row
 
     def _check_sample_lengths(self, max_tokens: int) -> None:
-        """Check samples against a token budget; they are read only if the tokenizer does not cut them. A collective."""
+        """Check samples against a token budget. They are read only if the tokenizer does not truncate. A collective."""
         longest = self._tokenizer_max_seq_len
         if longest is None or longest > max_tokens:
             self._row_format.check_lengths(
@@ -219,7 +223,7 @@ class SizeFinder:
 
 
 def probe_batch(row: Any, rows: int, *, micro_steps: int) -> list[list[Any]]:
-    """The micro-batches of a step of ``rows`` times ``row``; at most two, because the second one finds gradients.
+    """The micro-batches of a probe with ``rows`` times ``row``. At most two: from the second one on, gradients exist.
 
     >>> probe_batch("row", 2, micro_steps=8)
     [['row', 'row'], ['row', 'row']]

@@ -1,9 +1,8 @@
 """Largest batch size for which a probe fits: three strategies and the rounding. Plain arithmetic, no torch.
 
-Every strategy takes ``fits``, a function that tries a batch size and says whether it fit, and assumes
-that whatever is larger than a size that failed fails too. A strategy returns 0 if not even one row
-fits; any other size it returns has itself been tried. In a distributed run ``fits`` must give every
-rank the same answer, so that all ranks ask for the same sizes.
+Every strategy takes ``fits``, a function that tries a batch size and returns whether it fits. It assumes that sizes
+above a failed one fail too. A strategy returns 0 if one row does not fit. Any other returned size has been tried. In a
+distributed run ``fits`` must return the same answer on every rank, so that all ranks try the same sizes.
 """
 
 from collections.abc import Callable
@@ -11,10 +10,10 @@ from dataclasses import dataclass
 
 Fits = Callable[[int], bool]
 
-# Two small sizes give every operation's line. Not 1: dimensions of size 1 have other strides and other operations.
+# Two small sizes determine every operation's line. Not 1: dimensions of size 1 have other strides and operations.
 SMALL_BATCH_SIZES = (2, 3)
 
-# Where nothing bounds a search: far above any batch, so that a step whose memory does not grow with the batch ends it.
+# The bound of an unbounded search, far above any batch. It ends a search if memory does not grow with the batch.
 NO_BOUND = 2**20
 
 
@@ -36,15 +35,15 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        exact_batch_size: the largest size that fits within the margin.
-        batch_size: the size to use: the same, or the power of two at or below it.
-        bound: the size above which the search did not look.
-        memory_limit_bytes: of this rank, before the margin is held back.
+        exact_batch_size: the largest size that fits with the margin kept free.
+        batch_size: the size to use: the exact size, or the power of two at or below it.
+        bound: the largest size that the search would try.
+        memory_limit_bytes: the limit of this rank, before the margin is subtracted.
         probes: in the order in which sizes were tried.
-        forecast_rows: the largest size before it is rounded down to whole rows, on the rank that has least; None
+        forecast_rows: the forecast size before it is rounded down to whole rows, the lowest of all ranks; None
             without a forecast.
     """
 
@@ -65,12 +64,12 @@ class SearchResult:
 
 
 def usable_bytes(limit_bytes: int, margin: float) -> int:
-    """The part of ``limit_bytes`` that may be used when the fraction ``margin`` of it is held back."""
+    """The part of ``limit_bytes`` that may be used if the fraction ``margin`` of it is kept free."""
     return int(limit_bytes * (1 - margin))
 
 
 def decrease_until_oom(fits: Fits, *, max_batch_size: int) -> int:
-    """Largest size in [1, max_batch_size] that fits, from above: halves until a size fits, then bisects."""
+    """Largest size in [1, max_batch_size] that fits, from above: halve until a size fits, then bisect."""
     candidate, failed = max_batch_size, max_batch_size + 1
     while candidate and not fits(candidate):
         candidate, failed = candidate // 2, candidate
@@ -78,7 +77,7 @@ def decrease_until_oom(fits: Fits, *, max_batch_size: int) -> int:
 
 
 def binary_search(fits: Fits, *, start: int, max_batch_size: int) -> int:
-    """Largest size in [1, max_batch_size] that fits, from below: doubles from ``start`` up to a failure, then bisects.
+    """Largest size in [1, max_batch_size] that fits, from below: double from ``start`` up to a failure, then bisect.
 
     >>> binary_search(lambda size: size <= 37, start=4, max_batch_size=1000)
     37
@@ -90,11 +89,11 @@ def binary_search(fits: Fits, *, start: int, max_batch_size: int) -> int:
 
 
 def linear_extrapolation(fits: Fits, forecast: Callable[[], int | None], *, max_batch_size: int) -> int:
-    """Largest size in [1, max_batch_size] that fits: two small sizes, a forecast, and a probe of what it says.
+    """Largest size in [1, max_batch_size] that fits: two small sizes, a forecast, and a probe of the forecast size.
 
-    ``forecast()`` gives the largest size that should fit by all probes so far, or None if they allow no forecast. It is
-    called again after each probe: once it gives no size above one that fitted, that size is the answer. If it was too
-    high, the search steps down from the failure in doubling strides. Without a forecast the search bisects.
+    ``forecast()`` returns the largest size that should fit by all probes so far, or None if a forecast is not possible.
+    It is called again after each probe, until it returns no size above the largest one that fitted. If a forecast is
+    too high, the search steps down from the failure with doubling steps. Without a forecast the search bisects.
     """
     fitted, failed, stride = 0, max_batch_size + 1, 1
     for size in SMALL_BATCH_SIZES:
@@ -119,7 +118,7 @@ def linear_extrapolation(fits: Fits, forecast: Callable[[], int | None], *, max_
 
 
 def largest_from_above(fits: Fits, size: int) -> int:
-    """Largest size in [0, size] that fits, most likely ``size`` itself: steps down in doubling strides, then bisects.
+    """Largest size in [0, size] that fits, most likely ``size``: step down with doubling steps, then bisect.
 
     >>> tried = []
     >>> largest_from_above(lambda size: tried.append(size) or size <= 93, 100), tried
@@ -132,7 +131,7 @@ def largest_from_above(fits: Fits, size: int) -> int:
 
 
 def round_down_to_power_of_two(batch_size: int) -> int:
-    """Largest power of two that is at most ``batch_size`` (at least 1), as torchtune RFC 2199 asks for.
+    """Largest power of two that is at most ``batch_size`` (at least 1), as torchtune RFC 2199 proposes.
 
     >>> [round_down_to_power_of_two(size) for size in (1, 2, 3, 37, 64)]
     [1, 2, 2, 32, 64]
@@ -141,7 +140,7 @@ def round_down_to_power_of_two(batch_size: int) -> int:
 
 
 def _doubling(fits: Fits, *, fitted: int, max_batch_size: int) -> int:
-    """Largest size in [fitted, max_batch_size] that fits, if ``fitted`` does: doubles up to a failure, then bisects."""
+    """Largest size in [fitted, max_batch_size] that fits, if ``fitted`` does: double up to a failure, then bisect."""
     failed = max_batch_size + 1
     while (candidate := 2 * fitted) < failed:
         if not fits(candidate):

@@ -1,4 +1,4 @@
-"""What a search found, as text tables for the log."""
+"""The results of a search as text tables for the log."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,10 +9,10 @@ from torchtune_adaptive.text import format_bytes, text_table
 def probe_table(result: SearchResult) -> str:
     """The probes as a table with the figures of this rank, and a line with the sizes found.
 
-    A column per phase gives its peak; a phase that a failed probe did not reach is left blank.
+    Each phase has a column with its peak. A phase that a failed probe did not reach is blank.
     """
     phases = list(dict.fromkeys(phase for probe in result.probes for phase in probe.phase_peak_bytes if phase))
-    rows = [["batch_size", *phases, "peak", "may use", "fits", "seconds"]]
+    rows = [["batch_size", *phases, "peak", "usable", "fits", "seconds"]]
     for probe in result.probes:
         peaks = [_cell(probe.phase_peak_bytes.get(phase)) for phase in phases]
         verdict = "yes" if probe.fits else "no"
@@ -22,7 +22,7 @@ def probe_table(result: SearchResult) -> str:
 
 
 def length_table(tried: Sequence[tuple[int, Probe]]) -> str:
-    """Probes of rows of several lengths, with the figures of this rank."""
+    """The probes of several row lengths as a table with the figures of this rank."""
     rows = [["rows of", "rows", "tokens", "peak", "fits", "seconds"]]
     for length, probe in tried:
         figures = [format_bytes(probe.peak_bytes), "yes" if probe.fits else "no", f"{probe.seconds:.2f}"]
@@ -31,7 +31,7 @@ def length_table(tried: Sequence[tuple[int, Probe]]) -> str:
 
 
 def rate_table(rates: Mapping[int, float], *, chosen: int) -> str:
-    """Tokens per second of each size, of which one was chosen.
+    """Tokens per second of each size as a table that marks the chosen size.
 
     >>> print(rate_table({8: 990.0, 16: 1000.0}, chosen=8))
     batch_size  tokens/s  of best  chosen
@@ -47,8 +47,8 @@ def rate_table(rates: Mapping[int, float], *, chosen: int) -> str:
 
 
 def summary(result: SearchResult, seq_len: int) -> str:
-    """The sizes found and what they rest on, in one line."""
-    bounded = ", all that may be tried" if result.exact_batch_size == result.bound else ""
+    """The sizes found and the conditions of the search, in one line."""
+    bounded = ", the largest size allowed" if result.exact_batch_size == result.bound else ""
     return (
         f"{result.strategy}: largest batch_size that fits {result.exact_batch_size}{bounded}, used {result.batch_size}"
         f" (rows of {seq_len} tokens, limit {format_bytes(result.memory_limit_bytes)} per rank,"

@@ -1,4 +1,4 @@
-"""How many tokens a second train steps of several sizes take, and the smallest size that is as good as the best."""
+"""Tokens per second of train steps of several sizes, and the smallest size that is close to the best."""
 
 import statistics
 import time
@@ -21,11 +21,11 @@ def tokens_per_second(
     *,
     num_tokens: Callable[[int], int],
 ) -> dict[int, float]:
-    """Tokens per second of each of ``sizes``, which are known to fit: ``num_tokens(size)`` by the median step time.
+    """Tokens per second of each of ``sizes``, which must fit: ``num_tokens(size)`` divided by the median step time.
 
-    Steps of the sizes take turns. Unlike in probes nothing is metered and the ranks do not vote, because both cost
-    time. A warm-up round is not counted: in it kernels are chosen and the optimizer's state is made. Leaves no trace.
-    A collective; all ranks get rank 0's figures.
+    Steps of the sizes alternate. Unlike in probes, there is no meter and no vote, because both cost time. A warm-up
+    round is not counted, in which kernels are selected and the optimizer's state is created. Restores all state. A
+    collective; all ranks get rank 0's figures.
     """
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
     with workload.kept_as_it_is():

@@ -1,4 +1,4 @@
-"""The largest token budget: padded tokens of a micro-batch that fit however they are made up of rows."""
+"""The largest token budget: padded tokens of a micro-batch that fit for any row lengths."""
 
 from collections.abc import Callable
 
@@ -11,13 +11,13 @@ def largest_token_budget(
 ) -> int:
     """The largest token budget: at least ``rows * seq_len``, unless shorter rows need more memory per token.
 
-    With rows of s tokens a step takes ``c + e * s**2 + rows * (a * s + d * s**2)`` bytes: for the same number of tokens
-    the longest rows take most. The forecast may allow a part of a row more than ``rows``: this is tried with one row
-    more, of the length that the budget then allows. The budget is also tried with several shorter lengths.
-
+    With rows of s tokens a step needs ``c + e * s**2 + rows * (a * s + d * s**2)`` bytes. For the same number of tokens
+    the longest rows need the most. The forecast may allow a fraction of a row more than ``rows``. This budget is tried
+    with one row more, of the length that it then allows, and with several shorter lengths.
     Args:
-        largest_rows_at: ``(length, bound)`` to the largest number of rows up to ``bound`` that fit, tried.
-        seq_len: the longest rows, of which ``rows`` fit, and by a forecast ``forecast_rows``, not rounded down.
+        largest_rows_at: maps ``(length, bound)`` to the largest number of rows up to ``bound`` that fit, by probes.
+        seq_len: the length of the longest rows. Of these, ``rows`` fit by probes, and ``forecast_rows`` by the
+            forecast before rounding.
         max_rows: the most rows that a micro-batch can have.
 
     >>> largest_token_budget(lambda length, bound: min(bound, 1930 // length),

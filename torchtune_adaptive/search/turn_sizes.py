@@ -1,4 +1,4 @@
-"""The sizes of a turn of reinforcement learning: answers generated at once, and answers trained on at once."""
+"""The two batch sizes of a PPO turn: answers generated at once, and answers trained on at once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,12 +16,12 @@ log = utils.get_logger("DEBUG")
 
 @dataclass(frozen=True, kw_only=True)
 class TurnSizes:
-    """The largest sizes that divide what they are parts of, and the searches that found them.
+    """The largest sizes that divide a turn's answers evenly, and the searches that found them.
 
     Attributes:
-        generated: answers that are generated at once.
-        trained: answers of a micro-step of training.
-        searches: by "generated" and "trained".
+        generated: number of answers generated at once.
+        trained: number of answers in a micro-step of training.
+        searches: the searches, by "generated" and "trained".
     """
 
     generated: int
@@ -32,18 +32,16 @@ class TurnSizes:
 def find_turn_sizes(
     workload: Workload, settings: AdaptiveSettings, *, answers: int, answers_per_step: int, seq_len: int
 ) -> TurnSizes:
-    """Find both sizes, each while the other is 1: the two halves of a turn never hold their peaks at the same time.
+    """Find both sizes, each while the other one is 1, because generation and training peak at different times.
 
-    Leaves no trace, as ``search`` does. A collective.
-
+    Restores all state, as ``search`` does. A collective.
     Args:
         workload: its train step is a turn. It takes both sizes, generated and trained, and uses the longest rows.
-        answers: generated in a turn.
-        answers_per_step: trained on in an optimizer step.
-        seq_len: tokens of a row, for the log.
-
+        answers: answers generated in a turn.
+        answers_per_step: answers of an optimizer step.
+        seq_len: tokens per row, for the log.
     Raises:
-        NothingFitsError: not even one answer can be generated, or trained on.
+        NothingFitsError: generation of, or training on, a single answer does not fit.
     """
     settings = replace(settings, power_of_two=False)
 
@@ -63,7 +61,7 @@ def find_turn_sizes(
 
 
 def largest_divisor(total: int, *, at_most: int) -> int:
-    """The largest divisor of ``total`` that is not above ``at_most``.
+    """The largest divisor of ``total`` that is at most ``at_most``.
 
     >>> [largest_divisor(12, at_most=size) for size in (12, 11, 5, 1)]
     [12, 6, 4, 1]

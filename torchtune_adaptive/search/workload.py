@@ -1,4 +1,4 @@
-"""What a search runs, and what it must leave as it was."""
+"""The train step that a search runs, and the state that it must restore."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,16 +18,16 @@ from torchtune_adaptive.memory.out_of_memory import free_memory, only_new_garbag
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A train step, with everything on the device that it may change.
+    """A train step, with all state on the device that it may change.
 
     Attributes:
         train_step: a whole train step on a batch; it issues the same collectives on every rank.
         model: all models on the device, several of them in an ``nn.ModuleList``.
-        optimizers: all optimizers that the step moves.
-        device: where the model computes.
-        meter: of that device; None if it is metered only for a search.
-        consensus: of the ranks that run the step together.
-        forget: drops what a failed step leaves outside of the model.
+        optimizers: all optimizers of the step.
+        device: the device on which the model computes.
+        meter: the device's meter; None if only a search needs one.
+        consensus: the agreement between the ranks that run the step together.
+        forget: frees memory that a failed step holds outside of the model.
     """
 
     train_step: Callable[[Any], object]
@@ -44,16 +44,16 @@ class Workload:
 
     @contextmanager
     def kept_as_it_is(self) -> Iterator[Callable[[], None]]:
-        """On leaving, models, optimizers and random generators are as on entering, bit for bit; gradients are None.
+        """Context: on exit, restore models, optimizers and random generators bit for bit, and set gradients to None.
 
-        Gives a function that restores the optimizers alone, for a step that failed while it made their state.
+        Yields a function that restores only the optimizers, for a step that failed while it created their state.
         """
         with leave_no_trace(self.model, self.optimizers) as restore_optimizers, only_new_garbage():
-            free_memory(self.device)  # what loading the model left in the allocator's cache
+            free_memory(self.device)  # free the allocator's cache after loading the model
             yield restore_optimizers
 
     def clean_up(self) -> None:
-        """Drop gradients and whatever else a step has left, whether it failed or not."""
+        """Drop gradients and everything else that a step has left, whether it failed or not."""
         self.forget()
         reset_after_failure(self.model)
         free_memory(self.device)

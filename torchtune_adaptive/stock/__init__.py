@@ -1,1 +1,1 @@
-"""torchtune 0.6.1: its recipes and configs, loaded and mended."""
+"""torchtune 0.6.1: load its recipes and configs, with fixes."""

@@ -1,21 +1,21 @@
-"""torchtune's context of the forward pass, which may offload activations."""
+"""torchtune's context for the forward pass, which may offload activations."""
 
 from contextlib import AbstractContextManager
 from typing import Any
 
 
 class Activations:
-    """The context of forward; it can be made anew, because a failed step leaves it unusable.
+    """The context for the forward pass. It can be created again, because a failed step makes it unusable.
 
     Args:
-        context: torchtune's; it keeps a step's tensors while it offloads activations.
+        context: torchtune's context; it keeps a step's tensors while it offloads activations.
     """
 
     def __init__(self, context: AbstractContextManager[Any]) -> None:
         self._context = context
 
     def renew(self) -> None:
-        """Make the context anew, and drop the tensors that it kept."""
+        """Create the context again, and drop the tensors that it kept."""
         self._context = type(self._context)()
 
     def __enter__(self) -> Any:

@@ -1,4 +1,4 @@
-"""torchtune's checkpoints after epochs: written so that none is ever torn, and resumed without file names by hand."""
+"""torchtune's checkpoints after epochs: written atomically, and resumed without file names in the config."""
 
 import contextlib
 import copy
@@ -37,13 +37,12 @@ _ADAPTER = "adapter_model"
 
 
 class WholeCheckpointer:
-    """A checkpointer of torchtune whose checkpoints appear complete, or not at all.
+    """A torchtune checkpointer whose checkpoints are complete, or do not exist.
 
-    Files lie where torchtune has them. In addition the folder of the last epoch has the recipe's state, so that weights
+    Files are in torchtune's places. In addition, the folder of the latest epoch has the recipe's state, so that weights
     and state are always of one epoch, and the state of the run.
-
     Args:
-        checkpointer: torchtune's.
+        checkpointer: torchtune's checkpointer.
     """
 
     def __init__(self, checkpointer: Any, folder: CheckpointFolder) -> None:
@@ -56,30 +55,32 @@ class WholeCheckpointer:
         return getattr(self._checkpointer, name)
 
     def check_saved(self, consensus: Consensus, *, is_last: bool) -> bool:
-        """Whether the checkpoint that was asked for last is saved; says so if it is not. A collective.
+        """Whether the last requested checkpoint is saved. A failure is logged. A collective.
 
         Raises:
-            CheckpointError: it could not, and is the last of the run; else training goes on.
+            CheckpointError: saving failed, and it is the last checkpoint of the run. Otherwise training continues.
         """
         if failure := consensus.from_rank_zero(self._failure):
-            sentence = f"the checkpoint of an epoch is not saved: {failure}. Those before it are as they were."
+            sentence = f"the checkpoint of an epoch could not be saved: {failure}. Earlier checkpoints are kept."
             if is_last:
                 raise CheckpointError(sentence)
-            utils.log_rank_zero(log, f"{sentence} Training goes on, and tries again after the next.", logging.WARNING)
+            utils.log_rank_zero(
+                log, f"{sentence} Training continues and saves again after the next epoch.", logging.WARNING
+            )
         return not failure
 
     def give_up(self, reason: str) -> None:
-        """Have ``check_saved`` say that the checkpoint could not be saved."""
+        """Record for ``check_saved`` that the checkpoint could not be saved."""
         self._failure = reason
 
     def set_state(self, state: AdaptiveState) -> None:
-        """Set what the next checkpoint is saved with."""
+        """Set the state for the next checkpoint."""
         self._state = state
 
     def save_state(self, name: str) -> None:
-        """Save the state alone, beside what torchtune writes in the background into the folder ``name``.
+        """Save only the state, into the folder ``name`` in which torchtune writes its files in the background.
 
-        Without it torchtune's own state says where the run is.
+        If this fails, the run's position is in torchtune's own state.
         """
         assert self._state is not None, "`set_state` comes first"
         try:
@@ -90,10 +91,10 @@ class WholeCheckpointer:
             )
 
     def save_checkpoint(self, state_dict: dict[str, Any], epoch: int, *args: Any, **options: Any) -> None:
-        """As torchtune. An error in writing is left to ``check_saved``, because other ranks wait for this one."""
+        """As torchtune. A write error is reported by ``check_saved``, because other ranks wait for this one."""
         name = f"epoch_{epoch}"
         self._failure = ""
-        if not hasattr(self._checkpointer, "_output_dir"):  # not one of torchtune's
+        if not hasattr(self._checkpointer, "_output_dir"):  # not a torchtune checkpointer
             self._checkpointer.save_checkpoint(state_dict, epoch, *args, **options)
             return
         writer = copy.copy(self._checkpointer)
@@ -124,25 +125,25 @@ class WholeCheckpointer:
 
 
 class LastCheckpointer:
-    """Saves by ``checkpointer`` when it is told to, after another checkpointer that is asked later."""
+    """Delays the save of ``checkpointer`` until ``save_now``, so that another checkpointer can save first."""
 
     def __init__(self, checkpointer: WholeCheckpointer) -> None:
         self._checkpointer = checkpointer
         self._save: Callable[[], None] | None = None
 
     def save_checkpoint(self, *args: Any, **options: Any) -> None:
-        """Take what ``save_now`` is to save."""
+        """Keep the arguments for ``save_now``."""
         self._save = partial(self._checkpointer.save_checkpoint, *args, **options)
 
     def save_now(self) -> None:
-        """Save, and let go of what was saved."""
+        """Save, and drop the kept arguments."""
         assert self._save is not None, "`save_checkpoint` comes first"
         self._save()
         self._save = None
 
 
 class WholeCheckpointClient(CheckpointClient):
-    """torchtune's client, saving by ``checkpointer``."""
+    """torchtune's checkpoint client, which saves by ``checkpointer``."""
 
     def __init__(self, cfg: DictConfig, checkpointer: WholeCheckpointer) -> None:
         super().__init__(cfg)
@@ -158,10 +159,10 @@ class WholeCheckpointClient(CheckpointClient):
 
 
 def checkpoint_folder(cfg: DictConfig, checkpointer: str = "checkpointer") -> CheckpointFolder:
-    """The folder into which the ``checkpointer`` of ``cfg`` writes.
+    """The output folder of the ``checkpointer`` in ``cfg``.
 
     Raises:
-        InputError: it is no path.
+        InputError: it is not a path.
     """
     path = (cfg.get(checkpointer) or {}).get("output_dir", cfg.get("output_dir"))
     if not isinstance(path, str | Path) or not str(path):
@@ -170,9 +171,10 @@ def checkpoint_folder(cfg: DictConfig, checkpointer: str = "checkpointer") -> Ch
 
 
 def resuming(cfg: DictConfig, checkpoint: Checkpoint | None) -> DictConfig:
-    """A copy of ``cfg`` with which a stock recipe sets up what ``checkpoint`` needs.
+    """A copy of ``cfg`` with which a stock recipe can be set up to resume from ``checkpoint``.
 
-    For one of a step, that is a new run, whose tensors are then replaced; for one of an epoch, that epoch's files.
+    For a checkpoint of a step, the recipe starts a new run, whose tensors are then replaced. For a checkpoint of an
+    epoch, it loads that epoch's files.
     """
     changed = copy.deepcopy(cfg)
     OmegaConf.set_struct(changed, False)
@@ -180,7 +182,7 @@ def resuming(cfg: DictConfig, checkpoint: Checkpoint | None) -> DictConfig:
     if checkpoint is None or checkpoint.is_of_step:
         return changed
     if cfg.get("enable_async_checkpointing", False):
-        return changed  # torchtune finds the latest itself
+        return changed  # torchtune finds the latest checkpoint itself
     path = checkpoint.path.absolute()
     models = _model_files(path)
     if checkpoint.recipe_state is not None:
@@ -193,10 +195,10 @@ def resuming(cfg: DictConfig, checkpoint: Checkpoint | None) -> DictConfig:
 
 
 def resuming_with_value_model(cfg: DictConfig, checkpoint: Checkpoint | None) -> DictConfig:
-    """As ``resuming``, for a policy whose checkpoints of epochs have a value model beside them.
+    """As ``resuming``, for a policy with a separate value model.
 
     Raises:
-        InputError: the value model of that epoch is not there.
+        InputError: the value model of that epoch does not exist.
     """
     changed = resuming(cfg, checkpoint)
     if checkpoint is not None and not checkpoint.is_of_step:
@@ -204,24 +206,23 @@ def resuming_with_value_model(cfg: DictConfig, checkpoint: Checkpoint | None) ->
         path = (checkpoint.path.absolute().parent / beside / checkpoint.path.name).resolve()
         if not path.is_dir():
             raise InputError(
-                "`resume_from_checkpoint` must be a checkpoint whose value model is there, but for"
+                "`resume_from_checkpoint` must be a checkpoint whose value model exists, but for"
                 f" {str(checkpoint.path)!r} there is no {str(path)!r}."
             )
         if (path / STATE_NAME).exists():
-            read_checkpoint(path)  # which refuses a torn one
+            read_checkpoint(path)  # refuses an incomplete one
         OmegaConf.update(changed, "value_checkpointer.checkpoint_files", _model_files(path), merge=False)
     return changed
 
 
 def find_checkpoint_of(cfg: DictConfig, folder: CheckpointFolder, *, is_last: IsLast) -> Checkpoint | None:
-    """Take ``folder`` for this run alone, and find in it what ``resume_from_checkpoint`` wants. On rank 0 only.
+    """Lock ``folder`` for this run, and find the checkpoint for ``resume_from_checkpoint``. On rank 0 only.
 
     Args:
-        is_last: whether nothing is left to train after a checkpoint.
-
+        is_last: whether a checkpoint is that of a complete run.
     Raises:
-        InputError: another run writes into the folder, or there is no such checkpoint.
-        RunEnded: all has been trained already.
+        InputError: another run uses the folder, or there is no such checkpoint.
+        RunEnded: training is already complete.
     """
     folder.lock()
     folder.discard_unfinished()
@@ -231,10 +232,10 @@ def find_checkpoint_of(cfg: DictConfig, folder: CheckpointFolder, *, is_last: Is
 
 
 def stock_checkpoint(folder: Path, *, in_background: bool) -> Checkpoint | None:
-    """The checkpoint that torchtune has left in ``folder``, None if there is none, or a torn one.
+    """The checkpoint that torchtune has written in ``folder``; None if there is no complete one.
 
     Args:
-        in_background: look for those of ``enable_async_checkpointing``.
+        in_background: look for checkpoints of ``enable_async_checkpointing``.
     """
     if in_background:
         complete = [one.parent for one in folder.glob("dist_epoch_*/.metadata")]
@@ -245,16 +246,16 @@ def stock_checkpoint(folder: Path, *, in_background: bool) -> Checkpoint | None:
         return None
     try:
         epochs_run = torch.load(path, mmap=True, weights_only=True)[training.EPOCHS_KEY]
-    except Exception as error:  # whatever reading a damaged file raises
-        log.warning(f"{path} is passed over, because it cannot be read: {reason_of(error)}.")
+    except Exception as error:  # reading a damaged file can raise anything
+        log.warning(f"Skipped {path}, because it cannot be read: {reason_of(error)}.")
         return None
     epoch = folder / f"epoch_{epochs_run - 1}"
     if not epoch.is_dir():
-        log.warning(f"{path} is passed over, because {epoch} is missing.")
+        log.warning(f"Skipped {path}, because {epoch} is missing.")
         return None
     with contextlib.suppress(InputError):
         read_checkpoint(epoch)
-        return None  # one of ours, which our own files describe
+        return None  # written by this package, whose own files describe it
     return Checkpoint(epoch, 0, None, epochs_run, path)
 
 
@@ -271,7 +272,7 @@ def _model_files(path: Path) -> list[str]:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Have ``target`` be ``source`` too, in place of what was there; a copy would take its space again."""
+    """Replace ``target`` by a hard link to ``source``, which saves the disk space of a copy."""
     target.parent.mkdir(exist_ok=True)
     unfinished = target.with_name(f"{target.name}.tmp")
     unfinished.unlink(missing_ok=True)

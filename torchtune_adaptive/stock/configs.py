@@ -11,12 +11,12 @@ from omegaconf.errors import OmegaConfBaseException
 from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.stock.installed import stock_config_path
 
-# Stock recipes that we have a recipe of, without "_distributed" and "_single_device".
+# Stock recipes with an adaptive version, without "_distributed" and "_single_device".
 Method: TypeAlias = Literal[
     "full_finetune", "lora_finetune", "full_dpo", "lora_dpo", "knowledge_distillation", "qat", "qat_lora_finetune"
 ]
 _DPO_LOSSES = ("torchtune.rlhf.loss.DPOLoss", "torchtune.rlhf.loss.RSOLoss")
-_REINFORCEMENT_LOSSES = ("torchtune.rlhf.", "torchtune.dev.")  # how all others of these begin
+_REINFORCEMENT_LOSSES = ("torchtune.rlhf.", "torchtune.dev.")  # the prefixes of all other such losses
 _EARLY_EXIT = ("early_exit_loss", "layer_dropout")
 _HELP = {"-h", "--help"}
 
@@ -24,30 +24,30 @@ _HELP = {"-h", "--help"}
 def resolve_config_argument(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with the config's name replaced by its path.
 
-    The name is looked up among our own configs, then among the stock ones. Any other name is taken as a path.
+    The name is looked up among this package's configs, then among torchtune's. Any other name is read as a path.
 
     Raises:
-        InputError: no such config, one that is not complete, or an override that cannot be applied.
+        InputError: the config does not exist or is incomplete, or an override cannot be applied.
     """
     if "--config" not in arguments or arguments[-1] == "--config":
         raise InputError("`--config` must be followed by the name or path of a config, but is missing.")
     place = arguments.index("--config") + 1
     name, overrides = arguments[place], [*arguments[: place - 1], *arguments[place + 1 :]]
     if _HELP.isdisjoint(overrides):
-        resolved(load_config(name, overrides))  # torchtune's parser would end with a traceback
+        resolved(load_config(name, overrides))  # torchtune's parser would fail with a traceback
     return [*arguments[:place], str(_config_path(name)), *arguments[place + 1 :]]
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
-    """Load the config of that name or path, with overrides as for ``tune run``.
+    """Load a config by name or path, with overrides as for ``tune run``.
 
     Raises:
-        InputError: no such config, a file that is not a YAML mapping, or an override that cannot be applied.
+        InputError: the config does not exist, is not a YAML mapping, or an override cannot be applied.
     """
     path = _readable_path(name)
     _refuse_malformed(overrides)
     try:
-        # OmegaConf reads 2e-5 as a number, which YAML itself does not. Interpolations are not resolved yet.
+        # OmegaConf reads 2e-5 as a number, unlike YAML. Interpolations are not resolved yet.
         content: Any = OmegaConf.to_container(OmegaConf.load(path))
         if not all(isinstance(key, str) for key in content):
             raise TypeError("keys must be words")
@@ -74,7 +74,7 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
 
 
 def flattened(cfg: DictConfig) -> dict[str, Any]:
-    """The config's values by dotted keys, as JSON can hold them; the items of a list have their numbers for keys.
+    """The config's values as JSON values, by dotted keys. Items of a list have their indices as keys.
 
     >>> flattened(OmegaConf.create({"seed": 1, "optimizer": {"lr": 0.1, "betas": [0.9]}}))
     {'seed': 1, 'optimizer.lr': 0.1, 'optimizer.betas.0': 0.9}
@@ -93,15 +93,15 @@ def flattened(cfg: DictConfig) -> dict[str, Any]:
 
 
 def is_lora(cfg: DictConfig) -> bool:
-    """Whether ``cfg`` is for LoRA finetuning rather than full finetuning."""
+    """Whether ``cfg`` is for LoRA finetuning instead of full finetuning."""
     return "lora_attn_modules" in cfg.model
 
 
 def method_of(cfg: DictConfig) -> Method:
-    """The method that trains by ``cfg``, found by what the config holds, because a config does not name its recipe.
+    """The training method for ``cfg``, derived from its content, because a config does not name its recipe.
 
     Raises:
-        InputError: no recipe of ours trains by it.
+        InputError: there is no adaptive recipe for it.
 
     >>> loss = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
     >>> method_of(OmegaConf.create({"model": {"lora_attn_modules": ["q_proj"]}, "optimizer": {}, "loss": loss}))
@@ -114,16 +114,16 @@ def method_of(cfg: DictConfig) -> Method:
         if cfg.get(key) is not None:
             value = quote(cfg[key])
             raise InputError(
-                f"`{key}` must be null, because no recipe of ours has early exits, but is {value} instead."
+                f"`{key}` must be null, because no adaptive recipe supports early exits, but is {value} instead."
             )
     for key in ("model", "optimizer", "loss"):
         if cfg.get(key) is None:
             keys = "`model`, `optimizer` and `loss`"
-            raise InputError(f"The config must be one of training, with {keys}, but has no `{key}`.")
+            raise InputError(f"The config must be a training config, with {keys}, but has no `{key}`.")
     if cfg.get("teacher_model") is not None:
         if not is_lora(cfg):
             model = quote(_component(cfg, "model"))
-            raise InputError(f"`model` must be a LoRA model where there is a `teacher_model`, but is {model} instead.")
+            raise InputError(f"`model` must be a LoRA model if there is a `teacher_model`, but is {model} instead.")
         return "knowledge_distillation"
     if loss in _DPO_LOSSES:
         if not is_lora(cfg) and cfg.get("ref_checkpointer") is None:
@@ -135,14 +135,14 @@ def method_of(cfg: DictConfig) -> Method:
 
 
 def _component(cfg: DictConfig, key: str) -> str:
-    """The dotted name that a block of the config has; "" if there is none."""
+    """The component's dotted name in a block of the config; "" if there is none."""
     block = cfg.get(key)
     return str(block.get("_component_", "")) if isinstance(block, DictConfig) else ""
 
 
 def _config_path(name: str) -> Path:
     package = Path(__file__).parent.parent
-    for directory in (package / "configs", package.parent / "configs"):  # installed, or a checkout
+    for directory in (package / "configs", package.parent / "configs"):  # of an installed package, or of a checkout
         if (directory / f"{name}.yaml").is_file():
             return directory / f"{name}.yaml"
     return stock_config_path(name) or Path(name)
@@ -152,7 +152,7 @@ def _overridden(content: dict[str, Any], overrides: Sequence[str]) -> DictConfig
     """The config ``content`` with ``overrides``, read as ``tune run`` reads them.
 
     Raises:
-        ValueError: a key that is to be removed is not there, or names a component.
+        ValueError: a key to remove does not exist, or is a component.
     """
     cfg, chosen = OmegaConf.create(content), []
     for override in overrides:
@@ -171,10 +171,10 @@ def _overridden(content: dict[str, Any], overrides: Sequence[str]) -> DictConfig
 
 
 def _remove(cfg: DictConfig, key: str) -> None:
-    """Remove the dotted ``key``, and a block that is empty then.
+    """Remove the dotted ``key``, and its block if that becomes empty.
 
     Raises:
-        ValueError: it is not there, or is a component.
+        ValueError: the key does not exist, or is a component.
     """
     above, _, name = key.rpartition(".")
     block = OmegaConf.select(cfg, above) if above else cfg
@@ -194,7 +194,7 @@ def _readable_path(name: str) -> Path:
         content = yaml.safe_load(path.read_text())
     except FileNotFoundError as error:
         raise InputError(f"`--config` must be the name or path of a config, but is {name!r}.") from error
-    except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:  # ValueError: no text, or no path
+    except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:  # ValueError: not text, or not a path
         shown = quote(str(path))
         raise InputError(f"`--config` must be a YAML file, but {shown} is not: {reason_of(error)}.") from error
     if not isinstance(content, dict):

@@ -18,7 +18,7 @@ def module_from_file(name: str, path: Path) -> ModuleType:
 
 
 def recipe_dir() -> Path:
-    """Where the stock recipes lie."""
+    """The folder of the stock recipes."""
     return _package_dir().parent / "recipes"
 
 
@@ -30,7 +30,7 @@ def stock_config_path(name: str) -> Path | None:
 
 @cache
 def _registered_configs() -> dict[str, str]:
-    """Paths of configs below their folder, by name."""
+    """Paths of configs relative to their folder, by name."""
     registry: Any = module_from_file("_registry_of_torchtune", _package_dir() / "_recipe_registry.py")
     return {config.name: config.file_path for recipe in registry.get_all_recipes() for config in recipe.configs}
 

@@ -1,8 +1,8 @@
-"""Load a stock recipe of the installed torchtune by file: its ``recipes`` package cannot be imported, on purpose.
+"""Load a stock recipe of the installed torchtune from its file. torchtune prevents imports of its ``recipes`` package.
 
-The loaded module is a private copy. Three of the names it uses are replaced there, and nowhere else: ``training``, some
-of whose functions fail on the CPU or with one rank, ``init_process_group``, which would start the group a second time,
-and ``swap_lora_linear_with_qat``, which asks for a class that torchao has renamed.
+The loaded module is a private copy, in which three names are replaced. Some functions of ``training`` fail on the CPU
+or with one rank. ``init_process_group`` would start the group a second time. ``swap_lora_linear_with_qat`` uses a class
+that torchao has renamed.
 """
 
 from dataclasses import fields
@@ -50,7 +50,7 @@ def start_process_group(backend: str) -> None:
 
 
 class _TrainingAnywhere:
-    """``torchtune.training``, made to work on the CPU, where there are no memory statistics, and on one rank."""
+    """``torchtune.training``, fixed for the CPU, which has no memory statistics, and for one rank."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(training, name)
@@ -63,10 +63,10 @@ class _TrainingAnywhere:
             training.log_memory_stats(stats, *args, **kwargs)
 
     def shard_model(self, model: Any, *args: Any, cpu_offload: bool, **kwargs: Any) -> None:
-        """As torchtune, but one rank shards a model only to offload it. Otherwise sharding would only cost copies.
+        """As torchtune, but one rank shards a model only to offload it. Otherwise sharding would only add copies.
 
-        NF4 weights could not be used at all: on one rank FSDP2 (torch 2.9.1 to 2.13) passes on only one of their three
-        parts (https://github.com/pytorch/pytorch/pull/197999), so that QLoRA would fail in its first forward.
+        QLoRA would also fail in its first forward pass: on one rank FSDP2 (torch 2.9.1 to 2.13) returns only one of the
+        three parts of NF4 weights (https://github.com/pytorch/pytorch/pull/197999).
         """
         if not _is_alone(cpu_offload=cpu_offload):
             training.shard_model(model, *args, cpu_offload=cpu_offload, **kwargs)
@@ -79,20 +79,21 @@ class _TrainingAnywhere:
         strict: bool = False,
         cpu_offload: bool = False,
     ) -> Any:
-        """As torchtune, with two differences on one rank: NF4 weights stay NF4, and no weight stays mapped to its file.
+        """As torchtune, with two differences on one rank: NF4 weights stay NF4, and weights are not memory-mapped.
 
-        On the CPU torchtune would leave weights mapped: a run that writes these files again would change them.
+        On the CPU torchtune would leave weights mapped to their files, and a run that overwrites these files would
+        change them.
         """
         if not _is_alone(cpu_offload=cpu_offload):
             return training.load_from_full_model_state_dict(model, full_sd, device, strict, cpu_offload)
-        # Not its state_dict(): torchtune's hook for NF4 takes it to the CPU, where a model still on meta cannot go.
+        # Not its state_dict(): torchtune's hook for NF4 moves it to the CPU, which fails for a model on meta.
         own = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
         places = {name.replace(_CHECKPOINT_PREFIX, ""): place for name, place in own}
         loaded = {name: _alike(places.get(name), value, device) for name, value in full_sd.items()}
         return model.load_state_dict(loaded, strict=strict, assign=True)
 
     def create_optim_in_bwd_wrapper(self, model: nn.Module, optim_dict: dict[nn.Parameter, Any]) -> Any:
-        """As torchtune, but with every optimizer of ``optim_dict``: PPO trains two models, and would save one's."""
+        """As torchtune, but with every optimizer of ``optim_dict``: PPO trains two models, and would save only one."""
         names = {parameter: name for name, parameter in model.named_parameters()}
         others = (f"other.{place}" for place in count())
         return OptimizerInBackwardWrapper(
@@ -102,7 +103,7 @@ class _TrainingAnywhere:
     def gather_cpu_state_dict(
         self, model: nn.Module, is_rank_zero: bool, device: torch.device, adapter_weights_only: bool = False
     ) -> dict[str, torch.Tensor]:
-        """As torchtune, but a copy: on one CPU rank the adapters would be merged into the trained weights."""
+        """As torchtune, but as a copy: on one CPU rank the adapters would be merged into the trained weights."""
         gathered = training.gather_cpu_state_dict(model, is_rank_zero, device, adapter_weights_only)
         if dist.get_world_size() > 1 or device.type != "cpu":
             return gathered
@@ -110,7 +111,7 @@ class _TrainingAnywhere:
 
 
 def _swap_lora_linear_with_qat(module: nn.Module, *qat_configs: Any) -> None:
-    """As torchtune, which asks for ``FakeQuantizeConfig``: since torchao 0.13 quantizers give the class above it."""
+    """As torchtune, which uses ``FakeQuantizeConfig``: since torchao 0.13 quantizers return its base class."""
     renamed = [
         FakeQuantizeConfig(**{part.name: getattr(one, part.name) for part in fields(one)}) for one in qat_configs
     ]
@@ -118,12 +119,12 @@ def _swap_lora_linear_with_qat(module: nn.Module, *qat_configs: Any) -> None:
 
 
 def _is_alone(*, cpu_offload: bool) -> bool:
-    """Whether a model needs no shards: there is one rank, and FSDP2 is not wanted for its offloading."""
+    """Whether a model is not sharded: there is one rank, and FSDP2 is not needed for offloading."""
     return dist.get_world_size() == 1 and not cpu_offload
 
 
 def _alike(place: torch.Tensor | None, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of ``value`` on ``device`` as ``place`` holds it; as it is if the model has no such place."""
+    """A copy of ``value`` on ``device`` in the type of ``place``; ``value`` itself if ``place`` does not exist."""
     if place is None:
         return value
     if isinstance(place, NF4Tensor):

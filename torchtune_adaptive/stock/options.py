@@ -1,4 +1,4 @@
-"""Options of stock configs that are wrong, or with which a batch cannot be searched for, adapted or recovered."""
+"""Check options of stock configs: invalid ones, and those that conflict with search, growth or recovery."""
 
 import math
 import os
@@ -14,7 +14,7 @@ from torchtune_adaptive.batch.noise_scale import MeasuredSchedule
 from torchtune_adaptive.errors import InputError, as_integer, quote, require_integer
 from torchtune_adaptive.settings import AdaptiveSettings
 
-# Settings that only our own training loop can follow.
+# Settings that only this package's training loop supports.
 _OF_OUR_TRAINING = (
     "batch_increase_function",
     "global_batch_size",
@@ -25,10 +25,10 @@ _OF_OUR_TRAINING = (
 _BLOCKS = ("checkpointer", "loss", "metric_logger", "model", "optimizer", "tokenizer")
 _BLOCKS_OF_PPO = ("policy_model", "reward_and_value_model")
 _BLOCKS_OF_PPO += ("ref_policy_checkpointer", "value_checkpointer", "reward_checkpointer")
-# Keys whose values torchtune takes for True or False, whatever they are.
+# Keys that torchtune uses as booleans without a check.
 _FLAGS = ("compile", "enable_activation_checkpointing", "enable_activation_offloading", "optimizer_in_bwd", "shuffle")
 _FLAGS_OF_PPO = ("enable_kv_cache", "penalise_no_eos", "whiten_rewards")
-# The least values of integers that torchtune does not check before it trains; they may be null.
+# Minimum values of integers that torchtune does not check before training; they may be null.
 _LEAST = {
     "batch_size": 1,
     "gradient_accumulation_steps": 1,
@@ -43,10 +43,10 @@ _NUMBERS_OF_PPO = ("temperature", "kl_coeff", "gamma", "lmbda", "reward_penalty"
 
 
 def check_options(cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int) -> None:
-    """Check that a config's own options can be combined with ours, before anything is set up.
+    """Check before the set-up that a config's options can be combined with the adaptive settings.
 
     Raises:
-        InputError: they cannot; the sentence quotes the option.
+        InputError: they cannot; the message quotes the option.
     """
     _check_blocks(cfg, _BLOCKS)
     _check_flags(cfg, _FLAGS)
@@ -60,7 +60,7 @@ def check_options(cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int) ->
 
 
 def check_turns(cfg: DictConfig) -> None:
-    """Check what torchtune reads of a config for PPO, mostly while it trains already.
+    """Check the PPO options that torchtune reads only during training.
 
     Raises:
         InputError: a value is missing, or of another type.
@@ -78,10 +78,10 @@ def check_turns(cfg: DictConfig) -> None:
 
 
 def check_finds_sizes_only(settings: AdaptiveSettings, *, method: str) -> None:
-    """Check that settings ask for nothing of a batch but its micro-batches' sizes, where torchtune's own loop trains.
+    """Check that only sizes of micro-batches are adapted if torchtune's own loop trains.
 
     Raises:
-        InputError: they ask for more.
+        InputError: the settings require more.
     """
     defaults = AdaptiveSettings()
     for name in _OF_OUR_TRAINING:
@@ -92,32 +92,32 @@ def check_finds_sizes_only(settings: AdaptiveSettings, *, method: str) -> None:
 
 
 def why_unrecoverable(cfg: DictConfig) -> str:
-    """Why training cannot go on after an out-of-memory error, as a sentence's part; "" if it can."""
+    """Why training cannot recover from an out-of-memory error, as part of a sentence; "" if it can."""
     if cfg.get("optimizer_in_bwd", False):
         return "with `optimizer_in_bwd` parameters change before the ranks can agree on a step"
     if cfg.get("tensor_parallel_dim", 1) > 1:
         return "with `tensor_parallel_dim` above 1 collectives depend on the batch"
     if str(cfg.device).partition(":")[0] not in ("cpu", "cuda"):
-        return f"it is built for the CPU and CUDA, not for `device` {cfg.device}"
+        return f"it supports the CPU and CUDA, not `device` {cfg.device}"
     return ""
 
 
 def _check_searchable(cfg: DictConfig) -> None:
-    """Refuse options with which a search could not measure a step, or not undo it."""
+    """Refuse options with which a search cannot measure or undo a step."""
     tensor_parallel_dim = cfg.get("tensor_parallel_dim", 1)
     if tensor_parallel_dim > 1:
         raise InputError(
-            f"`tensor_parallel_dim` must be 1 for a search of the batch size, but is {tensor_parallel_dim} instead."
+            f"`tensor_parallel_dim` must be 1 for a batch size search, but is {tensor_parallel_dim} instead."
         )
     if cfg.get("compile", False) and str(cfg.device).startswith("cpu"):
         raise InputError(
-            "`compile` must be False for a search on the CPU, where the memory of compiled code cannot be metered,"
+            "`compile` must be False for a search on the CPU, where the memory of compiled code cannot be measured,"
             " but is True instead."
         )
 
 
 def check_model(model: nn.Module, settings: AdaptiveSettings) -> None:
-    """Check that a search can make the longest samples of what ``model`` takes.
+    """Check that a search can create the longest samples for ``model``.
 
     Raises:
         InputError: the model takes images.
@@ -125,13 +125,13 @@ def check_model(model: nn.Module, settings: AdaptiveSettings) -> None:
     if settings.searches and isinstance(model, DeepFusionModel | EarlyFusionModel):
         kind = next(kind for kind in (DeepFusionModel, EarlyFusionModel) if isinstance(model, kind))
         raise InputError(
-            "`model` must be a text model for a search of the batch size, whose probes have no images,"
+            "`model` must be a text model for a batch size search, whose probes have no images,"
             f" but is a {kind.__name__} instead."
         )
 
 
 def _check_blocks(cfg: DictConfig, names: Sequence[str]) -> None:
-    """Refuse a component that is none; torchtune would find out later, each recipe in another way."""
+    """Refuse a component that is not a mapping. torchtune would fail later, differently in each recipe."""
     for name in names:
         if name in cfg and not isinstance(cfg[name], DictConfig):
             raise InputError(f"`{name}` must be a mapping, but is {quote(cfg[name])} instead.")
@@ -144,7 +144,7 @@ def _check_flags(cfg: DictConfig, names: Sequence[str]) -> None:
 
 
 def _check_numbers(cfg: DictConfig) -> None:
-    """Refuse numbers with which torchtune would fail later, or train another way than meant."""
+    """Refuse numbers with which torchtune would fail later, or train differently than intended."""
     for name, minimum in _LEAST.items():
         if cfg.get(name) is not None:
             require_integer(name, cfg[name], minimum=minimum)
@@ -159,7 +159,7 @@ def _is_number(value: object) -> bool:
 
 
 def _check_installed(cfg: DictConfig) -> None:
-    """Refuse an optimizer of a package that is not there: torchtune would find out after it has loaded the model."""
+    """Refuse an optimizer of a missing package. torchtune would fail after it has loaded the model."""
     component = str(cfg.get("optimizer", {}).get("_component_", "torch"))
     package = component.partition(".")[0]
     if package not in sys.modules and PathFinder.find_spec(package, [*sys.path, os.getcwd()]) is None:
@@ -167,14 +167,14 @@ def _check_installed(cfg: DictConfig) -> None:
 
 
 def _check_offloading(cfg: DictConfig) -> None:
-    """Refuse to offload from the CPU to the host: torchtune and FSDP2 would fail in mid set-up."""
+    """Refuse offloading if the device is the CPU: torchtune and FSDP2 would fail during set-up."""
     for name in ("fsdp_cpu_offload", "enable_activation_offloading"):
         if cfg.get(name, False) and str(cfg.device).startswith("cpu"):
             raise InputError(f"`{name}` must be False on a CPU, which has no other memory, but is True instead.")
 
 
 def _check_steps_after_backward(cfg: DictConfig, settings: AdaptiveSettings) -> None:
-    """Refuse what needs an optimizer step of several micro-steps, or a rate that scales, with `optimizer_in_bwd`."""
+    """With `optimizer_in_bwd`, refuse options that need several micro-steps or a scaled learning rate."""
     if not cfg.get("optimizer_in_bwd", False):
         return
     defaults = AdaptiveSettings()
@@ -190,12 +190,12 @@ def _check_steps_after_backward(cfg: DictConfig, settings: AdaptiveSettings) -> 
 
 
 def _check_checkpointing(cfg: DictConfig, *, ranks: int) -> None:
-    """Refuse to save in the background on CPU ranks, where its collectives would get between those of training.
+    """Refuse background saving on several CPU ranks, where its collectives would mix with those of training.
 
-    torchtune gives them the group of training; on a GPU they take its CPU side, which training does not use.
+    torchtune runs them in the process group of training. On a GPU they use its CPU backend, which training does not.
     """
     if cfg.get("enable_async_checkpointing", False) and str(cfg.device).startswith("cpu") and ranks > 1:
         raise InputError(
             f"`enable_async_checkpointing` must be False on {ranks} CPU ranks, whose collectives in the background"
-            " would get between those of training, but is True instead."
+            " would mix with those of training, but is True instead."
         )

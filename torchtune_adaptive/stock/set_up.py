@@ -1,4 +1,4 @@
-"""The set-up of a stock recipe: what fails because of the config is refused in one sentence."""
+"""The set-up of a stock recipe, in which an error of the config becomes one sentence."""
 
 import sys
 import traceback
@@ -13,10 +13,10 @@ from torchtune_adaptive.errors import InputError, cannot_set_up, reason_of
 
 @contextmanager
 def setting_up() -> Iterator[None]:
-    """Inside, any error becomes a refusal of the config, whose components can be anybody's code.
+    """Context: any error becomes an ``InputError`` for the config, because its components can be any code.
 
     Raises:
-        InputError: the set-up failed; the sentence has the error and its place.
+        InputError: the set-up failed; the message has the error and its place in the code.
     """
     try:
         yield
@@ -29,7 +29,7 @@ def setting_up() -> Iterator[None]:
 
 
 def _free_quietly(error: Exception) -> None:
-    """Free what ``error`` holds: a component that is half made may fail in its ``__del__``, and Python would say so."""
+    """Free the objects that ``error`` holds. Python would print errors in ``__del__`` of incomplete components."""
     printing, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         traceback.clear_frames(error.__traceback__)
@@ -38,10 +38,10 @@ def _free_quietly(error: Exception) -> None:
 
 
 def load_data(load: Callable[[], Any]) -> Any:
-    """What ``load`` gives: a data loader, or a sampler and one.
+    """The result of ``load``: a data loader, or a sampler and a data loader.
 
     Raises:
-        InputError: the data cannot be loaded, or are no samples.
+        InputError: the data cannot be loaded, or there are no samples.
     """
     try:
         data = load()

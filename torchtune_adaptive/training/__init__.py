@@ -1,1 +1,1 @@
-"""One optimizer step, and what goes with it: out-of-memory retries, learning rate, record, state."""
+"""One optimizer step and its parts: objective, out-of-memory retries, learning rate, record, state."""

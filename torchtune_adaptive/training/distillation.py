@@ -9,14 +9,14 @@ from torchtune_adaptive.training.objectives import Loss, shifted
 
 
 class Distillation:
-    """Cross entropy of each unmasked token, and the divergence from what a teacher predicts for it.
+    """Cross entropy of each unmasked token, and its divergence from a teacher's prediction.
 
     Args:
-        loss_fn: the mean loss per unmasked token, of logits as a whole or in chunks.
-        kd_loss_fn: the same of the student's logits, the teacher's and labels.
+        loss_fn: the mean loss per unmasked token, from logits as a whole or in chunks.
+        kd_loss_fn: the mean divergence per unmasked token, from the student's logits, the teacher's, and labels.
         ratio: the share of the divergence in the loss, in [0, 1].
-        means_add_up: as torchtune, add up the mean losses of micro-batches, and divide their sum by all tokens. The
-            gradient is then too small by the tokens of a micro-batch, and depends on how a step is cut.
+        means_add_up: as torchtune does, sum the mean losses of micro-batches and divide by all tokens. The gradient is
+            then too small by the number of tokens of a micro-batch, and depends on how a step is cut.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Norms of gradients over a small and a large batch, from which the gradient noise scale is estimated.
 
-In a measured optimizer step the small batch is the first half of each rank's samples, the large one is all of them.
-Samples are in random order, so that each half is a fair sample, however it is cut into micro-batches. The gradient of
-the first half is there when its last micro-step is done, before the second half adds its own.
+In a measured optimizer step the small batch is the first half of each rank's samples, and the large batch is all of
+them. Samples are in random order, so that each half is a random sample, however it is cut into micro-batches. The
+gradient of the first half is available after its last micro-step, before the second half adds its own.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def own_norm_squared(model: nn.Module) -> torch.Tensor:
 
 
 def small_samples(samples: int, *, ranks: int) -> int:
-    """Samples of the small batch over all ranks, of ``samples`` in the step.
+    """Samples of the small batch over all ranks, if the step has ``samples``.
 
     >>> small_samples(10, ranks=4)  # ranks of 3, 3, 2 and 2
     6
@@ -36,10 +36,10 @@ def small_samples(samples: int, *, ranks: int) -> int:
 
 
 def gradient_norms(sums: Sequence[float], *, weight: float, samples: int, ranks: int) -> GradientNorms | None:
-    """The norms of mean gradients, per unit of weight as training takes them; None if the small batch has no weight.
+    """The norms of mean gradients, per unit of weight as in training; None if the small batch has no weight.
 
     Args:
-        sums: over all ranks, of the small batch's squared norm, its weight, and the whole squared norm.
+        sums: the small batch's squared norm, its weight, and the whole squared norm, each summed over all ranks.
     """
     small_squared, small_weight, squared = sums
     if not small_weight:

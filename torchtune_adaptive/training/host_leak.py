@@ -1,8 +1,9 @@
-"""Whether torch leaks host memory in the steps of optimizers of a sharded model.
+"""Whether torch leaks host memory in the optimizer steps of a sharded model.
 
-Operations on lists of DTensors, and with changing numbers on single ones, do so in torch 2.10 and 2.11; 2.9.1, 2.12.1
-and 2.13.0 do not (``benchmarks/results/host_growth_cpu.md``, https://github.com/pytorch/pytorch/issues/181761). Nothing
-here asks for the version: copies of the optimizers with tiny parameters are stepped, and what is left of it is counted.
+In torch 2.10 and 2.11 two kinds of operations leak: those on lists of DTensors, and those on single DTensors with
+changing numbers. Torch 2.9.1, 2.12.1 and 2.13.0 do not leak (``benchmarks/results/host_growth_cpu.md``,
+https://github.com/pytorch/pytorch/issues/181761). The version is not checked. Instead, copies of the optimizers with
+tiny parameters are stepped, and the memory that stays allocated is counted.
 """
 
 import gc
@@ -19,32 +20,32 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from torchtune_adaptive.text import format_bytes
 
-_STEPPED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # all that their constructors take is in `defaults`
+_STEPPED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # `defaults` has all arguments of their constructors
 _IMPLEMENTATIONS: tuple[Mapping[str, bool], ...] = (
     MappingProxyType({"foreach": True, "fused": False}),
     MappingProxyType({"foreach": False, "fused": False}),
 )
 _WARM_UP, _STEPS = 3, 5
-_SMALLEST_CHANGE = 1e-6  # of the learning rate, which in a schedule is never the same
-_changes = itertools.count(1)  # nor in any two steps here: torch keeps what depends on it
+_SMALLEST_CHANGE = 1e-6  # of the learning rate, because a schedule changes it in each step
+_changes = itertools.count(1)  # a different rate in every step here too: torch caches what depends on it
 _LONG_RUN_STEPS = 10_000
 
 
 def leak_warning(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
-    """A sentence on the host memory that steps of ``optimizers`` leak, or None if they leak none.
+    """A sentence about the host memory that steps of ``optimizers`` leak, or None if they do not leak.
 
-    Says which other implementation leaks less than half of it. Takes no notice of optimizers without DTensors, and of
-    other kinds than Adam, AdamW and SGD. Not a collective; the optimizers are not touched.
+    It names an implementation that leaks less than half of it, if there is one. Only Adam, AdamW and SGD with DTensors
+    are checked. Not a collective. The optimizers do not change.
     """
     optimizers = [one for one in optimizers if type(one) in _STEPPED and _sharded(one)]
     try:
         return _leak(optimizers) if optimizers and _Twins(optimizers[:1], tensors=1).leaks() else None
-    except Exception:  # of steps that nobody asked for: a real one will tell
+    except Exception:  # this check must not end the run; a real step shows its own errors
         return None
 
 
 def _leak(optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    """What steps of ``optimizers`` leak, as a sentence."""
+    """A sentence about the memory that steps of ``optimizers`` leak."""
     leaked = _Twins(optimizers).leaked_bytes_per_step()
     choices = [(_Twins(optimizers, options).leaked_bytes_per_step(), options) for options in _IMPLEMENTATIONS]
     least, options = min(choices, key=lambda choice: choice[0])
@@ -60,13 +61,12 @@ def _leak(optimizers: Sequence[torch.optim.Optimizer]) -> str:
 
 
 class _Twins:
-    """Optimizers like ``optimizers``, with ``options`` instead of theirs, of tiny parameters.
+    """Copies of ``optimizers`` with tiny parameters, and with ``options`` replaced.
 
-    Parameters of the same shape, type and placements have twins of the same shape, others have not: sharding is
-    cached by it.
-
+    Parameters of equal shape, type and placements get tiny parameters of equal shape, because torch caches shardings by
+    shape.
     Args:
-        tensors: of each optimizer at most; None: all.
+        tensors: the most parameters per optimizer; None: all.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class _Twins:
         self._step(_WARM_UP)
 
     def leaks(self) -> bool:
-        """Whether each step leaves objects that the garbage collector knows and does not collect."""
+        """Whether each step leaves objects that the garbage collector tracks but does not collect."""
         before = len(gc.get_objects())
         self._step(_STEPS)
         return len(gc.get_objects()) - before >= _STEPS
 
     def leaked_bytes_per_step(self) -> float:
-        """Memory of Python's objects that one more step leaves."""
+        """Memory of Python objects that one more step leaves."""
         was_tracing = tracemalloc.is_tracing()
         if not was_tracing:
             tracemalloc.start()

@@ -1,8 +1,8 @@
-"""The learning rate: a function of the fraction of training done, and scaled with the batch if the user asks for it.
+"""The learning rate: a function of the fraction of training done, optionally scaled with the batch.
 
-Scaling rules: linear (Goyal et al. 2017, https://arxiv.org/abs/1706.02677) keeps what a sample contributes, for plain
-SGD well below the gradient noise scale; the square root (Krizhevsky 2014, https://arxiv.org/abs/1404.5997) keeps the
-gradient noise of a step, and is the rule for Adam (Malladi et al. 2022, https://arxiv.org/abs/2205.10343).
+The linear rule (Goyal et al. 2017, https://arxiv.org/abs/1706.02677) keeps the contribution of a sample. It is for
+plain SGD far below the gradient noise scale. The square root rule (Krizhevsky 2014, https://arxiv.org/abs/1404.5997)
+keeps the gradient noise of a step, and is the rule for Adam (Malladi et al. 2022, https://arxiv.org/abs/2205.10343).
 """
 
 import copy
@@ -17,21 +17,20 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import LearningRateScaling
 from torchtune_adaptive.training.horizon import Horizon
 
-# (number of training steps, index of the last epoch) -> a scheduler, as torchtune's `_setup_lr_scheduler` takes them.
+# (number of training steps, index of the last epoch) -> a scheduler; the arguments of `_setup_lr_scheduler`.
 BuildScheduler = Callable[[int, int], Any]
 
 
 class LearningRate:
-    """Owns the scheduler, the place on its schedule, and the scale that goes with the batch.
+    """Owns the scheduler, the position on its schedule, and the scale for the batch size.
 
-    Until ``begin`` the scheduler is stepped as it is, once for each optimizer step.
-
+    Until ``begin`` the scheduler is stepped once per optimizer step.
     Args:
         scheduler: None for a constant rate.
-        build: makes the scheduler anew.
-        schedule_steps: per epoch, that the schedule is built for.
+        build: builds the scheduler again.
+        schedule_steps: steps per epoch for which the schedule is built.
         rule: how the rate is scaled with the samples of a step.
-        reference_samples: samples per step that the config's rate was chosen for.
+        reference_samples: samples per step for which the config's rate was chosen.
     """
 
     def __init__(
@@ -56,16 +55,15 @@ class LearningRate:
         self._scale = 1.0
 
     def begin(self, *, epoch: int, step: int, steps_per_epoch: int, grows: bool, epoch_steps: int = 0) -> None:
-        """Build the schedule, and go to where ``epoch`` is on it.
+        """Build the schedule, and move to the position of ``epoch`` on it.
 
         Args:
             step: optimizer steps done.
-            epoch_steps: of these, in ``epoch``.
-            steps_per_epoch: of the present batch size.
-            grows: whether the batch may grow, which needs a scheduler that follows.
-
+            epoch_steps: the part of these in ``epoch``.
+            steps_per_epoch: steps per epoch at the current batch size.
+            grows: whether the batch may grow, which requires a scheduler that can be evaluated at any position.
         Raises:
-            InputError: the scheduler would have to follow, and cannot.
+            InputError: the scheduler cannot be evaluated at any position, but must be.
         """
         self._horizon = Horizon(self._schedule_steps)
         self._horizon.change(epoch=epoch, step=step - epoch_steps, steps_per_epoch=steps_per_epoch)
@@ -74,19 +72,20 @@ class LearningRate:
             check_follows(self._scheduler)
         if self._scheduler is not None:
             for group in self._groups():
-                group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))  # a tensor is changed in place
+                # A copy, because a tensor is changed in place.
+                group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))
             done = epoch * self._schedule_steps + epoch_steps
             self._scheduler = self._make_scheduler(done, following_from=step if follows else None)
             if follows:
                 self._set_rates()
 
     def change(self, *, epoch: int, step: int, steps_per_epoch: int) -> None:
-        """From optimizer step ``step`` on, which opens ``epoch``, an epoch has ``steps_per_epoch`` steps."""
+        """Set ``steps_per_epoch`` from optimizer step ``step`` on, the first one of ``epoch``."""
         assert self._horizon is not None, "`begin` comes first"
         self._horizon.change(epoch=epoch, step=step, steps_per_epoch=steps_per_epoch)
 
     def scale(self, samples: int) -> str:
-        """Scale the rate to a step of ``samples`` over all ranks; what was done, for the log, "" if nothing."""
+        """Scale the rate to a step of ``samples`` over all ranks. Returns a text for the log, "" without a change."""
         if self._rule == "none":
             return ""
         self._scale = scale_of(self._rule, samples=samples, reference_samples=self._reference_samples)
@@ -97,24 +96,24 @@ class LearningRate:
         )
 
     def step(self) -> None:
-        """Move on by one optimizer step."""
+        """Advance by one optimizer step."""
         if self._scheduler is not None:
             self._scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside the optimizer's own state."""
+        """The state for a resumed run, beside the optimizer's own state."""
         return {"schedule_steps": self._schedule_steps, "reference_samples": self._reference_samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict``; before ``begin``."""
+        """Restore the state. Call it before ``begin``."""
         self._reference_samples = state["reference_samples"]
         self._schedule_steps = state["schedule_steps"]
 
     def _make_scheduler(self, done: int, *, following_from: int | None) -> Any:
         """The schedule after ``done`` of its steps.
 
-        If it follows, it counts the run's optimizer steps from ``following_from`` on, and the horizon says where on the
-        schedule each of them is. Else it counts its own.
+        If it follows the batch size, it counts the run's optimizer steps from ``following_from`` on, and the horizon
+        maps each of them to the schedule. Otherwise it counts its own steps.
         """
         scheduler = self._build(self._total_epochs * self._schedule_steps, done - 1)
         if following_from is not None:
@@ -130,7 +129,7 @@ class LearningRate:
         return rate_at
 
     def _set_rates(self) -> None:
-        """Set the next step's rate: by the scheduler if there is one, else as the config's rate times the scale."""
+        """Set the next step's rate: by the scheduler if there is one, else the config's rate times the scale."""
         if self._scheduler is not None:
             pairs = zip(self._scheduler.base_lrs, self._scheduler.lr_lambdas, strict=True)
             rates = [base * rate(self._scheduler.last_epoch) for base, rate in pairs]
@@ -147,7 +146,7 @@ class LearningRate:
 
 
 def scale_of(rule: LearningRateScaling, *, samples: int, reference_samples: int) -> float:
-    """What the rate is multiplied with where a step has ``samples`` and the config was written for other ones.
+    """The factor of the rate for steps of ``samples``, if the config's rate is for ``reference_samples``.
 
     >>> [scale_of(rule, samples=64, reference_samples=16) for rule in ("none", "sqrt", "linear")]
     [1.0, 2.0, 4.0]
@@ -157,13 +156,13 @@ def scale_of(rule: LearningRateScaling, *, samples: int, reference_samples: int)
 
 
 def check_follows(scheduler: Any) -> None:
-    """Check that a scheduler can be asked for the rate at any place on its schedule.
+    """Check that a scheduler can be evaluated at any position of its schedule.
 
     Raises:
-        InputError: it is no ``LambdaLR``, as torchtune's are, nor None.
+        InputError: it is neither None nor a ``LambdaLR``, as torchtune's schedulers are.
     """
     if scheduler is not None and not isinstance(scheduler, LambdaLR):
         raise InputError(
-            "`lr_scheduler` must make a torch.optim.lr_scheduler.LambdaLR for the batch size to grow or the rate to"
-            f" scale with it, but makes a {type(scheduler).__name__} instead."
+            "`lr_scheduler` must create a torch.optim.lr_scheduler.LambdaLR if the batch size grows or the rate scales"
+            f" with it, but creates a {type(scheduler).__name__} instead."
         )

@@ -1,4 +1,4 @@
-"""What a micro-batch contributes to an optimizer step: forward and loss. One class for each training method.
+"""Objectives: the forward pass and loss of a micro-batch. One class for each training method.
 
 Shapes in comments: B rows of a micro-batch, S tokens of a row.
 """
@@ -15,13 +15,13 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of one micro-batch. A step's gradient is that of the sum of all ``total``, divided by all ``weight``.
+    """The loss of one micro-batch. A step's gradient is that of the sum of ``total`` divided by the sum of ``weight``.
 
     Attributes:
         total: a scalar to call ``backward`` on.
         weight: a scalar count, for example of unmasked tokens or of pairs; 0 if the micro-batch does not count.
-        num_tokens: what the logged tokens per second count; None if ``weight`` counts tokens.
-        metrics: sums over the units of ``weight``, logged as their mean; "loss" stands for that of ``total``.
+        num_tokens: tokens for the logged tokens per second; None if ``weight`` counts tokens.
+        metrics: sums over the units of ``weight``, logged as means. "loss" replaces the loss of ``total`` in the log.
     """
 
     total: torch.Tensor
@@ -34,13 +34,13 @@ Objective: TypeAlias = Callable[[Any], Loss]  # from a batch on the device
 
 
 class NextToken:
-    """Supervised finetuning: the cross entropy of each unmasked token. Full or LoRA, quantization-aware or not.
+    """Supervised finetuning: the cross entropy of each unmasked token. For full, LoRA and quantization-aware training.
 
     Args:
-        loss_fn: the mean loss per unmasked token, of logits [B, S, vocabulary] as a whole or in chunks.
-        activations: the context in which forward runs, for example one that offloads activations.
+        loss_fn: the mean loss per unmasked token, from logits [B, S, vocabulary] as a whole or in chunks.
+        activations: the context of the forward pass, for example one that offloads activations.
         weight_depends_on_cut: count unmasked labels as torchtune does, before they are shifted. A row's first token
-            then counts although nothing predicts it, so that a row weighs more the shorter the rows beside it are.
+            then counts although nothing predicts it. The weight of a row then depends on the other rows.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class NextToken:
 
 
 def shifted(logits: Any, labels: torch.Tensor, ignore_index: int) -> tuple[Any, torch.Tensor]:
-    """Logits and what each of them predicts, as torchtune's losses take them: in chunks as they are, else flat.
+    """Logits and their targets, in the form that torchtune's losses take: chunks as they are, else flattened.
 
     Args:
         logits: [B, S, vocabulary], or a list of chunks.

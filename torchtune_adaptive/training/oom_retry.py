@@ -1,4 +1,4 @@
-"""Run the micro-steps of an optimizer step within memory: in smaller micro-batches where memory runs out."""
+"""Run the micro-steps of an optimizer step, in smaller micro-batches if memory runs out."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -26,13 +26,13 @@ log = utils.get_logger("DEBUG")
 
 Run = Callable[[], StepSums]
 FirstThatFits = Callable[[Callable[[int], MicroBatches], Iterable[int]], int | None]
-Note = Callable[[str], None]  # takes the reason why the micro-batch changed, on every rank
-SmallBatches = Callable[[int], list[list[Row]]]  # two batches of different shape, of at most so many rows
+Note = Callable[[str], None]  # called on every rank with the reason why the micro-batch changed
+SmallBatches = Callable[[int], list[list[Row]]]  # returns two batches of different shapes, with at most this many rows
 
 
 @dataclass(frozen=True)
 class _Window:
-    """The samples of one optimizer step; ``measured``: gradient norms of a small batch are to be taken."""
+    """The samples of one optimizer step. ``measured``: whether to measure the gradient norm of a small batch."""
 
     samples: StepSamples
     measured: bool
@@ -40,7 +40,7 @@ class _Window:
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """Rows of one micro-step, perhaps of the small batch that is measured after its last one."""
+    """Rows of one micro-step. After the last one of a small batch, its gradient norm is measured."""
 
     rows: Sequence[Row]
     of_small_batch: bool = False
@@ -51,7 +51,7 @@ class _Cutter:
     """Cuts the samples of optimizer steps for ``RecoverableStep``.
 
     Args:
-        rehearsed_rows: of a micro-batch in a rehearsal, if they fit.
+        rehearsed_rows: rows of a micro-batch in the dry run, if they fit.
     """
 
     is_even = True
@@ -91,17 +91,17 @@ class _Cutter:
             yield list(map(_MicroBatch, samples(rows)))
 
     def count_padding(self) -> None:
-        """Count that of the last cut, which was trained with."""
+        """Count the padding of the last cut, which was used in training."""
         self._micro_batches.count_padding(*self._cuts)
 
 
 class OomRetry:
-    """Runs the micro-steps of one optimizer step after the other, and halves the micro-batch if memory runs out.
+    """Runs the micro-steps of optimizer steps, and halves the micro-batch if memory runs out.
 
     Args:
         workload: the models and optimizers on the device.
-        rehearsed_rows: of a micro-batch in the rehearsal, if they fit.
-        first_that_fits: tries micro-batches by whole train steps that leave no trace, in the middle of training.
+        rehearsed_rows: rows of a micro-batch in the dry run, if they fit.
+        first_that_fits: tries micro-batches by whole train steps during training, and restores all state.
     """
 
     def __init__(
@@ -133,24 +133,24 @@ class OomRetry:
 
     @property
     def retries(self) -> int:
-        """Attempts so far that ran out of memory and were run again."""
+        """Number of attempts so far that ran out of memory and were repeated."""
         return sum(event.pressure is MemoryPressure.OUT_OF_MEMORY for event in self._recoverable.events)
 
     @property
     def micro_batches(self) -> MicroBatcher:
-        """How large micro-batches are."""
+        """The cut of steps into micro-batches, with its limit."""
         return self._micro_batches
 
     @property
     def recovers(self) -> bool:
-        """Whether training survives out-of-memory errors."""
+        """Whether training recovers from out-of-memory errors."""
         return self._recoverable.recovers
 
     def prepare(self, small_batches: SmallBatches, *, why_not: str = "") -> None:
-        """Prepare the recovery while memory is free; where there can be none, log the reason. A collective.
+        """Prepare the recovery while memory is free. If it is not possible, log the reason. A collective.
 
         Args:
-            why_not: why it cannot be, if that is known.
+            why_not: why recovery is not possible, if that is known.
 
         Raises:
             NothingFitsError: the optimizers' state or the smallest micro-step does not fit.
@@ -170,21 +170,20 @@ class OomRetry:
         self._recoverable.disable()
 
     def wrap_micro_steps(self, around: Callable[[int, Run], StepSums] | None) -> None:
-        """Have ``around(number, run)`` run every micro-step, to inject faults; None: nothing.
+        """Run every micro-step through ``around(number, run)``, to inject faults. None: run it directly.
 
-        Numbers count from 0 in each optimizer step, and go on counting when it is run again.
+        Numbers count from 0 in each optimizer step, and continue when the step runs again.
         """
         self._recoverable.wrap_micro_steps(around)
 
     def run(self, samples: StepSamples, *, number: int, measured: bool, note: Note) -> StepSums:
-        """The sums of the micro-steps over ``samples``, whatever memory there is for them. A collective.
+        """The sums of the micro-steps over ``samples``, in smaller micro-batches if memory runs out. A collective.
 
         Args:
-            number: of the optimizer step, from 1, for messages.
-            measured: whether gradient norms of a small batch are to be taken.
-
+            number: the optimizer step's number from 1, for messages.
+            measured: whether to measure the gradient norm of a small batch.
         Raises:
-            NothingFitsError: not even single rows fit; on every rank, with the same sentence.
+            NothingFitsError: a single row does not fit. Raised on every rank, with the same message.
         """
         self._note = note
         sums = self._recoverable(_Window(samples, measured and samples.most_rows > 1), number=number)
@@ -192,10 +191,10 @@ class OomRetry:
         return sums
 
     def finish(self, sums: StepSums, *, number: int) -> StepFigures:
-        """Take optimizer step ``number`` by the sums of its micro-steps. A collective.
+        """Finish optimizer step ``number`` with the sums of its micro-steps. A collective.
 
         Raises:
-            RuntimeError: out of memory after all ranks had agreed that the micro-steps went well.
+            RuntimeError: out of memory after all ranks had agreed that the micro-steps succeeded.
         """
         try:
             return self._step.finish(sums)
@@ -209,9 +208,9 @@ class OomRetry:
             ) from error
 
     def try_larger(self, row: Row, rows_per_step: int) -> tuple[int, int] | None:
-        """Try again larger micro-batches of ``row``, if memory has made them small; the sizes before and after.
+        """If the micro-batch was reduced, try larger ones of ``row``. Returns the sizes before and after. A collective.
 
-        None if there is nothing to try or nothing larger fits. A collective.
+        None if it was not reduced, or if no larger one fits.
         """
         before, largest = self._micro_batches.limit, self._micro_batches.largest
         if before == largest:

@@ -1,7 +1,7 @@
-"""When optimizers step: after all backward passes of a step, or within each of them.
+"""When optimizers step: after all backward passes of a step, or during each of them.
 
-``training.train_step`` takes either class. Both are used by it alone, in this order: ``backward`` for each micro-step,
-then ``normalize`` and ``step``.
+``training.train_step`` uses either class, in this order: ``backward`` for each micro-step, then ``normalize`` and
+``step``.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ from torchtune_adaptive.training.objectives import Loss
 
 
 class Stepping(ABC):
-    """What a train step asks of the optimizers of ``model``, the trained one.
+    """The interface of a train step to the optimizers of ``model``, the trained one.
 
     Attributes:
         accumulates: whether a step may have several micro-steps.
@@ -43,7 +43,7 @@ class Stepping(ABC):
 
     @property
     def learning_rate(self) -> float:
-        """That of the first optimizer."""
+        """The learning rate of the first optimizer."""
         return get_lr(self._optimizers[0])
 
     def zero_grad(self) -> None:
@@ -57,7 +57,7 @@ class Stepping(ABC):
 
     @abstractmethod
     def normalize(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Divide gradients by the step's ``weight`` over all ranks and clip them; their norm before it, if clipped.
+        """Divide gradients by the step's ``weight`` over all ranks, and clip them; return their norm if clipped.
 
         With FSDP2 a collective.
         """
@@ -68,12 +68,12 @@ class Stepping(ABC):
 
 
 class OptimizerStep(Stepping):
-    """Gradients of all micro-steps add up. Then they are normalized and clipped, and the optimizers step.
+    """Accumulates the gradients of all micro-steps. Then they are normalized and clipped, and the optimizers step.
 
     Args:
-        model: the trained one.
-        ranks: over which FSDP2 takes the mean of gradients.
-        max_grad_norm: to which gradients are clipped; None: they are not, and their norm is not known.
+        model: the trained model.
+        ranks: number of ranks over which FSDP2 averages gradients.
+        max_grad_norm: the norm to which gradients are clipped; None: no clipping, and the norm is unknown.
     """
 
     def __init__(
@@ -106,13 +106,13 @@ class OptimizerStep(Stepping):
 
 
 class OptimizerInBackward(Stepping):
-    """torchtune's ``optimizer_in_bwd``: each parameter has an optimizer, which steps as soon as its gradient is there.
+    """torchtune's ``optimizer_in_bwd``: each parameter has an optimizer, which steps once its gradient is computed.
 
     An optimizer step is a single micro-step, whose loss is normalized before its backward pass.
 
     Args:
-        wrapper: torchtune's, which has the optimizers.
-        normalizes: torchtune's single-device recipe does not, so that its gradient is the sum over tokens.
+        wrapper: torchtune's wrapper, which holds the optimizers.
+        normalizes: False as in torchtune's single-device recipe, whose gradient is the sum over tokens.
     """
 
     accumulates = False
@@ -136,7 +136,7 @@ class OptimizerInBackward(Stepping):
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """The sum of all ranks' ``values``, in place; with a process group a collective."""
+    """Sum ``values`` over all ranks, in place. With a process group a collective."""
     if dist.is_initialized():
         dist.all_reduce(values)
     return values

@@ -11,21 +11,21 @@ from torchtune.modules.peft import disable_adapter
 
 from torchtune_adaptive.training.objectives import Loss
 
-# From a batch to log probabilities [pairs] and logits [pairs, S, vocabulary], of chosen answers and of rejected ones:
+# Maps a batch to log probabilities [pairs] and logits [pairs, S, vocabulary] of chosen and rejected answers:
 # (chosen, rejected, chosen logits, rejected logits).
 PairForward: TypeAlias = Callable[[Any], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class Preference:
-    """The loss of pairs of answers, by a policy that is trained and a reference that is not.
+    """The loss of pairs of answers, by a trained policy and a frozen reference.
 
     A batch is a tuple of tokens and labels, both [2 * pairs, S]: first all chosen answers, then all rejected ones.
 
     Args:
         policy: torchtune's ``concatenated_forward`` of the trained model.
-        reference: the same of the reference model.
-        loss_fn: gives loss [pairs], rewards of chosen and of rejected answers [pairs].
-        counts_masked_pairs: count pairs in which no token counts, as torchtune does.
+        reference: the ``concatenated_forward`` of the reference model.
+        loss_fn: returns loss [pairs], rewards of chosen and of rejected answers [pairs].
+        counts_masked_pairs: count pairs whose tokens are all masked, as torchtune does.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Preference:
         tokens, labels = batch
         chosen, rejected, chosen_logits, rejected_logits = self._policy(batch)
         logits = {"logits/chosen": chosen_logits.detach().mean(), "logits/rejected": rejected_logits.detach().mean()}
-        del chosen_logits, rejected_logits  # the largest tensors, which the reference's may replace
+        del chosen_logits, rejected_logits  # the largest tensors; the reference's can reuse their memory
         with torch.no_grad():
             reference_chosen, reference_rejected, *_ = self._reference(batch)
         losses, chosen_rewards, rejected_rewards = self._loss_fn(chosen, rejected, reference_chosen, reference_rejected)
@@ -73,7 +73,7 @@ def preference_to_base(
     """The objective whose policy is ``model``, and whose reference is the same model without its LoRA adapters.
 
     Args:
-        forward: torchtune's ``concatenated_forward``, of a model and a batch.
+        forward: torchtune's ``concatenated_forward``, with arguments model and batch.
         loss_fn, counts_masked_pairs: see ``Preference``.
     """
 

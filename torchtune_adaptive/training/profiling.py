@@ -16,9 +16,9 @@ class StepProfiler:
     """Steps the profiler once for each optimizer step.
 
     Args:
-        profiler: torchtune's, which may be one that does nothing.
-        memory_steps: steps of the run's first epoch, from 1, in which CUDA's memory history is recorded: from the
-            start of the first one to the end of the last; None if it is not recorded.
+        profiler: torchtune's profiler, or its dummy profiler.
+        memory_steps: steps of the run's first epoch, from 1, in which CUDA's memory history is recorded, from the
+            start of the first to the end of the last; None: it is not recorded.
     """
 
     def __init__(self, profiler: Any, *, memory_steps: range | None) -> None:
@@ -27,25 +27,25 @@ class StepProfiler:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context that training runs in. At its end torchtune may write a trace, for which all ranks must be there.
+        """The context of training. At its end torchtune may write a trace, which needs all ranks.
 
-        So there is none after an error of one rank. A trace that cannot be written is logged.
+        So after an error of one rank there is no trace. If a trace cannot be written, this is logged.
         """
         self._profiler.start()
         try:
             yield
-        except (RunEnded, CheckpointError):  # which all ranks raise together
+        except (RunEnded, CheckpointError):  # raised on all ranks together
             self._stop()
             raise
         self._stop()
 
     def begin_step(self, epoch: int, step: int) -> None:
-        """Before step number ``step`` of ``epoch``."""
+        """Call it before step number ``step`` of ``epoch``."""
         if self._memory_steps is not None and epoch == 0 and step == self._memory_steps[0]:
             torch.cuda.memory._record_memory_history()
 
     def end_step(self, epoch: int, step: int) -> None:
-        """After step number ``step`` of ``epoch``."""
+        """Call it after step number ``step`` of ``epoch``."""
         if self._memory_steps is not None and epoch == 0 and step == self._memory_steps[-1]:
             torch.cuda.memory._record_memory_history(enabled=None)
         self._profiler.step()

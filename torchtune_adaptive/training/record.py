@@ -1,4 +1,4 @@
-"""What a run leaves on disk about its batch: a report for people."""
+"""The report that a run writes about its batch sizes."""
 
 import json
 import os
@@ -20,13 +20,12 @@ REPORT_NAME = "adaptive_batch.json"
 class RunRecord:
     """Owns the history of batch sizes and micro-batch sizes, and writes the report. Only rank 0 writes.
 
-    A report that cannot be written is logged, and does not end the run.
-
+    If a report cannot be written, this is logged, and the run continues.
     Args:
-        output_dir: of the report. If it is not there yet, the first report makes it. If it vanishes, as a disk that is
-            no longer mounted, it is not made anew.
-        sizes: what was found, for the report.
-        memory_limit_bytes: the least that a rank may use, None if nothing limits it.
+        output_dir: the folder of the report. The first report creates it if it does not exist. If it disappears later,
+            for example because a disk is unmounted, it is not created again.
+        sizes: the sizes that the search found.
+        memory_limit_bytes: the lowest limit of all ranks, None without a limit.
         writes: whether this is rank 0.
     """
 
@@ -40,7 +39,7 @@ class RunRecord:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """An entry for each size that was decided on, in order, with ``epoch``, ``batch_size`` and ``reason``."""
+        """An entry for each decision, in order, with ``epoch``, ``batch_size`` and ``reason``."""
         return list(self._history)
 
     def note(self, reason: str, *, epoch: int, batch_size: int, **figures: int) -> None:
@@ -51,11 +50,11 @@ class RunRecord:
             self._makes_folder = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """The state for a resumed run."""
         return {"history": self.history, "memory_limit_bytes": self._memory_limit_bytes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict``."""
+        """Restore the state."""
         self._history = list(state["history"])
 
     def _report(self) -> dict[str, Any]:
@@ -69,10 +68,10 @@ class RunRecord:
 
 
 def write_report(output_dir: Path, report: dict[str, Any], *, makes_folder: bool = True) -> None:
-    """Write ``report`` as JSON. A file that cannot be written is logged, and does not end the run.
+    """Write ``report`` as JSON. If it cannot be written, this is logged, and the run continues.
 
     Args:
-        makes_folder: make ``output_dir`` if it is not there.
+        makes_folder: create ``output_dir`` if it does not exist.
     """
     content = json.dumps(report, indent=2) + "\n"
     try:

@@ -1,4 +1,4 @@
-"""What a run has decided and where it is: with it a resumed run goes on as if it had never ended."""
+"""The state of a run: its decisions and its position, with which a resumed run continues exactly."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -7,32 +7,32 @@ from typing import Any, get_origin
 
 from torchtune_adaptive.errors import quote
 
-# Keys of a config that say where a run is and how it is watched, rather than what it trains.
+# Config keys about files and logging, which do not affect what a run trains.
 _NOT_TRAINED = ("checkpointer", "log_", "metric_logger", "output_dir", "profiler", "resume_from_checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveState:
-    """Of a run after an optimizer step. Batch sizes are in the unit of the key that the config gives them by.
+    """The state of a run after an optimizer step. Batch sizes are in the unit of the config's key.
 
     Attributes:
         epochs_run: epochs done.
-        epoch_samples: samples over all ranks that the epoch after these has trained so far.
-        schedule_steps: per epoch, that the learning rate schedule was built for.
+        epoch_samples: samples over all ranks that the current epoch has trained so far.
+        schedule_steps: steps per epoch for which the learning rate schedule was built.
         is_global: whether batch sizes count the samples of an optimizer step over all ranks.
-        reference_samples: samples per optimizer step of the batch that the config was written for.
-        samples_per_step: over all ranks, at ``batch_size``.
+        reference_samples: samples per optimizer step of the config's own batch.
+        samples_per_step: samples over all ranks per optimizer step, at ``batch_size``.
         global_step: optimizer steps done.
-        micro_batch: the largest micro-batch since memory ran out, in ``micro_batch_unit``; None if it did not.
-        micro_batch_limit: the largest micro-batch while memory suffices.
-        left_over: the places of a rank's samples in its order of the last epoch that open the next one.
+        micro_batch: the reduced micro-batch after memory ran out, in ``micro_batch_unit``; None if it never did.
+        micro_batch_limit: the largest micro-batch before memory runs out.
+        left_over: positions of a rank's samples in its order of the last epoch that the next epoch uses first.
         padding: tokens without and with padding on rank 0 since padding was last logged.
-        dataset_samples, ranks, memory_limit_bytes: what the run had; of the ranks' limits the least, None without one.
-        rank_states: of each rank, its random generators, and the length of the longest row that it has trained with.
-        optimizer: what optimizers hold beside tensors.
-        config: of the run, by dotted keys.
-        schedule: what a measured schedule gave, or the user's function if it has a ``state_dict``.
-        history: of the report.
+        dataset_samples, ranks, memory_limit_bytes: those of the run; the lowest limit of the ranks, None without one.
+        rank_states: each rank's random generators, and the length of its longest row so far.
+        optimizer: the optimizers' options and non-tensor state.
+        config: the run's config, by dotted keys.
+        schedule: the state of a measured schedule, or of the user's function if it has a ``state_dict``.
+        history: the history in the report.
     """
 
     epochs_run: int
@@ -59,7 +59,7 @@ class AdaptiveState:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "AdaptiveState":
-        """The state of which ``content`` is what JSON has made.
+        """The state from ``content``, which was read from JSON.
 
         Raises:
             TypeError: a field is missing or unknown, or its value is of another type.
@@ -78,9 +78,9 @@ class AdaptiveState:
         return state
 
     def changes(self, other: "AdaptiveState") -> list[str]:
-        """What differs in ``other``, as parts of a sentence: ranks, data, memory, samples of a step, the config.
+        """The differences to ``other``, as parts of a sentence: ranks, data, memory, samples of a step, the config.
 
-        What is None in one of them is left out, but for keys of the config.
+        Values that are None in one of them are left out, except keys of the config.
         """
         changes: list[str] = []
         for name, words in (

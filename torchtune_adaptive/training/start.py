@@ -1,4 +1,4 @@
-"""Where a run begins: the batch size that search or config give, or where an earlier part of the run has brought it."""
+"""Where a run starts: with the batch size of the search or the config, or at the saved position."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,14 @@ from torchtune_adaptive.training.run_state import AdaptiveState
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """Where a run begins or goes on.
+    """Where a run starts or resumes.
 
     Attributes:
-        batch_size: the present one.
-        largest_batch_size: to which it may grow.
-        steps_done: optimizer steps.
-        schedule_steps: per epoch, that the learning rate schedule is built for.
-        epoch_steps: of ``steps_done``, those of the present epoch.
+        batch_size: the current batch size.
+        largest_batch_size: the largest size to which it may grow.
+        steps_done: optimizer steps done.
+        schedule_steps: steps per epoch for which the learning rate schedule is built.
+        epoch_steps: the part of ``steps_done`` in the current epoch.
     """
 
     batch_size: int
@@ -38,16 +38,15 @@ def starting_point(
     epochs_run: int,
     saved: AdaptiveState | None,
 ) -> StartingPoint:
-    """Where a run begins. If the batch may grow, a collective: the user's function is asked for every epoch.
+    """Where a run starts. If the batch may grow, a collective: the user's function is called for every epoch.
 
     Args:
-        loader: as the config describes it; its batch size is not changed.
+        loader: the loader as configured; its batch size is not changed.
         growth: its maximum is set here.
-        epochs_run: epochs that an earlier part of the run has done.
-        saved: what it has left, None if it was a stock recipe.
-
+        epochs_run: epochs done before a resume.
+        saved: the saved state, None if a stock recipe wrote the checkpoint.
     Raises:
-        InputError: the config's batch size is above what fits, or the function gives a bad answer.
+        InputError: the config's batch size does not fit, or the function returns an invalid answer.
     """
     chooses = settings.use_maximum_batch_size and not loader.is_global
     first = sizes.fitting_rows if chooses and sizes.fitting_rows is not None else loader.batch_size
@@ -66,7 +65,7 @@ def starting_point(
 
 
 def _largest_batch_size(settings: AdaptiveSettings, loader: StepLoader, sizes: Sizes, first: int) -> int:
-    """How large the batch may become, growing from ``first``."""
+    """The largest batch size that may be reached from ``first``."""
     limit, largest, result = settings.growth_limit, loader.largest_batch_size, sizes.result
     if limit != "memory":
         return min(limit, largest) if isinstance(limit, int) else largest
@@ -74,7 +73,7 @@ def _largest_batch_size(settings: AdaptiveSettings, loader: StepLoader, sizes: S
         return largest
     if settings.batch_increase_function is not None and first > result.exact_batch_size:
         at_bound = result.exact_batch_size == result.bound
-        what = "that data set and max_batch_size allow" if at_bound else "that fits"
+        what = "that the data set and max_batch_size allow" if at_bound else "that fits"
         raise InputError(
             f"`batch_size` must be at most the largest {what} ({result.exact_batch_size}), but is {first} instead."
         )

@@ -1,4 +1,4 @@
-"""The figures of an optimizer step: what micro-steps leave, and what comes of it over all ranks."""
+"""The figures of an optimizer step: sums of micro-steps, and results over all ranks."""
 
 from dataclasses import dataclass, field
 
@@ -9,10 +9,10 @@ from torchtune_adaptive.training.objectives import Loss
 
 @dataclass(frozen=True)
 class StepSums:
-    """What micro-steps leave to be added up, as scalars on the device.
+    """The sums over micro-steps, as scalars on the device.
 
-    ``small_batch`` is there in steps whose gradient noise is measured: the squared norm of this rank's part of the
-    gradient that the small batch has left, and its weight, in float64.
+    ``small_batch`` is set in steps whose gradient noise is measured. It holds the squared norm of this rank's part of
+    the small batch's gradient, and the small batch's weight, in float64.
     """
 
     loss: torch.Tensor
@@ -23,7 +23,7 @@ class StepSums:
 
     @classmethod
     def of(cls, loss: Loss) -> "StepSums":
-        """Those of one micro-step. A micro-batch without weight has no loss: the mean over nothing is not a number."""
+        """The sums of one micro-step. A micro-batch without weight has no loss, because the mean of nothing is NaN."""
         counts = loss.weight > 0
         metrics = {name: torch.where(counts, value.detach(), 0.0) for name, value in loss.metrics.items()}
         return cls(torch.where(counts, loss.total.detach(), 0.0), loss.weight, loss.num_tokens, metrics)
@@ -41,15 +41,15 @@ class StepSums:
 
 @dataclass(frozen=True)
 class StepResult:
-    """An optimizer step over all ranks.
+    """The result of an optimizer step over all ranks.
 
     Attributes:
-        loss: per unit of weight.
-        weight, num_tokens: of all ranks' samples.
-        metrics: per unit of weight.
-        grad_norm: before clipping, None without clipping.
-        measured: of ``gradient_norms``, empty but for measured steps.
-        stop: whether some rank is asked to end the run after this step.
+        loss: loss per unit of weight.
+        weight, num_tokens: sums over all ranks' samples.
+        metrics: values per unit of weight.
+        grad_norm: norm before clipping, None without clipping.
+        measured: the sums for ``gradient_norms``; empty except in measured steps.
+        stop: whether some rank was asked to end the run after this step.
     """
 
     loss: float
@@ -65,15 +65,15 @@ class StepResult:
 class StepFigures:
     """A ``StepResult`` that is still on the device.
 
-    ``values`` is a float64 vector of loss, weight, tokens and ranks that are asked to end, then what ``names`` says,
-    then what was measured.
+    ``values`` is a float64 vector: loss, weight, tokens, number of ranks that were asked to end, the metrics in
+    ``names``, then the measured sums.
     """
 
     values: torch.Tensor
     names: tuple[str, ...]
 
     def read(self) -> StepResult:
-        """The figures on the host, at the price of one wait for the device."""
+        """The figures on the host. Waits once for the device."""
         loss, weight, num_tokens, stop, *rest = self.values.tolist()
         metrics = dict(zip(self.names, rest, strict=False))
         grad_norm = metrics.pop("grad_norm", None)

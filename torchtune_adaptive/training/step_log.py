@@ -1,4 +1,4 @@
-"""What is logged of optimizer steps, and when."""
+"""The log of optimizer steps."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ class StepLog:
     Args:
         metric_logger: None on the other ranks, which log nothing.
         every_steps: n.
-        ranks: among which tokens are shared.
+        ranks: number of ranks over which tokens are counted.
         with_memory_stats: log the device's own memory statistics too.
     """
 
@@ -52,9 +52,9 @@ class StepLog:
         return self._metric_logger is not None
 
     def write(self, step: int, result: StepResult, *, seconds: float) -> None:
-        """Log ``result`` of step number ``step``, from 1, which took ``seconds``, if it is to be logged here.
+        """Log ``result`` of step number ``step``, from 1, which took ``seconds``, if this rank logs this step.
 
-        The meter's peak and the share of padding are those since the last logged step.
+        The meter's peak and the share of padding cover all steps since the last logged one.
         """
         if not self.writes or step % self._every_steps:
             return

@@ -1,4 +1,4 @@
-"""One optimizer step: micro-steps added up, summed over ranks, normalized, clipped, and taken."""
+"""One optimizer step: accumulate micro-steps, sum over ranks, normalize, clip and step."""
 
 import contextlib
 import functools
@@ -23,13 +23,13 @@ from torchtune_adaptive.training.step_figures import StepFigures, StepSums
 
 
 class TrainStep:
-    """Takes optimizer steps of one objective.
+    """Runs optimizer steps of one objective.
 
     Args:
-        collate: makes a batch on the host of a list of rows.
-        phases: is told which phase the step is in.
-        meter: counts batches, which are made outside of it; None if nothing is metered.
-        stop_requested: whether this rank is asked to end; all ranks learn of it by the step's own all-reduce.
+        collate: makes a batch in host memory from a list of rows.
+        phases: tracks the current phase.
+        meter: the device's meter, which must count batches explicitly; None without a meter.
+        stop_requested: whether this rank was asked to end; the step's own all-reduce tells all ranks.
     """
 
     def __init__(
@@ -53,22 +53,22 @@ class TrainStep:
 
     @property
     def learning_rate(self) -> float:
-        """The present one."""
+        """The current learning rate."""
         return self._stepping.learning_rate
 
     @property
     def meter(self) -> MemoryMeter | None:
-        """The meter, None if nothing is metered."""
+        """The device's meter, None without one."""
         return self._meter
 
     @property
     def metered(self) -> AbstractContextManager[Any]:
-        """A context in which the device's memory is metered, if it is at all."""
+        """The context in which the device's memory is metered, if there is a meter."""
         return contextlib.nullcontext() if self._meter is None else self._meter
 
     @property
     def phase(self) -> str:
-        """The part of a step that runs now, or ran last: forward, loss, backward, clip or optimizer."""
+        """The current or last phase of a step: forward, loss, backward, clip or optimizer."""
         return self._phases.now
 
     def zero_grad(self) -> None:
@@ -76,15 +76,15 @@ class TrainStep:
         self._stepping.zero_grad()
 
     def micro_step(self, rows: Sequence[Row]) -> StepSums:
-        """Forward, loss and backward of one micro-batch. With FSDP2 a collective."""
+        """Forward pass, loss and backward pass of one micro-batch. With FSDP2 a collective."""
         self._phases.enter("forward")
-        loss = self._objective(self._batch(rows))  # whose modules enter the phase "loss" after forward
+        loss = self._objective(self._batch(rows))  # hooks enter the phase "loss" after the forward pass
         self._phases.enter("backward")
         self._stepping.backward(loss)
         return StepSums.of(loss)
 
     def micro_step_of_small_batch(self, rows: Sequence[Row], *, is_last: bool) -> StepSums:
-        """As ``micro_step``; the last one of the small batch measures the gradient that is there."""
+        """As ``micro_step``. The last micro-step of the small batch also measures the accumulated gradient."""
         sums = self.micro_step(rows)
         norm_squared = torch.zeros((), dtype=torch.float64, device=sums.loss.device)
         if is_last:
@@ -99,7 +99,8 @@ class TrainStep:
         norm = self._stepping.normalize(weight)
         self._phases.enter("optimizer")
         self._stepping.step()
-        loss = weight.reciprocal() * values[0].to(sums.loss.dtype)  # rounded as torchtune's number over a tensor is
+        # Rounded as in torchtune, which divides a number by a tensor.
+        loss = weight.reciprocal() * values[0].to(sums.loss.dtype)
         metrics_end = 4 + len(sums.metrics)
         parts = [loss.double()[None], values[1:4], values[4:metrics_end] / values[1]]
         if norm is not None:
@@ -116,7 +117,7 @@ class TrainStep:
         if self._meter is None:
             batch = self._collate(rows)
         else:
-            with _disable_current_modes():  # as many operations as rows, of which no forecast could be made
+            with _disable_current_modes():  # a forecast needs the same operations for any number of rows
                 batch = self._collate(rows)
             self._meter.count(batch)
         if isinstance(batch, dict):
@@ -125,9 +126,9 @@ class TrainStep:
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), batch)
 
     def _sum_over_ranks(self, sums: StepSums) -> torch.Tensor:
-        """Loss, weight, tokens, requests to end, metrics and what is measured, in one all-reduce. A collective.
+        """Loss, weight, tokens, requests to end, metrics and measured sums, in one all-reduce. A collective.
 
-        In float64, which holds counts exactly and rounds two ranks' sum as their own type would.
+        In float64, which holds counts exactly, and rounds the sum of two ranks as their own type does.
         """
         num_tokens = sums.weight if sums.num_tokens is None else sums.num_tokens
         stop = torch.full_like(sums.loss, self._stop_requested())
