@@ -25,8 +25,8 @@ BEGIN, END = "<!-- what the tests show: python -m tests.recipe_table -->", "<!--
 GROWTH = {"_component_": "torchtune_adaptive.schedule.linear", "increment": 2}
 # Column, and the tests that show it.
 FEATURES: dict[str, list[Callable[..., Any]]] = {
-    "as stock": [test_methods.test_parity],
-    "search, no trace": [test_methods.test_search, test_methods.test_search_in_backward],
+    "as in torchtune": [test_methods.test_parity],
+    "search": [test_methods.test_search, test_methods.test_search_in_backward],
     "growth": [test_methods.test_growth, test_methods.test_growth_in_backward],
     "recovery": [test_methods.test_recovery],
     "resume": [test_methods.test_resume],
@@ -35,16 +35,36 @@ FEATURES: dict[str, list[Callable[..., Any]]] = {
     "compile": [test_methods.test_compile],
 }
 
+PPO_TESTS: list[Callable[..., Any]] = [
+    test_ppo.test_a_search_leaves_no_trace_and_training_equals_stock_told_the_sizes,
+    test_ppo.test_a_search_finds_what_torchtunes_own_loop_fits,
+    test_ppo.test_optimizers_that_step_in_backward_leave_no_trace_and_need_a_step_that_fits_at_once,
+    test_ppo_checkpoints.test_a_run_goes_on_as_if_it_had_never_ended,
+]
+
 
 def table() -> str:
-    """The table in Markdown, one row for each recipe."""
+    """The table in Markdown, one row for each recipe, with its footnotes and the tests behind it."""
     rows = [["recipe", *FEATURES, "`optimizer_in_bwd`"], ["---"] * (len(FEATURES) + 2)]
     for kind, (module, _) in RECIPES.items():
-        cells = {name: named(*(test for test in tests if kind in kinds_of(test))) for name, tests in FEATURES.items()}
+        cells = {
+            name: "yes" if any(kind in kinds_of(test) for test in tests) else "" for name, tests in FEATURES.items()
+        }
         cells["compile"] = cells["compile"] or compiled(kind)
         rows.append([f"`{module}`", *cells.values(), in_backward(kind)])
     rows.append(row_of_ppo())
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    notes: dict[str, int] = {}
+    lines = ["| " + " | ".join(with_note(cell, notes) for cell in row) + " |" for row in rows]
+    lines += ["", *(f"{number}. {sentence}" for sentence, number in notes.items())]
+    tests = FEATURES | {"PPO": PPO_TESTS}
+    lines += ["", "The tests:", "", *(f"- {name}: {named(*tests[name])}" for name in tests)]
+    return "\n".join(lines)
+
+
+def with_note(cell: str, notes: dict[str, int]) -> str:
+    """``cell``, with the number of its reason in ``notes`` instead of the reason itself."""
+    verdict, _, reason = cell.partition(": ")
+    return f"{verdict} ({notes.setdefault(reason, len(notes) + 1)})" if reason else cell
 
 
 def row_of_ppo() -> list[str]:
@@ -56,22 +76,21 @@ def row_of_ppo() -> list[str]:
         return refusal(lambda: recipe(OmegaConf.merge(cfg, keys)))
 
     cells = {
-        "as stock": named(test_ppo.test_a_search_leaves_no_trace_and_training_equals_stock_told_the_sizes),
-        "search, no trace": named(test_ppo.test_a_search_finds_what_torchtunes_own_loop_fits),
+        "as in torchtune": "yes",
+        "search": "yes",
         "growth": refused({"batch_increase_function": GROWTH}),
-        "recovery": f"none: {ppo.WHY_UNRECOVERABLE}",
-        "resume": named(test_ppo_checkpoints.test_a_run_goes_on_as_if_it_had_never_ended),
+        "recovery": f"no: {ppo.WHY_UNRECOVERABLE}.",
+        "resume": "yes",
         "global batch, token budget": refused({"adaptive": {"global_batch_size": 8}}),
         "plan": refusal(lambda: method_of(cfg)),
-        "compile": "as `search` on CUDA",
+        "compile": "not tested",
     }
-    in_backward = named(test_ppo.test_optimizers_that_step_in_backward_leave_no_trace_and_need_a_step_that_fits_at_once)
-    return [f"`{ppo.__name__}`", *(cells[feature] for feature in FEATURES), in_backward]
+    return [f"`{ppo.__name__}`", *(cells[feature] for feature in FEATURES), "searched, not recovered"]
 
 
 def named(*tests: Callable[..., Any]) -> str:
     """The names of ``tests``."""
-    return " ".join(f"`{test.__name__}`" for test in tests)
+    return ", ".join(f"`{test.__name__}`" for test in tests)
 
 
 def refusal(action: Callable[[], Any]) -> str:
@@ -94,7 +113,7 @@ def in_backward(kind: str) -> str:
     if kind in kinds_of(test_methods.test_search_in_backward):
         return "searched, not recovered"
     if "optimizer_in_bwd" not in Path(stock_recipe(kind).setup.__code__.co_filename).read_text():
-        return "not a key of stock's"
+        return "no such key"
     return refused_keys(kind, {"optimizer_in_bwd": True})
 
 

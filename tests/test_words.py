@@ -15,7 +15,7 @@ PROGRAMS = sorted(
     for path in (REPOSITORY / folder).rglob("*.py")
     if str(path.relative_to(REPOSITORY)) not in NOT_YET_REWRITTEN
 )
-PAGE_PATTERNS: list[str] = []  # add README.md, docs/**/*.md and configs/**/*.yaml when they are rewritten
+PAGE_PATTERNS = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/*.md"]
 PAGES = sorted(path for pattern in PAGE_PATTERNS for path in REPOSITORY.glob(pattern))
 WITH_HELP = [path for path in PROGRAMS if path.parent.name == "cli" or path.name == "tiny.py"]
 LONGEST_HELP_WORDS = 25

@@ -19,7 +19,7 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 LearningRateScaling: TypeAlias = Literal["none", "sqrt", "linear"]
 Objective: TypeAlias = Literal["memory", "throughput"]
 
-# How alike (difflib ratio) an unknown top-level key must be to one of ours to be taken for a typo: high
+# How alike (difflib ratio) an unknown top-level key must be to one of these to be taken for a typo: high
 # enough for a config's other keys (`adapter`, `forward_batch_size`) to pass.
 _LIKENESS = {"use_maximum_batch_size": 0.8, "batch_increase_function": 0.75, "adaptive": 0.85}
 _POSITIVE = ("max_batch_size", "memory_limit_bytes", "seq_len", "global_batch_size")
@@ -85,7 +85,7 @@ class AdaptiveSettings:
     ] = "memory"
     save_every_n_steps: Annotated[int | None, "optimizer steps between checkpoints; null: after epochs only"] = None
     keep_last_n_checkpoints: Annotated[int | None, "how many checkpoints within epochs to keep; null: all"] = None
-    save_in_background: Annotated[bool, "write these checkpoints while training goes on, from a copy on the host"] = (
+    save_in_background: Annotated[bool, "write these checkpoints while training continues, from a copy on the host"] = (
         False
     )
 
@@ -171,7 +171,7 @@ class AdaptiveSettings:
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A key of ours in a config.
+    """A key in a config.
 
     Attributes:
         path: the dotted path in a config, as in `adaptive.margin`.
