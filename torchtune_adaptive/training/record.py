@@ -43,6 +43,11 @@ class RunRecord:
         """An entry for each size that was decided on, in order, with ``epoch``, ``batch_size`` and ``reason``."""
         return list(self._history)
 
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """The least that a rank may use, None if nothing limits it."""
+        return self._memory_limit_bytes
+
     def note(self, reason: str, *, epoch: int, batch_size: int, **figures: int) -> None:
         """Add an entry to the history, with more ``figures``, and write the report."""
         self._history.append({"epoch": epoch, "batch_size": batch_size} | figures | {"reason": reason})
