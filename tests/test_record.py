@@ -11,7 +11,8 @@ import pytest
 from tests.toys import search_result
 from torchtune_adaptive.search.sizes import Sizes
 from torchtune_adaptive.search.strategies import Probe
-from torchtune_adaptive.training.record import REPORT_NAME, RunRecord
+from torchtune_adaptive.training.file_names import REPORT_NAME
+from torchtune_adaptive.training.record import RunRecord
 
 KEYS = {
     "strategy",

@@ -226,9 +226,7 @@ class Toy:
         growth.set_maximum(self.maximum)
         self.record = RunRecord(self.directory, self.sizes, memory_limit_bytes=1000, writes=True)
         rate = self._rate()
-        self.events_of_run = RunEvents(
-            RunJournal(self.directory, writes=True), self.retry, checkpoints=lambda: ()
-        )
+        self.events_of_run = RunEvents(RunJournal(self.directory, writes=True), self.retry, checkpoints=lambda: ())
         self.step_log = StepLog(
             SimpleNamespace(log_dict=self._log),
             self.step,

@@ -12,10 +12,9 @@ from torchtune import utils
 
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.files import write_whole
+from torchtune_adaptive.training.file_names import JOURNAL_NAME
 
 log = utils.get_logger("DEBUG")
-
-JOURNAL_NAME = "adaptive_steps.jsonl"
 
 
 class RunJournal:

@@ -11,10 +11,9 @@ from torchtune import utils
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.files import write_whole
 from torchtune_adaptive.search.sizes import Sizes
+from torchtune_adaptive.training.file_names import REPORT_NAME
 
 log = utils.get_logger("DEBUG")
-
-REPORT_NAME = "adaptive_batch.json"
 
 
 class RunRecord:

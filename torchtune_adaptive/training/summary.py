@@ -9,9 +9,10 @@ from torchtune import utils
 
 from torchtune_adaptive.batch.loader import StepLoader
 from torchtune_adaptive.search.sizes import Sizes
-from torchtune_adaptive.text import format_bytes
+from torchtune_adaptive.text import count_text, format_bytes
+from torchtune_adaptive.training.file_names import REPORT_NAME
 from torchtune_adaptive.training.oom_retry import OomRetry
-from torchtune_adaptive.training.record import REPORT_NAME, RunRecord
+from torchtune_adaptive.training.record import RunRecord
 from torchtune_adaptive.training.run_events import RunEvents
 from torchtune_adaptive.training.step_log import StepLog, StepTotals
 
@@ -56,7 +57,7 @@ class RunSummary:
             return
         self._events.look()
         self._events.journal.event("ended", step=step, epoch=epochs_run, how=how)
-        log.info(summary_text(f"Run {how}: {step} optimizer steps, {epochs_run} epochs", self._rows()))
+        log.info(summary_text(run_title(how, step=step, epochs_run=epochs_run), self._rows()))
 
     def _rows(self) -> dict[str, str | None]:
         journal = self._events.journal
@@ -80,6 +81,15 @@ class RunSummary:
         """The batch sizes that the run has had."""
         sizes = [entry["batch_size"] for entry in self._record.history] + [self._loader.batch_size]
         return f"{arrows(sizes)}, {self._loader.samples_per_step} samples per optimizer step"
+
+
+def run_title(how: str, *, step: int, epochs_run: int) -> str:
+    """The first line of a summary.
+
+    >>> run_title("complete", step=1, epochs_run=3)
+    'Run complete: 1 optimizer step, 3 epochs'
+    """
+    return f"Run {how}: {count_text(step, 'optimizer step')}, {count_text(epochs_run, 'epoch')}"
 
 
 def summary_text(title: str, rows: Mapping[str, str | None]) -> str:
@@ -120,16 +130,14 @@ def _found(sizes: Sizes) -> str:
 
 
 def _retries(retry: OomRetry) -> str:
-    if not retry.retries:
-        return "never"
-    return f"{retry.retries} {'retry' if retry.retries == 1 else 'retries'}"
+    return f"run again {count_text(retry.retries, 'time')}" if retry.retries else "never"
 
 
 def _throughput(totals: StepTotals, ranks: int) -> str | None:
     if not totals.seconds:
         return None
     rate = totals.num_tokens / totals.seconds / ranks
-    return f"{rate:,.0f} tokens/s per rank, mean of {totals.steps} steps in {totals.seconds:,.1f} s"
+    return f"{rate:,.0f} tokens/s per rank, mean of {count_text(totals.steps, 'step')} in {totals.seconds:,.1f} s"
 
 
 def _peak(totals: StepTotals, limit_bytes: int | None) -> str | None:
