@@ -128,7 +128,8 @@ def test_the_story_tells_search_sizes_shortages_training_and_checkpoints(tmp_pat
         "step 3: resumed from /out/step_3",
         "1 checkpoint saved: step_3.",
     ]
-    assert "  batch_size  forward     clip     peak  may use  fits  seconds" in story_text(run)
+    header = next(line for line in story_text(run).splitlines() if line.startswith("  batch_size"))
+    assert header.split() == ["batch_size", "forward", "clip", "peak", "may", "use", "fits", "seconds"]
 
 
 def test_throughput_weighs_each_step_by_its_time(tmp_path: Path) -> None:
@@ -237,42 +238,48 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 # ---- pictures and page
 
 
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the command has written the files of the whole run."""
+    directory = tmp_path_factory.mktemp("whole")
+    run_in(directory, report=SEARCH, lines=LINES)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(directory), "--to", str(directory / "drawn")])
+    assert ended.value.code == 0
+    return directory / "drawn"
+
+
 def texts(svg: str) -> set[str]:
     return set(re.findall(r"<text[^>]*>([^<]+)</text>", svg))
 
 
-def test_the_picture_of_a_search_names_its_phases_limits_and_failures(tmp_path: Path) -> None:
-    search, _ = pictures(whole_run(tmp_path))
-    assert texts(search.svg()) >= {
+def test_the_picture_of_a_search_names_its_phases_limits_and_failures(drawn: Path) -> None:
+    assert texts((drawn / "report_search.svg").read_text()) >= {
         *("before forward", "forward", "clip", "peak, fits", "did not fit", "forecast of the peak"),
         *("limit (2.0 GiB)", "may be used (1.9 GiB)", "peak memory on rank 0 [GiB]"),
         *("batch size of the probe, rows of 1,024 tokens", "binary_search: 5 fits, 4 is used"),
     }
 
 
-def test_the_picture_of_steps_has_a_panel_for_each_figure_and_names_what_happened(tmp_path: Path) -> None:
-    _, steps = pictures(whole_run(tmp_path))
+def test_the_picture_of_steps_has_a_panel_for_each_figure_and_names_what_happened(drawn: Path) -> None:
+    found = texts((drawn / "report_steps.svg").read_text())
     panels = {
         *("batch [samples per optimizer step]", "micro-batch [rows per rank]", "learning rate", "loss"),
         *("tokens per second, per rank", "padding [% of tokens]", "peak memory, rank 0 [GiB]", "optimizer step"),
     }
     events = {"first step of an epoch", "out of memory", "resumed", "checkpoint", "memory limit (2.0 GiB)"}
-    assert texts(steps.svg()) >= panels | events
-    assert "micro-batch [tokens per rank]" not in texts(steps.svg())
-    assert "allocator thrashing" not in texts(steps.svg())
+    assert found >= panels | events
+    assert found.isdisjoint({"micro-batch [tokens per rank]", "allocator thrashing"})
 
 
-def test_the_same_run_gives_the_same_pictures(tmp_path: Path) -> None:
-    run = whole_run(tmp_path)
-    for one, other in zip(pictures(run), pictures(run), strict=True):
-        assert one.svg() == other.svg()
+def test_the_same_run_gives_the_same_picture(drawn: Path) -> None:
+    search, _ = pictures(read_run(drawn.parent))
+    assert search.svg() == (drawn / "report_search.svg").read_text()
 
 
-def test_the_page_loads_nothing_and_has_each_picture_wide_and_narrow(tmp_path: Path) -> None:
-    run = whole_run(tmp_path)
-    html = page(Path("a <b>"), story(run), pictures(run))
+def test_the_page_loads_nothing_and_has_each_picture_wide_and_narrow(drawn: Path) -> None:
+    html = (drawn / "report.html").read_text()
     assert html.count("<svg") == 4
-    assert "a &lt;b&gt;" in html
     assert "<script" not in html
     assert set(re.findall(r'(?:src|href)="([^"#][^"]*)"', html)) == set()
     assert {
@@ -289,18 +296,30 @@ def test_the_page_loads_nothing_and_has_each_picture_wide_and_narrow(tmp_path: P
 # ---- the command
 
 
-def test_the_command_prints_the_story_and_writes_pictures_and_page(
+def test_the_command_writes_pictures_and_page_where_it_is_told_to(drawn: Path) -> None:
+    names = ["report.html", "report_search.png", "report_search.svg", "report_steps.png", "report_steps.svg"]
+    assert sorted(path.name for path in drawn.iterdir()) == names
+    assert (drawn / "report_steps.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in drawn.parent.iterdir() if path.is_file()) == [REPORT_NAME, JOURNAL_NAME]
+
+
+def test_the_command_prints_the_story_and_what_it_has_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = run_in(tmp_path / "run", report=SEARCH, lines=LINES)
-    ended = report(capsys, directory, "--to", tmp_path / "drawn")
-    names = ["report_search.svg", "report_search.png", "report_steps.svg", "report_steps.png", "report.html"]
+    directory = run_in(tmp_path / "run", lines=[START])
+    ended = report(capsys, directory)
     assert ended.status == 0
-    assert ended.out.startswith(f"Run in {directory}\n\nSearch\n  binary_search: ")
-    assert ended.out.splitlines()[-5:] == [f"Written to {tmp_path}/drawn/{name}" for name in names]
-    assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == sorted(names)
-    assert (tmp_path / "drawn" / "report_steps.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in directory.iterdir()) == [REPORT_NAME, JOURNAL_NAME]
+    assert ended.out.startswith(f"Run in {directory}\n\nSearch\n  No search for a batch size is recorded.\n")
+    assert ended.out.splitlines()[-1] == f"Written to {directory}/report.html"
+    html = (directory / "report.html").read_text()
+    assert "<li>No search for a batch size is recorded.</li>" in html
+    assert html == page(directory, story(read_run(directory)), [])
+
+
+def test_what_html_would_read_is_escaped(tmp_path: Path) -> None:
+    html = page(Path("a <b>"), story(read_run(run_in(tmp_path / "run", lines=[START]))), [])
+    assert html.count("a &lt;b&gt;") == 2
+    assert "a <b>" not in html
 
 
 def test_without_matplotlib_the_story_is_printed_and_a_sentence_says_what_to_install(
@@ -321,7 +340,7 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytes
     directory = run_in(tmp_path / "run", lines=[START, *STEPS])
     (tmp_path / "file").write_text("")
     ended = report(capsys, directory, "--to", tmp_path / "file")
-    where = f"{tmp_path}/file/report_steps.svg"
+    where = f"{tmp_path}/file/report.html"
     assert str(ended.status).startswith(
         f"tune-adaptive report: `--to` must be a file that can be written, but is '{where}': "
     )
