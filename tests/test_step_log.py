@@ -157,6 +157,7 @@ def test_a_meters_peak_is_that_since_the_last_logged_step() -> None:
             torch.empty(size, dtype=torch.uint8)
         log.write(step, RESULT, epoch=0, seconds=1.0)
     assert {step: logged["peak_memory_bytes"] for step, logged in parts.logger.steps.items()} == {2: 5100, 4: 900}
+    assert (log.totals.steps, log.totals.peak_bytes) == (4, 5100)  # of all steps
 
 
 @pytest.mark.parametrize("asked_for", [True, False])
