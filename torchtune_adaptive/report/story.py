@@ -9,7 +9,7 @@ from torchtune_adaptive.search.tables import probe_table
 from torchtune_adaptive.text import count_text, format_bytes, ranks_text
 
 _LONGEST_LIST = 12  # of sentences of one kind
-_MOST_NAMES = 6  # of checkpoints
+_MOST_NAMES = 8  # of checkpoints
 
 
 @dataclass(frozen=True)

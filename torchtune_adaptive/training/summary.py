@@ -130,7 +130,7 @@ def _found(sizes: Sizes) -> str:
 
 
 def _retries(retry: OomRetry) -> str:
-    return f"run again {count_text(retry.retries, 'time')}" if retry.retries else "never"
+    return f"{count_text(retry.retries, 'time')}, run again in smaller micro-batches" if retry.retries else "never"
 
 
 def _throughput(totals: StepTotals, ranks: int) -> str | None:
