@@ -27,7 +27,7 @@ _PHASES = {
     "optimizer": ("optimizer", _GREEN, "P"),
 }
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, and is wide: what has room in it has room in other fonts
     "font.size": 9,
     "axes.edgecolor": SOFT,
@@ -150,7 +150,7 @@ class _Search:
             axes.xaxis.set_major_formatter("{x:g}")
         else:
             axes.set_xlim(left=0, right=1.08 * max(sizes[-1], self._result.exact_batch_size + 1))
-            axes.xaxis.get_major_locator().set_params(integer=True)  # pyright: ignore[reportAttributeAccessIssue]
+            _tick_integers(axes)
         result = self._result
         axes.set_title(f"{result.strategy}: {result.exact_batch_size} fits, {result.batch_size} is used")
         figure.legend(loc="outside upper left", ncols=max(2, int(width / 1.65)))
@@ -240,11 +240,11 @@ class _Steps:
 
     def figure(self, width: float) -> "Figure":
         figure = _figure(width, 0.7 + 1.25 * len(self._panels))
-        panels = figure.subplots(len(self._panels), sharex=True, squeeze=False)[:, 0]
+        panels: Any = figure.subplots(len(self._panels), sharex=True, squeeze=False)[:, 0]
         for panel, axes in zip(self._panels, panels, strict=True):
             self._draw(panel, axes)
         panels[-1].set_xlabel("optimizer step")
-        panels[-1].xaxis.get_major_locator().set_params(integer=True)
+        _tick_integers(panels[-1])
         figure.align_ylabels(panels)
         handles = self._draw_events(panels)
         if handles:
@@ -274,6 +274,7 @@ class _Steps:
         from matplotlib.lines import Line2D
 
         handles: list[Any] = []
+        style: Any
         for label, steps, colour, style in self._vertical_lines():
             for axes in panels:
                 for step in steps:
@@ -308,6 +309,12 @@ class _Steps:
         """Of each epoch but the first that is logged."""
         steps = self._run.steps
         return [one["step"] for before, one in pairwise(steps) if one["epoch"] > before["epoch"]]
+
+
+def _tick_integers(axes: "Axes") -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
 
 
 def _ticks(values: Sequence[int]) -> list[int]:
