@@ -14,6 +14,7 @@ from tests.test_step_log import RESULT, Parts
 from torchtune_adaptive.errors import RunEnded
 from torchtune_adaptive.recovery.attempts import MemoryPressure
 from torchtune_adaptive.recovery.events import MemoryEvent
+from torchtune_adaptive.report.read import read_run
 from torchtune_adaptive.training import journal as journal_module
 from torchtune_adaptive.training.file_names import JOURNAL_NAME
 from torchtune_adaptive.training.journal import RunJournal
@@ -200,3 +201,28 @@ def test_a_run_that_a_signal_ends_is_summed_up_too(tmp_path: Path, caplog: pytes
     *_, saved, last = lines_in(tmp_path / "output")
     assert (saved["event"], saved["path"]) == ("checkpoint", str(tmp_path / "checkpoints" / "step_1"))
     assert (last["event"], last["how"]) == ("ended", "ended by a signal")
+
+
+def test_a_resumed_run_goes_on_in_the_file_after_its_checkpoint(tmp_path: Path) -> None:
+    first = Recipe(tmp_path)
+    steps_done: list[int] = []
+    first.parts = replace(first.parts, before_step=steps_done.append, stop_requested=lambda: len(steps_done) == 3)
+    with pytest.raises(RunEnded):
+        first.trainer().train()
+    lost = tmp_path / "output" / JOURNAL_NAME
+    lost.write_text(lost.read_text() + '{"step":4,"epoch":0}\n')  # of a step that no checkpoint has
+    second = Recipe(tmp_path)
+    (checkpoint,) = second.parts.checkpoints.checkpoints()
+    second.parts = replace(second.parts, resumed=checkpoint, epochs=range(2))
+    second.trainer().train()
+    lines = lines_in(tmp_path / "output")
+    assert [line["step"] for line in lines if "event" not in line] == list(range(1, 13))
+    assert [(line["event"], line["step"]) for line in lines if "event" in line] == [
+        ("started", 0),
+        ("checkpoint", 3),
+        ("ended", 3),
+        ("resumed", 3),
+        ("ended", 12),
+    ]
+    run = read_run(tmp_path / "output")
+    assert run.of_kind("resumed")[0].values["checkpoint"] == str(tmp_path / "checkpoints" / "step_3")
