@@ -3,7 +3,7 @@ STAMP := .venv/stamp
 PEERS_STAMP := .venv-peers/stamp
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
-.PHONY: test demo docs reference bench gpu plans starts exhaustive format clean
+.PHONY: test demo docs reference pictures bench gpu plans starts exhaustive format clean
 
 test: $(STAMP)
 	$(IN_VENV) scripts/check
@@ -19,6 +19,10 @@ docs: $(STAMP)
 # The pages that are generated from the settings and the parsers.
 reference: $(STAMP)
 	.venv/bin/python -m scripts.reference
+
+# The report's pictures and page in docs/images, from a run of two minutes.
+pictures: $(STAMP)
+	$(IN_VENV) scripts/pictures
 
 bench: $(STAMP) $(PEERS_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.search_accuracy

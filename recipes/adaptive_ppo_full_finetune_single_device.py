@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import nn
-from torchtune import config, rlhf
+from torchtune import config, rlhf, utils
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules import delete_kv_caches
 from torchtune.rlhf import Trajectory
@@ -27,7 +27,7 @@ from torchtune_adaptive.checkpoints.turn_saver import TurnSaver
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.rank_states import RankStates
 from torchtune_adaptive.distributed.snapshot import keep_random_states
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import InputError, RunEnded
 from torchtune_adaptive.launch import launch_on_one_device, run_recipe
 from torchtune_adaptive.memory.devices import allowed_bytes
 from torchtune_adaptive.search.turn_sizes import TurnSizes, find_turn_sizes
@@ -45,9 +45,13 @@ from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.options import check_finds_sizes_only, check_options, check_turns
 from torchtune_adaptive.stock.set_up import load_data, setting_up
+from torchtune_adaptive.training.file_names import REPORT_NAME
 from torchtune_adaptive.training.oom_retry import log_no_recovery
 from torchtune_adaptive.training.record import write_report
 from torchtune_adaptive.training.run_state import AdaptiveState
+from torchtune_adaptive.training.summary import report_command, run_title, summary_text
+
+log = utils.get_logger("DEBUG")
 
 WHY_UNRECOVERABLE = "PPO is trained by torchtune's own loop"
 
@@ -104,8 +108,13 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
 
     def train(self) -> None:
         """Train by torchtune's own loop, and save after turns and epochs."""
-        super().train()
-        self._steps.wait()
+        try:
+            super().train()
+            self._steps.wait()
+        except RunEnded:
+            self._log_summary("ended by a signal")
+            raise
+        self._log_summary("complete")
 
     def generate_trajectory_batched(self, input_ids: torch.Tensor) -> Trajectory:
         """Generate as the stock recipe does, after a check of the length of prompts with answers.
@@ -155,6 +164,19 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
     def listening(self) -> AbstractContextManager[None]:
         """Context: after SIGTERM or SIGUSR1, ``train`` finishes its turn, saves and ends."""
         return self._stop_request.listening()
+
+    def _log_summary(self, how: str) -> None:
+        report = Path(self._output_dir) / REPORT_NAME
+        finished = self._folder.finished
+        rows = {
+            "answers at once": f"{self._forward_batch_size} generated, {self._ppo_backward_batch_size} trained on",
+            "last checkpoint": str(finished[-1][0]) if finished else "none",
+            "metrics": self._cfg.metric_logger.get("log_dir"),
+            "report": str(report) if report.exists() else None,
+            "picture": report_command(Path(self._output_dir)) if report.exists() else None,
+        }
+        title = run_title(how, step=self.global_step, epochs_run=self._epochs_run)
+        log.info(summary_text(title, rows))
 
     def _set_up_checkpoints(self, config: dict[str, Any]) -> tuple[int, int] | None:
         """Resume from the checkpoint. Returns the sizes of its run, None if they must be searched again."""

@@ -36,6 +36,7 @@ ORDER += [
     "recipe",
     "launch",
     "plan",
+    "report",
     "cli",
     "testing",
     "tiny",
@@ -65,7 +66,8 @@ WITHOUT_TORCH = [
     ),
     *("batch/limits", "batch/noise_scale", "batch/increase_function"),
     *("search/strategies", "search/tables", "search/token_budget"),
-    *("training/horizon", "training/run_state"),
+    *("training/horizon", "training/run_state", "training/file_names"),
+    *("report/read", "report/story", "report/page", "report/pictures"),
     *("plan/layer_extrapolation", "plan/host_memory", "plan/step_peaks", "plan/overhead", "plan/gpus", "plan/kernels"),
     *("plan/step_events", "plan/peak_modules", "plan/snapshot_file", "plan/svg", "plan/step_plot", "plan/plot_page"),
 ]

@@ -156,7 +156,7 @@ def history(directory: Path) -> list[dict[str, Any]]:
     return json.loads((directory / "output" / "adaptive_batch.json").read_text())["history"]
 
 
-def test_by_torchtunes_keys_alone_it_trains_with_them_and_writes_no_report(tmp_path: Path) -> None:
+def test_by_torchtunes_keys_alone_it_trains_with_them_and_reports_steps_only(tmp_path: Path) -> None:
     recipe = Recipe(tmp_path)
     steps = train(recipe)
     assert figures(steps, "step", "batch_size") == [(number, 2) for number in range(1, 13)]
@@ -164,7 +164,8 @@ def test_by_torchtunes_keys_alone_it_trains_with_them_and_writes_no_report(tmp_p
     assert "peak_memory_bytes" not in steps[0]
     assert recipe.saved == [0, 1]
     assert [(state.epochs_run, state.global_step) for state in recipe.states] == [(1, 6), (2, 12)]
-    assert list(tmp_path.rglob("*")) == [tmp_path / "checkpoints"]
+    steps_file = tmp_path / "output" / "adaptive_steps.jsonl"
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "checkpoints", tmp_path / "output", steps_file]
 
 
 def test_a_search_leaves_no_trace_and_training_is_that_of_the_size_found(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.recipe_runs import local_parameters, same_bits
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.memory.devices import meter_for
 from torchtune_adaptive.settings import STRATEGIES
-from torchtune_adaptive.training.record import REPORT_NAME
+from torchtune_adaptive.training.file_names import REPORT_NAME
 
 SEARCHING = {"use_maximum_batch_size": True, "adaptive": {"memory_limit": LIMIT_BYTES, "margin": 0.0}}
 # torchtune cuts texts to a token less than the tokenizer's length; the data's labels stay beside the prompts.

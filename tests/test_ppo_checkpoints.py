@@ -22,7 +22,7 @@ from tests.recipe_runs import RecordingLogger, local_parameters, same_bits
 from torchtune_adaptive.checkpoints.folder import CheckpointFolder
 from torchtune_adaptive.errors import InputError, RunEnded
 from torchtune_adaptive.signals import STATUS_STOPPED
-from torchtune_adaptive.training.record import REPORT_NAME
+from torchtune_adaptive.training.file_names import REPORT_NAME
 from torchtune_adaptive.training.run_state import AdaptiveState
 
 Recipe: Any = ppo.AdaptivePPOFullFinetuneRecipeSingleDevice

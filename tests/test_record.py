@@ -11,7 +11,8 @@ import pytest
 from tests.toys import search_result
 from torchtune_adaptive.search.sizes import Sizes
 from torchtune_adaptive.search.strategies import Probe
-from torchtune_adaptive.training.record import REPORT_NAME, RunRecord
+from torchtune_adaptive.training.file_names import REPORT_NAME
+from torchtune_adaptive.training.record import RunRecord
 
 KEYS = {
     "strategy",
@@ -24,6 +25,7 @@ KEYS = {
     "world_size",
     "probes",
     "forecast_rows",
+    "forecast",
     "history",
 }
 PROBE_KEYS = {"batch_size", "fits", "peak_bytes", "phase_peak_bytes", "seconds"}
@@ -31,7 +33,15 @@ PROBES = (
     Probe(batch_size=2, fits=True, peak_bytes=300, phase_peak_bytes={"": 10, "forward": 300}, seconds=0.25),
     Probe(batch_size=1000, fits=False, peak_bytes=9000, phase_peak_bytes={"": 10, "forward": 9000}, seconds=12.0),
 )
-RESULT = search_result(exact_batch_size=3, batch_size=2, bound=4096, world_size=2, probes=PROBES, forecast_rows=3.5)
+RESULT = search_result(
+    exact_batch_size=3,
+    batch_size=2,
+    bound=4096,
+    world_size=2,
+    probes=PROBES,
+    forecast_rows=3.5,
+    forecast=((2, 300),),
+)
 SEARCHED = Sizes(result=RESULT, probe_row={"tokens": [1]}, seq_len=128, fitting_rows=2)
 
 
@@ -51,7 +61,7 @@ def test_the_report_has_every_key_that_is_promised(tmp_path: Path) -> None:
     report = report_in(tmp_path)
     assert REPORT_NAME == "adaptive_batch.json"
     assert set(report) == KEYS
-    assert {name: report[name] for name in KEYS - {"probes", "history", "seq_len"}} == {
+    assert {name: report[name] for name in KEYS - {"probes", "history", "seq_len", "forecast"}} == {
         "strategy": "binary_search",
         "exact_batch_size": 3,
         "batch_size": 2,
@@ -61,7 +71,7 @@ def test_the_report_has_every_key_that_is_promised(tmp_path: Path) -> None:
         "world_size": 2,
         "forecast_rows": 3.5,
     }
-    assert report["seq_len"] == 128
+    assert (report["seq_len"], report["forecast"]) == (128, [[2, 300]])
     assert [set(probe) for probe in report["probes"]] == [PROBE_KEYS, PROBE_KEYS]
     assert report["probes"] == [asdict(probe) for probe in PROBES]  # in the order in which sizes were tried
 

@@ -364,6 +364,13 @@ def test_what_the_forecast_gives_between_whole_rows_is_kept_unless_the_bound_sto
     assert device.search(memory_limit_bytes=13_250, bound=13).forecast_rows is None
 
 
+def test_the_forecast_is_kept_for_the_sizes_tried_and_the_one_above_the_largest_that_fits() -> None:
+    device = Rows(SmallCard())
+    found = device.search(memory_limit_bytes=13_250)
+    assert found.forecast == tuple((size, 1000 * size) for size in (2, 3, 13, 14))
+    assert device.search(memory_limit_bytes=13_250, strategy="binary_search").forecast == ()
+
+
 # ---- in the middle of training
 
 

@@ -18,6 +18,8 @@ from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.memory import resident
 from torchtune_adaptive.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.training import step_log
+from torchtune_adaptive.training.journal import RunJournal
+from torchtune_adaptive.training.run_events import RunEvents
 from torchtune_adaptive.training.step_figures import StepResult
 from torchtune_adaptive.training.step_log import StepLog
 
@@ -48,10 +50,11 @@ class Parts:
     ) -> None:
         self.micro_batches = MicroBatcher(limit or RowLimit(8), TokenRows(-100), Consensus(), make_silent_row=dict)
         self.step: Any = SimpleNamespace(learning_rate=0.01, meter=meter)
-        self.retry: Any = SimpleNamespace(micro_batches=self.micro_batches, retries=3)
+        self.retry: Any = SimpleNamespace(micro_batches=self.micro_batches, retries=3, events=())
         self.loader: Any = SimpleNamespace(samples_per_step=64, is_global=is_global, batch_size=16)
         self.growth = BatchGrowth(schedule, total_epochs=1, consensus=Consensus())
         self.logger = Logger()
+        self.journal = RunJournal("never begun", writes=False)
 
     def log(self, *, writes: bool = True, every_steps: int = 1, ranks: int = 1, memory_stats: bool = False) -> StepLog:
         return StepLog(
@@ -60,6 +63,7 @@ class Parts:
             self.retry,
             self.loader,
             self.growth,
+            RunEvents(self.journal, self.retry, checkpoints=lambda: ()),
             every_steps=every_steps,
             device=torch.device("cpu"),
             ranks=ranks,
@@ -72,7 +76,7 @@ def test_a_step_is_logged_with_every_figure(monkeypatch: pytest.MonkeyPatch) -> 
     parts.micro_batches.reduce()
     parts.micro_batches.count_padding(Cut((), num_tokens=30, num_padded_tokens=40))
     monkeypatch.setattr(step_log, "anonymous_bytes", lambda: 123_456_789)
-    parts.log(ranks=4).write(7, RESULT, seconds=1.5)
+    parts.log(ranks=4).write(7, RESULT, epoch=0, seconds=1.5)
     assert parts.logger.steps == {
         7: {
             "loss": 0.5,
@@ -103,13 +107,13 @@ def test_host_memory_is_anonymous_memory_as_the_system_counts_it(monkeypatch: py
 def test_where_the_system_does_not_say_it_host_memory_is_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_log, "anonymous_bytes", lambda: None)
     parts = Parts()
-    parts.log().write(1, RESULT, seconds=1.0)
+    parts.log().write(1, RESULT, epoch=0, seconds=1.0)
     assert "host_memory_bytes" not in parts.logger.steps[1]
 
 
 def test_a_global_batch_in_tokens_is_logged_by_its_own_names() -> None:
     parts = Parts(TokenLimit(4096), is_global=True)
-    parts.log().write(1, RESULT, seconds=1.0)
+    parts.log().write(1, RESULT, epoch=0, seconds=1.0)
     assert set(parts.logger.steps[1]) == ALWAYS | {"max_tokens_per_micro_batch"}
     assert parts.logger.steps[1]["max_tokens_per_micro_batch"] == 4096
 
@@ -119,7 +123,7 @@ def test_what_a_step_may_have_beside_is_logged_where_it_has_it() -> None:
     schedule.observe(GradientNorms(small_samples=4, small_norm_squared=11.0, samples=8, norm_squared=6.0))
     parts = Parts(schedule=schedule)
     result = replace(RESULT, metrics={"accuracy": 0.75, "margin": 2.0}, grad_norm=0.0)
-    parts.log().write(1, result, seconds=1.0)
+    parts.log().write(1, result, epoch=0, seconds=1.0)
     beside = {"accuracy": 0.75, "margin": 2.0, "grad_norm": 0.0, "gradient_noise_scale": 40.0}
     logged = parts.logger.steps[1]
     assert {name: logged[name] for name in logged.keys() - ALWAYS - {"batch_size", "micro_batch_size"}} == beside
@@ -130,14 +134,14 @@ def test_every_nth_step_is_logged_and_padding_is_that_of_all_steps_since() -> No
     log = parts.log(every_steps=3)
     for step, tokens in enumerate([10, 10, 40, 10, 20, 30], start=1):
         parts.micro_batches.count_padding(Cut((), num_tokens=tokens, num_padded_tokens=40))
-        log.write(step, RESULT, seconds=1.0)
+        log.write(step, RESULT, epoch=0, seconds=1.0)
     assert {step: logged["padding"] for step, logged in parts.logger.steps.items()} == {3: 0.5, 6: 0.5}
 
 
 def test_other_ranks_log_nothing() -> None:
     parts = Parts()
     silent = parts.log(writes=False)
-    silent.write(1, RESULT, seconds=1.0)
+    silent.write(1, RESULT, epoch=0, seconds=1.0)
     assert (silent.writes, parts.log().writes) == (False, True)
     assert parts.logger.steps == {}
 
@@ -151,8 +155,9 @@ def test_a_meters_peak_is_that_since_the_last_logged_step() -> None:
     for step, size in enumerate([5000, 900, 800, 700], start=1):
         with meter:
             torch.empty(size, dtype=torch.uint8)
-        log.write(step, RESULT, seconds=1.0)
+        log.write(step, RESULT, epoch=0, seconds=1.0)
     assert {step: logged["peak_memory_bytes"] for step, logged in parts.logger.steps.items()} == {2: 5100, 4: 900}
+    assert (log.totals.steps, log.totals.peak_bytes) == (4, 5100)  # of all steps
 
 
 @pytest.mark.parametrize("asked_for", [True, False])
@@ -161,5 +166,5 @@ def test_the_devices_own_memory_statistics_are_logged_if_asked_for(
 ) -> None:
     monkeypatch.setattr(training, "get_memory_stats", lambda device: {"peak_memory_active": f"of {device}"})
     parts = Parts()
-    parts.log(memory_stats=asked_for).write(1, RESULT, seconds=1.0)
+    parts.log(memory_stats=asked_for).write(1, RESULT, epoch=0, seconds=1.0)
     assert parts.logger.steps[1].get("peak_memory_active") == ("of cpu" if asked_for else None)

@@ -42,15 +42,18 @@ from torchtune_adaptive.settings import LearningRateScaling
 from torchtune_adaptive.testing import Fault
 from torchtune_adaptive.trainer import Trainer
 from torchtune_adaptive.training import step_log
+from torchtune_adaptive.training.journal import RunJournal
 from torchtune_adaptive.training.learning_rate import LearningRate
 from torchtune_adaptive.training.objectives import Loss
 from torchtune_adaptive.training.oom_retry import OomRetry, Run
 from torchtune_adaptive.training.optimizers import OptimizerStep
 from torchtune_adaptive.training.profiling import StepProfiler
 from torchtune_adaptive.training.record import RunRecord
+from torchtune_adaptive.training.run_events import RunEvents
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.step_figures import StepSums
 from torchtune_adaptive.training.step_log import StepLog
+from torchtune_adaptive.training.summary import RunSummary
 from torchtune_adaptive.training.train_step import TrainStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
@@ -72,6 +75,11 @@ def rows_of(*xs: float, lengths: Sequence[int] = ()) -> list[Row]:
 
 
 TWELVE = rows_of(*range(12))
+
+
+def decisions(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged, but for which files were written and the summary at the end."""
+    return [message for message in caplog.messages if "written" not in message and "Run complete" not in message]
 
 
 class Recording(MeasuredSchedule):
@@ -218,6 +226,19 @@ class Toy:
         growth.set_maximum(self.maximum)
         self.record = RunRecord(self.directory, self.sizes, memory_limit_bytes=1000, writes=True)
         rate = self._rate()
+        self.events_of_run = RunEvents(RunJournal(self.directory, writes=True), self.retry, checkpoints=lambda: ())
+        self.step_log = StepLog(
+            SimpleNamespace(log_dict=self._log),
+            self.step,
+            self.retry,
+            self.loader,
+            growth,
+            self.events_of_run,
+            every_steps=self.every_steps,
+            device=CPU,
+            ranks=self.ranks,
+            with_memory_stats=False,
+        )
         steps: Any = KeptSteps(
             self.model.weight, self.events, every_steps=self.save_every_steps, succeeds=self.saves_succeed
         )
@@ -238,22 +259,15 @@ class Toy:
             growth,
             rate,
             self.record,
-            StepLog(
-                SimpleNamespace(log_dict=self._log),
-                self.step,
-                self.retry,
-                self.loader,
-                growth,
-                every_steps=self.every_steps,
-                device=CPU,
-                ranks=self.ranks,
-                with_memory_stats=False,
-            ),
+            self.step_log,
             StepProfiler(
                 SimpleNamespace(**{name: partial(self.events.append, name) for name in ("start", "step", "stop")}),
                 memory_steps=None,
             ),
             self.saver,
+            RunSummary(
+                self.step_log, self.retry, self.loader, self.record, self.events_of_run, sizes=self.sizes, logs=None
+            ),
             sizes=self.sizes,
             before_step=self._before_step,
             epochs=self.epochs,
@@ -473,7 +487,7 @@ def test_the_batch_grows_between_epochs_and_all_that_depends_on_it_follows(
     )
     reason = "epoch 1: increase of 2 granted, batch_size 2 -> 4"
     assert toy.history() == [{"epoch": 1, "batch_size": 4, "samples_per_step": 4, "reason": reason}]
-    assert [message for message in caplog.messages if "written" not in message] == [
+    assert decisions(caplog) == [
         reason,
         f"batch_size 4 ({reason}): 4 rows * 1 micro-steps * 1 ranks = 4 samples per optimizer step,"
         " in micro-steps of at most 2 rows per rank",
@@ -492,9 +506,7 @@ def test_an_increase_that_is_refused_is_logged_and_changes_nothing(
     toy = Toy(tmp_path, function=adds_two_in_epoch_one, maximum=3).train()
     assert toy.figures("batch_size") == [2] * 12
     assert toy.record.history == []
-    assert [message for message in caplog.messages if "written" not in message] == [
-        "epoch 1: increase of 2 refused, 2 + 2 = 4 is above the maximum of 3"
-    ]
+    assert decisions(caplog) == ["epoch 1: increase of 2 refused, 2 + 2 = 4 is above the maximum of 3"]
 
 
 def test_the_batch_size_is_noted_with_how_a_step_is_cut_where_it_does_not_say_so(
@@ -504,7 +516,7 @@ def test_the_batch_size_is_noted_with_how_a_step_is_cut_where_it_does_not_say_so
     Toy(tmp_path, sizes=Sizes(token_budget=64)).trainer.note_batch_size("config", epoch=0)
     shared = Toy(tmp_path, global_batch_size=6)
     shared.trainer.note_batch_size("config", epoch=3)
-    assert [message for message in caplog.messages if "written" not in message] == [
+    assert decisions(caplog) == [
         "batch_size 2 (config): 2 rows * 1 micro-steps * 1 ranks = 2 samples per optimizer step",
         "batch_size 2 (config): 2 rows * 1 micro-steps * 1 ranks = 2 samples per optimizer step,"
         " in micro-steps of at most 64 tokens per rank",
@@ -733,7 +745,7 @@ def test_what_is_not_as_it_was_is_logged_and_noted(tmp_path: Path, caplog: pytes
     toy = Toy(tmp_path, rows_of(*range(15)), batch_size=3, epochs=range(1, 2), steps_done=6, config={"seed": 2})
     toy.trainer.load_state(saved)
     reason = "resumed with changes: samples in the data set 12 -> 15; samples per optimizer step 2 -> 3; seed 1 -> 2"
-    assert [message for message in caplog.messages if "written" not in message] == [reason]
+    assert decisions(caplog) == [reason]
     assert toy.history() == [{"epoch": 1, "batch_size": 3, "reason": reason}]
     same = Toy(tmp_path, epochs=range(1, 2), steps_done=6, config={"seed": 1})
     same.trainer.load_state(saved)

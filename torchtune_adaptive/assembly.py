@@ -30,15 +30,18 @@ from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.trainer import Trainer
 from torchtune_adaptive.training.host_leak import leak_warning
+from torchtune_adaptive.training.journal import RunJournal
 from torchtune_adaptive.training.learning_rate import BuildScheduler, LearningRate, check_follows
 from torchtune_adaptive.training.objectives import Objective
 from torchtune_adaptive.training.oom_retry import OomRetry
 from torchtune_adaptive.training.optimizers import Stepping
 from torchtune_adaptive.training.profiling import StepProfiler
 from torchtune_adaptive.training.record import RunRecord
+from torchtune_adaptive.training.run_events import RunEvents
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.start import StartingPoint, starting_point
 from torchtune_adaptive.training.step_log import StepLog
+from torchtune_adaptive.training.summary import RunSummary
 from torchtune_adaptive.training.train_step import TrainStep
 
 log = utils.get_logger("DEBUG")
@@ -161,6 +164,11 @@ class _Assembly:
             self._check_fits_at_once(sizes)
             retry = self._make_retry(sizes)
             rate, record = self._make_rate(start, saved, grows=growth.grows), self._make_record(sizes)
+            journal = RunJournal(parts.output_dir, writes=parts.metric_logger is not None)
+            events = RunEvents(journal, retry, checkpoints=lambda: parts.checkpoints.finished)
+            step_log = _make_log(parts, self._step, retry, self._loader, growth, events)
+            logs = parts.config.get("metric_logger.log_dir")
+            summary = RunSummary(step_log, retry, self._loader, record, events, sizes=sizes, logs=logs)
             trainer = Trainer(
                 self._step,
                 retry,
@@ -168,9 +176,10 @@ class _Assembly:
                 growth,
                 rate,
                 record,
-                self._make_log(retry, growth),
+                step_log,
                 parts.profiler,
                 self._make_saver(retry.micro_batches, (rate, growth, record)),
+                summary,
                 sizes=sizes,
                 before_step=parts.before_step,
                 epochs=parts.epochs,
@@ -178,6 +187,7 @@ class _Assembly:
             )
             if saved is not None:
                 trainer.load_state(saved)
+            _begin(journal, parts, start, record, searched=sizes.result is not None)
         if settings.decides:
             reason = f"{settings.strategy} search" if settings.use_maximum_batch_size else "config"
             resumed = "" if parts.resumed is None else f", resumed at epoch {parts.epochs.start}"
@@ -289,26 +299,42 @@ class _Assembly:
             config=self._parts.config,
         )
 
-    def _make_log(self, retry: OomRetry, growth: BatchGrowth) -> StepLog:
-        parts = self._parts
-        return StepLog(
-            parts.metric_logger,
-            self._step,
-            retry,
-            self._loader,
-            growth,
-            every_steps=parts.log_every_steps,
-            device=parts.device,
-            ranks=parts.ranks,
-            with_memory_stats=parts.with_memory_stats,
-        )
-
 
 def _make_meter(parts: RecipeParts, settings: AdaptiveSettings, models: nn.Module) -> MemoryMeter | None:
     """The meter. None on a CPU without a limit, where it would only cost time."""
     if parts.device.type != "cuda" and (parts.device.type != "cpu" or settings.memory_limit_bytes is None):
         return None
     return meter_for(parts.device, models, parts.stepping.optimizers, exact=False)
+
+
+def _make_log(
+    parts: RecipeParts, step: TrainStep, retry: OomRetry, loader: StepLoader, growth: BatchGrowth, events: RunEvents
+) -> StepLog:
+    return StepLog(
+        parts.metric_logger,
+        step,
+        retry,
+        loader,
+        growth,
+        events,
+        every_steps=parts.log_every_steps,
+        device=parts.device,
+        ranks=parts.ranks,
+        with_memory_stats=parts.with_memory_stats,
+    )
+
+
+def _begin(journal: RunJournal, parts: RecipeParts, start: StartingPoint, record: RunRecord, *, searched: bool) -> None:
+    journal.begin(
+        step=start.steps_done,
+        epoch=parts.epochs.start,
+        epochs=parts.epochs.stop,
+        ranks=parts.ranks,
+        log_every_n_steps=parts.log_every_steps,
+        memory_limit_bytes=record.memory_limit_bytes,
+        searched=searched,
+        checkpoint=None if parts.resumed is None else str(parts.resumed.path),
+    )
 
 
 def _make_loader(parts: RecipeParts, samples_per_step: int | None) -> StepLoader:

@@ -53,6 +53,15 @@ def text_table(rows: Sequence[Sequence[str]], *, num_names: int = 0) -> str:
     return "\n".join(lines)
 
 
+def count_text(number: int, noun: str) -> str:
+    """The number and what it counts.
+
+    >>> count_text(1, "step"), count_text(2000, "step")
+    ('1 step', '2,000 steps')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def ranks_text(ranks: Collection[int]) -> str:
     """The ranks as text: "rank 1" or "ranks 0, 2".
 

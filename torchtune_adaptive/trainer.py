@@ -9,6 +9,7 @@ from torchtune_adaptive.batch.growth import BatchGrowth
 from torchtune_adaptive.batch.limits import RowLimit
 from torchtune_adaptive.batch.loader import StepLoader, StepSamples
 from torchtune_adaptive.checkpoints.saver import RunSaver
+from torchtune_adaptive.errors import RunEnded
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.progress import Bar
 from torchtune_adaptive.search.sizes import Sizes
@@ -20,6 +21,7 @@ from torchtune_adaptive.training.record import RunRecord
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.step_figures import StepResult
 from torchtune_adaptive.training.step_log import StepLog
+from torchtune_adaptive.training.summary import RunSummary
 from torchtune_adaptive.training.train_step import TrainStep
 
 log = utils.get_logger("DEBUG")
@@ -46,6 +48,7 @@ class Trainer:
         step_log: StepLog,
         profiler: StepProfiler,
         saver: RunSaver,
+        summary: RunSummary,
         *,
         sizes: Sizes,
         before_step: Callable[[int], None],
@@ -63,6 +66,7 @@ class Trainer:
         self._step_log = step_log
         self._profiler = profiler
         self._saver = saver
+        self._summary = summary
         self._before_step = before_step
         self._epochs = epochs
         self._epochs_run = epochs.start
@@ -89,12 +93,20 @@ class Trainer:
         return self._step.phase
 
     def train(self) -> None:
-        """Train for the remaining epochs, and save after each. A collective.
+        """Train for the remaining epochs, save after each, and log a summary at the end. A collective.
 
         Raises:
             RunEnded: a signal has asked some rank to end, and the run is saved.
             CheckpointError: a signal has asked some rank to end, but the run cannot be saved.
         """
+        try:
+            self._train_epochs()
+        except RunEnded:
+            self._summary.finish("ended by a signal", step=self._global_step, epochs_run=self._epochs_run)
+            raise
+        self._summary.finish("complete", step=self._global_step, epochs_run=self._epochs_run)
+
+    def _train_epochs(self) -> None:
         self._step.zero_grad()
         with self._profiler.running():
             for epoch in self._epochs:
@@ -162,7 +174,7 @@ class Trainer:
                 self._rate.step()
                 progress.update(1)
                 progress.set_description(f"{epoch + 1}|{self._global_step}|Loss: {result.loss}")
-                self._step_log.write(self._global_step, result, seconds=time.perf_counter() - started)
+                self._step_log.write(self._global_step, result, epoch=epoch, seconds=time.perf_counter() - started)
                 started = time.perf_counter()
                 self._profiler.end_step(epoch, step)
                 self._saver.after_step(epochs_run=epoch, step=self._global_step, stop=result.stop)

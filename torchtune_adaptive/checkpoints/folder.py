@@ -69,11 +69,17 @@ class CheckpointFolder:
         self._path = Path(path)
         self._serial = 0
         self._lock: FolderLock | None = None
+        self._finished: list[tuple[Path, int]] = []
 
     @property
     def path(self) -> Path:
         """The path of the folder."""
         return self._path
+
+    @property
+    def finished(self) -> tuple[tuple[Path, int], ...]:
+        """The checkpoints that this process has finished, in order, each with its optimizer step."""
+        return tuple(self._finished)
 
     def lock(self) -> None:
         """Lock the folder for this process. It is created if it does not exist.
@@ -117,6 +123,7 @@ class CheckpointFolder:
         sync(self._path)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
+        self._finished.append((path, state.global_step))
         return path
 
     def discard(self, name: str) -> None:

@@ -1,10 +1,11 @@
-"""``tune-adaptive``: plan what fits without a GPU; calibrate what a GPU adds to a plan.
+"""``tune-adaptive``: plan what fits without a GPU; calibrate what a GPU adds to a plan; report on a run.
 
 tune-adaptive plan --config llama3_1/8B_full --nproc_per_node 8 --memory H100 --seq-len 4096,8192 [key=value ...]
 tune-adaptive plan --config llama3_1/8B_lora --memory A100-80GB --batch-size 1,2,4,8
 tune-adaptive plan --config llama3_1/8B_full --memory H100 --batch-size 4 --modules --plot step.svg
 tune-adaptive plan --config llama3_1/8B_full --memory 24GiB,A100-80GB,H100 --nproc_per_node 1,2,4,8
 tune-adaptive calibrate --output h100.json
+tune-adaptive report OUTPUT_DIR
 """
 
 import argparse
@@ -14,6 +15,7 @@ from typing import NoReturn
 
 from torchtune_adaptive.cli.calibrate import add_calibrate
 from torchtune_adaptive.cli.plan import add_plan
+from torchtune_adaptive.cli.report import add_report
 from torchtune_adaptive.errors import InputError
 
 
@@ -36,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     add_plan(commands)
     add_calibrate(commands)
+    add_report(commands)
     return parser
 
 

@@ -80,6 +80,7 @@ def _search(
         world_size=workload.consensus.world_size,
         probes=tuple(prober.probes),
         forecast_rows=forecast_rows,
+        forecast=prober.forecast_peaks(exact),
     )
 
 

@@ -99,16 +99,30 @@ class Prober:
 
         The lowest forecast of all ranks; None if a rank has none.
         """
-        forecast = self._forecast() if self._has_timelines() else None
-        peak_bytes = next((probe.peak_bytes for probe in self.probes if probe.batch_size == fitted), None)
+        forecast, missed_bytes = self._corrected_forecast(fitted)
         crossing = None
-        if forecast is not None and peak_bytes is not None and self._meter.limit_bytes is not None:
-            missed_bytes = peak_bytes - forecast.peak_bytes(fitted)
+        if forecast is not None and self._meter.limit_bytes is not None:
             crossing = forecast.crossing(self._meter.limit_bytes - missed_bytes)
         crossings = [one for one in self._consensus.from_all_ranks(crossing) if one is not None]
         if len(crossings) < self._consensus.world_size:
             return None
         return min(max(min(crossings), fitted), fitted + 1)
+
+    def forecast_peaks(self, fitted: int) -> tuple[tuple[int, int], ...]:
+        """The sizes tried, and the one above ``fitted``, each with its forecast peak; empty without a forecast."""
+        forecast, missed_bytes = self._corrected_forecast(fitted)
+        if forecast is None:
+            return ()
+        sizes = sorted({fitted + 1, *(probe.batch_size for probe in self.probes)})
+        return tuple((size, round(forecast.peak_bytes(size) + missed_bytes)) for size in sizes)
+
+    def _corrected_forecast(self, fitted: int) -> tuple[Forecast | None, float]:
+        """This rank's forecast, and how many bytes the probe of ``fitted`` rows took more than it says."""
+        forecast = self._forecast() if self._has_timelines() else None
+        peak_bytes = next((probe.peak_bytes for probe in self.probes if probe.batch_size == fitted), None)
+        if forecast is None or peak_bytes is None:
+            return None, 0.0
+        return forecast, peak_bytes - forecast.peak_bytes(fitted)
 
     def _explain_missing_forecast(self) -> None:
         """Log once why a forecast from the two recorded steps is not possible."""

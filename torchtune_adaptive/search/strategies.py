@@ -45,6 +45,7 @@ class SearchResult:
         probes: in the order in which sizes were tried.
         forecast_rows: the forecast size before it is rounded down to whole rows, the lowest of all ranks; None
             without a forecast.
+        forecast: batch sizes with the peak that this rank's forecast gives them, in bytes; empty without one.
     """
 
     strategy: str
@@ -56,6 +57,7 @@ class SearchResult:
     world_size: int
     probes: tuple[Probe, ...]
     forecast_rows: float | None = None
+    forecast: tuple[tuple[int, int], ...] = ()
 
     @property
     def usable_bytes(self) -> int:

@@ -137,6 +137,11 @@ class OomRetry:
         return sum(event.pressure is MemoryPressure.OUT_OF_MEMORY for event in self._recoverable.events)
 
     @property
+    def events(self) -> tuple[MemoryEvent, ...]:
+        """What has happened where memory ran short, in order."""
+        return tuple(self._recoverable.events)
+
+    @property
     def micro_batches(self) -> MicroBatcher:
         """The cut of steps into micro-batches, with its limit."""
         return self._micro_batches

@@ -11,10 +11,9 @@ from torchtune import utils
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.files import write_whole
 from torchtune_adaptive.search.sizes import Sizes
+from torchtune_adaptive.training.file_names import REPORT_NAME
 
 log = utils.get_logger("DEBUG")
-
-REPORT_NAME = "adaptive_batch.json"
 
 
 class RunRecord:
@@ -41,6 +40,11 @@ class RunRecord:
     def history(self) -> list[dict[str, Any]]:
         """An entry for each decision, in order, with ``epoch``, ``batch_size`` and ``reason``."""
         return list(self._history)
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """The least that a rank may use, None if nothing limits it."""
+        return self._memory_limit_bytes
 
     def note(self, reason: str, *, epoch: int, batch_size: int, **figures: int) -> None:
         """Add an entry to the history, with more ``figures``, and write the report."""

@@ -1,5 +1,6 @@
 """The log of optimizer steps."""
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,12 +10,29 @@ from torchtune_adaptive.batch.growth import BatchGrowth
 from torchtune_adaptive.batch.loader import StepLoader
 from torchtune_adaptive.memory.resident import anonymous_bytes
 from torchtune_adaptive.training.oom_retry import OomRetry
+from torchtune_adaptive.training.run_events import RunEvents
 from torchtune_adaptive.training.step_figures import StepResult
 from torchtune_adaptive.training.train_step import TrainStep
 
 
+@dataclass(frozen=True)
+class StepTotals:
+    """Of the steps that this process has trained. Tokens are those of all ranks, the peak is that of this rank."""
+
+    steps: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+    peak_bytes: int = 0
+
+    def plus(self, num_tokens: int, seconds: float) -> "StepTotals":
+        """With one step more."""
+        return replace(
+            self, steps=self.steps + 1, num_tokens=self.num_tokens + num_tokens, seconds=self.seconds + seconds
+        )
+
+
 class StepLog:
-    """Writes the figures of every n-th optimizer step to torchtune's metric logger, on rank 0.
+    """Writes the figures of every n-th optimizer step to torchtune's metric logger and to the journal, on rank 0.
 
     Args:
         metric_logger: None on the other ranks, which log nothing.
@@ -30,6 +48,7 @@ class StepLog:
         retry: OomRetry,
         loader: StepLoader,
         growth: BatchGrowth,
+        events: RunEvents,
         *,
         every_steps: int,
         device: torch.device,
@@ -41,22 +60,33 @@ class StepLog:
         self._retry = retry
         self._loader = loader
         self._growth = growth
+        self._events = events
         self._every_steps = every_steps
         self._device = device
         self._ranks = ranks
         self._with_memory_stats = with_memory_stats
+        self._totals = StepTotals()
 
     @property
     def writes(self) -> bool:
         """Whether this rank logs."""
         return self._metric_logger is not None
 
-    def write(self, step: int, result: StepResult, *, seconds: float) -> None:
+    @property
+    def totals(self) -> StepTotals:
+        """So far; zeros on ranks that do not log."""
+        return replace(self._totals, peak_bytes=self._peak_bytes())
+
+    def write(self, step: int, result: StepResult, *, epoch: int, seconds: float) -> None:
         """Log ``result`` of step number ``step``, from 1, which took ``seconds``, if this rank logs this step.
 
         The meter's peak and the share of padding cover all steps since the last logged one.
         """
-        if not self.writes or step % self._every_steps:
+        if not self.writes:
+            return
+        self._events.look()
+        self._totals = self._totals.plus(result.num_tokens, seconds)
+        if step % self._every_steps:
             return
         limit = self._retry.micro_batches.limit
         metrics: dict[str, Any] = {
@@ -79,6 +109,12 @@ class StepLog:
             metrics["peak_memory_bytes"] = meter.peak_bytes
         if self._with_memory_stats:
             metrics |= training.get_memory_stats(device=self._device)  # resets the device's own peak
+        self._totals = self.totals
         if meter is not None:
             meter.reset()
         self._metric_logger.log_dict(metrics, step=step)
+        self._events.journal.append(step=step, epoch=epoch, seconds=seconds, **metrics)
+
+    def _peak_bytes(self) -> int:
+        meter = self._step.meter
+        return self._totals.peak_bytes if meter is None else max(self._totals.peak_bytes, meter.peak_bytes)

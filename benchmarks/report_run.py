@@ -1,0 +1,19 @@
+"""The run of the documents' report: full finetuning on two CPU ranks that runs out of memory twice, on purpose.
+
+Started by ``scripts/pictures``.
+"""
+
+from adaptive_full_finetune_distributed import AdaptiveFullFinetuneRecipeDistributed, recipe_main
+
+from torchtune_adaptive.launch import launch
+from torchtune_adaptive.testing import Fault, faults_in
+
+# By optimizer step and micro-step, from 0.
+FAULTS = {
+    (24, 0): Fault(0, ranks=[1], phase="backward"),
+    (68, 0): Fault(0, ranks=[0], phase="forward"),
+}
+
+if __name__ == "__main__":
+    with faults_in(AdaptiveFullFinetuneRecipeDistributed, FAULTS):
+        launch(recipe_main)

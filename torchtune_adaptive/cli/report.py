@@ -1,0 +1,38 @@
+"""``tune-adaptive report``: what happened in a run, in words and pictures."""
+
+import argparse
+from pathlib import Path
+
+from torchtune_adaptive.cli.arguments import Commands
+from torchtune_adaptive.files import check_writable, write_whole, writing
+from torchtune_adaptive.report.page import page
+from torchtune_adaptive.report.pictures import pictures
+from torchtune_adaptive.report.read import read_run
+from torchtune_adaptive.report.story import story, story_text
+
+_PAGE_NAME = "report.html"
+
+
+def add_report(commands: Commands) -> None:
+    """Add the command."""
+    command = commands.add_parser("report", help="what happened in a run, in words and pictures")
+    command.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's `output_dir`")
+    command.add_argument("--to", type=Path, metavar="FOLDER", help="where pictures and page are written [OUTPUT_DIR]")
+    command.set_defaults(run=_report)
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    run = read_run(arguments.output_dir)
+    print(story_text(run), flush=True)
+    drawn = pictures(run)
+    folder = arguments.to or arguments.output_dir
+    with writing("--to", folder / _PAGE_NAME):  # before seconds are spent on drawing
+        check_writable(folder / _PAGE_NAME)
+    files: dict[str, str | bytes] = {}
+    for picture in drawn:
+        files |= {f"{picture.name}.svg": picture.svg(), f"{picture.name}.png": picture.png()}
+    files[_PAGE_NAME] = page(arguments.output_dir, story(run), drawn)
+    print()
+    for name, content in files.items():
+        with writing("--to", folder / name):
+            print(f"Written to {write_whole(folder / name, content)}")

@@ -1,0 +1,144 @@
+"""What happened in a run, as sentences."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtune_adaptive.report.read import MemoryShortage, Run, Search
+from torchtune_adaptive.search.tables import probe_table
+from torchtune_adaptive.text import count_text, format_bytes, ranks_text
+
+_LONGEST_LIST = 12  # of sentences of one kind
+_MOST_NAMES = 8  # of checkpoints
+
+
+@dataclass(frozen=True)
+class Section:
+    """Sentences under a title; ``table`` is aligned text below them, "" without one."""
+
+    title: str
+    lines: Sequence[str]
+    table: str = ""
+
+
+def story(run: Run) -> list[Section]:
+    """What is known of the run, in the order in which it happened."""
+    sections = [_search(search, run) for search in run.searches]
+    if not sections:
+        sections.append(Section("Search", ["No search for a batch size is recorded."]))
+    sections.append(Section("Batch and micro-batch", _shortened(_sizes(run)) or ["No change of size is recorded."]))
+    sections.append(Section("Out of memory", _shortened(_memory(run))))
+    sections.append(Section("Training", list(_training(run))))
+    if lines := list(_saved(run)):
+        sections.append(Section("Checkpoints and resumptions", _shortened(lines)))
+    return sections
+
+
+def story_text(run: Run) -> str:
+    """The story, for a terminal."""
+    parts = [f"Run in {run.output_dir}"]
+    for section in story(run):
+        lines = [section.title, *(f"  {line}" for line in section.lines)]
+        lines += [f"  {line}" for line in section.table.splitlines()]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _search(search: Search, run: Run) -> Section:
+    result = search.result
+    rows = "" if search.seq_len is None else f" Probes had rows of {search.seq_len:,} tokens."
+    all_tried = ", which is all that may be tried" if result.exact_batch_size == result.bound else ""
+    failed = sum(not probe.fits for probe in result.probes)
+    lines = [
+        f"{result.strategy}: the largest batch size that fits is {result.exact_batch_size}{all_tried};"
+        f" {result.batch_size} is used.{rows}",
+        f"{format_bytes(result.memory_limit_bytes)} per rank, of which {result.margin:.0%} is held back;"
+        f" {count_text(result.world_size, 'rank')}.",
+        f"{count_text(len(result.probes), 'probe')} in {sum(probe.seconds for probe in result.probes):.1f} s,"
+        f" {failed or 'none'} of them out of memory. Figures are those of rank 0.",
+    ]
+    lines += [f"{name}: {value}" for name, value in (run.chosen or {}).items()]
+    if run.rates:
+        rates = ", ".join(f"{rate:,.0f} at {size}" for size, rate in sorted(run.rates.items()))
+        lines.append(f"Tokens per second, timed by batch size: {rates}.")
+    return Section(f"Search: {search.of}" if search.of else "Search", lines, probe_table(result))
+
+
+def _sizes(run: Run) -> Iterator[str]:
+    short_in = {shortage.step for shortage in run.shortages}
+    for entry in run.history:
+        if entry.get("step") in short_in and entry["reason"].startswith("micro-batch"):
+            continue  # told under "Out of memory"
+        where = f"step {entry['step']}" if "step" in entry else f"epoch {entry['epoch']}"
+        size = f"{entry['samples_per_step']} samples per optimizer step: " if "samples_per_step" in entry else ""
+        yield f"{where}: {size}{entry['reason'].removeprefix(f'{where}: ')}"
+
+
+def _memory(run: Run) -> Iterator[str]:
+    if not run.shortages:
+        yield "Memory never ran out." if run.events else "It is not recorded."
+    yield from map(_shortage, run.shortages)
+
+
+def _shortage(one: MemoryShortage) -> str:
+    what = "ran out of memory" if one.is_out else "gave back the allocator's cache in two steps in a row"
+    change = f"micro-batch {one.before} -> {one.after} {one.unit}" if one.after != one.before else "no change"
+    return f"step {one.step}: {ranks_text(one.ranks)} {what} in {one.phase} ({one.figures}); {change}"
+
+
+def _training(run: Run) -> Iterator[str]:
+    yield _how_far(run)
+    if not run.steps:
+        yield "No step is recorded."
+        return
+    losses = run.column("loss")
+    if losses:
+        yield f"Loss {losses[0][1]:.4g} in step {losses[0][0]}, {losses[-1][1]:.4g} in step {losses[-1][0]}."
+    if missing := sum("loss" in one and one["loss"] is None for one in run.steps):
+        yield f"The loss was not finite in {count_text(missing, 'logged step')}."
+    seconds = dict(run.column("seconds"))
+    rates = [(rate, seconds[step]) for step, rate in run.column("tokens_per_second_per_gpu") if seconds.get(step)]
+    if rates:
+        mean = sum(rate * weight for rate, weight in rates) / sum(weight for _, weight in rates)
+        low, high = min(rate for rate, _ in rates), max(rate for rate, _ in rates)
+        yield f"{mean:,.0f} tokens per second per rank on average, {low:,.0f} to {high:,.0f} in logged steps."
+    if padding := [share for _, share in run.column("padding")]:
+        yield f"{sum(padding) / len(padding):.1%} of the tokens were padding on average."
+    if peaks := run.column("peak_memory_bytes"):
+        step, peak = max(peaks, key=lambda one: one[1])
+        limit = run.last_value("memory_limit_bytes")
+        of = f" of {format_bytes(limit)}" if limit else ""
+        yield f"Peak memory {format_bytes(peak)}{of} on rank 0, in step {step}."
+
+
+def _how_far(run: Run) -> str:
+    ends = [one for one in run.events if one.name in ("started", "resumed", "ended")]
+    last = max([0, *(one["step"] for one in run.steps), *(one.step for one in run.events)])
+    every = run.last_value("log_every_n_steps") or 1
+    logged = "each is logged" if every == 1 else f"every {every}th is logged"
+    done = f"{count_text(last, 'optimizer step')}; {logged}."
+    if not ends:
+        return done if run.steps else "Training is not recorded."
+    if ends[-1].name != "ended":
+        return f"No end is recorded: the run still goes on, or was stopped. {done}"
+    return f"The run is {ends[-1].values.get('how', 'ended')}: {done}"
+
+
+def _saved(run: Run) -> Iterator[str]:
+    for event in run.of_kind("resumed", "ended"):
+        if event.name == "resumed":
+            yield f"step {event.step}: resumed from {event.values.get('checkpoint')}"
+        elif event.values.get("how") != "complete":
+            yield f"step {event.step}: {event.values.get('how')}"
+    names = [Path(str(event.values.get("path"))).name for event in run.of_kind("checkpoint")]
+    if names:
+        listed = names if len(names) <= _MOST_NAMES else ["...", *names[-_MOST_NAMES:]]
+        yield f"{count_text(len(names), 'checkpoint')} saved: {', '.join(listed)}."
+
+
+def _shortened(lines: Iterator[str] | Sequence[str]) -> list[str]:
+    """The lines; of many the first and the last ones."""
+    lines, half = list(lines), _LONGEST_LIST // 2
+    if len(lines) <= _LONGEST_LIST:
+        return lines
+    return [*lines[:half], f"... {len(lines) - 2 * half} more ...", *lines[-half:]]
