@@ -15,7 +15,9 @@ from torchtune import training
 
 from torchtune_adaptive.assembly import RecipeParts, build_trainer
 from torchtune_adaptive.batch.row_format import RowFormat, TokenRows
+from torchtune_adaptive.checkpoints.resume import check_seen
 from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.distributed.same_config import check_same_config
 from torchtune_adaptive.distributed.snapshot import KeptTensors
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.memory.devices import check_limit
@@ -84,10 +86,12 @@ class AdaptiveRecipe:
         check_options(cfg, self._settings, ranks=dist.get_world_size() if dist.is_initialized() else 1)
         self._stop_request = StopRequest()
         self._consensus = Consensus()
+        check_same_config(flattened(cfg), self._consensus)
         self._folder = checkpoint_folder(cfg)
         self._resumed = self._consensus.ask_rank_zero(
             lambda: find_checkpoint_of(cfg, self._folder, is_last=lambda one: one.epochs_run >= cfg.epochs)
         )
+        check_seen(self._resumed, self._consensus)
         self._cfg = resuming(cfg, self._resumed)
         with setting_up():
             super().__init__(cfg=self._cfg)  # pyright: ignore[reportCallIssue]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchtune_adaptive.checkpoints.folder import Checkpoint, CheckpointFolder, read_checkpoint
+from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError, RunEnded, quote
 
 FindOther = Callable[[Path], Checkpoint | None]
@@ -46,6 +47,20 @@ def find_checkpoint(
             f" {str(folder.path)!r}, but is {quote(wanted)} instead."
         )
     return latest
+
+
+def check_seen(checkpoint: Checkpoint | None, consensus: Consensus) -> None:
+    """Check that every rank sees the ``checkpoint`` that rank 0 has found. A collective.
+
+    Raises:
+        InputError: some rank does not; on all ranks.
+    """
+    if checkpoint is None:
+        return
+    seen = checkpoint.path.is_dir()
+    on_rank = "" if seen else f"on rank {consensus.rank} there is no {str(checkpoint.path.absolute())!r}."
+    if on_rank := consensus.first_reason(on_rank):
+        raise InputError(f"`resume_from_checkpoint` must be a checkpoint that all nodes see, but {on_rank}")
 
 
 def _checkpoint_at(wanted: object) -> Checkpoint:

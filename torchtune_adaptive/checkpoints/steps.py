@@ -1,11 +1,13 @@
 """Checkpoints after optimizer steps, by PyTorch's distributed checkpoints: each rank writes what it holds."""
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from torchtune_adaptive.training.run_state import AdaptiveState
 
 log = utils.get_logger("DEBUG")
 
+_NOT_SHARED = "not every rank sees the folder of rank 0, which they must share"
 _LONGEST_WRITE = timedelta(hours=6)  # of a group of processes that only waits for files
 
 
@@ -121,6 +124,34 @@ class StepCheckpoints:
         else:
             self._say_saved(name)
 
+    def check_shared(self) -> None:
+        """Check that all ranks see the folder that they write into; log it where they need not. A collective.
+
+        Raises:
+            InputError: they do not, but are to save after steps.
+        """
+        name = self._consensus.from_rank_zero(f"shared_{uuid4().hex}")  # a new one: NFS remembers what was not there
+        try:
+            self._start(name)
+            failure = ""
+        except CheckpointError as error:
+            failure = str(error)
+        if self._consensus.rank == 0:
+            self._folder.discard(name)
+        if failure != _NOT_SHARED:
+            return  # saving says so
+        if self._every_steps is not None:
+            raise InputError(
+                f"`output_dir` must be a folder that all nodes share where `adaptive.save_every_n_steps` is"
+                f" {self._every_steps}, but {str(self._folder.path)!r} is not."
+            )
+        utils.log_rank_zero(
+            log,
+            f"{self._folder.path} is not shared by all nodes: epochs are saved on the node of rank 0 alone, and a run"
+            " that is asked to end cannot save.",
+            logging.WARNING,
+        )
+
     def load(self, checkpoint: Checkpoint | None, *, config: Mapping[str, Any]) -> AdaptiveState | None:
         """Set the tensors to those of ``checkpoint``, if it is of a step, and return its state. A collective.
 
@@ -196,7 +227,7 @@ class StepCheckpoints:
         failure = self._consensus.first_reason(self._tensors.unsavable())
         failure = failure or self._consensus.ask_rank_zero(start)
         if not failure and self._consensus.any_rank(not self._folder.unfinished(name).is_dir()):
-            failure = "not every rank sees the folder of rank 0, which they must share"
+            failure = _NOT_SHARED
         if failure:
             raise CheckpointError(failure)
 
@@ -230,8 +261,12 @@ def step_checkpoints(
     settings: AdaptiveSettings,
     consensus: Consensus,
 ) -> StepCheckpoints:
-    """The checkpoints that ``settings`` ask for, of all that training changes. A collective."""
-    return StepCheckpoints(
+    """The checkpoints that ``settings`` ask for, of all that training changes. A collective.
+
+    Raises:
+        InputError: ranks do not share the folder, but are to save after steps.
+    """
+    checkpoints = StepCheckpoints(
         folder,
         TrainedTensors(model, optimizers, rank=consensus.rank, ranks=consensus.world_size),
         consensus,
@@ -239,6 +274,9 @@ def step_checkpoints(
         keep_last=settings.keep_last_n_checkpoints,
         in_background=settings.save_in_background,
     )
+    if consensus.world_size > 1:
+        checkpoints.check_shared()
+    return checkpoints
 
 
 class _Writer(FileSystemWriter):
