@@ -28,6 +28,7 @@ from torchtune_adaptive.stock.checkpoints import WholeCheckpointer, checkpoint_f
 from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.stock.options import check_model, check_options, why_unrecoverable
 from torchtune_adaptive.stock.set_up import load_data, setting_up
+from torchtune_adaptive.training.metrics import TolerantLogger
 from torchtune_adaptive.training.objectives import NextToken, Objective
 from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep, Stepping
 from torchtune_adaptive.training.profiling import StepProfiler
@@ -129,6 +130,8 @@ class AdaptiveRecipe:
         with setting_up():
             super().setup(cfg)  # pyright: ignore[reportAttributeAccessIssue]
         self._whole = self.keep_whole()
+        if self._is_rank_zero:
+            self._metric_logger = TolerantLogger(self._metric_logger)
         resumed = self._resumed
         epochs_run = self.epochs_run if resumed is None else resumed.epochs_run
         check_model(self._model, self._settings)

@@ -1,13 +1,11 @@
 """Checkpoints after optimizer steps, by PyTorch's distributed checkpoints: each rank writes what it holds."""
 
-import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -19,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torchtune import utils
 
 from torchtune_adaptive.checkpoints.folder import Checkpoint, CheckpointFolder
+from torchtune_adaptive.checkpoints.shared import check_shared, make_for_all_ranks
 from torchtune_adaptive.checkpoints.tensors import TrainedTensors
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded, reason_of
@@ -28,7 +27,6 @@ from torchtune_adaptive.training.run_state import AdaptiveState
 
 log = utils.get_logger("DEBUG")
 
-_NOT_SHARED = "not every rank sees the folder of rank 0, which they must share"
 _LONGEST_WRITE = timedelta(hours=6)  # of a group of processes that only waits for files
 
 
@@ -124,34 +122,6 @@ class StepCheckpoints:
         else:
             self._say_saved(name)
 
-    def check_shared(self) -> None:
-        """Check that all ranks see the folder that they write into; log it where they need not. A collective.
-
-        Raises:
-            InputError: they do not, but are to save after steps.
-        """
-        name = self._consensus.from_rank_zero(f"shared_{uuid4().hex}")  # a new one: NFS remembers what was not there
-        try:
-            self._start(name)
-            failure = ""
-        except CheckpointError as error:
-            failure = str(error)
-        if self._consensus.rank == 0:
-            self._folder.discard(name)
-        if failure != _NOT_SHARED:
-            return  # saving says so
-        if self._every_steps is not None:
-            raise InputError(
-                f"`output_dir` must be a folder that all nodes share where `adaptive.save_every_n_steps` is"
-                f" {self._every_steps}, but {str(self._folder.path)!r} is not."
-            )
-        utils.log_rank_zero(
-            log,
-            f"{self._folder.path} is not shared by all nodes: epochs are saved on the node of rank 0 alone, and a run"
-            " that is asked to end cannot save.",
-            logging.WARNING,
-        )
-
     def load(self, checkpoint: Checkpoint | None, *, config: Mapping[str, Any]) -> AdaptiveState | None:
         """Set the tensors to those of ``checkpoint``, if it is of a step, and return its state. A collective.
 
@@ -217,18 +187,8 @@ class StepCheckpoints:
             CheckpointError: it cannot be made, or some rank does not see it; on every rank.
         """
 
-        def start() -> str:
-            try:
-                self._folder.start(name)
-            except OSError as error:
-                return reason_of(error)
-            return ""
-
         failure = self._consensus.first_reason(self._tensors.unsavable())
-        failure = failure or self._consensus.ask_rank_zero(start)
-        if not failure and self._consensus.any_rank(not self._folder.unfinished(name).is_dir()):
-            failure = _NOT_SHARED
-        if failure:
+        if failure := failure or make_for_all_ranks(name, self._folder, self._consensus):
             raise CheckpointError(failure)
 
     def _publish(self, name: str, state: AdaptiveState) -> None:
@@ -274,8 +234,7 @@ def step_checkpoints(
         keep_last=settings.keep_last_n_checkpoints,
         in_background=settings.save_in_background,
     )
-    if consensus.world_size > 1:
-        checkpoints.check_shared()
+    check_shared(folder, consensus, is_needed=settings.save_every_n_steps is not None)
     return checkpoints
 
 
