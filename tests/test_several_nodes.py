@@ -1,6 +1,7 @@
 """Two launchers, as on two machines: they search and train as one, and when one ends the other does not wait."""
 
 import json
+import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -15,12 +16,12 @@ from tests.crash_runs import Launch, Setup, finished, last_weights, launched, st
 from torchtune_adaptive.checkpoints.folder import CheckpointFolder
 
 SHORT = {"epochs": 1, "max_steps_per_epoch": 4, "tokenizer.max_seq_len": 128}
-KIB64, KIB128 = {"adaptive.memory_limit": "64MiB"}, {"adaptive.memory_limit": "128MiB"}
+MIB64, MIB128 = {"adaptive.memory_limit": "64MiB"}, {"adaptive.memory_limit": "128MiB"}
 # Of a machine that others use too. Without our own watch a node would wait for ten to thirty minutes.
 QUICKLY_S = 60.0
 
 
-def setup(ranks: int = 1, **overrides: object) -> Setup:
+def setup(overrides: dict[str, object], *, ranks: int = 1) -> Setup:
     return Setup("nodes", "full", ranks, SHORT | overrides, is_distributed=True)
 
 
@@ -36,7 +37,7 @@ def two_nodes(
         for node, overrides in enumerate(each):
             given = ["--nnodes", "2", "--nproc_per_node", str(ranks), "--rdzv_backend", "c10d", "--rdzv_id", "7"]
             given += ["--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_conf", f"is_host={node == 0}"]
-            one = launched(setup(**overrides), assets, directory, options=given, **options)
+            one = launched(setup(overrides), assets, directory, options=given, **options)
             launches.append(stack.enter_context(one))
         yield launches
 
@@ -85,9 +86,9 @@ def test_configs_that_differ_are_refused_on_both_nodes(tiny_dir: Path, tmp_path:
 @pytest.mark.exhaustive
 def test_nodes_search_and_train_as_one_by_the_least_memory(tiny_dir: Path, tmp_path: Path) -> None:
     search: dict[str, object] = {"use_maximum_batch_size": True}
-    with two_nodes(tiny_dir, tmp_path / "two", [search | KIB128, search | KIB64], ranks=2) as runs:
+    with two_nodes(tiny_dir, tmp_path / "two", [search | MIB128, search | MIB64], ranks=2) as runs:
         assert ends(runs) == [0, 0], runs[0].output[-3000:]
-    alone = finished(setup(4, **search, **KIB64), tiny_dir, tmp_path / "one")
+    alone = finished(setup(search | MIB64, ranks=4), tiny_dir, tmp_path / "one")
     two, one = (json.loads((run.out / "adaptive_batch.json").read_text()) for run in (runs[0], alone))
     for name in ("batch_size", "exact_batch_size", "memory_limit_bytes", "world_size"):
         assert two[name] == one[name], name
@@ -131,6 +132,18 @@ def test_when_a_node_is_killed_the_other_ends_and_both_go_on_later(killed: int, 
         assert ends(again) == [0, 0], again[0].output[-3000:]
     assert "step_2" in {run.resumed_from for run in again}
     assert again[0].step == 4
+
+
+@pytest.mark.exhaustive
+def test_when_only_a_launcher_is_killed_all_ranks_save(tiny_dir: Path, tmp_path: Path) -> None:
+    with two_nodes(tiny_dir, tmp_path, [{}, {}], holds=[2]) as runs:
+        runs[0].wait_for_step(2)
+        for run in runs:
+            assert len(run.processes) == 2
+        runs[1].send(signal.SIGKILL)
+        runs[0].release(2)
+        assert ends(runs) == [1, -signal.SIGKILL]
+    assert [one.path.name for one in CheckpointFolder(runs[0].out).checkpoints()] == ["step_3"]
 
 
 @pytest.mark.exhaustive

@@ -1,10 +1,11 @@
 """Ranks that do not share the folder of checkpoints are refused where they must write into it."""
 
+import os
 from pathlib import Path
 
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.checkpoints.folder import Checkpoint, CheckpointFolder
-from torchtune_adaptive.checkpoints.resume import check_seen
+from torchtune_adaptive.checkpoints.resume import find_for_all_ranks
 from torchtune_adaptive.checkpoints.shared import check_shared
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
@@ -17,13 +18,14 @@ def said(rank: int, path: Path) -> list[str]:
     own.mkdir()
     (path / "step_1").mkdir(exist_ok=True)
     (own / f"step_{rank}").mkdir()
+    os.chdir(own)  # so that one path leads to a folder of each rank
     checks = [
         lambda: check_shared(CheckpointFolder(path), consensus, is_needed=True),
         lambda: check_shared(CheckpointFolder(own), consensus, is_needed=True),
         lambda: check_shared(CheckpointFolder(own), consensus, is_needed=False),
-        lambda: check_seen(None, consensus),
-        lambda: check_seen(Checkpoint(path / "step_1", 1, None, 0), consensus),
-        lambda: check_seen(Checkpoint(own / "step_0", 1, None, 0), consensus),
+        lambda: find_for_all_ranks(lambda: None, consensus),
+        lambda: find_for_all_ranks(lambda: Checkpoint(path / "step_1", 1, None, 0), consensus),
+        lambda: find_for_all_ranks(lambda: Checkpoint(Path("step_0"), 1, None, 0), consensus),
     ]
     for check in checks:
         try:

@@ -15,7 +15,7 @@ from torchtune import training
 
 from torchtune_adaptive.assembly import RecipeParts, build_trainer
 from torchtune_adaptive.batch.row_format import RowFormat, TokenRows
-from torchtune_adaptive.checkpoints.resume import check_seen
+from torchtune_adaptive.checkpoints.resume import find_for_all_ranks
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.same_config import check_same_config
 from torchtune_adaptive.distributed.snapshot import KeptTensors
@@ -89,10 +89,10 @@ class AdaptiveRecipe:
         self._consensus = Consensus()
         check_same_config(flattened(cfg), self._consensus)
         self._folder = checkpoint_folder(cfg)
-        self._resumed = self._consensus.ask_rank_zero(
-            lambda: find_checkpoint_of(cfg, self._folder, is_last=lambda one: one.epochs_run >= cfg.epochs)
+        self._resumed = find_for_all_ranks(
+            lambda: find_checkpoint_of(cfg, self._folder, is_last=lambda one: one.epochs_run >= cfg.epochs),
+            self._consensus,
         )
-        check_seen(self._resumed, self._consensus)
         self._cfg = resuming(cfg, self._resumed)
         with setting_up():
             super().__init__(cfg=self._cfg)  # pyright: ignore[reportCallIssue]
@@ -130,8 +130,6 @@ class AdaptiveRecipe:
         with setting_up():
             super().setup(cfg)  # pyright: ignore[reportAttributeAccessIssue]
         self._whole = self.keep_whole()
-        if self._is_rank_zero:
-            self._metric_logger = TolerantLogger(self._metric_logger)
         resumed = self._resumed
         epochs_run = self.epochs_run if resumed is None else resumed.epochs_run
         check_model(self._model, self._settings)
@@ -155,7 +153,7 @@ class AdaptiveRecipe:
             epochs=range(epochs_run, self.total_epochs),
             device=self._device,
             ranks=self.world_size,
-            metric_logger=self._metric_logger if self._is_rank_zero else None,
+            metric_logger=TolerantLogger(self._metric_logger) if self._is_rank_zero else None,
             log_every_steps=self._log_every_n_steps,
             with_memory_stats=self._log_peak_memory_stats,
             profiler=StepProfiler(self._profiler, memory_steps=self._memory_steps()),
@@ -185,7 +183,7 @@ class AdaptiveRecipe:
     def cleanup(self) -> None:
         """Close the logger, then end the process group together, with nothing left that holds it. A collective."""
         if self._is_rank_zero:
-            self._metric_logger.close()
+            TolerantLogger(self._metric_logger).close()
         has_group = dist.is_initialized()
         if has_group:
             dist.barrier()

@@ -49,18 +49,19 @@ def find_checkpoint(
     return latest
 
 
-def check_seen(checkpoint: Checkpoint | None, consensus: Consensus) -> None:
-    """Check that every rank sees the ``checkpoint`` that rank 0 has found. A collective.
+def find_for_all_ranks(find: Callable[[], Checkpoint | None], consensus: Consensus) -> Checkpoint | None:
+    """What ``find`` finds on rank 0, if every rank sees it. A collective.
 
     Raises:
-        InputError: some rank does not; on all ranks.
+        InputError, RunEnded: ``find`` raised it, or some rank does not see the checkpoint; on all ranks.
     """
-    if checkpoint is None:
-        return
-    seen = checkpoint.path.is_dir()
-    on_rank = "" if seen else f"on rank {consensus.rank} there is no {str(checkpoint.path.absolute())!r}."
-    if on_rank := consensus.first_reason(on_rank):
-        raise InputError(f"`resume_from_checkpoint` must be a checkpoint that all nodes see, but {on_rank}")
+    checkpoint = consensus.ask_rank_zero(find)
+    if checkpoint is not None:
+        path = checkpoint.path.absolute()
+        unseen = "" if path.is_dir() else f"on rank {consensus.rank} there is no {str(path)!r}."
+        if unseen := consensus.first_reason(unseen):
+            raise InputError(f"`resume_from_checkpoint` must be a checkpoint that all nodes see, but {unseen}")
+    return checkpoint
 
 
 def _checkpoint_at(wanted: object) -> Checkpoint:
