@@ -46,6 +46,7 @@ from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.options import check_finds_sizes_only, check_options, check_turns
 from torchtune_adaptive.stock.set_up import load_data, setting_up
 from torchtune_adaptive.training.file_names import REPORT_NAME
+from torchtune_adaptive.training.metrics import TolerantLogger
 from torchtune_adaptive.training.oom_retry import log_no_recovery
 from torchtune_adaptive.training.record import write_report
 from torchtune_adaptive.training.run_state import AdaptiveState
@@ -88,6 +89,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         """Set up as the stock recipe does, resume from a checkpoint, and search for the sizes if the config says so."""
         with setting_up():
             super().setup(self._cfg)
+        self._metric_logger = TolerantLogger(self._metric_logger)
         with keep_random_states([self._rng]):  # the data set's transforms may use them
             self._rows.check_sample(self._dataloader.dataset)
         if len(self._dataloader) == 0:  # torchtune would end at once, without training or saving

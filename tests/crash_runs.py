@@ -149,10 +149,20 @@ class Launch:
         assets: where the model and its data are.
         resume: the value of ``resume_from_checkpoint``.
         holds: steps after which the run waits for ``release``.
+        options: of the launcher, in place of one node's.
+        recipe: in place of the setup's.
     """
 
     def __init__(
-        self, setup: Setup, assets: Path, directory: Path, *, resume: object = "auto", holds: Sequence[int] = ()
+        self,
+        setup: Setup,
+        assets: Path,
+        directory: Path,
+        *,
+        resume: object = "auto",
+        holds: Sequence[int] = (),
+        options: Sequence[str] = (),
+        recipe: str | None = None,
     ) -> None:
         self.out = directory / "out"
         self._logs = directory / "logs"
@@ -163,7 +173,7 @@ class Launch:
             _hold(self._steps_path, step).touch()
         self._output_path = directory / f"output_{number}"
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", _ROWS_DIR: str(self._logs)}
-        environment["PYTHONPATH"] = os.pathsep.join(str(REPOSITORY / name) for name in ("", "recipes"))
+        environment["PYTHONPATH"] = os.pathsep.join(str(REPOSITORY / name) for name in ("", "recipes", "tests"))
         overrides = {
             "tiny_dir": assets,
             "output_dir": self.out,
@@ -172,8 +182,8 @@ class Launch:
             "resume_from_checkpoint": resume,
         }
         command = [str(Path(sys.executable).parent / "tune"), "run"]
-        command += ["--nproc_per_node", str(setup.ranks)] if setup.ranks > 1 else []
-        command += [setup.recipe, "--config", setup.config]
+        command += options or (["--nproc_per_node", str(setup.ranks)] if setup.ranks > 1 else [])
+        command += [recipe or setup.recipe, "--config", setup.config]
         command += [f"{key}={value}" for key, value in (overrides | dict(setup.overrides)).items()]
         with self._output_path.open("w") as output:
             self._launcher = subprocess.Popen(

@@ -34,6 +34,7 @@ ORDER += [
     "trainer",
     "assembly",
     "recipe",
+    "nodes",
     "launch",
     "plan",
     "report",

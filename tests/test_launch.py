@@ -1,16 +1,17 @@
-"""A refusal is said once, whichever ranks refuse, and a launch without torchrun is a launch of one."""
+"""A refusal is said once per node, whichever ranks refuse, and a launch without torchrun is a launch of one."""
 
 import os
 import signal
-import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import pytest
 from omegaconf import DictConfig
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from torchtune_adaptive import launch
 from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded
@@ -25,46 +26,119 @@ def interrupts_as_before() -> Iterator[None]:
 
 
 @pytest.fixture
-def torchrun(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
-    """The store that torchrun's agent holds, and the environment it gives its ranks."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
-    return store
+def torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], None]:
+    """Makes this process a rank of a node, with the environment that torchrun gives it."""
+    monkeypatch.setattr("sys.argv", ["/recipes/recipe.py"])
+
+    def become(rank: int) -> None:
+        (tmp_path / str(rank)).mkdir(exist_ok=True)
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+
+    become(0)
+    return become
+
+
+def test_the_first_rank_of_a_node_that_has_something_to_say_says_it(
+    torchrun: Callable[[int], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (2, 0, 1):
+        torchrun(rank)
+        launch._say_once(f"`margin` is wrong, says rank {rank}.")
+    assert capsys.readouterr().err == "recipe: `margin` is wrong, says rank 2.\n"
+
+
+def test_a_rank_waits_until_another_has_said_it(torchrun: Callable[[int], None], tmp_path: Path) -> None:
+    """Else the launcher could end the one before it has printed."""
+    speaker = subprocess.Popen(
+        [sys.executable, "-c", SLOW_SPEAKER, str(tmp_path / "torchtune_adaptive_said")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert speaker.stdout is not None
+    assert speaker.stdout.readline() == b"locked\n"
+    torchrun(1)
+    listener = threading.Thread(target=launch._say_once, args=("too late.",))
+    listener.start()
+    listener.join(0.1)
+    assert listener.is_alive()
+    speaker.communicate()
+    listener.join(60)
+    assert not listener.is_alive()
+
+
+SLOW_SPEAKER = """
+import fcntl, sys
+with open(sys.argv[1], "a+") as said:
+    fcntl.lockf(said, fcntl.LOCK_EX)
+    print("locked", flush=True)
+    sys.stdin.read()
+    said.write("said")
+"""
 
 
 @pytest.mark.usefixtures("torchrun")
-def test_rank_zero_says_it_and_the_others_are_silent(
+@pytest.mark.parametrize("place", ["", "/no/such/folder/0/error.json"])
+def test_without_torchruns_folder_every_rank_says_it(
+    place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", place)
+    launch._say_once("a signal ended the run.")
+    launch._say_once("a signal ended the run.")
+    assert capsys.readouterr().err == "recipe: a signal ended the run.\n" * 2
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_what_another_node_has_said_ends_this_process_whatever_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for rank in ("0", "1", "2"):
-        monkeypatch.setenv("RANK", rank)
-        launch._say_once("`margin` is wrong.")
-    assert capsys.readouterr().err == "`margin` is wrong.\n"
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    launch._end_with("node 1 (host) is gone.")
+    assert (ended, capsys.readouterr().err) == ([1], "recipe: node 1 (host) is gone.\n")
 
 
+class Nodes:
+    """In place of the watch of other nodes: keeps what they are told."""
+
+    def __init__(self, end: Callable[[str], object]) -> None:
+        self.told: list[str | None] = []
+        self.news_awaited = 0
+        Nodes.last = self
+
+    last: "Nodes"
+
+    def close(self, reason: str | None) -> None:
+        self.told.append(reason)
+
+    def wait_for_news(self) -> None:
+        self.news_awaited += 1
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "told", "awaits_news"),
+    [
+        (None, [None], 0),
+        (RunEnded("a signal ended the run.", 75), [None], 0),
+        (InputError("`x` is wrong."), ["`x` is wrong."], 0),
+        (KeyError("a bug"), ["KeyError: 'a bug'."], 1),
+    ],
+)
 @pytest.mark.usefixtures("torchrun")
-def test_a_rank_that_refuses_alone_says_it_itself(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_other_nodes_are_told_how_the_run_ended(
+    ended_by: Exception | None, told: list[str | None], awaits_news: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_WAIT_FOR_RANK_ZERO", timedelta(seconds=1))  # to connect to the store, and for rank 0
-    monkeypatch.setenv("RANK", "1")
-    launch._say_once("this rank's data set is missing.")
-    assert capsys.readouterr().err == "this rank's data set is missing.\n"
+    def recipe_main() -> None:
+        if ended_by is not None:
+            raise ended_by
 
-
-@pytest.mark.usefixtures("torchrun")
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_ranks_whose_torchrun_is_gone_say_it_themselves(
-    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))  # where nobody listens
-        monkeypatch.setenv("RANK", rank)
-        launch._say_once("a signal ended the run.")
-    assert capsys.readouterr().err == "a signal ended the run.\n"
+    monkeypatch.setattr(launch, "watch_nodes", Nodes)
+    monkeypatch.setattr("sys.argv", ["recipe", "--config", "tiny/full"])
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit):
+        launch.launch(recipe_main)
+    assert (Nodes.last.told, Nodes.last.news_awaited) == (told, awaits_news)
 
 
 def test_without_torchrun_the_process_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +151,6 @@ def test_without_torchrun_the_process_is_the_only_rank(monkeypatch: pytest.Monke
     assert int(os.environ["MASTER_PORT"]) > 0
 
 
-@pytest.mark.usefixtures("torchrun")
 def test_torchruns_ranks_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     before = dict(os.environ)
@@ -165,7 +238,7 @@ def test_a_recipe_for_one_device_starts_without_a_launcher_or_as_its_only_proces
 
 
 def test_a_recipe_for_one_device_refuses_several_processes_before_it_starts(
-    torchrun: TCPStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    torchrun: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[int] = []
     started: list[bool] = []
@@ -177,8 +250,8 @@ def test_a_recipe_for_one_device_refuses_several_processes_before_it_starts(
     monkeypatch.setattr("sys.argv", ["/recipes/recipe.py", "--config", "tiny/full"])
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setattr(launch, "_leave", leave)  # which would end this process at once
-    for rank in ("0", "1", "2"):
-        monkeypatch.setenv("RANK", rank)
+    for rank in (0, 1, 2):
+        torchrun(rank)
         with pytest.raises(SystemExit):
             launch.launch_on_one_device(lambda: started.append(True))
     assert (started, ended) == ([], [1, 1, 1])

@@ -106,7 +106,7 @@ def test_the_story_tells_search_sizes_shortages_training_and_checkpoints(tmp_pat
     run = whole_run(tmp_path)
     assert section(run, "Search") == [
         "binary_search: the largest batch size that fits is 5; 4 is used. Probes had rows of 1,024 tokens.",
-        "2.0 GiB per rank, of which 5% is held back; 1 rank.",
+        "2.0 GiB per rank, of which 5% is kept free; 1 rank.",
         "2 probes in 2.0 s, 1 of them out of memory. Figures are those of rank 0.",
     ]
     assert section(run, "Batch and micro-batch") == [
@@ -129,7 +129,7 @@ def test_the_story_tells_search_sizes_shortages_training_and_checkpoints(tmp_pat
         "1 checkpoint saved: step_3.",
     ]
     header = next(line for line in story_text(run).splitlines() if line.startswith("  batch_size"))
-    assert header.split() == ["batch_size", "forward", "clip", "peak", "may", "use", "fits", "seconds"]
+    assert header.split() == ["batch_size", "forward", "clip", "peak", "usable", "fits", "seconds"]
 
 
 def test_throughput_weighs_each_step_by_its_time(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_run_that_still_goes_on_is_told_so_far(tmp_path: Path) -> None:
     run = read_run(directory)
     assert section(run, "Search") == ["No search for a batch size is recorded."]
     assert section(run, "Training")[:2] == [
-        "No end is recorded: the run still goes on, or was stopped. 5 optimizer steps; every 5th is logged.",
+        "No end is recorded: the run is still going, or was stopped. 5 optimizer steps; every 5th is logged.",
         "The loss was not finite in 1 logged step.",
     ]
     assert section(run, "Out of memory") == ["Memory never ran out."]

@@ -1,35 +1,33 @@
 """Run a recipe as a program: config names, process group, errors as one sentence, exit status."""
 
 import atexit
+import contextlib
+import fcntl
 import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
-import torch.distributed as dist
 from omegaconf import DictConfig
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not re-exported
 from torchtune import config, training
 
-from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded
+from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded, reason_of
+from torchtune_adaptive.nodes import watch_nodes
 from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.signals import end_as_asked
 from torchtune_adaptive.stock.configs import resolve_config_argument
 from torchtune_adaptive.stock.load import start_process_group
 
-_SAID_KEY = "torchtune_adaptive/refused"
-_WAIT_FOR_RANK_ZERO = timedelta(seconds=10)
-
 
 def launch(recipe_main: Callable[[], Any]) -> NoReturn:
     """Run a recipe's ``recipe_main`` (decorated by ``torchtune.config.parse``) as a program.
 
-    An invalid value ends it with one sentence on one rank and status 1, any other error with its traceback. After a
-    signal to end, it saves and exits with status 75. Without a launcher this process is the only rank.
+    An invalid value ends it with one sentence per node and status 1, any other error with its traceback. After a
+    signal to end, it saves and exits with status 75. If another node has ended, this one ends too, with a sentence and
+    status 1. Without a launcher this process is the only rank.
     """
     _run_alone_without_torchrun()
     _run_and_exit(recipe_main)
@@ -49,22 +47,34 @@ def launch_on_one_device(recipe_main: Callable[[], Any]) -> NoReturn:
 
 def _run_and_exit(recipe_main: Callable[[], Any]) -> NoReturn:
     end_as_asked()
+    nodes = watch_nodes(_end_with)
     try:
         sys.argv = [sys.argv[0], *resolve_config_argument(sys.argv[1:])]
         recipe_main()
     except (InputError, CheckpointError) as error:
-        _say_once(f"{Path(sys.argv[0]).stem}: {error}")
+        _say_once(str(error))
+        nodes.close(str(error))
         _leave(1)
     except RunEnded as end:
-        _say_once(f"{Path(sys.argv[0]).stem}: {end}")
+        _say_once(str(end))
+        nodes.close(None)
         _leave(end.status)
     except SystemExit as end:
         if end.code:
             raise
-    except Exception:
+    except Exception as error:
+        nodes.wait_for_news()
         sys.excepthook(*sys.exc_info())  # pyright: ignore[reportArgumentType]  # torch's hook names the rank on every line
+        nodes.close(f"{reason_of(error)}.")
         _leave(1)  # the interpreter's shutdown could wait for collectives that never complete
+    nodes.close(None)
     _leave(0)
+
+
+def _end_with(sentence: str) -> NoReturn:
+    """End from any thread, whatever the main one waits for."""
+    _say_once(sentence)
+    os._exit(1)
 
 
 def run_recipe(recipe_class: type[AdaptiveRecipe], cfg: DictConfig) -> None:
@@ -102,35 +112,33 @@ def _run_alone_without_torchrun() -> None:
 
 
 def _say_once(sentence: str) -> None:
-    """Print ``sentence`` on one rank, before the launcher sees a rank exit and stops the others.
+    """Print ``sentence``, with the recipe's name, if no other rank of this node has printed one.
 
-    The ranks use torchrun's own store, which exists before and after the process group. Rank 0 prints. The others wait
-    for it, and print if it does not answer, for example because only they failed. Without a running torchrun, each rank
-    prints.
+    A file in torchrun's folder of this launch records it. Its lock keeps the ranks apart, so that the launcher does not
+    end a rank that is about to print. Without torchrun each process prints.
     """
-    rank = int(os.environ.get("RANK", 0))
-    store = _torchrun_store()
-    if rank and store is not None:
-        try:
-            store.wait([_SAID_KEY], _WAIT_FOR_RANK_ZERO)
-        except dist.DistError:
-            print(sentence, file=sys.stderr, flush=True)
-        return
-    print(sentence, file=sys.stderr, flush=True)
-    if store is not None:
-        store.set(_SAID_KEY, "")
+    with _said_by_this_node() as said:
+        if said is None or not said.read():
+            print(f"{Path(sys.argv[0]).stem}: {sentence}", file=sys.stderr, flush=True)
+        if said is not None:
+            said.write("said")
 
 
-def _torchrun_store() -> Any:
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+@contextlib.contextmanager
+def _said_by_this_node() -> Iterator[TextIO | None]:
+    """A file that all ranks of this node share, locked; None if there is none."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # torchrun's, in a folder for each rank
     try:
-        # Without a server, for example after the launcher was killed, the store would retry until its timeout.
-        socket.create_connection((address, port), timeout=_WAIT_FOR_RANK_ZERO.total_seconds()).close()
-        return TCPStore(address, port, is_master=False, timeout=_WAIT_FOR_RANK_ZERO)
-    except (OSError, dist.DistError):
-        return None
+        file = (Path(error_file).parent.parent / "torchtune_adaptive_said").open("a+") if error_file else None
+    except OSError:
+        file = None
+    if file is None:
+        yield None
+        return
+    with file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        file.seek(0)
+        yield file
 
 
 def _leave(status: int) -> NoReturn:

@@ -15,7 +15,9 @@ from torchtune import training
 
 from torchtune_adaptive.assembly import RecipeParts, build_trainer
 from torchtune_adaptive.batch.row_format import RowFormat, TokenRows
+from torchtune_adaptive.checkpoints.resume import find_for_all_ranks
 from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.distributed.same_config import check_same_config
 from torchtune_adaptive.distributed.snapshot import KeptTensors
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.memory.devices import check_limit
@@ -26,6 +28,7 @@ from torchtune_adaptive.stock.checkpoints import WholeCheckpointer, checkpoint_f
 from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.stock.options import check_model, check_options, why_unrecoverable
 from torchtune_adaptive.stock.set_up import load_data, setting_up
+from torchtune_adaptive.training.metrics import TolerantLogger
 from torchtune_adaptive.training.objectives import NextToken, Objective
 from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep, Stepping
 from torchtune_adaptive.training.profiling import StepProfiler
@@ -83,9 +86,11 @@ class AdaptiveRecipe:
         check_options(cfg, self._settings, ranks=dist.get_world_size() if dist.is_initialized() else 1)
         self._stop_request = StopRequest()
         self._consensus = Consensus()
+        check_same_config(flattened(cfg), self._consensus)
         self._folder = checkpoint_folder(cfg)
-        self._resumed = self._consensus.ask_rank_zero(
-            lambda: find_checkpoint_of(cfg, self._folder, is_last=lambda one: one.epochs_run >= cfg.epochs)
+        self._resumed = find_for_all_ranks(
+            lambda: find_checkpoint_of(cfg, self._folder, is_last=lambda one: one.epochs_run >= cfg.epochs),
+            self._consensus,
         )
         self._cfg = resuming(cfg, self._resumed)
         with setting_up():
@@ -147,7 +152,7 @@ class AdaptiveRecipe:
             epochs=range(epochs_run, self.total_epochs),
             device=self._device,
             ranks=self.world_size,
-            metric_logger=self._metric_logger if self._is_rank_zero else None,
+            metric_logger=TolerantLogger(self._metric_logger) if self._is_rank_zero else None,
             log_every_steps=self._log_every_n_steps,
             with_memory_stats=self._log_peak_memory_stats,
             profiler=StepProfiler(self._profiler, memory_steps=self._memory_steps()),
@@ -177,7 +182,7 @@ class AdaptiveRecipe:
     def cleanup(self) -> None:
         """Close the logger, release everything that uses the process group, and destroy the group. A collective."""
         if self._is_rank_zero:
-            self._metric_logger.close()
+            TolerantLogger(self._metric_logger).close()
         has_group = dist.is_initialized()
         if has_group:
             dist.barrier()

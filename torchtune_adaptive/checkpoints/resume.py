@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchtune_adaptive.checkpoints.folder import Checkpoint, CheckpointFolder, read_checkpoint
+from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError, RunEnded, quote
 
 FindOther = Callable[[Path], Checkpoint | None]
@@ -46,6 +47,21 @@ def find_checkpoint(
             f" {str(folder.path)!r}, but is {quote(wanted)} instead."
         )
     return latest
+
+
+def find_for_all_ranks(find: Callable[[], Checkpoint | None], consensus: Consensus) -> Checkpoint | None:
+    """What ``find`` finds on rank 0, if every rank sees it. A collective.
+
+    Raises:
+        InputError, RunEnded: ``find`` raised it, or some rank does not see the checkpoint; on all ranks.
+    """
+    checkpoint = consensus.ask_rank_zero(find)
+    if checkpoint is not None:
+        path = checkpoint.path.absolute()
+        unseen = "" if path.is_dir() else f"on rank {consensus.rank} there is no {str(path)!r}."
+        if unseen := consensus.first_reason(unseen):
+            raise InputError(f"`resume_from_checkpoint` must be a checkpoint that all nodes see, but {unseen}")
+    return checkpoint
 
 
 def _checkpoint_at(wanted: object) -> Checkpoint:

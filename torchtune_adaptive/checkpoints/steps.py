@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torchtune import utils
 
 from torchtune_adaptive.checkpoints.folder import Checkpoint, CheckpointFolder
+from torchtune_adaptive.checkpoints.shared import check_shared, make_for_all_ranks
 from torchtune_adaptive.checkpoints.tensors import TrainedTensors
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded, reason_of
@@ -184,18 +185,8 @@ class StepCheckpoints:
             CheckpointError: it cannot be created, or some rank cannot see it. Raised on every rank.
         """
 
-        def start() -> str:
-            try:
-                self._folder.start(name)
-            except OSError as error:
-                return reason_of(error)
-            return ""
-
         failure = self._consensus.first_reason(self._tensors.unsavable())
-        failure = failure or self._consensus.ask_rank_zero(start)
-        if not failure and self._consensus.any_rank(not self._folder.unfinished(name).is_dir()):
-            failure = "the ranks must share a file system, but some cannot see the folder of rank 0"
-        if failure:
+        if failure := failure or make_for_all_ranks(name, self._folder, self._consensus):
             raise CheckpointError(failure)
 
     def _publish(self, name: str, state: AdaptiveState) -> None:
@@ -228,8 +219,12 @@ def step_checkpoints(
     settings: AdaptiveSettings,
     consensus: Consensus,
 ) -> StepCheckpoints:
-    """Step checkpoints by ``settings``, of all tensors that training changes. A collective."""
-    return StepCheckpoints(
+    """Step checkpoints by ``settings``, of all tensors that training changes. A collective.
+
+    Raises:
+        InputError: ranks save after steps, but do not share the folder.
+    """
+    checkpoints = StepCheckpoints(
         folder,
         TrainedTensors(model, optimizers, rank=consensus.rank, ranks=consensus.world_size),
         consensus,
@@ -237,6 +232,8 @@ def step_checkpoints(
         keep_last=settings.keep_last_n_checkpoints,
         in_background=settings.save_in_background,
     )
+    check_shared(folder, consensus, is_needed=settings.save_every_n_steps is not None)
+    return checkpoints
 
 
 class _Writer(FileSystemWriter):

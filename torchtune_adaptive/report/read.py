@@ -35,7 +35,7 @@ class MemoryShortage:
     """An optimizer step in which memory ran short. ``before`` and ``after`` are sizes of a micro-batch.
 
     Attributes:
-        is_out: memory ran out; if not, the allocator gave back its cache in two steps in a row.
+        is_out: memory ran out; if not, the allocator released its cache in two steps in a row.
     """
 
     step: int

@@ -52,7 +52,7 @@ def _search(search: Search, run: Run) -> Section:
     lines = [
         f"{result.strategy}: the largest batch size that fits is {result.exact_batch_size}{all_tried};"
         f" {result.batch_size} is used.{rows}",
-        f"{format_bytes(result.memory_limit_bytes)} per rank, of which {result.margin:.0%} is held back;"
+        f"{format_bytes(result.memory_limit_bytes)} per rank, of which {result.margin:.0%} is kept free;"
         f" {count_text(result.world_size, 'rank')}.",
         f"{count_text(len(result.probes), 'probe')} in {sum(probe.seconds for probe in result.probes):.1f} s,"
         f" {failed or 'none'} of them out of memory. Figures are those of rank 0.",
@@ -81,7 +81,7 @@ def _memory(run: Run) -> Iterator[str]:
 
 
 def _shortage(one: MemoryShortage) -> str:
-    what = "ran out of memory" if one.is_out else "gave back the allocator's cache in two steps in a row"
+    what = "ran out of memory" if one.is_out else "released the allocator's cache in two steps in a row"
     change = f"micro-batch {one.before} -> {one.after} {one.unit}" if one.after != one.before else "no change"
     return f"step {one.step}: {ranks_text(one.ranks)} {what} in {one.phase} ({one.figures}); {change}"
 
@@ -120,7 +120,7 @@ def _how_far(run: Run) -> str:
     if not ends:
         return done if run.steps else "Training is not recorded."
     if ends[-1].name != "ended":
-        return f"No end is recorded: the run still goes on, or was stopped. {done}"
+        return f"No end is recorded: the run is still going, or was stopped. {done}"
     return f"The run is {ends[-1].values.get('how', 'ended')}: {done}"
 
 

@@ -61,7 +61,7 @@ def _search(
             meter.set_limit(usable_bytes(settings.memory_limit_bytes, settings.margin))
         warm = prober.warm_up(bound, after_failure=restore_optimizers)
         # Context, communicators and optimizer state are allocated now, so that the remaining memory is known.
-        limit_bytes = _limit_meter(meter, settings)
+        limit_bytes = workload.consensus.min_over_ranks(_limit_meter(meter, settings))
         exact = _run_strategy(prober, progress, settings=settings, start=start, bound=bound) if warm else 0
         if workload.consensus.any_rank(is_limited):
             # Later probes have left compiled kernels in memory.
@@ -133,9 +133,12 @@ def _known_to_fit(batch_size: int, prober: Prober) -> bool:
 
 
 def _nothing_fits(meter: MemoryMeter, limit_bytes: int, margin: float, consensus: Consensus) -> NothingFitsError:
-    """The error, with the highest peak and the lowest limit of all ranks. A collective."""
+    """The error, with the highest peak of all ranks. A collective.
+
+    Args:
+        limit_bytes: the lowest of all ranks.
+    """
     peak_bytes = consensus.max_over_ranks(meter.peak_bytes)
-    limit_bytes = consensus.min_over_ranks(limit_bytes)
     return NothingFitsError(
         f"not even one row fits: its step ran out of memory at {format_bytes(peak_bytes)} on one rank, of"
         f" {format_bytes(usable_bytes(limit_bytes, margin))} usable"

@@ -20,7 +20,7 @@ log = utils.get_logger("DEBUG")
 class RunJournal:
     """Appends lines to a file of JSON lines. Only rank 0 writes.
 
-    A line that cannot be written is logged, the file is left alone from then on, and the run goes on.
+    A line that cannot be written is logged, the file is left alone from then on, and the run continues.
 
     Args:
         output_dir: of the file; made if it is not there.
@@ -43,7 +43,7 @@ class RunJournal:
         return self._descriptor is not None
 
     def begin(self, *, step: int, **values: Any) -> None:
-        """Keep the lines up to ``step``, from 0 for a run that begins anew, and append an event with ``values``.
+        """Keep the lines up to ``step``, 0 for a run from the start, and append an event with ``values``.
 
         Later lines are of steps that are now trained again.
         """

@@ -1,0 +1,157 @@
+"""Two launchers, as on two machines: they search and train as one, and when one ends the other does not wait."""
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.crash_runs import Launch, Setup, finished, last_weights, launched, step_difference
+from torchtune_adaptive.checkpoints.folder import CheckpointFolder
+
+SHORT = {"epochs": 1, "max_steps_per_epoch": 4, "tokenizer.max_seq_len": 128}
+MIB64, MIB128 = {"adaptive.memory_limit": "64MiB"}, {"adaptive.memory_limit": "128MiB"}
+# Of a machine that others use too. Without our own watch a node would wait for ten to thirty minutes.
+QUICKLY_S = 60.0
+
+
+def setup(overrides: dict[str, object], *, ranks: int = 1) -> Setup:
+    return Setup("nodes", "full", ranks, SHORT | overrides, is_distributed=True)
+
+
+@contextmanager
+def two_nodes(
+    assets: Path, directory: Path, each: Sequence[dict[str, object]], *, ranks: int = 1, **options: Any
+) -> Iterator[list[Launch]]:
+    """A launch on two nodes with these overrides for each; the first has torchrun's rendezvous."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with ExitStack() as stack:
+        launches = []
+        for node, overrides in enumerate(each):
+            given = ["--nnodes", "2", "--nproc_per_node", str(ranks), "--rdzv_backend", "c10d", "--rdzv_id", "7"]
+            given += ["--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_conf", f"is_host={node == 0}"]
+            one = launched(setup(overrides), assets, directory, options=given, **options)
+            launches.append(stack.enter_context(one))
+        yield launches
+
+
+def said(run: Launch, recipe: str = "adaptive_full_finetune_distributed") -> list[str]:
+    """The sentences that our recipe ended with."""
+    return [line.partition(": ")[2] for line in run.output.splitlines() if line.startswith(f"{recipe}: ")]
+
+
+def ends(runs: Sequence[Launch]) -> list[int]:
+    return [run.wait() for run in runs]
+
+
+REFUSED = "`margin` must be in [0, 1), but is 2 instead."
+BAD: dict[str, object] = {"adaptive.margin": 2}
+
+
+def test_a_value_that_one_node_refuses_ends_both_with_one_sentence_each(tiny_dir: Path, tmp_path: Path) -> None:
+    """The node with torchrun's rendezvous is the good one: torchrun alone would leave it waiting."""
+    with two_nodes(tiny_dir, tmp_path, [{}, BAD]) as runs:
+        assert ends(runs) == [1, 1]
+    sentences = [said(run) for run in runs]
+    assert [len(one) for one in sentences] == [1, 1]
+    assert sentences[1] == [REFUSED]
+    assert sentences[0][0].endswith(f"({socket.gethostname()}) has ended the run: {REFUSED}")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("each", [[BAD, BAD], [BAD, {}]])
+def test_a_refused_value_is_said_once_per_node(each: list[dict[str, object]], tiny_dir: Path, tmp_path: Path) -> None:
+    with two_nodes(tiny_dir, tmp_path, each, ranks=2) as runs:
+        assert ends(runs) == [1, 1]
+    sentences = [said(run) for run in runs]
+    assert [len(one) for one in sentences] == [1, 1]
+    assert all(REFUSED in one for (one,) in sentences)
+
+
+@pytest.mark.exhaustive
+def test_configs_that_differ_are_refused_on_both_nodes(tiny_dir: Path, tmp_path: Path) -> None:
+    with two_nodes(tiny_dir, tmp_path, [{"optimizer.lr": 0.001}, {"optimizer.lr": 0.5}]) as runs:
+        assert ends(runs) == [1, 1]
+    assert [len(said(run)) for run in runs] == [1, 1]
+    assert all(said(run)[0].startswith("`optimizer.lr` must be the same on all ranks") for run in runs)
+
+
+@pytest.mark.exhaustive
+def test_nodes_search_and_train_as_one_by_the_least_memory(tiny_dir: Path, tmp_path: Path) -> None:
+    search: dict[str, object] = {"use_maximum_batch_size": True}
+    with two_nodes(tiny_dir, tmp_path / "two", [search | MIB128, search | MIB64], ranks=2) as runs:
+        assert ends(runs) == [0, 0], runs[0].output[-3000:]
+    alone = finished(setup(search | MIB64, ranks=4), tiny_dir, tmp_path / "one")
+    two, one = (json.loads((run.out / "adaptive_batch.json").read_text()) for run in (runs[0], alone))
+    for name in ("batch_size", "exact_batch_size", "memory_limit_bytes", "world_size"):
+        assert two[name] == one[name], name
+    assert len(alone.steps) == 4
+    assert step_difference(alone.steps, runs[0].steps) == ""
+    theirs, ours = last_weights(alone.out, 1), last_weights(runs[0].out, 1)
+    assert theirs.keys() == ours.keys() != set()
+    for place, tensors in theirs.items():
+        assert all(torch.equal(value, ours[place][name]) for name, value in tensors.items())
+
+
+@pytest.mark.exhaustive
+def test_a_rank_out_of_memory_on_one_node_has_all_of_them_halve(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = {"kind": "full", "strike": "out_of_memory", "faults": [[1, 0, 3, 40]]}
+    monkeypatch.setenv("FAULTY_RECIPE", json.dumps(plan))
+    with two_nodes(tiny_dir, tmp_path, [{}, {}], ranks=2, recipe="faulty_recipe") as runs:
+        assert ends(runs) == [0, 0], runs[0].output[-3000:]
+    assert [step["oom_retries"] for step in runs[0].steps] == [0, 1, 1, 1]
+    assert [step["micro_batch_size"] for step in runs[0].steps] == [4, 2, 2, 2]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("killed", [0, 1])
+def test_when_a_node_is_killed_the_other_ends_and_both_go_on_later(killed: int, tiny_dir: Path, tmp_path: Path) -> None:
+    each: list[dict[str, object]] = [{"adaptive.save_every_n_steps": 1}] * 2
+    with two_nodes(tiny_dir, tmp_path, each, ranks=2, holds=[3]) as runs:
+        runs[0].wait_for_step(3)
+        victim, other = runs[killed], runs[1 - killed]
+        for run in runs:
+            assert len(run.processes) == 3
+        victim.kill()
+        started = time.monotonic()
+        assert other.wait() == 1
+        assert time.monotonic() - started < QUICKLY_S
+    (sentence,) = said(other)
+    assert sentence.endswith("is gone; its own output says why.")
+    assert [one.path.name for one in CheckpointFolder(runs[0].out).checkpoints()] == ["step_1", "step_2"]
+    with two_nodes(tiny_dir, tmp_path, each, ranks=2) as again:
+        assert ends(again) == [0, 0], again[0].output[-3000:]
+    assert "step_2" in {run.resumed_from for run in again}
+    assert again[0].step == 4
+
+
+@pytest.mark.exhaustive
+def test_when_only_a_launcher_is_killed_all_ranks_save(tiny_dir: Path, tmp_path: Path) -> None:
+    with two_nodes(tiny_dir, tmp_path, [{}, {}], holds=[2]) as runs:
+        runs[0].wait_for_step(2)
+        for run in runs:
+            assert len(run.processes) == 2
+        runs[1].send(signal.SIGKILL)
+        runs[0].release(2)
+        assert ends(runs) == [1, -signal.SIGKILL]
+    assert [one.path.name for one in CheckpointFolder(runs[0].out).checkpoints()] == ["step_3"]
+
+
+@pytest.mark.exhaustive
+def test_nodes_without_a_shared_folder_are_refused_if_they_are_to_save_steps(tiny_dir: Path, tmp_path: Path) -> None:
+    each: list[dict[str, object]] = [
+        {"adaptive.save_every_n_steps": 1, "output_dir": str(tmp_path / name)} for name in ("here", "there")
+    ]
+    with two_nodes(tiny_dir, tmp_path, each) as runs:
+        assert ends(runs) == [1, 1]
+    assert [len(said(run)) for run in runs] == [1, 1]
+    assert all(said(run)[0].startswith("`adaptive.save_every_n_steps` must be null") for run in runs)

@@ -1,0 +1,50 @@
+"""Ranks that do not share the folder of checkpoints are refused where they must write into it."""
+
+import os
+from pathlib import Path
+
+from tests.ranks import run_on_ranks
+from torchtune_adaptive.checkpoints.folder import Checkpoint, CheckpointFolder
+from torchtune_adaptive.checkpoints.resume import find_for_all_ranks
+from torchtune_adaptive.checkpoints.shared import check_shared
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.errors import InputError
+
+
+def said(rank: int, path: Path) -> list[str]:
+    """What each check says: of a shared folder, of one per rank where it is needed, or not; then of checkpoints."""
+    consensus, words = Consensus(), []
+    own = path / str(rank)
+    own.mkdir()
+    (path / "step_1").mkdir(exist_ok=True)
+    (own / f"step_{rank}").mkdir()
+    os.chdir(own)  # so that one path leads to a folder of each rank
+    checks = [
+        lambda: check_shared(CheckpointFolder(path), consensus, is_needed=True),
+        lambda: check_shared(CheckpointFolder(own), consensus, is_needed=True),
+        lambda: check_shared(CheckpointFolder(own), consensus, is_needed=False),
+        lambda: find_for_all_ranks(lambda: None, consensus),
+        lambda: find_for_all_ranks(lambda: Checkpoint(path / "step_1", 1, None, 0), consensus),
+        lambda: find_for_all_ranks(lambda: Checkpoint(Path("step_0"), 1, None, 0), consensus),
+    ]
+    for check in checks:
+        try:
+            check()
+        except InputError as error:
+            words.append(str(error))
+        else:
+            words.append("")
+    assert not list(path.rglob("unfinished_*"))
+    return words
+
+
+def test_nodes_without_a_shared_folder_are_refused_where_they_need_one(tmp_path: Path) -> None:
+    not_shared = (
+        "`adaptive.save_every_n_steps` must be null where nodes do not share `output_dir`, but"
+        f" '{tmp_path / '0'}' of rank 0 is not there on every rank."
+    )
+    unseen = (
+        "`resume_from_checkpoint` must be a checkpoint that all nodes see, but on rank 1 there is no"
+        f" '{tmp_path / '1' / 'step_0'}'."
+    )
+    assert run_on_ranks(said, 2, tmp_path) == [["", not_shared, "", "", "", unseen]] * 2

@@ -1,0 +1,35 @@
+"""Every rank must have the same config: on several nodes each launcher is given its own."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.errors import InputError, quote
+
+_MAY_DIFFER = {"adaptive.memory_limit"}  # nodes may have unequal devices; a search goes by the least
+
+
+def check_same_config(config: Mapping[str, Any], consensus: Consensus) -> None:
+    """Check that all ranks have the ``config`` (by dotted keys) of rank 0. Folders and files may differ. A collective.
+
+    Raises:
+        InputError: on all ranks, a key differs.
+    """
+    others = consensus.from_rank_zero(dict(config))
+    keys = (key for key in sorted({*config, *others}) if not _agree(key, config.get(key), others.get(key)))
+    sentence = ""
+    if key := next(keys, None):
+        sentence = (
+            f"`{key}` must be the same on all ranks, but is {quote(others.get(key))} on rank 0 and"
+            f" {quote(config.get(key))} on rank {consensus.rank}."
+        )
+    if sentence := consensus.first_reason(sentence):
+        raise InputError(sentence)
+
+
+def _agree(key: str, one: object, other: object) -> bool:
+    """Whether the values of ``key`` are equal, are places in file systems, or need not be equal."""
+    if one == other or repr(one) == repr(other) or key in _MAY_DIFFER:  # repr: for nan
+        return True
+    return isinstance(one, str) and isinstance(other, str) and os.sep in one and os.sep in other
