@@ -100,7 +100,7 @@ def test_what_another_node_has_said_ends_this_process_whatever_it_waits_for(
 
 
 class Nodes:
-    """In place of the watch of other nodes: keeps what they are told."""
+    """In place of the watch of other nodes: keeps what they get."""
 
     def __init__(self, end: Callable[[str], object]) -> None:
         self.told: list[str | None] = []

@@ -70,7 +70,7 @@ def names_in(module: Any) -> set[str]:
 
 def test_every_metric_of_a_step_has_its_place_in_the_table() -> None:
     parts = Parts(meter=CpuMeter())
-    parts.log().write(1, replace(RESULT, grad_norm=0.5), seconds=1.0)
+    parts.log().write(1, replace(RESULT, grad_norm=0.5), epoch=0, seconds=1.0)
     named = {"max_tokens_per_micro_batch", "gradient_noise_scale"}
     by_method = names_in(preference) | names_in(distillation)
     by_torchtune = {name for name in names_in(memory) if name.startswith("peak_memory")}
@@ -203,7 +203,7 @@ def test_a_logger_that_fails_loses_steps_but_not_the_run(caplog: pytest.LogCaptu
         logger.close()
     assert failing.logged == [1, 4, 5]
     assert caplog.messages == [
-        "Metrics of step 2 are not logged: ConnectionError: the service is down. Training goes on.",
+        "Metrics of step 2 are not logged: ConnectionError: the service is down. Training continues.",
         "Metrics are logged again from step 4 on; 2 steps are missing.",
         "The metric logger could not be closed: OSError: [Errno 28] No space left on device.",
     ]

@@ -8,14 +8,11 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
-NOT_YET_REWRITTEN = {"torchtune_adaptive/settings.py"}
 PROGRAMS = sorted(
-    path
-    for folder in ("torchtune_adaptive", "recipes", "examples")
-    for path in (REPOSITORY / folder).rglob("*.py")
-    if str(path.relative_to(REPOSITORY)) not in NOT_YET_REWRITTEN
+    path for folder in ("torchtune_adaptive", "recipes", "examples") for path in (REPOSITORY / folder).rglob("*.py")
 )
 PAGE_PATTERNS = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/*.md"]
+PAGE_PATTERNS += ["configs/**/*.md", "configs/**/*.yaml"]
 PAGES = sorted(path for pattern in PAGE_PATTERNS for path in REPOSITORY.glob(pattern))
 WITH_HELP = [path for path in PROGRAMS if path.parent.name == "cli" or path.name == "tiny.py"]
 LONGEST_HELP_WORDS = 25
@@ -81,7 +78,8 @@ def docstrings(path: Path) -> Iterator[str]:
 def help_texts(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.keyword) and node.arg in {"help", "description", "epilog"}:
-            yield from (one.value for one in ast.walk(node.value) if isinstance(one, ast.Constant))
+            values = (one.value for one in ast.walk(node.value) if isinstance(one, ast.Constant))
+            yield from (value for value in values if isinstance(value, str))
 
 
 def longer_than(most: int, texts: Iterator[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Several nodes: when one ends, the others are told, so that none waits for it.
+"""Several nodes: when one ends, the others end too, so that none waits for it.
 
 torchrun ends the ranks of its own node only. Without this module the other nodes would wait in their next collective
 until it times out, which takes ten to thirty minutes.

@@ -95,7 +95,7 @@ class TolerantLogger:
             self._logger.log_dict(payload, step=step)
         except Exception as error:  # of any service or file system
             if not self._lost_steps:
-                log.warning(f"Metrics of step {step} are not logged: {reason_of(error)}. Training goes on.")
+                log.warning(f"Metrics of step {step} are not logged: {reason_of(error)}. Training continues.")
             self._lost_steps += 1
             return
         if self._lost_steps:
