@@ -3,13 +3,18 @@
 import argparse
 from pathlib import Path
 
-from torchtune_adaptive.cli.arguments import Commands, integer
+from torchtune_adaptive.cli.arguments import Commands, examples, integer
 from torchtune_adaptive.plan.client import calibration_peak
 
 
 def add_calibrate(commands: Commands) -> None:
     """Add the command."""
-    command = commands.add_parser("calibrate", help="measure what this machine's GPU adds to a plan")
+    command = commands.add_parser(
+        "calibrate",
+        help="measure what this machine's GPU adds to a plan",
+        epilog=examples("calibrate --output h100.json", "calibrate --output second.json --device-index 1"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     command.add_argument("--output", required=True, type=Path, help="file to write")
     command.add_argument("--device-index", default="0", help="which GPU [0]")
     command.set_defaults(run=_calibrate)
