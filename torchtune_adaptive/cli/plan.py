@@ -53,7 +53,7 @@ def add_plan(commands: Commands) -> None:
     command.add_argument("--plot", type=Path, help="write a picture of a step's memory to FILE.svg or FILE.html")
     command.add_argument("--calibration", type=Path, help="file that `tune-adaptive calibrate` wrote on such a GPU")
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help="as for `tune run`")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="as for `run`")
     command.set_defaults(run=_plan)
 
 

@@ -6,6 +6,7 @@ torchtune's parsers and commands do the work. They read a list of recipes; in th
 import argparse
 import difflib
 import importlib
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -84,10 +85,13 @@ def run_tune_command(arguments: Sequence[str]) -> None:
     with _ours_listed():
         try:
             parsed.func(parsed)
+            if name == "ls":
+                print(f"\n{_WHICH_CONFIGS}")
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader has seen enough, as of `ls | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"Files must be readable and writable, but are not: {reason_of(error)}.") from error
-    if name == "ls":
-        print(f"\n{_WHICH_CONFIGS}")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -7,7 +7,7 @@ import sys
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.cli.arguments import Commands, examples
-from torchtune_adaptive.errors import InputError, reason_of
+from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import is_ppo, load_config, method_of, resolved
 from torchtune_adaptive.stock.own_files import adaptive_name, recipe_files
@@ -46,9 +46,10 @@ def _recipes_for(cfg: DictConfig, settings: AdaptiveSettings) -> str:
     """
     from torchtune_adaptive.stock.options import check_finds_sizes_only, check_options, check_turns  # imports torch
 
-    check_options(cfg, settings, ranks=1)
     if is_ppo(cfg):
         check_finds_sizes_only(settings, method="PPO")
+    check_options(cfg, settings, ranks=1)
+    if is_ppo(cfg):
         check_turns(cfg)
         method = "ppo_full_finetune"
     else:
@@ -71,6 +72,10 @@ def _check_components(cfg: DictConfig) -> None:
     from torchtune import config
     from torchtune.config._errors import ConfigError, InstantiationError
 
+    for name, block in cfg.items():
+        component = block.get("_component_", "") if isinstance(block, DictConfig) else ""
+        if not isinstance(component, str):
+            raise InputError(f"`{name}._component_` must be a dotted name, but is {quote(component)} instead.")
     reasons: list[str] = []
     try:
         config.validate(cfg)
@@ -78,7 +83,7 @@ def _check_components(cfg: DictConfig) -> None:
         reasons = [str(error) for error in found.errors]
     except InstantiationError as error:
         reasons = [" ".join(str(error).splitlines()[:2])]  # the third asks whether it is installed
-    except (AttributeError, TypeError, ValueError) as error:  # of a `_component_` that is no name, or of its arguments
+    except (TypeError, ValueError) as error:  # of arguments, or of a name with an empty part
         reasons = [reason_of(error)]
     if reasons:
         listed = "; ".join(" ".join(reason.split()).rstrip(".") for reason in reasons)
