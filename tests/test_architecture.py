@@ -79,6 +79,7 @@ WRITTEN_INTO = {
     "launch.py": {"sys"},  # the command line, with the config's name resolved
     "memory/storages.py": {"torch"},  # a method that no dispatch mode sees
     "cli/main.py": {"parsed"},  # argparse's
+    "cli/tune.py": {"sys"},  # the command line, which torchtune's `run` reads again
     "plan/fake_recipe.py": {
         "module",
         "optimizer",

@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 from torchtune_adaptive.errors import require_integer
 
+PROGRAM = "tune-adaptive"
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # argparse has no public name for it
 
 
@@ -24,3 +25,14 @@ def integer(name: str, text: str, *, minimum: int = 1) -> int:
     except ValueError:
         value = text  # the check below refuses it and quotes it
     return require_integer(name, value, minimum=minimum)
+
+
+def examples(*commands: str) -> str:
+    """The end of a command's help.
+
+    >>> print(examples("ls", "cat tiny/full"))
+    examples:
+      tune-adaptive ls
+      tune-adaptive cat tiny/full
+    """
+    return "\n  ".join(["examples:", *(f"{PROGRAM} {command}" for command in commands)])

@@ -3,13 +3,18 @@
 import argparse
 from pathlib import Path
 
-from torchtune_adaptive.cli.arguments import Commands, integer
+from torchtune_adaptive.cli.arguments import Commands, examples, integer
 from torchtune_adaptive.plan.client import calibration_peak
 
 
 def add_calibrate(commands: Commands) -> None:
     """Add the command."""
-    command = commands.add_parser("calibrate", help="measure the memory overhead of this machine's GPU for plans")
+    command = commands.add_parser(
+        "calibrate",
+        help="measure the memory overhead of this machine's GPU for plans",
+        epilog=examples("calibrate --output h100.json", "calibrate --output second.json --device-index 1"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     command.add_argument("--output", required=True, type=Path, help="JSON file to write")
     command.add_argument("--device-index", default="0", help="index of the GPU to measure [0]")
     command.set_defaults(run=_calibrate)

@@ -1,45 +1,78 @@
-"""``tune-adaptive``: plan what fits without a GPU; calibrate what a GPU adds to a plan; report on a run.
-
-tune-adaptive plan --config llama3_1/8B_full --nproc_per_node 8 --memory H100 --seq-len 4096,8192 [key=value ...]
-tune-adaptive plan --config llama3_1/8B_lora --memory A100-80GB --batch-size 1,2,4,8
-tune-adaptive plan --config llama3_1/8B_full --memory H100 --batch-size 4 --modules --plot step.svg
-tune-adaptive plan --config llama3_1/8B_full --memory 24GiB,A100-80GB,H100 --nproc_per_node 1,2,4,8
-tune-adaptive calibrate --output h100.json
-tune-adaptive report OUTPUT_DIR
-"""
+"""``tune-adaptive``: torchtune's commands with the adaptive recipes, and what fits without a GPU."""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
+from torchtune_adaptive.cli.arguments import PROGRAM, examples
 from torchtune_adaptive.cli.calibrate import add_calibrate
 from torchtune_adaptive.cli.plan import add_plan
 from torchtune_adaptive.cli.report import add_report
+from torchtune_adaptive.cli.tune import TUNE_COMMANDS, run_tune_command
+from torchtune_adaptive.cli.validate import add_validate
 from torchtune_adaptive.errors import InputError
+
+_STATUSES = """exit status:
+  0   done
+  1   a value was refused, or a run failed
+  2   the command line is wrong
+  75  a run on one process was asked to end by SIGTERM or SIGUSR1, and has saved its state;
+      with torchrun's options the status is 1 where a process ends with any status but 0"""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the program. A refused value ends it with one sentence on standard error and status 1."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if given and given[0] in TUNE_COMMANDS:
+            run_tune_command(given)
+        else:
+            _run_own_command(given)
+    except InputError as error:
+        sys.exit(f"{PROGRAM} {given[0]}: {error}")
+    sys.exit(0)
+
+
+def _run_own_command(arguments: Sequence[str]) -> None:
     parser = _parser()
     parsed, others = parser.parse_known_args(arguments)  # overrides may stand anywhere, as for `tune run`
     if others and ("overrides" not in parsed or any(other.startswith("-") for other in others)):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     parsed.overrides = [*vars(parsed).get("overrides", []), *others]
-    try:
-        parsed.run(parsed)
-    except InputError as error:
-        sys.exit(f"tune-adaptive {parsed.command}: {error}")
-    sys.exit(0)
+    parsed.run(parsed)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tune-adaptive", description="The largest batch of a torchtune config.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    start = examples(
+        "ls",
+        "plan --config llama3_2/1B_full --memory 24GiB",
+        "run --nproc_per_node 2 adaptive_full_finetune_distributed --config tiny/full use_maximum_batch_size=True",
+    )
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="torchtune's commands with the adaptive recipes, and plans of what fits.",
+        epilog=f"`{PROGRAM} COMMAND --help` has examples of each.\n\n{start}\n\n{_STATUSES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=_versions())
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    for name, command in TUNE_COMMANDS.items():
+        commands.add_parser(name, help=command.help, add_help=False)  # torchtune's own parser reads its arguments
+    add_validate(commands)
     add_plan(commands)
     add_calibrate(commands)
     add_report(commands)
     return parser
+
+
+def _versions() -> str:
+    try:
+        own = version("torchtune-adaptive")
+    except PackageNotFoundError:
+        own = "(not installed)"  # run from a checkout
+    return f"{PROGRAM} {own} (torchtune {version('torchtune')}, torch {version('torch')})"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from torchtune_adaptive.cli.arguments import Commands
+from torchtune_adaptive.cli.arguments import Commands, examples
 from torchtune_adaptive.files import check_writable, write_whole, writing
 from torchtune_adaptive.report.page import page
 from torchtune_adaptive.report.pictures import pictures
@@ -15,9 +15,14 @@ _PAGE_NAME = "report.html"
 
 def add_report(commands: Commands) -> None:
     """Add the command."""
-    command = commands.add_parser("report", help="what happened in a run, in words and pictures")
-    command.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's `output_dir`")
-    command.add_argument("--to", type=Path, metavar="FOLDER", help="where pictures and page are written [OUTPUT_DIR]")
+    command = commands.add_parser(
+        "report",
+        help="show what happened in a run, in words and pictures",
+        epilog=examples("report /tmp/torchtune_adaptive/tiny/full", "report OUTPUT_DIR --to pictures"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the `output_dir` of the run")
+    command.add_argument("--to", type=Path, metavar="FOLDER", help="folder for pictures and page [OUTPUT_DIR]")
     command.set_defaults(run=_report)
 
 

@@ -42,6 +42,7 @@ from torchtune_adaptive.plan.step_progress import StepProgress
 from torchtune_adaptive.plan.trace import CUDA_GRANULARITY_BYTES, ON_HOST, Mark, StepTrace
 from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.configs import method_of, resolved
+from torchtune_adaptive.stock.own_files import adaptive_name
 from torchtune_adaptive.training.train_step import TrainStep
 
 # The stock recipes of these methods shard the trained model without `custom_sharded_layers`.
@@ -250,7 +251,7 @@ def _on_fake_device(cfg: DictConfig) -> DictConfig:
 
 def _recipe_of(cfg: DictConfig) -> Any:
     """The method's recipe, set up as usual, but with fake weights instead of a checkpoint."""
-    module: Any = importlib.import_module(f"adaptive_{method_of(cfg)}_distributed")
+    module: Any = importlib.import_module(adaptive_name(f"{method_of(cfg)}_distributed"))
     names = module.StockRecipe._setup_model.__globals__
     if not isinstance(names["training"], _TrainingOnFakes):
         names["training"] = _TrainingOnFakes(names["training"])

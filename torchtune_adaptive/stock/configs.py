@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.stock.installed import stock_config_path
+from torchtune_adaptive.stock.own_files import config_dir
 
 # Stock recipes with an adaptive version, without "_distributed" and "_single_device".
 Method: TypeAlias = Literal[
@@ -35,7 +36,13 @@ def resolve_config_argument(arguments: Sequence[str]) -> list[str]:
     name, overrides = arguments[place], [*arguments[: place - 1], *arguments[place + 1 :]]
     if _HELP.isdisjoint(overrides):
         resolved(load_config(name, overrides))  # torchtune's parser would fail with a traceback
-    return [*arguments[:place], str(_config_path(name)), *arguments[place + 1 :]]
+    return [*arguments[:place], str(config_path(name)), *arguments[place + 1 :]]
+
+
+def config_path(name: str) -> Path:
+    """The file of the config of that name: an adaptive one, else a stock one. Any other name is taken as a path."""
+    own = config_dir() / f"{name}.yaml"
+    return own if own.is_file() else stock_config_path(name) or Path(name)
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
@@ -97,6 +104,11 @@ def is_lora(cfg: DictConfig) -> bool:
     return "lora_attn_modules" in cfg.model
 
 
+def is_ppo(cfg: DictConfig) -> bool:
+    """Whether ``cfg`` is for PPO."""
+    return _component(cfg, "loss") == "torchtune.rlhf.loss.PPOLoss"
+
+
 def method_of(cfg: DictConfig) -> Method:
     """The training method for ``cfg``, derived from its content, because a config does not name its recipe.
 
@@ -138,14 +150,6 @@ def _component(cfg: DictConfig, key: str) -> str:
     """The component's dotted name in a block of the config; "" if there is none."""
     block = cfg.get(key)
     return str(block.get("_component_", "")) if isinstance(block, DictConfig) else ""
-
-
-def _config_path(name: str) -> Path:
-    package = Path(__file__).parent.parent
-    for directory in (package / "configs", package.parent / "configs"):  # of an installed package, or of a checkout
-        if (directory / f"{name}.yaml").is_file():
-            return directory / f"{name}.yaml"
-    return stock_config_path(name) or Path(name)
 
 
 def _overridden(content: dict[str, Any], overrides: Sequence[str]) -> DictConfig:
@@ -190,7 +194,7 @@ def _remove(cfg: DictConfig, key: str) -> None:
 def _readable_path(name: str) -> Path:
     path = Path(name)
     try:
-        path = _config_path(name)
+        path = config_path(name)
         content = yaml.safe_load(path.read_text())
     except FileNotFoundError as error:
         raise InputError(f"`--config` must be the name or path of a config, but is {name!r}.") from error

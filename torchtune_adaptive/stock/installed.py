@@ -22,6 +22,11 @@ def recipe_dir() -> Path:
     return _package_dir().parent / "recipes"
 
 
+def stock_recipe_names() -> list[str]:
+    """The recipes that ``tune`` knows."""
+    return [recipe.name for recipe in _registered_recipes()]
+
+
 def stock_config_path(name: str) -> Path | None:
     """The stock config that ``tune`` knows as ``name``; None if there is none."""
     file_path = _registered_configs().get(name)
@@ -31,8 +36,13 @@ def stock_config_path(name: str) -> Path | None:
 @cache
 def _registered_configs() -> dict[str, str]:
     """Paths of configs relative to their folder, by name."""
+    return {config.name: config.file_path for recipe in _registered_recipes() for config in recipe.configs}
+
+
+@cache
+def _registered_recipes() -> list[Any]:
     registry: Any = module_from_file("_registry_of_torchtune", _package_dir() / "_recipe_registry.py")
-    return {config.name: config.file_path for recipe in registry.get_all_recipes() for config in recipe.configs}
+    return registry.get_all_recipes()
 
 
 def _package_dir() -> Path:

@@ -1,0 +1,199 @@
+"""``tune-adaptive run``, ``ls``, ``cp``, ``cat`` and ``download``: torchtune's own commands, which know ours too.
+
+torchtune's parsers and commands do the work. They read a list of recipes; in this process it has ours as well.
+"""
+
+import argparse
+import difflib
+import importlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from torchtune_adaptive.cli.arguments import PROGRAM, examples
+from torchtune_adaptive.errors import InputError, quote, reason_of
+from torchtune_adaptive.stock.configs import config_path, resolve_config_argument
+from torchtune_adaptive.stock.installed import stock_recipe_names
+from torchtune_adaptive.stock.own_files import configs_by_recipe, recipe_files
+
+
+class TuneCommand(NamedTuple):
+    """A command of torchtune's.
+
+    Attributes:
+        class_name: of its parser, in the module of ``torchtune._cli`` that has the command's name.
+    """
+
+    class_name: str
+    help: str
+    examples: tuple[str, ...]
+
+
+TUNE_COMMANDS = {
+    "run": TuneCommand(
+        "Run",
+        "run a recipe on one device or, with torchrun's options, on several",
+        (
+            "run adaptive_lora_finetune_single_device --config llama3_2/1B_lora_single_device"
+            " use_maximum_batch_size=True",
+            "run --nproc_per_node 2 adaptive_full_finetune_distributed --config tiny/full use_maximum_batch_size=True",
+            "run --nproc_per_node 2 full_finetune_distributed --config llama3_2/1B_full",
+            "run --nproc_per_node 2 my_recipe.py --config my_config.yaml",
+        ),
+    ),
+    "ls": TuneCommand("List", "list the recipes and configs, ours first", ("ls",)),
+    "cp": TuneCommand(
+        "Copy",
+        "copy a recipe or config",
+        ("cp tiny/full my_config.yaml", "cp adaptive_full_finetune_distributed my_recipe.py"),
+    ),
+    "cat": TuneCommand("Cat", "print a config", ("cat tiny/full", "cat llama3_2/1B_lora --sort")),
+    "download": TuneCommand(
+        "Download",
+        "download a model from the Hugging Face Hub or Kaggle",
+        ("download meta-llama/Llama-3.2-1B-Instruct --output-dir /tmp/Llama-3.2-1B-Instruct",),
+    ),
+}
+_OF_TORCHTUNE = re.compile(r"\btune(?= (run|ls|cp|cat|validate|download)\b)")
+_WHICH_CONFIGS = (
+    "An adaptive recipe takes every config of the stock recipe of that name: adaptive_full_finetune_distributed"
+    " takes those of full_finetune_distributed."
+)
+
+
+def run_tune_command(arguments: Sequence[str]) -> None:
+    """Run the command of torchtune's that ``arguments`` begin with, as ``tune`` would.
+
+    Raises:
+        InputError: there is no such recipe or config, or a file cannot be read or written.
+        SystemExit: the recipe or the parser has ended the program.
+    """
+    name = arguments[0]
+    sys.argv = [sys.argv[0], *arguments]  # which torchtune's `run` counts
+    parser = _parser_of(name)
+    parsed = parser.parse_args(arguments)
+    if name == "run":
+        with _file_listed(parsed.recipe):
+            _check_run(parsed.recipe, parsed.recipe_args)
+            parsed.func(parsed)
+        return
+    with _ours_listed():
+        try:
+            parsed.func(parsed)
+            if name == "ls":
+                print(f"\n{_WHICH_CONFIGS}")
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader has seen enough, as of `ls | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"Files must be readable and writable, but are not: {reason_of(error)}.") from error
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser of torchtune's that names this program, and has our examples."""
+
+    def __init__(self, *, prog: str, usage: str | None = None, **options: Any) -> None:
+        if (name := prog.rpartition(" ")[2]) in TUNE_COMMANDS:
+            options["epilog"] = examples(*TUNE_COMMANDS[name].examples)
+        super().__init__(prog=_renamed(prog), usage=None if usage is None else _renamed(usage), **options)
+
+    def format_help(self) -> str:
+        return _renamed(super().format_help())
+
+    def error(self, message: str) -> NoReturn:
+        super().error(_renamed(message))
+
+
+def _renamed(text: str) -> str:
+    """The text with this program's name for torchtune's.
+
+    >>> _renamed("Try `tune ls`.")
+    'Try `tune-adaptive ls`.'
+    """
+    return _OF_TORCHTUNE.sub(PROGRAM, text)
+
+
+def _parser_of(name: str) -> argparse.ArgumentParser:
+    parser = _Parser(prog=PROGRAM)
+    commands = parser.add_subparsers()
+    command = TUNE_COMMANDS[name]
+    getattr(importlib.import_module(f"torchtune._cli.{name}"), command.class_name).create(commands)
+    return parser
+
+
+@contextmanager
+def _ours_listed() -> Iterator[None]:
+    """Within, torchtune's list of recipes begins with ours and their configs."""
+    from torchtune._recipe_registry import Config, Recipe
+
+    configs = configs_by_recipe()
+    own = [
+        Recipe(
+            name, str(path), [Config(of, str(file)) for of, file in configs[name].items()], supports_distributed=True
+        )
+        for name, path in recipe_files().items()
+    ]
+    with _listed(own):
+        yield
+
+
+@contextmanager
+def _file_listed(recipe: str) -> Iterator[None]:
+    """Within, torchtune runs the file that ``recipe`` means, where it would import another or none.
+
+    It makes a module's name of a path. `./my_recipe.py` has none, and where the working directory has a copy of a
+    recipe of ours, its name may mean either. All others are run as modules, ours too, as ``tune run`` does.
+    """
+    from torchtune._recipe_registry import Recipe
+
+    path, own, file = Path(recipe), recipe_files(), None
+    if recipe in own and Path(f"{recipe}.py").is_file():
+        file = own[recipe]
+    elif path.suffix == ".py" and path.is_file() and (recipe.startswith(("/", ".")) or recipe[:-3] in own):
+        file = path.resolve()
+    with _listed([] if file is None else [Recipe(recipe, str(file), [], supports_distributed=True)]):
+        yield
+
+
+@contextmanager
+def _listed(recipes: list[Any]) -> Iterator[None]:
+    """Within, torchtune's list of recipes, whose paths may be absolute, begins with ``recipes``."""
+    from torchtune._recipe_registry import get_all_recipes
+
+    registered = get_all_recipes()
+    registered[:0] = recipes
+    try:
+        yield
+    finally:
+        del registered[: len(recipes)]
+
+
+def _check_run(recipe: str, recipe_args: list[str]) -> None:
+    """Refuse a recipe or config that is not there, before any rank is started; put the config's path for its name."""
+    known = [*recipe_files(), *stock_recipe_names()]
+    if recipe not in known and not _is_importable(recipe):
+        nearest = difflib.get_close_matches(recipe, known, n=1)
+        hint = f"; did you mean `{nearest[0]}`?" if nearest else "."
+        raise InputError(
+            f"The recipe must be a name that `{PROGRAM} ls` lists or a Python file, but is {quote(recipe)}{hint}"
+        )
+    if "--config" not in recipe_args:
+        return  # which torchtune refuses
+    if recipe in known or recipe_args[-1] == "--config":
+        recipe_args[:] = resolve_config_argument(recipe_args)
+    else:  # which may have arguments of other forms
+        place = recipe_args.index("--config") + 1
+        recipe_args[place] = str(config_path(recipe_args[place]))
+
+
+def _is_importable(recipe: str) -> bool:
+    """Whether ``recipe`` is a file, or below a package, that torchtune may run."""
+    package = recipe.replace("/", ".").partition(".")[0]
+    if Path(f"{recipe.removesuffix('.py')}.py").is_file():
+        return True
+    return package != "" and PathFinder.find_spec(package, [*sys.path, "."]) is not None

@@ -1,0 +1,90 @@
+"""``tune-adaptive validate``: check a config, and print it with its overrides and interpolations resolved."""
+
+import argparse
+import os
+import sys
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.cli.arguments import Commands, examples
+from torchtune_adaptive.errors import InputError, quote, reason_of
+from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.stock.configs import is_ppo, load_config, method_of, resolved
+from torchtune_adaptive.stock.own_files import adaptive_name, recipe_files
+
+
+def add_validate(commands: Commands) -> None:
+    """Add the command."""
+    command = commands.add_parser(
+        "validate",
+        help="check a config, and print it resolved",
+        description="Check a config as torchtune does, and our keys. Print it resolved, as YAML.",
+        epilog=examples("validate tiny/full", "validate my_config.yaml use_maximum_batch_size=True batch_size=4"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("config", help="name of a stock config or of ours, or a path")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="as for `run`")
+    command.set_defaults(run=_validate)
+
+
+def _validate(arguments: argparse.Namespace) -> None:
+    cfg = load_config(arguments.config, arguments.overrides)
+    cfg = DictConfig(resolved(cfg))
+    sys.path.append(os.getcwd())  # where a config's components may be, as for `run`
+    settings = AdaptiveSettings.from_cfg(cfg)
+    recipes = _recipes_for(cfg, settings)
+    _check_components(cfg)
+    print(f"# Config is well-formed. {recipes}")
+    print(OmegaConf.to_yaml(cfg), end="")
+
+
+def _recipes_for(cfg: DictConfig, settings: AdaptiveSettings) -> str:
+    """Which of our recipes train by ``cfg``, as a comment. None needs to if it sets none of our keys.
+
+    Raises:
+        InputError: an option is wrong, or cannot be combined with ours.
+    """
+    from torchtune_adaptive.stock.options import check_finds_sizes_only, check_options, check_turns  # imports torch
+
+    if is_ppo(cfg):
+        check_finds_sizes_only(settings, method="PPO")
+    check_options(cfg, settings, ranks=1)
+    if is_ppo(cfg):
+        check_turns(cfg)
+        method = "ppo_full_finetune"
+    else:
+        try:
+            method = method_of(cfg)
+        except InputError as refusal:
+            if settings != AdaptiveSettings():
+                raise
+            return f"No adaptive recipe trains by it: {refusal}"
+    names = [adaptive_name(f"{method}_{kind}") for kind in ("distributed", "single_device")]
+    return f"Adaptive recipes for it: {', '.join(name for name in names if name in recipe_files())}."
+
+
+def _check_components(cfg: DictConfig) -> None:
+    """Check that torchtune finds the components, and that they take their arguments.
+
+    Raises:
+        InputError: there is none of that name, or it takes no such argument.
+    """
+    from torchtune import config
+    from torchtune.config._errors import ConfigError, InstantiationError
+
+    for name, block in cfg.items():
+        component = block.get("_component_", "") if isinstance(block, DictConfig) else ""
+        if not isinstance(component, str):
+            raise InputError(f"`{name}._component_` must be a dotted name, but is {quote(component)} instead.")
+    reasons: list[str] = []
+    try:
+        config.validate(cfg)
+    except ConfigError as found:
+        reasons = [str(error) for error in found.errors]
+    except InstantiationError as error:
+        reasons = [" ".join(str(error).splitlines()[:2])]  # the third asks whether it is installed
+    except (TypeError, ValueError) as error:  # of arguments, or of a name with an empty part
+        reasons = [reason_of(error)]
+    if reasons:
+        listed = "; ".join(" ".join(reason.split()).rstrip(".") for reason in reasons)
+        raise InputError(f"The config must be well-formed, but is not: {listed}.")
