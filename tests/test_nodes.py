@@ -108,6 +108,7 @@ def test_a_node_that_fails_stays_until_the_others_have_heard_it() -> None:
     closing = threading.Thread(target=first.watch.close, args=("a full disk.",))
     closing.start()
     assert json.loads(other.read()) == "node 0 has ended the run: a full disk."
+    closing.join(0.1)
     assert closing.is_alive()
     other.vanish()
     closing.join(LONGEST_WAIT_S)
