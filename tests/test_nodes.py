@@ -108,6 +108,7 @@ def test_a_node_that_fails_stays_until_the_others_have_heard_it() -> None:
     closing = threading.Thread(target=first.watch.close, args=("a full disk.",))
     closing.start()
     assert json.loads(other.read()) == "node 0 has ended the run: a full disk."
+    closing.join(0.1)
     assert closing.is_alive()
     other.vanish()
     closing.join(LONGEST_WAIT_S)
@@ -175,6 +176,20 @@ def test_a_node_ends_when_that_with_torchruns_store_is_gone(environment: Callabl
     watch_nodes(lambda sentence: (ended.append(sentence), told.set()))
     assert told.wait(LONGEST_WAIT_S)
     assert ended == ["node 0 is gone; its own output says why."]
+
+
+def test_a_connection_that_the_network_blocks_ends_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def blocked(*_: object, **__: object) -> None:
+        raise TimeoutError("timed out")
+
+    ended: list[str] = []
+    monkeypatch.setattr(nodes, "_in_background", lambda work, *arguments: work(*arguments))
+    monkeypatch.setattr(socket, "create_connection", blocked)
+    NodeWatch("node 1", run="run", others=1, end=ended.append).join(lambda: ("127.0.0.1", 1))
+    assert ended == []
+    assert "The end of another node will not be noticed" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Two launchers, as on two machines: they search and train as one, and when one ends the other does not wait."""
 
 import json
+import re
 import signal
 import socket
 import time
@@ -44,7 +45,7 @@ def two_nodes(
 
 def said(run: Launch, recipe: str = "adaptive_full_finetune_distributed") -> list[str]:
     """The sentences that our recipe ended with."""
-    return [line.partition(": ")[2] for line in run.output.splitlines() if line.startswith(f"{recipe}: ")]
+    return re.findall(rf"{recipe}: (.*)", run.output)  # also after a progress bar, in the same line
 
 
 def ends(runs: Sequence[Launch]) -> list[int]:

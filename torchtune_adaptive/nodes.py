@@ -5,6 +5,7 @@ until it times out, which takes ten to thirty minutes.
 """
 
 import json
+import logging
 import os
 import socket
 import sys
@@ -17,10 +18,15 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not re-exported
 
+from torchtune_adaptive.errors import reason_of
+
+log = logging.getLogger(__name__)
+
 # A machine that is gone sends nothing: the system asks it after 10 s of silence, and gives it up 20 s later.
 _KEEPALIVE_S = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _LONGEST_START = timedelta(minutes=10)  # from one node's start to the start of the last one
 _LONGEST_CLOSE_S = 10.0
+_LONGEST_CONNECT_S = 60.0
 _GRACE_S = 2.0  # for a node to end by itself, with its own sentence, or to hear why another one has ended
 
 
@@ -88,7 +94,9 @@ class NodeWatch:
     def _connect(self, find: Callable[[], tuple[str, int] | None]) -> None:
         try:
             address = find()
-            link = None if address is None else socket.create_connection(address)
+            link = None if address is None else socket.create_connection(address, timeout=_LONGEST_CONNECT_S)
+        except TimeoutError as error:  # blocked between the nodes, which ends nobody
+            log.warning(f"The end of another node will not be noticed: no connection to node 0: {reason_of(error)}.")
         except (OSError, dist.DistError):
             self._lose("node 0 is gone; its own output says why.")
         else:

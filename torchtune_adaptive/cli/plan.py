@@ -65,7 +65,7 @@ def add_plan(commands: Commands) -> None:
     )
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
     command.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="override a key of the config, as with `tune run`"
+        "overrides", nargs="*", metavar="key=value", help="override a key of the config, as with `run`"
     )
     command.set_defaults(run=_plan)
 

@@ -147,7 +147,7 @@ def _file_listed(recipe: str) -> Iterator[None]:
     """Within, torchtune runs the file that ``recipe`` means, where it would import another or none.
 
     It makes a module's name of a path. `./my_recipe.py` has none, and where the working directory has a copy of a
-    recipe of ours, its name may mean either. All others are run as modules, ours too, as ``tune run`` does.
+    adaptive recipe, its name may mean either. All others are run as modules, as ``tune run`` does.
     """
     from torchtune._recipe_registry import Recipe
 

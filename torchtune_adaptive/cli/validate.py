@@ -22,7 +22,7 @@ def add_validate(commands: Commands) -> None:
         epilog=examples("validate tiny/full", "validate my_config.yaml use_maximum_batch_size=True batch_size=4"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("config", help="name of a stock config or of ours, or a path")
+    command.add_argument("config", help="name or path of a config")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="as for `run`")
     command.set_defaults(run=_validate)
 
