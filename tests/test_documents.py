@@ -218,7 +218,8 @@ SINGLE = "adaptive_lora_finetune_single_device --config llama3_1/8B_lora_single_
         "python -m torchtune_adaptive.tiny /tmp/tiny",
         "tune cp adaptive_full_finetune_distributed my_recipe.py",
         "tune run --nproc_per_node 2 my_recipe.py --config my_config.yaml batch_size=2",
-        "srun --ntasks 2 tune run --nnodes 2 adaptive_full_finetune_distributed --config tiny/full",
+        'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        'srun --ntasks 2 tune run --nnodes "$SLURM_NNODES" adaptive_full_finetune_distributed --config tiny/full',
         "torchrun --nproc_per_node 2 examples/fsdp2_loop.py",
     ],
 )
