@@ -142,15 +142,15 @@ def test_every_block_is_of_a_kind_that_is_checked(document: Path) -> None:
 
 
 @pytest.fixture
-def process_group() -> Iterator[None]:
+def process_group(tmp_path: Path) -> Iterator[None]:
     """Of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("document", [one for one in PRESENT if blocks(one, "python")], ids=name_of)
-def test_the_python_of_a_document_runs(document: Path, process_group: None, tmp_path: Path) -> None:
+def test_the_python_of_a_document_runs(document: Path, process_group: None) -> None:
     names = document_names()
     for block in blocks(document, "python"):
         exec(compile("\n" * block.line + block.text, str(document), "exec"), names)
