@@ -22,6 +22,7 @@ from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import load_config, method_of, resolved
 from torchtune_adaptive.stock.options import check_options, check_turns
 
+_OUTPUT_KEPT = re.compile(r"\w+=\$\(.*\)")
 # An assignment, or a command that starts another one, with its options.
 _BEFORE_A_COMMAND = re.compile(r"[A-Za-z_]\w*=.*|exec|srun|time|-.*|\d+", re.DOTALL)
 _OF_THE_SHELL = ("cat", "cd", "echo", "export", "ls", "mkdir", "tail")
@@ -43,6 +44,8 @@ def commands(script: str) -> Iterator[list[str]]:
     [['tune', 'ls'], ['make', 'test']]
     """
     for line in script.replace("\\\n", " ").splitlines():
+        if _OUTPUT_KEPT.fullmatch(line):
+            continue
         lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
         lexer.whitespace_split = True
         words: list[str] = []

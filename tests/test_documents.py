@@ -142,15 +142,15 @@ def test_every_block_is_of_a_kind_that_is_checked(document: Path) -> None:
 
 
 @pytest.fixture
-def process_group() -> Iterator[None]:
+def process_group(tmp_path: Path) -> Iterator[None]:
     """Of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("document", [one for one in PRESENT if blocks(one, "python")], ids=name_of)
-def test_the_python_of_a_document_runs(document: Path, process_group: None, tmp_path: Path) -> None:
+def test_the_python_of_a_document_runs(document: Path, process_group: None) -> None:
     names = document_names()
     for block in blocks(document, "python"):
         exec(compile("\n" * block.line + block.text, str(document), "exec"), names)
@@ -218,7 +218,8 @@ SINGLE = "adaptive_lora_finetune_single_device --config llama3_1/8B_lora_single_
         "python -m torchtune_adaptive.tiny /tmp/tiny",
         "tune cp adaptive_full_finetune_distributed my_recipe.py",
         "tune run --nproc_per_node 2 my_recipe.py --config my_config.yaml batch_size=2",
-        "srun --ntasks 2 tune run --nnodes 2 adaptive_full_finetune_distributed --config tiny/full",
+        'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        'srun --ntasks 2 tune run --nnodes "$SLURM_NNODES" adaptive_full_finetune_distributed --config tiny/full',
         "torchrun --nproc_per_node 2 examples/fsdp2_loop.py",
     ],
 )
