@@ -15,6 +15,7 @@ PACKAGE = REPOSITORY / "torchtune_adaptive"
 ORDER = [
     "errors",
     "files",
+    "cache",
     "text",
     "logs",
     "progress",
@@ -54,6 +55,7 @@ WITHOUT_TORCH = [
     *(
         "errors",
         "files",
+        "cache",
         "text",
         "progress",
         "signals",
