@@ -30,6 +30,7 @@ from torchtune_adaptive.distributed.snapshot import keep_random_states
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.launch import launch_on_one_device, run_recipe
 from torchtune_adaptive.memory.devices import allowed_bytes
+from torchtune_adaptive.search.found_config import end_search
 from torchtune_adaptive.search.turn_sizes import TurnSizes, find_turn_sizes
 from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.settings import AdaptiveSettings
@@ -81,7 +82,11 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             super().__init__(cfg=self._cfg)
 
     def setup(self, cfg: DictConfig) -> None:
-        """Set up as stock does, go on where a checkpoint says, and search for the sizes if the config asks for it."""
+        """Set up as stock does, go on where a checkpoint says, and search for the sizes if the config asks for it.
+
+        Raises:
+            RunEnded: the search was all that was asked for.
+        """
         with setting_up():
             super().setup(self._cfg)
         with keep_random_states([self._rng]):  # the data set's transforms may draw from them
@@ -94,13 +99,17 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         if self._settings.oom_recovery:
             log_no_recovery(WHY_UNRECOVERABLE)
         self._steps_per_turn = _steps_per_turn(cfg)
-        sizes = self._set_up_checkpoints(flattened(cfg))
+        sizes, seq_len = self._set_up_checkpoints(flattened(cfg)), None
         if sizes is not None:
             self._use(*sizes)
         elif self._settings.searches:
-            self._use_largest_sizes()
+            seq_len = self._use_largest_sizes().seq_len
         if self._settings.searches and cfg.get("compile", False):
             torch.compiler.reset()  # what was compiled for probes would make training's own sizes dynamic ones
+        if self._settings.search_only:
+            found = {"forward_batch_size": self._forward_batch_size}
+            found["gradient_accumulation_steps"] = self._gradient_accumulation_steps
+            end_search(cfg, found, seq_len=seq_len, consensus=self._consensus)
 
     def train(self) -> None:
         """Train by torchtune's own loop, and save after turns and epochs."""
@@ -191,7 +200,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             trained=self._ppo_backward_batch_size,
         )
 
-    def _use_largest_sizes(self) -> None:
+    def _use_largest_sizes(self) -> TurnSizes:
         """Search for the sizes, use them, and report them."""
         before = self._forward_batch_size, self._ppo_backward_batch_size
         with keep_random_states([self._rng]):
@@ -204,6 +213,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         steps = self._gradient_accumulation_steps
         report = {"forward_batch_size": sizes.generated, "gradient_accumulation_steps": steps, "searches": searches}
         write_report(Path(self._output_dir), report)
+        return sizes
 
     def _find_sizes(self) -> TurnSizes:
         """The largest sizes whose turn fits, on prompts of the greatest length. Leaves no trace."""

@@ -24,6 +24,7 @@ KEYS = {
     "world_size",
     "probes",
     "forecast_rows",
+    "reused",
     "history",
 }
 PROBE_KEYS = {"batch_size", "fits", "peak_bytes", "phase_peak_bytes", "seconds"}
@@ -60,6 +61,7 @@ def test_the_report_has_every_key_that_is_promised(tmp_path: Path) -> None:
         "margin": 0.05,
         "world_size": 2,
         "forecast_rows": 3.5,
+        "reused": False,
     }
     assert report["seq_len"] == 128
     assert [set(probe) for probe in report["probes"]] == [PROBE_KEYS, PROBE_KEYS]

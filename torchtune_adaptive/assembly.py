@@ -1,12 +1,13 @@
 """Build a trainer of what a recipe brings: find the sizes, prepare the recovery, go on from a saved state."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from torch import nn
 from torchtune import utils
 
@@ -25,9 +26,12 @@ from torchtune_adaptive.memory.devices import allowed_bytes, meter_for
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.search.find import first_that_fits
+from torchtune_adaptive.search.found_config import end_search, found_values
+from torchtune_adaptive.search.reuse import sizes_of_searches
 from torchtune_adaptive.search.sizes import SizeFinder, Sizes
 from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.trainer import Trainer
 from torchtune_adaptive.training.host_leak import leak_warning
 from torchtune_adaptive.training.learning_rate import BuildScheduler, LearningRate, check_follows
@@ -62,7 +66,8 @@ class RecipeParts:
         metric_logger: None on all ranks but the first.
         checkpoints: where checkpoints are written.
         resumed: what the run goes on from; None if it begins anew.
-        config: of the run, by dotted keys.
+        recipe: the name of its class.
+        cfg: the run's config as it was given.
         why_unrecoverable: why training cannot go on after an out-of-memory error; "" if it can.
         before_step: called before each optimizer step with the steps done.
         save: called after each epoch with it and the state that a resumed run goes on from.
@@ -92,7 +97,8 @@ class RecipeParts:
     output_dir: Path
     checkpoints: CheckpointFolder
     resumed: Checkpoint | None
-    config: Mapping[str, Any]
+    recipe: str
+    cfg: DictConfig
     why_unrecoverable: str
     before_step: Callable[[int], None]
     save: SaveEpoch
@@ -107,8 +113,13 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
     Raises:
         InputError: data, settings and saved state do not go together.
         NothingFitsError: not even one row fits.
+        RunEnded: the search was all that was asked for; what it found is written.
     """
-    return _Assembly(parts, settings, consensus).trainer()
+    trainer = _Assembly(parts, settings, consensus).trainer()
+    if settings.search_only:
+        found = found_values(settings, trainer.sizes, rows=trainer.loader.rows_per_micro_step)
+        end_search(parts.cfg, found, seq_len=trainer.sizes.seq_len, consensus=consensus)
+    return trainer
 
 
 class _Assembly:
@@ -118,6 +129,7 @@ class _Assembly:
         self._parts = parts
         self._settings = settings
         self._consensus = consensus
+        self._config = flattened(parts.cfg)
         self._models = nn.ModuleList(parts.models)
         self._meter = _make_meter(parts, settings, self._models)
         self._phases = Phases(parts.models, self._meter)
@@ -146,7 +158,7 @@ class _Assembly:
 
     def trainer(self) -> Trainer:
         parts, settings = self._parts, self._settings
-        saved = self._checkpoints.load(parts.resumed, config=parts.config)
+        saved = self._checkpoints.load(parts.resumed, config=self._config)
         growth = BatchGrowth(
             settings.batch_increase_function, total_epochs=parts.epochs.stop, consensus=self._consensus
         )
@@ -180,7 +192,8 @@ class _Assembly:
             if saved is not None:
                 trainer.load_state(saved)
         if settings.decides:
-            reason = f"{settings.strategy} search" if settings.use_maximum_batch_size else "config"
+            how = "size found before" if sizes.result and sizes.result.reused else f"{settings.strategy} search"
+            reason = how if settings.use_maximum_batch_size else "config"
             resumed = "" if parts.resumed is None else f", resumed at epoch {parts.epochs.start}"
             if start.epoch_steps:
                 resumed += f", step {start.epoch_steps}"
@@ -200,6 +213,9 @@ class _Assembly:
             models=parts.models,
             wanted_rows=parts.batch_size,
             tokenizer_max_seq_len=parts.tokenizer_max_seq_len,
+            found_sizes=sizes_of_searches(
+                self._config, settings, recipe=parts.recipe, device=parts.device, consensus=self._consensus
+            ),
         )
         sizes = finder.find()
         if self._meter is not None:
@@ -287,7 +303,7 @@ class _Assembly:
             self._checkpoints,
             RankStates(self._consensus, self._parts.device),
             save_epoch=self._parts.save,
-            config=self._parts.config,
+            config=self._config,
         )
 
     def _make_log(self, retry: OomRetry, growth: BatchGrowth) -> StepLog:

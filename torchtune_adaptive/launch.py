@@ -71,7 +71,7 @@ def run_recipe(recipe_class: type[AdaptiveRecipe], cfg: DictConfig) -> None:
     """Set up, train and clean up. A collective of all ranks of the launch.
 
     Raises:
-        RunEnded: all is trained already, or a signal has ended the run.
+        RunEnded: all is trained already, a signal has ended the run, or it was to search only.
     """
     if recipe_class.on_several_ranks:
         device_type = str(cfg.device).partition(":")[0]
@@ -80,8 +80,8 @@ def run_recipe(recipe_class: type[AdaptiveRecipe], cfg: DictConfig) -> None:
         start_process_group(backend)
     config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
     recipe = recipe_class(cfg=cfg)
-    recipe.setup(cfg=cfg)
     try:
+        recipe.setup(cfg=cfg)
         with recipe.listening():
             recipe.train()
     except RunEnded:

@@ -23,7 +23,6 @@ from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.signals import StopRequest
 from torchtune_adaptive.stock.activations import Activations
 from torchtune_adaptive.stock.checkpoints import WholeCheckpointer, checkpoint_folder, find_checkpoint_of, resuming
-from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.stock.options import check_model, check_options, why_unrecoverable
 from torchtune_adaptive.stock.set_up import load_data, setting_up
 from torchtune_adaptive.training.objectives import NextToken, Objective
@@ -120,8 +119,7 @@ class AdaptiveRecipe:
 
     def setup(self, cfg: DictConfig) -> None:
         """Set up as stock does, then build the trainer, which may search for the batch size. A collective."""
-        config = flattened(cfg)
-        cfg = self._cfg
+        given, cfg = cfg, self._cfg
         with setting_up():
             super().setup(cfg)  # pyright: ignore[reportAttributeAccessIssue]
         self._whole = self.keep_whole()
@@ -155,7 +153,8 @@ class AdaptiveRecipe:
             output_dir=Path(self._output_dir),
             checkpoints=self._folder,
             resumed=resumed,
-            config=config,
+            recipe=type(self).__name__,
+            cfg=given,
             why_unrecoverable=why_unrecoverable(cfg),
             before_step=self.before_step,
             save=self._save,

@@ -46,6 +46,7 @@ class SearchResult:
         probes: in the order in which sizes were tried.
         forecast_rows: the largest size before it is rounded down to whole rows, on the rank that has least; None
             without a forecast.
+        reused: whether an earlier search found the sizes, and this one only tried the largest.
     """
 
     strategy: str
@@ -57,6 +58,7 @@ class SearchResult:
     world_size: int
     probes: tuple[Probe, ...]
     forecast_rows: float | None = None
+    reused: bool = False
 
     @property
     def usable_bytes(self) -> int:

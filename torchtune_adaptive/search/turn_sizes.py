@@ -22,11 +22,13 @@ class TurnSizes:
         generated: answers that are generated at once.
         trained: answers of a micro-step of training.
         searches: by "generated" and "trained".
+        seq_len: tokens of a row.
     """
 
     generated: int
     trained: int
     searches: dict[str, SearchResult]
+    seq_len: int
 
 
 def find_turn_sizes(
@@ -40,7 +42,7 @@ def find_turn_sizes(
         workload: its train step is a turn. It takes both sizes, generated and trained, and uses the longest rows.
         answers: generated in a turn.
         answers_per_step: trained on in an optimizer step.
-        seq_len: tokens of a row, for the log.
+        seq_len: tokens of a row.
 
     Raises:
         NothingFitsError: not even one answer can be generated, or trained on.
@@ -59,7 +61,7 @@ def find_turn_sizes(
     trained, trained_search = largest("trained on", lambda size: (1, size), answers_per_step)
     generated, generated_search = largest("generated", lambda size: (size, 1), answers)
     searches = {"generated": generated_search, "trained": trained_search}
-    return TurnSizes(generated=generated, trained=trained, searches=searches)
+    return TurnSizes(generated=generated, trained=trained, searches=searches, seq_len=seq_len)
 
 
 def largest_divisor(total: int, *, at_most: int) -> int:
