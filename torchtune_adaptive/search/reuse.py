@@ -60,6 +60,8 @@ class FoundSize:
         """
         if not 1 <= self.fitting_rows <= self.batch_size <= self.exact_batch_size or self.memory_limit_bytes < 1:
             raise ValueError(f"no sizes that a search finds: {self}")
+        if self.tokens_per_second == {}:
+            raise ValueError(f"no rates: {self}")
         for name, kind in (("forecast_rows", int | float), ("token_budget", int)):
             if not isinstance(getattr(self, name), kind | None):
                 raise TypeError(f"{name} is no number: {self}")
@@ -82,7 +84,7 @@ class FoundSize:
             raise ValueError(f"`format` must be {_FORMAT}, but is {content['format']!r} instead.")
         values = {field.name: content[field.name] for field in fields(cls)}
         if (rates := values["tokens_per_second"]) is not None:
-            values["tokens_per_second"] = {int(size): float(rate) for size, rate in rates.items()}
+            values["tokens_per_second"] = {int(size): float(rate) for size, rate in dict(rates).items()}
         return cls(**values)
 
 
