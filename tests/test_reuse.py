@@ -79,9 +79,10 @@ def store(
 ) -> FoundSizes:
     """The store of a run on a GPU, with changes to its config and settings."""
     ranks = cast(Consensus, Ranks(world_size))
+    settings = {"use_maximum_batch_size": True} | settings
     under = conditions(
         CONFIG | (config or {}),
-        AdaptiveSettings(**{"use_maximum_batch_size": True} | settings),
+        AdaptiveSettings(**settings),
         recipe=recipe,
         device=torch.device("cuda"),
         consensus=ranks,
