@@ -30,6 +30,7 @@ from torchtune_adaptive.distributed.snapshot import keep_random_states
 from torchtune_adaptive.errors import InputError, RunEnded
 from torchtune_adaptive.launch import launch_on_one_device, run_recipe
 from torchtune_adaptive.memory.devices import allowed_bytes
+from torchtune_adaptive.search.found_config import end_search
 from torchtune_adaptive.search.turn_sizes import TurnSizes, find_turn_sizes
 from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.settings import AdaptiveSettings
@@ -86,7 +87,11 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             super().__init__(cfg=self._cfg)
 
     def setup(self, cfg: DictConfig) -> None:
-        """Set up as the stock recipe does, resume from a checkpoint, and search for the sizes if the config says so."""
+        """Set up as the stock recipe does, resume from a checkpoint, and search for the sizes if the config says so.
+
+        Raises:
+            RunEnded: the config asks only for the search.
+        """
         with setting_up():
             super().setup(self._cfg)
         self._metric_logger = TolerantLogger(self._metric_logger)
@@ -100,13 +105,17 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         if self._settings.oom_recovery:
             log_no_recovery(WHY_UNRECOVERABLE)
         self._steps_per_turn = _steps_per_turn(cfg)
-        sizes = self._set_up_checkpoints(flattened(cfg))
+        sizes, seq_len = self._set_up_checkpoints(flattened(cfg)), None
         if sizes is not None:
             self._use(*sizes)
         elif self._settings.searches:
-            self._use_largest_sizes()
+            seq_len = self._use_largest_sizes().seq_len
         if self._settings.searches and cfg.get("compile", False):
             torch.compiler.reset()  # code compiled for probes would make the sizes of training dynamic
+        if self._settings.search_only:
+            found = {"forward_batch_size": self._forward_batch_size}
+            found["gradient_accumulation_steps"] = self._gradient_accumulation_steps
+            end_search(cfg, found, seq_len=seq_len, consensus=self._consensus)
 
     def train(self) -> None:
         """Train by torchtune's own loop, and save after turns and epochs."""
@@ -215,7 +224,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             trained=self._ppo_backward_batch_size,
         )
 
-    def _use_largest_sizes(self) -> None:
+    def _use_largest_sizes(self) -> TurnSizes:
         """Search for the sizes, use them, and report them."""
         before = self._forward_batch_size, self._ppo_backward_batch_size
         with keep_random_states([self._rng]):
@@ -228,6 +237,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         steps = self._gradient_accumulation_steps
         report = {"forward_batch_size": sizes.generated, "gradient_accumulation_steps": steps, "searches": searches}
         write_report(Path(self._output_dir), report)
+        return sizes
 
     def _find_sizes(self) -> TurnSizes:
         """The largest sizes whose turn fits, on prompts of the greatest length. Restores all state."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR, StepLR
@@ -113,7 +114,8 @@ class Recipe:
             output_dir=directory / "output",
             checkpoints=CheckpointFolder(directory / "checkpoints"),
             resumed=None,
-            config={"optimizer._component_": "torch.optim.AdamW"},
+            recipe="Recipe",
+            cfg=OmegaConf.create({"optimizer": {"_component_": "torch.optim.AdamW"}}),
             why_unrecoverable="",
             before_step=lambda step: None,
             save=self._save,

@@ -1,6 +1,7 @@
 """A file is written whole or not at all."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,20 @@ def test_syncing_a_directory_leaves_no_descriptor_open_even_if_it_fails(
     with pytest.raises(OSError, match="input/output"):
         sync(tmp_path)
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def _write_often(path: Path, letter: str) -> None:
+    for _ in range(20):
+        write_whole(path, letter * 100_000)
+
+
+def test_a_file_is_whole_although_several_write_it_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    with ThreadPoolExecutor() as pool:
+        writers = [pool.submit(_write_often, path, letter) for letter in "abcdefgh"]
+        while not all(writer.done() for writer in writers):
+            if path.exists():
+                text = path.read_text()
+                assert (len(text), len(set(text))) == (100_000, 1)
+        assert [writer.result() for writer in writers] == [None] * 8
+    assert list(tmp_path.iterdir()) == [path]

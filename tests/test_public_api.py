@@ -85,5 +85,7 @@ def test_the_defaults_of_the_keys_are_the_documented_ones() -> None:
         "save_every_n_steps": None,
         "keep_last_n_checkpoints": None,
         "save_in_background": False,
+        "search_only": False,
+        "reuse_found_size": False,
     }
     assert not settings.searches

@@ -22,7 +22,7 @@ HERE = __name__
 BLOCK_KEYS = (
     "strategy, power_of_two, max_batch_size, memory_limit, margin, seq_len, oom_recovery, global_batch_size,"
     " max_tokens_per_micro_batch, growth_limit, lr_scaling, objective, save_every_n_steps,"
-    " keep_last_n_checkpoints, save_in_background"
+    " keep_last_n_checkpoints, save_in_background, search_only, reuse_found_size"
 )
 COMPONENT = "torchtune_adaptive.schedule"
 
@@ -74,7 +74,7 @@ def test_config_without_our_values_gives_the_defaults(cfg):
     assert (settings.global_batch_size, settings.max_tokens_per_micro_batch) == (None, None)
     assert (settings.growth_limit, settings.lr_scaling, settings.objective) == ("memory", "none", "memory")
     assert (settings.save_every_n_steps, settings.keep_last_n_checkpoints) == (None, None)
-    assert settings.save_in_background is False
+    assert (settings.save_in_background, settings.search_only, settings.reuse_found_size) == (False, False, False)
 
 
 def test_every_key_is_read():
@@ -97,6 +97,7 @@ def test_every_key_is_read():
             "save_every_n_steps": 100,
             "keep_last_n_checkpoints": 3,
             "save_in_background": True,
+            "reuse_found_size": True,
         },
     )
     assert settings == AdaptiveSettings(
@@ -117,6 +118,7 @@ def test_every_key_is_read():
         save_every_n_steps=100,
         keep_last_n_checkpoints=3,
         save_in_background=True,
+        reuse_found_size=True,
     )
 
 
@@ -302,7 +304,7 @@ def test_no_stock_config_is_refused():
 def test_switches_must_be_bool(value, quoted):
     sentence = f"must be True or False, but is {quoted} instead."
     assert refusal(use_maximum_batch_size=value) == f"`use_maximum_batch_size` {sentence}"
-    for name in ("power_of_two", "oom_recovery", "save_in_background"):
+    for name in ("power_of_two", "oom_recovery", "save_in_background", "search_only", "reuse_found_size"):
         assert refusal(adaptive={name: value}) == f"`{name}` {sentence}"
 
 
@@ -698,3 +700,43 @@ def test_the_description_of_a_key_names_every_word_that_it_takes() -> None:
     described = {key.name: key.description for key in CONFIG_KEYS}
     for name, words in {"strategy": STRATEGIES, "objective": get_args(Objective)}.items():
         assert [word for word in words if word not in described[name]] == []
+
+
+# ---- a search alone
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"use_maximum_batch_size": True},
+        {"use_maximum_batch_size": True, "adaptive": {"global_batch_size": 64, "objective": "throughput"}},
+        {"adaptive": {"max_tokens_per_micro_batch": "auto", "lr_scaling": "linear", "global_batch_size": 8}},
+        {"use_maximum_batch_size": True, "adaptive": {"max_tokens_per_micro_batch": 512}},
+    ],
+)
+def test_a_search_alone_is_asked_for_where_a_config_can_say_what_it_finds(keys: dict[str, Any]) -> None:
+    assert read(**keys | {"adaptive": keys.get("adaptive", {}) | {"search_only": True}}).search_only
+
+
+@pytest.mark.parametrize(
+    ("keys", "start"),
+    [
+        ({}, "`use_maximum_batch_size` must be True with `search_only`"),
+        ({"batch_increase_function": f"{HERE}.grow_by_two"}, "`batch_increase_function` must be null with"),
+        (
+            {"use_maximum_batch_size": True, "adaptive": {"lr_scaling": "sqrt"}},
+            "`lr_scaling` must be none with `search_only`, because it scales from the `batch_size` that the search"
+            " replaces, but is sqrt instead.",
+        ),
+        (
+            {
+                "use_maximum_batch_size": True,
+                "adaptive": {"global_batch_size": 8, "max_tokens_per_micro_batch": 512},
+            },
+            "`max_tokens_per_micro_batch` must be null or auto with `search_only` and a `global_batch_size`, because"
+            " nothing is left to search for, but is 512 instead.",
+        ),
+    ],
+)
+def test_a_search_alone_is_refused_where_a_config_could_not_say_what_it_finds(keys: dict[str, Any], start: str) -> None:
+    assert refusal(**keys | {"adaptive": keys.get("adaptive", {}) | {"search_only": True}}).startswith(start)

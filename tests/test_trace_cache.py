@@ -4,6 +4,7 @@ import gzip
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.step_events import EVENTS
 from tests.test_plan import GIB, MIB, peaks, step_of
+from torchtune_adaptive import cache
+from torchtune_adaptive.cache import user_cache_folder
 from torchtune_adaptive.plan import trace_cache
 from torchtune_adaptive.plan.step_events import StepEvents
 from torchtune_adaptive.plan.step_peaks import TracedStep
-from torchtune_adaptive.plan.trace_cache import EventsCache, TraceCache, user_cache_folder
+from torchtune_adaptive.plan.trace_cache import EventsCache, TraceCache
 
 CONFIG = OmegaConf.create({"model": {"_component_": "torchtune.models.llama2.llama2_7b"}, "batch_size": 2})
 
@@ -58,7 +61,7 @@ def test_another_config_length_or_number_of_ranks_is_traced_anew(tmp_path: Path)
 
 def test_other_versions_are_traced_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked_by_new_processes(tmp_path, CONFIG, CONFIG) == 1
-    monkeypatch.setattr(trace_cache, "_versions", lambda: ["another"])
+    monkeypatch.setattr(cache, "_versions", lambda: ["another"])
     assert asked_by_new_processes(tmp_path, CONFIG, CONFIG) == 1
 
 
@@ -152,9 +155,11 @@ def test_only_the_newest_events_are_kept_and_peaks_stay(tmp_path: Path, monkeypa
 
 def test_the_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert user_cache_folder() == tmp_path / "torchtune_adaptive" / "plans"
+    assert user_cache_folder("plans") == tmp_path / "torchtune_adaptive" / "plans"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert user_cache_folder() == Path.home() / ".cache" / "torchtune_adaptive" / "plans"
+    assert user_cache_folder("plans") == Path.home() / ".cache" / "torchtune_adaptive" / "plans"
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no HOME, and a user whom the system does not know
+    assert user_cache_folder("plans") == Path(tempfile.gettempdir()) / "torchtune_adaptive" / "plans"
 
 
 def test_a_plan_waits_for_no_import_of_torch() -> None:

@@ -1,12 +1,13 @@
 """Build a trainer from a recipe's parts: find the sizes, prepare the recovery, resume from a saved state."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from torch import nn
 from torchtune import utils
 
@@ -25,9 +26,12 @@ from torchtune_adaptive.memory.devices import allowed_bytes, meter_for
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.search.find import first_that_fits
+from torchtune_adaptive.search.found_config import end_search, found_values
+from torchtune_adaptive.search.reuse import sizes_of_searches
 from torchtune_adaptive.search.sizes import SizeFinder, Sizes
 from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.trainer import Trainer
 from torchtune_adaptive.training.host_leak import leak_warning
 from torchtune_adaptive.training.journal import RunJournal
@@ -65,7 +69,8 @@ class RecipeParts:
         metric_logger: None on all ranks except rank 0.
         checkpoints: the folder of checkpoints.
         resumed: the checkpoint from which the run resumes; None for a new run.
-        config: the run's config, by dotted keys.
+        recipe: the name of its class.
+        cfg: the run's config as the user gave it.
         why_unrecoverable: why training cannot recover from an out-of-memory error; "" if it can.
         before_step: called before each optimizer step with the number of steps done.
         save: called after each epoch with the epoch and the state for a resumed run.
@@ -95,7 +100,8 @@ class RecipeParts:
     output_dir: Path
     checkpoints: CheckpointFolder
     resumed: Checkpoint | None
-    config: Mapping[str, Any]
+    recipe: str
+    cfg: DictConfig
     why_unrecoverable: str
     before_step: Callable[[int], None]
     save: SaveEpoch
@@ -109,8 +115,13 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
     Raises:
         InputError: data, settings and saved state do not match.
         NothingFitsError: one row does not fit.
+        RunEnded: the settings ask only for the search; its result is written.
     """
-    return _Assembly(parts, settings, consensus).trainer()
+    trainer = _Assembly(parts, settings, consensus).trainer()
+    if settings.search_only:
+        found = found_values(settings, trainer.sizes, rows=trainer.loader.rows_per_micro_step)
+        end_search(parts.cfg, found, seq_len=trainer.sizes.seq_len, consensus=consensus)
+    return trainer
 
 
 class _Assembly:
@@ -120,6 +131,7 @@ class _Assembly:
         self._parts = parts
         self._settings = settings
         self._consensus = consensus
+        self._config = flattened(parts.cfg)
         self._models = nn.ModuleList(parts.models)
         self._meter = _make_meter(parts, settings, self._models)
         self._phases = Phases(parts.models, self._meter)
@@ -148,7 +160,7 @@ class _Assembly:
 
     def trainer(self) -> Trainer:
         parts, settings = self._parts, self._settings
-        saved = self._checkpoints.load(parts.resumed, config=parts.config)
+        saved = self._checkpoints.load(parts.resumed, config=self._config)
         growth = BatchGrowth(
             settings.batch_increase_function, total_epochs=parts.epochs.stop, consensus=self._consensus
         )
@@ -189,7 +201,8 @@ class _Assembly:
                 trainer.load_state(saved)
             _begin(journal, parts, start, record, searched=sizes.result is not None)
         if settings.decides:
-            reason = f"{settings.strategy} search" if settings.use_maximum_batch_size else "config"
+            how = "size found before" if sizes.result and sizes.result.reused else f"{settings.strategy} search"
+            reason = how if settings.use_maximum_batch_size else "config"
             resumed = "" if parts.resumed is None else f", resumed at epoch {parts.epochs.start}"
             if start.epoch_steps:
                 resumed += f", step {start.epoch_steps}"
@@ -209,6 +222,9 @@ class _Assembly:
             models=parts.models,
             wanted_rows=parts.batch_size,
             tokenizer_max_seq_len=parts.tokenizer_max_seq_len,
+            found_sizes=sizes_of_searches(
+                self._config, settings, recipe=parts.recipe, device=parts.device, consensus=self._consensus
+            ),
         )
         sizes = finder.find()
         if self._meter is not None:
@@ -296,7 +312,7 @@ class _Assembly:
             self._checkpoints,
             RankStates(self._consensus, self._parts.device),
             save_epoch=self._parts.save,
-            config=self._parts.config,
+            config=self._config,
         )
 
 

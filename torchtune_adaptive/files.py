@@ -2,6 +2,7 @@
 
 import errno
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from torchtune_adaptive.errors import InputError, quote, reason_of
 
 
 def write_whole(path: Path, content: str | bytes, *, makes_folder: bool = True) -> Path:
-    """Write ``content`` to ``path`` and return ``path``. A reader never sees a partial file.
+    """Write ``content`` to ``path`` and return ``path``. A reader never sees a partial file, whoever else writes it.
 
     Args:
         makes_folder: create the directory and its parents if they do not exist.
@@ -20,12 +21,15 @@ def write_whole(path: Path, content: str | bytes, *, makes_folder: bool = True) 
     """
     if makes_folder:
         path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.tmp")
-    with unfinished.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")  # each writer has its own
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return path
 
 

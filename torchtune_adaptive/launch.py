@@ -81,7 +81,7 @@ def run_recipe(recipe_class: type[AdaptiveRecipe], cfg: DictConfig) -> None:
     """Set up, train and clean up. A collective of all ranks of the launch.
 
     Raises:
-        RunEnded: training is already complete, or a signal has ended the run.
+        RunEnded: training is already complete, a signal has ended the run, or the config asks only for the search.
     """
     if recipe_class.on_several_ranks:
         device_type = str(cfg.device).partition(":")[0]
@@ -90,8 +90,8 @@ def run_recipe(recipe_class: type[AdaptiveRecipe], cfg: DictConfig) -> None:
         start_process_group(backend)
     config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
     recipe = recipe_class(cfg=cfg)
-    recipe.setup(cfg=cfg)
     try:
+        recipe.setup(cfg=cfg)
         with recipe.listening():
             recipe.train()
     except RunEnded:

@@ -124,8 +124,7 @@ class AdaptiveRecipe:
 
     def setup(self, cfg: DictConfig) -> None:
         """Set up as the stock recipe does, then build the trainer, which may run a batch size search. A collective."""
-        config = flattened(cfg)
-        cfg = self._cfg
+        given, cfg = cfg, self._cfg
         with setting_up():
             super().setup(cfg)  # pyright: ignore[reportAttributeAccessIssue]
         self._whole = self.keep_whole()
@@ -159,7 +158,8 @@ class AdaptiveRecipe:
             output_dir=Path(self._output_dir),
             checkpoints=self._folder,
             resumed=resumed,
-            config=config,
+            recipe=type(self).__name__,
+            cfg=given,
             why_unrecoverable=why_unrecoverable(cfg),
             before_step=self.before_step,
             save=self._save,

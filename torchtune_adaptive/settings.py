@@ -24,6 +24,8 @@ Objective: TypeAlias = Literal["memory", "throughput"]
 _LIKENESS = {"use_maximum_batch_size": 0.8, "batch_increase_function": 0.75, "adaptive": 0.85}
 _POSITIVE = ("max_batch_size", "memory_limit_bytes", "seq_len", "global_batch_size")
 _POSITIVE += ("save_every_n_steps", "keep_last_n_checkpoints")
+_FLAGS = ("use_maximum_batch_size", "power_of_two", "oom_recovery", "save_in_background")
+_FLAGS += ("search_only", "reuse_found_size")
 _MEMORY_TEXT = re.compile(r"\s*(-?)([0-9]{1,20}(?:\.[0-9]{0,20})?|\.[0-9]{1,20})\s*([a-z]*)\s*", re.IGNORECASE)
 _BYTES_PER_UNIT = {"": 1, "b": 1} | {
     prefix + suffix: base**power
@@ -88,9 +90,13 @@ class AdaptiveSettings:
     save_in_background: Annotated[bool, "write these checkpoints while training continues, from a copy on the host"] = (
         False
     )
+    search_only: Annotated[bool, "end after the search, and write a config with its result to output_dir"] = False
+    reuse_found_size: Annotated[
+        bool, "use the size that an earlier search found under the same conditions, if it still fits"
+    ] = False
 
     def __post_init__(self) -> None:
-        for name in ("use_maximum_batch_size", "power_of_two", "oom_recovery", "save_in_background"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"`{name}` must be True or False, but is {quote(getattr(self, name))} instead.")
         for name, values in (
@@ -127,6 +133,31 @@ class AdaptiveSettings:
         if self.objective == "throughput" and self.max_tokens_per_micro_batch == "auto":
             raise InputError(
                 "`objective` must be memory where `max_tokens_per_micro_batch` is auto, but is throughput instead."
+            )
+        if self.search_only:
+            self._refuse_what_a_config_cannot_say()
+
+    def _refuse_what_a_config_cannot_say(self) -> None:
+        """Refuse what the values of keys in a config could not say of a search's result."""
+        if self.batch_increase_function is not None:
+            raise InputError(
+                "`batch_increase_function` must be null with `search_only`, because a run whose batch grows searches"
+                f" for its own bound, but is {quote(self.batch_increase_function)} instead."
+            )
+        if not self.searches:
+            raise InputError(
+                "`use_maximum_batch_size` must be True with `search_only`, or `max_tokens_per_micro_batch` auto,"
+                " but is False instead."
+            )
+        if self.use_maximum_batch_size and self.lr_scaling != "none":
+            raise InputError(
+                "`lr_scaling` must be none with `search_only`, because it scales from the `batch_size` that the search"
+                f" replaces, but is {self.lr_scaling} instead."
+            )
+        if self.global_batch_size is not None and isinstance(self.max_tokens_per_micro_batch, int):
+            raise InputError(
+                "`max_tokens_per_micro_batch` must be null or auto with `search_only` and a `global_batch_size`,"
+                f" because nothing is left to search for, but is {self.max_tokens_per_micro_batch} instead."
             )
 
     @classmethod

@@ -10,6 +10,7 @@ from torchtune_adaptive.cli.arguments import PROGRAM, examples
 from torchtune_adaptive.cli.calibrate import add_calibrate
 from torchtune_adaptive.cli.plan import add_plan
 from torchtune_adaptive.cli.report import add_report
+from torchtune_adaptive.cli.search import run_search
 from torchtune_adaptive.cli.tune import TUNE_COMMANDS, run_tune_command
 from torchtune_adaptive.cli.validate import add_validate
 from torchtune_adaptive.errors import InputError
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         if given and given[0] in TUNE_COMMANDS:
             run_tune_command(given)
+        elif given[:1] == ["search"]:  # torchtune's own parser reads most of its arguments
+            run_search(given[1:])
         else:
             _run_own_command(given)
     except InputError as error:
@@ -63,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add_validate(commands)
     add_plan(commands)
     add_calibrate(commands)
+    commands.add_parser("search", help="find the largest batch size that fits, and end", add_help=False)
     add_report(commands)
     return parser
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from torchtune_adaptive.cache import user_cache_folder
 from torchtune_adaptive.cli.arguments import Commands, examples, integer, integers
 from torchtune_adaptive.errors import InputError, require_integer
 from torchtune_adaptive.plan.client import trace
@@ -15,7 +16,7 @@ from torchtune_adaptive.plan.plan import USUAL_SEQ_LENS, Card, Plan, Trace, plan
 from torchtune_adaptive.plan.report import grid_text, plan_json, plan_text, suggestion_text, what_if_text
 from torchtune_adaptive.plan.step_outputs import StepOutputs, trace_planned_step
 from torchtune_adaptive.plan.suggestions import Suggestion, suggestions
-from torchtune_adaptive.plan.trace_cache import TraceCache, user_cache_folder
+from torchtune_adaptive.plan.trace_cache import TraceCache
 from torchtune_adaptive.plan.what_if import what_if
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import load_config, method_of, resolved
@@ -91,7 +92,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         require_integer("batch_size", cfg.get("batch_size"), minimum=1)
     seq_lens = _seq_lens(arguments.seq_len, settings, cfg)
     batch_sizes = [] if arguments.batch_size is None else integers("batch_size", arguments.batch_size)
-    traced_by = TraceCache(trace, user_cache_folder())
+    traced_by = TraceCache(trace, user_cache_folder("plans"))
     plans = {
         name: [
             plan(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from torchtune_adaptive.cache import user_cache_folder
 from torchtune_adaptive.errors import InputError, quote
 from torchtune_adaptive.files import check_writable, write_whole, writing
 from torchtune_adaptive.plan.client import trace_events
@@ -16,7 +17,7 @@ from torchtune_adaptive.plan.report import offload_note
 from torchtune_adaptive.plan.snapshot_file import snapshot_bytes
 from torchtune_adaptive.plan.step_events import StepEvents
 from torchtune_adaptive.plan.step_plot import Device, StepPlot
-from torchtune_adaptive.plan.trace_cache import EventsCache, user_cache_folder
+from torchtune_adaptive.plan.trace_cache import EventsCache
 from torchtune_adaptive.settings import AdaptiveSettings
 
 _SNAPSHOT_ENDINGS = (".pickle",)
@@ -81,7 +82,7 @@ def trace_planned_step(planned: Plan, cfg: DictConfig) -> StepEvents:
     """
     size = _size(planned)
     traced = as_traced(AdaptiveSettings.from_cfg(cfg), cfg)
-    events_of = EventsCache(trace_events, user_cache_folder())
+    events_of = EventsCache(trace_events, user_cache_folder("plans"))
     return events_of(traced, world_size=planned.world_size, batch_size=size.batch_size, seq_len=size.seq_len)
 
 

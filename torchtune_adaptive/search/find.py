@@ -4,12 +4,15 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torchtune import utils
+
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, NothingFitsError
 from torchtune_adaptive.memory.devices import check_limit
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.memory.process_limits import held_back
 from torchtune_adaptive.search.probe import Prober, ProgressBar
+from torchtune_adaptive.search.reuse import FoundSize
 from torchtune_adaptive.search.strategies import (
     SearchResult,
     binary_search,
@@ -23,11 +26,21 @@ from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.text import format_bytes
 
+log = utils.get_logger("DEBUG")
+
 MakeBatch = Callable[[int], Any]
+
+_MORE_MEMORY = 1.01  # times what it was: then a size found before may be smaller than what fits now
 
 
 def search(
-    workload: Workload, make_batch: MakeBatch, *, settings: AdaptiveSettings, start: int, bound: int
+    workload: Workload,
+    make_batch: MakeBatch,
+    *,
+    settings: AdaptiveSettings,
+    start: int,
+    bound: int,
+    known: FoundSize | None = None,
 ) -> SearchResult:
     """The largest batch size in [1, bound] that fits on every rank, by ``settings.strategy``. A collective.
 
@@ -35,13 +48,17 @@ def search(
     Args:
         make_batch: ``make_batch(n)`` returns a worst-case batch of n rows.
         start: the first size of a binary search.
+        known: an earlier result under the same conditions. If one probe shows that it still fits, it is the result.
+
     Raises:
         InputError: the memory limit cannot be applied.
         NothingFitsError: one row does not fit.
     """
     check_limit(settings.memory_limit_bytes, workload.device)
     with _system_margin(workload, settings) as is_limited:
-        return _search(workload, make_batch, settings=settings, start=start, bound=bound, is_limited=is_limited)
+        return _search(
+            workload, make_batch, settings=settings, start=start, bound=bound, known=known, is_limited=is_limited
+        )
 
 
 def _search(
@@ -51,6 +68,7 @@ def _search(
     settings: AdaptiveSettings,
     start: int,
     bound: int,
+    known: FoundSize | None,
     is_limited: bool,
 ) -> SearchResult:
     meter, forecasts = workload.meter_for_probes(), settings.strategy == "linear_extrapolation"
@@ -62,14 +80,18 @@ def _search(
         warm = prober.warm_up(bound, after_failure=restore_optimizers)
         # Context, communicators and optimizer state are allocated now, so that the remaining memory is known.
         limit_bytes = workload.consensus.min_over_ranks(_limit_meter(meter, settings))
-        exact = _run_strategy(prober, progress, settings=settings, start=start, bound=bound) if warm else 0
-        if workload.consensus.any_rank(is_limited):
-            # Later probes have left compiled kernels in memory.
-            exact = largest_from_above(progress.fits, exact)
-        if exact == 0:
-            raise _nothing_fits(meter, limit_bytes, settings.margin, workload.consensus)
-        forecast_rows = prober.rows_by_forecast(exact) if exact < bound else None
-        batch_size = _rounded(exact, progress, prober) if settings.power_of_two else exact
+        if warm and known is not None and _still_fits(known, progress, limit_bytes, workload.consensus):
+            exact, batch_size, forecast_rows = known.exact_batch_size, known.batch_size, known.forecast_rows
+        else:
+            known = None
+            exact = _run_strategy(prober, progress, settings=settings, start=start, bound=bound) if warm else 0
+            if workload.consensus.any_rank(is_limited):
+                # Later probes have left compiled kernels in memory.
+                exact = largest_from_above(progress.fits, exact)
+            if exact == 0:
+                raise _nothing_fits(meter, limit_bytes, settings.margin, workload.consensus)
+            forecast_rows = prober.rows_by_forecast(exact) if exact < bound else None
+            batch_size = _rounded(exact, progress, prober) if settings.power_of_two else exact
     return SearchResult(
         strategy=settings.strategy,
         exact_batch_size=exact,
@@ -81,7 +103,23 @@ def _search(
         probes=tuple(prober.probes),
         forecast_rows=forecast_rows,
         forecast=prober.forecast_peaks(exact),
+        reused=known is not None,
     )
+
+
+def _still_fits(known: FoundSize, progress: ProgressBar, limit_bytes: int, consensus: Consensus) -> bool:
+    """Whether a size found before fits now, and no larger one is to be expected, by one probe. A collective."""
+    least_bytes, found = consensus.min_over_ranks(limit_bytes), f"batch_size {known.exact_batch_size}, found before,"
+    if least_bytes > known.memory_limit_bytes * _MORE_MEMORY:
+        before, now = format_bytes(known.memory_limit_bytes), format_bytes(least_bytes)
+        utils.log_rank_zero(
+            log, f"{found} is not reused, because memory was {before} then and is {now} now: searching."
+        )
+        return False
+    if progress.fits(known.exact_batch_size):
+        return True
+    utils.log_rank_zero(log, f"{found} no longer fits: searching.")
+    return False
 
 
 def first_that_fits(

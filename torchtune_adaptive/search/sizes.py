@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,8 +12,9 @@ from torchtune import utils
 from torchtune_adaptive.batch.limits import MicroBatchLimit, RowLimit, TokenLimit, halvings
 from torchtune_adaptive.batch.loader import StepLoader, check_fills_step
 from torchtune_adaptive.batch.rank_shares import most_rows
-from torchtune_adaptive.batch.row_format import Row, RowFormat, check_row_length, check_unpacked
+from torchtune_adaptive.batch.row_format import Row, RowFormat, check_row_length, check_unpacked, is_packed
 from torchtune_adaptive.search.find import search
+from torchtune_adaptive.search.reuse import FoundSize, FoundSizes
 from torchtune_adaptive.search.strategies import Probe, SearchResult
 from torchtune_adaptive.search.tables import length_table, probe_table, rate_table, summary
 from torchtune_adaptive.search.throughput import smallest_near_best, tokens_per_second
@@ -70,6 +72,7 @@ class SizeFinder:
         models: all models that process rows; each may limit their length.
         wanted_rows: the config's ``batch_size``.
         tokenizer_max_seq_len: length to which the tokenizer truncates samples; None if it does not.
+        found_sizes: results of earlier searches, to which this one is added; None to keep nothing.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class SizeFinder:
         models: Sequence[nn.Module],
         wanted_rows: int,
         tokenizer_max_seq_len: int | None,
+        found_sizes: FoundSizes | None = None,
     ) -> None:
         self._workload = workload
         self._loader = loader
@@ -90,6 +94,7 @@ class SizeFinder:
         self._models = models
         self._wanted_rows = wanted_rows
         self._tokenizer_max_seq_len = tokenizer_max_seq_len
+        self._found_sizes = found_sizes
 
     def find(self) -> Sizes:
         """Find the sizes. A collective; it restores models and optimizers.
@@ -117,32 +122,40 @@ class SizeFinder:
         row = self._worst_row()
         seq_len = self._row_format.num_tokens(row)
         bound = min(most_rows, settings.max_batch_size or most_rows)
-        result = self._search_rows(row, settings, start=self._wanted_rows, bound=bound)
+        asked = _asked(row, self._row_format, self._loader, most_rows=most_rows)
+        known = None if self._found_sizes is None else self._found_sizes.known(**asked)
+        result = self._search_rows(row, settings, start=self._wanted_rows, bound=bound, known=known)
+        known = known if result.reused else None
         utils.log_rank_zero(
             log, f"Probes, with the figures of rank 0:\n{probe_table(result)}\n{summary(result, seq_len)}"
         )
         sizes = Sizes(result=result, probe_row=row, seq_len=seq_len, fitting_rows=result.batch_size)
         if settings.max_tokens_per_micro_batch == "auto":
-            sizes = replace(sizes, token_budget=self._largest_token_budget(row, result, most_rows))
+            if known is not None and not self._budget_still_fits(known.token_budget, row, result):
+                known = None
+            budget = None if known is None else known.token_budget
+            sizes = replace(sizes, token_budget=budget or self._largest_token_budget(row, result, most_rows))
         if settings.objective == "throughput":
-            rates = self._time_sizes(row, result)
+            rates = (None if known is None else known.tokens_per_second) or self._time_sizes(row, result)
             sizes = replace(sizes, tokens_per_second=rates, fitting_rows=smallest_near_best(rates))
+        if self._found_sizes is not None and known is None:
+            least_bytes = self._workload.consensus.min_over_ranks(result.memory_limit_bytes)
+            self._found_sizes.keep(_found(sizes, result, memory_limit_bytes=least_bytes), **asked)
         return sizes
 
-    def _search_rows(self, row: Row, settings: AdaptiveSettings, *, start: int, bound: int) -> SearchResult:
+    def _search_rows(
+        self, row: Row, settings: AdaptiveSettings, *, start: int, bound: int, known: FoundSize | None = None
+    ) -> SearchResult:
         """Search for the largest number of copies of ``row``, up to ``bound``. A collective."""
-        return search(
-            self._workload, lambda rows: self._probe_batch(row, rows), settings=settings, start=start, bound=bound
-        )
+        make_batch = partial(self._probe_batch, row)
+        return search(self._workload, make_batch, settings=settings, start=start, bound=bound, known=known)
 
     def _largest_token_budget(self, row: Row, result: SearchResult, most_rows: int) -> int:
         """Padded tokens of the largest micro-batch that fits for any row lengths. A collective."""
         tried: list[tuple[int, Probe]] = []
 
         def largest_rows_at(length: int, bound: int) -> int:
-            settings = replace(self._settings, strategy="decrease_until_oom", power_of_two=False)
-            stretched = self._row_format.stretched(row, length // self._row_format.sequences)
-            found = self._search_rows(stretched, settings, start=bound, bound=bound)
+            found = self._search_length(row, length, bound)
             tried.extend((length, probe) for probe in found.probes)
             return found.exact_batch_size
 
@@ -157,6 +170,19 @@ class SizeFinder:
             log, f"Probes of other row lengths:\n{length_table(tried)}\ntoken budget: {budget} tokens with padding"
         )
         return budget
+
+    def _budget_still_fits(self, budget: int | None, row: Row, result: SearchResult) -> bool:
+        """Whether a token budget found before fits, where the rows of ``result`` do not fill it. A collective."""
+        rows = result.exact_batch_size
+        if budget is None or budget <= rows * self._row_format.padded_tokens(row):
+            return budget is not None
+        return self._search_length(row, budget // (rows + 1), rows + 1).exact_batch_size > rows
+
+    def _search_length(self, row: Row, length: int, bound: int) -> SearchResult:
+        """The search, from above, among up to ``bound`` rows of ``length`` tokens with padding. A collective."""
+        settings = replace(self._settings, strategy="decrease_until_oom", power_of_two=False)
+        stretched = self._row_format.stretched(row, length // self._row_format.sequences)
+        return self._search_rows(stretched, settings, start=bound, bound=bound)
 
     def _time_sizes(self, row: Row, result: SearchResult) -> dict[int, float]:
         """Tokens per second of the size found and of its halvings. A collective."""
@@ -229,3 +255,28 @@ def probe_batch(row: Any, rows: int, *, micro_steps: int) -> list[list[Any]]:
     [['row', 'row'], ['row', 'row']]
     """
     return [[row] * rows] * min(2, micro_steps)
+
+
+def _asked(row: Row, row_format: RowFormat, loader: StepLoader, *, most_rows: int) -> dict[str, Any]:
+    """What a search with copies of ``row`` is for."""
+    return {
+        "seq_len": row_format.num_tokens(row),
+        "keys": sorted(row),
+        "packed": is_packed(loader.dataset),
+        "most_rows": most_rows,
+        "micro_steps": loader.micro_steps,
+        "rows_per_step": loader.rows_per_step if loader.is_global else None,
+    }
+
+
+def _found(sizes: Sizes, result: SearchResult, *, memory_limit_bytes: int) -> FoundSize:
+    """What to keep of a search for later runs."""
+    return FoundSize(
+        exact_batch_size=result.exact_batch_size,
+        batch_size=result.batch_size,
+        fitting_rows=sizes.fitting_rows or result.batch_size,
+        memory_limit_bytes=memory_limit_bytes,
+        forecast_rows=result.forecast_rows,
+        token_budget=sizes.token_budget,
+        tokens_per_second=sizes.tokens_per_second,
+    )

@@ -46,6 +46,7 @@ class SearchResult:
         forecast_rows: the forecast size before it is rounded down to whole rows, the lowest of all ranks; None
             without a forecast.
         forecast: batch sizes with the peak that this rank's forecast gives them, in bytes; empty without one.
+        reused: whether an earlier search found the sizes, and this one only tried the largest.
     """
 
     strategy: str
@@ -58,6 +59,7 @@ class SearchResult:
     probes: tuple[Probe, ...]
     forecast_rows: float | None = None
     forecast: tuple[tuple[int, int], ...] = ()
+    reused: bool = False
 
     @property
     def usable_bytes(self) -> int:

@@ -48,9 +48,10 @@ def rate_table(rates: Mapping[int, float], *, chosen: int) -> str:
 
 def summary(result: SearchResult, seq_len: int) -> str:
     """The sizes found and the conditions of the search, in one line."""
+    how = "found before" if result.reused else result.strategy
     bounded = ", the largest size allowed" if result.exact_batch_size == result.bound else ""
     return (
-        f"{result.strategy}: largest batch_size that fits {result.exact_batch_size}{bounded}, used {result.batch_size}"
+        f"{how}: largest batch_size that fits {result.exact_batch_size}{bounded}, used {result.batch_size}"
         f" (rows of {seq_len} tokens, limit {format_bytes(result.memory_limit_bytes)} per rank,"
         f" margin {result.margin:g}, {result.world_size} ranks, {len(result.probes)} probes,"
         f" {sum(not probe.fits for probe in result.probes)} out of memory)"

@@ -22,11 +22,13 @@ class TurnSizes:
         generated: number of answers generated at once.
         trained: number of answers in a micro-step of training.
         searches: the searches, by "generated" and "trained".
+        seq_len: tokens per row.
     """
 
     generated: int
     trained: int
     searches: dict[str, SearchResult]
+    seq_len: int
 
 
 def find_turn_sizes(
@@ -40,6 +42,7 @@ def find_turn_sizes(
         answers: answers generated in a turn.
         answers_per_step: answers of an optimizer step.
         seq_len: tokens per row, for the log.
+
     Raises:
         NothingFitsError: generation of, or training on, a single answer does not fit.
     """
@@ -57,7 +60,7 @@ def find_turn_sizes(
     trained, trained_search = largest("trained on", lambda size: (1, size), answers_per_step)
     generated, generated_search = largest("generated", lambda size: (size, 1), answers)
     searches = {"generated": generated_search, "trained": trained_search}
-    return TurnSizes(generated=generated, trained=trained, searches=searches)
+    return TurnSizes(generated=generated, trained=trained, searches=searches, seq_len=seq_len)
 
 
 def largest_divisor(total: int, *, at_most: int) -> int:

@@ -14,13 +14,14 @@ from torchtune_adaptive.batch.noise_scale import MeasuredSchedule
 from torchtune_adaptive.errors import InputError, as_integer, quote, require_integer
 from torchtune_adaptive.settings import AdaptiveSettings
 
-# Settings that only this package's training loop supports.
+# Settings that only this package's training loop and its search support.
 _OF_OUR_TRAINING = (
     "batch_increase_function",
     "global_batch_size",
     "max_tokens_per_micro_batch",
     "lr_scaling",
     "objective",
+    "reuse_found_size",
 )
 _BLOCKS = ("checkpointer", "loss", "metric_logger", "model", "optimizer", "tokenizer")
 _BLOCKS_OF_PPO = ("policy_model", "reward_and_value_model")

@@ -1,0 +1,138 @@
+"""``tune-adaptive search``: a run that ends after its search, and the command that trains with the size found."""
+
+import argparse
+import importlib.util
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.cli.tune import run_tune_command
+from torchtune_adaptive.errors import InputError, quote, reason_of
+from torchtune_adaptive.files import check_writable
+from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.stock.configs import load_config, resolve_config_argument, resolved
+
+_HELP = """Find the largest batch size that fits, and end.
+
+OUTPUT_DIR/found.yaml is the config with the sizes found. The last line of the output is the command
+that trains with it. No checkpoint is written. TORCHRUN-OPTIONS are those of `run`.
+
+A size is found for one row length, and for everything else that memory depends on. With --reuse the size
+of an earlier search under the same conditions is used, if one probe shows that it still fits."""
+_EXAMPLES = """examples:
+  tune-adaptive search --nproc_per_node 2 adaptive_full_finetune_distributed --config tiny/full
+  tune-adaptive search --reuse adaptive_lora_finetune_single_device --config llama3_2/1B_lora_single_device
+  tune-adaptive search --nproc_per_node 8 adaptive_lora_finetune_distributed --config llama3_1/8B_lora \\
+      tokenizer.max_seq_len=4096 adaptive.max_tokens_per_micro_batch=auto
+
+exit status: 0 found; 1 a value was refused, or the run failed; 2 the command line is wrong"""
+
+
+def run_search(arguments: Sequence[str]) -> None:
+    """Search as ``arguments`` say, and print the command that trains with what was found.
+
+    Raises:
+        InputError: a value is refused.
+        SystemExit: the search or the command line has ended the program.
+    """
+    own, launched = _own_parser().parse_known_args(arguments)
+    run = _run_parser().parse_args(["run", *launched])
+    torchrun_options = launched[: len(launched) - len(run.recipe_args) - 1]
+    _refuse_stock(run.recipe)
+    keys = _keys(run.recipe_args, reuse=own.reuse)
+    path = _found_path(run.recipe_args)
+    _launch([*torchrun_options, run.recipe, *run.recipe_args, *keys])
+    if path.is_file():  # on the machine of rank 0
+        command = ["tune", "run", *torchrun_options, run.recipe, "--config", str(path)]
+        print(f"To train with what was found:\n{shlex.join(command)}", flush=True)
+
+
+def _own_parser() -> argparse.ArgumentParser:
+    """Takes what is not for `tune run`, wherever it stands, and leaves the rest in its order."""
+    parser = argparse.ArgumentParser(
+        prog="tune-adaptive search",
+        usage="tune-adaptive search [--reuse] [TORCHRUN-OPTIONS] RECIPE --config CONFIG [key=value ...]",
+        description=_HELP,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--reuse", action="store_true", help="use a size found before, if it still fits")
+    return parser
+
+
+def _run_parser() -> argparse.ArgumentParser:
+    """torchtune's own parser of `tune run`, which has torchrun's options."""
+    from torchtune._cli.run import Run  # takes seconds, which other commands spare
+
+    parser = argparse.ArgumentParser(prog="tune-adaptive search")
+    Run.create(parser.add_subparsers())
+    return parser
+
+
+def _refuse_stock(recipe: str) -> None:
+    """Refuse a recipe of torchtune's, which would know nothing of a search, and train."""
+    from torchtune._recipe_registry import get_all_recipes
+
+    name = Path(recipe).stem
+    if name in {one.name for one in get_all_recipes()}:
+        has_ours = importlib.util.find_spec(f"adaptive_{name}") is not None
+        hint = f"; did you mean `adaptive_{name}`?" if has_ours else "."
+        raise InputError(f"The recipe must be an adaptive one, which can search, but is {quote(recipe)} instead{hint}")
+
+
+def _keys(recipe_args: Sequence[str], *, reuse: bool) -> list[str]:
+    """The overrides that make a run of the recipe a search alone.
+
+    Raises:
+        InputError: the config is refused, or what its search finds cannot be put in a config.
+    """
+    keys = ["adaptive.search_only=True"] + ["adaptive.reuse_found_size=True"] * reuse
+    if not AdaptiveSettings.from_cfg(_config(recipe_args)).searches:
+        keys.insert(0, "use_maximum_batch_size=True")
+    AdaptiveSettings.from_cfg(_config([*recipe_args, *keys]))
+    return keys
+
+
+def _found_path(recipe_args: Sequence[str]) -> Path:
+    """Where the search will leave its config. One that an earlier search has left is removed.
+
+    Raises:
+        InputError: it could not be written.
+    """
+    from torchtune_adaptive.search.found_config import found_path  # needs torch
+
+    content = resolved(_config(recipe_args))
+    if not isinstance(content.get("output_dir"), str):
+        raise InputError(f"`output_dir` must be a folder, but is {quote(content.get('output_dir'))} instead.")
+    path = found_path(DictConfig(content))
+    try:
+        check_writable(path)
+        path.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"`output_dir` must be a folder that can be written, but is {quote(content['output_dir'])}:"
+            f" {reason_of(error)}."
+        ) from error
+    return path
+
+
+def _config(recipe_args: Sequence[str]) -> DictConfig:
+    arguments = resolve_config_argument(recipe_args)
+    place = arguments.index("--config")
+    return load_config(arguments[place + 1], [*arguments[:place], *arguments[place + 2 :]])
+
+
+def _launch(arguments: list[str]) -> None:
+    """Run the recipe in this process, as `run` does; return if it ends well.
+
+    Raises:
+        SystemExit: it ends with another status than 0.
+    """
+    try:
+        run_tune_command(["run", *arguments])
+    except SystemExit as end:
+        if end.code:
+            raise
