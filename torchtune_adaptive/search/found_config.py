@@ -19,7 +19,7 @@ def found_values(settings: AdaptiveSettings, sizes: Sizes, *, rows: int) -> dict
     """What a search found, as values of a config's keys.
 
     Args:
-        rows: of a micro-step, before memory has its say.
+        rows: of a micro-step, before memory limits them.
     """
     values: dict[str, Any] = {}
     if settings.max_tokens_per_micro_batch == "auto":

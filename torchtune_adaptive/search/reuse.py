@@ -40,7 +40,7 @@ class FoundSize:
     Attributes:
         exact_batch_size, batch_size, forecast_rows: as in ``SearchResult``.
         fitting_rows, token_budget, tokens_per_second: as in ``Sizes``.
-        memory_limit_bytes: the least that a rank could use, before the margin is held back.
+        memory_limit_bytes: the least that a rank could use, including the margin.
     """
 
     exact_batch_size: int
@@ -67,7 +67,7 @@ class FoundSize:
                 raise TypeError(f"{name} is no number: {self}")
         for name in ("exact_batch_size", "batch_size", "fitting_rows", "memory_limit_bytes"):
             if type(getattr(self, name)) is not int:
-                raise TypeError(f"{name} is no integer: {self}")
+                raise TypeError(f"{name} is not an integer: {self}")
 
     def as_json(self) -> dict[str, Any]:
         """What ``from_json`` reads."""
