@@ -335,8 +335,8 @@ none of torchtune's. `tiny/full` and `tiny/lora` train a tiny model on a CPU.
 
 The columns *24 GiB* to *80 GiB* have the largest batch per GPU that should fit, in rows of so many tokens; with DPO in
 pairs of two such sequences. *none*: not even one row fits. These are forecasts, made without a GPU by
-`make config-plans`, and kept in `benchmarks/results/config_plans.json` with the versions that made them. A run measures,
-and may find another size.
+`make config-plans`, and kept in `benchmarks/results/config_plans.json` with the versions that made them. A run
+measures, and may find another size.
 
 The files and this page are written by `scripts/make_configs.py` (`make configs`). torchtune 0.6.1 has no Qwen 3.
 
