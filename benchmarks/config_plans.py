@@ -22,7 +22,7 @@ from scripts.config_table import Config, all_configs
 from scripts.make_configs import DEVICES_GIB, GIB, PLANS, digest
 from torchtune_adaptive.errors import InputError, TracingError
 from torchtune_adaptive.plan.client import trace
-from torchtune_adaptive.plan.plan import Card, as_traced, plan
+from torchtune_adaptive.plan.plan import Card, Trace, as_traced, plan
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import load_config, resolved
 
@@ -45,7 +45,7 @@ def main() -> None:
     sys.exit("\n".join(failed) or 0)
 
 
-def planned(config: Config) -> dict[str, Any]:
+def planned(config: Config, *, traced_by: Trace = trace) -> dict[str, Any]:
     """What fits of ``config`` on GPUs of each size, as JSON can hold it; its step is traced once.
 
     Raises:
@@ -54,7 +54,7 @@ def planned(config: Config) -> dict[str, Any]:
     cfg = load_config(config.full_name)
     settings = AdaptiveSettings.from_cfg(cfg)
     cfg = DictConfig(resolved(cfg))
-    step = trace(as_traced(settings, cfg), world_size=config.ranks, seq_lens=[config.row_tokens])
+    step = traced_by(as_traced(settings, cfg), world_size=config.ranks, seq_lens=[config.row_tokens])
     gpus: dict[str, Any] = {}
     for size_gib in DEVICES_GIB:
         (length,) = plan(
