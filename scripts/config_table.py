@@ -106,8 +106,12 @@ class Config:
     @property
     def launch(self) -> str:
         """The command that trains."""
-        ranks = "" if self.ranks == 1 else f"--nproc_per_node {self.ranks} "
-        return f"tune run {ranks}{self.recipe} --config {self.full_name}"
+        return f"tune run {self.ranks_option}{self.recipe} --config {self.full_name}"
+
+    @property
+    def ranks_option(self) -> str:
+        """The option of a command for the number of ranks, with a space after it; nothing for one rank."""
+        return "" if self.ranks == 1 else f"--nproc_per_node {self.ranks} "
 
     @property
     def trains_all(self) -> bool:

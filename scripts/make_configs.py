@@ -118,8 +118,8 @@ def _header(config: Config, plan: Mapping[str, Any] | None) -> list[str]:
         "To launch:",
         f"  {config.launch}",
         "",
-        "To see beforehand what fits on your GPU, without using it:",
-        f"  tune-adaptive plan --config {config.full_name} --nproc_per_node {config.ranks} --memory H100",
+        "To see beforehand what fits on your GPU (its name, or a size such as 24GiB), without using it:",
+        f"  tune-adaptive plan --config {config.full_name} {config.ranks_option}--memory H100",
         "",
         *_forecast(config, plan),
     ]
@@ -132,10 +132,9 @@ def _forecast(config: Config, plan: Mapping[str, Any] | None) -> list[str]:
     row = row or f"rows of {config.row_tokens} tokens"
     header = ["GPU", "largest batch", "batch used", "peak"]
     lines = text_table([header, *([f"{size} GiB", *_figures(plan, size)] for size in DEVICES_GIB)]).splitlines()
+    each = f" on each of {config.ranks} GPUs" if config.ranks > 1 else ""
     return [
-        f"What the plan says for {row}, for each of {config.ranks} GPUs:"
-        if config.ranks > 1
-        else f"What the plan says for {row}:",
+        f"What the plan says for {row}{each}:",
         *(f"  {line}" for line in lines),
         "The batch used is a power of two and at most a GPU's share of global_batch_size; the peak is what the",
         "process needs with it. Where nothing fits, the peak is that of one row. Forecasts, made without a GPU.",
