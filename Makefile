@@ -3,7 +3,7 @@ STAMP := .venv/stamp
 PEERS_STAMP := .venv-peers/stamp
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
-.PHONY: test demo docs reference pictures bench gpu plans starts exhaustive format clean
+.PHONY: test demo docs reference pictures bench gpu plans starts configs config-plans exhaustive format clean
 
 test: $(STAMP)
 	$(IN_VENV) scripts/check
@@ -53,6 +53,14 @@ plans: $(STAMP)
 	.venv/bin/python -m benchmarks.stock_configs
 	.venv/bin/python -m benchmarks.published_points --output benchmarks/results/published_gpu.md
 	.venv/bin/python -m benchmarks.evidence
+
+configs: $(STAMP)
+	.venv/bin/python -m scripts.make_configs
+
+# The configs are written twice: to be planned, and with the plans' figures in their headers.
+config-plans: configs
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.config_plans
+	.venv/bin/python -m scripts.make_configs
 
 starts: $(STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.stock_starts

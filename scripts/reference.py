@@ -44,6 +44,8 @@ EXAMPLES = {
     "adaptive.save_every_n_steps": "adaptive.save_every_n_steps=200",
     "adaptive.keep_last_n_checkpoints": "adaptive.save_every_n_steps=200 adaptive.keep_last_n_checkpoints=2",
     "adaptive.save_in_background": "adaptive.save_every_n_steps=200 adaptive.save_in_background=True",
+    "adaptive.search_only": "use_maximum_batch_size=True adaptive.search_only=True",
+    "adaptive.reuse_found_size": "use_maximum_batch_size=True adaptive.reuse_found_size=True",
 }
 _WRONG_VALUES: tuple[Any, ...] = ({"no": "value"}, -1)  # for every key
 _NAME = re.compile(r"(?<![`\w])(?:\w+\([^)]*\)|[\w.]*_\w+)(?![`\w])")

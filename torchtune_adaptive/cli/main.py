@@ -10,7 +10,7 @@ from torchtune_adaptive.cli.arguments import PROGRAM, examples
 from torchtune_adaptive.cli.calibrate import add_calibrate
 from torchtune_adaptive.cli.plan import add_plan
 from torchtune_adaptive.cli.report import add_report
-from torchtune_adaptive.cli.search import run_search
+from torchtune_adaptive.cli.search import SEARCH_EXAMPLES, run_search
 from torchtune_adaptive.cli.tune import TUNE_COMMANDS, run_tune_command
 from torchtune_adaptive.cli.validate import add_validate
 from torchtune_adaptive.errors import InputError
@@ -62,11 +62,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     for name, command in TUNE_COMMANDS.items():
-        commands.add_parser(name, help=command.help, add_help=False)  # torchtune's own parser reads its arguments
+        # torchtune's own parser reads its arguments.
+        commands.add_parser(name, help=command.help, add_help=False, epilog=examples(*command.examples))
     add_validate(commands)
     add_plan(commands)
     add_calibrate(commands)
-    commands.add_parser("search", help="find the largest batch size that fits, and end", add_help=False)
+    commands.add_parser(
+        "search", help="find the largest batch size that fits, and end", add_help=False, epilog=SEARCH_EXAMPLES
+    )
     add_report(commands)
     return parser
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from torchtune_adaptive.cli.arguments import PROGRAM, examples
 from torchtune_adaptive.cli.tune import run_tune_command
 from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.files import check_writable
@@ -21,13 +22,12 @@ that trains with it. No checkpoint is written. TORCHRUN-OPTIONS are those of `ru
 
 A size is found for one row length, and for everything else that memory depends on. With --reuse the size
 of an earlier search under the same conditions is used, if one probe shows that it still fits."""
-_EXAMPLES = """examples:
-  tune-adaptive search --nproc_per_node 2 adaptive_full_finetune_distributed --config tiny/full
-  tune-adaptive search --reuse adaptive_lora_finetune_single_device --config llama3_2/1B_lora_single_device
-  tune-adaptive search --nproc_per_node 8 adaptive_lora_finetune_distributed --config llama3_1/8B_lora \\
-      tokenizer.max_seq_len=4096 adaptive.max_tokens_per_micro_batch=auto
-
-exit status: 0 found; 1 a value was refused, or the run failed; 2 the command line is wrong"""
+SEARCH_EXAMPLES = examples(
+    "search --nproc_per_node 2 adaptive_full_finetune_distributed --config tiny/full",
+    "search --reuse adaptive_lora_finetune_single_device --config llama3_2/1B_lora_single_device",
+    "search --nproc_per_node 8 adaptive_lora_finetune_distributed --config llama3_1/8B_lora"
+    " tokenizer.max_seq_len=4096 adaptive.max_tokens_per_micro_batch=auto",
+)
 
 
 def run_search(arguments: Sequence[str]) -> None:
@@ -52,10 +52,10 @@ def run_search(arguments: Sequence[str]) -> None:
 def _own_parser() -> argparse.ArgumentParser:
     """Takes what is not for `tune run`, wherever it stands, and leaves the rest in its order."""
     parser = argparse.ArgumentParser(
-        prog="tune-adaptive search",
-        usage="tune-adaptive search [--reuse] [TORCHRUN-OPTIONS] RECIPE --config CONFIG [key=value ...]",
+        prog=f"{PROGRAM} search",
+        usage=f"{PROGRAM} search [--reuse] [TORCHRUN-OPTIONS] RECIPE --config CONFIG [key=value ...]",
         description=_HELP,
-        epilog=_EXAMPLES,
+        epilog=SEARCH_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -67,7 +67,7 @@ def _run_parser() -> argparse.ArgumentParser:
     """torchtune's own parser of `tune run`, which has torchrun's options."""
     from torchtune._cli.run import Run  # takes seconds, which other commands spare
 
-    parser = argparse.ArgumentParser(prog="tune-adaptive search")
+    parser = argparse.ArgumentParser(prog=f"{PROGRAM} search")
     Run.create(parser.add_subparsers())
     return parser
 

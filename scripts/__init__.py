@@ -1,0 +1,1 @@
+"""What keeps the repository in order, run by hand or by CI."""
