@@ -78,7 +78,6 @@ WITHOUT_TORCH = [
 # Objects of other libraries that a module writes into, by the names that it has for them.
 WRITTEN_INTO = {
     "distributed/fsdp_state.py": {"group", "parameter", "state"},  # FSDP2's own, after a failure
-    "cli/search.py": {"sys"},  # the command line, for torchtune
     "launch.py": {"sys"},  # the command line, with the config's name resolved
     "memory/storages.py": {"torch"},  # a method that no dispatch mode sees
     "cli/main.py": {"parsed"},  # argparse's
