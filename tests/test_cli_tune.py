@@ -350,7 +350,7 @@ def test_a_component_of_the_working_directory_is_found(program: Program, monkeyp
 # ---- help
 
 
-@pytest.mark.parametrize("command", [*TUNE_COMMANDS, "validate", "plan", "calibrate"])
+@pytest.mark.parametrize("command", [*TUNE_COMMANDS, "validate", "search", "plan", "calibrate", "report"])
 def test_every_command_has_help_with_examples_whose_names_exist(command: str, program: Program) -> None:
     ended = program(command, "--help")
     assert ended.status == 0
@@ -368,7 +368,7 @@ def test_every_command_has_help_with_examples_whose_names_exist(command: str, pr
 def test_the_programs_help_lists_commands_and_exit_statuses(program: Program) -> None:
     ended = program("--help")
     assert ended.status == 0
-    for command in (*TUNE_COMMANDS, "validate", "plan", "calibrate"):
+    for command in (*TUNE_COMMANDS, "validate", "search", "plan", "calibrate", "report"):
         assert re.search(rf"^    {command}\b", ended.out, re.M), command
     assert [int(status) for status in re.findall(r"^  (\d+)  ", ended.out, re.M)] == [0, 1, 2, 75]
 

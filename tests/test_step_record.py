@@ -5,9 +5,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
 
 from tests.test_assembly import Recipe, train
 from tests.test_step_log import RESULT, Parts
@@ -168,7 +169,8 @@ def test_a_run_is_recorded_from_start_to_end_with_the_figures_that_it_logged(tmp
 
 def test_a_summary_says_what_was_done_and_where_it_lies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recipe = Recipe(tmp_path)
-    recipe.parts = replace(recipe.parts, config={**recipe.parts.config, "metric_logger.log_dir": "/logs"})
+    cfg = OmegaConf.merge(recipe.parts.cfg, {"metric_logger": {"log_dir": "/logs"}})
+    recipe.parts = replace(recipe.parts, cfg=cast(DictConfig, cfg))
     train(recipe, use_maximum_batch_size=True, memory_limit_bytes=2**20, max_batch_size=3, power_of_two=False)
     title, *rows = caplog.messages[-1].splitlines()
     found = {row[2:19].strip(): row[19:] for row in rows}

@@ -112,6 +112,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
     """The trainer, with sizes by the settings, at the start of a run or where it resumes. A collective.
 
     Searches and dry runs restore all state.
+
     Raises:
         InputError: data, settings and saved state do not match.
         NothingFitsError: one row does not fit.
@@ -179,7 +180,7 @@ class _Assembly:
             journal = RunJournal(parts.output_dir, writes=parts.metric_logger is not None)
             events = RunEvents(journal, retry, checkpoints=lambda: parts.checkpoints.finished)
             step_log = _make_log(parts, self._step, retry, self._loader, growth, events)
-            logs = parts.config.get("metric_logger.log_dir")
+            logs = self._config.get("metric_logger.log_dir")
             summary = RunSummary(step_log, retry, self._loader, record, events, sizes=sizes, logs=logs)
             trainer = Trainer(
                 self._step,
