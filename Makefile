@@ -12,7 +12,7 @@ test: $(STAMP)
 demo: $(STAMP)
 	$(IN_VENV) scripts/demo
 
-# The report's pictures and page in docs/images, from a run of two minutes.
+# The report's pictures and page in docs/images, from a run on the CPU.
 pictures: $(STAMP)
 	$(IN_VENV) scripts/pictures
 
