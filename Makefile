@@ -20,7 +20,7 @@ docs: $(STAMP)
 reference: $(STAMP)
 	.venv/bin/python -m scripts.reference
 
-# The report's pictures and page in docs/images, from a run of two minutes.
+# The report's pictures and page in docs/images, from a run on the CPU.
 pictures: $(STAMP)
 	$(IN_VENV) scripts/pictures
 
