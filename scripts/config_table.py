@@ -291,7 +291,7 @@ _METHODS: Mapping[str, Mapping[Method, tuple[int, ...]]] = {
     "qwen2_5/32B": {"lora": (8,), "qlora": (1,)},
     "gemma2/2B": {"full": (4,), "lora": (1,), "qlora": (1,)},
     "gemma2/9B": {"full": (4,), "lora": (4,), "qlora": (1,)},
-    "gemma2/27B": {"full": (4,), "lora": (4,), "qlora": (1,)},
+    "gemma2/27B": {"full": (8,), "lora": (4,), "qlora": (1,)},
     "mistral/7B": {"full": (4, 1), "lora": (1,), "qlora": (1,)},
     "phi4/14B": {"full": (4, 1), "lora": (1,), "qlora": (1,)},
 }

@@ -19,6 +19,7 @@ from torchtune_adaptive.settings import CONFIG_KEYS, ConfigKey
 from torchtune_adaptive.text import text_table
 
 REPOSITORY = Path(__file__).parent.parent
+_NOT_PLANNED = ("search_only", "reuse_found_size")  # of `adaptive`
 PLANS = REPOSITORY / "benchmarks" / "results" / "config_plans.json"
 DEVICES_GIB = (24, 40, 80)
 GIB = 2**30
@@ -82,8 +83,10 @@ def body(config: Config) -> str:
 
 
 def digest(config: Config) -> str:
-    """What a plan is of: it changes with any of the config's values and with its ranks."""
-    values = OmegaConf.to_container(OmegaConf.create(body(config)))
+    """What a plan is of: it changes with any of the config's values that a plan may depend on, and with its ranks."""
+    values: Any = OmegaConf.to_container(OmegaConf.create(body(config)))
+    for key in _NOT_PLANNED:
+        del values["adaptive"][key]
     return hashlib.sha256(json.dumps([values, config.ranks], sort_keys=True).encode()).hexdigest()[:16]
 
 
