@@ -68,7 +68,7 @@ WITHOUT_TORCH = [
         "memory/resident",
     ),
     *("batch/limits", "batch/noise_scale", "batch/increase_function"),
-    *("search/strategies", "search/tables", "search/token_budget"),
+    *("search/strategies", "search/tables", "search/token_budget", "search/found_size"),
     *("training/horizon", "training/run_state", "training/file_names"),
     *("report/read", "report/story", "report/page", "report/pictures"),
     *("plan/layer_extrapolation", "plan/host_memory", "plan/step_peaks", "plan/overhead", "plan/gpus", "plan/kernels"),

@@ -113,7 +113,12 @@ def searched(kind: str, tiny_dir: Path, output_dir: Path, **options: Any) -> Dic
     with pytest.raises(RunEnded) as end:
         set_up(adaptive_recipe(kind), cfg)
     assert end.value.status == 0
-    assert {path.name for path in output_dir.iterdir()} <= {"adaptive_batch.json", "adaptive.lock", "found.yaml"}
+    assert {path.name for path in output_dir.iterdir()} <= {
+        "adaptive_batch.json",
+        "adaptive_steps.jsonl",
+        "adaptive.lock",
+        "found.yaml",
+    }
     return load_config(str(output_dir / "found.yaml"))
 
 
@@ -336,8 +341,8 @@ def test_two_ranks_search_and_the_printed_command_trains_with_that_size(tiny_dir
     assert (tune, run) == ("tune", "run")
     training = tune_run(*command, directory=tmp_path)
     assert training.returncode == 0, training.stderr[-3000:]
-    assert "Probes as rank 0 saw them" in errors
-    assert "Probes as rank 0 saw them" not in training.stderr
+    assert "Probes, with the figures of rank 0" in errors
+    assert "Probes, with the figures of rank 0" not in training.stderr
     state = read_checkpoint(out / "epoch_0").state
     assert state is not None
     assert (state.batch_size, state.global_step) == (found, 2)

@@ -1,18 +1,18 @@
 """Search for the largest batch that fits, for the recipes and for ``find_max_batch_size``."""
 
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torchtune import utils
-
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, NothingFitsError
+from torchtune_adaptive.logs import warn_on_rank_zero
 from torchtune_adaptive.memory.devices import check_limit
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.memory.process_limits import held_back
+from torchtune_adaptive.search.found_size import FoundSize
 from torchtune_adaptive.search.probe import Prober, ProgressBar
-from torchtune_adaptive.search.reuse import FoundSize
 from torchtune_adaptive.search.strategies import (
     SearchResult,
     binary_search,
@@ -26,7 +26,7 @@ from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.text import format_bytes
 
-log = utils.get_logger("DEBUG")
+log = logging.getLogger(__name__)
 
 MakeBatch = Callable[[int], Any]
 
@@ -80,7 +80,7 @@ def _search(
         warm = prober.warm_up(bound, after_failure=restore_optimizers)
         # Context, communicators and optimizer state are allocated now, so that the remaining memory is known.
         limit_bytes = workload.consensus.min_over_ranks(_limit_meter(meter, settings))
-        if warm and known is not None and _still_fits(known, progress, limit_bytes, workload.consensus):
+        if warm and known is not None and _still_fits(known, progress, limit_bytes):
             exact, batch_size, forecast_rows = known.exact_batch_size, known.batch_size, known.forecast_rows
         else:
             known = None
@@ -107,18 +107,20 @@ def _search(
     )
 
 
-def _still_fits(known: FoundSize, progress: ProgressBar, limit_bytes: int, consensus: Consensus) -> bool:
-    """Whether a size found before fits now, and no larger one is to be expected, by one probe. A collective."""
-    least_bytes, found = consensus.min_over_ranks(limit_bytes), f"batch_size {known.exact_batch_size}, found before,"
-    if least_bytes > known.memory_limit_bytes * _MORE_MEMORY:
-        before, now = format_bytes(known.memory_limit_bytes), format_bytes(least_bytes)
-        utils.log_rank_zero(
-            log, f"{found} is not reused, because memory was {before} then and is {now} now: searching."
-        )
+def _still_fits(known: FoundSize, progress: ProgressBar, limit_bytes: int) -> bool:
+    """Whether a size found before fits now, by one probe, and a larger one is not expected to. A collective.
+
+    Args:
+        limit_bytes: the lowest of all ranks.
+    """
+    found = f"batch_size {known.exact_batch_size}, found before,"
+    if limit_bytes > known.memory_limit_bytes * _MORE_MEMORY:
+        before, now = format_bytes(known.memory_limit_bytes), format_bytes(limit_bytes)
+        warn_on_rank_zero(log, f"{found} is not reused, because memory was {before} then and is {now} now: searching.")
         return False
     if progress.fits(known.exact_batch_size):
         return True
-    utils.log_rank_zero(log, f"{found} no longer fits: searching.")
+    warn_on_rank_zero(log, f"{found} no longer fits: searching.")
     return False
 
 

@@ -3,7 +3,6 @@
 import os
 import resource
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ from torchtune_adaptive.cache import KeptFiles, Question, user_cache_folder
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.memory.meter import device_memory_bytes
+from torchtune_adaptive.search.found_size import FoundSize
 from torchtune_adaptive.settings import AdaptiveSettings
 
 log = utils.get_logger("DEBUG")
 
-_FORMAT = 1
 _KEPT_FILES = 512
 # Keys of a config on which memory does not depend, with all that is below them. Any other key counts.
 _WITHOUT_EFFECT = (
@@ -31,61 +30,6 @@ _LOOKED_AT = ("dataset", "tokenizer", "batch_size", "use_maximum_batch_size", "b
 _SETTINGS = ("power_of_two", "max_batch_size", "memory_limit_bytes", "margin", "max_tokens_per_micro_batch")
 _SETTINGS += ("global_batch_size", "growth_limit", "objective")
 _ALLOCATOR_OPTIONS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FoundSize:
-    """What a search found.
-
-    Attributes:
-        exact_batch_size, batch_size, forecast_rows: as in ``SearchResult``.
-        fitting_rows, token_budget, tokens_per_second: as in ``Sizes``.
-        memory_limit_bytes: the least that a rank could use, including the margin.
-    """
-
-    exact_batch_size: int
-    batch_size: int
-    fitting_rows: int
-    memory_limit_bytes: int
-    forecast_rows: float | None
-    token_budget: int | None
-    tokens_per_second: dict[int, float] | None
-
-    def __post_init__(self) -> None:
-        """Refuse what no search can have found, as a damaged file may hold it.
-
-        Raises:
-            TypeError: a size is no number.
-            ValueError: the sizes contradict each other.
-        """
-        if not 1 <= self.fitting_rows <= self.batch_size <= self.exact_batch_size or self.memory_limit_bytes < 1:
-            raise ValueError(f"no sizes that a search finds: {self}")
-        if self.tokens_per_second == {}:
-            raise ValueError(f"no rates: {self}")
-        for name, kind in (("forecast_rows", int | float), ("token_budget", int)):
-            if not isinstance(getattr(self, name), kind | None):
-                raise TypeError(f"{name} is no number: {self}")
-        for name in ("exact_batch_size", "batch_size", "fitting_rows", "memory_limit_bytes"):
-            if type(getattr(self, name)) is not int:
-                raise TypeError(f"{name} is not an integer: {self}")
-
-    def as_json(self) -> dict[str, Any]:
-        """What ``from_json`` reads."""
-        return {"format": _FORMAT} | asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Any) -> "FoundSize":
-        """What ``as_json`` gave.
-
-        Raises:
-            TypeError, ValueError, LookupError: it did not give this.
-        """
-        if content["format"] != _FORMAT:
-            raise ValueError(f"`format` must be {_FORMAT}, but is {content['format']!r} instead.")
-        values = {field.name: content[field.name] for field in fields(cls)}
-        if (rates := values["tokens_per_second"]) is not None:
-            values["tokens_per_second"] = {int(size): float(rate) for size, rate in dict(rates).items()}
-        return cls(**values)
 
 
 def sizes_of_searches(

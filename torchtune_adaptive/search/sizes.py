@@ -14,7 +14,8 @@ from torchtune_adaptive.batch.loader import StepLoader, check_fills_step
 from torchtune_adaptive.batch.rank_shares import most_rows
 from torchtune_adaptive.batch.row_format import Row, RowFormat, check_row_length, check_unpacked, is_packed
 from torchtune_adaptive.search.find import search
-from torchtune_adaptive.search.reuse import FoundSize, FoundSizes
+from torchtune_adaptive.search.found_size import FoundSize
+from torchtune_adaptive.search.reuse import FoundSizes
 from torchtune_adaptive.search.strategies import Probe, SearchResult
 from torchtune_adaptive.search.tables import length_table, probe_table, rate_table, summary
 from torchtune_adaptive.search.throughput import smallest_near_best, tokens_per_second
