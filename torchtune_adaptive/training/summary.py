@@ -1,5 +1,6 @@
 """What a run has done, logged when it ends."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -106,8 +107,12 @@ def summary_text(title: str, rows: Mapping[str, str | None]) -> str:
 
 
 def report_command(output_dir: Path) -> str:
-    """The command that draws the pictures of a run."""
-    return f"tune-adaptive report {output_dir}"
+    """The command that draws the pictures of a run, for a shell.
+
+    >>> report_command(Path("my runs/1"))
+    "tune-adaptive report 'my runs/1'"
+    """
+    return f"tune-adaptive report {shlex.quote(str(output_dir))}"
 
 
 def arrows(values: Sequence[Any]) -> str:
