@@ -42,7 +42,7 @@ class Model:
     Attributes:
         builder: of torchtune.models, with {} where a builder for LoRA has "lora_".
         source: name at the Hugging Face Hub.
-        num_files: of the checkpoint; more than 2 are named by their format.
+        num_files: of the checkpoint.
         file_format: with the number of a file and of all.
         ignored: pattern of files that need not be downloaded.
         is_gated: whether a download needs a token.

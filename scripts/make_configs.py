@@ -87,6 +87,8 @@ def digest(config: Config) -> str:
     values: Any = OmegaConf.to_container(OmegaConf.create(body(config)))
     for key in _NOT_PLANNED:
         del values["adaptive"][key]
+    for key in [key for key in values if key.endswith("checkpointer")]:
+        del values[key]
     return hashlib.sha256(json.dumps([values, config.ranks], sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -198,11 +200,12 @@ def _checkpointer(config: Config) -> str:
 
 
 def _checkpoint_of(model: Model) -> dict[str, Any]:
-    files: Any = {"filename_format": model.file_format, "max_filename": f"{model.num_files:05d}"}
+    total = f"{model.num_files:05d}"
+    files: Any = {"filename_format": model.file_format, "max_filename": total}
     if model.num_files == 1:
         files = ["model.safetensors"]
-    elif model.num_files == 2:
-        files = [model.file_format.format(f"{number:05d}", "00002") for number in (1, 2)]
+    elif model.num_files <= 6:  # a list, as torchtune has it: an override by another list needs one
+        files = [model.file_format.format(f"{number:05d}", total) for number in range(1, model.num_files + 1)]
     return {
         "_component_": "torchtune.training.FullModelHFCheckpointer",
         "checkpoint_dir": model.folder,
@@ -278,6 +281,8 @@ def _lines(values: Mapping[str, Any], *, indent: str) -> list[str]:
         comment = f"  # {COMMENTS[key]}" if key in COMMENTS else ""
         if isinstance(value, Mapping):
             lines += [f"{indent}{key}:", *_lines(value, indent=f"{indent}  ")]
+        elif key == "checkpoint_files":
+            lines += [f"{indent}{key}:", *(f"{indent}  - {name}" for name in value)]
         else:
             quoted = f'"{value}"' if key == "max_filename" else _text(value)  # leading zeros
             lines.append(f"{indent}{key}: {quoted}{comment}")
