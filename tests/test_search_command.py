@@ -327,6 +327,7 @@ def found_size(output_dir: Path) -> int:
     return cast(int, load_config(str(output_dir / "found.yaml")).batch_size)
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_search_and_the_printed_command_trains_with_that_size(tiny_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out dir"
     given = ["--nproc_per_node", "2", RECIPE, "--config", "tiny/full", f"tiny_dir={tiny_dir}", f"output_dir={out}"]
