@@ -10,8 +10,8 @@ from tests.method_runs import LOGGED_OTHERWISE, ROWS_THAT_FIT, STRATEGIES, Trial
 from tests.ranks import run_alone, run_on_ranks
 from tests.recipe_runs import RECIPES, shallow_assets
 
-# Finetuning has files of its own, and the other three are made of what those left have: among the exhaustive tests.
-ELSEWHERE = ("full", "lora", "full_single", "lora_single", "lora_dpo", "lora_kd", "lora_qat")
+# Finetuning has files of its own, and the others are made of what those left have: among the exhaustive tests.
+ELSEWHERE = ("full", "lora", "full_single", "lora_single", "lora_dpo", "lora_kd", "full_qat", "lora_qat")
 KINDS = [pytest.param(kind, marks=pytest.mark.exhaustive) if kind in ELSEWHERE else kind for kind in RECIPES]
 MEANS = ("rewards/", "log_probs/", "logits/")  # stock takes means of means
 

@@ -204,6 +204,7 @@ def _asked_to_end(assets: Path, output_dir: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_is_asked_to_end_saves_its_turn_and_goes_on_with_the_same_sizes(
     assets: Path, tmp_path: Path
 ) -> None:

@@ -56,6 +56,7 @@ REFUSED = "`margin` must be in [0, 1), but is 2 instead."
 BAD: dict[str, object] = {"adaptive.margin": 2}
 
 
+@pytest.mark.exhaustive
 def test_a_value_that_one_node_refuses_ends_both_with_one_sentence_each(tiny_dir: Path, tmp_path: Path) -> None:
     """The node with torchrun's rendezvous is the good one: torchrun alone would leave it waiting."""
     with two_nodes(tiny_dir, tmp_path, [{}, BAD]) as runs:

@@ -103,6 +103,7 @@ def test_stock_tune_run_starts_every_recipe(kind: str, tiny_dir: Path, tmp_path:
     assert list((tmp_path / "epoch_0").iterdir())
 
 
+@pytest.mark.exhaustive
 def test_on_a_single_device_stock_tune_run_searches_and_trains(tiny_dir: Path, tmp_path: Path) -> None:
     overrides = [f"tiny_dir={tiny_dir}", f"output_dir={tmp_path / 'out'}", "use_maximum_batch_size=True", *SHORT]
     recipe = "adaptive_full_finetune_single_device"
