@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 # A machine that is gone sends nothing: the system asks it after 10 s of silence, and gives it up 20 s later.
 _KEEPALIVE_S = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _LONGEST_START = timedelta(minutes=10)  # from one node's start to the start of the last one
+_LONGEST_JOIN_S = 60.0  # for the others to connect: torchrun has started all nodes, but imports take their time
 _LONGEST_CLOSE_S = 10.0
 _LONGEST_CONNECT_S = 60.0
 _GRACE_S = 2.0  # for a node to end by itself, with its own sentence, or to hear why another one has ended
@@ -71,13 +72,15 @@ class NodeWatch:
         """Tell the other nodes that this one ends: None if its run is complete, else why.
 
         With a reason it returns when the others have ended too, or are about to: torchrun ends a node's ranks before
-        they can say a word when the launcher that all nodes have met at is gone. Nothing takes over ten seconds.
+        they can print a sentence when the launcher that all nodes have met at is gone. Then it waits at most a minute
+        for nodes that have not connected yet, and ten seconds for those that have.
         """
         self._ends.set()
-        self._wait_for(lambda: len(self._links) >= self._others)
+        longest_s = _LONGEST_CLOSE_S if reason is None else _LONGEST_JOIN_S
+        self._wait_for(lambda: len(self._links) >= self._others, longest_s)
         self._tell(None if reason is None else f"{self._name} has ended the run: {reason}")
         if reason is not None:
-            self._wait_for(lambda: self._silent >= self._others)
+            self._wait_for(lambda: self._silent >= self._others, _LONGEST_CLOSE_S)
         if self._server is not None:
             self._server.close()
 
@@ -132,9 +135,9 @@ class NodeWatch:
             self._tell(sentence)
             self._end(sentence)
 
-    def _wait_for(self, condition: Callable[[], bool]) -> None:
+    def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> None:
         with self._changes:
-            self._changes.wait_for(condition, timeout=_LONGEST_CLOSE_S)
+            self._changes.wait_for(condition, timeout=timeout_s)
 
     def _tell(self, words: str | None) -> None:
         for link in self._links:
