@@ -167,6 +167,24 @@ def test_nodes_find_each_other_by_torchruns_store(environment: Callable[..., Non
     first.close(None)
 
 
+def test_what_another_rank_of_a_node_reports_ends_all_nodes(
+    environment: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "_LONGEST_CLOSE_S", 0.0)
+    ended: dict[str, str] = {}
+    told = threading.Event()
+    environment(GROUP_RANK="0")
+    first = watch_nodes(lambda sentence: (ended.setdefault("0", sentence), told.set()))
+    environment(GROUP_RANK="1", LOCAL_RANK="1")
+    reporter = watch_nodes(lambda sentence: None)
+    assert isinstance(reporter, nodes.Reporter)
+    reporter.close(None)
+    threading.Thread(target=reporter.close, args=("a bug.",), daemon=True).start()  # until node 0's process ends
+    assert told.wait(LONGEST_WAIT_S)
+    assert ended == {"0": f"node 1 ({socket.gethostname()}) has ended the run: a bug."}
+    first.close(None)
+
+
 def test_a_node_ends_when_that_with_torchruns_store_is_gone(environment: Callable[..., None]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -192,10 +210,8 @@ def test_a_connection_that_the_network_blocks_ends_nobody(
     assert "The end of another node will not be noticed" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "changes", [{"GROUP_WORLD_SIZE": "1"}, {"LOCAL_RANK": "1"}, {"TORCHELASTIC_USE_AGENT_STORE": "False"}]
-)
-def test_one_node_and_other_ranks_watch_nothing(environment: Callable[..., None], changes: dict[str, str]) -> None:
+@pytest.mark.parametrize("changes", [{"GROUP_WORLD_SIZE": "1"}, {"TORCHELASTIC_USE_AGENT_STORE": "False"}])
+def test_one_node_watches_nothing(environment: Callable[..., None], changes: dict[str, str]) -> None:
     environment(GROUP_RANK="0", **changes)
     threads = threading.active_count()
     assert isinstance(watch_nodes(lambda sentence: None), NoWatch)

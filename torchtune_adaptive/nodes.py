@@ -114,6 +114,10 @@ class NodeWatch:
             hello = _message(lines.readline())
             if not isinstance(hello, dict) or hello.get("run") != self._run:
                 return
+            if "reason" in hello:  # of a `Reporter`
+                self._lose(str(hello["reason"]), wait=True)
+                lines.readline()  # until one of both processes ends
+                return
             with self._changes:
                 self._links.append(link)
                 self._changes.notify_all()
@@ -145,24 +149,55 @@ class NodeWatch:
                 _send(link, words)
 
 
+class Reporter:
+    """Reports why this rank ends to node 0, from a rank that is not its node's first.
+
+    Otherwise torchrun would end the first one before it can pass the reason on.
+
+    Args:
+        name: of this node, for sentences.
+        run: as in ``NodeWatch``.
+        find: waits for node 0's address; None: there is none to be found.
+    """
+
+    def __init__(self, name: str, *, run: str, find: Callable[[], tuple[str, int] | None]) -> None:
+        self._name = name
+        self._run = run
+        self._find = find
+
+    def close(self, reason: str | None) -> None:
+        """Report ``reason`` unless it is None, and return when node 0 has ended, or after a minute."""
+        if reason is None:
+            return
+        with suppress(OSError, dist.DistError):
+            if (address := self._find()) is None:
+                return
+            with socket.create_connection(address, timeout=_LONGEST_JOIN_S) as link, link.makefile() as lines:
+                _send(link, {"run": self._run, "reason": f"{self._name} has ended the run: {reason}"})
+                while lines.readline():
+                    pass
+
+    def wait_for_news(self) -> None:
+        """Call before an error is shown. The launcher ends this process if its node's first rank prints the cause."""
+        threading.Event().wait(3 * _GRACE_S)
+
+
 class NoWatch:
-    """In place of a ``NodeWatch`` where there is one node, or for a rank that is not its node's first."""
+    """In place of the others where there is only one node."""
 
     def close(self, reason: str | None) -> None: ...
 
     def wait_for_news(self) -> None: ...
 
 
-def watch_nodes(end: Callable[[str], object]) -> NodeWatch | NoWatch:
+def watch_nodes(end: Callable[[str], object]) -> NodeWatch | Reporter | NoWatch:
     """Begin to watch the other nodes of torchrun's launch, if there are some and this is the first rank of its node."""
     node, nodes = int(os.environ.get("GROUP_RANK", 0)), int(os.environ.get("GROUP_WORLD_SIZE", 1))
-    if nodes == 1 or os.environ.get("LOCAL_RANK") != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if nodes == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return NoWatch()
     key = f"torchtune_adaptive/nodes/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     name = f"node {node} ({socket.gethostname()})"
-    watch = NodeWatch(
-        name, run=f"{key} {os.environ.get('TORCHELASTIC_RUN_ID')}", others=1 if node else nodes - 1, end=end
-    )
+    run = f"{key} {os.environ.get('TORCHELASTIC_RUN_ID')}"
     host = os.environ["MASTER_ADDR"]
 
     def find_node_zero() -> tuple[str, int] | None:
@@ -173,6 +208,9 @@ def watch_nodes(end: Callable[[str], object]) -> NodeWatch | NoWatch:
                 return None
             return host, int(store.get(key))
 
+    if os.environ.get("LOCAL_RANK") != "0":
+        return Reporter(name, run=run, find=find_node_zero)
+    watch = NodeWatch(name, run=run, others=1 if node else nodes - 1, end=end)
     if node:
         watch.join(find_node_zero)
     else:
