@@ -221,7 +221,7 @@ def _meaning(action: argparse.Action, prog: str) -> str:
 
 
 def _prose(text: str | None) -> list[str]:
-    """A help text as Markdown. What is indented below a line, as under "examples:", is a block."""
+    """A help text as Markdown. Commands that are indented below a line are a block, other lines there are a list."""
     lines: list[str] = []
     for paragraph in textwrap.dedent(text or "").strip("\n").split("\n\n"):
         indented = [line for line in paragraph.splitlines() if line.startswith(" ")]
@@ -229,12 +229,22 @@ def _prose(text: str | None) -> list[str]:
         if not any(others + indented):
             continue
         if indented:
-            language = "bash" if indented[0].strip().startswith("tune") else "text"
             lines += [_upper(others[0]), ""] if others else []
-            lines += [f"```{language}", *textwrap.dedent("\n".join(indented)).splitlines(), "```", ""]
+            block = textwrap.dedent("\n".join(indented))
+            lines += ["```bash", block, "```", ""] if block.startswith("tune") else [*_items(block), ""]
         else:
             lines += [*others, ""]
     return lines
+
+
+def _items(block: str) -> list[str]:
+    """A list in Markdown, of lines with a word and its meaning. A line that is indented belongs to the one before.
+
+    >>> _items("0   done\\n75  ended,\\n    and saved")
+    ['- `0`: done', '- `75`: ended, and saved']
+    """
+    lines = re.sub(r"\n +", " ", block).splitlines()
+    return [f"- `{word}`: {meaning.strip()}" for word, _, meaning in (line.partition(" ") for line in lines)]
 
 
 def _upper(text: str) -> str:
