@@ -303,7 +303,7 @@ def test_a_config_of_another_recipe_is_valid_unless_it_has_our_keys(program: Pro
     ended = program("validate", "generation")
     assert ended.status == 0
     assert ended.out.startswith(
-        "# Config is well-formed. No adaptive recipe trains by it: The config must be a training config, "
+        "# Config is well-formed. No adaptive recipe can train with it: The config must be a training config, "
     )
     assert_refused(program("validate", "generation", "use_maximum_batch_size=True"), "but has no `optimizer`.")
 

@@ -113,12 +113,7 @@ def searched(kind: str, tiny_dir: Path, output_dir: Path, **options: Any) -> Dic
     with pytest.raises(RunEnded) as end:
         set_up(adaptive_recipe(kind), cfg)
     assert end.value.status == 0
-    assert {path.name for path in output_dir.iterdir()} <= {
-        "adaptive_batch.json",
-        "adaptive_steps.jsonl",
-        "adaptive.lock",
-        "found.yaml",
-    }
+    assert {path.name for path in output_dir.iterdir()} == {"adaptive_batch.json", "adaptive.lock", "found.yaml"}
     return load_config(str(output_dir / "found.yaml"))
 
 
@@ -248,6 +243,11 @@ def test_a_token_budget_is_searched_for_instead_of_the_batch_size(launch: Launch
             " mean `adaptive_full_finetune_distributed`?",
         ),
         (("generate", "--config", "generation"), "The recipe must be an adaptive one"),
+        (
+            ("adaptive_ful_finetune_distributed", "--config", "tiny/full"),
+            "The recipe must be a name that `tune-adaptive ls` lists or a Python file, but is"
+            " 'adaptive_ful_finetune_distributed'; did you mean `adaptive_full_finetune_distributed`?",
+        ),
         ((RECIPE, "--config", "no/such"), "`--config` must be the name or path of a config, but is 'no/such'."),
         ((RECIPE,), "`--config` must be followed by the name or path of a config, but is missing."),
         ((RECIPE, "--config", "tiny/full", "adaptive.margin=2"), "`margin` must be in [0, 1), but is 2 instead."),

@@ -9,6 +9,19 @@ PROGRAM = "tune-adaptive"
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # argparse has no public name for it
 
 
+def add_command(
+    commands: Commands, name: str, summary: str, *commands_shown: str, description: str | None = None
+) -> argparse.ArgumentParser:
+    """Add the command ``name``, with ``commands_shown`` as its examples, and return its parser."""
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=examples(*commands_shown),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def integers(name: str, text: str) -> list[int]:
     """The comma-separated numbers in ``text``, each read by ``integer``."""
     return [integer(name, part) for part in text.split(",")]

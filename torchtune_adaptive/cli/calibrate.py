@@ -3,17 +3,18 @@
 import argparse
 from pathlib import Path
 
-from torchtune_adaptive.cli.arguments import Commands, examples, integer
+from torchtune_adaptive.cli.arguments import Commands, add_command, integer
 from torchtune_adaptive.plan.client import calibration_peak
 
 
 def add_calibrate(commands: Commands) -> None:
     """Add the command."""
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "calibrate",
-        help="measure the memory overhead of this machine's GPU for plans",
-        epilog=examples("calibrate --output h100.json", "calibrate --output second.json --device-index 1"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "measure the memory overhead of this machine's GPU for plans",
+        "calibrate --output h100.json",
+        "calibrate --output second.json --device-index 1",
     )
     command.add_argument("--output", required=True, type=Path, help="JSON file to write")
     command.add_argument("--device-index", default="0", help="index of the GPU to measure [0]")

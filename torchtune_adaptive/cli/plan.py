@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from torchtune_adaptive.cache import user_cache_folder
-from torchtune_adaptive.cli.arguments import Commands, examples, integer, integers
+from torchtune_adaptive.cli.arguments import Commands, add_command, integer, integers
 from torchtune_adaptive.errors import InputError, require_integer
 from torchtune_adaptive.plan.client import trace
 from torchtune_adaptive.plan.gpus import is_amd, memory_of
@@ -25,16 +25,14 @@ from torchtune_adaptive.text import format_bytes
 
 def add_plan(commands: Commands) -> None:
     """Add the command."""
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "plan",
-        help="predict which batch sizes of a config fit, without a GPU",
-        epilog=examples(
-            "plan --config llama3_1/8B_full --nproc_per_node 8 --memory H100 --seq-len 4096,8192",
-            "plan --config llama3_1/8B_lora --memory A100-80GB --batch-size 1,2,4,8",
-            "plan --config llama3_1/8B_full --memory H100 --batch-size 4 --modules --plot step.svg",
-            "plan --config llama3_1/8B_full --memory 24GiB,A100-80GB,H100 --nproc_per_node 1,2,4,8",
-        ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "predict which batch sizes of a config fit, without a GPU",
+        "plan --config llama3_1/8B_full --nproc_per_node 8 --memory H100 --seq-len 4096,8192",
+        "plan --config llama3_1/8B_lora --memory A100-80GB --batch-size 1,2,4,8",
+        "plan --config llama3_1/8B_full --memory H100 --batch-size 4 --modules --plot step.svg",
+        "plan --config llama3_1/8B_full --memory 24GiB,A100-80GB,H100 --nproc_per_node 1,2,4,8",
     )
     command.add_argument("--config", required=True, help="name or path of a config")
     command.add_argument(

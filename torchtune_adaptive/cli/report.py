@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from torchtune_adaptive.cli.arguments import Commands, examples
+from torchtune_adaptive.cli.arguments import Commands, add_command
 from torchtune_adaptive.files import check_writable, write_whole, writing
 from torchtune_adaptive.report.page import page
 from torchtune_adaptive.report.pictures import pictures
@@ -15,11 +15,12 @@ _PAGE_NAME = "report.html"
 
 def add_report(commands: Commands) -> None:
     """Add the command."""
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "report",
-        help="show what happened in a run, in words and pictures",
-        epilog=examples("report /tmp/torchtune_adaptive/tiny/full", "report OUTPUT_DIR --to pictures"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "show what happened in a run, in words and pictures",
+        "report /tmp/torchtune_adaptive/tiny/full",
+        "report OUTPUT_DIR --to pictures",
     )
     command.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the `output_dir` of the run")
     command.add_argument("--to", type=Path, metavar="FOLDER", help="folder for pictures and page [OUTPUT_DIR]")

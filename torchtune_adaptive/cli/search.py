@@ -1,7 +1,6 @@
 """``tune-adaptive search``: a run that ends after its search, and the command that trains with the size found."""
 
 import argparse
-import importlib.util
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,11 +8,13 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from torchtune_adaptive.cli.arguments import PROGRAM, examples
-from torchtune_adaptive.cli.tune import run_tune_command
+from torchtune_adaptive.cli.tune import check_recipe, parser_of, run_tune_command
 from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.files import check_writable
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import load_config, resolve_config_argument, resolved
+from torchtune_adaptive.stock.installed import stock_recipe_names
+from torchtune_adaptive.stock.own_files import adaptive_name, recipe_files
 
 _HELP = """Find the largest batch size that fits, and end.
 
@@ -38,9 +39,9 @@ def run_search(arguments: Sequence[str]) -> None:
         SystemExit: the search or the command line has ended the program.
     """
     own, launched = _own_parser().parse_known_args(arguments)
-    run = _run_parser().parse_args(["run", *launched])
+    run = parser_of("run").parse_args(["run", *launched])
     torchrun_options = launched[: len(launched) - len(run.recipe_args) - 1]
-    _refuse_stock(run.recipe)
+    _check_searches(run.recipe)
     keys = _keys(run.recipe_args, reuse=own.reuse)
     path = _found_path(run.recipe_args)
     _launch([*torchrun_options, run.recipe, *run.recipe_args, *keys])
@@ -63,23 +64,13 @@ def _own_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run_parser() -> argparse.ArgumentParser:
-    """torchtune's own parser of `tune run`, which has torchrun's options."""
-    from torchtune._cli.run import Run  # takes seconds, which other commands spare
-
-    parser = argparse.ArgumentParser(prog=f"{PROGRAM} search")
-    Run.create(parser.add_subparsers())
-    return parser
-
-
-def _refuse_stock(recipe: str) -> None:
-    """Refuse a recipe of torchtune's, which would know nothing of a search, and train."""
-    from torchtune._recipe_registry import get_all_recipes
-
+def _check_searches(recipe: str) -> None:
+    """Refuse a recipe that does not exist, or one of torchtune's, which would train instead of searching."""
+    check_recipe(recipe)
     name = Path(recipe).stem
-    if name in {one.name for one in get_all_recipes()}:
-        has_ours = importlib.util.find_spec(f"adaptive_{name}") is not None
-        hint = f"; did you mean `adaptive_{name}`?" if has_ours else "."
+    if name in stock_recipe_names():
+        adaptive = adaptive_name(name)
+        hint = f"; did you mean `{adaptive}`?" if adaptive in recipe_files() else "."
         raise InputError(f"The recipe must be an adaptive one, which can search, but is {quote(recipe)} instead{hint}")
 
 

@@ -1,6 +1,6 @@
-"""``tune-adaptive run``, ``ls``, ``cp``, ``cat`` and ``download``: torchtune's own commands, which know ours too.
+"""``tune-adaptive run``, ``ls``, ``cp``, ``cat`` and ``download``: torchtune's commands, with the adaptive recipes too.
 
-torchtune's parsers and commands do the work. They read a list of recipes; in this process it has ours as well.
+torchtune's parsers and commands do the work. In this process, the list of recipes that they read has the adaptive ones.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def run_tune_command(arguments: Sequence[str]) -> None:
     """
     name = arguments[0]
     sys.argv = [sys.argv[0], *arguments]  # which torchtune's `run` counts
-    parser = _parser_of(name)
+    parser = parser_of(name)
     parsed = parser.parse_args(arguments)
     if name == "run":
         with _file_listed(parsed.recipe):
@@ -118,7 +118,8 @@ def _renamed(text: str) -> str:
     return _OF_TORCHTUNE.sub(PROGRAM, text)
 
 
-def _parser_of(name: str) -> argparse.ArgumentParser:
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """torchtune's parser of its command ``name``, with this program's name and examples."""
     parser = _Parser(prog=PROGRAM)
     commands = parser.add_subparsers()
     command = TUNE_COMMANDS[name]
@@ -173,18 +174,30 @@ def _listed(recipes: list[Any]) -> Iterator[None]:
         del registered[: len(recipes)]
 
 
-def _check_run(recipe: str, recipe_args: list[str]) -> None:
-    """Refuse a recipe or config that is not there, before any rank is started; put the config's path for its name."""
+def check_recipe(recipe: str) -> bool:
+    """Whether ``recipe`` is a name that ``ls`` lists; otherwise it is a file or a module.
+
+    Raises:
+        InputError: it does not exist.
+    """
     known = [*recipe_files(), *stock_recipe_names()]
-    if recipe not in known and not _is_importable(recipe):
+    if recipe in known:
+        return True
+    if not _is_importable(recipe):
         nearest = difflib.get_close_matches(recipe, known, n=1)
         hint = f"; did you mean `{nearest[0]}`?" if nearest else "."
         raise InputError(
             f"The recipe must be a name that `{PROGRAM} ls` lists or a Python file, but is {quote(recipe)}{hint}"
         )
+    return False
+
+
+def _check_run(recipe: str, recipe_args: list[str]) -> None:
+    """Refuse a recipe or config that is not there, before any rank is started; put the config's path for its name."""
+    is_known = check_recipe(recipe)
     if "--config" not in recipe_args:
         return  # which torchtune refuses
-    if recipe in known or recipe_args[-1] == "--config":
+    if is_known or recipe_args[-1] == "--config":
         recipe_args[:] = resolve_config_argument(recipe_args)
     else:  # which may have arguments of other forms
         place = recipe_args.index("--config") + 1

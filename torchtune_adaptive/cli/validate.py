@@ -6,7 +6,7 @@ import sys
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.cli.arguments import Commands, examples
+from torchtune_adaptive.cli.arguments import Commands, add_command
 from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import is_ppo, load_config, method_of, resolved
@@ -15,12 +15,13 @@ from torchtune_adaptive.stock.own_files import adaptive_name, recipe_files
 
 def add_validate(commands: Commands) -> None:
     """Add the command."""
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "validate",
-        help="check a config, and print it resolved",
+        "check a config, and print it resolved",
+        "validate tiny/full",
+        "validate my_config.yaml use_maximum_batch_size=True batch_size=4",
         description="Check a config as torchtune does, and our keys. Print it resolved, as YAML.",
-        epilog=examples("validate tiny/full", "validate my_config.yaml use_maximum_batch_size=True batch_size=4"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("config", help="name or path of a config")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="as for `run`")
@@ -58,7 +59,7 @@ def _recipes_for(cfg: DictConfig, settings: AdaptiveSettings) -> str:
         except InputError as refusal:
             if settings != AdaptiveSettings():
                 raise
-            return f"No adaptive recipe trains by it: {refusal}"
+            return f"No adaptive recipe can train with it: {refusal}"
     names = [adaptive_name(f"{method}_{kind}") for kind in ("distributed", "single_device")]
     return f"Adaptive recipes for it: {', '.join(name for name in names if name in recipe_files())}."
 

@@ -1,4 +1,4 @@
-"""What a run leaves on disk about its steps: a line for each logged step and each event."""
+"""The file in which a run records its steps and events, one line each."""
 
 import json
 import math
@@ -18,13 +18,13 @@ log = utils.get_logger("DEBUG")
 
 
 class RunJournal:
-    """Appends lines to a file of JSON lines. Only rank 0 writes.
+    """Appends lines to a file of JSON lines.
 
     A line that cannot be written is logged, the file is left alone from then on, and the run continues.
 
     Args:
-        output_dir: of the file; made if it is not there.
-        writes: whether this is rank 0.
+        output_dir: the folder of the file; made if it is not there.
+        writes: whether this process writes: rank 0 of a run that trains.
     """
 
     def __init__(self, output_dir: str | Path, *, writes: bool) -> None:
@@ -34,7 +34,7 @@ class RunJournal:
 
     @property
     def path(self) -> Path:
-        """Of the file."""
+        """The path of the file."""
         return self._path
 
     @property
