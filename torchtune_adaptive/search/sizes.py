@@ -140,8 +140,7 @@ class SizeFinder:
             rates = (None if known is None else known.tokens_per_second) or self._time_sizes(row, result)
             sizes = replace(sizes, tokens_per_second=rates, fitting_rows=smallest_near_best(rates))
         if self._found_sizes is not None and known is None:
-            least_bytes = self._workload.consensus.min_over_ranks(result.memory_limit_bytes)
-            self._found_sizes.keep(_found(sizes, result, memory_limit_bytes=least_bytes), **asked)
+            self._found_sizes.keep(_found(sizes, result), **asked)
         return sizes
 
     def _search_rows(
@@ -259,7 +258,7 @@ def probe_batch(row: Any, rows: int, *, micro_steps: int) -> list[list[Any]]:
 
 
 def _asked(row: Row, row_format: RowFormat, loader: StepLoader, *, most_rows: int) -> dict[str, Any]:
-    """What a search with copies of ``row`` is for."""
+    """What the result of a search with copies of ``row`` depends on, besides the config."""
     return {
         "seq_len": row_format.num_tokens(row),
         "keys": sorted(row),
@@ -270,13 +269,13 @@ def _asked(row: Row, row_format: RowFormat, loader: StepLoader, *, most_rows: in
     }
 
 
-def _found(sizes: Sizes, result: SearchResult, *, memory_limit_bytes: int) -> FoundSize:
+def _found(sizes: Sizes, result: SearchResult) -> FoundSize:
     """What to keep of a search for later runs."""
     return FoundSize(
         exact_batch_size=result.exact_batch_size,
         batch_size=result.batch_size,
         fitting_rows=sizes.fitting_rows or result.batch_size,
-        memory_limit_bytes=memory_limit_bytes,
+        memory_limit_bytes=result.memory_limit_bytes,
         forecast_rows=result.forecast_rows,
         token_budget=sizes.token_budget,
         tokens_per_second=sizes.tokens_per_second,

@@ -41,7 +41,7 @@ class SearchResult:
         exact_batch_size: the largest size that fits with the margin kept free.
         batch_size: the size to use: the exact size, or the power of two at or below it.
         bound: the largest size that the search would try.
-        memory_limit_bytes: the limit of this rank, before the margin is subtracted.
+        memory_limit_bytes: the lowest limit of all ranks, before the margin is subtracted.
         probes: in the order in which sizes were tried.
         forecast_rows: the forecast size before it is rounded down to whole rows, the lowest of all ranks; None
             without a forecast.
