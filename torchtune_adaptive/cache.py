@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,16 +17,15 @@ from torchtune_adaptive.files import write_whole
 
 _Kept = TypeVar("_Kept")
 
-_PACKAGES = ("torch", "torchtune", "torchao")
-_KNOWN = (*_PACKAGES, "bitsandbytes")  # whose components do not change without a new version
+_PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes")  # whose components do not change without a new version
 
 
 class Question:
-    """What is asked about the content of a config, under the versions that there are now.
+    """A question about the content of a config, with the versions of the packages installed now.
 
     Attributes:
-        name: another for each question.
-        is_kept: whether an answer may be kept: all components are of packages whose versions are looked at.
+        name: a digest of all of it.
+        is_kept: whether an answer may be kept: every component is of a package whose version is part of the digest.
     """
 
     def __init__(self, content: Any, *asked: Any) -> None:
@@ -36,12 +35,13 @@ class Question:
 
 
 class KeptFiles:
-    """Values as JSON in files of ``folder`` with this ``ending``, of which the ``most`` newest stay.
+    """Keeps values as JSON files in ``folder``.
 
     Several programs may read and write them at the same time.
 
     Args:
-        ending: with ".gz" at its end, the files are compressed.
+        ending: of the files' names; those that end with ".gz" are compressed.
+        most: how many files stay, the newest ones.
     """
 
     def __init__(self, folder: Path, *, ending: str, most: int) -> None:
@@ -99,7 +99,14 @@ def _versions() -> list[str]:
     digest = hashlib.sha256()
     for path in sorted([*package.rglob("*.py"), *package.parent.glob("recipes/adaptive_*.py")]):
         digest.update(path.read_bytes())
-    return [*map(version, _PACKAGES), digest.hexdigest()]
+    return [*map(_version, _PACKAGES), digest.hexdigest()]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def _components(content: Any) -> Iterator[str]:
@@ -113,4 +120,4 @@ def _components(content: Any) -> Iterator[str]:
 
 
 def _is_known(component: str) -> bool:
-    return component.partition(".")[0] in _KNOWN
+    return component.partition(".")[0] in _PACKAGES
