@@ -256,7 +256,7 @@ def texts(svg: str) -> set[str]:
 def test_the_picture_of_a_search_names_its_phases_limits_and_failures(drawn: Path) -> None:
     assert texts((drawn / "report_search.svg").read_text()) >= {
         *("before forward", "forward", "clip", "peak, fits", "did not fit", "forecast of the peak"),
-        *("limit (2.0 GiB)", "may be used (1.9 GiB)", "peak memory on rank 0 [GiB]"),
+        *("limit (2.0 GiB)", "usable (1.9 GiB)", "peak memory on rank 0 [GiB]"),
         *("batch size of the probe, rows of 1,024 tokens", "binary_search: 5 fits, 4 is used"),
     }
 

@@ -11,8 +11,10 @@ REPOSITORY = Path(__file__).parent.parent
 PROGRAMS = sorted(
     path for folder in ("torchtune_adaptive", "recipes", "examples") for path in (REPOSITORY / folder).rglob("*.py")
 )
-PAGE_PATTERNS = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/*.md"]
-PAGE_PATTERNS += ["configs/**/*.md", "configs/**/*.yaml"]
+PAGE_PATTERNS = (
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/*.md"),
+    *("configs/**/*.md", "configs/**/*.yaml"),
+)
 PAGES = sorted(path for pattern in PAGE_PATTERNS for path in REPOSITORY.glob(pattern))
 WITH_HELP = [path for path in PROGRAMS if path.parent.name == "cli" or path.name == "tiny.py"]
 LONGEST_HELP_WORDS = 25

@@ -28,14 +28,14 @@ _LONGEST_START = timedelta(minutes=10)  # from one node's start to the start of 
 _LONGEST_JOIN_S = 60.0  # for the others to connect: torchrun has started all nodes, but imports take their time
 _LONGEST_CLOSE_S = 10.0
 _LONGEST_CONNECT_S = 60.0
-_GRACE_S = 2.0  # for a node to end by itself, with its own sentence, or to hear why another one has ended
+_GRACE_S = 2.0  # for a node to end by itself, with its own error, or to learn why another one has ended
 
 
 class NodeWatch:
     """Calls ``end`` with a sentence, in a thread, when another node of the run ends before this one does.
 
     The first rank of each node has one. Node 0 has a connection to each of the others. The system closes it when either
-    process ends, in whatever way. A node that ends by itself says so before, with its reason if it failed.
+    process ends, for whatever reason. A node that ends by itself sends a message first, with the reason if it failed.
 
     Args:
         name: of this node, for sentences.
@@ -51,7 +51,7 @@ class NodeWatch:
         self._end = end
         self._server: socket.socket | None = None
         self._links: list[socket.socket] = []
-        self._silent = 0  # nodes that have said their last word
+        self._silent = 0  # nodes that will send nothing more
         self._changes = threading.Condition()
         self._ends = threading.Event()
         self._has_lost = threading.Event()

@@ -31,10 +31,12 @@ def make_for_all_ranks(name: str, folder: CheckpointFolder, consensus: Consensus
 
 
 def check_shared(folder: CheckpointFolder, consensus: Consensus, *, is_needed: bool) -> None:
-    """Check that all ranks see ``folder``; without need it is logged if they do not. A collective.
+    """Check that all ranks see ``folder``. A collective.
+
+    If they do not and it is not needed, a warning is logged.
 
     Raises:
-        InputError: they do not, but need to.
+        InputError: they do not, and ``is_needed``.
     """
     if consensus.world_size == 1:
         return

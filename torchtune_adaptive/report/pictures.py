@@ -54,6 +54,7 @@ _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "torchtune_adaptive",
 }
+_PEAK = "peak_memory_bytes"
 _MOST_POINTS = 1000  # of a line
 _PNG_DPI = 160
 _LEAST_GAP = 0.2  # between ticks, as part of the axis
@@ -187,7 +188,7 @@ class _Search:
 
     def _draw_limits(self, axes: "Axes") -> None:
         result = self._result
-        limits = {"limit": (result.memory_limit_bytes, "-"), "may be used": (result.usable_bytes, "--")}
+        limits = {"limit": (result.memory_limit_bytes, "-"), "usable": (result.usable_bytes, "--")}
         for label, (num_bytes, style) in limits.items():
             label = f"{label} ({format_bytes(num_bytes)})"
             axes.axhline(num_bytes / self._unit_bytes, color=INK, linestyle=style, linewidth=1.2, label=label)
@@ -204,14 +205,14 @@ class _Panel:
 
     Attributes:
         title: with its unit.
-        columns: names of the figure, of which the run has one or none.
+        column: name of the figure.
         per_unit: what is one of its unit.
         is_held: it holds from one step to the next, and is drawn as steps.
         from_zero: the axis begins at 0.
     """
 
     title: str
-    columns: tuple[str, ...]
+    column: str
     per_unit: float = 1.0
     is_held: bool = False
     from_zero: bool = True
@@ -224,19 +225,19 @@ class _Steps:
         self._run = run
         limit = run.last_value("memory_limit_bytes")
         self._limit_bytes = limit if isinstance(limit, int) else None
-        peaks = [peak for _, peak in run.column("peak_memory_bytes")]
+        peaks = [peak for _, peak in run.column(_PEAK)]
         unit, unit_bytes = byte_unit(max([1, *peaks, self._limit_bytes or 0]))
         wanted = (
-            _Panel("batch [samples per optimizer step]", ("global_batch_size",), is_held=True),
-            _Panel("micro-batch [rows per rank]", ("micro_batch_size",), is_held=True),
-            _Panel("micro-batch [tokens per rank]", ("max_tokens_per_micro_batch",), is_held=True),
-            _Panel("learning rate", ("lr",)),
-            _Panel("loss", ("loss",), from_zero=False),
-            _Panel("tokens per second, per rank", ("tokens_per_second_per_gpu",)),
-            _Panel("padding [% of tokens]", ("padding",), per_unit=0.01),
-            _Panel(f"peak memory, rank 0 [{unit}]", ("peak_memory_bytes",), per_unit=unit_bytes),
+            _Panel("batch [samples per optimizer step]", "global_batch_size", is_held=True),
+            _Panel("micro-batch [rows per rank]", "micro_batch_size", is_held=True),
+            _Panel("micro-batch [tokens per rank]", "max_tokens_per_micro_batch", is_held=True),
+            _Panel("learning rate", "lr"),
+            _Panel("loss", "loss", from_zero=False),
+            _Panel("tokens per second, per rank", "tokens_per_second_per_gpu"),
+            _Panel("padding [% of tokens]", "padding", per_unit=0.01),
+            _Panel(f"peak memory, rank 0 [{unit}]", _PEAK, per_unit=unit_bytes),
         )
-        self._panels = [panel for panel in wanted if any(map(run.column, panel.columns))]
+        self._panels = [panel for panel in wanted if run.column(panel.column)]
 
     def figure(self, width: float) -> "Figure":
         figure = _figure(width, 0.7 + 1.25 * len(self._panels))
@@ -253,19 +254,18 @@ class _Steps:
 
     def _draw(self, panel: _Panel, axes: "Axes") -> None:
         axes.set_title(panel.title)
-        for name in panel.columns:
-            points = [(step, value / panel.per_unit) for step, value in self._run.column(name)]
-            points = _thinned(points, keep=max if "peak" in name else None)
-            marker = "." if len(points) < 3 else ""
-            style: Any = "steps-post" if panel.is_held else "default"
-            axes.plot(*_columns(points), color=BLUE, linewidth=1.3, marker=marker, drawstyle=style)
-        if "peak_memory_bytes" in panel.columns and self._limit_bytes is not None:
+        points = [(step, value / panel.per_unit) for step, value in self._run.column(panel.column)]
+        points = _thinned(points, keep=max if panel.column == _PEAK else None)
+        marker = "." if len(points) < 3 else ""
+        style: Any = "steps-post" if panel.is_held else "default"
+        axes.plot(*_columns(points), color=BLUE, linewidth=1.3, marker=marker, drawstyle=style)
+        if panel.column == _PEAK and self._limit_bytes is not None:
             axes.axhline(self._limit_bytes / panel.per_unit, color=INK, linewidth=1.2)
             axes.set_ylim(top=max(axes.get_ylim()[1], 1.15 * self._limit_bytes / panel.per_unit))
         if panel.from_zero:
             axes.set_ylim(bottom=0)
         if panel.is_held:
-            values = sorted({round(value) for name in panel.columns for _, value in self._run.column(name)})
+            values = sorted({round(value) for _, value in self._run.column(panel.column)})
             axes.set_ylim(top=1.2 * values[-1])
             axes.set_yticks(_ticks(values))
 
@@ -286,7 +286,7 @@ class _Steps:
             options: dict[str, Any] = {"color": SOFT, "marker": "^", "markersize": 6, "linestyle": "none"}
             panels[-1].plot(saved, [0.04] * len(saved), transform=at_the_bottom, clip_on=False, zorder=3, **options)
             handles.append(Line2D([], [], label="checkpoint", **options))
-        if self._limit_bytes is not None and any("peak_memory_bytes" in panel.columns for panel in self._panels):
+        if self._limit_bytes is not None and any(panel.column == _PEAK for panel in self._panels):
             label = f"memory limit ({format_bytes(self._limit_bytes)})"
             handles.append(Line2D([], [], color=INK, linewidth=1.2, label=label))
         return handles

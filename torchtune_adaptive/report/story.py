@@ -68,7 +68,7 @@ def _sizes(run: Run) -> Iterator[str]:
     short_in = {shortage.step for shortage in run.shortages}
     for entry in run.history:
         if entry.get("step") in short_in and entry["reason"].startswith("micro-batch"):
-            continue  # told under "Out of memory"
+            continue  # listed under "Out of memory"
         where = f"step {entry['step']}" if "step" in entry else f"epoch {entry['epoch']}"
         size = f"{entry['samples_per_step']} samples per optimizer step: " if "samples_per_step" in entry else ""
         yield f"{where}: {size}{entry['reason'].removeprefix(f'{where}: ')}"

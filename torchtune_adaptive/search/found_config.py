@@ -1,4 +1,4 @@
-"""The config of a search with the sizes that it found put in: ``found.yaml``, by which `tune run` trains."""
+"""``found.yaml``: the config of a search with the sizes that it found, ready for `tune run`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +19,7 @@ def found_values(settings: AdaptiveSettings, sizes: Sizes, *, rows: int) -> dict
     """What a search found, as values of a config's keys.
 
     Args:
-        rows: of a micro-step, before memory limits them.
+        rows: the rows of a micro-step, before memory limits them.
     """
     values: dict[str, Any] = {}
     if settings.max_tokens_per_micro_batch == "auto":
@@ -34,7 +34,7 @@ def found_values(settings: AdaptiveSettings, sizes: Sizes, *, rows: int) -> dict
 
 
 def found_path(cfg: DictConfig) -> Path:
-    """Where a search by ``cfg`` leaves the config with what it found."""
+    """Where a search with ``cfg`` writes the config with the sizes found."""
     return Path(cfg.output_dir) / FOUND_NAME
 
 

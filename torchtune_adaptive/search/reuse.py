@@ -25,7 +25,7 @@ _WITHOUT_EFFECT = (
     *("output_dir", "checkpointer", "ref_checkpointer", "teacher_checkpointer", "save_adapter_weights_only"),
     *("metric_logger", "log_every_n_steps", "log_level", "log_peak_memory_stats", "profiler"),
 )
-# And those that are looked at by what comes of them: lengths and keys of rows, how many of them, and our settings.
+# These count by their results: the lengths, keys and number of rows, and the settings named below.
 _LOOKED_AT = ("dataset", "tokenizer", "batch_size", "use_maximum_batch_size", "batch_increase_function", "adaptive")
 _SETTINGS = ("power_of_two", "max_batch_size", "memory_limit_bytes", "margin", "max_tokens_per_micro_batch")
 _SETTINGS += ("global_batch_size", "growth_limit", "objective")
@@ -51,7 +51,7 @@ def sizes_of_searches(
 
 
 class FoundSizes:
-    """Reads and writes sizes in files of ``folder``. A file that cannot be read is as good as none.
+    """Reads and writes sizes in files of ``folder``. A file that cannot be read is ignored.
 
     Args:
         conditions: the run's own, as ``conditions`` gives them.

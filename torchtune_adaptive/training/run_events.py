@@ -1,4 +1,4 @@
-"""What the journal has beside steps: errors of memory, and checkpoints."""
+"""Records out-of-memory errors and checkpoints in the journal."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,10 +11,10 @@ Checkpoints = Callable[[], Sequence[tuple[Path, int]]]  # each one's folder and 
 
 
 class RunEvents:
-    """Writes events to the journal as it finds them.
+    """Writes each out-of-memory error and each finished checkpoint to the journal.
 
     Args:
-        checkpoints: gives those that this process has finished, in order.
+        checkpoints: gives the checkpoints that this process has finished, in order.
     """
 
     def __init__(self, journal: RunJournal, retry: OomRetry, *, checkpoints: Checkpoints) -> None:

@@ -17,7 +17,7 @@ from torchtune_adaptive.training.train_step import TrainStep
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Of the steps that this process has trained. Tokens are those of all ranks, the peak is that of this rank."""
+    """Totals over the steps that this process has trained: tokens of all ranks, the peak memory of this rank."""
 
     steps: int = 0
     num_tokens: int = 0
