@@ -94,8 +94,8 @@ class CpuMeter(MemoryMeter):
         Raises:
             torch.OutOfMemoryError: live bytes are above the limit.
         """
-        leaves = tree_leaves(outputs)
-        if any(_has_no_memory(leaf) for leaf in leaves):
+        leaves = [outputs] if type(outputs) is torch.Tensor else tree_leaves(outputs)  # most operations return one
+        if any(map(_has_no_memory, leaves)):
             return  # DTensor runs each operation once on fake tensors, to derive shardings
         for storage in _cpu_storages(leaves):
             self._storages.see(storage)
@@ -117,20 +117,21 @@ class CpuMeter(MemoryMeter):
             self._check_limit("resize_")
 
     def _check_limit(self, operation: object) -> None:
-        limit_bytes = self._limit_bytes
-        if limit_bytes is not None and self.live_bytes > limit_bytes:
+        live_bytes, limit_bytes = self.live_bytes, self._limit_bytes
+        if limit_bytes is not None and live_bytes > limit_bytes:
             time.sleep(_SLEEP_BEFORE_FAILING_S)
-        self._peak_bytes = max(self._peak_bytes, self.live_bytes)
-        self._update_phase_peak(self.live_bytes)
-        self._simulate_cache()
-        if limit_bytes is not None and self.live_bytes > limit_bytes:
+            live_bytes = self.live_bytes
+        self._peak_bytes = max(self._peak_bytes, live_bytes)
+        self._update_phase_peak(live_bytes)
+        self._simulate_cache(live_bytes)
+        if limit_bytes is not None and live_bytes > limit_bytes:
             raise torch.OutOfMemoryError(
-                f"CPU meter out of memory: {format_bytes(self.live_bytes)} live after {operation}"
+                f"CPU meter out of memory: {format_bytes(live_bytes)} live after {operation}"
                 f" in phase {self._phase or 'unnamed'!r}, limit {format_bytes(limit_bytes)}"
             )
 
-    def _simulate_cache(self) -> None:
-        is_above = self.cache_limit_bytes is not None and self.live_bytes > self.cache_limit_bytes
+    def _simulate_cache(self, live_bytes: int) -> None:
+        is_above = self.cache_limit_bytes is not None and live_bytes > self.cache_limit_bytes
         self._total_retries += is_above and not self._is_above_cache
         self._is_above_cache = is_above
 
@@ -138,9 +139,9 @@ class CpuMeter(MemoryMeter):
 def _cpu_storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
     for value in values:
         for tensor in plain_parts(value):
-            if tensor.device.type == "cpu" and tensor.layout is torch.strided:
+            if tensor.is_cpu and tensor.layout is torch.strided:
                 yield tensor.untyped_storage()
 
 
 def _has_no_memory(value: Any) -> bool:
-    return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.device.type == "meta")
+    return isinstance(value, torch.Tensor) and (value.is_meta or isinstance(value, FakeTensor))
