@@ -1,10 +1,10 @@
-"""Is a step's plan right by the allocator's own events, where no dispatch mode watches: eager, compiled, 8 and 4 bits?
+"""Does a step's plan match the allocator's own events for eager code, compiled code and torchao's optimizers?
 
     python -m benchmarks.allocator_events [--seed SEED] [--cases CASES]
 
-Draws cases as ``benchmarks.forecast_accuracy`` does, for one rank. The real recipe takes whole steps while PyTorch's
-profiler records every allocation. Each case runs as it is, with ``compile``, and with one of torchao's optimizers.
-Prints a table and writes it to ``results/allocator_events_cpu.md``.
+Draws cases as ``benchmarks.forecast_accuracy`` does, for one rank. The real recipe takes whole steps without a dispatch
+mode, while PyTorch's profiler records every allocation. Each case runs as it is, with ``compile``, and with one of
+torchao's optimizers. Prints a table and writes it to ``results/allocator_events_cpu.md``.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """The largest one, as a fraction of what was seen."""
+        """The largest error of a planned peak, as a fraction of the peak by events."""
         return max((plan / seen - 1 for plan, seen in zip(self.planned, self.seen, strict=True)), key=abs)
 
 
@@ -73,7 +73,7 @@ def peaks_by_events(_: int, cfg: DictConfig) -> list[int]:
 
 
 def _peak_by_events(workload: Any, batch: Any) -> int:
-    torch.compiler.reset()  # code that was compiled for another size would make this one a dynamic one
+    torch.compiler.reset()  # code compiled for another size would make PyTorch compile for dynamic sizes
     for _ in range(2):
         workload.train_step(batch)
     held = meter_for(torch.device("cpu"), workload.model, workload.optimizers).peak_bytes

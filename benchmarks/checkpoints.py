@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python -m benchmarks.checkpoints
 
 Trains a model of 16 million parameters on two CPU ranks three times: without checkpoints, with one every eight steps,
-and with these written in the background. All three live in the same processes and take turns, so that a noisy machine
-hits all alike. Then every recipe of the tiny model is trained and resumed under an exact memory meter. Prints tables
-and writes them to ``results/checkpoints_cpu.md``.
+and with these written in the background. All three are in the same processes and take turns, so that other load on the
+machine affects all equally. Then every recipe of the tiny model is trained and resumed under an exact memory meter.
+Prints tables and writes them to ``results/checkpoints_cpu.md``.
 """
 
 import logging
@@ -44,11 +44,11 @@ RANKS = 2
 CPU = torch.device("cpu")
 WIDE: dict[str, Any] = {"embed_dim": 512, "intermediate_dim": 1536}
 NONE, NOW, LATER = VARIANTS = ("none", "in the step", "in the background")
-EVERY, STEPS, ROUNDS = 8, 27, 9  # steps between checkpoints, of a turn, and turns, of which the first is not counted
+EVERY, STEPS, ROUNDS = 8, 27, 9  # steps between checkpoints; steps of a turn; turns (the first is not counted)
 
 
 class Waits(Watch):
-    """Adds up the time between the end of a step and the begin of the next, in which checkpoints are made."""
+    """Adds up the time between the end of a step and the start of the next, in which checkpoints are made."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -87,7 +87,7 @@ def _wide_assets(directory: Path) -> None:
 
 
 def _waits(tiny_dir: Path) -> dict[str, list[tuple[float, float]]]:
-    """By variant, the seconds of each turn and those that training waited for checkpoints in it. A collective."""
+    """For each variant and turn: its seconds, and the seconds that training waited for checkpoints. A collective."""
     recipes: dict[str, Any] = {}
     watches = {variant: Waits() for variant in VARIANTS}
     for variant, watch in watches.items():
@@ -115,7 +115,7 @@ def _waits(tiny_dir: Path) -> dict[str, list[tuple[float, float]]]:
 
 
 def _peaks(rank: int, tiny_dir: Path, kind: str) -> tuple[int, int, int]:
-    """The bytes of a rank that training needs at most, that loading needs at most, and that loading leaves."""
+    """Bytes of a rank: the peak in training, the peak while loading a checkpoint, and those held after loading."""
     logging.disable(logging.WARNING)
     output_dir = tiny_dir.parent / f"of_{kind}"
     options = COMMON | {"max_steps_per_epoch": 2, "adaptive": {"memory_limit": "4GiB", "save_every_n_steps": 1}}
@@ -152,7 +152,7 @@ def _ppo_peaks(assets: Path) -> tuple[int, int, int]:
 
 
 def _loading_peak(recipe: Any, cfg: Any, make_meter: Callable[[], MemoryMeter]) -> tuple[int, int]:
-    """The most bytes while a recipe that is set up loads its checkpoint, and those afterwards."""
+    """The peak bytes while a recipe that is set up loads its checkpoint, and the bytes held afterwards."""
     load, meters = StepCheckpoints.load, []
 
     def metered(checkpoints: StepCheckpoints, *args: Any, **options: Any) -> Any:
@@ -166,7 +166,7 @@ def _loading_peak(recipe: Any, cfg: Any, make_meter: Callable[[], MemoryMeter]) 
 
 
 def _all_peaks() -> dict[str, tuple[int, int, int]]:
-    """By kind of recipe, rank 0's ``_peaks``."""
+    """Rank 0's ``_peaks`` for each kind of recipe."""
     with tempfile.TemporaryDirectory() as directory:
         tiny_dir = Path(directory) / "tiny"
         make_tiny_assets(tiny_dir, num_samples=400)

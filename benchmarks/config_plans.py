@@ -1,8 +1,8 @@
-"""What fits of each ready config? Planned without a GPU.
+"""Which batch size of each ready config fits? Planned without a GPU.
 
     python -m benchmarks.config_plans [NAME ...]
 
-Plans the configs that ``scripts/config_table.py`` lists, or those of them that are named, on the ranks of their launch,
+Plans the configs that ``scripts/config_table.py`` lists, or only the named ones, on the ranks of their launch,
 for GPUs of several sizes, and writes ``benchmarks/results/config_plans.json``. ``scripts/make_configs.py`` puts the
 figures into the configs. Ends with status 1 if a config cannot be planned.
 """
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def planned(config: Config, *, traced_by: Trace = trace) -> dict[str, Any]:
-    """What fits of ``config`` on GPUs of each size, as JSON can hold it; its step is traced once.
+    """The batch sizes of ``config`` that fit on GPUs of each size, ready for JSON; its step is traced once.
 
     Raises:
         InputError, TracingError: it cannot be planned.

@@ -1,11 +1,11 @@
-"""Does a run that is killed, or asked to end, go on as if nothing had been?
+"""Does a run that is killed, or asked to end, give the same results after it is resumed?
 
     OMP_NUM_THREADS=1 python -m benchmarks.crashes
 
-Kills forty launches with all their ranks at random moments, half of them while they write a checkpoint, some a second
-time after they were resumed, and sends signals to fifteen more. Each is resumed by the same command and compared with
-the uninterrupted run: every figure of every later step, and the last weights, bit for bit. Prints tables and writes
-them to ``results/crashes_cpu.md``.
+Kills forty launches with all their ranks at random moments, half of them while they write a checkpoint. Some are killed
+again after they were resumed. Sends signals to fifteen more. Each is resumed by the same command and compared with the
+uninterrupted run: every figure of every later step, and the last weights, bit for bit. Prints tables and writes them to
+``results/crashes_cpu.md``.
 """
 
 import tempfile
@@ -34,7 +34,7 @@ COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.crashes"
 
 
 def main() -> None:
-    """Strike all, and write the tables."""
+    """Kill or signal all runs, and write the tables."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         tiny_dir = Path(directory) / "tiny"

@@ -1,8 +1,8 @@
-"""A table of all results, ``docs/evidence.md``, and what was not measured.
+"""Write ``docs/evidence.md``: a table of all results, and what was not measured.
 
     python -m benchmarks.evidence
 
-Measures nothing itself: run what it names, for example ``make bench``, and then this.
+Measures nothing itself: run the benchmarks first, for example by ``make bench``.
 """
 
 import re

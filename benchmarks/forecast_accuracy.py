@@ -1,4 +1,4 @@
-"""Is the forecast from fake tensors right, and what do the searches that it spares cost?
+"""Is the memory forecast from fake tensors right, and what do the searches cost that it can replace?
 
     python -m benchmarks.forecast_accuracy [--seed SEED] [--cases CASES]
 
@@ -43,12 +43,12 @@ from torchtune_adaptive.settings import STRATEGIES, Strategy
 from torchtune_adaptive.tiny import MODEL_GEOMETRY, make_tiny_assets
 
 RESULTS = Path(__file__).parent / "results" / "forecast_accuracy_cpu.md"
-AIMED_ERROR = 1e-3  # of the metered peak, at the largest size that fits
+AIMED_ERROR = 1e-3  # as a fraction of the metered peak, at the largest size that fits
 MARGIN = 0.05
 MOST_ROWS, START_ROWS = 64, 4  # no search looks above the first; a binary search begins at the second
 DRAWN_ROWS, DRAWN_LAYERS = 40, (2, 14)
 DRAWN_TOKENS = (4, 16), (16, 80)
-FEW_ROWS, FEW_LAYERS = 8, (2, 10)  # with more ranks than this, which share the cores
+FEW_ROWS, FEW_LAYERS = 8, (2, 10)  # with more than ``FEW_RANKS`` ranks, which share the cores
 FEW_RANKS = 2
 FAMILIES = ("llama2", "qwen2", "gemma", "llama3", "llama3_2", "mistral", "phi3", "llama3_1", "gemma2")
 TIED = ("gemma", "gemma2", "llama3_2")  # always; qwen2's embeddings may be
@@ -73,7 +73,7 @@ class Case:
     """A recipe's options, with dotted keys, and where its limit lies.
 
     Attributes:
-        rows: what fits under the limit, unless one more row needs no more memory.
+        rows: the rows that fit under the limit, unless one more row needs no more memory.
         limit: one of ``LIMITS``.
         place: between 0 and 1, where a limit lies that is "between".
     """
@@ -121,7 +121,7 @@ def _words_for(options: dict[str, Any]) -> list[str]:
 
 
 def draw_cases(seed: int, count: int) -> list[Case]:
-    """``count`` cases; the same seed gives the same ones, and more of them go on from fewer."""
+    """``count`` cases; the same seed gives the same cases, and a larger count begins with those of a smaller one."""
     dice = random.Random(seed)
     return [_draw_case(number, dice) for number in range(count)]
 
@@ -209,12 +209,12 @@ def write_checkpoint(cfg: DictConfig) -> None:
 
 @dataclass(frozen=True)
 class Truth:
-    """What one rank saw of a case, in real steps.
+    """What one rank measured of a case, in real steps.
 
     Attributes:
-        limit_bytes: of this rank, as of all; the margin is not taken off.
+        limit_bytes: the limit of each rank; the margin is not taken off.
         probes: of 1, 2, 3, ... rows under the limit; the last does not fit, unless all up to ``MOST_ROWS`` do.
-        above: one row more than was drawn, without any limit.
+        above: the probe of one row more than was drawn, without any limit.
         searches: by strategy.
     """
 
@@ -248,7 +248,7 @@ def step_probes(recipe: Any, workload: Workload, sizes: Iterable[int], *, limit_
 
 
 def limit_for(wanted_bytes: int) -> int:
-    """The least limit of which so many bytes may be used."""
+    """The smallest limit of which ``wanted_bytes`` may be used."""
     limit_bytes = int(wanted_bytes / (1 - MARGIN)) - 2
     while usable_bytes(limit_bytes, MARGIN) < wanted_bytes:
         limit_bytes += 1
@@ -284,7 +284,7 @@ def searched(recipe: Any, workload: Workload, strategy: Strategy, limit_bytes: i
 
 @dataclass(frozen=True)
 class Comparison:
-    """A case's forecast, if there is one, against what its ranks saw."""
+    """A case's forecast, if there is one, against what its ranks measured."""
 
     case: Case
     forecast: TracedStep | str
@@ -292,13 +292,13 @@ class Comparison:
 
     @property
     def error_at_largest(self) -> float:
-        """Of the forecast peak, as a fraction of rank 0's metered one, at the largest size that fits."""
+        """The error of the forecast peak at the largest size that fits, as a fraction of rank 0's metered peak."""
         largest = self.truths[0].largest
         return max((abs(error) for size, error in self._errors() if size == largest), default=0.0)
 
     @property
     def largest_error(self) -> float:
-        """The same over all sizes that ran to their end."""
+        """The largest such error over all sizes that ran to their end."""
         return max(abs(error) for _, error in self._errors())
 
     @property
@@ -309,7 +309,7 @@ class Comparison:
             abs(peaks.phases(probe.batch_size).get(phase, math.inf) - peak_bytes)
             for probe in self.truths[0].complete
             for phase, peak_bytes in probe.phase_peak_bytes.items()
-            if phase  # what is before the first one
+            if phase  # no name: before the first phase
         )
 
     @property
@@ -319,7 +319,7 @@ class Comparison:
         return MOST_ROWS if largest is None else min(largest, MOST_ROWS)
 
     def misses(self) -> list[str]:
-        """What the case was to show and did not, in words."""
+        """The aims that the case missed, in words."""
         if isinstance(self.forecast, str):
             return [self.forecast]
         first, *peers = self.truths
@@ -368,7 +368,7 @@ def compare(cases: list[Case], tiny_dir: Path, directory: Path) -> list[Comparis
 
 
 def forecast(case: Case, cfg: DictConfig) -> TracedStep | str:
-    """What is known of a step of ``case`` without taking one, or why there is nothing."""
+    """The traced step of ``case``, or why there is none."""
     try:
         return trace(cfg, world_size=case.world_size, seq_lens=[case.seq_len])
     except InputError as error:

@@ -1,11 +1,11 @@
-"""Everything that needs a CUDA device, on one, in under nine minutes.
+"""Measure everything that needs a CUDA device, on one device, in under nine minutes.
 
     python -m benchmarks.gpu [--parts PART,...] [--minutes MINUTES] [--output STEM]
 
-Each part runs in a process of its own, with a time of its own, and can be run alone; what a part has found is written
-before the next one begins: JSON and Markdown to ``results/gpu_DEVICE``, or to STEM. Without CUDA every part is
-rehearsed on the CPU with a tiny model, which shows only that the parts run; the exit status is then 0 if they all did,
-as with CUDA.
+Each part runs in a process of its own, with a time limit of its own, and can be run alone. Its results are written
+before the next part begins: JSON and Markdown to ``results/gpu_DEVICE``, or to STEM. Without CUDA every part is
+rehearsed on the CPU with a tiny model, which shows only that the parts run. The exit status is 0 if all parts ran, with
+and without CUDA.
 """
 
 import argparse
@@ -68,9 +68,9 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Measurements on one CUDA device.")
     parser.add_argument("--parts", type=_parts, default=list(PARTS), help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--minutes", type=float, default=9.0, help="no part is begun after that, none goes on after it")
+    parser.add_argument("--minutes", type=float, default=9.0, help="no part begins or continues after that")
     parser.add_argument("--output", type=Path, help="where results go, without the ending")
-    parser.add_argument("--commit", default=commit() or "unknown", help="of this tree, where it is no repository")
+    parser.add_argument("--commit", default=commit() or "unknown", help="of this tree, if it is not a repository")
     return parser.parse_args()
 
 
@@ -87,7 +87,7 @@ def _slug(name: str) -> str:
 
 
 def _play(part: str, directory: Path, *, seconds: float) -> Result:
-    """Run a part in a process of its own; nothing of it is left."""
+    """Run a part in a process of its own, and end all processes that it has left."""
     output, started = directory / f"{part}.json", time.monotonic()
     result: Result = {"part": part, "sections": [], "seconds": 0.0}
     if seconds <= 0:
@@ -109,7 +109,7 @@ def _command(part: str, output: Path, seconds: float, directory: Path) -> list[s
 
 
 def _environment() -> dict[str, str]:
-    """In which a part finds this checkout, installed or not, and asks no hub."""
+    """The environment in which a part finds this checkout, installed or not, and uses no hub."""
     paths = [str(_ROOT), str(_ROOT / "recipes"), *filter(None, [os.environ.get("PYTHONPATH")])]
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads}

@@ -1,10 +1,10 @@
-"""What growth does to batch, steps and learning rate, epoch by epoch, on two CPU ranks.
+"""How growth changes batch, steps and learning rate, epoch by epoch, on two CPU ranks.
 
     python -m benchmarks.growth
 
-Each run trains the tiny model for five epochs. The rate is the one that the optimizer's step used, the noise scale the
-estimate at the epoch's end. "planned" are the steps of an epoch by loader, progress bar and schedule, "taken" the
-optimizer's.
+Each run trains the tiny model for five epochs. The rate is the one that the optimizer's step used, the noise scale is
+the estimate at the epoch's end. "planned" is the number of steps of an epoch for loader, progress bar and schedule,
+"taken" the number that the optimizer took.
 """
 
 import argparse
@@ -53,7 +53,7 @@ NAMES = ("epoch", "batch", "samples per step", "micro-batch", "planned", "taken"
 
 
 class Epochs(Watch):
-    """Notes a row of the table for each epoch; none but on rank 0, which logs."""
+    """Records a row of the table for each epoch, only on rank 0, which logs."""
 
     def __init__(self) -> None:
         self.rows: Rows = []
@@ -93,7 +93,7 @@ def _train(tiny_dir: Path, output_dir: Path, overrides: dict[str, Any]) -> Rows:
 
 
 def _time_measuring(tiny_dir: Path, output_dir: Path) -> Rows:
-    """What a measured step takes longer than another of the same samples, if that has one micro-step, or two."""
+    """How much longer a measured step takes than an unmeasured one of the same samples, in one and two micro-steps."""
     rows: Rows = []
     for micro_batch in (16, 8):
         options: dict[str, Any] = {"batch_size": micro_batch, "tokenizer__max_seq_len": 64}

@@ -1,16 +1,16 @@
-"""Does host memory grow with every optimizer step under FSDP2, by torch's own leaks or by ours?
+"""Does host memory grow with every optimizer step under FSDP2, by leaks of torch or of this package?
 
     OMP_NUM_THREADS=1 python -m benchmarks.host_growth
     OMP_NUM_THREADS=1 python -m benchmarks.host_growth --soak
 
 Trains a tiny model under FSDP2 on two CPU ranks by AdamW, whose learning rate changes in every step as it does in stock
-recipes: by a plain loop and by ``RecoverableStep``, for each implementation of the optimizer. Each case is run by
+recipes: in a plain loop and with ``RecoverableStep``, for each implementation of the optimizer. Each case runs in
 processes of its own. Anonymous resident memory is read after garbage collections; the growth is the slope of a line
 through these points. Then each call of a step is made many times alone, which shows the one that leaks. ``--soak``
 runs a longer training in which memory runs out again and again.
 
-Figures are those of the torch that runs it. They are kept by its version in ``results/host_growth_cpu.json``: run it
-by one interpreter after the other. Writes all of them to ``results/host_growth_cpu.md``.
+Figures are those of the installed torch. They are kept by its version in ``results/host_growth_cpu.json``: run this
+with one interpreter after the other. Writes all of them to ``results/host_growth_cpu.md``.
 """
 
 import argparse
@@ -57,7 +57,7 @@ _LONGEST_S = 3600.0
 
 @dataclass(frozen=True)
 class Length:
-    """Optimizer steps before the first point, points, and steps between two of them; calls that are made alone."""
+    """Optimizer steps before the first point, points, steps between two points, and calls of each function alone."""
 
     warm_up: int = 600
     points: int = 7
@@ -77,9 +77,9 @@ TEN_THOUSAND = 10_000
 
 @dataclass(frozen=True)
 class Growth:
-    """What a process gains per optimizer step, and how long one takes; by call what one more call of it gains.
+    """What a process gains per optimizer step and per call of each function, and how long a step takes.
 
-    ``parameters`` is how many tensors the optimizer has.
+    ``parameters`` is the number of tensors that the optimizer has.
     """
 
     implementation: str
@@ -128,7 +128,7 @@ class TinyTraining:
 
     @property
     def recoverable(self) -> RecoverableStep[None]:
-        """What runs forward and backward; there must be one."""
+        """The ``RecoverableStep`` that runs forward and backward; there must be one."""
         assert self._recoverable is not None
         return self._recoverable
 
@@ -138,7 +138,7 @@ class TinyTraining:
         return len(list(self._model.parameters()))
 
     def train(self, steps: int) -> None:
-        """As many optimizer steps. A collective."""
+        """Take ``steps`` optimizer steps. A collective."""
         for _ in range(steps):
             self._gradients()
             self._clip()
@@ -146,7 +146,7 @@ class TinyTraining:
             self._optimizer.zero_grad()
 
     def calls(self) -> dict[str, Callable[[], object]]:
-        """The calls that a step consists of, each to be made alone as often as one likes."""
+        """The calls that a step consists of; each can be repeated alone."""
         self._gradients()
 
         def gradients() -> None:
@@ -198,7 +198,7 @@ def growth(implementation: str, loop: str, length: Length) -> Growth:
 
 
 def soak(length: Length) -> Soak:
-    """Train while memory runs out every few hundred steps, at an operation and a rank that differ. A collective."""
+    """Train while memory runs out every few hundred steps, at varying operations and ranks. A collective."""
     slices = Slices(SAMPLES)
     training = TinyTraining("foreach", recovers=True, micro_batches=slices)
     training.train(1)
@@ -239,7 +239,7 @@ def _specs() -> int:
 
 
 def _growth_of(call: Callable[[], object], times: int) -> tuple[float, float]:
-    """Bytes and objects that one more call leaves."""
+    """Bytes and objects that each call leaves in memory."""
     for _ in range(times // 4):
         call()
     before, objects = _anonymous_bytes(), len(gc.get_objects())
@@ -260,7 +260,7 @@ def _soak(rank: int, length: Length) -> Soak:
 
 
 def measured(length: Length) -> list[Growth]:
-    """All cases, each of the rank that grew most."""
+    """The growth in each case, of the rank that grew most."""
     cases = product(IMPLEMENTATIONS, LOOPS)
     ranks = [run_on_ranks(_measure, RANKS, *case, length, timeout_s=_LONGEST_S) for case in cases]
     return [max(found, key=lambda one: one.bytes_per_step) for found in ranks]

@@ -1,9 +1,9 @@
-"""Does a plan foretell host memory: of loading a checkpoint, training, and saving?
+"""Does a plan predict the host memory of loading a checkpoint, training, and saving?
 
     OMP_NUM_THREADS=1 python -m benchmarks.host_memory
 
-Plans and trains recipes of a model of 105 million parameters on CPU ranks, from checkpoints as Hugging Face has them,
-and samples each rank's anonymous and file-backed resident memory every millisecond. On a CPU the tensors that a rank
+Plans and trains recipes of a model of 105 million parameters on CPU ranks, from checkpoints in Hugging Face's format.
+Each rank's anonymous and file-backed resident memory is sampled every millisecond. On a CPU the tensors that a rank
 computes with are in host memory too, in the plan as in the run. Prints a table and writes it to
 ``results/host_memory_cpu.md``.
 """
@@ -49,10 +49,10 @@ SEQ_LEN = 64
 
 
 class ResidentMemory:
-    """Samples this process's resident memory, and keeps the most that it has had in each phase.
+    """Samples this process's resident memory, and keeps the maximum of each phase.
 
     Attributes:
-        anonymous_bytes, file_bytes: by phase.
+        anonymous_bytes, file_bytes: the maximum by phase.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def main() -> None:
     """Measure and write the table."""
     started, load = time.perf_counter(), os.getloadavg()[0]
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    # Large models' tensors are mapped and given back one by one; so are these, which are smaller.
+    # Tensors of large models are mapped and freed one by one. This makes it so for these smaller ones too.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     with tempfile.TemporaryDirectory() as directory:
         os.environ["HF_HOME"] = f"{directory}/huggingface"
@@ -138,7 +138,7 @@ def _config(assets: Path, kind: str, name: str) -> DictConfig:
 
 
 def _measure(rank: int, assets: Path, kind: str, name: str) -> tuple[int, dict[str, int], dict[str, int]]:
-    """A rank's anonymous memory before its recipe is set up; the most that it adds in each phase; that of files."""
+    """A rank's anonymous memory before set-up, the most that each phase adds, and the most memory of files in each."""
     logging.disable(logging.WARNING)
     base: Any = adaptive_recipe(kind)
     before, _ = resident_bytes()
@@ -168,7 +168,7 @@ def _measure(rank: int, assets: Path, kind: str, name: str) -> tuple[int, dict[s
 
 
 def _rows(assets: Path, kind: str, ranks: int, name: str) -> list[list[str]]:
-    """The rows of a case: what was planned, and what all ranks together have had."""
+    """The rows of a case: the planned memory, and the memory of all ranks together."""
     cfg = _config(assets, kind, name)
     host = plan(
         cfg, world_size=ranks, card=Card(memory_bytes=2**40), seq_lens=[SEQ_LEN], batch_sizes=[cfg.batch_size]

@@ -34,7 +34,7 @@ class Watch:
     """Is called while a recipe trains. It takes the place of torchtune's profiler, whose methods it has.
 
     Attributes:
-        recipe: from the end of its set-up on.
+        recipe: the recipe, from the end of its set-up on.
     """
 
     recipe: Any = None
@@ -51,10 +51,10 @@ class Watch:
     def stop(self) -> None: ...
 
     def before_step(self, number: int) -> None:
-        """Called before each optimizer step with its number, from 1. Our recipes only."""
+        """Called before each optimizer step with its number, from 1. Adaptive recipes only."""
 
     def before_backward(self) -> None:
-        """Called in each micro-step between loss and backward pass, in set-up too. Our recipes only."""
+        """Called in each micro-step between loss and backward pass, in set-up too. Adaptive recipes only."""
 
     def after_epoch(self) -> None:
         """Called after each epoch."""
@@ -66,10 +66,10 @@ def kind_of(cfg: DictConfig) -> str:
 
 
 def live_recipe(cfg: DictConfig, recipe_class: Any = None, *, watch: Any = None) -> Any:
-    """A recipe, ours or of ``recipe_class``, that is set up and whose checkpoints go nowhere. A collective.
+    """A recipe that is set up and saves no checkpoints; by default the adaptive one for ``cfg``. A collective.
 
-    ``parts``, ``settings`` and ``consensus`` are what the trainer of our recipe was built of; a stock recipe has None.
-    ``watch`` is a ``Watch``.
+    ``parts``, ``settings`` and ``consensus`` are those that an adaptive recipe's trainer was built from; a stock recipe
+    has None. ``watch`` is a ``Watch``.
     """
     watch = watch or Watch()
     base: Any = recipe_class or adaptive_recipe(kind_of(cfg))
@@ -108,7 +108,7 @@ def live_recipe(cfg: DictConfig, recipe_class: Any = None, *, watch: Any = None)
     training.set_seed(seed=cfg.seed)
     vars(checkpoint_wrapper).pop("_count", None)  # it counts layers over all recipes of a process
     recipe = LiveRecipe(cfg=cfg)
-    if kind_of(cfg) == "full":  # which saves by torchtune's client
+    if kind_of(cfg) == "full":  # this recipe saves by torchtune's client
         recipe._checkpoint_client.save_checkpoint = recipe.save_checkpoint
     recipe.setup(cfg=cfg)
     watch.begin(recipe)
@@ -119,13 +119,13 @@ def train_again(recipe: Any, *, seed: int) -> None:
     """Train a recipe of one epoch once more, on samples in the order of ``seed``. A collective."""
     recipe.epochs_run = 0  # where a stock recipe begins
     recipe._dataloader.sampler.seed = seed
-    # Stock clears a device cache before it trains, which the CPU has not; our loop does not ask for it there.
+    # A stock recipe clears a device cache before it trains, which a CPU does not have; the adaptive loop skips this.
     clearing = mock.patch.object(training, "cleanup_before_training")
     with clearing, open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):  # its progress bar
         recipe.train()
 
 
-# ---- parts of a recipe of ours
+# ---- parts of an adaptive recipe
 
 
 def workload_of(recipe: Any, *, is_metered: bool = True) -> Workload:
@@ -153,7 +153,7 @@ def workload_of(recipe: Any, *, is_metered: bool = True) -> Workload:
 
 
 def probe_maker(recipe: Any) -> Callable[[int], MicroBatches]:
-    """A function that makes a probe's micro-batches of n rows, the longest that training can meet. A collective."""
+    """A function that makes a probe's micro-batches of n rows of the greatest length in training. A collective."""
     parts = recipe.parts
     row = parts.row_format.worst_case(
         parts.sampler.dataset,
@@ -166,7 +166,7 @@ def probe_maker(recipe: Any) -> Callable[[int], MicroBatches]:
 
 @contextmanager
 def real_steps(recipe: Any, workload: Workload, *, limit_bytes: int | None) -> Iterator[Prober]:
-    """Inside, a prober of the longest rows under ``limit_bytes``, warmed up. Leaves no trace. A collective."""
+    """Inside, a warmed-up prober of the longest rows under ``limit_bytes``. Restores all state. A collective."""
     meter = workload.meter_for_probes()
     prober = Prober(workload, probe_maker(recipe), meter=meter, forecasts=False)
     with meter.exactly(), workload.kept_as_it_is() as restore_optimizers:
@@ -176,7 +176,7 @@ def real_steps(recipe: Any, workload: Workload, *, limit_bytes: int | None) -> I
 
 
 def search_again(recipe: Any, workload: Workload, *, wanted_rows: int, **settings: Any) -> SearchResult:
-    """What the recipe's search finds with other ``settings``. A collective, which leaves no trace."""
+    """What the recipe's search finds with other ``settings``. Restores all state. A collective."""
     parts = recipe.parts
     finder = SizeFinder(
         workload,
@@ -195,9 +195,10 @@ def search_again(recipe: Any, workload: Workload, *, wanted_rows: int, **setting
 def timed_step(
     recipe: Any, finish: TrainStep, samples: StepSamples, *, measured: bool = False
 ) -> tuple[float, StepResult]:
-    """An optimizer step over ``samples`` as in training, but not metered; and its seconds on all ranks. A collective.
+    """Take an unmetered optimizer step over ``samples``: its seconds until all ranks are done, and its result.
 
-    ``finish`` is the train step that ends it; a ``measured`` one takes the gradient norms of a small batch.
+    A collective. ``finish`` is the train step that finishes it. A ``measured`` step also takes the gradient norms of a
+    small batch.
     """
     dist.barrier()
     started = time.perf_counter()

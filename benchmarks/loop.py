@@ -1,11 +1,11 @@
-"""What does our training loop cost while nothing happens?
+"""What does the adaptive training loop cost while memory does not run out?
 
     OMP_NUM_THREADS=1 python -m benchmarks.loop
 
-Trains by the stock recipe and by ours, with recovery from out-of-memory errors and without, on two CPU ranks,
-all in the same processes: in each round every recipe trains a few steps, in an order that turns from round to
-round, so that a noisy machine hits all alike. A second stock recipe shows how far equal loops seem to differ.
-All must log the same losses, rates and gradient norms. In one more round, collectives and reads of tensors are
+Trains by the stock recipe and by the adaptive one, with recovery from out-of-memory errors and without, on two CPU
+ranks, all in the same processes. In each round every recipe trains a few steps, in an order that changes from round to
+round, so that other load on the machine affects all equally. A second stock recipe shows how much equal loops seem to
+differ. All must log the same losses, rates and gradient norms. In one more round, collectives and reads of tensors are
 counted. Prints a table and writes it to ``results/loop_cpu.md``.
 """
 
@@ -70,15 +70,15 @@ class Block:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all ranks."""
+        """Unmasked tokens per second over all ranks."""
         return 1e3 * self.num_tokens / (self.steps * self.wall_ms)
 
 
-Measured = tuple[dict[str, list[Block]], dict[str, Counts]]  # by variant: blocks by round, and what its steps ask for
+Measured = tuple[dict[str, list[Block]], dict[str, Counts]]  # by variant: blocks by round, and counts of its steps
 
 
 class StepClock(RecordingLogger):
-    """Notes when a step was logged, and what, unread: to read a tensor is to wait for it."""
+    """Records when each step was logged, and its figures as tensors: to read them would wait for the device."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -95,7 +95,7 @@ def recipe_of(
     """A recipe of one epoch, without a memory limit. A collective."""
     options = {
         "metric_logger": {"_component_": "benchmarks.loop.StepClock"},
-        "dataset__train_on_input": True,  # of a short row nothing else may be left
+        "dataset__train_on_input": True,  # a short row may have no other tokens left
         "adaptive__memory_limit": None,
         "adaptive__oom_recovery": variant == ON,
         "epochs": 1,
@@ -119,13 +119,13 @@ def _measure(tiny_dir: Path, cases: list[Case]) -> list[tuple[Case, Measured]]:
 def _measured(case: Case, tiny_dir: Path) -> Measured:
     """Time and count the steps of each variant. A collective."""
     steps = 1 + case.timed_steps  # the first step of a round is not timed: the data loader starts in it
-    rounds = 1 + case.rounds + 1  # not timed: the first, in which lazy set-up is done, and the last, that counts
+    rounds = 1 + case.rounds + 1  # not timed: the first, with lazy set-up, and the last, in which steps are counted
     overrides = {
         "batch_size": case.batch_size,
         "tokenizer__max_seq_len": case.seq_len,
         "gradient_accumulation_steps": case.gradient_accumulation_steps,
         "max_steps_per_epoch": steps,
-        "lr_scheduler__num_warmup_steps": rounds * steps,  # the schedule of a single epoch would end before
+        "lr_scheduler__num_warmup_steps": rounds * steps,  # the schedule of one epoch would end too early
     }
     counters = {variant: StepCounter() for variant in VARIANTS}
     recipes = {
@@ -147,7 +147,7 @@ def _measured(case: Case, tiny_dir: Path) -> Measured:
 
 
 def race(recipes: dict[str, Any], rounds: int) -> Iterator[tuple[int, str]]:
-    """Train each recipe once in each round, in an order that turns: the round's number and which has trained."""
+    """Train each recipe once in each round, in an order that changes; yields the number of the round and the name."""
     for number, name in turns(list(recipes), rounds):
         train_again(recipes[name], seed=number)
         yield number, name
@@ -180,7 +180,7 @@ def _speeds(case: Case, blocks: dict[str, list[Block]]) -> list[str]:
 
 
 def _ratios(case: Case, blocks: dict[str, list[Block]], clock: str) -> list[str]:
-    """How many times faster the first of each pair is than the second, and how many ms per step slower ours is."""
+    """How many times faster the first of each pair is, and how many ms per step slower recovery is than stock."""
     step_ms = {variant: [getattr(block, f"{clock}_ms") for block in blocks[variant]] for variant in VARIANTS}
     cells = [case.name, clock]
     for one, other in RATIOS:

@@ -11,10 +11,10 @@ from torchtune.modules import RMSNorm, TransformerDecoder
 
 
 class EarlierNorm(RMSNorm):
-    """Keeps its input as float32, but what it scales in the input's own dtype."""
+    """Keeps its input for backward as float32, but the values that it scales in the input's own dtype."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Norm ``x``, of any shape."""
+        """Normalize ``x``, of any shape."""
         x_fp32 = x.float()
         inverse = torch.rsqrt(x_fp32.square().mean(dim=-1, keepdim=True) + self.eps)
         return (x_fp32 * inverse).to(x.dtype) * self.scale

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.objective
 
-On two CPU ranks and under a memory limit, with a model so wide and rows so long that a few of them keep the
-processor busy: more of them take more memory and train no faster. Sizes the batch once by memory and several times by
-throughput, whose choice rests on timed steps and should be the same every time. Prints tables and writes them to
+On two CPU ranks and under a memory limit, with a model so wide and rows so long that a few rows keep the processor
+busy: more rows take more memory and train no faster. Sizes the batch once by memory and several times by throughput,
+whose choice depends on timed steps and should be the same every time. Prints tables and writes them to
 ``results/objective_cpu.md``.
 """
 
@@ -40,7 +40,7 @@ OBJECTIVES: tuple[Objective, ...] = ("memory", "throughput", "throughput", "thro
 
 @dataclass(frozen=True)
 class Sized:
-    """What a set-up has found: the batch size to train with, and what it rests on."""
+    """What a set-up has found: the batch size to train with, and the figures behind it."""
 
     objective: Objective
     batch_size: int
@@ -59,7 +59,7 @@ def _measure(tiny_dir: Path) -> list[Sized]:
 
 
 def _make_assets(tiny_dir: Path) -> None:
-    """The tiny world, with a larger model of random weights in the tiny one's place."""
+    """The tiny assets, with a larger model of random weights instead of the tiny one."""
     make_tiny_assets(tiny_dir, num_samples=2000)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -84,7 +84,7 @@ def _sized(objective: Objective, tiny_dir: Path) -> Sized:
 
 
 def _speeds(sized: Sized) -> list[str]:
-    """Of each size its tokens per second, and their share of the best; the chosen one in bold."""
+    """The tokens per second of each size, and their share of the best; the chosen size in bold."""
     rates = sized.tokens_per_second
     assert not rates or sized.batch_size == smallest_near_best(rates)
     cells = [f"{rate:.0f} ({rate / max(rates.values()):.1%})" for rate in rates.values()]

@@ -18,7 +18,7 @@ _LONGEST_S = 3600.0
 def measured_on_ranks(
     measure: Callable[..., Measured], ranks: int, *args: Any, make_assets: Callable[[Path], object] = make_tiny_assets
 ) -> tuple[Measured, dict[str, Any]]:
-    """Rank 0's ``measure(tiny_dir, *args)``, which runs on every rank; and for ``provenance`` how it was measured."""
+    """Rank 0's ``measure(tiny_dir, *args)``, which runs on every rank; and arguments for ``provenance``."""
     started, load = time.perf_counter(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as directory:
         tiny_dir = Path(directory) / "tiny"

@@ -2,9 +2,9 @@
 
     python -m benchmarks.plan_cost
 
-Runs ``tune-adaptive plan`` for configs from 1B to 405B on up to 512 ranks, each as a program of its own
-and with rows of 2048 tokens, and reads its wall time and the peak of its resident memory. Prints a table
-and writes it to ``results/plan_cost_cpu.md``.
+Runs ``tune-adaptive plan`` for configs from 1B to 405B on up to 512 ranks, with rows of 2048 tokens. Each plan is a
+program of its own, whose wall time and peak of resident memory are measured. Prints a table and writes it to
+``results/plan_cost_cpu.md``.
 """
 
 import json

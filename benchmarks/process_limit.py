@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.process_limit
 
-Here nothing counts tensors: ``RLIMIT_DATA`` makes real allocations fail. What is true is found by force: each batch
+Here nothing counts tensors: ``RLIMIT_DATA`` makes real allocations fail. The true size is found by trying: each batch
 size trains in a process of its own, without a search. Prints a table and writes it to
 ``results/process_limit_cpu.md``; ``--rehearse`` measures one case once and writes nothing.
 """
@@ -36,10 +36,10 @@ ROUNDS = 1
 STEPS_OF_A_TRIAL = 4  # the first makes the optimizer's state, the others begin with it
 STEPS_AFTER_A_SEARCH = 20
 MARGIN = AdaptiveSettings().margin
-MOST_ROWS = 128  # where the bisection for what is true begins
+MOST_ROWS = 128  # where the bisection for the true size begins
 BEYOND = 3  # sizes tried above the largest, to see that none of them fits again
 Result = TypeVar("Result")
-METERED_LIMIT = "16GiB"  # above all that the processes may have: only the system's limit is felt
+METERED_LIMIT = "16GiB"  # more than the processes may have, so that only the system's limit applies
 
 
 class Embedded(nn.Module):
@@ -84,7 +84,7 @@ def linear_layers(width: int, depth: int) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how many bytes its process may have beyond those that it has before.
+    """What is trained, and how many bytes its process may add to those that it has before.
 
     Attributes:
         steps_before: optimizer steps that are taken before the search.
@@ -115,8 +115,8 @@ class Found:
     """What a search found, what it took, and what its process can train with afterwards.
 
     Attributes:
-        survives: whether many steps with what was found do.
-        largest_after: the largest size up to ``BEYOND`` rows more with which some steps do.
+        survives: whether ``STEPS_AFTER_A_SEARCH`` steps with ``rows`` fit.
+        largest_after: the largest size, up to ``BEYOND`` rows more, with which some steps fit.
     """
 
     rows: int
@@ -129,7 +129,7 @@ class Found:
 
 @dataclass
 class Measured:
-    """Of a case, round by round: what is true with either allocator, and what was found."""
+    """The results of a case by round: the true sizes with either setting of the allocator, and those found."""
 
     case: Case
     true_as_left: list[int] = field(default_factory=list)
@@ -139,7 +139,7 @@ class Measured:
 
 
 class Training:
-    """A case in this process, which from now on is limited."""
+    """A case that is trained in this process, whose memory is limited from now on."""
 
     def __init__(self, case: Case) -> None:
         seed_everything()
@@ -163,7 +163,7 @@ class Training:
         self._optimizer.zero_grad()
 
     def search(self, margin: float) -> Found:
-        """What a search finds, and which steps after it survive."""
+        """What a search finds, and with which sizes steps fit after it."""
         started = time.perf_counter()
         found = find_max_batch_size(
             self.step,
@@ -181,7 +181,7 @@ class Training:
         return Found(rows, survives, after, len(found.probes), ooms, seconds)
 
     def survives(self, rows: int, steps: int) -> bool:
-        """Whether so many steps on batches of ``rows`` fit."""
+        """Whether ``steps`` steps on batches of ``rows`` rows fit."""
         return not any(is_out_of_memory(lambda: self.step(self.batch(rows))) for _ in range(steps))
 
     def _use(self, model: nn.Module) -> None:
@@ -219,7 +219,7 @@ def _document(cases: Sequence[Case], *, rounds: int) -> list[str]:
 
 
 def largest_that_survives(case: Case, *, as_left: bool) -> int:
-    """The largest batch size of which some steps fit, each tried in a process of its own: bisected, and some beyond.
+    """The largest batch size with which some steps fit. Bisects, then tries a few more; each size has its own process.
 
     Args:
         as_left: whether freed tensors go back to the system at once, as a search leaves the allocator.

@@ -1,4 +1,4 @@
-"""What a result is of: command, date, commit, machine and versions."""
+"""How a result was measured: command, date, commit, machine and versions."""
 
 import os
 import platform
@@ -32,14 +32,14 @@ def provenance(
     device: str = "no GPU",
     packages: Sequence[str] = PACKAGES,
 ) -> str:
-    """All of it in a sentence or two for the head of a document.
+    """Command, date, commit, machine and versions in a sentence or two, for the head of a document.
 
     Args:
         ranks: how many processes took part, and of what kind.
-        seconds: that the command took.
-        load: the machine's before the command; that of now is after it.
-        commit_name: of the tree, where it is no repository.
-        packages: whose versions matter.
+        seconds: how long the command took.
+        load: the machine's load before the command; the load after it is read now.
+        commit_name: the commit of the tree, if it is not a repository.
+        packages: the packages whose versions matter.
     """
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {device}" + (f", {ranks}" if ranks else "")
     versions = [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)]

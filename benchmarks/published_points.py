@@ -2,8 +2,8 @@
 
     python -m benchmarks.published_points --output benchmarks/results/published_gpu.md
 
-Plans every point of ``published_gpu.json``, whose figures were read in the sources that it names, and sets them beside
-each other by group: for points whose config is known in full, and for the others apart. No GPU is used.
+Plans every point of ``published_gpu.json``, whose figures come from the sources that it names. Compares plans with
+published figures by group, separately for points whose config is known in full. No GPU is used.
 """
 
 import argparse
@@ -77,7 +77,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Compared:
-    """A point and the bytes that a plan has for it; or why it has none."""
+    """A point and its planned bytes, or why there is no plan."""
 
     point: Point
     planned_bytes: float | None = None
@@ -181,7 +181,7 @@ def _summary(planned: Sequence[Compared]) -> Iterator[list[str]]:
 
 
 def _errors(errors: Sequence[float]) -> list[str]:
-    """The median of their sizes, and the worst.
+    """The median of the absolute errors, and the worst error.
 
     >>> _errors([-0.1, 0.02, 0.04]), _errors([])
     (['4.0 %', '-10.0 %'], ['', ''])

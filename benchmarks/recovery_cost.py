@@ -1,10 +1,10 @@
-"""What does ``RecoverableStep`` cost a plain FSDP2 loop in which nothing happens?
+"""What does ``RecoverableStep`` cost a plain FSDP2 loop in which memory does not run out?
 
     OMP_NUM_THREADS=1 python -m benchmarks.recovery_cost
 
-Two CPU ranks, each with equal models: in each round every loop trains a step, in an order that turns, so that a noisy
-machine hits all alike. A second plain loop shows how far equal loops seem to differ. All must end with the same
-parameters. Prints a table and writes it to ``results/recovery_cost_cpu.md``.
+Two CPU ranks, each with equal models: in each round every loop trains a step, in an order that changes, so that other
+load on the machine affects all equally. A second plain loop shows how much equal loops seem to differ. All must end
+with the same parameters. Prints a table and writes it to ``results/recovery_cost_cpu.md``.
 """
 
 import time
@@ -113,7 +113,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Times:
-    """Of a step of each variant, by round, on rank 0: in ms by the wall's clock and in CPU time of its thread."""
+    """The times of a step of each variant by round, on rank 0, in ms: wall time, and CPU time of its thread."""
 
     wall_ms: dict[str, list[float]]
     cpu_ms: dict[str, list[float]]

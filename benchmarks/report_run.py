@@ -1,6 +1,6 @@
-"""The run of the documents' report: full finetuning on two CPU ranks that runs out of memory twice, on purpose.
+"""The run that the documents' report shows: full finetuning on two CPU ranks that runs out of memory twice.
 
-Started by ``scripts/pictures``.
+The errors are injected. Started by ``scripts/pictures``.
 """
 
 from adaptive_full_finetune_distributed import AdaptiveFullFinetuneRecipeDistributed, recipe_main

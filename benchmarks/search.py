@@ -1,11 +1,11 @@
-"""How do other projects find the largest batch that fits, and at what price, against ``find_max_batch_size``?
+"""How do other projects find the largest batch that fits, and at what cost, compared with ``find_max_batch_size``?
 
     make .venv-peers
     OMP_NUM_THREADS=1 .venv-peers/bin/python -m benchmarks.search
 
 Every contestant searches on the same train step, model, optimizer, data and limit: on the CPU with a card that counts
 live bytes and fails as CUDA does. Each runs in a process of its own, several times in turn, and an exhaustive search
-shows what is true. Prints tables and writes them to ``results/search_cpu.md``; ``--rehearse`` runs five contestants
+finds the true size. Prints tables and writes them to ``results/search_cpu.md``; ``--rehearse`` runs five contestants
 once and writes nothing.
 """
 
@@ -92,7 +92,7 @@ CASES = [
 
 
 def main() -> None:
-    """Measure every contestant in every case and write the tables; or be one contestant's process."""
+    """Measure every contestant in every case and write the tables; or run one contestant in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="five contestants once, and no file")
     parser.add_argument("--process", nargs=3, metavar=("CONTESTANT", "CASE", "FILE"), help=argparse.SUPPRESS)
@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def _measured(cases: list[Case], names: list[str], *, rounds: int) -> list[str]:
-    """The document on ``cases`` by the contestants so named; the exhaustive search is made in the first round only."""
+    """The document on ``cases`` by the contestants ``names``; the exhaustive search runs in the first round only."""
     started, load = time.perf_counter(), os.getloadavg()[0]
     measured = [Measured(case.name, case.limit, {name: [] for name in CONTESTANTS}) for case in cases]
     turns = [

@@ -1,10 +1,10 @@
-"""Does each strategy find the largest batch that fits, and at what price?
+"""Does each strategy find the largest batch that fits, and at what cost?
 
     python -m benchmarks.search_accuracy
 
 Runs the real recipes on two CPU ranks with a memory limit, once by each strategy, and compares with an
-exhaustive search: a metered step without any limit at 1, 2, 3, ... rows, until one is above what may be
-used on a rank, and two beyond. Prints a table and writes it to ``results/search_accuracy_cpu.md``.
+exhaustive search: a metered step without any limit at 1, 2, 3, ... rows, until one needs more than may be
+used on a rank, and at two sizes more. Prints a table and writes it to ``results/search_accuracy_cpu.md``.
 """
 
 from dataclasses import dataclass, field

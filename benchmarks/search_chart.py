@@ -23,12 +23,12 @@ NAMES = {  # in the table, and in the chart
     "HF Trainer auto_find_batch_size": "Hugging Face Trainer",
     "toma.batch from 512": "toma",
 }
-OURS, OTHERS, TOO_LARGE, LIMIT = "#0072B2", "#8C8C8C", "#D55E00", "#000000"  # can be told apart by the colour-blind
+OURS, OTHERS, TOO_LARGE, LIMIT = "#0072B2", "#8C8C8C", "#D55E00", "#000000"  # colour-blind readers can distinguish them
 
 
 @dataclass(frozen=True)
 class Row:
-    """A search in the chart; ``survives``: whether 20 steps of training with the size found end well."""
+    """A search in the chart; ``survives``: whether 20 steps of training with the size found fit."""
 
     name: str
     size: int
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def rows_of(document: str) -> list[Row]:
-    """The searches that the chart shows, of the document's table of rows of different lengths."""
+    """The searches that the chart shows, from the document's table of rows of different lengths."""
     rows = []
     for line in document.partition(f"\n## {CASES[-1].name}")[2].partition("\n## ")[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]

@@ -1,4 +1,4 @@
-"""What a step of training asks of the other ranks and of the device: collectives, and reads of tensors."""
+"""Counts what a training step needs from the other ranks and from the device: collectives, and reads of tensors."""
 
 import math
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ STEPS = 2  # counted; the first step of an epoch is not
 
 
 class Counts(NamedTuple):
-    """Of ``STEPS`` steps on one rank.
+    """The counts of ``STEPS`` steps on one rank.
 
     ``agreement`` collectives were issued on the CPU group of ``Consensus``, ``training`` ones on all others;
     ``reads`` are tensors whose values Python asked for. On the training device each of these is a wait for it.
@@ -33,7 +33,7 @@ class CountReads(OperationMode):
         self.reads = 0
         read_list = torch.Tensor.tolist
 
-        def tolist(tensor: torch.Tensor) -> Any:  # the one way to ask that no mode sees
+        def tolist(tensor: torch.Tensor) -> Any:  # the only way to read that no dispatch mode sees
             self.reads += 1
             return read_list(tensor)
 
@@ -53,10 +53,10 @@ class CountReads(OperationMode):
 
 
 class StepCounter(Watch):
-    """Counts what the last ``STEPS`` steps of an epoch ask for, whose first step is not counted."""
+    """Counts collectives and reads of tensors in ``STEPS`` steps of an epoch, after its first step."""
 
     counts: Counts
-    _steps = -math.inf  # of the epoch that is counted
+    _steps = -math.inf  # done so far in the epoch that is counted
 
     def begin(self, recipe: Any) -> None:
         super().begin(recipe)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.stock_configs
 
-Traces a train step of every config that torchtune registers for a recipe that trains, but for those in development, on
-as many ranks as the config's header launches, and writes tables to ``docs/stock_configs.md``. Ends with status 1 if a
+Traces a train step of every config that torchtune registers for a recipe that trains, except those in development. Each
+is traced on as many ranks as its header launches. Writes tables to ``docs/stock_configs.md``. Ends with status 1 if a
 config was neither planned nor refused.
 """
 
@@ -71,7 +71,7 @@ class StockConfig:
 
     @property
     def method(self) -> str:
-        """What of the model is trained."""
+        """How the model is trained: "full", "LoRA", "DoRA", "QLoRA" or "QDoRA"."""
         model = self.cfg.model
         if not is_lora(self.cfg):
             return "full"
@@ -81,7 +81,7 @@ class StockConfig:
 
 @dataclass(frozen=True)
 class Planned:
-    """What came of planning a config: a traced step; else why it was refused; else how that failed.
+    """The result of planning a config: a traced step, or why it was refused, or how planning failed.
 
     Attributes:
         seconds, resident_mib: of the process that traced it: its time on a core, and the most memory that it had.
@@ -103,7 +103,7 @@ def main() -> None:
     configs = stock_configs()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with context.Pool(jobs, maxtasksperchild=1) as pool:  # each process has one child, and knows what that took
+    with context.Pool(jobs, maxtasksperchild=1) as pool:  # each process has one child, and measures it
         planned = list(tqdm(pool.imap(plan, configs), total=len(configs), unit=" configs"))
     DOCUMENT.write_text(document(planned, jobs=jobs))
     print(f"{_counted(planned)}\nWritten to {DOCUMENT}")

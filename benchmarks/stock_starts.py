@@ -1,10 +1,10 @@
-"""Does any stock config start? Each is run through our recipe for two steps with a search, on a tiny model.
+"""Does every stock config start? Each is run by the adaptive recipe for two steps with a search, on a tiny model.
 
     OMP_NUM_THREADS=1 python -m benchmarks.stock_starts
 
-Of every text config that torchtune registers for the recipes that we have, model, checkpoint, tokenizer and data are
-replaced by tiny ones, on CPU ranks: two for the distributed recipes. Everything else stays as it is. Writes a table to
-``results/stock_starts_cpu.md``. Ends with status 1 if a config neither starts nor is refused.
+Takes every text config that torchtune registers for a recipe that has an adaptive version. Model, checkpoint, tokenizer
+and data are replaced by tiny ones; everything else stays as it is. Distributed recipes run on two CPU ranks. Writes a
+table to ``results/stock_starts_cpu.md``. Ends with status 1 if a config neither starts nor is refused.
 """
 
 import inspect
@@ -34,14 +34,14 @@ RESULTS = Path(__file__).parent / "results" / "stock_starts_cpu.md"
 COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.stock_starts"
 KINDS = {module.removeprefix("adaptive_"): kind for kind, (module, _) in RECIPES.items()}
 STEPS, GROUP_SIZE = 2, 32
-# NF4 has a scale for each 64 values, and a scale of scales for each 256 of these: wide enough to be split among two.
+# NF4 has a scale for each 64 values, and a scale of scales for each 256 of these: wide enough for two ranks.
 WIDE_NAME, WIDE = "wide.pt", MODEL_GEOMETRY | {"num_layers": 2, "embed_dim": 256, "intermediate_dim": 512}
 STARTED, REFUSED, FAILED = OUTCOMES = ("started", "refused", "failed")
 
 
 @dataclass(frozen=True)
 class Start:
-    """What came of a config: ``outcome``, and the size found or the reason."""
+    """The result of a config: ``outcome``, and the size found or the reason."""
 
     recipe: str
     name: str
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def text_configs() -> list[tuple[str, str]]:
-    """Recipe and name of all configs that our recipes are for, but those with images."""
+    """Recipe and name of all configs that have an adaptive recipe, except those with images."""
     registered = [(recipe.name, config.name) for recipe in get_all_recipes() for config in recipe.configs]
     return [(recipe, name) for recipe, name in registered if recipe in KINDS and "vision" not in name]
 
@@ -100,7 +100,7 @@ def _start(kind: str, name: str, assets: Path, output_dir: Path) -> tuple[str, s
 
 
 def tiny_version(cfg: DictConfig, assets: Path, output_dir: Path) -> DictConfig:
-    """The config with what it needs of the world replaced by tiny ones, and keys that bound the run."""
+    """The config with tiny model, checkpoint, tokenizer and data, and with keys that keep the run short."""
     model = _tiny_model(cfg.model)
     checkpointer = {
         "_component_": "torchtune.training.FullModelTorchTuneCheckpointer",

@@ -1,4 +1,4 @@
-"""Markdown: tables, what stands in their cells, and where they are written."""
+"""Markdown tables, figures for their cells, and the writing of documents."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -2,13 +2,13 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.tokens [--cost]
 
-Trains on two CPU ranks, with the same memory limit for all, by as many rows as fit, by the power of two below, by a
-token budget, and by packs. All live in the same processes and take turns in every round, each with one whole
-optimizer step; those without packs get the same samples, and must have the same loss. With ``--cost`` the token
-budget alone also trains with other weights of a micro-step than ``batch.limits`` takes. Prints tables and writes them
-to ``results/tokens_cpu.md``.
+Trains on two CPU ranks under one memory limit in four ways: with as many rows as fit, with the power of two below, with
+a token budget, and with packs. All are in the same processes and take turns in every round, each with one whole
+optimizer step. Those without packs get the same samples, and must have the same loss. With ``--cost`` the token budget
+also trains with other costs of a micro-step than ``batch.limits`` assumes. Prints tables and writes them to
+``results/tokens_cpu.md``.
 
-A CPU is held to a limit by a meter that watches every operation, which a GPU's allocator does for nothing. So sizes
+On a CPU a meter that watches every operation enforces the limit; a GPU's allocator does so without extra time. So sizes
 are searched for and peaks are measured under the meter, but steps are timed without it.
 """
 
@@ -43,7 +43,7 @@ RANKS = 2
 LIMIT = "128MiB"  # per rank
 SEQ_LEN = 256
 SAMPLES_PER_STEP = (128, 512)  # over all ranks
-ROUNDS = 5  # and one before, in which what is set up lazily is set up
+ROUNDS = 5  # after a first one with lazy set-up
 _METERED = 2  # steps, which take twice their time under the meter
 ROWS, POWER, TOKENS, PACKED = VARIANTS = ("fixed rows", "fixed rows, power of two", "token budget", "packed")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -77,7 +77,7 @@ class Contestant:
     name: str
     recipe: Any
     steps: list[StepSamples]
-    finish: Any  # the train step that finishes it, which is not metered, as nothing is that is timed
+    finish: Any  # the train step that finishes an optimizer step; not metered, because it is timed
     limit: str  # of a micro-batch
     cost: Fraction = TAKEN
     num_samples: list[int] = field(default_factory=list)  # by step
@@ -85,12 +85,12 @@ class Contestant:
     micro_steps: float = 0.0  # per optimizer step
     padding: float = 0.0  # share of the tokens computed with
     peak: float = 0.0  # share of the limit, in the step and on the rank where it is highest
-    seconds: list[float] = field(default_factory=list)  # by step, the first one's among them
+    seconds: list[float] = field(default_factory=list)  # by step, including the first
     losses: list[float] = field(default_factory=list)
 
     @classmethod
     def of(cls, name: str, recipe: Any) -> "Contestant":
-        """One with a live recipe."""
+        """A contestant with a live recipe."""
         trainer = recipe.trainer
         steps = list(itertools.islice(trainer.loader.steps(0), 1 + ROUNDS))
         finish = workload_of(recipe, is_metered=False).train_step
@@ -106,7 +106,7 @@ class Contestant:
         return [tokens / seconds for tokens, seconds in zip(self.num_tokens, self.seconds, strict=True)][1:]
 
     def count(self) -> None:
-        """Cut every step as training will, and count what comes of it. A collective."""
+        """Cut every step as training will, and count micro-steps, tokens and padding. A collective."""
         with self._cost():
             cuts = [self.recipe.trainer.micro_batches.cut(samples) for samples in self.steps]
         self.micro_steps = fmean(len(cut.micro_batches) for cut in cuts)
@@ -186,7 +186,7 @@ def _contestant(name: str, samples: int, tiny_dir: Path) -> Contestant:
 
 
 def _total(rows: Iterable[Row], pad_id: int) -> tuple[int, int]:
-    """Samples and their tokens in ``rows``, each of which is a sample, or a pack of samples and then padding."""
+    """The numbers of samples and of their tokens in ``rows``; each row is a sample, or a pack that ends in padding."""
     num_samples = num_tokens = 0
     for row in rows:
         tokens, is_pack = row["tokens"], "seq_lens" in row
@@ -196,7 +196,7 @@ def _total(rows: Iterable[Row], pad_id: int) -> tuple[int, int]:
 
 
 def race(contestants: list[Contestant]) -> None:
-    """A step of each in every round, in an order that turns from round to round. A collective."""
+    """Train a step of each in every round, in an order that changes from round to round. A collective."""
     for place, one in turns(contestants, 1 + ROUNDS):
         one.train(place)
         if dist.get_rank() == 0:
@@ -204,7 +204,7 @@ def race(contestants: list[Contestant]) -> None:
 
 
 def compare_losses(losses: list[list[float]], *, tolerance: float = 1e-5) -> None:
-    """Refuse losses that differ: the rate is that of warm-up's first step, 0, so that all have the same weights.
+    """Refuse losses that differ. The learning rate is 0, as in warm-up's first step, so all have the same weights.
 
     Raises:
         RuntimeError: the variants did not do the same work.

@@ -1,4 +1,4 @@
-"""The order in which what is compared takes its turns, so that a noisy machine hits all alike."""
+"""The order in which contestants take turns, so that other load on the machine affects all equally."""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -10,11 +10,11 @@ Contestant = TypeVar("Contestant")
 
 
 def turns(contestants: Sequence[Contestant], rounds: int) -> Iterator[tuple[int, Contestant]]:
-    """Each of ``contestants`` once in each round, in an order that turns, with the round's number. A collective.
+    """Each of ``contestants`` once in each round, in an order that changes, with the round's number. A collective.
 
     Before each turn all ranks collect garbage and wait for each other.
     """
-    gc.freeze()  # a garbage collection need not go through all that imports and set-up have made
+    gc.freeze()  # garbage collections then skip all that imports and set-up have made
     for number in range(rounds if contestants else 0):
         start = number % len(contestants)
         order = [*contestants[start:], *contestants[:start]]

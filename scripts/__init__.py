@@ -1,1 +1,1 @@
-"""What keeps the repository in order, run by hand or by CI."""
+"""Maintenance of the repository, run manually or by CI."""

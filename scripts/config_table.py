@@ -1,4 +1,4 @@
-"""What the ready configs are of: models, methods, and the ranks that each is launched on.
+"""The ready configs: their models, their methods, and the ranks that each is launched on.
 
 Names of components, files and repositories are those of torchtune's own configs.
 """
@@ -43,7 +43,7 @@ class Model:
         builder: of torchtune.models, with {} where a builder for LoRA has "lora_".
         source: name at the Hugging Face Hub.
         num_files: of the checkpoint.
-        file_format: with the number of a file and of all.
+        file_format: has {} for the number of a file and {} for the number of files.
         ignored: pattern of files that need not be downloaded.
         is_gated: whether a download needs a token.
         billions: of parameters.
@@ -72,7 +72,7 @@ class Model:
 
     @property
     def download(self) -> str:
-        """The command that brings them there."""
+        """The command that downloads them."""
         ignored = f' --ignore-patterns "{self.ignored}"' if self.ignored else ""
         token = " --hf-token <HF_TOKEN>" if self.is_gated else ""
         return f"tune download {self.source} --output-dir {self.folder}{ignored}{token}"
@@ -80,10 +80,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Config:
-    """A config: how ``model`` is trained by ``method`` on so many ranks.
+    """A config: how ``model`` is trained by ``method`` on ``ranks`` ranks.
 
     Attributes:
-        name: without the folder of ours; torchtune's own name, where it has such a config.
+        name: without ``FOLDER``; torchtune's own name, where it has such a config.
         teacher: of a distillation.
     """
 
@@ -100,7 +100,7 @@ class Config:
 
     @property
     def recipe(self) -> str:
-        """Our recipe for it."""
+        """The adaptive recipe for it."""
         return f"adaptive_{RECIPES[self.method]}_{'single_device' if self.ranks == 1 else 'distributed'}"
 
     @property
@@ -125,7 +125,7 @@ class Config:
 
     @property
     def needs_bitsandbytes(self) -> bool:
-        """Whether the optimizer's state has 8 bits and may move to the host: else one GPU trains a small model only."""
+        """Whether the optimizer's state has 8 bits and may move to the host: one GPU trains larger models only so."""
         return self.method == "full" and self.ranks == 1 and self.model.billions > 1
 
     @property
@@ -135,7 +135,7 @@ class Config:
 
     @property
     def path(self) -> Path:
-        """Where it is written."""
+        """The file that it is written to."""
         return CONFIGS / f"{self.full_name}.yaml"
 
 

@@ -19,7 +19,7 @@ from torchtune_adaptive.settings import CONFIG_KEYS, ConfigKey
 from torchtune_adaptive.text import text_table
 
 REPOSITORY = Path(__file__).parent.parent
-_NOT_PLANNED = ("search_only", "reuse_found_size")  # of `adaptive`
+_NOT_PLANNED = ("search_only", "reuse_found_size")  # keys of `adaptive` that no plan depends on
 PLANS = REPOSITORY / "benchmarks" / "results" / "config_plans.json"
 DEVICES_GIB = (24, 40, 80)
 GIB = 2**30
@@ -83,7 +83,7 @@ def body(config: Config) -> str:
 
 
 def digest(config: Config) -> str:
-    """What a plan is of: it changes with any of the config's values that a plan may depend on, and with its ranks."""
+    """A hash that changes with each of the config's values that a plan may depend on, and with its ranks."""
     values: Any = OmegaConf.to_container(OmegaConf.create(body(config)))
     for key in _NOT_PLANNED:
         del values["adaptive"][key]
@@ -93,7 +93,7 @@ def digest(config: Config) -> str:
 
 
 def adaptive_block(values: Mapping[str, Any]) -> str:
-    """Our keys with their descriptions; those that ``values`` lacks have their defaults."""
+    """The keys of this package with their descriptions; those that ``values`` lacks have their defaults."""
     top = [f"{key.name}: {_text(values.get(key.name, key.default))}  # {key.description}" for key in _keys("")]
     block = [
         f"  {key.name}: {_text(values.get(key.name, key.default))}  # {key.description}" for key in _keys("adaptive")
@@ -204,7 +204,7 @@ def _checkpoint_of(model: Model) -> dict[str, Any]:
     files: Any = {"filename_format": model.file_format, "max_filename": total}
     if model.num_files == 1:
         files = ["model.safetensors"]
-    elif model.num_files <= 6:  # a list, as torchtune has it: an override by another list needs one
+    elif model.num_files <= 6:  # a list, as in torchtune: only a list can be overridden by another one
         files = [model.file_format.format(f"{number:05d}", total) for number in range(1, model.num_files + 1)]
     return {
         "_component_": "torchtune.training.FullModelHFCheckpointer",
@@ -290,13 +290,13 @@ def _lines(values: Mapping[str, Any], *, indent: str) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    """A value as YAML has it."""
+    """A value as YAML writes it."""
     if value is None:
         return "null"
     return f"[{', '.join(map(_text, value))}]" if isinstance(value, list) else str(value)
 
 
-# ---- all of them
+# ---- all configs
 
 
 def written_files() -> dict[Path, str]:

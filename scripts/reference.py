@@ -2,7 +2,7 @@
 
     python -m scripts.reference
 
-writes ``docs/configuration.md`` and ``docs/command_line.md``.
+Writes ``docs/configuration.md`` and ``docs/command_line.md``.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def configuration() -> str:
 
 
 def allowed(key: ConfigKey) -> str:
-    """The values that ``key`` may have, in the words in which wrong ones are refused."""
+    """The values that ``key`` may have, in the words of the errors for wrong values."""
     rules = list(dict.fromkeys(_rule(key, value) for value in _WRONG_VALUES))
     takes_null = key.default is None and not any("null" in rule for rule in rules)
     return ", ".join(rules) + (", or null" if takes_null else "")
@@ -137,7 +137,7 @@ PAGES = {
 
 def _section(key: ConfigKey) -> list[str]:
     example = OmegaConf.from_dotlist(EXAMPLES[key.path].split())
-    AdaptiveSettings.from_cfg(example)  # which is refused if it is wrong
+    AdaptiveSettings.from_cfg(example)  # raises if the example is wrong
     return [
         f"### `{key.path}`",
         "",
@@ -252,7 +252,7 @@ def _upper(text: str) -> str:
 
 
 def _sentence(text: str | None) -> str:
-    """``text`` as a sentence of its own. One that begins with a value or a name keeps it as it is."""
+    """``text`` as a sentence of its own. A value or a name at its beginning stays as it is."""
     marked = _marked((text or "").rstrip("."))
     return f"{marked if marked.partition(' ')[0].endswith(':') else _upper(marked)}."
 
@@ -271,7 +271,7 @@ def _cell(text: str | None) -> str:
 
 
 def _written(value: object) -> str:
-    """A default as YAML has it."""
+    """A default as YAML writes it."""
     return "null" if value is None else str(value)
 
 

@@ -1,4 +1,4 @@
-"""The hook of mkdocs by which links between files of the repository work on the site too.
+"""A hook of mkdocs that makes links between files of the repository work on the site too.
 
 Documents link to each other, to results, examples and configs as files of the repository, so that the links work on
 a code host. The pages of the site are those in ``docs/``. Every other file that a page or the navigation names is added
@@ -24,7 +24,7 @@ _LINK = re.compile(r"""(?P<before>\]\(|\b(?:src|href)=")(?P<target>[^)\s"]+)""")
 
 
 def with_links(text: str, change: Callable[[str], str]) -> str:
-    """The Markdown ``text`` with every link's target changed; what stands in code is no link.
+    """The Markdown ``text`` with every link's target changed; code has no links.
 
     >>> with_links("[a](b) and `[c](d)`", str.upper)
     '[a](B) and `[c](d)`'
@@ -48,7 +48,7 @@ def link_targets(text: str) -> list[str]:
 
 
 def file_linked(document: str, target: str) -> str | None:
-    """The file that ``target`` means in ``document``, both below the repository; None if it is none of its files.
+    """The file of the repository that ``target`` in ``document`` links to; None if it is not one.
 
     A folder means the README in it.
 
@@ -64,14 +64,14 @@ def file_linked(document: str, target: str) -> str | None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what lies outside ``docs/`` and is named by the navigation or linked to."""
+    """Add files outside ``docs/`` that the navigation or a link names."""
     in_nav = [_source(uri) for uri in _uris(config.nav)]
     pending = [*in_nav, *(_source(file.src_uri) for file in files.documentation_pages())]
     seen = set(pending)
     while pending:
         source = pending.pop()
         if not (REPOSITORY / source).is_file():
-            continue  # mkdocs itself says so
+            continue  # mkdocs itself reports it
         if files.get_file_from_path(_site_uri(source)) is None:
             files.append(
                 _added(source, config, InclusionLevel.UNDEFINED if source in in_nav else InclusionLevel.NOT_IN_NAV)
@@ -86,7 +86,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Point the links of a page at the pages of the site."""
     if page.file.abs_src_path is None:
-        return markdown  # a text that is shown
+        return markdown  # the page shows a text file
     document = Path(page.file.abs_src_path).relative_to(REPOSITORY).as_posix()
 
     def on_site(target: str) -> str:

@@ -1,4 +1,4 @@
-"""What a piece of code allocates, by the allocator's own events, which PyTorch's profiler records."""
+"""What code allocates, by the allocator's own events, which PyTorch's profiler records."""
 
 import itertools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 def rises_by_events(run: Callable[[], Any]) -> tuple[Any, list[int]]:
     """What ``run`` returns, and the bytes that it has allocated, less those freed, after each event on the CPU.
 
-    Left out are copies of the random generator's state, of which activation checkpointing keeps one for each layer: no
+    Copies of the random generator's state, which activation checkpointing keeps for each layer, are left out: no
     operation makes them, and with a GPU they are on the host too.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:

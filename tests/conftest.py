@@ -1,4 +1,4 @@
-"""Fixtures for every test: no network, and one small world per session."""
+"""Fixtures for every test: no network, and tiny assets made once per session."""
 
 import fcntl
 import gc
@@ -13,13 +13,13 @@ _START_PROCESSES = {"run_on_ranks", "run_alone", "tune_run"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start processes come first: they take longest, and at the end no processor should wait for another."""
+    """Run files that start processes first: they take longest, and no processor should be idle at the end."""
     items.sort(key=lambda item: _START_PROCESSES.isdisjoint(dir(getattr(item, "module", None))))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_garbage_collection() -> Iterator[None]:
-    """Whatever a test collects, it need not go through all that this process has imported."""
+    """Garbage collections in tests skip all that this process has imported."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -38,7 +38,7 @@ def hugging_face_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
 
 @pytest.fixture(scope="session", autouse=True)
 def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is kept for later runs goes to a directory of the session, not to the user's own."""
+    """Caches for later runs go to a directory of the session, not to the user's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -48,9 +48,9 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny data, tokenizer and model, with 400 samples, made once per session; tests must not write into it.
 
-    Of several processes that run tests the first makes them for all. Each has links to them in a folder of its own.
+    If several processes run tests, the first makes them for all. Each has links to them in a folder of its own.
     """
-    from torchtune_adaptive.tiny import make_tiny_assets  # seconds, which the process that only starts others need not
+    from torchtune_adaptive.tiny import make_tiny_assets  # takes seconds; not every process needs it
 
     directory, base = tmp_path_factory.mktemp("tiny"), tmp_path_factory.getbasetemp()
     made = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny_made"

@@ -1,6 +1,6 @@
 """Runs launched by ``tune run`` that a test watches, holds, ends by a signal, and compares with uninterrupted ones.
 
-Linux only: processes are found and told apart by ``/proc``.
+Linux only: processes are found and identified by ``/proc``.
 """
 
 import json
@@ -30,7 +30,7 @@ REPOSITORY = Path(__file__).parent.parent
 LONGEST_WAIT_S = 600.0
 _POLL_S = 0.002
 _ROWS_DIR = "CRASH_RUNS_ROWS"  # an environment variable of launched processes
-# Not the same in two equal runs.
+# Figures that differ between two equal runs.
 _OF_THE_CLOCK = {"time", "peak_memory_bytes", "host_memory_bytes"} | {
     f"tokens_per_second_per_gpu{part}" for part in ("", "_trajectory", "_ppo")
 }
@@ -41,7 +41,7 @@ Step = dict[str, float]
 class ExactLogger(MetricLoggerInterface):
     """Writes each step's figures as a line of JSON, every bit of them, into a new file of ``log_dir``.
 
-    The run does not go on after step N while there is a file of that name with "_hold_N".
+    After step N the run waits while there is a file of that name with "_hold_N".
     """
 
     def __init__(self, log_dir: str, **_: Any) -> None:
@@ -66,7 +66,7 @@ class ExactLogger(MetricLoggerInterface):
 
 
 def recording_collate(batch: list[dict[str, Any]], **options: Any) -> Any:
-    """torchtune's collate function; it writes down which rows it is given, one a line, into a file per process."""
+    """torchtune's collate function, which also writes the rows that it gets, one per line, to a file per process."""
     place = Path(os.environ[_ROWS_DIR]) / f"rows_{os.environ.get('RANK', 0)}_{os.getpid()}"
     with place.open("a") as file:
         file.writelines(f"{zlib.crc32(str(row['tokens']).encode())}\n" for row in batch)
@@ -87,7 +87,7 @@ def _hold(log_file: Path, step: int) -> Path:
 
 @dataclass(frozen=True)
 class Setup:
-    """A recipe on so many ranks with a config.
+    """A recipe, its number of ranks and its config.
 
     Attributes:
         kind: full or lora.
@@ -103,18 +103,18 @@ class Setup:
 
     @property
     def recipe(self) -> str:
-        """As ``tune run`` takes it."""
+        """The name of the recipe for ``tune run``."""
         single = self.ranks == 1 and not self.is_distributed
         return f"adaptive_{self.kind}_finetune_{'single_device' if single else 'distributed'}"
 
     @property
     def config(self) -> str:
-        """As ``tune run`` takes it."""
+        """The name of the config for ``tune run``."""
         return f"tiny/{self.kind}"
 
     @property
     def epochs(self) -> int:
-        """Of the run."""
+        """The epochs of the run."""
         return int(str(self.overrides["epochs"]))
 
     @property
@@ -124,7 +124,7 @@ class Setup:
 
 
 class _Process:
-    """A process that is never taken for a later one of the same number."""
+    """A process that is never confused with a later one of the same id."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -132,7 +132,7 @@ class _Process:
 
     @property
     def is_alive(self) -> bool:
-        """A zombie is not."""
+        """Whether the process runs; a zombie does not."""
         stat = _stat(self.pid)
         return bool(stat) and stat[19] == self._started and stat[0] not in "ZX"
 
@@ -149,8 +149,8 @@ class Launch:
         assets: where the model and its data are.
         resume: the value of ``resume_from_checkpoint``.
         holds: steps after which the run waits for ``release``.
-        options: of the launcher, in place of one node's.
-        recipe: in place of the setup's.
+        options: of the launcher, instead of those for one node.
+        recipe: instead of the setup's.
     """
 
     def __init__(
@@ -212,23 +212,23 @@ class Launch:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The names of the complete ones, in the order in which they were written."""
+        """The names of the complete checkpoints, in the order in which they were written."""
         return [one.path.name for one in CheckpointFolder(self.out).checkpoints()]
 
     @property
     def resumed_from(self) -> str:
-        """The name of the checkpoint that it went on from."""
+        """The name of the checkpoint from which it resumed."""
         names = [line.rpartition("/")[2] for line in self.output.splitlines() if line.startswith("Resuming from")]
         return names[0] if names else "the beginning"
 
     @property
     def has_ended(self) -> bool:
-        """Whether the launcher has."""
+        """Whether the launcher has ended."""
         return self._launcher.poll() is not None
 
     @property
     def processes(self) -> list[_Process]:
-        """Those that live, the launcher first. A rank whose launcher has ended is among them if it was seen before."""
+        """Those that run, the launcher first. A rank whose launcher has ended is included if it was seen before."""
         parents = {int(path.name): _stat(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
         while new := [pid for pid, stat in parents.items() if stat and int(stat[1]) in self._known and pid not in self]:
             self._known |= {pid: _Process(pid) for pid in new}
@@ -254,7 +254,7 @@ class Launch:
     def kill(self) -> None:
         """End launcher and ranks at the same moment, as a loss of power does, and wait until none is left."""
         deadline = time.monotonic() + LONGEST_WAIT_S
-        for process in self._known.values():  # all that there are, if they have been seen: looking for them takes time
+        for process in self._known.values():  # known ones first: to look for others takes time
             process.send(signal.SIGKILL)
         while self.processes and time.monotonic() < deadline:
             self.send_all(signal.SIGKILL)
@@ -276,7 +276,7 @@ class Launch:
         assert not self.processes, f"still running: {[one.pid for one in self.processes]}\n{self.output[-3000:]}"
 
     def wait_until(self, condition: Callable[[], object], *, poll_s: float = _POLL_S) -> bool:
-        """Wait for ``condition`` or the launcher's end, and say whether it is the condition."""
+        """Wait for ``condition`` or the launcher's end, and return whether the condition holds."""
         deadline = time.monotonic() + LONGEST_WAIT_S
         while not condition():
             if self.has_ended:
@@ -299,11 +299,11 @@ class Launch:
         assert self.wait_until(lambda: words in self.output), f"never said {words!r}\n{self.output[-3000:]}"
 
     def release(self, step: int) -> None:
-        """Have the run go on after ``step``."""
+        """Let the run continue after ``step``."""
         _hold(self._steps_path, step).unlink()
 
     def rows(self) -> list[list[int]]:
-        """By rank, the rows that ``recording_collate`` was given, each by a number of its own."""
+        """The rows that ``recording_collate`` got on each rank; a number identifies each row."""
         places = [self._rows_of(rank) for rank in range(self._ranks)]
         return [[int(line) for line in place.read_text().split()] for place in places]
 
@@ -317,7 +317,7 @@ class Launch:
 
 @contextmanager
 def launched(setup: Setup, assets: Path, directory: Path, **options: Any) -> Iterator[Launch]:
-    """A ``Launch``, of which nothing is left running."""
+    """A ``Launch`` whose processes are all killed at the end."""
     launch = Launch(setup, assets, directory, **options)
     try:
         yield launch
@@ -344,7 +344,7 @@ def _stat(pid: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Moment:
-    """When a run is struck: so long after it has logged ``step``, and then has begun to write a checkpoint.
+    """When a run is struck (killed or signalled): ``delay_s`` after it has logged ``step`` and fulfils ``writing``.
 
     Attributes:
         writing: "step" or "epoch": the next of these checkpoints is being written. "": any time.
@@ -355,7 +355,7 @@ class Moment:
     writing: str = ""
 
     def wait(self, run: Launch) -> bool:
-        """Wait for it, and say whether it came before the end of ``run``."""
+        """Wait for the moment, and return whether it came before the end of ``run``."""
         if not run.wait_until(lambda: run.step >= self.step):
             return False
         if not self.writing:
@@ -366,7 +366,7 @@ class Moment:
             time.sleep(delay_s)
             if self._is_writing(run):
                 return True
-            delay_s /= 2  # it was written sooner
+            delay_s /= 2  # the checkpoint was complete sooner
         return False
 
     def _is_writing(self, run: Launch) -> bool:
@@ -377,11 +377,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class Case:
-    """A run that is struck.
+    """A run that is struck, which means killed.
 
     Attributes:
         writing: as in ``Moment``.
-        strikes: how often; each time it is resumed.
+        strikes: how often it is killed and then resumed.
         earlier: how often the first moment was made earlier, because too little was left after it.
     """
 
@@ -392,11 +392,11 @@ class Case:
     earlier: int = 0
 
     def moment(self, strike: int, *, after: int, reference: "Reference") -> Moment:
-        """A random moment of a run that goes on after step ``after``; the same for the same case, if it can be."""
+        """A random moment of a run that begins after step ``after``; it depends only on the case and the arguments."""
         chance = random.Random(f"{self.number}/{strike}")
         last = reference.last_step - 2
         if strike + 1 < self.strikes:
-            last = (after + last) // 2  # enough is left to be struck again
+            last = (after + last) // 2  # leaves enough steps for the next strike
         first = max(after, 1)
         if self.writing and strike == 0:
             last -= reference.steps_per_save("step") if self.writing == "step" else 0
@@ -414,22 +414,22 @@ class Reference:
 
     @property
     def last_step(self) -> int:
-        """Of the run."""
+        """The last step of the run."""
         return int(self.steps[-1]["step"])
 
     @property
     def seconds_per_step(self) -> float:
-        """On average, checkpoints included."""
+        """The mean time of a step, checkpoints included."""
         return (self.steps[-1]["time"] - self.steps[0]["time"]) / (len(self.steps) - 1)
 
     def steps_per_save(self, kind: str) -> int:
-        """At most, from one checkpoint of the kind to the next."""
+        """The most steps from one checkpoint of ``kind`` to the next."""
         return 3 if kind == "step" else -(-self.last_step // self.epochs) + 1
 
     def difference(self, run: Launch) -> str:
-        """The first difference of what a resumed run has logged, and its last weights; "" if there is none."""
+        """The first difference in the logged steps or the last weights of a resumed run; "" if there is none."""
         steps = run.steps
-        is_trained = run.resumed_from == f"step_{self.last_step}"  # but the last epoch's weights were not saved
+        is_trained = run.resumed_from == f"step_{self.last_step}"  # only the last epoch's weights were not saved
         wanted = self.steps[int(steps[0]["step"]) - 1 :] if steps else []
         if len(wanted) != len(steps) or bool(steps) == is_trained:
             return f"{len(steps)} steps logged after {run.resumed_from}"
@@ -458,7 +458,7 @@ def step_difference(wanted: Sequence[Step], steps: Sequence[Step]) -> str:
 
 
 def last_weights(out: Path, epochs: int) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors of each file of weights after the last epoch, by the file's place."""
+    """The tensors of each file of weights after the last epoch, by the file's path."""
     files = [path for path in out.rglob(f"epoch_{epochs - 1}/*") if path.suffix in (".bin", ".pt")]
     return {str(path.relative_to(out)): torch.load(path, weights_only=True) for path in files}
 
@@ -473,7 +473,7 @@ def reference_of(setup: Setup, assets: Path, directory: Path) -> Reference:
 
 @dataclass
 class Struck:
-    """What became of a case."""
+    """The result of a ``Case``."""
 
     case: Case
     moments: list[str] = field(default_factory=list)
@@ -483,7 +483,7 @@ class Struck:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the resumed run was the uninterrupted one."""
+        """Whether the resumed run equals the uninterrupted one."""
         return not self.problems
 
 
@@ -492,7 +492,7 @@ class _NothingLeftError(Exception):
 
 
 def strike(case: Case, reference: Reference, assets: Path, directory: Path) -> Struck:
-    """Kill a run at its moments, with the same command each time, and compare what the last one does."""
+    """Kill a run at its moments, resume it each time by the same command, and compare the last one."""
     try:
         return _strike(case, reference, assets, directory)
     except _NothingLeftError:
@@ -528,7 +528,7 @@ def _strike(case: Case, reference: Reference, assets: Path, directory: Path) -> 
 
 
 def _struck_run(setup: Setup, moment: Moment, assets: Path, directory: Path) -> Launch:
-    """A run that is killed at ``moment``, or earlier if its checkpoints are written sooner than thought."""
+    """A run that is killed at ``moment``, or earlier if its checkpoints are written sooner than expected."""
     while True:
         with launched(setup, assets, directory) as run:
             run.wait_for_start()
@@ -552,7 +552,7 @@ def _what_was_struck(run: Launch) -> str:
 
 
 def _lost_steps(setup: Setup, run: Launch, done: int) -> str:
-    """Says so if the checkpoints that a killed run has left are older than they may be."""
+    """The problem, if the checkpoints that a killed run has left are older than they may be; else ""."""
     every = int(str(setup.overrides["adaptive.save_every_n_steps"]))
     in_background = bool(setup.overrides.get("adaptive.save_in_background"))
     may_be_lost = every * (2 if in_background else 1)
@@ -569,7 +569,7 @@ class SignalCase:
     """A run that is asked to end by a signal, or ended by it.
 
     Attributes:
-        to: launcher (for a single device the process that trains), one rank, or all: both.
+        to: "launcher" (for a single device the process that trains), "one rank", or "all" (launcher and ranks).
     """
 
     number: int
@@ -588,12 +588,12 @@ class SignalCase:
 
 @dataclass
 class SignalEnd:
-    """What became of a case.
+    """The result of a ``SignalCase``.
 
     Attributes:
         status: of the launcher.
         seconds: from the signal to the end of the last process.
-        step: the last that the run has logged.
+        step: the last step that the run has logged.
     """
 
     case: SignalCase
@@ -607,7 +607,7 @@ class SignalEnd:
 
 
 def end_by_signal(case: SignalCase, reference: Reference, assets: Path, directory: Path) -> SignalEnd:
-    """Send a run a signal at its moment, resume it, and compare what it does then."""
+    """Send a run a signal at its moment, resume it, and compare the resumed run with ``reference``."""
     with launched(case.setup, assets, directory) as run:
         run.wait_for_start()
         assert case.moment(reference).wait(run), run.output[-3000:]
@@ -627,7 +627,7 @@ def end_by_signal(case: SignalCase, reference: Reference, assets: Path, director
 
 
 def signals_markdown(ends: Sequence[SignalEnd]) -> str:
-    """A table of the signals that runs were sent, and of what became of them."""
+    """A table of the signals sent to runs, and of the results."""
     lines = ["| Signal | To | Run | Status | Seconds | Last step | Resumed from | Equal |", "|" + "---|" * 8]
     for one in sorted(ends, key=lambda one: one.case.number):
         case = one.case
@@ -638,7 +638,7 @@ def signals_markdown(ends: Sequence[SignalEnd]) -> str:
 
 
 def markdown(struck: Sequence[Struck]) -> str:
-    """A table of what was struck, and of what became of it."""
+    """A table of the killed runs, and of the results."""
     lines = ["| Case | Run | Struck | Resumed from | Equal | Seconds |", "|---|---|---|---|---|---|"]
     for one in sorted(struck, key=lambda one: one.case.number):
         cells = [str(one.case.number), one.case.setup.name, ", then ".join(one.moments)]
@@ -651,7 +651,7 @@ def markdown(struck: Sequence[Struck]) -> str:
 
 
 _SHALLOW = {"model.num_layers": 2, "tokenizer.max_seq_len": 64, "lr_scheduler.num_warmup_steps": 5}
-# Two ranks have 34 samples each, a single device all: 17 micro-batches, of which one is left over by the first epoch.
+# Each rank, or the single device, has 34 samples: 17 micro-batches, of which one is left over in the first epoch.
 _ACCUMULATED = {"batch_size": 2, "gradient_accumulation_steps": 2, "adaptive.memory_limit": "96MiB"}
 _GROWING = {
     "batch_increase_function._component_": "torchtune_adaptive.schedule.gradient_noise_scale",
@@ -704,7 +704,7 @@ SETUPS = [
 
 
 def _cases(count: int) -> Iterator[Case]:
-    """Every second one is struck while it writes, of steps and of epochs in turn, every fourth one twice."""
+    """Every second case is killed while it writes a checkpoint, of a step or an epoch in turn; every fourth twice."""
     for number in range(count):
         turn = number // len(SETUPS)
         of_setup = number % len(SETUPS)

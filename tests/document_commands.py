@@ -1,4 +1,4 @@
-"""The command lines of documents: each is read as its program reads it, and checked as far as that needs no run."""
+"""Reads the command lines of documents as their programs do, and checks them as far as possible without a run."""
 
 import argparse
 import re
@@ -27,7 +27,7 @@ _OUTPUT_KEPT = re.compile(r"\w+=\$\(.*\)")
 _BEFORE_A_COMMAND = re.compile(r"[A-Za-z_]\w*=.*|exec|srun|time|-.*|\d+", re.DOTALL)
 _OF_THE_SHELL = ("cat", "cd", "echo", "export", "ls", "mkdir", "tail")
 _OF_TORCHTUNE = ("cat", "cp", "download", "ls", "run", "validate")
-# What torchtune's models, optimizers and loggers need, and it does not install.
+# Packages that torchtune's models, optimizers and loggers need, but that it does not install.
 _FOR_TORCHTUNE = ("bitsandbytes", "comet-ml", "mlflow", "tensorboard", "torchvision", "wandb")
 _PPO = "adaptive_ppo_full_finetune_single_device"
 _OWN_RECIPES = {path.stem for path in (REPOSITORY / "recipes").glob("*.py")}
@@ -89,13 +89,13 @@ def is_whole(code: str) -> bool:
 class PageCommands:
     """Checks the commands of one document, in their order.
 
-    A file whose name begins with ``my_`` is the reader's own: a copy, if a command before has made it.
+    A file whose name begins with ``my_`` is the reader's own: a copy, if an earlier command has made it.
 
     Attributes:
         copies: the files that commands have written, by the recipe or config that each is made from.
         output_dirs: where runs that can be run here have written.
         runs: whether the command checked last can be run here: without a GPU, a download, or a large model.
-        cfg: the config of a tiny model that the command checked last trains by; None if it trains by none.
+        cfg: the config of a tiny model with which the command checked last trains; None if there is none.
     """
 
     copies: dict[str, str] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class PageCommands:
         """Check one command.
 
         Raises:
-            WrongCommand: its program would refuse it, or is one that no check is for.
+            WrongCommand: its program would refuse it, or there is no check for that program.
         """
         checks: dict[str, Callable[[list[str]], None]] = {
             "make": self._make,
@@ -170,7 +170,7 @@ class PageCommands:
             self.runs = plans or not self.output_dirs.isdisjoint(rest)
 
     def _run(self, arguments: list[str]) -> None:
-        """Check a recipe with its config and overrides, by what the recipe itself checks before it is set up."""
+        """Check a recipe with its config and overrides, as the recipe itself does before it is set up."""
         launch, _ = _parsed(_torchtunes_parser(), arguments)
         recipe, recipe_arguments = self._original(launch.recipe), list(launch.recipe_args)
         if recipe not in _recipes() and not _is_readers(recipe):
@@ -188,7 +188,7 @@ class PageCommands:
         self.copies[f"{cfg.output_dir}/found.yaml"] = name  # which `tune-adaptive search` writes
 
     def _config(self, name: str, overrides: Sequence[str]) -> DictConfig:
-        """The config, checked. The reader's own is taken for one of a tiny model."""
+        """The config, checked. The reader's own config counts as one of a tiny model."""
         name = self._original(name)
         cfg = load_config("tiny/full" if _is_readers(name) else name, overrides)
         resolved(cfg)
@@ -257,10 +257,10 @@ def _check_plan(options: argparse.Namespace) -> None:
 
 
 def _check_recipe(recipe: str, config: str, cfg: DictConfig, *, ranks: int) -> None:
-    """Check that a recipe of ours trains by a config, on so many ranks.
+    """Check that an adaptive recipe can train with a config, on ``ranks`` ranks.
 
     Raises:
-        WrongCommand: it does not.
+        WrongCommand: it cannot.
         InputError: an option is wrong.
     """
     if recipe == _PPO:
@@ -296,7 +296,7 @@ def _is_readers(name: str) -> bool:
 
 
 def _number(text: str) -> int:
-    """The number that begins ``text``, of torchrun; 2 for what is known at the launch alone."""
+    """The number at the start of ``text``, an option of torchrun; 2 if it is known only at the launch."""
     found = re.match(r"\d+", text)
     return 2 if found is None else int(found[0])
 

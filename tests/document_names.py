@@ -1,8 +1,8 @@
 """The names that a ``python`` block of a document may use without defining them.
 
 They are what a reader has: a model, an optimizer, a data loader, and a step of training. The loader has the samples of
-one optimizer step, and ``optimizer.zero_grad`` leaves the gradients, for a later block to show what to do with them. A
-train step takes a GiB for each sample, which it does not touch.
+one optimizer step. ``optimizer.zero_grad`` keeps the gradients, so that a later block can use them. A train step
+allocates a GiB for each sample, but does not write to it.
 """
 
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ class _KeepsGradients(torch.optim.AdamW):
 
 
 def document_names() -> dict[str, Any]:
-    """The names, and what they mean, made anew."""
+    """The names, each with a new object."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY))
     optimizer = _KeepsGradients(model.parameters(), lr=0.01)

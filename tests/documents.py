@@ -1,7 +1,7 @@
-"""The documents, read: their blocks, links and headings.
+"""Reads documents: their blocks, prose and headings.
 
-What a block holds is said by its language. Commands are ``bash``, and what they print is ``text`` or has no language.
-The ``python`` blocks of a document are one program after another, with the names of ``tests/document_names.py`` defined
+The language of a block says what it holds. Commands are ``bash``, and what they print is ``text`` or has no language.
+The ``python`` blocks of a document run in turn and share their names; those of ``tests/document_names.py`` are defined
 beforehand. A ``yaml`` block is a config or a part of one, from its top level on.
 """
 
@@ -44,7 +44,7 @@ def name_of(document: Path) -> str:
 
 
 def blocks(document: Path, *languages: str) -> list[Block]:
-    """The blocks of a document in these languages, of all without one named."""
+    """The blocks of a document in these languages; all blocks if no language is named."""
     return [one for one in _parts(document) if isinstance(one, Block) and (not languages or one.language in languages)]
 
 
@@ -54,7 +54,7 @@ def prose(document: Path) -> str:
 
 
 def inline_code(document: Path) -> list[str]:
-    """What the prose of a document has in code."""
+    """The inline code in the prose of a document."""
     return [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose(document))]
 
 

@@ -20,7 +20,7 @@ SIZES: dict[str, Any] = {
 
 
 def of_another_builder(depth: int) -> TransformerDecoder:
-    """A model whose number of layers torchtune's builders are not asked for by name."""
+    """A model whose number of layers is not an argument ``num_layers`` of a builder of torchtune."""
     model: Any = llama2(num_layers=1, **SIZES)
     model.layers.extend(llama2(num_layers=1, **SIZES).layers[0] for _ in range(depth - 1))
     return model
@@ -46,7 +46,7 @@ class Scaled(nn.Module):
         self.register_buffer("scale", None if is_lazy else torch.ones(64), persistent=False)
 
     def forward(self, activations: torch.Tensor) -> torch.Tensor:
-        """Of the shape of ``activations``."""
+        """Return a tensor of the shape of ``activations``."""
         if self.scale is None:
             self.scale = torch.ones(64)
         return self.block(activations) * self.scale
@@ -61,19 +61,19 @@ def with_a_buffer(num_layers: int, is_lazy: int) -> TransformerDecoder:
 
 
 def of_images() -> nn.Module:
-    """A model that is no decoder of text."""
+    """A model that is not a text decoder."""
     return nn.Linear(4, 4)
 
 
 class FailsInItsStep(torch.optim.SGD):
-    """An optimizer with a mistake."""
+    """An optimizer that raises an error in its step."""
 
     def step(self, closure: Any = None) -> Any:
         raise ZeroDivisionError("division by zero")
 
 
 class EndsItsProcess(torch.optim.SGD):
-    """An optimizer that breaks down, as one whose own code reads where nothing is."""
+    """An optimizer that ends its process by a segmentation fault, as faulty native code does."""
 
     def step(self, closure: Any = None) -> Any:
         os.kill(os.getpid(), signal.SIGSEGV)

@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 class FailsAt(TorchDispatchMode):
     """Raises ``error`` instead of operation number ``point`` (from 0), or never if that is None.
 
-    Operations on wrappers such as DTensor are not counted, but the operations that they consist of.
+    For operations on wrappers such as DTensor, the operations that they consist of are counted instead.
     """
 
     def __init__(self, point: int | None, error: Exception | None = None) -> None:

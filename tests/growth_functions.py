@@ -52,7 +52,7 @@ UNSAVABLE = _Unsavable()
 
 
 class Recording(MeasuredSchedule):
-    """Keeps what it is told of every step; the last one made is ``Recording.last``. Never grows."""
+    """Records the norms of every step, and never grows. The last one made is ``Recording.last``."""
 
     last: "Recording"
     every_steps = 1
@@ -77,7 +77,7 @@ class Recording(MeasuredSchedule):
 
 
 class Stubborn(Recording):
-    """Takes no state of another run."""
+    """Refuses the state of another run."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise KeyError("seen")

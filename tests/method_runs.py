@@ -1,6 +1,6 @@
-"""What every recipe can do, run once for each: the same trials for full finetuning, LoRA, DPO, distillation and QAT.
+"""The same trials for every kind of recipe: full finetuning, LoRA, DPO, distillation and QAT.
 
-Each trial is a function of a test's own process, and returns what a test asserts.
+Each trial runs in a test's own process, and returns what the test makes assertions about.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ COMMON: dict[str, Any] = SHALLOW | {
     "lr_scheduler__num_warmup_steps": 1,
     "adaptive__memory_limit": None,
 }
-QUICK: dict[str, Any] = {"oom_recovery": False}  # whose dry runs take a third of a short run
-# Figures that stock logs of the last micro-batch, or summed over ranks.
+QUICK: dict[str, Any] = {"oom_recovery": False}  # its dry runs take a third of a short run
+# Figures that the stock recipe logs of the last micro-batch only, or summed over ranks.
 LOGGED_OTHERWISE = {"lora_dpo": {"loss"}, "lora_kd": {"loss", "class_loss", "kd_loss"}}
 
 
@@ -70,14 +70,14 @@ class Trials:
         }  # makes random states visible
 
     def parity(self, accumulation: int) -> dict[str, Any]:
-        """Six steps of stock and of ours."""
+        """Six steps of the stock recipe and of the adaptive one."""
         cfg = self._config(gradient_accumulation_steps=accumulation, max_steps_per_epoch=6)
         stock_steps, stock_parameters, _ = finished(without_saving(stock_recipe(self._kind)), cfg)
         steps, parameters, _ = finished(self._silent, cfg)
         return {"steps": (stock_steps, steps), "parameters equal": same_bits(stock_parameters, parameters)}
 
     def search(self, strategies: tuple[str, ...] = STRATEGIES) -> dict[str, Any]:
-        """What is found where ``ROWS_THAT_FIT`` rows of 64 tokens fit, and whether a search has left a trace."""
+        """The sizes found where ``ROWS_THAT_FIT`` rows of 64 tokens fit, and whether a search restores all state."""
         limit_bytes = self._limit_bytes()
         recipes = []
         for strategy in strategies:
@@ -109,7 +109,7 @@ class Trials:
         return [step["batch_size"] for step in steps]
 
     def recovery(self, *, points: int | None, stride: int = 7) -> dict[str, Any]:
-        """A fault in each step, at another operation and on another rank, and a run told the same micro-batches.
+        """A run with a fault in each step, at varying operations and ranks, and a run with the same micro-batches set.
 
         Args:
             points: how many faults, spread over all operations; None: every ``stride``-th operation on each rank.
@@ -123,7 +123,7 @@ class Trials:
         steps_per_epoch = min(40, len(where))
         common = self._dropout | {"epochs": math.ceil(len(where) / steps_per_epoch), "adaptive__memory_limit": "2GiB"}
         common["max_steps_per_epoch"] = steps_per_epoch
-        whole = with_micro_batches(self._silent, lambda step: None)  # from the largest again in each step
+        whole = with_micro_batches(self._silent, lambda step: None)  # each step begins with the largest
         with faults_in(whole, faults), _live_bytes_of(whole) as live_bytes:
             steps, parameters, recipe = finished(whole, self._config(**common))
         struck = [step for (step, _), fault in faults.items() if fault.has_struck]  # a few steps have fewer operations
@@ -188,14 +188,14 @@ class Trials:
         return tiny_config(self._kind, self._tiny_dir, output_dir or next(self._directories), **options)
 
     def _limit_bytes(self) -> int:
-        """A limit that ``ROWS_THAT_FIT`` rows keep to and one more does not, by the peaks of metered steps."""
+        """A limit under which ``ROWS_THAT_FIT`` rows fit and one more does not, by the peaks of metered steps."""
         recipe = set_up(self._silent, self._config(**self._dropout))
         row = recipe.row_format().stretched(recipe.trainer.loader.dataset[0], 64)
         peaks = metered_peaks(recipe, row, (1, ROWS_THAT_FIT, ROWS_THAT_FIT + 1))
         return sum(peaks[1:]) // 2
 
     def _operations(self) -> int:
-        """Places for a fault in a micro-step, the smallest number of all ranks and micro-steps."""
+        """The number of places for a fault in a micro-step, the smallest of all ranks and micro-steps."""
         counting = {(step, 0): Fault(None) for step in range(3)}
         with faults_in(self._silent, counting):
             _, _, recipe = finished(self._silent, self._config(max_steps_per_epoch=3, **self._dropout))
@@ -203,7 +203,7 @@ class Trials:
 
 
 def everything(recipe: Any) -> dict[str, Any]:
-    """All that a search could leave a trace in, as values that can be compared."""
+    """All state that a search could change, as values that can be compared."""
     models, optimizers = torch.nn.ModuleList(recipe.models()), recipe.stepping().optimizers
     trainer = recipe.trainer
     state = asdict(trainer._saver.state(epochs_run=trainer.epochs_run, step=trainer.global_step))
@@ -284,6 +284,6 @@ def _live_bytes_of(recipe_class: Any) -> Iterator[list[int]]:
 
 
 def _figures(steps: list[dict[str, float]]) -> list[dict[str, float]]:
-    """What two runs of the same training have in common."""
+    """The figures that are equal in two runs of the same training."""
     differ = {"tokens_per_second_per_gpu", "oom_retries", "padding", "peak_memory_bytes", "host_memory_bytes"}
     return [{name: value for name, value in step.items() if name not in differ} for step in steps]

@@ -13,7 +13,7 @@ from torchtune_adaptive.tiny import DATA_NAME, MODEL_GEOMETRY, MODEL_NAME, TOKEN
 STOCK_CONFIG = "mistral/7B_full_ppo_low_memory"
 REWARD_NAME = "reward.pt"
 ANSWERS, ANSWERS_PER_STEP, PROMPT_TOKENS = 12, 12, 96
-# Of the divisors of 12, 6 answers can be generated at once within it and 12 cannot; 2 can be trained on, and not 3.
+# With this limit, of the divisors of 12, 6 answers can be generated at once and not 12; 2 can be trained on, and not 3.
 LIMIT_BYTES = 38_000_000
 _GEOMETRY = MODEL_GEOMETRY | {"num_layers": 2}
 
@@ -33,7 +33,7 @@ def ppo_assets(tiny_dir: Path) -> Path:
 
 
 def logged_steps() -> list[dict[str, float]]:
-    """What the last run has logged of each turn, but for how fast it was."""
+    """What the last run has logged of each turn, without its speed."""
     return [
         {name: value for name, value in step.items() if "tokens_per_second" not in name}
         for step in RecordingLogger.last.steps

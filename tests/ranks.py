@@ -20,7 +20,7 @@ from typing import Any
 # Limits that matter only when something hangs: a machine that others use too may be very slow.
 _GROUP_TIMEOUT = timedelta(seconds=300)
 _IMPORT_TIMEOUT_S = 600.0
-# Imported by the process that all ranks are forked from, and which does nothing else: that takes seconds, a fork none.
+# Imported only once, by the process that all ranks are forked from: imports take seconds, a fork does not.
 _IMPORTED_ONCE = [
     "adaptive_full_finetune_distributed",
     "adaptive_full_finetune_single_device",
@@ -29,7 +29,7 @@ _IMPORTED_ONCE = [
     "tests.recipe_runs",
 ]
 _LAST_WORDS = 8000  # characters
-_GRACE_S = 5.0  # how long the peers of a failed rank may take to tell what happened to them
+_GRACE_S = 5.0  # how long the peers of a failed rank may take to report what happened to them
 
 
 class RanksFailedError(AssertionError):
@@ -41,15 +41,15 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
 
     In each process the default process group is initialised (gloo, a file store, 300 s timeout), so that
     ``dist.get_rank()`` and collectives work. ``function`` must be a top-level function of an importable
-    module; ``args`` and the returned values (tensors are fine) are pickled. A process starts anew, from one that has
-    imported the recipes: it has the test's environment, but neither its fixtures and monkeypatches nor its warning
+    module; ``args`` and the returned values (tensors are fine) are pickled. Each process is a new fork of one that has
+    imported the recipes. It has the test's environment, but neither its fixtures and monkeypatches nor its warning
     filters.
 
     A rank must not end by ``sys.exit``; it ends by ``os._exit(0)`` after it sent its result, because gloo's
-    threads can abort an interpreter that shuts down. Nothing is left running, whatever happens.
+    threads can abort an interpreter that shuts down. No process is left running.
 
     Args:
-        timeout_s: from when all ranks have their imports done until the last must have returned.
+        timeout_s: from the end of all ranks' imports until the last rank must have returned.
 
     Raises:
         RanksFailedError: a rank raised (the message shows its traceback), died (its exit status), or had not
@@ -104,7 +104,7 @@ class _Rank:
         self._stderr_path = stderr_path
 
     def receive(self) -> tuple[bool, Any]:
-        """Whether the rank succeeded, and its value or its account of what happened."""
+        """Whether the rank succeeded, and its value or a description of its failure."""
         try:
             return pickle.loads(self.connection.recv_bytes())
         except EOFError:
@@ -112,7 +112,7 @@ class _Rank:
             return False, f"died with exit status {self._process.exitcode}; its last words:\n{self._last_words()}"
 
     def stack(self) -> str:
-        """Where the process is now, by thread."""
+        """The present stack of each thread of the process."""
         before, deadline = self._last_words(), time.monotonic() + _GRACE_S
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGUSR1)
@@ -170,7 +170,7 @@ def _child(
             os.environ.update(environment)
             import torch.distributed as dist
 
-            gc.freeze()  # a garbage collection need not go through all that the imports have made
+            gc.freeze()  # garbage collections then skip all that the imports have made
             connection.send_bytes(pickle.dumps((True, None)))
             connection.recv_bytes()
             if store is not None:

@@ -1,4 +1,4 @@
-"""Run recipes, ours and the stock ones, inside a test's own process and see every logged step and the end state."""
+"""Run adaptive and stock recipes inside a test's own process and see every logged step and the end state."""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +49,7 @@ _PAIRS: dict[str, Any] = {
     },
     "loss": {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": 0.1},
 }
-# What a method's config has beside that of full or LoRA finetuning.
+# What a method's config adds to that of full or LoRA finetuning.
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {},
@@ -134,7 +134,7 @@ def tiny_config(kind: str, tiny_dir: Path, output_dir: Path, **overrides: Any) -
 def resuming_config(
     kind: str, tiny_dir: Path, output_dir: Path, *, checkpoint: str | None = None, **overrides: Any
 ) -> DictConfig:
-    """As ``tiny_config``, for a run of ours that goes on from a checkpoint in ``output_dir``, by default the latest."""
+    """As ``tiny_config``, for an adaptive run resumed from a checkpoint in ``output_dir``, by default the latest."""
     place = True if checkpoint is None else str(output_dir / checkpoint)
     return tiny_config(kind, tiny_dir, output_dir, resume_from_checkpoint=place, **overrides)
 
@@ -142,7 +142,7 @@ def resuming_config(
 def stock_resuming_config(
     kind: str, tiny_dir: Path, output_dir: Path, *, epochs_run: int, **overrides: Any
 ) -> DictConfig:
-    """As ``tiny_config``, for a stock recipe that goes on after ``epochs_run`` epochs, with file names by hand."""
+    """As ``tiny_config``, for a stock recipe that resumes after ``epochs_run`` epochs, with file names set manually."""
     cfg = tiny_config(kind, tiny_dir, output_dir, resume_from_checkpoint=True, **overrides)
     if kind.startswith("full"):  # LoRA's adapters are found by torchtune, beside the base that they were trained on
         cfg.checkpointer.checkpoint_files = [f"epoch_{epochs_run - 1}/model-00001-of-00001.bin"]
@@ -150,13 +150,13 @@ def stock_resuming_config(
 
 
 def adaptive_recipe(kind: str) -> type:
-    """Our recipe class of ``RECIPES``."""
+    """The adaptive recipe class of ``RECIPES``."""
     module, name = RECIPES[kind]
     return getattr(__import__(module), name)
 
 
 def stock_recipe(kind: str) -> Any:
-    """The stock recipe class below ours."""
+    """The stock recipe class that the adaptive one extends."""
     return adaptive_recipe(kind).__bases__[1]
 
 
@@ -170,7 +170,7 @@ def set_up(recipe_class: Any, cfg: DictConfig) -> Any:
 
 def trained(recipe: Any) -> tuple[list[Step], dict[str, torch.Tensor]]:
     """Train a recipe that is set up; the steps that rank 0 logged, and this rank's parameters."""
-    # The stock recipes' `train` clears a device cache, which the CPU has not; our loop does not ask for it there.
+    # The stock recipes' `train` clears a device cache, which a CPU does not have; the adaptive loop skips this there.
     with mock.patch.object(training, "cleanup_before_training", gc.collect):
         recipe.train()
     is_rank_zero = not dist.is_initialized() or dist.get_rank() == 0
@@ -195,13 +195,13 @@ def with_micro_batches(recipe_class: Any, size_at: Callable[[int], int | None]) 
         def save_checkpoint(self, epoch: int) -> None:
             super().save_checkpoint(epoch)
             micro_batches = self.trainer.micro_batches
-            micro_batches.resize(micro_batches.largest.size)  # or larger ones would be tried again
+            micro_batches.resize(micro_batches.largest.size)  # otherwise larger ones would be tried again
 
     return WithMicroBatches
 
 
 def without_saving(recipe_class: Any) -> Any:
-    """The recipe, which leaves no checkpoints."""
+    """The recipe, which saves no checkpoints."""
 
     class WithoutSaving(recipe_class):
         def save_checkpoint(self, epoch: int) -> None: ...
@@ -236,7 +236,7 @@ def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
 
 
 def metered_step(recipe: Any) -> tuple[TrainStep, MemoryMeter]:
-    """A train step of the recipe's parts alone, and the meter that it is under."""
+    """A train step made of the recipe's parts, and its memory meter."""
     models, stepping = recipe.models(), recipe.stepping()
     meter = meter_for(recipe._device, torch.nn.ModuleList(models), stepping.optimizers)
     step = TrainStep(
@@ -251,7 +251,7 @@ def metered_step(recipe: Any) -> tuple[TrainStep, MemoryMeter]:
 
 
 def metered_peaks(recipe: Any, row: Any, sizes: Sequence[int], *, micro_steps: int = 1) -> list[int]:
-    """The peaks of whole steps of so many times ``row``. The step of the first size makes the optimizers' state too."""
+    """The peaks of whole steps of each of ``sizes`` times ``row``. The first step also makes the optimizers' state."""
     step, meter = metered_step(recipe)
     peaks = []
     for size in sizes:

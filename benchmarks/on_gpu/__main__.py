@@ -1,7 +1,7 @@
-"""Play one part: ``python -m benchmarks.on_gpu PART OUTPUT SECONDS DIRECTORY``.
+"""Run one part: ``python -m benchmarks.on_gpu PART OUTPUT SECONDS DIRECTORY``.
 
-A part is a module whose ``measure(stage)`` yields its sections so far whenever there is more; they go to OUTPUT as
-JSON.
+A part is a module whose ``measure(stage)`` yields all its sections so far each time that there is more. They are
+written to OUTPUT as JSON.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from torchtune_adaptive.files import write_whole
 
 
 def main() -> None:
-    """Play the part and end at once: threads of a process group can abort an interpreter that shuts down."""
+    """Run the part and exit at once: threads of a process group can abort an interpreter that shuts down."""
     part, output, seconds, directory = sys.argv[1:]
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")

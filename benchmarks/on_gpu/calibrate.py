@@ -1,4 +1,4 @@
-"""What the device adds to what a trace counts, for the plans of the parts that follow."""
+"""Measures what the device adds to traced memory, for the plans of the other parts."""
 
 from collections.abc import Iterator
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""Our training loop against the stock one at the same batch size, in one process and in turn."""
+"""The adaptive training loop against the stock one at the same batch size, in one process and in turn."""
 
 import time
 from collections.abc import Iterator
@@ -80,7 +80,7 @@ def _raced(stage: Stage, batch_size: int) -> tuple[dict[str, list[Block]], dict[
 
 
 class _Clock(Watch):
-    """Notes when each step has ended, and waits for the device there."""
+    """Records when each step has ended; waits for the device at the first and the last one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -94,5 +94,5 @@ class _Clock(Watch):
         self._moments.append(time.perf_counter())
 
     def ms_per_step(self, steps: int) -> float:
-        """From the end of the first step to that of the last."""
+        """The mean time of a step, from the end of the first step to the end of the last."""
         return 1e3 * (self._moments[-1] - self._moments[0]) / steps

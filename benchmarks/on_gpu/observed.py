@@ -1,4 +1,4 @@
-"""What a recipe's steps take: time, and memory of its device."""
+"""The time and the device memory that a recipe's steps take."""
 
 import time
 from typing import Any
@@ -9,11 +9,11 @@ from benchmarks.live import Watch
 
 
 class Observed(Watch):
-    """Times every step, and notes the peak of its device's memory.
+    """Times every step, and records the peak of the device's memory.
 
     Attributes:
         seconds: of each step.
-        peak_bytes: of what was allocated, in the last step at least.
+        peak_bytes: the most bytes allocated, in a period that includes the last step.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Observed(Watch):
     def begin(self, recipe: Any) -> None:
         super().begin(recipe)
         self.is_cuda = recipe.parts.device.type == "cuda"
-        # The log at the end of a step resets the meter, so peaks are noted when the optimizer has stepped.
+        # The log at the end of a step resets the meter, so peaks are recorded when the optimizer has stepped.
         recipe.parts.stepping.optimizers[-1].register_step_post_hook(lambda *_: self.note_peak())
 
     def before_step(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Recipes, ours and the stock ones, with random weights and random rows: no file or hub has to give any."""
+"""Adaptive and stock recipes with random weights and random rows, which need no files and no hub."""
 
 import gc
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def live_random_recipe(
     watch: Watch | None = None,
     shard: Callable[[nn.Module], None] | None = None,
 ) -> Any:
-    """A recipe with random weights; ``shard`` gets its model once that is sharded, before it computes. A collective."""
+    """A recipe with random weights; ``shard`` gets the sharded model before it computes. A collective."""
     kind = kind_of(cfg)
     recipe_class: Any = stock_recipe(kind) if stock else adaptive_recipe(kind)
 
@@ -71,7 +71,7 @@ def live_random_recipe(
             return {training.MODEL_KEY: {}}
 
         def keep_whole(self) -> WholeCheckpointer:
-            return WholeCheckpointer(None, self._folder)  # without files there is none of torchtune's
+            return WholeCheckpointer(None, self._folder)  # without files there is no checkpointer of torchtune's
 
         def _setup_model(self, *args: Any, **kwargs: Any) -> nn.Module:
             names = stock_recipe(kind)._setup_model.__globals__
@@ -87,7 +87,7 @@ def live_random_recipe(
 
 
 def logged(recipe: Any) -> list[dict[str, float]]:
-    """The steps that a recipe has logged and will log; none but on rank 0."""
+    """The list to which a recipe adds each step that it logs; empty on ranks other than 0."""
     return recipe._metric_logger.steps if recipe._is_rank_zero else []
 
 
@@ -106,7 +106,7 @@ def start_group(stage: Stage) -> None:
 
 
 def _draw_weights(model: nn.Module, _: Any, device: torch.device, *__: Any, **___: Any) -> tuple[list[str], list[str]]:
-    """In place of ``load_from_full_model_state_dict``, for what is not there yet."""
+    """Replaces ``load_from_full_model_state_dict``: draws the weights that are still on the meta device."""
     missing = {name: value for name, value in model.state_dict().items() if value.is_meta}
     drawn = {name: _drawn(value, device) for name, value in missing.items()}
     model.load_state_dict(drawn, strict=False, assign=True)
@@ -114,7 +114,7 @@ def _draw_weights(model: nn.Module, _: Any, device: torch.device, *__: Any, **__
 
 
 def _drawn(place: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Scales of normalisations are 1; of a shard, as many numbers as it has."""
+    """Random values for ``place``, or for this rank's shard of it; scales of normalisations are 1."""
     value = torch.empty_like(place, device=device)
     local = value.to_local() if isinstance(value, DTensor) else value
     if place.dim() == 1:

@@ -1,4 +1,4 @@
-"""Rows of random tokens: data that a config can name and no hub has to give."""
+"""Rows of random tokens: data that a config can name and that needs no hub."""
 
 import random
 from typing import Any
@@ -9,7 +9,7 @@ _MEDIAN_FRACTION, _SPREAD = 0.25, 0.7  # of lengths that differ, as in data for 
 
 
 class PlainTokenizer:
-    """What recipes ask of a tokenizer."""
+    """What recipes need of a tokenizer."""
 
     pad_id = 0
 
@@ -18,7 +18,7 @@ class PlainTokenizer:
 
 
 class RandomRows:
-    """``num_rows`` samples; all of the tokenizer's greatest length, or of different lengths, one of them that long."""
+    """``num_rows`` samples: all of the tokenizer's greatest length, or of different lengths, one with the greatest."""
 
     def __init__(
         self, tokenizer: PlainTokenizer, *, num_rows: int, vocab_size: int, lengths_differ: bool = False
@@ -37,4 +37,4 @@ class RandomRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         dice = random.Random(index)
         tokens = dice.choices(range(1, self._vocab_size), k=self._lengths[index])
-        return {"tokens": tokens, "labels": [CROSS_ENTROPY_IGNORE_IDX, *tokens[1:]]}  # nothing foretells the first
+        return {"tokens": tokens, "labels": [CROSS_ENTROPY_IGNORE_IDX, *tokens[1:]]}  # the first is not predicted

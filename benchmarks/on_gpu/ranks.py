@@ -1,7 +1,7 @@
 """One of the ranks that share a device, launched by ``recovery``.
 
-Trains with a tensor in the way on one rank, so that its allocator really runs out of memory: first before a forward,
-then before a backward. Then once more with nothing in the way, but with the micro-batches set that came of it.
+Trains while a tensor takes memory on one rank, so that its allocator really runs out of memory: first before a forward
+pass, then before a backward pass. Then trains again without it, with the resulting micro-batch sizes set in advance.
 """
 
 import os
@@ -20,13 +20,13 @@ from tests.recipe_runs import local_parameters, same_bits
 from torchtune_adaptive.testing import ballast
 
 BATCH_SIZE, EPOCHS, STEPS = 8, 2, 5  # rows per rank, steps per epoch
-FORWARD_STEP, BACKWARD_STEP = 2, 4  # of the first epoch, in which the tensor comes before that phase
-_ROOM = 0.75  # of the activations that the tensor leaves no room for, so that half the rows need less
-_LITTLE_ROOM = 0.02  # of them, that it leaves in backward
+FORWARD_STEP, BACKWARD_STEP = 2, 4  # of the first epoch, in which the tensor is made before that phase
+_ROOM = 0.75  # share of the activations that still fits: too little for all rows, enough for half of them
+_LITTLE_ROOM = 0.02  # the same, in backward
 
 
 class Crowded(Observed):
-    """With a tensor in the way: on rank 1 from before a forward on, on rank 0 from before a backward on."""
+    """Makes a tensor that takes memory: on rank 1 before a forward pass, on rank 0 before a backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ class Crowded(Observed):
     def _fill(self, room: float) -> None:
         """Leave memory for the share ``room`` of a step's activations."""
         if self.is_cuda:
-            torch.cuda.empty_cache()  # what the allocator keeps would be in the way of the tensor
+            torch.cuda.empty_cache()  # memory that the allocator caches would leave no room for the tensor
         meter = self.recipe.trainer.meter
         num_bytes = max(meter.limit_bytes - self.live_bytes() - round(room * self._activations_bytes), 0)
         self._tensor_in_the_way.enter_context(ballast(num_bytes, self.recipe.parts.device, meter=meter))
 
 
 class Resized(Observed):
-    """With micro-batches that are set before each step, instead of memory that runs out."""
+    """Sets the size of micro-batches before each step, so that memory need not run out."""
 
     def __init__(self, micro_batches: dict[int, int]) -> None:
         super().__init__()
@@ -116,14 +116,14 @@ def _train(stage: Stage) -> dict[str, Any]:
 
 
 def _micro_batches_by_step(steps: list[dict[str, float]]) -> dict[int, int]:
-    """On every rank, as rank 0 has logged them."""
+    """The micro-batch sizes that rank 0 has logged, on every rank."""
     box = [{int(step["step"]): int(step["micro_batch_size"]) for step in steps}]
     dist.broadcast_object_list(box)
     return box[0]
 
 
 def measure(stage: Stage) -> Iterator[list[Section]]:
-    """What one of the ranks has measured, on rank 0."""
+    """Train, and yield what rank 0 has measured, only on rank 0."""
     dist.init_process_group("gloo")
     os.environ["LOCAL_RANK"] = "0"  # all ranks are on the first device
     found = _train(stage)

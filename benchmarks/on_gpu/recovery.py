@@ -16,7 +16,7 @@ HEADER += [f"step {step} (OOM), s" for step in (FORWARD_STEP, BACKWARD_STEP)] + 
 
 
 def measure(stage: Stage) -> Iterator[list[Section]]:
-    """Launch the ranks, as many as there shall be, one launch after the other."""
+    """Launch the ranks of each world size, one launch after the other."""
     cells: list[list[str]] = []
     data: list[dict[str, Any]] = []
     text = [

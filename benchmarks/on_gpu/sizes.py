@@ -1,4 +1,4 @@
-"""Sizes on cards of several memories: planned, found, tried one above, and what they bring in tokens per second."""
+"""Batch sizes on cards with different memory: planned, found, with one more row, and their tokens per second."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,7 +59,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
                     sizes.rows.append([name, stage.limit_text(limit_bytes), *_sizes(found)])
                     if "tokens_per_second" in found:
                         speeds.rows.append([name, stage.limit_text(limit_bytes), *_speeds(found)])
-                except Exception as error:  # what else was measured is not lost
+                except Exception as error:  # keeps the other measurements
                     sizes.text.append(f"Failed: {case}: {reason_of(error)}.")
                     failed.append(case)
             yield [sizes, speeds]
@@ -70,14 +70,14 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
 
 
 def _config(stage: Stage, name: str, limit_bytes: int | None) -> DictConfig:
-    """None: the whole device."""
+    """The config of a search under ``limit_bytes``; None: the whole device."""
     cfg = random_config(stage, name, num_rows=_NUM_ROWS, use_maximum_batch_size=True)
     cfg.adaptive = {"memory_limit": limit_bytes}
     return cfg
 
 
 def _case(stage: Stage, name: str, limit_bytes: int, traced: "Future[TracedStep]") -> dict[str, Any]:
-    """What was found of one config under one limit."""
+    """What was found for one config under one limit."""
     whole = not stage.is_rehearsal and limit_bytes == device_memory_bytes(stage.device)
     cfg = _config(stage, name, None if whole else limit_bytes)
     found: dict[str, Any] = {"stock_batch_size": int(cfg.batch_size)}

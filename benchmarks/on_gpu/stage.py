@@ -1,4 +1,4 @@
-"""Where a part plays, what it plays with there, and what it leaves."""
+"""The device of a part, what it trains there, and the tables of its results."""
 
 import time
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torchtune_adaptive.memory.meter import device_memory_bytes
 from torchtune_adaptive.text import format_bytes
 
 _GIB, _MIB = 2**30, 2**20
-# Where each card's memory ends; a limit above the card's own is the whole card.
+# The memory of cards that are imitated by a limit; one above the real card's memory means the whole card.
 _CARDS_BYTES = (24 * _GIB, 40 * _GIB, 80 * _GIB)
 
 
@@ -31,13 +31,13 @@ class Stage:
     """A device and what is trained on it.
 
     Attributes:
-        configs: the configs whose sizes are searched for, the most wanted first.
+        configs: the configs whose sizes are searched for, the most important first.
         seq_len: tokens of a row.
-        limits_bytes: the memory of the cards that this one stands for.
+        limits_bytes: the memory of the cards that this one imitates.
         lora, full: the configs that other parts train.
-        rank_model: the model that ranks train which share the device; empty for the config's own.
-        deadline: when a part should come to an end, by ``time.monotonic()``.
-        directory: for whatever is written on the way.
+        rank_model: the model for ranks that share the device; empty for the config's own.
+        deadline: when a part should end, by ``time.monotonic()``.
+        directory: for all files that a part writes.
     """
 
     device: torch.device
@@ -58,12 +58,12 @@ class Stage:
 
     @property
     def calibration_path(self) -> Path:
-        """Where a calibration of the device is, once it was made."""
+        """Where the calibration of the device is, once it has been made."""
         return self.directory / "calibration.json"
 
     @property
     def seconds_left(self) -> float:
-        """Until the deadline."""
+        """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
     def limit_text(self, limit_bytes: int) -> str:
@@ -73,7 +73,7 @@ class Stage:
 
 
 def stage_for(directory: Path, *, seconds: float) -> Stage:
-    """On the first CUDA device geometries of 1, 3 and 8 billion parameters, on a CPU tiny ones."""
+    """The first CUDA device with models of 1, 3 and 8 billion parameters, or the CPU with tiny ones."""
     deadline = time.monotonic() + seconds
     if not torch.cuda.is_available():
         return Stage(

@@ -19,7 +19,7 @@ def stage_collectives(model: nn.Module) -> None:
 
 
 class _Staged:
-    """Keeps the buffers on the host, so that a call allocates nothing but the first time."""
+    """Keeps the buffers on the host, so that only the first call allocates."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.Size, torch.dtype, str], torch.Tensor] = {}
@@ -36,7 +36,7 @@ class _Staged:
 
 
 class StagedAllGather(_Staged, AllGather):
-    """An all-gather on the host; it is over when it returns."""
+    """An all-gather on the host; it is complete when it returns."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -48,7 +48,7 @@ class StagedAllGather(_Staged, AllGather):
 
 
 class StagedReduceScatter(_Staged, ReduceScatter):
-    """A reduce-scatter on the host, summed in float32; it is over when it returns."""
+    """A reduce-scatter on the host, summed in float32; it is complete when it returns."""
 
     def __call__(
         self,

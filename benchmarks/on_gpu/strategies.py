@@ -20,7 +20,7 @@ HEADER = ["search", "size found", "whole steps", "OOMs", "seconds"]
 
 
 def measure(stage: Stage) -> Iterator[list[Section]]:
-    """One after the other, on the same recipe."""
+    """Run the searches one after the other, on the same recipe."""
     start_group(stage)
     limit_bytes = stage.limits_bytes[-2]
     settings = {"memory_limit": limit_bytes, "margin": _MARGIN, "power_of_two": False}
@@ -77,7 +77,7 @@ def _difference(recipe: Any, workload: Workload) -> Answer:
     meter: Any = workload.meter_for_probes()
 
     def allocated_bytes(rows: int) -> int:
-        """After the forward, while its activations are there."""
+        """The bytes allocated after the forward pass, while its activations are held."""
         batch = {name: values.to(parts.device) for name, values in parts.collate(make_batch(rows)[0]).items()}
         del batch["labels"]
         with meter:

@@ -1,4 +1,4 @@
-"""An allocator that must give back its cache step after step: how slow that is, and that it is noticed and ended."""
+"""An allocator that must free its cache in every step: how slow that is, and that it is detected and stopped."""
 
 from collections.abc import Iterator
 from statistics import median
@@ -52,7 +52,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
 
 
 class Watched(Observed):
-    """Notes retries of each step, and changes the limit when each phase begins."""
+    """Records the retries of each step, lowers the limit for the second phase, and does not watch retries in it."""
 
     def __init__(self) -> None:
         super().__init__()

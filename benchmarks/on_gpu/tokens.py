@@ -11,7 +11,7 @@ HEADER = ["variant", "micro-batch", "micro-steps per step", "padding", "tokens/s
 
 
 def measure(stage: Stage) -> Iterator[list[Section]]:
-    """Both train on the same steps' samples in turn."""
+    """Both variants train in turn, on the same samples in each step."""
     start_group(stage)
     contestants = [_contestant(stage, name) for name in (ROWS, TOKENS)]
     for one in contestants:

@@ -1,1 +1,1 @@
-"""The searches of other projects and ours, on the same train step under the same limit: see ``benchmarks.search``."""
+"""Searches of other projects and of this package, on one train step under one limit: see ``benchmarks.search``."""

@@ -1,4 +1,4 @@
-"""A card of so many bytes: on CUDA a part of the real one, on the CPU a meter that fails as CUDA does."""
+"""A card of limited memory: on CUDA a part of the real one, on the CPU a meter that fails as CUDA does."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +18,7 @@ def card_on(device: torch.device, limit_bytes: int) -> "Card":
 
 
 class CpuCard(CpuMeter):
-    """Counts the bytes that our own meter counts. Peers recognise an error by its text, so its text is CUDA's.
+    """Counts the same bytes as this package's meter. Its errors have CUDA's text, by which peers recognise them.
 
     Attributes:
         ooms: how often memory has run out.
@@ -83,7 +83,7 @@ class CpuCard(CpuMeter):
 
 
 def _empty(outputs: Any, inputs: Any) -> None:
-    """Take their memory from outputs that nobody will get, but the traceback would keep: CUDA fails without any."""
+    """Free outputs that are not returned, but that the traceback would keep: CUDA fails before it makes any."""
     given = {tensor.untyped_storage()._cdata for tensor in tree_leaves(inputs) if isinstance(tensor, torch.Tensor)}
     for tensor in tree_leaves(outputs):
         if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
@@ -107,7 +107,7 @@ class CudaCard:
         return torch.cuda.memory_allocated(self._device)
 
     def hold(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Nothing: they are in the allocator's count."""
+        """Do nothing: the allocator counts them already."""
 
     def on_host(self) -> AbstractContextManager[object]:
         return nullcontext()

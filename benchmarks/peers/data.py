@@ -1,4 +1,4 @@
-"""What is trained on: rows of random tokens, of one length or of different ones."""
+"""The training data: rows of random tokens, of one length or of different lengths."""
 
 from collections.abc import Sequence
 
@@ -14,10 +14,10 @@ Batch = dict[str, torch.Tensor]
 
 
 class Rows(torch.utils.data.Dataset[np.ndarray]):
-    """Data in the host's memory, as NumPy arrays that no meter counts: so many rows of random tokens.
+    """Rows of random tokens in host memory, as NumPy arrays that no meter counts.
 
     Args:
-        lengths: how long each row is.
+        lengths: the length of each row.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -32,16 +32,16 @@ class Rows(torch.utils.data.Dataset[np.ndarray]):
         return self._rows[index]
 
     def in_order(self, start: int, rows: int) -> list[np.ndarray]:
-        """So many rows from ``start`` on, and after the last one again from the first."""
+        """``rows`` rows from ``start`` on; after the last row it continues with the first."""
         return [self._rows[index % len(self)] for index in range(start, start + rows)]
 
     def worst(self, rows: int) -> list[np.ndarray]:
-        """So many rows of the greatest length."""
+        """``rows`` rows of the greatest length."""
         return [np.zeros(self.greatest, dtype=np.int16)] * rows
 
 
 def rows_of_one_length(length: int) -> Rows:
-    """Every row is so long."""
+    """Rows that all have ``length`` tokens."""
     return Rows([length] * NUM_ROWS)
 
 

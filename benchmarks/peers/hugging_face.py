@@ -16,7 +16,7 @@ STARTING_BATCH_SIZE = 128  # accelerate's own default
 
 
 def accelerate_finder(task: Task) -> Found:
-    """The whole training in the decorated function, seed, model and optimizer anew each time, as its example has it."""
+    """Trains in the decorated function, which sets up seed, model and optimizer again each time, as in its example."""
     accelerate: Any = importlib.import_module("accelerate")
     utils: Any = importlib.import_module("accelerate.utils")
     accelerator = accelerate.Accelerator(cpu=task.device.type == "cpu")
@@ -54,14 +54,14 @@ class _GivesDict(nn.Module):
 
 
 def trainer_finder(task: Task) -> Found:
-    """``Trainer.train`` with its defaults but for the optimizer, which is everybody's."""
+    """``Trainer.train`` with its defaults, but with the optimizer of all contestants."""
     transformers: Any = importlib.import_module("transformers")
     model = _GivesDict(task, task.new_model())
     optimizer = task.new_optimizer(model)
     task.card.hold(model, optimizer)
 
     class Watch(transformers.TrainerCallback):
-        """Notes when the training begins, each time that it does."""
+        """Records each start of the training."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             attempts.begin(state.train_batch_size, model, optimizer)

@@ -14,7 +14,7 @@ from benchmarks.peers.watch import Found, Search
 
 
 def lightning_finder(task: Task, *, mode: str) -> Found:
-    """Tunes, then fits with the same trainer. ``fit`` makes an optimizer anew: the state of that one counts."""
+    """Tunes, then fits with the same trainer. ``fit`` makes a new optimizer: the state of that one counts."""
     pl: Any = importlib.import_module("lightning.pytorch")
     tuning: Any = importlib.import_module("lightning.pytorch.tuner")
     module = _module(pl, task, task.new_model())

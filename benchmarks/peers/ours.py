@@ -54,7 +54,7 @@ def ours(
 
 
 def exhaustive(task: Task) -> Found:
-    """The largest number of rows of the greatest length of which three steps in a row fit, by trying them all."""
+    """The largest number of rows of the greatest length with which three steps in a row fit, by trying all numbers."""
     clock = Clock()
     largest, rows = 0, 1
     while rows <= largest + BEYOND:

@@ -1,4 +1,4 @@
-"""The document: a table for each case, who is before us in what, and what was chosen where it matters."""
+"""The document: a table for each case, the contestants that beat the default, and the choices that matter."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -100,7 +100,7 @@ def _row(name: str, found: Sequence[Found], exact: str) -> list[str]:
 
 
 def _compared(case: Measured, default: str) -> str:
-    """Who is before ``default`` in what, in words: in time, in steps, or by more rows, and whether these survive."""
+    """The contestants that beat ``default``, in words: in time, in full steps or in rows, and whether these survive."""
     done = {name: found for name, found in case.found.items() if found and not any(one.error for one in found)}
     if default not in done:
         return f"{default} failed."

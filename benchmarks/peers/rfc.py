@@ -1,4 +1,4 @@
-"""The three sketches of torchtune RFC 2199, written anew, without its rounding down to a power of two."""
+"""The three sketches of torchtune RFC 2199, rewritten without its rounding down to a power of two."""
 
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +56,7 @@ def bisect(is_oom: Callable[[int], bool], *, most: int) -> int:
 
 
 def by_difference(allocated_bytes: Callable[[int], int], *, total_bytes: int) -> int:
-    """``total_bytes`` by what two rows need more than one."""
+    """``total_bytes`` divided by what two rows need more than one."""
     return total_bytes // (allocated_bytes(2) - allocated_bytes(1))
 
 
@@ -95,7 +95,7 @@ def _accumulate(model: Model, batch: Batch, chunk_size: int) -> None:
 
 
 def bisection(task: Task) -> Found:
-    """Takes a whole step at each size asked, on the data's next rows, and frees what a failed one left behind."""
+    """Takes a whole step at each size asked, on the next rows of the data, and frees what a failed step has left."""
     model = task.new_model()
     optimizer = task.new_optimizer(model)
     next_row = 0
@@ -112,7 +112,7 @@ def bisection(task: Task) -> Found:
 
 
 def difference(task: Task) -> Found:
-    """Reads what is allocated after the forward pass, while its activations are there: at its most charitable."""
+    """Reads what is allocated after the forward pass, while activations are held: the most favourable reading."""
     model = task.new_model()
     optimizer = task.new_optimizer(model)
 

@@ -1,4 +1,4 @@
-"""What training begins with, bit for bit, as digests: on the host, so that no card counts the copies."""
+"""Digests of the state that training begins with, made on the host, so that no card counts the copies."""
 
 import hashlib
 import random
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, str]:
-    """Of each part of the present state a digest of its bits. No optimizer is one that has no state yet."""
+    """A digest of the bits of each part of the present state. None is an optimizer that has no state yet."""
     state = {
         "parameters": _digest(model.parameters()),
         "buffers": _digest(model.buffers()),

@@ -41,7 +41,7 @@ class Task:
     """A limit and data on a device, and what a contestant has done there so far.
 
     Attributes:
-        card: contestants search and train inside ``with task.card:``; ours searches by its own meter.
+        card: contestants search and train inside ``with task.card:``; this package searches by its own meter.
         steps: optimizer steps completed.
     """
 
@@ -61,14 +61,14 @@ class Task:
             return padded(rows)
 
     def take(self, start: int, rows: int) -> Batch:
-        """The batch of so many rows of the data from ``start`` on, on the card."""
+        """A batch of ``rows`` rows of the data from ``start`` on, on the card."""
         return self.card.place(self.collate(self.rows.in_order(start, rows)))
 
     def new_model(self) -> Model:
         return Model(self.rows.greatest).to(self.device)
 
     def new_optimizer(self, model: nn.Module) -> torch.optim.AdamW:
-        """AdamW as it comes, whose completed steps are counted."""
+        """AdamW with its defaults, whose completed steps are counted."""
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         optimizer.register_step_post_hook(self._count_step)
         return optimizer
@@ -94,7 +94,7 @@ class Task:
         self.steps += 1
 
     def _warm_up(self) -> None:
-        """Two steps of another model: what Python and PyTorch do once per process is nobody's search."""
+        """Two steps of another model, so that no search includes what Python and PyTorch do once per process."""
         seed_everything()
         model = self.new_model()
         optimizer = self.new_optimizer(model)
@@ -105,7 +105,7 @@ class Task:
 
 
 def seed_everything() -> None:
-    """Python's, NumPy's and PyTorch's generators begin as in every other process of this benchmark."""
+    """Seed the generators of Python, NumPy and PyTorch, the same in every process of this benchmark."""
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)

@@ -16,9 +16,9 @@ from benchmarks.peers.task import Task
 class Found:
     """What a contestant's search found and what it cost.
 
-    ``steps`` are optimizer steps completed in the search, ``gc_seconds`` those of its ``seconds`` that Python spent
-    collecting garbage, ``changed`` the parts of what training begins with that differ from before the search. With an
-    ``error`` nothing else counts.
+    ``steps`` are optimizer steps completed in the search, ``gc_seconds`` the part of ``seconds`` spent collecting
+    garbage. ``changed`` are the parts of the state that training begins with that differ from before the search. With
+    an ``error`` nothing else counts.
     """
 
     size: int = 0
@@ -52,7 +52,7 @@ class Clock:
 
 
 class Search:
-    """A search that begins now, and ends before training begins. No optimizer: there is none yet."""
+    """A search that begins now, and ends before training begins. ``optimizer``: None if there is none yet."""
 
     def __init__(self, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._task = task
@@ -62,7 +62,7 @@ class Search:
         self._clock = Clock()
 
     def over(self, size: int, ooms: int | None = None) -> Found:
-        """What it found, now that it is over; so many errors were raised, or those of the card."""
+        """What the search found, called when it is over. ``ooms``: errors raised; None: those that the card counted."""
         seconds, gc_seconds = self._clock.seconds, self._clock.gc_seconds
         differing = changed(self._before, state_of(self._model, self._optimizer))
         ooms = self._task.card.ooms if ooms is None else ooms
@@ -89,12 +89,12 @@ class Attempts:
         self._last = Found(size, self._task.steps, self._task.card.ooms, seconds, gc_seconds, differing)
 
     def found(self) -> Found:
-        """What the search found, now that a training which starts over is through."""
+        """What the search found, called after a training that starts over at each error."""
         self._last.survives = f"yes, started over {self._restarts} x in mid-training" if self._restarts else "yes"
         return self._last
 
     def found_by_first(self, sizes: list[int], ooms: list[int]) -> Found:
-        """What the first step found, of a training in which every step searches: the sizes and errors of its steps."""
+        """What the first step found, if every step searches; ``sizes`` and ``ooms`` are those of each step."""
         later = sum(count > 0 for count in ooms[1:])
         self._last.survives = (
             f"yes, with {sum(ooms[1:])} OOMs in {later} of its steps, down to {min(sizes)}" if later else "yes"
