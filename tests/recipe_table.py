@@ -1,8 +1,8 @@
-"""The table of what each recipe can do, put together from the tests that show it.
+"""The table of what each recipe supports, built from the tests that show it.
 
     python -m tests.recipe_table
 
-writes it into ``docs/recipes.md``, between the two lines that mark its place.
+writes it into ``docs/recipes.md``, between its two marker lines.
 """
 
 from collections.abc import Callable
@@ -68,7 +68,7 @@ def with_note(cell: str, notes: dict[str, int]) -> str:
 
 
 def row_of_ppo() -> list[str]:
-    """What PPO can do, which torchtune's own loop trains."""
+    """The row of PPO, which trains with torchtune's own loop."""
     recipe: Any = ppo.AdaptivePPOFullFinetuneRecipeSingleDevice
     cfg = load_config(STOCK_CONFIG)
 
@@ -104,12 +104,12 @@ def kinds_of(test: Callable[..., Any]) -> list[str]:
     """The kinds of recipes that ``test`` is run with."""
     marks = [mark for mark in vars(test).get("pytestmark", []) if mark.name == "parametrize"]
     cases = next(cases for names, cases in (mark.args for mark in marks) if "kind" in names)
-    values = [getattr(case, "values", case) for case in cases]  # of a `pytest.param` its values
+    values = [getattr(case, "values", case) for case in cases]  # the values of a `pytest.param`
     return [value if isinstance(value, str) else value[0] for value in values]
 
 
 def in_backward(kind: str) -> str:
-    """What comes of ``optimizer_in_bwd`` with a search: a test, or why it is none."""
+    """The cell for ``optimizer_in_bwd`` with a search: tested, or why not."""
     if kind in kinds_of(test_methods.test_search_in_backward):
         return "searched, not recovered"
     if "optimizer_in_bwd" not in Path(stock_recipe(kind).setup.__code__.co_filename).read_text():
@@ -118,12 +118,12 @@ def in_backward(kind: str) -> str:
 
 
 def compiled(kind: str) -> str:
-    """Why a recipe is not compiled."""
+    """Why a recipe refuses ``compile``."""
     return refused_keys(kind, {"device": "cpu", "dtype": "fp32", "compile": True})
 
 
 def refused_keys(kind: str, keys: dict[str, Any]) -> str:
-    """The sentence with which a recipe refuses a config of ``keys``, and of what is read before they are."""
+    """The sentence with which a recipe refuses a config of ``keys`` and the keys that it reads first."""
     with TemporaryDirectory() as directory:
         cfg = OmegaConf.create({"epochs": 1, "output_dir": directory, "checkpointer": {}} | keys)
         return refusal(lambda: adaptive_recipe(kind)(cfg))

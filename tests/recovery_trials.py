@@ -32,7 +32,7 @@ from torchtune_adaptive.testing import Fault
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"vocab_size": 24, "num_heads": 2, "num_kv_heads": 2, "embed_dim": 8, "max_seq_len": 16}
-ROWS = 2  # of a batch; halved after a fault
+ROWS = 2  # in a batch; halved after a fault
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,14 @@ class Trials:
 
     @cached_property
     def recoverable(self) -> "RecoverableStep[Sums]":
-        """The optimizer step as any loop has it. A collective when first asked for."""
+        """The optimizer step as in a training loop. Its first use is a collective."""
         step = RecoverableStep(self.model, self.micro_step, micro_batch_size=self.micro_batches, on_event=self._note)
         step.rehearse(self.windows[0][0])
         return step
 
     @cached_property
     def recovery(self) -> Recovery:
-        """What that is made of, for tests of a part of it; never use both. A collective when first asked for."""
+        """The recovery of such a step, for tests of its parts; never use both. Its first use is a collective."""
         micro_steps = [partial(self.micro_step, self.windows[0][0][:rows]) for rows in (1, ROWS)]
         outcome = dry_run(micro_steps, model=self.model, device=CPU, consensus=self.consensus)
         assert outcome.recovery is not None, outcome
@@ -174,7 +174,7 @@ class Trials:
         return attempt.result
 
     def step(self, window: list[list[torch.Tensor]], rows: int, faults: dict[int, Fault] | None = None) -> int:
-        """An optimizer step over ``window``; the rows of the micro-batches with which it succeeded."""
+        """Take an optimizer step over ``window``; returns the rows of the micro-batches that succeeded."""
         self.micro_batches.resize(rows)
         self.recoverable.wrap_micro_steps(partial(under, faults or {}))
         num_tokens = self.recoverable([row for batch in window for row in batch]).num_tokens.clone()
@@ -204,7 +204,7 @@ class Trials:
         self.events: list[MemoryEvent] = []
 
     def run(self, rows: int, faults: dict[int, Fault] | None = None) -> tuple[list[int], list[torch.Tensor]]:
-        """Run both steps, with faults in the first. The rows of their micro-batches, and the final state."""
+        """Run both steps, with faults in the first; returns the rows of their micro-batches, and the final state."""
         self.rewind()
         taken = [self.step(self.windows[0], rows, faults)]
         taken.append(self.step(self.windows[1], taken[0]))

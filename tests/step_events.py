@@ -1,4 +1,4 @@
-"""Steps made by hand or drawn, for what is made of a step's events."""
+"""Events of steps for tests: a fixed example, and random ones."""
 
 from hypothesis import strategies as st
 

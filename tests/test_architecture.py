@@ -1,4 +1,4 @@
-"""The structure that docs/design.md describes: packages import one way, and every class owns what it reads."""
+"""The structure that docs/design.md describes: packages import in one direction, classes read only what they own."""
 
 import ast
 import importlib
@@ -47,7 +47,7 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init_
 ADAPTER = "AdaptiveRecipe"
 NAMES_OF_STOCK_IN = {"recipe.py", "plan/fake_recipe.py"}
 LONGEST_CLASS_LINES = 200
-# What bases of other libraries set in their constructors.
+# Attributes that base classes of other libraries set in their constructors.
 SET_BY_FOREIGN_BASES = {
     "_DealtOrder": {"dataset", "epoch", "num_replicas", "rank", "seed", "shuffle"},  # DistributedSampler
     "_StandIn": {"param_groups", "state"},  # Optimizer
@@ -75,12 +75,12 @@ WITHOUT_TORCH = [
     *("plan/step_events", "plan/peak_modules", "plan/snapshot_file", "plan/svg", "plan/step_plot", "plan/plot_page"),
 ]
 
-# Objects of other libraries that a module writes into, by the names that it has for them.
+# Names under which a module has objects of other libraries whose attributes it sets.
 WRITTEN_INTO = {
     "distributed/fsdp_state.py": {"group", "parameter", "state"},  # FSDP2's own, after a failure
     "launch.py": {"sys"},  # the command line, with the config's name resolved
     "memory/storages.py": {"torch"},  # a method that no dispatch mode sees
-    "cli/main.py": {"parsed"},  # argparse's
+    "cli/main.py": {"parsed"},  # the namespace of argparse
     "cli/tune.py": {"sys"},  # the command line, which torchtune's `run` reads again
     "plan/fake_recipe.py": {
         "module",
@@ -89,9 +89,9 @@ WRITTEN_INTO = {
         "propagator",
         "recipe",
         "torchtune_offloading",
-    },  # set up by hand
+    },  # set up manually
     "plan/optimizer_stand_ins.py": {"parameter"},  # gradients
-    "stock/set_up.py": {"sys"},  # what prints errors of `__del__`
+    "stock/set_up.py": {"sys"},  # the hook that prints errors of `__del__`
     "training/host_leak.py": {"parameter"},  # gradients, of its own parameters
     "training/learning_rate.py": {"scheduler"},  # which it has just built
     "recovery/optimizer_state.py": {"parameter"},  # gradients
@@ -103,7 +103,7 @@ def _name(path: Path) -> str:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """What of the package a module imports, as "search.find"."""
+    """The parts of the package that a module imports, as "search.find"."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torchtune_adaptive":
             inner = (node.module or "").removeprefix("torchtune_adaptive").removeprefix(".")
@@ -192,7 +192,7 @@ def _attributes_of_self(node: ast.ClassDef, context: type[ast.expr_context]) -> 
 
 
 def _is_record(node: ast.ClassDef) -> bool:
-    """Whether annotated names of the class are fields, as of dataclasses and named tuples."""
+    """Whether annotated names of the class are fields, as in dataclasses and named tuples."""
     return any("dataclass" in ast.unparse(one) for one in node.decorator_list) or any(
         _base_name(base) == "NamedTuple" for base in node.bases
     )
@@ -211,7 +211,7 @@ def _names_set(node: ast.ClassDef) -> set[str]:
 
 
 def _unowned(name: str) -> set[str]:
-    """Attributes that a class reads on ``self``, and neither it nor a base sets; a base of another library is asked."""
+    """Attributes that a class reads on ``self`` but neither it nor a base sets; foreign bases are imported."""
     with_bases = _with_bases(name)
     owned = set().union(*(_names_set(one.node) for one in with_bases)) | SET_BY_FOREIGN_BASES.get(name, set())
     if any(one.has_foreign_base for one in with_bases):
@@ -227,7 +227,7 @@ def test_a_class_reads_only_what_it_or_a_base_in_the_package_sets(name: str) -> 
 
 
 def _declared_by_adapter() -> set[str]:
-    """Names of torchtune's that the adapter declares, without a value of its own."""
+    """Attributes of torchtune that the adapter declares without a value."""
     body = CLASSES[ADAPTER].node.body
     return {ast.unparse(item.target) for item in body if isinstance(item, ast.AnnAssign) and item.value is None}
 
@@ -252,8 +252,8 @@ def test_only_the_adapter_and_the_plans_recipe_name_private_attributes_of_stock_
 
 
 @pytest.mark.parametrize("path", MODULES, ids=_name)
-def test_nobody_writes_into_another_object(path: Path) -> None:
-    """Of other libraries' objects a few must be: each of them stands in ``WRITTEN_INTO``."""
+def test_a_module_does_not_set_attributes_of_other_objects(path: Path) -> None:
+    """Exceptions for objects of other libraries are listed in ``WRITTEN_INTO``."""
     written = {
         ast.unparse(part.value).partition(".")[0] if not ast.unparse(part).startswith("self.") else ast.unparse(part)
         for part in ast.walk(ast.parse(path.read_text()))

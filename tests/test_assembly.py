@@ -1,4 +1,4 @@
-"""A trainer is built of a recipe's parts; it searches, trains, survives, grows and resumes without a recipe."""
+"""A trainer built from a recipe's parts searches, trains, recovers, grows and resumes without a recipe."""
 
 import copy
 import json
@@ -72,11 +72,11 @@ def collate(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
 
 
 class Recipe:
-    """What a recipe would bring.
+    """The parts that a recipe would provide.
 
     Attributes:
-        saved: the epochs after which it was asked to save.
-        states: with what it was asked to.
+        saved: the epochs that were saved.
+        states: the states that were saved with them.
     """
 
     def __init__(self, directory: Path, *, epochs: range = range(2), makes_scheduler: Any = LambdaLR) -> None:
@@ -127,7 +127,7 @@ class Recipe:
         self.states.append(state)
 
     def resume_after(self, state: AdaptiveState) -> None:
-        """Have the trainer go on from torchtune's checkpoint of an epoch; what it holds has been loaded."""
+        """Resume the trainer from torchtune's checkpoint of an epoch, whose tensors are already loaded."""
         path = self.parts.checkpoints.path / f"epoch_{state.epochs_run - 1}"
         self.parts = replace(self.parts, resumed=Checkpoint(path, 1, state, state.epochs_run, path))
 
@@ -158,7 +158,7 @@ def history(directory: Path) -> list[dict[str, Any]]:
     return json.loads((directory / "output" / "adaptive_batch.json").read_text())["history"]
 
 
-def test_by_torchtunes_keys_alone_it_trains_with_them_and_reports_steps_only(tmp_path: Path) -> None:
+def test_with_torchtunes_keys_alone_a_run_trains_by_them_and_reports_only_steps(tmp_path: Path) -> None:
     recipe = Recipe(tmp_path)
     steps = train(recipe)
     assert figures(steps, "step", "batch_size") == [(number, 2) for number in range(1, 13)]
@@ -170,7 +170,7 @@ def test_by_torchtunes_keys_alone_it_trains_with_them_and_reports_steps_only(tmp
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "checkpoints", tmp_path / "output", steps_file]
 
 
-def test_a_search_leaves_no_trace_and_training_is_that_of_the_size_found(tmp_path: Path) -> None:
+def test_a_search_restores_all_state_and_training_uses_the_size_found(tmp_path: Path) -> None:
     searched, given = Recipe(tmp_path / "searched"), Recipe(tmp_path / "given")
     untouched = TinyModel()
     torch.manual_seed(1)
@@ -202,7 +202,7 @@ def test_a_search_leaves_no_trace_and_training_is_that_of_the_size_found(tmp_pat
     ]
 
 
-def test_an_error_in_training_is_survived_and_can_be_left_to_end_the_run(tmp_path: Path) -> None:
+def test_a_run_recovers_from_an_error_unless_recovery_is_off_or_impossible(tmp_path: Path) -> None:
     survivor, given = Recipe(tmp_path / "survivor"), Recipe(tmp_path / "given")
     trainer = survivor.trainer()
     fault = Fault(5)
@@ -245,13 +245,13 @@ def test_a_batch_grows_and_the_rate_follows_over_the_same_schedule(tmp_path: Pat
     steps = train(Recipe(tmp_path, epochs=range(3)), **GROWTH)
     assert [step["batch_size"] for step in steps] == [2] * 6 + [4] * 3 + [6] * 2
     done = [number / 6 for number in range(1, 7)] + [1 + number / 3 for number in range(1, 4)] + [2.5, 3.0]
-    # Logged after the scheduler's step: the rate of the next one, by the samples of this one.
+    # Logged after the scheduler's step: the rate of the next step, scaled by the samples of this one.
     expected = [0.1 * (1 - epochs / 3) * step["batch_size"] / 2 for epochs, step in zip(done, steps, strict=True)]
     assert [step["lr"] for step in steps] == pytest.approx(expected, abs=1e-12)
     assert [entry["epoch"] for entry in history(tmp_path)] == [0, 1, 2]
 
 
-def test_a_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     whole = Recipe(tmp_path / "whole", epochs=range(3))
     steps = train(whole, **GROWTH)
     first = Recipe(tmp_path / "parts", epochs=range(3))
@@ -281,7 +281,7 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [2, 6, 7, 9], ids=lambda step: f"step {step}")
-def test_a_run_resumed_from_a_step_goes_on_as_the_uninterrupted_one(step: int, tmp_path: Path) -> None:
+def test_a_run_resumed_from_a_step_equals_the_uninterrupted_one(step: int, tmp_path: Path) -> None:
     """Step 6 is the last one of the first epoch, and after step 7 the batch has grown."""
     whole = Recipe(tmp_path / "whole", epochs=range(3))
     steps = train(whole, **GROWTH)
@@ -292,7 +292,7 @@ def test_a_run_resumed_from_a_step_goes_on_as_the_uninterrupted_one(step: int, t
     (checkpoint,) = first.parts.checkpoints.checkpoints()
     assert checkpoint.path.name == f"step_{step}"
     second = Recipe(tmp_path / "parts", epochs=range(checkpoint.epochs_run, 3))
-    torch.nn.init.zeros_(second.model.output.weight)  # all of it is in the checkpoint
+    torch.nn.init.zeros_(second.model.output.weight)  # the checkpoint has all weights
     second.parts = replace(second.parts, resumed=checkpoint)
     trainer = second.trainer(**GROWTH)
     assert trainer.global_step == step
@@ -307,14 +307,14 @@ def test_a_run_resumed_from_a_step_goes_on_as_the_uninterrupted_one(step: int, t
     assert not any("resumed with changes" in reason for reason in reasons)
 
 
-def test_steps_are_saved_as_often_as_the_settings_say_and_so_many_are_kept(tmp_path: Path) -> None:
+def test_steps_are_saved_and_kept_as_the_settings_say(tmp_path: Path) -> None:
     recipe = Recipe(tmp_path)
     train(recipe, save_every_n_steps=3, keep_last_n_checkpoints=2)
     assert [one.path.name for one in recipe.parts.checkpoints.checkpoints()] == ["step_9", "step_12"]
     assert recipe.saved == [0, 1]
 
 
-def test_within_backward_a_resumed_batch_that_no_longer_fits_at_once_is_refused(tmp_path: Path) -> None:
+def test_with_optimizers_in_backward_a_resumed_batch_that_no_longer_fits_is_refused(tmp_path: Path) -> None:
     """Optimizers that step within backward would step once for each micro-batch."""
     directory = tmp_path / "run"
     first = Recipe(directory)
@@ -330,7 +330,7 @@ def test_within_backward_a_resumed_batch_that_no_longer_fits_at_once_is_refused(
         resumed.trainer(**SEARCH | {"memory_limit_bytes": 14_000})
 
 
-def test_a_global_batch_is_cut_as_memory_allows(tmp_path: Path) -> None:
+def test_a_global_batch_is_cut_into_micro_batches(tmp_path: Path) -> None:
     steps = train(Recipe(tmp_path), global_batch_size=5)
     assert figures(steps, "global_batch_size", "micro_batch_size") == [(5, 2)] * 4
     assert "batch_size" not in steps[0]
@@ -347,7 +347,7 @@ def test_a_global_batch_is_cut_as_memory_allows(tmp_path: Path) -> None:
     ],
     ids=["more samples than there are", "a start above what fits"],
 )
-def test_what_does_not_go_together_is_refused_before_training(
+def test_settings_that_conflict_are_refused_before_training(
     settings: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     recipe = Recipe(tmp_path)

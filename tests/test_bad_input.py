@@ -1,4 +1,4 @@
-"""Each bad input is answered by one sentence that quotes it, by every rank alike, before any training."""
+"""Each bad input is refused by all ranks with one sentence that quotes it, before any training."""
 
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,7 @@ def _with_empty_file(overrides: list[str], directory: Path) -> list[str]:
 
 
 def _answers(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, str]:
-    """What each case is answered with on this rank; setting up must not come to an end."""
+    """The refusal of each case on this rank; no set-up may succeed."""
     from omegaconf import OmegaConf
 
     answers: dict[str, str] = {}
@@ -195,7 +195,7 @@ def test_a_bad_input_is_refused_by_every_rank_with_one_sentence(case: str, answe
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", list(CASES))
-def test_a_bad_input_ends_tune_run_with_its_sentence_said_once(case: str, tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_bad_input_ends_tune_run_with_its_sentence_printed_once(case: str, tiny_dir: Path, tmp_path: Path) -> None:
     overrides, expected = CASES[case]
     run = tune_run(
         "--nproc_per_node",
@@ -248,7 +248,7 @@ def test_a_command_line_that_names_no_config_is_refused(arguments: list[str], se
     assert "\n" not in str(refusal.value)
 
 
-def test_a_config_is_found_by_our_name_by_stock_name_and_by_path(tmp_path: Path) -> None:
+def test_a_config_is_found_by_adaptive_name_stock_name_or_path(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("batch_size: 2\n")
     names = ["tiny/full", "llama3_1/8B_lora", str(tmp_path / "mine.yaml")]
     paths = [Path(resolve_config_argument(["--config", name, "a=b"])[1]) for name in names]
@@ -256,5 +256,5 @@ def test_a_config_is_found_by_our_name_by_stock_name_and_by_path(tmp_path: Path)
     assert all(path.is_file() for path in paths)
 
 
-def test_help_is_torchtunes_parsers() -> None:
+def test_help_is_left_to_torchtunes_parser() -> None:
     assert resolve_config_argument(["--config", "tiny/full", "--help"])[2] == "--help"

@@ -1,4 +1,4 @@
-"""Every row is in one micro-batch, none is above its limit, and a token budget is cut as cheaply as can be."""
+"""Every row is in one micro-batch, none is above its limit, and a token budget is cut at the lowest cost."""
 
 import itertools
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ def padded_tokens(lengths: Sequence[int], places: Sequence[int]) -> int:
 
 
 def is_within(limit: MicroBatchLimit, lengths: Sequence[int], places: Sequence[int]) -> bool:
-    """Whether a micro-batch may be as it is: by rows, or by padded tokens unless it is a single row."""
+    """Whether a micro-batch is within the limit: in rows, or in padded tokens unless it is a single row."""
     if isinstance(limit, RowLimit):
         return len(places) <= limit.size
     return len(places) <= 1 or padded_tokens(lengths, places) <= limit.size
 
 
 def cost(limit: TokenLimit, lengths: Sequence[int], cuts: Places) -> float:
-    """What a window costs: its padded tokens, and for each micro-step 1/32 of the limit."""
+    """The cost of a window: its padded tokens, plus 1/32 of the limit for each micro-step."""
     return sum(padded_tokens(lengths, places) + limit.size / 32 for places in cuts)
 
 
@@ -56,9 +56,7 @@ def test_every_row_is_in_one_micro_batch_and_none_is_empty_or_above_the_limit(
 
 @properties
 @given(lengths=windows, rows=st.integers(1, 25))
-def test_a_limit_in_rows_keeps_their_order_and_takes_as_few_micro_batches_as_can_be(
-    lengths: list[int], rows: int
-) -> None:
+def test_a_limit_in_rows_keeps_their_order_and_makes_the_fewest_micro_batches(lengths: list[int], rows: int) -> None:
     cuts = RowLimit(rows).cut(lengths)
     assert list(itertools.chain(*cuts)) == list(range(len(lengths)))
     assert len(cuts) == -(-len(lengths) // rows)
@@ -79,7 +77,7 @@ def test_a_token_limit_is_cut_at_the_least_cost_of_all_ways_to_cut_the_rows_by_l
 
 @pytest.mark.parametrize(("rows", "most_padding"), [(64, 0.1), (256, 0.07)])
 def test_lengths_that_are_skewed_leave_little_padding(rows: int, most_padding: float) -> None:
-    """Log-normal lengths, a few of them ten times as long as most: in order, as many rows each, nearly half is it."""
+    """Log-normal lengths, a few ten times as long as most; equal numbers of rows in order are nearly half padding."""
     lengths = np.random.default_rng(0).lognormal(5, 0.8, rows).clip(8, 2048).astype(int).tolist()
     by_length = TokenLimit(8192).cut(lengths)
     in_order = RowLimit(-(-rows // len(by_length))).cut(lengths)
@@ -92,9 +90,7 @@ def test_lengths_that_are_skewed_leave_little_padding(rows: int, most_padding: f
 
 @properties
 @given(limit=limits, length=st.integers(1, 300))
-def test_as_many_rows_of_a_length_as_are_told_are_one_micro_batch_and_one_more_is_not(
-    limit: MicroBatchLimit, length: int
-) -> None:
+def test_rows_of_is_the_largest_number_of_equal_rows_in_one_micro_batch(limit: MicroBatchLimit, length: int) -> None:
     rows = limit.rows_of(length)
     assert len(limit.cut([length] * rows)) == 1
     assert len(limit.cut([length] * (rows + 1))) > 1
@@ -108,7 +104,7 @@ def test_a_limit_of_another_size_is_of_the_same_kind(limit: MicroBatchLimit, siz
     assert str(other) == f"{size} {limit.unit}"
 
 
-# ---- as many micro-batches on every rank
+# ---- the same number of micro-batches on every rank
 
 
 @properties
@@ -126,7 +122,7 @@ def test_spreading_gives_the_count_loses_no_row_and_keeps_the_limit(
 
 @properties
 @given(lengths=windows, limit=limits)
-def test_what_is_as_many_already_is_left_as_it_is(lengths: list[int], limit: MicroBatchLimit) -> None:
+def test_spreading_to_the_same_number_changes_nothing_nor_its_input(lengths: list[int], limit: MicroBatchLimit) -> None:
     cuts = limit.cut(lengths)
     before = [list(places) for places in cuts]
     assert spread(cuts, len(cuts)) == before
@@ -137,7 +133,7 @@ def test_what_is_as_many_already_is_left_as_it_is(lengths: list[int], limit: Mic
 @properties
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), more=st.integers(1, 20))
 def test_the_largest_micro_batch_is_halved_first(sizes: list[int], more: int) -> None:
-    """No halving leaves one of more than twice what the smallest of its pieces has."""
+    """Its halves differ by at most one row. If all have a single row, an empty one is added."""
     cuts = spread([[0] * size for size in sizes], len(sizes) + more)
     halved = spread(cuts, len(cuts) + 1)
     largest = max(map(len, cuts))

@@ -163,7 +163,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
     assert not card.done
 
 
-def test_a_disk_that_is_full_after_the_measurements_is_one_sentence(
+def test_a_full_disk_after_the_measurements_is_reported_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -181,7 +181,7 @@ def test_each_measurement_leaves_out_what_the_others_measure() -> None:
     card = FakeCard()
     assert measure_context_bytes(card) == 400 * MIB
     assert measure_nccl_bytes(card) == 300 * MIB
-    assert measure_nccl_bytes(FakeCard(nccl_bytes=-5)) == 0  # another process gave memory back meanwhile
+    assert measure_nccl_bytes(FakeCard(nccl_bytes=-5)) == 0  # another process freed memory meanwhile
 
 
 def test_fragmentation_is_the_largest_of_the_steps_and_never_negative() -> None:

@@ -35,7 +35,7 @@ def state_at(step: int) -> AdaptiveState:
 def save(
     folder: CheckpointFolder, name: str, files: dict[str, str] = FILES, *, state: AdaptiveState | None = None
 ) -> Path:
-    """Write a checkpoint of ``files``, whose state is at the step that its name has."""
+    """Write a checkpoint of ``files``; by default its state is at the step in its name."""
     directory = folder.start(name)
     for file, text in files.items():
         (directory / file).parent.mkdir(exist_ok=True)
@@ -48,7 +48,7 @@ def names(folder: CheckpointFolder) -> list[str]:
 
 
 def contents(path: Path) -> dict[str, str]:
-    """The files of a checkpoint beside its state."""
+    """The files of a checkpoint except its state."""
     files = [one for one in path.rglob("*") if one.is_file() and one.name != STATE_NAME]
     return {one.relative_to(path).as_posix(): one.read_text() for one in files}
 
@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> CheckpointFolder:
     return CheckpointFolder(tmp_path / "run")
 
 
-# ---- complete ones
+# ---- complete checkpoints
 
 
 def test_a_checkpoint_is_there_with_all_its_files_once_it_is_finished(folder: CheckpointFolder) -> None:
@@ -81,7 +81,7 @@ def test_the_file_that_makes_a_checkpoint_complete_names_all_others_and_their_si
     assert AdaptiveState.from_json(content["state"]) == state_at(10)
 
 
-def test_of_which_epoch_and_kind_a_checkpoint_is(folder: CheckpointFolder) -> None:
+def test_a_checkpoint_has_its_epochs_and_its_kind(folder: CheckpointFolder) -> None:
     save(folder, "step_10", {"weights.bin": "weights"})
     save(folder, "epoch_1")
     save(folder, "epoch_2", {"weights.bin": "weights"}, state=replace(STATE, epochs_run=3))
@@ -104,7 +104,7 @@ def test_checkpoints_are_listed_in_the_order_in_which_they_were_written_also_by_
     assert names(folder) == ["step_9", "step_10", "epoch_0", "step_2", "step_1"]
 
 
-def test_what_is_no_checkpoint_is_not_listed(folder: CheckpointFolder) -> None:
+def test_other_files_and_folders_are_not_listed(folder: CheckpointFolder) -> None:
     save(folder, "step_1")
     (folder.path / "epoch_7").mkdir()  # a stock recipe's
     (folder.path / "step_x").mkdir()
@@ -117,10 +117,10 @@ def test_a_folder_that_is_not_there_has_no_checkpoints(tmp_path: Path) -> None:
     assert CheckpointFolder(tmp_path / "none").checkpoints() == []
 
 
-# ---- unfinished ones
+# ---- unfinished checkpoints
 
 
-def test_what_was_never_finished_is_no_checkpoint_and_is_removed_when_asked(
+def test_an_unfinished_checkpoint_is_not_listed_and_can_be_removed(
     folder: CheckpointFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(folder, "step_1")
@@ -132,13 +132,13 @@ def test_what_was_never_finished_is_no_checkpoint_and_is_removed_when_asked(
     assert [one.name for one in folder.path.iterdir()] == ["step_1"]
 
 
-def test_a_checkpoint_begins_empty_whatever_another_attempt_has_left(folder: CheckpointFolder) -> None:
+def test_a_checkpoint_starts_empty_after_an_unfinished_attempt(folder: CheckpointFolder) -> None:
     (folder.start("step_2") / "weights.bin").write_text("half")
     assert folder.start("step_2") == folder.unfinished("step_2")
     assert list(folder.unfinished("step_2").iterdir()) == []
 
 
-def test_an_attempt_is_discarded_alone(folder: CheckpointFolder) -> None:
+def test_discarding_one_attempt_keeps_the_others(folder: CheckpointFolder) -> None:
     for name in ("step_1", "step_2"):
         folder.start(name)
     folder.discard("step_1")
@@ -146,11 +146,11 @@ def test_an_attempt_is_discarded_alone(folder: CheckpointFolder) -> None:
     assert [one.name for one in folder.path.iterdir()] == ["unfinished_step_2"]
 
 
-# ---- torn ones
+# ---- torn checkpoints
 
 
 def spoil(path: Path, how: str) -> None:
-    """What an interrupted copy or a failing disk may do to the checkpoint in ``path``."""
+    """Damage the checkpoint in ``path`` as an interrupted copy or a failing disk may do."""
     if how == "cut short":
         (path / "weights.bin").write_text("weigh")
     elif how == "longer":
@@ -174,7 +174,7 @@ def spoil(path: Path, how: str) -> None:
         ("empty", "recipe_state.pt must have 7 bytes for its checkpoint to be complete, but has 0."),
     ],
 )
-def test_a_torn_checkpoint_is_passed_over_and_what_is_wrong_is_named(
+def test_a_torn_checkpoint_is_skipped_and_the_reason_is_named(
     how: str, sentence: str, folder: CheckpointFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(folder, "step_1")
@@ -187,14 +187,14 @@ def test_a_torn_checkpoint_is_passed_over_and_what_is_wrong_is_named(
     assert str(refused.value) == f"{path}/{sentence}"
 
 
-def test_a_recipe_state_that_a_later_epoch_has_removed_is_not_missed(folder: CheckpointFolder) -> None:
+def test_a_checkpoint_is_complete_if_a_later_epoch_has_removed_its_recipe_state(folder: CheckpointFolder) -> None:
     path = save(folder, "epoch_2")
     (path / RECIPE_STATE_NAME).unlink()
     (checkpoint,) = folder.checkpoints()
     assert (checkpoint.recipe_state, checkpoint.can_go_on) == (None, False)
 
 
-def test_files_that_were_added_later_do_no_harm(folder: CheckpointFolder) -> None:
+def test_a_checkpoint_may_have_files_that_were_added_later(folder: CheckpointFolder) -> None:
     path = save(folder, "epoch_2")
     (path / "notes.txt").write_text("the best one")
     assert names(folder) == ["epoch_2"]
@@ -241,12 +241,12 @@ def test_a_folder_without_a_state_is_refused_by_its_path(tmp_path: Path) -> None
 
 
 def test_a_state_alone_makes_a_folder_a_checkpoint_of_no_files(tmp_path: Path) -> None:
-    """As beside those that torchtune writes in the background."""
+    """As for checkpoints that torchtune writes in the background."""
     write_state(tmp_path, STATE)
     assert read_checkpoint(tmp_path).state == STATE
 
 
-# ---- the last ones are kept
+# ---- the last checkpoints are kept
 
 
 def test_the_last_checkpoints_of_steps_are_kept_and_all_of_epochs(folder: CheckpointFolder) -> None:
@@ -261,13 +261,13 @@ def test_the_last_checkpoints_of_steps_are_kept_and_all_of_epochs(folder: Checkp
     assert len(list(folder.path.iterdir())) == 3
 
 
-def test_fewer_than_are_to_be_kept_are_kept(folder: CheckpointFolder) -> None:
+def test_checkpoints_are_kept_if_there_are_fewer_than_wanted(folder: CheckpointFolder) -> None:
     save(folder, "step_1")
     folder.prune(3)
     assert names(folder) == ["step_1"]
 
 
-def test_what_cannot_be_removed_wholly_is_no_checkpoint_any_more(
+def test_a_partly_removed_checkpoint_is_not_listed(
     folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("step_1", "step_2"):
@@ -281,7 +281,7 @@ def test_what_cannot_be_removed_wholly_is_no_checkpoint_any_more(
     assert [one.name for one in folder.path.iterdir()] == ["step_2"]
 
 
-# ---- one in place of another
+# ---- replaced checkpoints
 
 
 def test_a_checkpoint_replaces_one_of_its_name_and_is_the_latest(folder: CheckpointFolder) -> None:
@@ -293,11 +293,11 @@ def test_a_checkpoint_replaces_one_of_its_name_and_is_the_latest(folder: Checkpo
     assert len(list(folder.path.iterdir())) == 2
 
 
-# ---- whatever fails
+# ---- failures
 
 
 class Fault:
-    """From its call ``number`` on, or in it alone, a function fails as on a full disk."""
+    """Makes a function fail as on a full disk, in its call ``number`` alone or also afterwards."""
 
     def __init__(self, number: int, *, afterwards: bool) -> None:
         self.has_struck = False
@@ -318,9 +318,9 @@ class Fault:
 def attempts(
     tmp_path: Path, owner: Any, name: str, act: Callable[[CheckpointFolder], object], *, afterwards: bool
 ) -> Iterator[tuple[CheckpointFolder, bool]]:
-    """A folder of three checkpoints after ``act`` with a fault in each call of ``owner.name``, then without one.
+    """Run ``act`` on a folder of three checkpoints, with a fault in each call of ``owner.name``, then without one.
 
-    And whether there was a fault.
+    Yields the folder, and whether there was a fault.
     """
     for number in itertools.count(1):
         folder = CheckpointFolder(tmp_path / str(number))
@@ -351,7 +351,7 @@ ONCE_OR_ON = pytest.mark.parametrize("afterwards", [False, True], ids=["once", "
 
 @ONCE_OR_ON
 @pytest.mark.parametrize(("owner", "name"), CALLS, ids=["fsync", "rename", "mkdir", "write_whole"])
-def test_whatever_fails_those_before_are_there_and_the_new_one_is_whole_or_not(
+def test_after_a_failure_earlier_checkpoints_are_there_and_the_new_one_is_whole_or_missing(
     owner: Any, name: str, afterwards: bool, tmp_path: Path
 ) -> None:
     for folder, has_failed in attempts(tmp_path, owner, name, save_and_prune, afterwards=afterwards):
@@ -373,7 +373,7 @@ def test_whatever_fails_those_before_are_there_and_the_new_one_is_whole_or_not(
     ],
     ids=["fsync", "rename", "write_whole"],
 )
-def test_whatever_fails_one_that_is_replaced_is_there_or_the_new_one_in_its_place(
+def test_after_a_failure_a_replaced_checkpoint_is_either_the_old_or_the_new_one(
     owner: Any, name: str, afterwards: bool, tmp_path: Path
 ) -> None:
     other = {"other.bin": "other"}
@@ -414,8 +414,8 @@ def test_files_and_their_names_are_on_the_disk_before_a_checkpoint_has_its_own_n
     ]
 
 
-def test_a_folder_that_has_vanished_is_not_made_anew(folder: CheckpointFolder) -> None:
-    """As a disk that is no longer mounted: checkpoints must not go to the one below."""
+def test_a_folder_that_has_vanished_is_not_created_again(folder: CheckpointFolder) -> None:
+    """As when a disk is no longer mounted: checkpoints must not go to the disk below."""
     save(folder, "step_1")
     folder.start("step_2")
     shutil.rmtree(folder.path)
@@ -426,7 +426,7 @@ def test_a_folder_that_has_vanished_is_not_made_anew(folder: CheckpointFolder) -
     assert not folder.path.exists()
 
 
-def test_the_room_that_is_left_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_free_space_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = CheckpointFolder(tmp_path / "run")
     assert folder.describe_space() == f"no folder {tmp_path / 'run'}"
     folder.path.mkdir()
@@ -434,7 +434,7 @@ def test_the_room_that_is_left_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     assert folder.describe_space() == f"5.0 GiB free in {folder.path}"
 
 
-def test_what_cannot_be_removed_is_left_without_an_error(
+def test_files_that_cannot_be_removed_are_left_without_an_error(
     folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(folder, "step_1")

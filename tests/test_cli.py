@@ -27,9 +27,9 @@ CUDA = ("device=cuda", "adaptive.memory_limit=null")  # as the stock configs are
 
 
 class FakeTracing:
-    """In place of the worker process: a step that holds ``held_gib`` and 2 MiB for each token, for any config.
+    """A fake worker process: for any config, a step that holds ``held_gib`` and 2 MiB for each token.
 
-    The events of any step are those made by hand.
+    The events of any step are ``EVENTS``.
 
     Remembers its requests. If ``refuses`` is set, it raises that sentence instead.
     """
@@ -71,7 +71,7 @@ class Ended(NamedTuple):
 
 @pytest.fixture
 def tracing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeTracing:
-    """Replaces the worker process; the rest of the program runs as it is, and finds nothing that was traced before."""
+    """Replaces the worker process; the rest of the program is real, and its cache of traces is empty."""
     fake = FakeTracing()
     monkeypatch.setattr(client, "_run_worker", fake)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -124,10 +124,10 @@ def test_batches_that_are_asked_for_are_planned_from_the_same_trace(program: Pro
     assert [row[1:3] for row in asked] == [["batch", "fits"], ["1", "yes"], ["40", "no"]]
     content = json.loads(program(*arguments, "--json").out)
     assert [size["batch_size"] for size in content["lengths"][0]["asked"]] == [1, 40]
-    assert len(tracing.requests) == 1  # kept from the first to the second
+    assert len(tracing.requests) == 1  # the second command reuses it
 
 
-def test_several_gpus_and_numbers_of_ranks_are_a_grid_with_the_least_that_fits_in_words(
+def test_several_gpus_and_numbers_of_ranks_are_a_table_with_sentences_on_the_least_that_fits(
     program: Program, tracing: FakeTracing
 ) -> None:
     tracing.held_gib = 20
@@ -146,7 +146,7 @@ def test_several_gpus_and_numbers_of_ranks_are_a_grid_with_the_least_that_fits_i
     assert [row[4] for row in rows] == ["1.4 GiB", "2.8 GiB"] * 3
     assert "\nHost memory: a machine's peak, with all ranks on it.\n" in ended.out
     added = ended.out.splitlines()[-2:]
-    assert [line.partition(": ")[0] for line in added] == ["- on 1 rank", "- on 2 ranks"]  # several have a NCCL too
+    assert [line.partition(": ")[0] for line in added] == ["- on 1 rank", "- on 2 ranks"]  # several ranks need NCCL
     assert ["10% for fragmentation" in line for line in added] == [True, False]
     assert [request["world_size"] for request in tracing.requests] == [1, 2, 1]  # once for all GPUs
     asked = tables(program(*FULL, *memory, "--seq-len", "1024", "--batch-size", "1,99", *CUDA).out)[0]
@@ -157,7 +157,7 @@ def test_several_gpus_and_numbers_of_ranks_are_a_grid_with_the_least_that_fits_i
     ]
 
 
-def test_where_gpus_add_differently_on_as_many_ranks_they_are_named(program: Program, tracing: FakeTracing) -> None:
+def test_gpus_whose_overheads_differ_on_the_same_ranks_are_named(program: Program, tracing: FakeTracing) -> None:
     ended = program(*FULL, "--memory", "H100,H200,MI300X", "--nproc_per_node", "1,4,8", "--seq-len", "1024", *CUDA)
     added = [line.partition(": ")[::2] for line in ended.out.splitlines()[-3:]]
     assert [where for where, _ in added] == [
@@ -168,7 +168,7 @@ def test_where_gpus_add_differently_on_as_many_ranks_they_are_named(program: Pro
     assert [said.partition(" outside")[0] for _, said in added] == ["1.2 GiB", "1.8 GiB", "7.2 GiB"]
 
 
-def test_what_changes_would_save_is_asked_for_the_configs_own_batch(program: Program, tracing: FakeTracing) -> None:
+def test_what_if_compares_changes_at_the_configs_own_batch(program: Program, tracing: FakeTracing) -> None:
     ended = program(*FULL, "--memory", "80GiB", "--seq-len", "1024,2048", "--what-if", *CUDA, "batch_size=3")
     assert "\nWith a batch of 3 rows of 1024 tokens, in GiB:\n" in ended.out
     assert {"LoRA", "as it is", "2 ranks"} <= {row[0] for row in tables(ended.out)[-1]}
@@ -187,7 +187,7 @@ STEP = (*FULL, "--memory", "80GiB", "--seq-len", "1024,2048,512", *CUDA)
 
 
 @pytest.mark.parametrize(("asked", "batch_size"), [([], 16), (["--batch-size", "7"], 7), (["--batch-size", "3,7"], 16)])
-def test_one_whole_step_is_traced_with_the_longest_rows_and_the_batch_asked_for_or_the_one_to_use(
+def test_one_whole_step_is_traced_with_the_longest_rows_and_the_requested_or_the_planned_batch(
     asked: list[str], batch_size: int, program: Program, tracing: FakeTracing
 ) -> None:
     arguments = (*STEP, *asked, "--modules", "adaptive.growth_limit=none", "gradient_accumulation_steps=1")
@@ -205,7 +205,7 @@ def test_one_whole_step_is_traced_with_the_longest_rows_and_the_batch_asked_for_
     assert ["loss", "1", "8.00", "-", "-", "8.00"] in tables(printed.out)[-1]
 
 
-def test_without_being_asked_for_no_step_is_traced_whole(program: Program, tracing: FakeTracing) -> None:
+def test_no_whole_step_is_traced_unless_requested(program: Program, tracing: FakeTracing) -> None:
     assert json.loads(program(*STEP, "--json").out)["step"] is None
     assert len(tracing.requests) == 1
 
@@ -264,7 +264,7 @@ def test_a_file_that_can_no_longer_be_written_is_refused_in_one_sentence(
 
 
 @pytest.mark.parametrize("option", [["--modules"], ["--snapshot", "step.pickle"], ["--plot", "step.svg"]])
-def test_a_table_has_no_step(option: list[str], program: Program, tracing: FakeTracing) -> None:
+def test_options_for_a_step_are_refused_for_a_table(option: list[str], program: Program, tracing: FakeTracing) -> None:
     ended = program(*FULL, "--memory", "80GiB,H100", *option, *CUDA)
     assert_refused(
         ended, tracing, f"`{option[0]}` must be left out with several GPUs or numbers of ranks, but is given."
@@ -272,7 +272,7 @@ def test_a_table_has_no_step(option: list[str], program: Program, tracing: FakeT
 
 
 @pytest.mark.parametrize("wrong", ["0", "2,x", "1,,2"])
-def test_batches_that_are_no_numbers_are_refused(program: Program, tracing: FakeTracing, wrong: str) -> None:
+def test_batches_that_are_not_positive_integers_are_refused(program: Program, tracing: FakeTracing, wrong: str) -> None:
     ended = program(*FULL, "--memory", "80GiB", "--batch-size", wrong)
     assert ended.status == 1
     assert ended.err.startswith("tune-adaptive plan: `batch_size` must be ")
@@ -302,7 +302,7 @@ def test_a_gpu_is_known_by_its_name(program: Program, tracing: FakeTracing) -> N
     assert content["memory_bytes"] == memory_of("A100 80GB")
 
 
-def test_one_of_amds_gpus_has_figures_of_its_own(program: Program, tracing: FakeTracing) -> None:
+def test_an_amd_gpu_has_its_own_figures(program: Program, tracing: FakeTracing) -> None:
     amd, size = (
         json.loads(program(*FULL, "--memory", memory, "--nproc_per_node", "8", *CUDA, "--json").out)
         for memory in ("MI300X", f"{memory_of('MI300X') // 2**20}MiB")
@@ -326,7 +326,7 @@ def test_without_memory_the_configs_limit_is_taken(program: Program, tracing: Fa
         (["tokenizer.max_seq_len=null", "~model.max_seq_len"], [2048, 4096, 8192]),
     ],
 )
-def test_without_seq_len_rows_are_as_long_as_the_config_says_else_as_usual(
+def test_without_seq_len_lengths_are_those_of_the_config_else_the_usual_ones(
     overrides: Sequence[str], seq_lens: list[int], program: Program, tracing: FakeTracing
 ) -> None:
     program(*FULL, "--memory", "H100", *CUDA, *overrides)

@@ -1,4 +1,4 @@
-"""`tune-adaptive` has torchtune's commands, which know our recipes and configs too."""
+"""`tune-adaptive` has torchtune's commands, which also know the adaptive recipes and configs."""
 
 import faulthandler
 import os
@@ -31,7 +31,7 @@ NAMES_TUNE = re.compile(r"\btune(?!-adaptive)\b (run|ls|cp|cat|validate|download
 
 @pytest.fixture(autouse=True)
 def away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Another working directory; what the program changes of this process is put back."""
+    """Another working directory; the program's changes to this process are undone."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["tune-adaptive"])
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -48,7 +48,7 @@ def assert_refused(ended: Ended, sentence: str) -> None:
     assert ended.err.startswith("tune-adaptive ")
 
 
-# ---- what is ours
+# ---- recipes and configs of this package
 
 
 def test_every_recipe_is_found_and_extends_the_stock_recipe_of_that_name() -> None:
@@ -68,7 +68,7 @@ def test_every_config_is_listed_with_a_recipe_and_has_a_name_of_its_own() -> Non
 # ---- ls, cp, cat
 
 
-def test_ls_lists_ours_first_then_what_tune_lists(program: Program, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_lists_adaptive_recipes_before_those_of_tune(program: Program, capsys: pytest.CaptureFixture[str]) -> None:
     ended = program("ls")
     stock_tune.TuneCLIParser()._parser.parse_args(["ls"]).func(None)
     header, *stock_rows = capsys.readouterr().out.splitlines()
@@ -81,7 +81,7 @@ def test_ls_lists_ours_first_then_what_tune_lists(program: Program, capsys: pyte
     assert last.startswith("An adaptive recipe takes every config of the stock recipe of that name")
 
 
-def test_a_command_leaves_torchtunes_list_as_it_was(program: Program) -> None:
+def test_a_command_does_not_change_torchtunes_list(program: Program) -> None:
     before = list(get_all_recipes())
     program("ls")
     program("cp", "no_such_file", ".")
@@ -91,7 +91,7 @@ def test_a_command_leaves_torchtunes_list_as_it_was(program: Program) -> None:
 @pytest.mark.parametrize(
     ("name", "original"), [(OWN, RECIPES[OWN]), ("tiny/lora", REPOSITORY / "configs/tiny/lora.yaml")]
 )
-def test_cp_copies_a_recipe_or_config_of_ours(name: str, original: Path, program: Program, tmp_path: Path) -> None:
+def test_cp_copies_an_adaptive_recipe_or_config(name: str, original: Path, program: Program, tmp_path: Path) -> None:
     assert program("cp", name, "new/mine", "--make-parents").status == 0
     assert (tmp_path / "new" / f"mine{original.suffix}").read_bytes() == original.read_bytes()
     (tmp_path / "new" / f"mine{original.suffix}").write_text("kept")
@@ -100,7 +100,7 @@ def test_cp_copies_a_recipe_or_config_of_ours(name: str, original: Path, program
 
 
 @pytest.mark.parametrize("name", ["tiny/full", "llama3_2/1B_full", "mine.yaml"])
-def test_cat_prints_a_config_of_ours_of_torchtunes_or_of_the_users(name: str, program: Program) -> None:
+def test_cat_prints_an_adaptive_stock_or_user_config(name: str, program: Program) -> None:
     Path("mine.yaml").write_text("seed: 5\n")
     ended = program("cat", name)
     assert (ended.status, ended.err) == (0, "")
@@ -133,7 +133,7 @@ def test_a_file_that_cannot_be_read_or_written_is_refused(arguments: list[str], 
 
 
 def test_a_reader_of_the_list_may_stop_early() -> None:
-    """A pipe that nobody reads any more, as of `tune-adaptive ls | head`."""
+    """A pipe without a reader, as in `tune-adaptive ls | head`."""
     reading, writing = os.pipe()
     os.close(reading)
     program = "from torchtune_adaptive.cli.main import main; main(['ls'])"
@@ -147,7 +147,7 @@ def test_a_reader_of_the_list_may_stop_early() -> None:
 
 
 class Launched(NamedTuple):
-    """What torchtune's `run` hands over: to a new process for each rank, or to this process."""
+    """What torchtune's `run` starts: a new process for each rank, or a recipe in this process."""
 
     ranks: str | None
     is_module: bool
@@ -157,7 +157,7 @@ class Launched(NamedTuple):
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
-    """Filled in place of any launch."""
+    """Records launches instead of starting them."""
     found: list[Launched] = []
 
     def with_torchrun(args: Any) -> None:
@@ -205,7 +205,7 @@ def test_a_recipe_is_launched_as_tune_launches_it(
 
 
 @pytest.mark.parametrize("recipe", [OWN, "full_finetune_single_device", "mine.py"])
-def test_every_recipe_may_have_a_config_of_ours(recipe: str, program: Program, launched: list[Launched]) -> None:
+def test_every_recipe_accepts_an_adaptive_config(recipe: str, program: Program, launched: list[Launched]) -> None:
     Path("mine.py").touch()
     assert program("run", recipe, "--config", "tiny/full").status == 0
     (one,) = launched
@@ -216,7 +216,7 @@ def test_every_recipe_may_have_a_config_of_ours(recipe: str, program: Program, l
     ("recipe", "is_copy"), [(OWN, False), (f"{OWN}.py", True), (f"./{OWN}.py", True), ("/{}/mine.py", True)]
 )
 @pytest.mark.parametrize("options", OPTIONS[:2])
-def test_beside_a_copy_our_name_means_the_installed_recipe_and_the_files_name_the_copy(
+def test_a_recipes_name_means_the_installed_one_and_a_file_name_means_a_copy(
     recipe: str, is_copy: bool, options: list[str], program: Program, launched: list[Launched], tmp_path: Path
 ) -> None:
     for copy in (f"{OWN}.py", "mine.py"):
@@ -264,7 +264,7 @@ def test_a_file_of_the_user_may_have_arguments_of_its_own(program: Program, laun
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_programs_status_is_the_recipes(ranks: int, tiny_dir: Path, tmp_path: Path) -> None:
-    """Searched and trained from another directory, and refused."""
+    """One run searches and trains from another directory; another one is refused."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'recipes'}"}
     command = [sys.executable, "-m", "torchtune_adaptive.cli.main", "run"]
     command += [] if ranks == 1 else ["--nproc_per_node", str(ranks)]
@@ -299,7 +299,7 @@ def test_a_good_config_is_printed_resolved_with_the_recipes_that_train_by_it(
     assert "${" not in ended.out
 
 
-def test_a_config_of_another_recipe_is_valid_unless_it_has_our_keys(program: Program) -> None:
+def test_a_config_of_another_recipe_is_valid_unless_it_has_adaptive_keys(program: Program) -> None:
     ended = program("validate", "generation")
     assert ended.status == 0
     assert ended.out.startswith(

@@ -1,4 +1,4 @@
-"""What compiled code holds is foretold without compiling it: what it saves for backward, and its buffers."""
+"""Memory of compiled code is predicted without compiling it: what it saves for backward, and its buffers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +47,7 @@ def test_kernels_of_other_lengths_or_without_a_common_buffer_stay_apart() -> Non
     assert orders(fused([kernel(0, {0}, {2}, None), kernel(1, {0}, {3}, None)], [1] * 4)) == [[0], [1]]
 
 
-def test_a_kernel_between_two_that_needs_one_and_gives_to_the_other_keeps_them_apart() -> None:
+def test_a_kernel_that_reads_from_one_and_writes_for_another_keeps_them_apart() -> None:
     kernels = [kernel(0, {0}, {1}), kernel(1, {1}, {2}, None), kernel(2, {0, 2}, {3})]
     assert orders(fused(kernels, [1] * 4)) == [[0], [1], [2]]
 
@@ -57,7 +57,7 @@ def test_a_kernel_that_only_reads_what_a_fused_one_makes_comes_after_it() -> Non
     assert orders(fused(kernels, [1] * 6)) == [[2], [0, 3], [1]]
 
 
-def test_those_that_share_the_most_bytes_are_fused_first() -> None:
+def test_kernels_that_share_the_most_bytes_are_fused_first() -> None:
     kernels = [kernel(0, {0, 1}, {2}), kernel(1, {2, 4}, {3}, None), kernel(2, {0}, {4}), kernel(3, {1, 3}, {5})]
     assert orders(fused(kernels, [9, 1, 1, 1, 1, 1])) == [[0, 2], [1], [3]]
 
@@ -66,7 +66,7 @@ def test_those_that_share_the_most_bytes_are_fused_first() -> None:
 
 
 class Code(nn.Module):
-    """A module of which torchtune would compile the forward."""
+    """A module whose forward torchtune would compile."""
 
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Code(nn.Module):
 
 
 def rises(module: nn.Module, *inputs: torch.Tensor) -> tuple[int, int, int]:
-    """By how many bytes forward rises to its peak, what it leaves, and the rise to the peak of backward."""
+    """The bytes by which forward rises to its peak, those that it leaves, and the rise to the peak of backward."""
     with FakeTensorMode():
         make_fake(module)
         fakes = [fake_like(one).requires_grad_(one.requires_grad) for one in inputs]
@@ -93,7 +93,7 @@ def rises(module: nn.Module, *inputs: torch.Tensor) -> tuple[int, int, int]:
         [live for live, of in zip(activations.live_bytes, activations.phases, strict=True) if of == phase]
         for phase in ("forward", "backward")
     )
-    return max(forward), forward[-1], max(backward) - output.nbytes  # without the gradient that backward is given
+    return max(forward), forward[-1], max(backward) - output.nbytes  # without the gradient passed to backward
 
 
 def compiled(function: Callable[..., torch.Tensor]) -> nn.Module:
@@ -113,12 +113,12 @@ def test_a_chain_of_element_wise_operations_makes_its_output_only() -> None:
     assert rises(Code(chain), x)[0] > 2 * x.nbytes
 
 
-def test_what_a_matrix_product_reads_has_a_buffer() -> None:
+def test_an_input_of_a_matrix_product_has_a_buffer() -> None:
     x, w = torch.zeros(8, 100, requires_grad=True), torch.zeros(100, 30, requires_grad=True)
     peak, left, backward = rises(compiled(lambda x, w: x.exp() @ w), x, w)
     output = 8 * 30 * 4
     assert (peak, left) == (x.nbytes + output, x.nbytes + output)
-    # exp(x), which is saved; the gradient of w, then that of exp(x), of whose memory that of x is made
+    # exp(x), which is saved; the gradient of w; then that of exp(x), whose memory the gradient of x reuses
     assert backward == left + w.nbytes + x.nbytes
 
 
@@ -151,8 +151,8 @@ def test_a_layer_saves_what_the_partitioner_chooses() -> None:
     assert left == 4 * ALL_TOKENS * (8 * DIM + 3 * HIDDEN + HEADS + 2)
 
 
-def test_layers_alike_are_compiled_once_for_each_shape() -> None:
-    sizes: dict[str, Any] = SIZES | {"num_layers": 3, "max_seq_len": TOKENS + 1}  # as no other test has them
+def test_equal_layers_are_compiled_once_for_each_shape() -> None:
+    sizes: dict[str, Any] = SIZES | {"num_layers": 3, "max_seq_len": TOKENS + 1}  # sizes that no other test uses
     model = llama3_2(**sizes)
     compile_layers(model)
     with FakeTensorMode(), mock.patch.object(compiled_code, "_compile", wraps=compiled_code._compile) as compiles:
@@ -164,7 +164,7 @@ def test_layers_alike_are_compiled_once_for_each_shape() -> None:
     assert compiles.call_count == 3
 
 
-def test_of_a_chunked_loss_the_part_of_a_chunk_is_compiled() -> None:
+def test_the_part_of_a_chunked_loss_for_one_chunk_is_compiled() -> None:
     cross_entropy, divergence, plain = (
         CEWithChunkedOutputLoss(),
         ForwardKLWithChunkedOutputLoss(),
@@ -180,7 +180,7 @@ def test_of_a_chunked_loss_the_part_of_a_chunk_is_compiled() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # by Inductor itself
 @pytest.mark.exhaustive  # Inductor takes 10 s for a layer
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_layer_holds_what_inductors_code_does_to_the_byte(lora: bool) -> None:
+def test_a_layer_needs_the_same_bytes_as_with_inductors_code(lora: bool) -> None:
     x = torch.zeros(ROWS, TOKENS, DIM, requires_grad=True)
     layer = layer_of(lora=lora)
     compile_layers(layer)

@@ -111,7 +111,7 @@ def test_a_config_is_flattened_to_values_that_json_can_hold() -> None:
     assert flat == json.loads(json.dumps(flat)) == expected
 
 
-def test_a_config_is_found_by_our_name_by_stock_name_and_by_path(file: Path) -> None:
+def test_a_config_is_found_by_adaptive_name_stock_name_or_path(file: Path) -> None:
     found = [load_config(name) for name in ("tiny/lora", "llama3_1/8B_lora", str(file))]
     assert [cfg.model._component_ for cfg in found] == [
         "torchtune.models.llama2.lora_llama2",
@@ -149,7 +149,7 @@ DPO = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
 
 
 def config_with(**blocks: Any) -> DictConfig:
-    """A config of full finetuning by the keys that matter, with other blocks; None removes one."""
+    """A minimal config of full finetuning, with ``blocks`` instead of its own; None removes one."""
     plain = {"model": {"_component_": "torchtune.models.llama2.llama2"}, "optimizer": {"lr": 1.0}, "loss": {}}
     return OmegaConf.create({key: block for key, block in (plain | blocks).items() if block is not None})
 
@@ -197,7 +197,7 @@ def test_dpo_with_another_loss_and_keys_that_are_null_are_recognised() -> None:
     ],
     ids=["GRPO", "early exit", "no training", "full distillation", "DPO without a reference"],
 )
-def test_a_config_that_no_recipe_of_ours_trains_by_is_refused(blocks: dict[str, Any], sentence: str) -> None:
+def test_a_config_that_no_adaptive_recipe_can_train_is_refused(blocks: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError) as refusal:
         method_of(config_with(**blocks))
     assert str(refusal.value) == sentence

@@ -74,7 +74,7 @@ def answers(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_on_ranks(answers_of, request.param)
 
 
-def test_every_rank_knows_itself_and_how_many_there_are(answers: list[dict[str, Any]]) -> None:
+def test_every_rank_knows_its_number_and_the_number_of_ranks(answers: list[dict[str, Any]]) -> None:
     assert [answer["rank"] for answer in answers] == list(range(len(answers)))
     assert {answer["world_size"] for answer in answers} == {len(answers)}
 
@@ -118,18 +118,18 @@ def test_the_reason_of_the_lowest_rank_that_has_one_counts(answers: list[dict[st
     assert answers[0]["reason of none"] == ""
 
 
-def test_only_rank_zero_is_asked_and_what_it_refuses_all_refuse(answers: list[dict[str, Any]]) -> None:
+def test_only_rank_zero_is_asked_and_all_ranks_raise_its_error(answers: list[dict[str, Any]]) -> None:
     assert [answer["asked"] for answer in answers] == [[0]] + [[]] * (len(answers) - 1)
     assert [answer["answered"] for answer in answers] == ["answer of rank 0"] * len(answers)
     assert [answer["refusal"] for answer in answers] == ["`x` is 0."] * len(answers)
     assert [answer["ended"] for answer in answers] == [("All is done on 0.", 3)] * len(answers)
 
 
-def test_closing_one_consensus_leaves_the_others(answers: list[dict[str, Any]]) -> None:
+def test_closing_one_consensus_does_not_close_the_others(answers: list[dict[str, Any]]) -> None:
     assert all(answer["after the second was closed"] for answer in answers)
 
 
-def test_without_a_process_group_it_is_this_processs_own_answer() -> None:
+def test_without_a_process_group_a_process_gets_its_own_answers() -> None:
     consensus = Consensus()
     assert not dist.is_initialized()
     assert (consensus.rank, consensus.world_size) == (0, 1)

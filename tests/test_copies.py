@@ -1,4 +1,4 @@
-"""Copies of tensors restore their bytes, wherever they lie, and a file that fails costs a search nothing but memory."""
+"""Copies of tensors restore their bytes; if the file on disk fails, the copies are kept in memory."""
 
 import errno
 import logging
@@ -38,7 +38,7 @@ def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary files are made; whatever it lies in, it counts as a disk."""
+    """The folder of temporary files, which counts as a disk even if it is in memory."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(copies._TensorFile, "is_in_memory", False)
     return tmp_path
@@ -98,7 +98,7 @@ def test_a_tensor_whose_memory_has_moved_is_restored_where_it_is(
     assert bits(weight.detach()) == before
 
 
-def test_several_tensors_lie_one_after_the_other() -> None:
+def test_several_tensors_are_restored_in_any_order() -> None:
     tensors = [torch.randn(size) for size in (1, 1000, 3)]
     before = list(map(bits, tensors))
     with Copies(tensors) as kept:
@@ -110,7 +110,7 @@ def test_several_tensors_lie_one_after_the_other() -> None:
     assert list(map(bits, tensors)) == before
 
 
-def test_copies_of_the_cpu_take_none_of_its_memory(folder: Path) -> None:
+def test_copies_of_cpu_tensors_need_no_host_memory(folder: Path) -> None:
     tensor = torch.ones(64 * MIB, dtype=torch.uint8)
     before = anonymous_bytes()
     with Copies([tensor]) as kept:
@@ -138,14 +138,14 @@ def test_a_graph_that_used_a_restored_tensor_is_refused_as_after_any_write() -> 
             loss.backward()
 
 
-def test_without_a_folder_that_can_be_written_copies_are_in_memory_and_it_is_said(
+def test_without_a_writable_folder_copies_are_in_memory_and_a_warning_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     assert_kept_in_memory(caplog, "No such file or directory")
 
 
-def test_a_folder_without_room_is_not_filled(
+def test_a_folder_without_space_is_not_written_to(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, folder: Path
 ) -> None:
     def no_room(*_: int) -> None:
@@ -156,7 +156,7 @@ def test_a_folder_without_room_is_not_filled(
     assert_kept_in_memory(caplog, "No space left on device")
 
 
-def test_the_room_is_taken_at_once(folder: Path) -> None:
+def test_the_space_is_allocated_at_once(folder: Path) -> None:
     tensors = [torch.ones(1000), torch.ones(24)]
     with Copies(tensors) as kept:
         assert kept._file is not None
@@ -164,7 +164,7 @@ def test_the_room_is_taken_at_once(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no folder that lies in memory")
-def test_a_folder_that_lies_in_memory_is_used_and_named(
+def test_a_folder_in_memory_is_used_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
@@ -196,7 +196,7 @@ def test_a_file_cut_short_by_another_is_an_error(monkeypatch: pytest.MonkeyPatch
             restore()
 
 
-def test_a_short_read_is_read_on(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_a_short_read_is_continued(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     tensor, read = torch.randn(100), os.preadv
     before = bits(tensor)
     monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: read(file, [buffers[0][:7]], offset))
@@ -207,7 +207,7 @@ def test_a_short_read_is_read_on(monkeypatch: pytest.MonkeyPatch, folder: Path) 
     assert bits(tensor) == before
 
 
-def test_a_few_bytes_are_kept_in_memory_without_a_word(
+def test_a_few_bytes_are_kept_in_memory_without_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(copies, "_SMALLEST_FILE_BYTES", 33)

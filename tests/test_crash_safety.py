@@ -1,6 +1,6 @@
-"""A run that is killed, asked to end, or out of disk at any moment loses nothing: resumed it is as uninterrupted.
+"""A run that is killed, ended by a signal, or out of disk space at any moment resumes like an uninterrupted one.
 
-All runs are launched as by hand. That takes minutes: ``make exhaustive`` runs them.
+All runs are launched as users launch them. This takes minutes: ``make exhaustive`` runs these tests.
 """
 
 import os
@@ -87,7 +87,7 @@ def reference(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Referen
 
 @pytest.fixture(scope="module")
 def all_struck() -> Iterator[list[Struck]]:
-    """Takes what was struck, and prints it in the end."""
+    """Collects the runs that were killed, and prints them at the end."""
     struck: list[Struck] = []
     yield struck
     print("\n" + markdown(struck))
@@ -95,7 +95,7 @@ def all_struck() -> Iterator[list[Struck]]:
 
 @pytest.fixture(scope="module")
 def all_ended() -> Iterator[list[SignalEnd]]:
-    """Takes what was ended by a signal, and prints it in the end."""
+    """Collects the runs that a signal ended, and prints them at the end."""
     ended: list[SignalEnd] = []
     yield ended
     print("\n" + signals_markdown(ended))
@@ -114,7 +114,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path, *, left_bytes: int) -> None:
-    """Leave so much of ``disk`` free."""
+    """Fill ``disk`` until only ``left_bytes`` are free."""
     space = os.statvfs(disk)
     with (disk / "filler").open("w") as file:
         os.posix_fallocate(file.fileno(), 0, space.f_bavail * space.f_frsize - left_bytes)
@@ -125,7 +125,7 @@ def size_bytes(folder: Path) -> int:
 
 
 @pytest.mark.exhaustive
-def test_a_run_ended_by_sigterm_goes_on_where_it_was(assets: Path, tmp_path: Path) -> None:
+def test_a_run_ended_by_sigterm_resumes_at_its_next_step(assets: Path, tmp_path: Path) -> None:
     whole = reference_of(SHORT, assets, tmp_path / "whole")
     with launched(SHORT, assets, tmp_path, holds=[5]) as run:
         run.wait_for_step(5)
@@ -142,7 +142,7 @@ def test_a_run_ended_by_sigterm_goes_on_where_it_was(assets: Path, tmp_path: Pat
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.number))
-def test_a_run_killed_at_any_moment_resumes_as_if_it_had_not_been(
+def test_a_run_killed_at_any_moment_resumes_like_an_uninterrupted_one(
     case: Case, reference: References, all_struck: list[Struck], assets: Path, tmp_path: Path
 ) -> None:
     whole = reference(case.setup)
@@ -152,7 +152,7 @@ def test_a_run_killed_at_any_moment_resumes_as_if_it_had_not_been(
 
 
 @pytest.mark.exhaustive
-def test_half_of_them_were_killed_while_they_wrote(all_struck: list[Struck]) -> None:
+def test_half_of_the_runs_were_killed_while_writing(all_struck: list[Struck]) -> None:
     if len(all_struck) < len(CASES):
         pytest.skip("not all of them have run")
     writing = [one for one in all_struck if "writing" in one.moments[0]]
@@ -178,10 +178,10 @@ def test_a_resumed_run_may_be_killed_in_its_set_up_again_and_again(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("setup", [ON_TWO_RANKS, SETUPS[3]], ids=lambda setup: setup.name)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_run_of_which_one_rank_is_killed_resumes_as_if_it_had_not_been(
+def test_a_run_with_one_killed_rank_resumes_like_an_uninterrupted_one(
     rank: int, setup: Setup, reference: References, assets: Path, tmp_path: Path
 ) -> None:
-    """As by the system, when it is out of memory."""
+    """As the system does when it is out of memory."""
     whole = reference(setup)
     with launched(setup, assets, tmp_path) as run:
         run.wait_for_start()
@@ -192,10 +192,10 @@ def test_a_run_of_which_one_rank_is_killed_resumes_as_if_it_had_not_been(
 
 
 @pytest.mark.exhaustive
-def test_a_run_that_went_back_to_an_older_checkpoint_is_resumed_where_it_was_last(
+def test_a_run_resumed_from_an_older_checkpoint_continues_from_the_one_written_last(
     reference: References, assets: Path, tmp_path: Path
 ) -> None:
-    """The checkpoints of the way that was given up are still there."""
+    """The newer checkpoints, which the run no longer uses, are still there."""
     whole, every = reference(SETUPS[7]), 3
     with launched(SETUPS[7], assets, tmp_path, holds=[4 * every + 1]) as run:
         run.wait_for_step(4 * every + 1)
@@ -222,7 +222,7 @@ def test_a_run_asked_to_end_saves_its_step_first(
     assert end.status == (75 if case.setup.ranks == 1 else 1)
     assert end.checkpoints[-1] == end.resumed_from == f"step_{end.step}"
     assert end.output.count(f"a signal ended the run after step {end.step}, and a checkpoint is saved") == 1
-    assert case.setup.ranks > 1 or "Traceback" not in end.output  # torchrun has its own
+    assert case.setup.ranks > 1 or "Traceback" not in end.output  # torchrun prints its own
     assert end.difference == ""
 
 
@@ -242,7 +242,7 @@ def test_an_interrupted_run_ends_at_once_and_its_last_checkpoint_is_whole(
 
 
 def check_saved_without_launcher(run: Launch) -> None:
-    """Its ranks have saved the last step, and said so, though there is no store of torchrun to meet in."""
+    """The ranks have saved the last step and logged it, although torchrun's store is gone."""
     assert (run.out / f"step_{run.step}").exists()
     assert f"a signal ended the run after step {run.step}, and a checkpoint is saved" in run.output
     assert "Traceback" not in run.output
@@ -267,7 +267,7 @@ def test_a_launcher_ended_by_sigusr1_leaves_ranks_that_save_and_end(
 def test_ranks_whose_launcher_is_killed_save_and_end(
     step: int, reference: References, assets: Path, tmp_path: Path
 ) -> None:
-    """Another launch at the same moment is refused, or comes late enough to go on."""
+    """Another launch at the same moment is refused, or is late enough to resume the run."""
     with launched(ON_TWO_RANKS, assets, tmp_path) as run:
         run.wait_for_start()
         run.wait_for_step(step)
@@ -284,7 +284,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(
 
 
 @pytest.mark.exhaustive
-def test_a_folder_is_refused_while_a_rank_lives_whose_launcher_is_killed(
+def test_a_folder_is_refused_while_a_rank_of_a_killed_launcher_lives(
     reference: References, assets: Path, tmp_path: Path
 ) -> None:
     with launched(ON_TWO_RANKS, assets, tmp_path, holds=[5]) as run:
@@ -309,9 +309,9 @@ def test_a_folder_is_refused_while_a_rank_lives_whose_launcher_is_killed(
 
 
 class Disturbed:
-    """A run whose folder cannot be written into between two of its steps.
+    """A run whose folder is not writable between two of its steps.
 
-    Holds come after two checkpoints of steps, two later, and one later.
+    It is held after its second, fourth and fifth checkpoint of a step.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -321,15 +321,15 @@ class Disturbed:
         self.failing = [3 * self.every, 4 * self.every]
 
     def check_goes_on(self, run: Launch) -> None:
-        """To the second hold, with a sentence for each checkpoint that cannot be saved."""
+        """Run to the second hold; each checkpoint that cannot be saved is logged in one sentence."""
         run.release(self.holds[0])
         run.wait_for_step(self.holds[1])
-        for step in self.failing[: 1 if self.in_background else 2]:  # the other is said at the next one
+        for step in self.failing[: 1 if self.in_background else 2]:  # the other is logged at the next one
             assert run.output.count(f"Checkpoint step_{step} could not be saved: ") == 1
         assert "Traceback" not in run.output
 
     def check_saves_again(self, run: Launch) -> None:
-        """To the third hold, where the run is killed."""
+        """Run to the third hold, where a checkpoint is saved and the run is killed."""
         run.release(self.holds[1])
         run.wait_for_step(self.holds[2])
         last = f"step_{5 * self.every}"
@@ -346,7 +346,7 @@ class Disturbed:
     [(ON_ONE_DEVICE, 0.0), (ON_ONE_DEVICE, 0.97), (ON_TWO_RANKS, 0.5), (SETUPS[4], 0.3), (SETUPS[5], 0.6)],
     ids=lambda value: value.name if isinstance(value, Setup) else str(value),
 )
-def test_a_full_disk_costs_a_sentence_for_each_checkpoint_that_it_has_no_space_for(
+def test_a_full_disk_is_logged_in_one_sentence_for_each_checkpoint_that_cannot_be_saved(
     setup: Setup, share_left: float, small_disk: Path, reference: References, assets: Path, tmp_path: Path
 ) -> None:
     disturbed = Disturbed(setup)
@@ -394,14 +394,14 @@ def test_a_signal_with_a_full_disk_ends_the_run_with_a_sentence_and_status_one(
     assert "Traceback" not in run.output
     (small_disk / "filler").unlink()
     resumed = finished(ON_ONE_DEVICE, assets, tmp_path)
-    assert resumed.resumed_from == "step_2"  # that of step 4 met the full disk too
+    assert resumed.resumed_from == "step_2"  # the disk was full at step 4 too
     assert reference(ON_ONE_DEVICE).difference(resumed) == ""
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("setup", [ON_ONE_DEVICE, ON_TWO_RANKS, SETUPS[5]], ids=lambda setup: setup.name)
 @pytest.mark.parametrize("by", ["removed", "a file"])
-def test_a_folder_that_is_gone_costs_a_sentence_for_each_checkpoint_until_it_is_back(
+def test_a_missing_folder_is_logged_in_one_sentence_for_each_checkpoint_until_it_is_back(
     by: str, setup: Setup, reference: References, assets: Path, tmp_path: Path
 ) -> None:
     disturbed, aside = Disturbed(setup), tmp_path / "aside"
@@ -441,7 +441,7 @@ def killed(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_per_step(run: Launch) -> dict[int, list[int]]:
-    """By step, the rows that its ranks had together."""
+    """The rows of all ranks together, by step."""
     by_rank = run.rows()
     each = 8 // len(by_rank)
     steps = [int(step["step"]) for step in run.steps]
@@ -454,7 +454,7 @@ def rows_per_step(run: Launch) -> dict[int, list[int]]:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "is_distributed"), [(1, False), (1, True), (2, True), (4, True)])
-def test_a_run_goes_on_with_the_same_samples_and_losses_on_another_number_of_ranks(
+def test_a_run_resumed_on_another_number_of_ranks_has_the_same_samples_and_losses(
     ranks: int, is_distributed: bool, on_two_ranks: Launch, killed: Path, assets: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(killed, tmp_path / "out")

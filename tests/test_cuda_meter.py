@@ -355,7 +355,7 @@ def test_two_timelines_forecast_the_allocated_peak_of_a_larger_step(cuda: FakeCu
     assert forecast.peak_bytes(40) == max(timeline_of(40).live_bytes)
 
 
-# ---- a search with it
+# ---- a search with the meter
 
 
 class Trainee:

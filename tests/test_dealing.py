@@ -1,4 +1,4 @@
-"""Each optimizer step is a slice of one order of the samples, shared out over the ranks, and can be resumed at."""
+"""Each optimizer step is a slice of one order of the samples, divided among the ranks; a run can resume at any step."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ properties = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 class Run(NamedTuple):
-    """Ranks that train on ``samples`` samples; a data set is a list of its own places."""
+    """Ranks that train on ``samples`` samples; the data set is the list of its indices."""
 
     samples: int
     ranks: int
@@ -41,7 +41,7 @@ class Run(NamedTuple):
         return StatefulDataLoader(self.dataset, batch_size=rows, sampler=sampler, collate_fn=list, drop_last=True)
 
     def order(self, epoch: int) -> list[int]:
-        """The order of a single rank, as torch has it."""
+        """The order of torch's sampler for a single rank."""
         whole: Any = DistributedSampler(self.dataset, 1, 0, shuffle=self.shuffle, seed=self.seed)
         whole.set_epoch(epoch)
         return list(whole)
@@ -84,7 +84,7 @@ def test_each_step_is_the_next_slice_of_one_order_and_no_sample_comes_twice(run:
 
 @properties
 @given(run=runs, times=st.integers(1, 4), epoch=epochs)
-def test_steps_of_as_many_samples_on_each_rank_are_those_of_the_stock_sampler(run: Run, times: int, epoch: int) -> None:
+def test_with_equal_samples_on_each_rank_steps_are_those_of_the_stock_sampler(run: Run, times: int, epoch: int) -> None:
     for rank in range(run.ranks):
         stock: Any = StatefulDistributedSampler(run.dataset, run.ranks, rank, run.shuffle, run.seed)
         stock.set_epoch(epoch)
@@ -92,7 +92,7 @@ def test_steps_of_as_many_samples_on_each_rank_are_those_of_the_stock_sampler(ru
         assert dealt == list(stock)[: len(dealt)]
 
 
-def test_other_samples_are_left_over_in_each_epoch_if_they_are_shuffled() -> None:
+def test_each_shuffled_epoch_leaves_out_other_samples() -> None:
     run = Run(samples=50, ranks=2, shuffle=True, seed=0)
     left_over = {
         frozenset(range(50)) - {sample for rank in range(2) for sample in run.sampler(rank, 15, epoch=epoch)}
@@ -117,7 +117,7 @@ def test_a_run_resumed_after_any_step_has_exactly_the_rest_and_then_whole_epochs
         resumed = run.loader(rank, size)
         resumed.load_state_dict(interrupted.state_dict())
         assert begun + list(resumed) == whole
-        assert list(resumed) == whole  # the next epoch, were it this one again
+        assert list(resumed) == whole  # the next epoch, which has the same order here
 
 
 @properties

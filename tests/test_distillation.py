@@ -1,4 +1,4 @@
-"""Distillation: by torchtune's keys its mean losses add up as stock's do; else a step may be cut anywhere."""
+"""Distillation: mean losses add up as in the stock recipe, or a step may be cut into any micro-batches."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ ROWS = torch.tensor([[1, 2, 3, 0], [4, 3, IGNORED, 2], [IGNORED, 1, IGNORED, 2]]
 
 
 class Model(nn.Module):
-    """Logits of each token by a table, as a whole or in two chunks."""
+    """Looks up the logits of each token in a table; returns them as a whole or in two chunks."""
 
     def __init__(self, seed: int, *, chunked: bool = False) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def losses(chunked: bool) -> tuple[Any, Any]:
 
 
 def trained(cuts: list[torch.Tensor], *, as_stock: bool = False, chunked: bool = False) -> tuple[Any, list[Any]]:
-    """The student's gradient divided by all weight, and the losses of the micro-batches."""
+    """The student's gradient divided by the total weight, and the losses of the micro-batches."""
     student, teacher = Model(0, chunked=chunked), Model(1, chunked=chunked)
     distillation = Distillation(student, teacher, *losses(chunked), ratio=0.25, means_add_up=as_stock)
     found = [distillation({"tokens": rows.clamp(min=0), "labels": rows.clone()}) for rows in cuts]
@@ -66,7 +66,7 @@ def test_logits_in_chunks_have_the_same_loss() -> None:
     torch.testing.assert_close(whole.metrics, chunked.metrics)
 
 
-def test_as_stock_the_gradient_is_too_small_by_the_tokens_of_a_micro_batch() -> None:
+def test_the_stock_recipes_gradient_is_too_small_by_the_tokens_of_a_micro_batch() -> None:
     right, _ = trained([ROWS])
     as_stock, (loss,) = trained([ROWS], as_stock=True)
     assert loss.weight == (ROWS != IGNORED).sum()

@@ -1,4 +1,4 @@
-"""The examples in docstrings give what they say."""
+"""The examples in docstrings have the results that they show."""
 
 import doctest
 import importlib
@@ -17,7 +17,7 @@ MODULES_WITH_EXAMPLES = sorted(
 
 
 @pytest.mark.parametrize("module", MODULES_WITH_EXAMPLES)
-def test_examples_give_what_they_say(module: str) -> None:
+def test_examples_have_the_results_that_they_show(module: str) -> None:
     ran = doctest.testmod(importlib.import_module(module))
     assert ran.attempted > 0, "an example must be in a docstring that is found"
     assert ran.failed == 0

@@ -1,4 +1,4 @@
-"""What the documents say is so: links lead somewhere, programs run, commands and configs are accepted, keys exist."""
+"""The documents are right: links lead somewhere, programs run, commands and configs are accepted, keys exist."""
 
 import os
 import re
@@ -31,7 +31,7 @@ LANGUAGES = {"bash", "python", "yaml", "json", *OUTPUT}
 # Written by a run, or for a user to choose; `adaptive.lock` is a file.
 NOT_IN_THE_REPOSITORY = {"demo_output", "site"}
 FILES_LIKE_KEYS = {"lock"}
-# The changelog tells of what was.
+# The changelog describes earlier versions.
 PRESENT = [document for document in DOCUMENTS if document.name != "CHANGELOG.md"]
 documents = pytest.mark.parametrize("document", PRESENT, ids=name_of)
 
@@ -62,7 +62,7 @@ def test_broken_links_are_found() -> None:
 
 
 def repository_paths(text: str) -> set[str]:
-    """Backticked words that name a path of this repository: they start with one of its entries, or are one."""
+    """Backticked words that look like paths of this repository, by their first folder or their ending."""
     entries = {entry.name for entry in REPOSITORY.iterdir()} - NOT_IN_THE_REPOSITORY
     words = re.findall(r"`([\w.\-/]+)`", text)
     return {
@@ -105,8 +105,8 @@ def test_a_table_of_keys_has_their_defaults(document: Path) -> None:
 
 
 @documents
-def test_a_list_or_table_is_one_for_the_site_too(document: Path) -> None:
-    """Python's Markdown wants an empty line before it, and four spaces before a list in a list."""
+def test_the_site_recognises_every_list_and_table(document: Path) -> None:
+    """Python-Markdown needs an empty line before a list or table, and four spaces before an inner list."""
     assert missed_by_the_site(prose(document)) == []
 
 
@@ -143,7 +143,7 @@ def test_every_block_is_of_a_kind_that_is_checked(document: Path) -> None:
 
 @pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
-    """Of this process alone."""
+    """A process group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -175,7 +175,7 @@ def test_the_json_of_a_document_can_be_read(document: Path) -> None:
 
 @pytest.fixture
 def bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of some stock configs' optimizers; as if it were installed."""
+    """A fake of the package that optimizers of some stock configs need."""
     monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
 
 
@@ -269,13 +269,13 @@ def test_a_wrong_command_is_found(line: str, why: str) -> None:
 
 
 def output_after(block: Block) -> str:
-    """What a document shows that the commands of ``block`` print: the block of output after it, in the same section."""
+    """The output that a document shows for ``block``: the block of output after it, in the same section."""
     following = [one for one in blocks(block.document) if one.line > block.line][:1]
     return "".join(one.text for one in following if one.language in OUTPUT and one.heading == block.heading)
 
 
 def missing_lines(shown: str, printed: str) -> list[str]:
-    """The lines of ``shown`` that are not in ``printed``, in its order; numbers may differ, and ``...`` is anything."""
+    """The lines of ``shown`` that ``printed`` lacks in this order; numbers may differ, and ``...`` matches anything."""
 
     def shape(line: str) -> str:
         return re.sub(r"\s+", " ", re.sub(r"-{2,}", "--", re.sub(r"\d[\d.,]*", "#", line))).strip()
@@ -287,7 +287,7 @@ def missing_lines(shown: str, printed: str) -> list[str]:
     return [line for line, pattern in patterns.items() if not any(re.search(pattern, one) for one in left)]
 
 
-def test_output_is_compared_but_for_its_numbers() -> None:
+def test_output_is_compared_without_its_numbers() -> None:
     printed = "INFO: batch 7  of 128.0 MiB\rline 2\n| --- | 0.5 |\n"
     assert missing_lines("batch 12 of 64.5 MiB\n\n| ------ | 1 |", printed) == []
     assert missing_lines("batch 12 of ... MiB", printed) == []
@@ -296,7 +296,7 @@ def test_output_is_compared_but_for_its_numbers() -> None:
 
 
 class Shell:
-    """Runs commands of a document in a folder of their own, which has the place of `/tmp` too."""
+    """Runs commands of a document in their own folder, which also replaces `/tmp`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -331,7 +331,7 @@ class Shell:
 def test_the_commands_of_a_document_do_what_it_shows(
     document: Path, tiny_dir: Path, bitsandbytes: None, tmp_path: Path
 ) -> None:
-    """Those that need no GPU, no download and no large model, in their order."""
+    """Runs the commands that need no GPU, no download and no large model, in their order."""
     page, shell = PageCommands(), Shell(tmp_path)
     for block in blocks(document, "bash"):
         printed: list[str] = []

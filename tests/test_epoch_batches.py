@@ -1,4 +1,4 @@
-"""From any place on an epoch has the batches that it would have had, and the draws of random numbers."""
+"""An epoch resumed at any place has the rest of its batches, and draws the same random numbers."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWa
 def batches_over(
     samples: Samples, rows: int, *, ranks: int = 1, rank: int = 0, samples_per_step: int | None = None
 ) -> EpochBatches:
-    """Shuffled; with ``samples_per_step`` they are dealt to the ranks step by step."""
+    """Shuffled batches; with ``samples_per_step``, samples are dealt to the ranks step by step."""
     dataset: Any = samples
     if samples_per_step is None:
         return EpochBatches(StatefulDistributedSampler(dataset, ranks, rank, shuffle=True, seed=3), rows)
@@ -29,7 +29,7 @@ def batches_over(
 
 
 def places(batch: list[Row]) -> list[int]:
-    """Of ``Samples(1, 2, 3, ...)``."""
+    """The places of the rows in ``Samples(1, 2, 3, ...)``."""
     return [len(row["tokens"]) - 1 for row in batch]
 
 
@@ -52,7 +52,7 @@ def epoch_of(batches: EpochBatches, epoch: int) -> list[list[int]]:
     epoch=st.integers(0, 2),
     data=st.data(),
 )
-def test_from_any_place_on_the_batches_are_those_of_the_whole_epochs_rest(
+def test_an_epoch_resumed_at_any_place_has_the_rest_of_its_batches(
     count: int, rows: int, ranks: int, is_dealt: bool, epoch: int, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, ranks - 1))
@@ -80,7 +80,7 @@ def test_nothing_before_the_place_is_read() -> None:
     assert samples.read == order[12:18]
 
 
-def test_batches_are_counted_as_they_are_given_until_the_epoch_ends() -> None:
+def test_batches_are_counted_until_the_epoch_ends() -> None:
     batches = batches_over(numbered(10), 3)
     assert (batches.done, batches.rows) == (0, 3)
     given_batches = batches.begin(0)
@@ -96,7 +96,7 @@ def test_batches_are_counted_as_they_are_given_until_the_epoch_ends() -> None:
     assert batches.done == 2
 
 
-def test_the_next_epoch_is_whole_also_if_the_one_gone_on_within_was_left_early() -> None:
+def test_the_next_epoch_is_whole_even_if_the_resumed_one_ended_early() -> None:
     expected = epoch_of(batches_over(numbered(12), 2), 1)
     resumed = batches_over(numbered(12), 2)
     resumed.go_to(3)
@@ -106,7 +106,7 @@ def test_the_next_epoch_is_whole_also_if_the_one_gone_on_within_was_left_early()
     assert resumed.data_loader.batch_size == 2
 
 
-def test_an_epoch_that_was_given_to_its_end_gives_nothing_more() -> None:
+def test_an_epoch_resumed_at_its_end_has_no_more_batches() -> None:
     resumed = batches_over(numbered(12), 2)
     resumed.go_to(6)
     assert epoch_of(resumed, 0) == []
@@ -130,7 +130,7 @@ def test_a_ranks_order_is_that_of_the_epoch() -> None:
 
 
 def numbers_drawn(batches: EpochBatches, epoch: int) -> int:
-    """Of torch's generator, by all of an epoch."""
+    """How many numbers of torch's generator a whole epoch draws."""
     torch.manual_seed(0)
     epoch_of(batches, epoch)
     after = torch.get_rng_state()
@@ -142,8 +142,8 @@ def numbers_drawn(batches: EpochBatches, epoch: int) -> int:
     raise AssertionError("it draws other numbers, or many")
 
 
-def test_an_epoch_draws_as_many_numbers_whether_it_is_gone_on_within_or_not() -> None:
-    """Dropout draws from the same generator. All of them are drawn when the epoch begins."""
+def test_a_resumed_epoch_draws_as_many_random_numbers_as_a_whole_one() -> None:
+    """Dropout draws from the same generator. An epoch draws its numbers when it begins."""
     whole, resumed = batches_over(numbered(12), 2), batches_over(numbered(12), 2)
     expected = [numbers_drawn(whole, epoch) for epoch in range(3)]
     assert expected == [1, 1, 1]

@@ -1,4 +1,4 @@
-"""The document of evidence says what the results say, and where each is from."""
+"""The document of evidence is made from the results, and names the source of each."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from benchmarks import evidence
 
 
-def test_the_document_is_that_of_the_results() -> None:
+def test_the_document_is_up_to_date_with_the_results() -> None:
     assert evidence.DOCUMENT.read_text() == evidence.document(), "run `python -m benchmarks.evidence`"
 
 
@@ -33,7 +33,7 @@ def test_it_says_that_no_gpu_was_measured_until_one_was(tmp_path: Path, monkeypa
     assert measured.index(row) < measured.index("[Rehearsal]")
 
 
-def test_a_result_that_answers_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_that_answers_no_question_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "RESULTS", tmp_path)
     (tmp_path / "stray.md").write_text("# Stray\n")
     with pytest.raises(SystemExit, match="stray"):

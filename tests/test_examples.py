@@ -1,4 +1,4 @@
-"""The programs in ``examples/`` train on after an error as if they had been told, and as their libraries would."""
+"""After an error, examples train as if that step had started with smaller micro-batches, and as their libraries do."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ from torchtune_adaptive.memory.operations import plain_parts
 from torchtune_adaptive.recovery.micro_batches import Slices
 from torchtune_adaptive.testing import Fault
 
-# `transformers` takes seconds to import: only the ranks that use it do so.
+# `transformers` takes seconds to import: only the ranks that use it import it.
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PROGRAMS = sorted(EXAMPLES.glob("[a-z]*.py"))
 STEPS = 4
@@ -31,7 +31,7 @@ Outcome = tuple[list[torch.Tensor], list[Any]]  # parameters and events
 
 
 class Faults:
-    """Runs micro-steps of 4 samples, the second of steps 2 and 3 with an error on the last rank."""
+    """Runs micro-steps of 4 samples; in steps 2 and 3 the second one fails on the last rank."""
 
     def __init__(self) -> None:
         self.slices = Slices(4)
@@ -59,7 +59,7 @@ class Told:
 
     def __call__(self, number: int, run: Callable[[], Any]) -> Any:
         self._step += number == 0
-        if number == 0 and self._step in (1, 2):  # whose samples are cut already
+        if number == 0 and self._step in (1, 2):  # the samples of this step are already cut
             self.slices.resize(self.slices.size // 2)
         return run()
 
@@ -140,7 +140,7 @@ def _compared(trained: Callable[[Any], Outcome]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _gradient_norms() -> Iterator[list[float]]:
-    """Of the gradients that are clipped."""
+    """Collects the norms of the gradients that are clipped."""
     norms: list[float] = []
     clip = torch.nn.utils.clip_grad_norm_
 
@@ -234,7 +234,7 @@ def _on_two_ranks(rank: int, directory: Path) -> dict[str, Any]:
 
 
 def _alone(directory: Path) -> dict[str, Any]:
-    """On one rank, when there is no process group any more."""
+    """Trials on one rank, after the process group is destroyed."""
     from examples import transformers_loop, transformers_search, transformers_trainer
 
     results: dict[str, Any] = {"transformers_trainer alone": _compared(partial(_by_trainer, directory / "dropout"))}
@@ -258,7 +258,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("program", ["fsdp2_loop", "titan_style", "transformers_loop", "transformers_trainer"])
-def test_two_ranks_train_on_after_an_error_on_one_as_if_they_had_been_told(
+def test_after_an_error_on_one_rank_two_ranks_train_as_with_smaller_micro_batches(
     results: list[dict[str, Any]], program: str
 ) -> None:
     events = [(2, (1,), "forward", 4, 2), (3, (1,), "backward", 2, 1)]
@@ -266,7 +266,7 @@ def test_two_ranks_train_on_after_an_error_on_one_as_if_they_had_been_told(
         assert rank[program] == {"same": True, "events": events, "events when told": []}
 
 
-def test_one_process_with_trainer_trains_on_after_an_error_as_if_it_had_been_told(
+def test_after_an_error_one_process_with_trainer_trains_as_with_smaller_micro_batches(
     results: list[dict[str, Any]],
 ) -> None:
     events = [(2, (0,), "forward", 4, 2), (3, (0,), "backward", 2, 1)]

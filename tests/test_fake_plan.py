@@ -29,7 +29,7 @@ from torchtune_adaptive.plan.worker import StepTracer, trace_config
 from torchtune_adaptive.stock.configs import load_config
 
 SEQ_LEN = 64
-SHALLOW = "model.num_layers=1"  # for tests that one layer is enough for
+SHALLOW = "model.num_layers=1"  # for tests that need only one layer
 CUDA = ("device=cuda", "dtype=bf16", SHALLOW)
 
 
@@ -49,7 +49,7 @@ def _model(component: str, **arguments: int) -> list[str]:
 
 REFUSED = {
     "`model` must be a text model": _model("of_images"),
-    "The config must be one that its recipe can set up": ["optimizer_in_bwd=True"],  # and clips gradients
+    "The config must be one that its recipe can set up": ["optimizer_in_bwd=True"],  # while gradients are clipped
     "`optimizer` of bitsandbytes must be one of Adam, ": ["optimizer=bitsandbytes.optim.Unknown8bit"],
     "`optimizer` must be one whose step needs no closure, but LBFGS needs": [
         "~optimizer.fused",
@@ -141,8 +141,8 @@ def _kinds(_: int) -> dict[str, Any]:
     return seen
 
 
-# Of a parameter of 512 x 256 elements in float32 on 4 ranks, what a rank has of its state, with a scale for each 256
-# elements (and torchao's tables of 256 entries), and what it has on the host.
+# For a parameter of 512 x 256 elements in float32 on 4 ranks: the bytes of a rank's state, with a scale for each 256
+# elements (and torchao's tables of 256 entries), and its bytes on the host.
 STATE_OF_RANKS = {
     "torch.optim.AdamW": (2 * 4 * 32768 + 4, 0),
     "torchao.optim.AdamW8bit": (2 * (32768 + 4 * 128 + 4 * 256), 0),
@@ -152,7 +152,7 @@ STATE_OF_RANKS = {
 
 
 def _host_figures_on_ranks(world_size: int, name: str) -> tuple[int, int, int]:
-    """State of a rank and of all ranks, and what a rank has on the host, of one sharded parameter."""
+    """For one sharded parameter: bytes of a rank's state, of all ranks' state, and of a rank on the host."""
     start_fake_process_group(world_size)
     mesh = init_device_mesh("cpu", (world_size,))
     model = nn.Linear(256, 512, bias=False)
@@ -166,7 +166,7 @@ def _host_figures_on_ranks(world_size: int, name: str) -> tuple[int, int, int]:
 
 
 def _answer(*overrides: str) -> tuple[dict[str, Any], str]:
-    """What the worker process answers, and prints of an error that nobody foresaw."""
+    """What the worker process answers, and what it prints of an unexpected error."""
     errors, config = io.StringIO(), OmegaConf.to_container(_cfg("full", SHALLOW, *overrides))
     return worker._answer({"config": config, "world_size": 1, "seq_lens": [SEQ_LEN]}, errors), errors.getvalue()
 
@@ -185,7 +185,7 @@ def test_parameters_gradients_and_state_are_those_of_a_rank(kinds: dict[str, Any
     assert 2 * of_rank <= found["optimizer state"] <= 2 * of_rank + 4 * 100  # a count of steps for each parameter
 
 
-def test_a_layers_parameters_are_gathered_and_not_all(kinds: dict[str, Any]) -> None:
+def test_only_some_parameters_are_gathered_at_a_time(kinds: dict[str, Any]) -> None:
     assert 0 < kinds["gathered"] < 4 * kinds["parameters"]
 
 
@@ -237,7 +237,7 @@ def test_a_model_that_makes_a_buffer_in_its_first_step_is_planned_as_one_that_ha
 
 
 @pytest.mark.parametrize("name", STATE_OF_RANKS)
-def test_state_is_a_ranks_own_part_and_all_ranks_have_it_together(kinds: dict[str, Any], name: str) -> None:
+def test_each_rank_has_its_share_of_the_state_and_all_ranks_have_the_whole(kinds: dict[str, Any], name: str) -> None:
     state, whole_state, on_host = kinds["state of ranks"][name]
     assert (state, on_host) == STATE_OF_RANKS[name]
     assert whole_state == pytest.approx(4 * state, rel=1e-4)  # torch's count of steps is not a part of the parameter
@@ -248,7 +248,7 @@ def test_a_config_that_cannot_be_planned_is_refused_with_the_reason(kinds: dict[
     assert kinds.get(sentence, "").startswith(sentence)
 
 
-def test_where_torchvision_is_missing_it_is_said_what_it_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchvision_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(sys.modules):
         if name.startswith(("torchtune.models.clip", "torchtune.models.llama3_2_vision")):
             monkeypatch.delitem(sys.modules, name)
@@ -264,7 +264,7 @@ def test_where_torchvision_is_missing_it_is_said_what_it_would_help(monkeypatch:
 
 
 class RepeatingRecipe:
-    """In place of ``FakeRecipe``: a model of 10 equal layers, with one operation for each layer and one after them.
+    """Replaces ``FakeRecipe``: a model of 10 equal layers, with one operation for each layer and one after them.
 
     After its n-th layer ``batch_size * seq_len * n`` bytes are live. The config gives the ``operation`` of the layers,
     and in ``last_bytes`` the bytes that are live after the last operation, by the model's number of layers. If it
@@ -325,7 +325,7 @@ def test_peaks_and_figures_of_each_length_are_those_of_the_whole_model(
 def test_few_layers_are_traced_only_if_a_third_model_confirms_the_extrapolation(
     last_bytes: dict[int, int], layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the layers 1000 bytes are live for each of them."""
+    """After the layers, 1000 bytes are live for each layer."""
     monkeypatch.setattr(worker, "FakeRecipe", RepeatingRecipe)
     tracer = StepTracer(OmegaConf.create({"last_bytes": last_bytes}), world_size=1)
     assert tracer.layers_to_trace(500) == layers
@@ -337,7 +337,7 @@ def test_the_progress_bar_ends_at_the_number_of_steps_that_it_announced(
 ) -> None:
     monkeypatch.setattr(worker, "FakeRecipe", RepeatingRecipe)
     trace_config(OmegaConf.create({"warms_up": warms_up}), world_size=1, seq_lens=[32, 80, 128], shows_progress=True)
-    # Of both models batches of 1 at three lengths, and of 2 and 3 at two, less the two steps that chose the layers.
+    # For both models batches of 1 at three lengths, and of 2 and 3 at two, minus the two steps that chose the layers.
     assert " 12/12 " in capsys.readouterr().err
 
 
@@ -345,7 +345,7 @@ def test_the_progress_bar_ends_at_the_number_of_steps_that_it_announced(
 
 
 def _traced_kinds(trace: StepTrace, *phases: str) -> dict[str, list[int]]:
-    """Traces in each phase: make a tensor of 40 bytes, make a second, free both. Gives the kinds that are not empty."""
+    """In each phase, makes two tensors of 40 bytes and frees both. Returns the kinds that are not empty."""
     with trace:
         for phase in phases:
             trace.enter_phase(phase)
@@ -377,7 +377,7 @@ def test_bytes_are_rounded_up_as_the_allocator_rounds_them() -> None:
     assert _traced_kinds(StepTrace(granularity_bytes=512), "forward") == {"activations": [512, 1024]}
 
 
-# ---- in a process of its own
+# ---- in a separate process
 
 
 def test_the_worker_process_gives_the_peaks_of_the_config_without_torchaos_warning(
@@ -395,7 +395,7 @@ def _traced(_: int, cfg: DictConfig) -> Any:
     return trace_config(cfg, world_size=2, seq_lens=[SEQ_LEN])
 
 
-def test_the_worker_process_answers_with_a_refusal_or_with_the_error_that_nobody_foresaw(kinds: dict[str, Any]) -> None:
+def test_the_worker_process_answers_with_a_refusal_or_with_an_unexpected_error(kinds: dict[str, Any]) -> None:
     (refused, silence), (failed, printed) = (kinds["answers"][name] for name in ("refused", "failed"))
     assert refused["refused"].startswith("Rows must have at most the model's max_seq_len (32 tokens), but have 64")
     assert silence == ""
@@ -404,7 +404,7 @@ def test_the_worker_process_answers_with_a_refusal_or_with_the_error_that_nobody
 
 
 def _answering(monkeypatch: pytest.MonkeyPatch, answer: str, printed: str) -> None:
-    """Put a process that answers so, and prints this of an error, in place of the worker process."""
+    """Replace the worker process by one that writes ``answer``, and ``printed`` as the text of its error."""
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         Path(command[-2]).write_text(answer)
@@ -421,7 +421,7 @@ def test_a_refusal_of_the_worker_process_is_raised_here(monkeypatch: pytest.Monk
 
 
 def _place_of_the_rest(cfg: DictConfig, reason: str) -> Path:
-    """Where the whole error is that ends the tracing of ``cfg`` for ``reason``."""
+    """The file with the whole error when tracing ``cfg`` fails for ``reason``."""
     with pytest.raises(TracingError) as failed:
         client.trace(cfg, world_size=1, seq_lens=[SEQ_LEN])
     start, _, rest = str(failed.value).partition(f" {reason} (the whole error is in ")
@@ -429,7 +429,7 @@ def _place_of_the_rest(cfg: DictConfig, reason: str) -> Path:
     return Path(rest.removesuffix(")."))
 
 
-def test_an_unforeseen_error_of_the_worker_process_is_one_sentence_with_the_place_of_the_rest(
+def test_an_unexpected_error_of_the_worker_process_is_one_sentence_with_the_file_of_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _answering(monkeypatch, '{"failed": "OSError: x"}', "the traceback")
@@ -438,14 +438,14 @@ def test_an_unforeseen_error_of_the_worker_process_is_one_sentence_with_the_plac
     log.unlink()
 
 
-def test_a_worker_process_that_breaks_down_leaves_where_it_was() -> None:
+def test_a_worker_process_that_crashes_records_where_it_was() -> None:
     cfg = _cfg("full", SHALLOW, "~optimizer.fused", "optimizer._component_=tests.fake_models.EndsItsProcess")
     log = _place_of_the_rest(cfg, "its process was terminated by SIGSEGV")
     assert "in step" in log.read_text()
     log.unlink()
 
 
-def test_half_an_answer_of_the_worker_process_is_an_error_of_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_answer_of_the_worker_process_is_a_tracing_error(monkeypatch: pytest.MonkeyPatch) -> None:
     _answering(monkeypatch, '{"peaks": ', "")
     reason = "its answer cannot be read: JSONDecodeError: Expecting value: line 1 column 11 (char 10)"
     _place_of_the_rest(_cfg("full"), reason).unlink()

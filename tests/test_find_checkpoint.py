@@ -1,4 +1,4 @@
-"""Where a run goes on, for each value of ``resume_from_checkpoint`` and each state that a folder may be in."""
+"""Where a run resumes, for each value of ``resume_from_checkpoint`` and each state of its folder."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ EPOCHS = 4
 
 
 class Run:
-    """A run's folder; ``other`` is what another program has left in it."""
+    """A run's folder; ``other`` is the checkpoint that another program has left in it."""
 
     def __init__(self, path: Path) -> None:
         path.mkdir()
@@ -62,7 +62,7 @@ def run(tmp_path: Path) -> Run:
 
 
 @pytest.mark.parametrize("wanted", [False, None, 0])
-def test_a_new_run_begins_anew_also_over_checkpoints_of_epochs(run: Run, wanted: Any) -> None:
+def test_a_new_run_starts_at_the_beginning_even_with_checkpoints_of_epochs(run: Run, wanted: Any) -> None:
     assert run.find(wanted) is None
     run.save("epoch_0", epochs_run=1, with_recipe_state=True)
     run.save_by_another_program(epochs_run=2)
@@ -79,11 +79,11 @@ def test_a_new_run_is_refused_where_it_would_lose_checkpoints_of_steps(run: Run)
     )
 
 
-# ---- the latest one
+# ---- the latest checkpoint
 
 
 @pytest.mark.parametrize("wanted", [True, "auto", 1])
-def test_a_run_goes_on_from_the_checkpoint_that_was_written_last(run: Run, wanted: Any) -> None:
+def test_a_run_resumes_from_the_checkpoint_that_was_written_last(run: Run, wanted: Any) -> None:
     run.save("step_900", epochs_run=0)
     assert run.name_of(wanted) == "step_900"
     run.save("epoch_0", epochs_run=1, with_recipe_state=True)
@@ -92,7 +92,7 @@ def test_a_run_goes_on_from_the_checkpoint_that_was_written_last(run: Run, wante
     assert run.name_of(wanted) == "step_1100"
 
 
-def test_without_a_checkpoint_auto_begins_anew_and_true_is_refused(run: Run) -> None:
+def test_without_a_checkpoint_auto_starts_a_new_run_and_true_is_refused(run: Run) -> None:
     run.folder.start("step_1")  # never finished
     assert run.find("auto") is None
     assert run.refusal(True) == (
@@ -108,7 +108,7 @@ def test_a_torn_checkpoint_is_not_the_latest(run: Run) -> None:
     assert run.name_of(True) == "step_5"
 
 
-def test_an_epoch_without_the_optimizers_state_is_passed_over_for_the_latest_that_has_it(run: Run) -> None:
+def test_an_epoch_without_optimizer_state_is_skipped_for_the_latest_checkpoint_that_has_it(run: Run) -> None:
     """The last epoch of a run whose number of epochs has been raised."""
     run.save("epoch_2", epochs_run=3, with_recipe_state=True)
     run.save("step_90", epochs_run=3)
@@ -127,31 +127,31 @@ def test_a_run_that_has_trained_all_epochs_is_over(run: Run, wanted: Any) -> Non
     assert (str(end.value), end.value.status) == (f"The run is complete: {path} is its last checkpoint.", 0)
 
 
-def test_a_run_whose_last_step_is_saved_and_whose_last_epoch_is_not_goes_on(run: Run) -> None:
+def test_a_run_resumes_if_its_last_step_is_saved_but_its_last_epoch_is_not(run: Run) -> None:
     run.save("epoch_2", epochs_run=3, with_recipe_state=True)
-    run.save("step_100", epochs_run=3)  # of 100
+    run.save("step_100", epochs_run=3)  # of 100 steps
     assert run.name_of("auto") == "step_100"
 
 
-# ---- what another program has left
+# ---- a checkpoint of another program
 
 
 @pytest.mark.parametrize("wanted", [True, "auto"])
-def test_another_programs_checkpoint_is_taken_if_ours_is_of_fewer_epochs(run: Run, wanted: Any) -> None:
+def test_another_programs_checkpoint_is_taken_if_it_has_more_epochs(run: Run, wanted: Any) -> None:
     run.save_by_another_program(epochs_run=1)
     assert run.find(wanted) == run.other
     assert run.asked == [run.folder.path]
     run.save("epoch_0", epochs_run=1, with_recipe_state=True)
     found = run.find(wanted)
     assert found is not None
-    assert found.state == replace(STATE, epochs_run=1)  # ours
+    assert found.state == replace(STATE, epochs_run=1)  # the adaptive one
     run.save("step_30", epochs_run=1)
     assert run.name_of(wanted) == "step_30"
     run.save_by_another_program(epochs_run=2)
     assert run.find(wanted) == run.other
 
 
-# ---- by its path
+# ---- a checkpoint by its path
 
 
 def test_a_checkpoint_may_be_named_by_its_path_whatever_else_there_is(run: Run, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_relative_path_is_of_the_working_directory(run: Run, monkeypatch: pyte
     assert run.name_of("run/step_5") == "step_5"
 
 
-def test_what_a_run_writes_that_goes_on_from_a_path_is_the_latest(run: Run) -> None:
+def test_the_latest_checkpoint_is_that_of_a_run_resumed_from_a_path(run: Run) -> None:
     for name in ("step_5", "step_6", "step_7"):
         run.save(name, epochs_run=0)
     folder = CheckpointFolder(run.folder.path)
@@ -182,7 +182,7 @@ def test_what_a_run_writes_that_goes_on_from_a_path_is_the_latest(run: Run) -> N
     assert run.name_of(True) == "step_8"
 
 
-def test_a_checkpoint_without_the_optimizers_state_cannot_be_gone_on_from(run: Run) -> None:
+def test_a_checkpoint_without_optimizer_state_cannot_be_resumed(run: Run) -> None:
     path = str(run.save("epoch_3", epochs_run=4))
     assert run.refusal(path) == (
         "`resume_from_checkpoint` must be a checkpoint with optimizer state (not one after the last epoch, nor one"
@@ -190,7 +190,7 @@ def test_a_checkpoint_without_the_optimizers_state_cannot_be_gone_on_from(run: R
     )
 
 
-def test_a_torn_checkpoint_that_is_named_is_refused_with_what_is_wrong(run: Run) -> None:
+def test_a_torn_checkpoint_that_is_named_is_refused_with_the_reason(run: Run) -> None:
     path = run.save("epoch_0", epochs_run=1, with_recipe_state=True)
     (path / RECIPE_STATE_NAME).write_text("")
     assert run.refusal(str(path)) == (
@@ -198,7 +198,7 @@ def test_a_torn_checkpoint_that_is_named_is_refused_with_what_is_wrong(run: Run)
     )
 
 
-def test_a_folder_that_is_no_checkpoint_of_ours_is_refused(run: Run) -> None:
+def test_a_folder_that_is_not_an_adaptive_checkpoint_is_refused(run: Run) -> None:
     assert run.refusal(str(run.folder.path)).startswith(
         f"{run.folder.path / 'adaptive_state.json'} must be a state file that a run wrote, but reading it failed:"
         " FileNotFoundError: "

@@ -1,4 +1,4 @@
-"""The public function on plain PyTorch loops: what exhaustive search finds, on every rank, without a trace."""
+"""The public function on plain PyTorch loops finds what exhaustive search finds on all ranks and restores all state."""
 
 import gc
 import math
@@ -62,7 +62,7 @@ class Loop:
 
 
 class Perceptron(Loop):
-    """Dropout, so that steps draw random numbers; the state of Adam appears with the first step."""
+    """A model with dropout, so that steps draw random numbers; Adam's state is created in the first step."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -102,7 +102,7 @@ class Llama(Loop):
 
 
 class Stairs(Loop):
-    """A step that makes an even number of rows of the batch's."""
+    """A step that rounds the rows of its batch up to an even number."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -125,7 +125,7 @@ class Stairs(Loop):
 
 
 def peaks_of(loop: Loop) -> list[int]:
-    """The peak of a step for every number of rows from 0 (the first is no step), once the optimizer has its state."""
+    """The peak of a step, by number of rows (0 for no rows), once the optimizer has its state."""
     loop.train_step(loop.make_batch(1))
     peaks = [0]
     for batch_size in range(1, MOST_ROWS + 1):
@@ -169,7 +169,7 @@ def test_linear_extrapolation_takes_three_probes_and_no_failure(measured: tuple[
     assert [(probe.batch_size, probe.fits) for probe in found.probes] == [(2, True), (3, True), (47, True)]
 
 
-def test_probes_show_what_was_tried_and_what_it_took(
+def test_probes_show_which_sizes_were_tried_and_their_peaks(
     measured: tuple[type[Loop], list[int]], strategy: Strategy
 ) -> None:
     make_loop, peaks = measured
@@ -189,7 +189,7 @@ def test_probes_show_what_was_tried_and_what_it_took(
 
 
 @pytest.mark.parametrize("margin", [0.05, 0.3])
-def test_the_margin_is_held_back(measured: tuple[type[Loop], list[int]], strategy: Strategy, margin: float) -> None:
+def test_the_margin_is_kept_free(measured: tuple[type[Loop], list[int]], strategy: Strategy, margin: float) -> None:
     make_loop, peaks = measured
     limit_bytes = math.ceil((peaks[17] + 10) / (1 - margin))
     found = make_loop().find(limit_bytes, strategy=strategy, margin=margin)
@@ -219,7 +219,7 @@ def test_a_step_whose_memory_does_not_grow_ends_the_search(strategy: Strategy) -
 
 
 @pytest.mark.parametrize("strategy", ["linear_extrapolation", "binary_search"])
-def test_without_a_bound_the_search_ends_where_memory_does(
+def test_without_a_bound_only_memory_limits_the_search(
     measured: tuple[type[Loop], list[int]], strategy: Strategy
 ) -> None:
     make_loop, peaks = measured
@@ -241,11 +241,11 @@ def test_a_model_that_cannot_train_on_one_row_can_be_searched() -> None:
     assert loop.find("1GiB").exact_batch_size == MOST_ROWS
 
 
-# ---- no trace
+# ---- state is restored
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
-def test_a_search_leaves_no_trace(measured: tuple[type[Loop], list[int]], strategy: Strategy, warm: bool) -> None:
+def test_a_search_restores_all_state(measured: tuple[type[Loop], list[int]], strategy: Strategy, warm: bool) -> None:
     make_loop, peaks = measured
     loop = make_loop()
     if warm:
@@ -259,7 +259,7 @@ def test_a_search_leaves_no_trace(measured: tuple[type[Loop], list[int]], strate
 
 
 @pytest.mark.parametrize("place", ["train_step", "make_batch"])
-def test_another_error_comes_through_and_leaves_no_trace(strategy: Strategy, place: str) -> None:
+def test_another_error_is_raised_and_all_state_is_restored(strategy: Strategy, place: str) -> None:
     loop = Perceptron()
     before = loop.state()
     resize = torch.UntypedStorage.resize_
@@ -290,7 +290,7 @@ def hooks_of(loop: Loop) -> int:
 # ---- what is refused
 
 
-def test_nothing_that_fits_is_said_with_its_figures(measured: tuple[type[Loop], list[int]], strategy: Strategy) -> None:
+def test_if_nothing_fits_the_error_has_the_figures(measured: tuple[type[Loop], list[int]], strategy: Strategy) -> None:
     make_loop, peaks = measured
     loop = make_loop()
     before = loop.state()
@@ -370,7 +370,7 @@ def sharded_find(rank: int, trainee: ShardedTrainee, limit_bytes: int, **options
 
 
 def on_unequal_ranks(rank: int, limits: tuple[int, int]) -> dict[str, Any]:
-    """What every strategy finds where rank 1 has less, against the peaks of all steps on this rank."""
+    """What every strategy finds if rank 1 has less memory, and the peaks of all steps on this rank."""
     trainee = ShardedTrainee(warm_steps=0)
     before = trainee.state()
     found: dict[str, Any] = {}
@@ -401,7 +401,7 @@ def on_unequal_ranks(rank: int, limits: tuple[int, int]) -> dict[str, Any]:
 
 
 def fails_on_rank_1(rank: int, trainee: ShardedTrainee, limit_bytes: int) -> str:
-    """A train step with a mistake that shows on rank 1 alone, at the third batch."""
+    """Search with a train step that fails on rank 1 alone, at the third batch; returns the error."""
     train: Callable[[Any], Any] = trainee.train
     batches: list[Any] = []
 
@@ -429,7 +429,7 @@ def on_ranks() -> list[dict[str, Any]]:
     return run_on_ranks(on_unequal_ranks, 2, LIMITS)
 
 
-def test_both_ranks_find_the_maximum_of_the_rank_that_has_less(on_ranks: list[dict[str, Any]]) -> None:
+def test_both_ranks_find_the_maximum_of_the_rank_with_less_memory(on_ranks: list[dict[str, Any]]) -> None:
     peaks = on_ranks[1]["peaks"]
     largest = max(size for size in range(len(peaks)) if peaks[size] <= LIMITS[1])
     assert 10 < largest < 100
@@ -438,7 +438,7 @@ def test_both_ranks_find_the_maximum_of_the_rank_that_has_less(on_ranks: list[di
         assert [ranks[strategy][0].exact_batch_size for ranks in on_ranks] == [largest, largest]
 
 
-def test_a_search_on_ranks_leaves_no_trace(on_ranks: list[dict[str, Any]]) -> None:
+def test_a_search_on_ranks_restores_all_state(on_ranks: list[dict[str, Any]]) -> None:
     assert all(ranks[strategy][1] for ranks in on_ranks for strategy in STRATEGIES)
     assert all(ranks["without a trace"] for ranks in on_ranks)
 
@@ -454,7 +454,7 @@ def test_ranks_try_the_same_sizes_and_each_sees_its_own_peak(on_ranks: list[dict
             assert [probe.peak_bytes for probe in fitting] == [ranks["peaks"][probe.batch_size] for probe in fitting]
 
 
-def test_nothing_fits_on_any_rank_if_it_does_not_on_one(on_ranks: list[dict[str, Any]]) -> None:
+def test_nothing_fits_on_any_rank_if_nothing_fits_on_one(on_ranks: list[dict[str, Any]]) -> None:
     for ranks in on_ranks:
         assert len(ranks["nothing fits on one rank"]) == 2
         assert all("not even one row fits" in text for text in ranks["nothing fits on one rank"])
@@ -466,12 +466,12 @@ def test_an_error_on_one_rank_ends_the_search_on_all(on_ranks: list[dict[str, An
     assert on_ranks[0]["failing on rank 1"].startswith("RuntimeError: another rank failed during a probe")
 
 
-# ---- faults that a search meets on its way
+# ---- faults during a search
 
 
 @pytest.mark.parametrize("share", [1.1, 1.6, 2.3, 2.6, 3.0, 3.5, 4.1])
-def test_memory_that_ends_while_the_optimizer_makes_its_state_is_no_other_error(share: float) -> None:
-    """AdamW takes a state that was made by half for a whole one."""
+def test_out_of_memory_while_the_optimizer_creates_its_state_means_that_nothing_fits(share: float) -> None:
+    """AdamW takes a state that is only partly created for a complete one."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -487,7 +487,7 @@ def test_memory_that_ends_while_the_optimizer_makes_its_state_is_no_other_error(
     assert len(optimizer.state) == 0
 
 
-def test_one_row_is_found_where_two_rows_fail_in_making_the_state() -> None:
+def test_one_row_is_found_if_two_rows_fail_while_the_state_is_created() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     held: list[torch.Tensor] = []
@@ -512,8 +512,8 @@ def test_one_row_is_found_where_two_rows_fail_in_making_the_state() -> None:
     assert found.exact_batch_size == 1
 
 
-def test_a_first_step_at_a_size_that_runs_other_operations_does_not_cost_the_forecast() -> None:
-    """As compiling does: the small sizes are run once more, and the forecast stands."""
+def test_a_first_step_at_a_size_with_other_operations_does_not_prevent_the_forecast() -> None:
+    """As with compilation: the small sizes are run once more, and a forecast is made."""
     loop = Perceptron()
     seen: set[int] = set()
     train_step = loop.train_step
@@ -532,7 +532,7 @@ def test_a_first_step_at_a_size_that_runs_other_operations_does_not_cost_the_for
     assert all(probe.fits for probe in found.probes)
 
 
-def test_steps_that_always_run_different_operations_are_searched_without_a_forecast_and_it_is_said_once(
+def test_steps_that_always_run_different_operations_are_searched_without_a_forecast_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     loop = Perceptron()
@@ -550,7 +550,7 @@ def test_steps_that_always_run_different_operations_are_searched_without_a_forec
     assert caplog.text.count("ran different operations: no forecast, the search doubles and bisects") == 1
 
 
-def test_probes_look_for_garbage_only_among_what_they_have_made() -> None:
+def test_probes_look_for_garbage_only_among_their_own_objects() -> None:
     frozen: list[int] = []
 
     class Watching(Perceptron):

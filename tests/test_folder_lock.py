@@ -1,4 +1,4 @@
-"""One process has a folder at a time, and gives it back however it ends."""
+"""One process at a time owns a folder, and releases it however it ends."""
 
 import errno
 import fcntl
@@ -19,7 +19,7 @@ from torchtune_adaptive.checkpoints import lock as lock_module
 from torchtune_adaptive.checkpoints.lock import LOCK_NAME, FolderLock
 from torchtune_adaptive.errors import InputError
 
-# Locks the folder, starts a process that has the file open too, and says its number.
+# Locks the folder, starts a process that has the file open too, and prints its process id.
 OWNER = """
 import subprocess, sys
 from pathlib import Path
@@ -29,7 +29,7 @@ child = subprocess.Popen(["sleep", "600"], close_fds=False, stdout=subprocess.DE
 print(child.pid, flush=True)
 sys.stdin.read()
 """
-# Says whether the file could be locked.
+# Prints whether the file could be locked.
 STRANGER = """
 import fcntl, sys
 try:
@@ -63,7 +63,7 @@ def ask_stranger(folder: Path) -> str:
 def test_a_second_process_is_refused_by_the_owners_name_until_the_owner_is_killed(
     tmp_path: Path, owner: subprocess.Popen[str]
 ) -> None:
-    for _ in range(2):  # who is refused takes nothing
+    for _ in range(2):  # a refusal leaves the lock as it is
         with pytest.raises(InputError) as refused:
             FolderLock(tmp_path)
         assert str(refused.value) == (
@@ -77,7 +77,7 @@ def test_a_second_process_is_refused_by_the_owners_name_until_the_owner_is_kille
     lock.release()
 
 
-def test_an_owner_that_has_not_said_its_name_is_another_process(
+def test_an_owner_that_has_not_written_its_name_is_called_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -92,7 +92,7 @@ def test_an_owner_that_has_not_said_its_name_is_another_process(
 
 
 def test_the_same_process_may_lock_again_and_keeps_others_out_until_it_releases(tmp_path: Path) -> None:
-    """Whichever of its locks it drops, as a recipe that was never cleaned up."""
+    """Even if it drops some of its locks, as with a recipe that was never cleaned up."""
     first = FolderLock(tmp_path)
     del first
     second, third = FolderLock(tmp_path), FolderLock(tmp_path / ".." / tmp_path.name)
@@ -105,7 +105,7 @@ def test_the_same_process_may_lock_again_and_keeps_others_out_until_it_releases(
     FolderLock(tmp_path).release()
 
 
-def test_what_nobody_released_is_closed_as_the_process_ends(tmp_path: Path) -> None:
+def test_a_lock_that_was_never_released_is_closed_as_the_process_ends(tmp_path: Path) -> None:
     """Else the interpreter warns of open files."""
     left_over = FolderLock(tmp_path)
     lock_module._release_all()
@@ -114,7 +114,7 @@ def test_what_nobody_released_is_closed_as_the_process_ends(tmp_path: Path) -> N
     FolderLock(tmp_path).release()
 
 
-def test_a_folder_that_was_removed_and_made_anew_is_locked_anew(tmp_path: Path) -> None:
+def test_a_folder_that_was_removed_and_created_again_is_locked_again(tmp_path: Path) -> None:
     old = FolderLock(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     new = FolderLock(tmp_path / "run")
@@ -138,7 +138,7 @@ def test_a_child_of_the_owner_is_refused(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_full_disk_has_no_room_for_the_owners_name_and_is_locked_all_the_same(
+def test_a_folder_is_locked_even_if_a_full_disk_has_no_space_for_the_owners_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class FullDisk(FileIO):
@@ -155,7 +155,7 @@ def test_a_full_disk_has_no_room_for_the_owners_name_and_is_locked_all_the_same(
     lock.release()
 
 
-def test_the_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
+def test_the_folder_is_created_with_its_parents(tmp_path: Path) -> None:
     FolderLock(tmp_path / "new" / "run").release()
     assert [path.name for path in (tmp_path / "new" / "run").iterdir()] == [LOCK_NAME]
 

@@ -1,4 +1,4 @@
-"""A step's memory as forecast from fake tensors is what real steps are metered at, to the byte."""
+"""The memory of a step that is forecast from fake tensors equals that of real steps, to the byte."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -70,7 +70,7 @@ LORA: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
     "enable_activation_checkpointing": True,
 }
-CASES = {  # of the first a single row is so short that gradients, which gloo copies to reduce them, hold the peak
+CASES = {  # a row of the first is so short that gradients, which gloo copies to reduce them, decide the peak
     "full": Case(number=0, kind="full", world_size=RANKS, seq_len=9, options=FULL, rows=5),
     "lora": Case(number=1, kind="lora", world_size=RANKS, seq_len=33, options=LORA, rows=5),
 }
@@ -86,7 +86,7 @@ def _probe(rank: int, tiny_dir: Path, directory: Path) -> dict[str, list[Probe]]
 def forecasts_and_steps(
     tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, TracedStep | str], list[dict[str, list[Probe]]]]:
-    """By kind: what is forecast, and what each rank saw."""
+    """By kind: the forecasts, and the real steps of each rank."""
     directory = tmp_path_factory.mktemp("forecast")
     configs = {kind: config_of(case, tiny_dir, directory) for kind, case in CASES.items()}
     with ThreadPoolExecutor() as pool:
@@ -137,12 +137,12 @@ def test_no_rank_needs_more_than_the_first_one(forecasts_and_steps: Any) -> None
 
 
 @pytest.mark.exhaustive
-def test_the_benchmark_reports_all_that_is_not_as_it_should_be(forecasts_and_steps: Any) -> None:
+def test_the_benchmark_reports_every_miss(forecasts_and_steps: Any) -> None:
     forecasts, (first, second) = forecasts_and_steps
     limit_bytes = limit_for(int(forecasts["lora"].peaks[0].peak_bytes(5)))
 
     def misses(*, made: Any = forecasts["lora"], found: int = 5, more_bytes: int = 0, **peaks_of_5: float) -> str:
-        """With the peaks at 5 rows multiplied by a factor for each rank."""
+        """The misses, with the peaks at 5 rows multiplied by a factor for each rank."""
         searches = {strategy: _result(strategy, found, limit_bytes) for strategy in STRATEGIES}
         seen: list[Truth] = []
         for name, probes in (("first", first["lora"]), ("second", second["lora"])):
@@ -178,7 +178,7 @@ def test_a_limit_leaves_what_is_wanted_after_the_margin() -> None:
     )
 
 
-def test_drawn_cases_are_the_seed_s_and_more_of_them_go_on_from_fewer() -> None:
+def test_drawn_cases_depend_on_the_seed_and_more_cases_begin_with_the_fewer() -> None:
     assert draw_cases(7, 40)[:9] == draw_cases(7, 9)
     assert draw_cases(7, 9) != draw_cases(8, 9)
     drawn = draw_cases(0, 32)

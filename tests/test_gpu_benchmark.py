@@ -1,4 +1,4 @@
-"""The measurements for a GPU, as far as they can go wrong without one."""
+"""The measurements for a GPU, as far as they can be tested without one."""
 
 import argparse
 import time
@@ -32,7 +32,7 @@ def _train(stage: Stage, kind: str, **options: Any) -> tuple[list[float], dict[s
 
 
 def _train_staged_and_not(rank: int, directory: Path) -> tuple[list[float], float]:
-    """Losses, and how far parameters are apart."""
+    """Losses, and the largest difference of parameters between staged and plain collectives."""
     stage = stage_for(directory, seconds=60.0)
     losses, parameters = _train(stage, "full")
     staged_losses, staged_parameters = _train(stage, "full", shard=stage_collectives)
@@ -53,7 +53,7 @@ def test_a_staged_reduction_that_is_no_sum_is_refused() -> None:
         StagedReduceScatter()(torch.empty(1), torch.empty(2), no_group, dist.ReduceOp.MAX)
 
 
-def test_rows_are_of_one_length_or_of_lengths_that_differ_one_of_them_the_greatest() -> None:
+def test_rows_have_one_length_or_different_lengths_up_to_the_maximum() -> None:
     tokenizer = PlainTokenizer(max_seq_len=64)
     alike = RandomRows(tokenizer, num_rows=50, vocab_size=1000)
     differing = RandomRows(tokenizer, num_rows=50, vocab_size=1000, lengths_differ=True)
@@ -65,7 +65,7 @@ def test_rows_are_of_one_length_or_of_lengths_that_differ_one_of_them_the_greate
 
 
 @pytest.mark.parametrize("ignores", ["", "trap '' TERM; "], ids=["ends on SIGTERM", "ignores it"])
-def test_a_part_that_does_not_end_is_killed_with_what_it_has_started(
+def test_a_part_that_does_not_end_is_killed_with_its_child_processes(
     ignores: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(gpu, "_GRACE_S", 0.3)
@@ -74,13 +74,13 @@ def test_a_part_that_does_not_end_is_killed_with_what_it_has_started(
     result = gpu._play("loop", tmp_path, seconds=0.3)
     assert result["ended"].startswith("killed")
     started = int((tmp_path / "started").read_text())
-    deadline = time.monotonic() + 10.0  # the system may take a moment to bury it
+    deadline = time.monotonic() + 10.0  # the system may take a moment to remove it
     while Path(f"/proc/{started}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{started}").exists()
 
 
-def test_a_part_that_fails_is_reported_and_keeps_what_it_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_part_that_fails_is_reported_and_keeps_its_sections(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "loop.json").write_text('[{"title": "so far"}]')
     _play_instead(monkeypatch, "exit 3")
     result = gpu._play("loop", tmp_path, seconds=5.0)

@@ -1,4 +1,4 @@
-"""What a measured step tells are the norms of mean gradients per unit of weight, whatever the ranks and the types."""
+"""A measured step has the norms of mean gradients per unit of weight, for any number of ranks and any type."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ TYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def model_with_gradients(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """Two layers, one of whose biases is frozen and has none."""
+    """Two layers; one bias is frozen and has no gradient."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)).to(dtype)
     model[0].bias.requires_grad_(False)
@@ -26,14 +26,14 @@ def plain_norm_squared(model: torch.nn.Module) -> float:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_the_norm_is_that_of_all_gradients_that_are_there_in_float64(dtype: torch.dtype) -> None:
+def test_the_norm_is_that_of_all_existing_gradients_in_float64(dtype: torch.dtype) -> None:
     model = model_with_gradients(dtype)
     norm_squared = own_norm_squared(model)
     assert norm_squared.item() == pytest.approx(plain_norm_squared(model), rel=1e-6)
     assert (norm_squared.dtype, tuple(norm_squared.shape)) == (torch.float64, ())
 
 
-def test_the_square_of_a_norm_that_float32_holds_is_held_too() -> None:
+def test_the_square_of_a_large_float32_norm_does_not_overflow() -> None:
     model = torch.nn.Linear(1, 1, bias=False)
     model.weight.grad = torch.full((1, 1), 2.0**100)
     assert own_norm_squared(model).item() == 2.0**200
@@ -63,5 +63,5 @@ def test_norms_are_those_of_the_mean_gradient_over_the_weight_of_all_ranks(ranks
     )
 
 
-def test_a_small_batch_without_weight_tells_nothing() -> None:
+def test_a_small_batch_without_weight_gives_no_norms() -> None:
     assert gradient_norms([0.0, 0.0, 3.0], weight=50, samples=8, ranks=2) is None

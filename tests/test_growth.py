@@ -1,4 +1,4 @@
-"""The user's function is asked on rank 0 for all ranks, as far as it may go, and its state is saved and loaded."""
+"""The user's function is called on rank 0 for all ranks, up to a maximum, and its state is saved and loaded."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ NORMS = GradientNorms(small_samples=4, small_norm_squared=11.0, samples=8, norm_
 
 
 class SecondRank(Consensus):
-    """Rank 1 of two, which is told what rank 0 answers."""
+    """Rank 1 of two, which gets the answers of rank 0."""
 
     def __init__(self, *answers: Any) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class SecondRank(Consensus):
 
 
 class Counting:
-    """Grows by one more each time it is asked, with a state; remembers what it was asked."""
+    """Grows by one more at each call; remembers its calls, which are its state."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []
@@ -78,7 +78,7 @@ def test_the_sizes_of_all_epochs_are_known_before_the_first_and_keep_to_the_maxi
     assert growth.sizes(8) == [12, 16, 16]
 
 
-def test_a_function_that_counts_is_undisturbed_by_the_look_ahead() -> None:
+def test_computing_the_sizes_in_advance_does_not_change_a_function_with_a_state() -> None:
     function = Counting()
     growth = growth_by(function, maximum=100)
     assert growth.sizes(8) == [9, 11, 14]
@@ -120,10 +120,10 @@ def test_a_bad_answer_for_a_later_epoch_is_refused_before_training() -> None:
     assert "returned -1 at epoch 2 with batch size 8" in str(refused.value)
 
 
-# ---- what is measured
+# ---- measurements
 
 
-def test_a_measured_schedule_is_told_of_every_nth_step_from_the_first_on() -> None:
+def test_a_measured_schedule_observes_every_nth_step_from_the_first_on() -> None:
     schedule = gradient_noise_scale(every_steps=3, min_measurements=1)
     growth = growth_by(schedule, maximum=100)
     assert [growth.measures(step) for step in range(7)] == [True, False, False, True, False, False, True]
@@ -138,17 +138,17 @@ def test_a_measured_schedule_is_told_of_every_nth_step_from_the_first_on() -> No
 
 
 @pytest.mark.parametrize("function", [None, grows_by_four, Counting()])
-def test_any_other_function_is_told_of_nothing(function: Any) -> None:
+def test_any_other_function_observes_nothing(function: Any) -> None:
     growth = growth_by(function)
     assert not any(growth.measures(step) for step in range(10))
     growth.observe(NORMS)
     assert growth.figures() == {}
 
 
-# ---- its state
+# ---- the state of a function
 
 
-def test_a_function_with_a_state_goes_on_from_it() -> None:
+def test_a_function_with_a_state_resumes_from_it() -> None:
     function, resumed = Counting(), Counting()
     growth = growth_by(function, maximum=100)
     growth.next(0, 8)
@@ -157,7 +157,7 @@ def test_a_function_with_a_state_goes_on_from_it() -> None:
     assert resumed.asked == [(0, 8)]
 
 
-def test_a_measured_schedule_goes_on_from_its_state() -> None:
+def test_a_measured_schedule_resumes_from_its_state() -> None:
     growth, resumed = (growth_by(gradient_noise_scale(min_measurements=1)) for _ in range(2))
     growth.observe(NORMS)
     resumed.load_state_dict(growth.state_dict())
@@ -165,20 +165,20 @@ def test_a_measured_schedule_goes_on_from_its_state() -> None:
 
 
 @pytest.mark.parametrize("function", [None, grows_by_four])
-def test_a_function_without_a_state_has_none_and_takes_none(function: Any) -> None:
+def test_a_function_without_a_state_saves_none_and_ignores_a_loaded_one(function: Any) -> None:
     growth = growth_by(function)
     assert growth.state_dict() == {"schedule": None}
     growth.load_state_dict({"schedule": {"of": "another function"}})
     assert growth.state_dict() == {"schedule": None}
 
 
-def test_a_function_that_left_no_state_leaves_that_of_the_next_one_as_it_is() -> None:
+def test_loading_a_missing_state_does_not_change_a_function() -> None:
     function = Counting()
     growth_by(function).load_state_dict({"schedule": None})
     assert function.asked == []
 
 
-def test_a_state_of_another_function_is_refused_with_what_it_is() -> None:
+def test_a_state_of_another_function_is_refused_and_quoted() -> None:
     growth = growth_by(Counting())
     with pytest.raises(InputError) as refused:
         growth.load_state_dict({"schedule": {"trace": 0.1}})
@@ -231,7 +231,7 @@ def raises_in_its_state() -> dict[str, Any]:
         (raises_in_its_state, "but fails: AttributeError: no state yet."),
     ],
 )
-def test_a_state_that_does_not_come_back_as_it_was_is_refused(state: Any, sentence: str) -> None:
+def test_a_state_that_fails_or_that_json_changes_is_refused(state: Any, sentence: str) -> None:
     function: Any = SimpleNamespace(state_dict=state, load_state_dict=lambda state: None)
     with pytest.raises(InputError) as caught:
         growth_by(function)

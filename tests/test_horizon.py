@@ -13,7 +13,7 @@ steps_of_epochs = st.lists(st.integers(1, 400), min_size=1, max_size=12)
 
 
 class Run:
-    """Optimizer steps of a run whose epochs have ``steps_of_epochs`` steps, told to a horizon as the recipes do."""
+    """A run whose epochs have ``steps_of_epochs`` optimizer steps; it changes its horizon as the recipes do."""
 
     def __init__(self, steps_of_epochs: list[int]) -> None:
         self.horizon = Horizon(steps_of_epochs[0])
@@ -30,7 +30,7 @@ class Run:
 
 
 def resumed_places(run: Run, steps: list[int], epoch: int) -> list[float]:
-    """The places in ``epoch`` of a run that was started anew at its beginning."""
+    """The places in ``epoch`` of a run that is resumed at the start of this epoch."""
     resumed = Horizon(steps[0])
     resumed.change(epoch=epoch, step=run.first_steps[epoch], steps_per_epoch=steps[epoch])
     return [resumed.schedule_step(run.first_steps[epoch] + index) for index in range(steps[epoch])]
@@ -38,7 +38,7 @@ def resumed_places(run: Run, steps: list[int], epoch: int) -> list[float]:
 
 @given(st.integers(1, 10**6), st.integers(0, 10**9))
 @properties
-def test_without_a_change_every_step_is_itself_as_an_int(steps_per_epoch: int, step: int) -> None:
+def test_without_a_change_the_place_of_a_step_is_its_number_as_an_int(steps_per_epoch: int, step: int) -> None:
     place = Horizon(steps_per_epoch).schedule_step(step)
     assert place == step
     assert type(place) is int
@@ -57,7 +57,7 @@ def test_a_change_to_the_same_steps_per_epoch_changes_no_bit(steps_per_epoch: in
 
 @given(steps_of_epochs)
 @properties
-def test_an_epoch_starts_and_ends_where_it_did_whatever_its_steps(steps: list[int]) -> None:
+def test_an_epoch_starts_and_ends_at_the_same_places_for_any_number_of_steps(steps: list[int]) -> None:
     run = Run(steps)
     assert [places[0] for places in run.places] == [epoch * steps[0] for epoch in range(len(steps))]
     end = run.horizon.schedule_step(run.step)

@@ -1,4 +1,4 @@
-"""Host memory that torch leaks in optimizer steps of a sharded model is said before training, and nothing else is."""
+"""A warning before training about host memory that torch leaks in optimizer steps of a sharded model."""
 
 import logging
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ IMPLEMENTATIONS: list[dict[str, Any]] = [{"fused": True}, {"foreach": True}, {"f
 
 @contextmanager
 def leaks(kept: list[Any]) -> Iterator[None]:
-    """Inside, each step of AdamW, not of others, leaves an object of 100 bytes per parameter, and twice if fused."""
+    """Inside, each step of AdamW alone leaks an object of 100 bytes per parameter, or ten objects if fused."""
     step = torch.optim.AdamW.step
 
     def step_and_leak(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,11 +68,11 @@ def warnings() -> dict[str, list[str | None]]:
     return found
 
 
-def test_versions_of_torch_that_leak_are_found_out(warnings: dict[str, list[str | None]]) -> None:
+def test_versions_of_torch_that_leak_are_detected(warnings: dict[str, list[str | None]]) -> None:
     assert [line is not None for line in warnings["of torch"]] == [torch.__version__.startswith(LEAKING)] * 4
 
 
-def test_the_line_has_figures_and_what_leaks_less(warnings: dict[str, list[str | None]]) -> None:
+def test_the_warning_has_figures_and_names_what_leaks_less(warnings: dict[str, list[str | None]]) -> None:
     fused, foreach, for_loop = warnings["leaking"]
     assert fused is not None
     assert fused.startswith(f"AdamW of torch {torch.__version__} leaks ")
@@ -102,6 +102,6 @@ def _logged_before_training(rank: int, directory: Path) -> list[str]:
     return [line for line in logged if "host memory" in line]
 
 
-def test_a_recipe_says_it_in_one_line(tmp_path: Path) -> None:
+def test_a_recipe_logs_the_warning_in_one_line(tmp_path: Path) -> None:
     [[line]] = run_on_ranks(_logged_before_training, 1, tmp_path)
     assert line.startswith("AdamW of torch")

@@ -1,4 +1,4 @@
-"""Host memory of a machine: what a checkpoint's conversion copies, and what a run holds while it does what."""
+"""Host memory of a machine: what a checkpoint's conversion copies, and what a run holds in each activity."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,7 +59,7 @@ def _figures(cfg: DictConfig, *models: nn.Module, optimizers: Any = (), sizes: A
 
 
 def _copied_bytes(convert: Convert, before: StateDict) -> int:
-    """Bytes of the tensors that ``convert`` makes anew."""
+    """Bytes of the new tensors that ``convert`` creates."""
     there = {tensor.untyped_storage().data_ptr() for tensor in before.values()}
     made = [one for one in convert(before).values() if one.untyped_storage().data_ptr() not in there]
     return sum(one.nbytes for one in made)
@@ -124,7 +124,7 @@ def test_pinned_memory_is_the_next_power_of_two(num_bytes: int) -> None:
     assert num_bytes <= taken < 2 * num_bytes
 
 
-# ---- by what a run does
+# ---- by activity of a run
 
 FIGURES = HostFigures(
     weights=1000, frozen_weights=500, load_copies=30, frozen_load_copies=7, save_copies=20, local=400, trained=250
@@ -189,4 +189,4 @@ def test_on_a_cpu_a_rank_computes_in_host_memory_and_the_search_copies_to_a_file
     }
     assert found.temporary_file_bytes == 2 * (250 + 600)
     alone = _planned(launch=replace(two, world_size=1, ranks=1))
-    assert alone.tensor_bytes["saving"] == 1000 + 20  # what it gathers is its own
+    assert alone.tensor_bytes["saving"] == 1000 + 20  # it gathers only its own state

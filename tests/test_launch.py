@@ -1,4 +1,4 @@
-"""A refusal is said once per node, whichever ranks refuse, and a launch without torchrun is a launch of one."""
+"""A refusal is printed once per node, whichever ranks refuse; without torchrun, a launch has one process."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded
 
 @pytest.fixture(autouse=True)
 def interrupts_as_before() -> Iterator[None]:
-    """A launch has Ctrl-C end its process, which here is the tests'."""
+    """Restores the handler of Ctrl-C, which a launch changes in this process."""
     before = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, before)
@@ -40,7 +40,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int],
     return become
 
 
-def test_the_first_rank_of_a_node_that_has_something_to_say_says_it(
+def test_only_the_first_rank_of_a_node_with_a_refusal_prints_it(
     torchrun: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rank in (2, 0, 1):
@@ -49,8 +49,8 @@ def test_the_first_rank_of_a_node_that_has_something_to_say_says_it(
     assert capsys.readouterr().err == "recipe: `margin` is wrong, says rank 2.\n"
 
 
-def test_a_rank_waits_until_another_has_said_it(torchrun: Callable[[int], None], tmp_path: Path) -> None:
-    """Else the launcher could end the one before it has printed."""
+def test_a_rank_waits_until_another_has_printed_it(torchrun: Callable[[int], None], tmp_path: Path) -> None:
+    """Otherwise the launcher could end the other rank before it has printed."""
     speaker = subprocess.Popen(
         [sys.executable, "-c", SLOW_SPEAKER, str(tmp_path / "torchtune_adaptive_said")],
         stdin=subprocess.PIPE,
@@ -80,7 +80,7 @@ with open(sys.argv[1], "a+") as said:
 
 @pytest.mark.usefixtures("torchrun")
 @pytest.mark.parametrize("place", ["", "/no/such/folder/0/error.json"])
-def test_without_torchruns_folder_every_rank_says_it(
+def test_without_torchruns_folder_every_rank_prints_it(
     place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", place)
@@ -90,7 +90,7 @@ def test_without_torchruns_folder_every_rank_says_it(
 
 
 @pytest.mark.usefixtures("torchrun")
-def test_what_another_node_has_said_ends_this_process_whatever_it_waits_for(
+def test_a_message_of_another_node_ends_this_process_even_if_it_is_waiting(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[int] = []
@@ -100,7 +100,7 @@ def test_what_another_node_has_said_ends_this_process_whatever_it_waits_for(
 
 
 class Nodes:
-    """In place of the watch of other nodes: keeps what they get."""
+    """Replaces the watch of other nodes, and records what is sent to them."""
 
     def __init__(self, end: Callable[[str], object]) -> None:
         self.told: list[str | None] = []
@@ -126,7 +126,7 @@ class Nodes:
     ],
 )
 @pytest.mark.usefixtures("torchrun")
-def test_other_nodes_are_told_how_the_run_ended(
+def test_other_nodes_are_notified_how_the_run_ended(
     ended_by: Exception | None, told: list[str | None], awaits_news: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def recipe_main() -> None:
@@ -144,14 +144,14 @@ def test_other_nodes_are_told_how_the_run_ended(
 def test_without_torchrun_the_process_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     for name in names:
-        monkeypatch.setenv(name, "")  # so that the test's end takes back what the function sets
+        monkeypatch.setenv(name, "")  # so that the end of the test restores it
         monkeypatch.delenv(name)
     launch._run_alone_without_torchrun()
     assert [os.environ[name] for name in names[:4]] == ["0", "1", "0", "127.0.0.1"]
     assert int(os.environ["MASTER_PORT"]) > 0
 
 
-def test_torchruns_ranks_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_torchruns_ranks_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     before = dict(os.environ)
     launch._run_alone_without_torchrun()
@@ -260,7 +260,7 @@ def test_a_recipe_for_one_device_refuses_several_processes_before_it_starts(
 
 
 class Recipe:
-    """Writes down in ``done`` what it is asked to do, and ends its training by ``ended_by``."""
+    """Records its calls in ``done``, and ends its training with ``ended_by``."""
 
     on_several_ranks = False
     done: ClassVar[list[str]]

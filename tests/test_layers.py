@@ -1,4 +1,4 @@
-"""Peaks of a model with many layers, extrapolated from two with few, against its own timeline."""
+"""Peaks of a model with many layers, extrapolated from two small models, compared with its own timeline."""
 
 import dataclasses
 from collections.abc import Callable
@@ -87,7 +87,7 @@ moments_of_layers = st.builds(Bytes, st.integers(0, 300), st.integers(-20, 20), 
 def stretches(draw: st.DrawFn, *, fewest: int) -> Stretch:
     """A phase whose middle is far enough from the first and the last of ``fewest`` layers.
 
-    That is two layers if two sorts alternate or the ends may hold less than the layers between, else one layer.
+    The distance is two layers if two sorts alternate or the ends may hold less than other layers, else one layer.
     """
     size = draw(st.integers(1, 4))
     kind = draw(st.sampled_from(["sorts alternate", "ends hold less or more", "off the middle"]))

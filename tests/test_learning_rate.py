@@ -1,7 +1,7 @@
-"""The rate is a function of the fraction of training done, whatever the steps per epoch become, times the scale.
+"""The learning rate is a function of the fraction of training done, for any steps per epoch, times a scale.
 
-Where nothing changes it is to the bit what the scheduler alone gives. Where the batch scales the rate, each step has
-that of its place on the schedule times the scale of its batch.
+Without changes it equals the scheduler's own rate, bit for bit. If the batch scales the rate, each step has the rate of
+its place on the schedule times the scale of its batch.
 """
 
 import math
@@ -40,7 +40,7 @@ def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def decay_to_zero(optimizer: torch.optim.Optimizer) -> BuildScheduler:
-    """As torchtune's `_setup_lr_scheduler`; linear over the steps it is built for."""
+    """Like torchtune's `_setup_lr_scheduler`; linear over the steps for which it is built."""
     return lambda steps, last: LambdaLR(optimizer, lambda step: 1 - step / steps, last_epoch=last)
 
 
@@ -111,7 +111,7 @@ def plain_rates(steps: int) -> list[float]:
 # ---- along the schedule
 
 
-def test_before_it_begins_the_scheduler_is_stepped_as_it_is() -> None:
+def test_before_begin_is_called_the_scheduler_steps_unchanged() -> None:
     assert Run().first(40) == plain_rates(40)
 
 
@@ -122,7 +122,7 @@ def test_without_a_change_the_rates_are_the_same_bits(grows: bool) -> None:
 
 @pytest.mark.parametrize("grows", [True, False], ids=["may grow", "stays"])
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
-def test_a_run_that_goes_on_has_the_rates_of_one_that_never_ended(grows: bool, tensors: bool) -> None:
+def test_a_resumed_run_has_the_rates_of_an_uninterrupted_one(grows: bool, tensors: bool) -> None:
     run = Run(tensors=tensors)
     run.take(7)  # the saved optimizer is in the middle of the schedule when a recipe has loaded it
     for epoch in (2, 1, 2):  # resumed again and again
@@ -133,7 +133,7 @@ def test_a_run_that_goes_on_has_the_rates_of_one_that_never_ended(grows: bool, t
 @pytest.mark.parametrize("grows", [True, False], ids=["may grow", "stays"])
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
 @pytest.mark.parametrize("step", [1, 7, 10, 26, 39])
-def test_a_run_that_goes_on_within_an_epoch_has_the_rates_of_one_that_never_ended(
+def test_a_run_resumed_within_an_epoch_has_the_rates_of_an_uninterrupted_one(
     step: int, grows: bool, tensors: bool
 ) -> None:
     run = Run(tensors=tensors)
@@ -145,7 +145,7 @@ def test_a_run_that_goes_on_within_an_epoch_has_the_rates_of_one_that_never_ende
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_within_an_epoch_of_other_steps_it_goes_on_at_its_place_on_the_schedule(rule: LearningRateScaling) -> None:
+def test_a_run_resumed_in_an_epoch_of_other_steps_keeps_its_place_on_the_schedule(rule: LearningRateScaling) -> None:
     whole = Run(rule=rule).begin()
     whole.take(20)
     whole.rate.change(epoch=2, step=20, steps_per_epoch=5)
@@ -179,7 +179,7 @@ def test_without_a_scheduler_the_rate_is_constant() -> None:
 # ---- schedulers that do not follow
 
 
-def test_any_scheduler_will_do_while_it_need_not_follow() -> None:
+def test_any_scheduler_is_accepted_if_nothing_changes() -> None:
     run = Run(build=of_steps).begin(grows=False)
     assert run.first(20) == [1.0] * 10 + [0.5] * 10
 
@@ -221,7 +221,7 @@ def test_a_rule_scales_with_the_ratio_of_samples_alone(samples: int, reference: 
 
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
 def test_every_step_has_the_rate_of_its_place_times_the_scale_of_its_batch(tensors: bool) -> None:
-    """Also the first step after the scale has changed, which the scheduler had set before; groups keep their ratio."""
+    """Also the first step after a change, whose rate the scheduler had already set; groups keep their ratio."""
     run = Run(1.0, 0.25, rule="sqrt", tensors=tensors).begin()
     rates = [group["lr"] for group in run.optimizer.param_groups]
     taken = run.take(20)
@@ -231,11 +231,11 @@ def test_every_step_has_the_rate_of_its_place_times_the_scale_of_its_batch(tenso
     expected = [1 - step / 40 for step in range(20)] + [math.sqrt(2) * (1 - (20 + 2 * step) / 40) for step in range(10)]
     assert [rates[0] for rates in taken] == pytest.approx(expected, rel=1e-6)
     assert [rates[1] for rates in taken] == pytest.approx([0.25 * rate for rate in expected], rel=1e-6)
-    if tensors:  # what compiled code or a graph has hold of
+    if tensors:  # compiled code or a graph refers to these tensors
         assert all(group["lr"] is rate for group, rate in zip(run.optimizer.param_groups, rates, strict=True))
 
 
-def test_scaling_says_what_was_done_and_from_what() -> None:
+def test_scaling_is_described_with_its_factor_and_reference() -> None:
     assert Run(rule="sqrt").begin().rate.scale(64) == (
         "learning rate * 2: sqrt scaling to 64 samples per optimizer step, from the config's 16"
     )
@@ -244,7 +244,7 @@ def test_scaling_says_what_was_done_and_from_what() -> None:
     )
 
 
-def test_without_a_rule_nothing_is_scaled_and_nothing_said() -> None:
+def test_without_a_rule_nothing_is_scaled_or_described() -> None:
     run = Run().begin()
     assert run.rate.scale(64) == ""
     assert run.first(40) == plain_rates(40)

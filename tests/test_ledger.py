@@ -42,7 +42,7 @@ KINDS = {
 
 
 def micro_step(model: nn.Module, rows: int = 4) -> float:
-    """Forward and backward on this rank's own samples; the loss."""
+    """Forward and backward on this rank's own samples; returns the loss."""
     inputs = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     loss = model(inputs).square().mean()
     loss.backward()
@@ -50,7 +50,7 @@ def micro_step(model: nn.Module, rows: int = 4) -> float:
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Copies of this rank's gradients, which are then None."""
+    """Copies of this rank's gradients, which are then set to None."""
     found: list[Any] = [parameter.grad for parameter in model.parameters()]
     copies = [gradient.to_local().clone() for gradient in found]
     model.zero_grad(set_to_none=True)
@@ -276,7 +276,7 @@ class Scenarios:
         return self.dry_run(model)
 
     def out_of_memory_on_one_rank(self) -> list[Any]:
-        """The outcomes of such dry runs, whether all is as before after them, and the outcome of the next one."""
+        """The outcomes of these dry runs, whether they restore all state, and the outcome of the next one."""
         trainee = ShardedTrainee()
         model = trainee.model
         before, random_state, own = trainee.state(), torch.get_rng_state(), communicators(model)
@@ -339,7 +339,7 @@ class Scenarios:
         return [*refusals, refusal(ledger)]
 
     def a_replayed_collective_fails(self) -> list[str]:
-        """There is no memory for its buffer; it differs from the one in the template."""
+        """The refusals if it has no memory for its buffer, and if it differs from the one in the template."""
         model = ShardedTrainee().model
         ledger = ledger_of(model)
         ledger.begin()
@@ -387,7 +387,7 @@ def group_mesh() -> DeviceMesh:
 
 
 def communicators_of(model: nn.Module) -> list[Communicators] | None:
-    """None if they cannot be recorded."""
+    """The communicators of ``model``; None if they cannot be recorded."""
     try:
         return communicators(model)
     except CannotRecordError:
@@ -491,7 +491,7 @@ def test_a_fault_counts_every_collective(on_two: list[dict[str, Any]]) -> None:
 # ---- dry runs
 
 
-def test_a_dry_run_gives_a_recovery_and_leaves_no_trace(on_two: list[dict[str, Any]]) -> None:
+def test_a_dry_run_gives_a_recovery_and_restores_all_state(on_two: list[dict[str, Any]]) -> None:
     for ranks in on_two:
         assert [what for what, holds in ranks["a_dry_run_leaves_no_trace"].items() if not holds] == []
 
@@ -519,7 +519,7 @@ def test_all_ranks_have_the_same_reason_why_there_is_no_recovery(
     assert reasons[0].startswith(reason)
 
 
-def test_a_model_that_one_rank_cannot_record_no_rank_records(on_four: list[dict[str, Any]]) -> None:
+def test_if_one_rank_cannot_record_a_model_no_rank_records_it(on_four: list[dict[str, Any]]) -> None:
     expected = "HSDP divides gradients in a way that is not its default"
     assert [ranks["with_another_division_on_one_rank"] for ranks in on_four] == [expected] * 4
 
@@ -532,7 +532,7 @@ def test_all_ranks_learn_of_a_dry_run_that_ran_out_of_memory_on_one(on_two: list
         assert next_one == "recovery"
 
 
-def test_another_error_in_a_dry_run_stays_itself_and_stops_the_peer(on_two: list[dict[str, Any]]) -> None:
+def test_another_error_in_a_dry_run_is_raised_unchanged_and_stops_the_peer(on_two: list[dict[str, Any]]) -> None:
     assert [ranks["another_error_on_one_rank"] for ranks in on_two] == [
         "RuntimeError: another rank failed during a probe; see its own error message",
         "ValueError: not of memory",
