@@ -1,4 +1,4 @@
-"""Each optimizer step has the samples that its batch size says, none is lost at an epoch's end or by a resume."""
+"""Each optimizer step has as many samples as its batch size gives; none is lost at an epoch's end or by a resume."""
 
 import itertools
 from typing import Any
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWa
 
 
 def dataset_of(samples: int, *, longest: int | None = None) -> Any:
-    """Rows whose tokens are their places; two tokens each, five for the place ``longest``."""
+    """Rows whose tokens are all their index in the data set; two tokens each, five at the index ``longest``."""
     return [{"tokens": [place] * (5 if place == longest else 2)} for place in range(samples)]
 
 
@@ -59,7 +59,7 @@ def places(rows: list[Row]) -> list[int]:
 
 
 def steps_of(loader: StepLoader, epoch: int = 0) -> list[list[int]]:
-    """The places of the samples of each step."""
+    """The indices of the samples of each step."""
     return [places(samples.rows) for samples in loader.steps(epoch)]
 
 
@@ -105,7 +105,7 @@ def test_sizes_of_a_global_batch_are_samples_over_all_ranks() -> None:
     ranks=st.integers(1, 4),
     most=st.none() | st.integers(1, 5),
 )
-def test_an_epoch_has_as_many_steps_as_were_promised_of_as_many_samples(
+def test_an_epoch_has_the_promised_number_of_steps_and_each_the_promised_number_of_samples(
     samples: int, batch_size: int, micro_steps: int, ranks: int, most: int | None
 ) -> None:
     options: dict[str, Any] = {"batch_size": batch_size, "max_steps_per_epoch": most, "ranks": ranks}
@@ -147,10 +147,10 @@ def test_fewer_samples_than_ranks_are_refused() -> None:
     assert str(refused.value) == ("`global_batch_size` must be at least the number of ranks (3), but is 2 instead.")
 
 
-# ---- an epoch after the other
+# ---- one epoch after another
 
 
-def test_what_is_left_over_at_an_epochs_end_opens_the_first_step_of_the_next_one() -> None:
+def test_samples_left_over_at_an_epochs_end_begin_the_first_step_of_the_next_epoch() -> None:
     loader = loader_over(dataset_of(17), batch_size=2, micro_steps=3, ranks=1)
     assert steps_of(loader, 0) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]  # 12 to 15 are left, 16 fills no batch
     first, second = loader.steps(1)
@@ -159,12 +159,12 @@ def test_what_is_left_over_at_an_epochs_end_opens_the_first_step_of_the_next_one
     assert places(second.rows) == [6, 7, 8, 9, 10, 11]
 
 
-def test_what_is_left_over_counts_on_every_rank() -> None:
+def test_left_over_samples_count_on_every_rank() -> None:
     loader = loader_over(dataset_of(16), batch_size=2, micro_steps=3, ranks=2)
     assert [samples.num_samples for epoch in (0, 1) for samples in loader.steps(epoch)] == [12, 16]
 
 
-def test_what_is_left_over_is_kept_when_the_batch_size_changes() -> None:
+def test_left_over_samples_are_kept_when_the_batch_size_changes() -> None:
     loader = loader_over(dataset_of(10), batch_size=2, micro_steps=2)
     assert steps_of(loader, 0) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     loader.set_batch_size(3)
@@ -189,7 +189,7 @@ def test_every_epoch_has_its_own_order() -> None:
     assert steps_of(loader, 0) != steps_of(loader, 1)
 
 
-def test_the_halves_of_a_step_are_those_of_each_rank() -> None:
+def test_a_step_is_halved_on_each_rank() -> None:
     rows = dataset_of(5)
     first, second = StepSamples(rows[:3], most_rows=4, num_samples=7).halves()
     assert (places(first.rows), first.most_rows) == ([0, 1], 2)
@@ -217,7 +217,7 @@ def test_the_longest_row_is_that_of_the_steps_given_so_far() -> None:
 
 
 def test_rows_that_are_not_trained_with_do_not_count_as_the_longest() -> None:
-    """Not those that probes and dry runs look at, nor those left over at an epoch's end, before their step."""
+    """Rows that probes and dry runs read do not count, nor do left-over rows before their step."""
     loader = loader_over(dataset_of(7, longest=5), batch_size=2, micro_steps=2)
     assert len(loader.dataset[5]["tokens"]) == 5
     steps_of(loader, 0)
@@ -239,7 +239,7 @@ def test_a_resumed_run_has_a_row_as_long_as_the_longest_it_was_trained_with() ->
     assert (loader.longest_row, loader.longest_row_tokens) == (None, 0)
 
 
-# ---- in words
+# ---- descriptions
 
 
 def test_a_step_is_described_by_its_arithmetic() -> None:
@@ -273,7 +273,7 @@ def test_a_data_set_that_fills_no_step_is_refused() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
-def test_a_resumed_run_has_the_steps_of_one_that_never_ended(shuffle: bool, rank: int) -> None:
+def test_a_resumed_run_has_the_steps_of_an_uninterrupted_one(shuffle: bool, rank: int) -> None:
     def make() -> StepLoader:
         return loader_over(dataset_of(31), batch_size=2, micro_steps=3, ranks=2, rank=rank, shuffle=shuffle)
 
@@ -288,7 +288,7 @@ def test_a_resumed_run_has_the_steps_of_one_that_never_ended(shuffle: bool, rank
         assert steps_of(resumed, done) == expected[done]
 
 
-def test_the_state_has_what_the_run_had() -> None:
+def test_the_state_has_the_sizes_and_left_over_samples_of_the_run() -> None:
     loader = loader_over(dataset_of(17, longest=1), batch_size=2, micro_steps=3)
     steps_of(loader, 0)
     assert loader.state_dict() == {
@@ -314,7 +314,7 @@ def test_the_state_has_what_the_run_had() -> None:
 
 
 @pytest.mark.parametrize(("samples", "ranks"), [(40, 2), (42, 2), (40, 1)], ids=["same", "other data", "other ranks"])
-def test_nothing_is_left_over_for_a_run_on_other_data_or_ranks(samples: int, ranks: int) -> None:
+def test_a_run_on_other_data_or_ranks_drops_left_over_samples(samples: int, ranks: int) -> None:
     loader = loader_over(dataset_of(40, longest=2), batch_size=2, micro_steps=3, ranks=2)
     steps_of(loader, 0)
     assert loader.state_dict()["left_over"] == (18, 20)
@@ -324,8 +324,8 @@ def test_nothing_is_left_over_for_a_run_on_other_data_or_ranks(samples: int, ran
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_nothing_is_left_over_for_a_run_whose_batch_counts_in_another_unit(rank: int) -> None:
-    """Else its first step would have other numbers of rows, and so of micro-steps, on the ranks."""
+def test_a_run_whose_batch_size_has_another_unit_drops_left_over_samples(rank: int) -> None:
+    """Otherwise its first step would have different numbers of rows, and so of micro-steps, on the ranks."""
     loader = loader_over(dataset_of(40), batch_size=2, micro_steps=3, ranks=2, rank=rank)
     steps_of(loader, 0)
     resumed = global_loader_over(dataset_of(40), batch_size=5, ranks=2, rank=rank)
@@ -334,7 +334,7 @@ def test_nothing_is_left_over_for_a_run_whose_batch_counts_in_another_unit(rank:
     assert (len(first.rows), first.most_rows, first.num_samples) == (3 - rank, 3, 5)
 
 
-def test_the_batch_size_and_the_longest_row_are_not_in_the_state() -> None:
+def test_loading_a_state_changes_neither_the_batch_size_nor_the_longest_row() -> None:
     loader = loader_over(dataset_of(17), batch_size=2, micro_steps=3)
     resumed = loader_over(dataset_of(17), batch_size=4, micro_steps=3)
     resumed.load_state_dict(loader.state_dict() | {"left_over": (16, 16)}, epoch=0)
@@ -354,10 +354,10 @@ def test_the_batch_size_and_the_longest_row_are_not_in_the_state() -> None:
     most=st.none() | st.integers(1, 3),
     data=st.data(),
 )
-def test_from_any_step_on_a_resumed_run_has_the_steps_of_one_that_never_ended(
+def test_a_run_resumed_after_any_step_has_the_steps_of_an_uninterrupted_one(
     is_global: bool, more: int, ranks: int, shuffle: bool, most: int | None, data: st.DataObject
 ) -> None:
-    """Of the epoch that it goes on within, and of the epochs after it; steps that were done are not read."""
+    """This holds for the epoch that it resumes in and for later ones; steps already done are not read again."""
     size, micro_steps = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
     options: dict[str, Any] = {"ranks": ranks, "shuffle": shuffle, "max_steps_per_epoch": most}
     options["rank"] = data.draw(st.integers(0, ranks - 1))
@@ -388,7 +388,7 @@ def test_from_any_step_on_a_resumed_run_has_the_steps_of_one_that_never_ended(
     assert steps_of(resumed, epoch + 1) == expected[epoch + 1]
 
 
-def test_between_epochs_no_step_is_done_and_within_one_those_that_were_given() -> None:
+def test_steps_done_counts_the_steps_given_within_an_epoch_and_is_zero_between_epochs() -> None:
     loader = loader_over(dataset_of(17), batch_size=2, micro_steps=3, ranks=2)
     assert (loader.steps_done, loader.state_dict()["epoch_samples"]) == (0, 0)
     steps = loader.steps(0)
@@ -399,7 +399,7 @@ def test_between_epochs_no_step_is_done_and_within_one_those_that_were_given() -
     assert (loader.steps_done, loader.state_dict()["epoch_samples"]) == (0, 0)
 
 
-def test_with_the_last_step_given_the_epoch_is_not_over_before_what_is_left_over_is_read() -> None:
+def test_after_its_last_step_an_epoch_ends_only_when_left_over_samples_are_read() -> None:
     loader = loader_over(dataset_of(17), batch_size=2, micro_steps=3)
     steps = loader.steps(0)
     next(steps)
@@ -414,10 +414,10 @@ def test_with_the_last_step_given_the_epoch_is_not_over_before_what_is_left_over
 
 
 @pytest.mark.parametrize(("ranks", "size", "first"), [(1, 4, 24), (2, 4, 24), (4, 3, 24), (1, 9, 18), (4, 5, 20)])
-def test_on_other_ranks_or_with_another_batch_it_goes_on_where_a_step_of_its_own_begins(
+def test_on_other_ranks_or_with_another_batch_size_a_run_resumes_where_one_of_its_own_steps_begins(
     ranks: int, size: int, first: int
 ) -> None:
-    """After 24 samples, or before them: no sample is left out, and less than a step is trained twice."""
+    """It resumes at sample 24 or earlier: no sample is skipped, and less than a step is trained twice."""
     interrupted = [loader_over(dataset_of(96), batch_size=4, ranks=3, rank=rank, shuffle=True) for rank in range(3)]
     before: set[int] = set()
     for loader in interrupted:
@@ -438,7 +438,7 @@ def test_on_other_ranks_or_with_another_batch_it_goes_on_where_a_step_of_its_own
     assert sorted(after) == sorted(order[first:in_whole_steps])
 
 
-def test_a_global_batch_goes_on_at_the_same_sample_on_other_ranks() -> None:
+def test_a_global_batch_resumes_at_the_same_sample_on_another_number_of_ranks() -> None:
     interrupted = global_loader_over(dataset_of(50), batch_size=7, ranks=3, shuffle=True)
     steps = interrupted.steps(0)
     next(steps)

@@ -1,4 +1,4 @@
-"""While nothing happens, a step of our loop communicates and reads tensors no more often than a stock one."""
+"""Without out-of-memory errors, an adaptive step has no more collectives and tensor reads than a stock step."""
 
 from itertools import product
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_a_step_has_no_more_collectives_than_a_stock_one(by_variant: dict[str, C
     assert in_all[OFF] > 10 * STEPS
 
 
-def test_loss_and_tokens_share_the_one_collective_that_a_stock_step_has_more(by_variant: dict[str, Counts]) -> None:
+def test_loss_and_tokens_share_one_collective_where_a_stock_step_has_two(by_variant: dict[str, Counts]) -> None:
     assert by_variant[ON].training == by_variant[OFF].training == by_variant[STOCK].training - STEPS
 
 
@@ -74,14 +74,16 @@ def test_recovery_adds_one_collective_on_the_cpu_group_and_the_reading_of_its_an
     assert by_variant[ON] == (training, STEPS, reads + STEPS)
 
 
-def test_a_step_reads_one_tensor_and_a_stock_one_two(by_variant: dict[str, Counts]) -> None:
+def test_a_step_reads_one_tensor_and_a_stock_step_two(by_variant: dict[str, Counts]) -> None:
     assert by_variant[STOCK].reads == 2 * STEPS
     assert by_variant[OFF].reads == STEPS
-    assert by_variant[ON].reads - by_variant[ON].agreement == STEPS  # the answer lies in host memory, on any device
+    assert by_variant[ON].reads - by_variant[ON].agreement == STEPS  # the answer is in host memory, on any device
 
 
-def test_each_micro_step_has_its_collectives_and_clipping_too(counted: list[dict[str, dict[str, Counts]]]) -> None:
-    """The counter sees what it should."""
+def test_the_collectives_of_each_micro_step_and_of_clipping_are_counted(
+    counted: list[dict[str, dict[str, Counts]]],
+) -> None:
+    """This checks the counter itself."""
     for variant in VARIANTS:
         once, once_clipped, twice = (counted[0][_name(case)][variant].training for case in CASES)
         assert once_clipped - once == (2 if torch.__version__.startswith("2.9.") else 1) * STEPS

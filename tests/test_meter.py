@@ -159,7 +159,7 @@ def test_a_storage_freed_outside_the_meter_is_no_longer_counted() -> None:
 
 
 def test_a_storage_freed_by_another_thread_at_the_same_time_is_no_longer_counted() -> None:
-    """The threads of gloo release the tensors of a collective while the step goes on."""
+    """The threads of gloo release the tensors of a collective while the step continues."""
 
     class OtherThreadsTurn(dict[int, Any]):
         def pop(self, *args: Any) -> Any:
@@ -187,7 +187,7 @@ def test_a_tensor_made_outside_is_counted_once_an_operation_returns_it() -> None
     assert meter.live_bytes == 0
 
 
-def test_reset_forgets_the_peak_and_not_what_is_live() -> None:
+def test_reset_forgets_the_peak_but_not_live_bytes() -> None:
     meter = CpuMeter()
     with meter:
         kept = torch.zeros(25)
@@ -237,7 +237,7 @@ def test_a_storage_that_is_resized_is_counted_at_its_new_size() -> None:
     assert meter.peak_bytes == 1000
 
 
-def test_a_resize_outside_the_meter_is_counted_on_entering() -> None:
+def test_a_resize_outside_the_meter_is_counted_on_entry() -> None:
     meter = CpuMeter()
     tensor = torch.zeros(100)
     meter.count(tensor)
@@ -568,7 +568,7 @@ def test_only_dense_tensors_on_the_cpu_are_counted() -> None:
     assert meter.live_bytes == dense.nbytes
 
 
-# ---- no effect
+# ---- no effect on results
 
 
 def test_metering_changes_no_bit_of_loss_or_gradients(trainee: Trainee) -> None:

@@ -10,10 +10,10 @@ from tests.method_runs import LOGGED_OTHERWISE, ROWS_THAT_FIT, STRATEGIES, Trial
 from tests.ranks import run_alone, run_on_ranks
 from tests.recipe_runs import RECIPES, shallow_assets
 
-# Finetuning has files of its own, and the others are made of what those left have: among the exhaustive tests.
+# Finetuning has test files of its own, and the others combine features of the remaining kinds: exhaustive tests only.
 ELSEWHERE = ("full", "lora", "full_single", "lora_single", "lora_dpo", "lora_kd", "full_qat", "lora_qat")
 KINDS = [pytest.param(kind, marks=pytest.mark.exhaustive) if kind in ELSEWHERE else kind for kind in RECIPES]
-MEANS = ("rewards/", "log_probs/", "logits/")  # stock takes means of means
+MEANS = ("rewards/", "log_probs/", "logits/")  # the stock recipe takes means of means
 
 
 def _all_trials(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def outcomes(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parity(kind: str, outcomes: Any) -> None:
-    """Losses, rates, norms and parameters equal those of stock bit for bit, unless stock logs something else."""
+    """Losses, rates, norms and parameters equal the stock recipe's bit for bit, unless it logs other quantities."""
     _check_parity(kind, [rank["parity"] for rank in outcomes(kind)], accumulation=2)
 
 
@@ -80,7 +80,7 @@ def test_the_loss_of_lora_dpo_is_the_mean_over_ranks_where_stock_logs_their_sum(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_search(kind: str, outcomes: Any) -> None:
-    """The search finds the rows that a metered step fits and one more row does not, and leaves no trace."""
+    """The search finds the largest number of rows that fits in a metered step, and restores all state."""
     _check_search([rank["search"] for rank in outcomes(kind)], strategies=STRATEGIES[:1])
 
 
@@ -101,7 +101,7 @@ def test_growth(kind: str, outcomes: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_recovery(kind: str, outcomes: Any) -> None:
-    """Training with faults equals that of a run told the same micro-batches, and nothing is left behind."""
+    """Training with faults equals a run configured with the same micro-batches, and no memory stays allocated."""
     _check_recovery([rank["recovery"] for rank in outcomes(kind)])
 
 
@@ -111,7 +111,7 @@ def _check_recovery(ranks: list[dict[str, Any]]) -> None:
         assert rank["retries"] == rank["struck"] >= 0.95 * rank["faults"]
         live_bytes, told_live_bytes = rank["live bytes"]
         assert len(live_bytes) >= rank["faults"]
-        # A thread of gloo may give back a few scalars a moment late.
+        # A thread of gloo may free a few scalars a moment late.
         assert live_bytes == pytest.approx(told_live_bytes, abs=1024)
     steps, told = ranks[0]["figures"]
     assert len(told) >= ranks[0]["faults"]
@@ -120,7 +120,7 @@ def _check_recovery(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_resume(kind: str, outcomes: Any) -> None:
-    """From a checkpoint of torchtune's after an epoch, and from one of ours within an epoch."""
+    """Runs resume from a checkpoint of torchtune after an epoch, and from an adaptive one within an epoch."""
     for rank in outcomes(kind):
         assert [resumed["parameters equal"] for resumed in rank["resume"]] == [True, True]
     for resumed_run, steps_left in zip(outcomes(kind)[0]["resume"], (3, 2), strict=True):
@@ -132,7 +132,7 @@ def test_resume(kind: str, outcomes: Any) -> None:
 @pytest.mark.parametrize("cut", ["rows", "tokens"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_global_batch(kind: str, cut: str, outcomes: Any) -> None:
-    """However ten samples are cut, the losses are the same. Rounding moves fake quantization by whole steps."""
+    """However ten samples are cut, the losses agree. Rounding may shift a fake quantized value by a whole step."""
     found = outcomes(kind)[0]["cuts"]
     whole, _ = found["whole"]
     losses, limit = found[cut]
@@ -161,7 +161,7 @@ def in_backward(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any
 
 @pytest.mark.parametrize("kind", STEPS_IN_BACKWARD)
 def test_search_in_backward(kind: str, in_backward: Any) -> None:
-    """Weights move in each backward pass of a probe, and are afterwards as they were."""
+    """Each backward pass of a probe changes the weights; they are restored afterwards."""
     _check_search([rank["search"] for rank in in_backward(kind)], strategies=STRATEGIES[:2])
 
 
@@ -185,9 +185,9 @@ def _compiled(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", [kind for kind in RECIPES if "qat" not in kind])  # which torchtune refuses
+@pytest.mark.parametrize("kind", [kind for kind in RECIPES if "qat" not in kind])  # torchtune refuses to compile QAT
 def test_compile(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
-    """Without a search, compiled code trains as eager code does. It takes a C++ compiler and half a minute."""
+    """Without a search, compiled code trains as eager code does. It needs a C++ compiler and half a minute."""
     eager, compiled = _run(_compiled, kind, tiny_dir, tmp_path)[0]["losses"]
     assert len(eager) == 3
     assert compiled == pytest.approx(eager, rel=1e-4)

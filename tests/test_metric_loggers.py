@@ -1,4 +1,4 @@
-"""Every metric reaches each of torchtune's loggers by its name, step and value, and no logger ends a run."""
+"""Every metric reaches each of torchtune's loggers with its name, step and value; no failing logger ends a run."""
 
 import ast
 import json
@@ -24,7 +24,7 @@ from torchtune_adaptive.training import distillation, preference
 from torchtune_adaptive.training.metrics import METRICS, TolerantLogger, metrics_table
 
 REPOSITORY = Path(__file__).parent.parent
-# A count of bytes that no 32-bit float holds, and what a diverged run has.
+# Among them a number of bytes that a 32-bit float cannot hold, and values of a diverged run.
 STEPS: dict[int, dict[str, float]] = {
     step: {name: place + step / 4 for place, name in enumerate(METRICS)}
     | {"peak_memory_bytes": 85_899_345_921 + step, "oom_retries": step, "grad_norm": math.nan, "loss": math.inf}
@@ -135,7 +135,7 @@ def test_weights_and_biases_offline(tmp_path: Path) -> None:
                 time.sleep(0.05)
             logged[step] = {name: summary[name] for name in METRICS}
         logger.close()
-        del logger  # torchtune's ends whatever run there is when it is collected: it must not be the next one
+        del logger  # when collected, torchtune's logger ends the current run, which must not be the next one
         check(logged)
     assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
 
@@ -179,7 +179,7 @@ def test_mlflow_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Failing:
-    """Logs but at some steps, and cannot be closed."""
+    """A logger that fails at the steps ``fails_at``, and when it is closed."""
 
     def __init__(self, *fails_at: int) -> None:
         self.fails_at = fails_at
@@ -224,7 +224,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCapt
     ]
 
 
-def test_what_else_a_logger_has_is_its_own(tmp_path: Path) -> None:
+def test_other_attributes_are_those_of_the_wrapped_logger(tmp_path: Path) -> None:
     disk = DiskLogger(str(tmp_path), filename="log.txt")
     logger = TolerantLogger(disk)
     assert logger.path_to_log_file() == tmp_path / "log.txt"

@@ -1,4 +1,4 @@
-"""A step's samples are cut into as many micro-batches on every rank, within a limit that memory may have lowered."""
+"""A step is cut into the same number of micro-batches on every rank, within a limit that recovery may lower."""
 
 import math
 from typing import Any
@@ -18,14 +18,14 @@ SILENT: Row = {"tokens": [0], "labels": [-100]}
 
 
 class Unasked(Consensus):
-    """Must not be asked: each question is a collective."""
+    """A consensus that must not be used, because each use is a collective."""
 
     def _reduce(self, number: int, op: Any) -> int:
         raise AssertionError("asked")
 
 
 class With(Consensus):
-    """One rank of several, of which the others say ``others``; remembers what this one said."""
+    """One rank of several: the other ranks give ``others``, and the numbers that this rank gives are recorded."""
 
     def __init__(self, *others: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def batcher(limit: MicroBatchLimit, consensus: Consensus | None = None) -> Micro
 
 
 def rows_of(*lengths: int) -> list[Row]:
-    """Rows of so many tokens, each of which is the row's number."""
+    """Rows of the given lengths; each token is the row's number."""
     return [{"tokens": [number] * length, "labels": [number] * length} for number, length in enumerate(lengths)]
 
 
@@ -66,7 +66,7 @@ def test_a_limit_in_tokens_puts_rows_of_like_length_together() -> None:
     assert names(batcher(TokenLimit(16)).cut(samples_of(2, 8, 8, 3, 3))) == [[1, 2], [3, 4], [0]]
 
 
-def test_a_rank_with_fewer_rows_takes_as_many_micro_steps_without_being_told() -> None:
+def test_a_rank_with_fewer_rows_takes_as_many_micro_steps_without_communication() -> None:
     asks_nobody = batcher(RowLimit(2), Unasked())
     assert names(asks_nobody.cut(samples_of(1, 1, 1, most=5))) == [[0], [1], [2]]
     assert names(asks_nobody.cut(samples_of(1, most=5))) == [[0], ["silent"], ["silent"]]
@@ -83,7 +83,7 @@ def test_with_a_limit_in_tokens_the_ranks_agree_on_the_number_of_micro_batches()
 
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(samples=st.integers(1, 40), ranks=st.integers(1, 6), size=st.integers(1, 12), data=st.data())
-def test_every_rank_has_as_many_micro_batches_and_every_row_is_in_one_of_them(
+def test_every_rank_has_the_same_number_of_micro_batches_and_every_row_is_in_one_of_them(
     samples: int, ranks: int, size: int, data: st.DataObject
 ) -> None:
     most = most_rows(samples, ranks=ranks)
@@ -115,7 +115,7 @@ def test_tokens_are_counted_without_and_with_padding_and_silent_rows_are_not() -
     assert (cut.num_tokens, cut.num_padded_tokens) == (10, 2 * 5 + 2)
 
 
-def test_padding_is_that_of_what_was_counted_since_it_was_taken_however_often_it_was_cut() -> None:
+def test_padding_is_that_of_the_cuts_counted_since_it_was_last_taken() -> None:
     batches = batcher(RowLimit(4))
     samples = samples_of(1, 1, 1, 5)
     batches.cut(samples)  # an attempt that ran out of memory
@@ -129,7 +129,7 @@ def test_padding_is_that_of_what_was_counted_since_it_was_taken_however_often_it
     assert batches.take_padding() == pytest.approx(1 - (4 + 4 + 3) / (6 + 4 + 4))
 
 
-# ---- a limit that memory lowers
+# ---- a limit that recovery lowers
 
 
 def test_a_limit_is_halved_and_set_back_and_the_largest_stays() -> None:
@@ -183,7 +183,7 @@ def test_a_lower_limit_helps_if_some_micro_batch_has_more_than_a_row(
     assert batcher(limit, With(1)).can_reduce(samples) is True  # on another rank
 
 
-def test_what_was_reduced_before_counts_for_what_can_be_reduced() -> None:
+def test_a_limit_that_was_reduced_to_one_row_cannot_be_reduced_again() -> None:
     batches = batcher(RowLimit(2))
     batches.reduce()
     assert batches.can_reduce(samples_of(1, 1)) is False
@@ -198,7 +198,7 @@ def test_rows_of_a_length_at_a_size() -> None:
 # ---- state
 
 
-def test_a_resumed_run_goes_on_with_the_reduced_limit() -> None:
+def test_a_resumed_run_continues_with_the_reduced_limit() -> None:
     batches, resumed = batcher(TokenLimit(80)), batcher(TokenLimit(80))
     state = {"micro_batch": None, "micro_batch_limit": 80, "micro_batch_unit": "tokens", "padding": (0, 0)}
     assert batches.state_dict() == state
@@ -211,7 +211,7 @@ def test_a_resumed_run_goes_on_with_the_reduced_limit() -> None:
     assert resumed.state_dict() == batches.state_dict()
 
 
-def test_the_largest_limit_is_that_of_the_earlier_part_of_the_run_unless_it_is_taken_out_of_the_state() -> None:
+def test_a_resumed_run_keeps_its_largest_limit_unless_the_state_has_none() -> None:
     state, resumed = batcher(RowLimit(8)).state_dict(), batcher(RowLimit(13))
     resumed.load_state_dict(state | {"micro_batch_limit": None})
     assert resumed.largest == RowLimit(13)
@@ -219,14 +219,14 @@ def test_the_largest_limit_is_that_of_the_earlier_part_of_the_run_unless_it_is_t
     assert resumed.largest == RowLimit(8)
 
 
-def test_a_size_in_another_unit_is_not_taken() -> None:
+def test_a_saved_limit_in_another_unit_is_ignored() -> None:
     batches, resumed = batcher(TokenLimit(8)), batcher(RowLimit(16))
     batches.reduce()
     resumed.load_state_dict(batches.state_dict())
     assert (resumed.limit, resumed.largest) == (RowLimit(16), RowLimit(16))
 
 
-def test_padding_counted_before_is_in_the_figure_after() -> None:
+def test_padding_counted_before_a_resume_is_included_after_it() -> None:
     whole = batcher(RowLimit(4))
     whole.count_padding(whole.cut(samples_of(1, 5)))
     assert whole.state_dict()["padding"] == (6, 10)

@@ -1,4 +1,4 @@
-"""When a node ends, however it ends, the others end with one sentence, and none waits."""
+"""When a node ends for whatever reason, the other nodes end with a message of one sentence, and none hangs."""
 
 import json
 import socket
@@ -17,7 +17,7 @@ LONGEST_WAIT_S = 60.0
 
 
 class Node:
-    """A watch, and the sentence with which it ended its node."""
+    """A watch, and the sentence with which it ends its node."""
 
     def __init__(self, name: str, *, others: int = 1, run: str = "run") -> None:
         self.ended = threading.Event()
@@ -49,7 +49,7 @@ def connected(number: int) -> list[Node]:
 
 
 class BareNode:
-    """The other end of a connection to a node 0: a process that does no more than the test says."""
+    """A process that is connected to node 0, and does only what the test asks for."""
 
     def __init__(self, port: int, *, run: str = "run") -> None:
         self._socket = socket.create_connection(("127.0.0.1", port))
@@ -85,7 +85,7 @@ def test_a_node_that_is_killed_is_noticed_at_once() -> None:
     assert first.said() == "node 1 (host) is gone; its own output says why."
 
 
-def test_after_a_complete_run_no_node_is_missed() -> None:
+def test_after_a_complete_run_no_node_is_reported_as_gone() -> None:
     first, second = connected(2)
     second.watch.close(None)
     first.watch.close(None)
@@ -115,7 +115,7 @@ def test_a_node_that_fails_stays_until_the_others_have_heard_it() -> None:
     assert not closing.is_alive()
 
 
-def test_what_does_not_belong_to_the_run_is_dropped() -> None:
+def test_a_connection_of_another_run_is_dropped() -> None:
     first = Node("node 0")
     port = first.watch.listen()
     stranger = BareNode(port, run="another run")
@@ -125,7 +125,7 @@ def test_what_does_not_belong_to_the_run_is_dropped() -> None:
     assert first.said() == "node 1 (host) is gone; its own output says why."
 
 
-def test_an_error_waits_for_the_news_that_another_node_is_its_cause() -> None:
+def test_before_an_error_is_shown_a_node_waits_for_news_that_another_node_is_its_cause() -> None:
     first = Node("node 0")
     BareNode(first.watch.listen()).vanish()
     first.watch.wait_for_news()
@@ -134,7 +134,7 @@ def test_an_error_waits_for_the_news_that_another_node_is_its_cause() -> None:
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets what torchrun gives to a rank, beside a store of its own."""
+    """Sets the environment variables that torchrun gives to a rank, with a store for the test."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def give(**changes: str) -> None:
@@ -167,7 +167,7 @@ def test_nodes_find_each_other_by_torchruns_store(environment: Callable[..., Non
     first.close(None)
 
 
-def test_what_another_rank_of_a_node_reports_ends_all_nodes(
+def test_an_error_that_another_rank_of_a_node_reports_ends_all_nodes(
     environment: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nodes, "_LONGEST_CLOSE_S", 0.0)
@@ -185,7 +185,7 @@ def test_what_another_rank_of_a_node_reports_ends_all_nodes(
     first.close(None)
 
 
-def test_a_node_ends_when_that_with_torchruns_store_is_gone(environment: Callable[..., None]) -> None:
+def test_a_node_ends_when_the_node_with_torchruns_store_is_gone(environment: Callable[..., None]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     ended: list[str] = []
@@ -196,7 +196,7 @@ def test_a_node_ends_when_that_with_torchruns_store_is_gone(environment: Callabl
     assert ended == ["node 0 is gone; its own output says why."]
 
 
-def test_a_connection_that_the_network_blocks_ends_nobody(
+def test_a_connection_that_the_network_blocks_ends_no_node(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def blocked(*_: object, **__: object) -> None:
@@ -218,7 +218,7 @@ def test_one_node_watches_nothing(environment: Callable[..., None], changes: dic
     assert threading.active_count() == threads
 
 
-def test_a_machine_that_is_silent_is_given_up_by_the_system() -> None:
+def test_the_system_closes_the_connection_to_a_silent_machine_within_30_seconds() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as link:
         nodes._keep_alive(link)
         assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

@@ -1,4 +1,4 @@
-"""The noise scale is that of a brute force over all samples, and the batch grows toward it and never above it."""
+"""The noise scale agrees with brute force over all samples; the batch grows toward it and never above it."""
 
 import copy
 import json
@@ -20,7 +20,7 @@ SAMPLES, SMALL, LARGE = 200, 4, 12
 
 
 def norms_of(noise_scale: float, *, samples: int = 8) -> GradientNorms:
-    """Exactly what windows of ``samples`` have on average where the mean gradient's norm is 1."""
+    """The exact average norms of windows of ``samples`` if the mean gradient's norm is 1."""
     small = samples // 2
     return GradientNorms(small, 1 + noise_scale / small, samples, 1 + noise_scale / samples)
 
@@ -88,7 +88,7 @@ def test_estimates_from_all_pairs_without_replacement_are_those_of_the_unbiased_
     small=st.integers(1, 50),
     more=st.integers(1, 200),
 )
-def test_norms_as_they_are_on_average_give_back_what_they_are_made_of(
+def test_average_norms_yield_the_mean_and_covariance_that_they_were_computed_from(
     squared_mean: float, trace: float, small: int, more: int
 ) -> None:
     samples = small + more
@@ -191,7 +191,7 @@ def test_the_increase_of_a_measured_schedule_is_cut_to_the_maximum_where_that_of
 # ---- a schedule like others, with a state
 
 
-def test_it_can_be_rehearsed_and_is_left_undisturbed() -> None:
+def test_planning_growth_does_not_change_the_schedule() -> None:
     schedule = having_observed(1000.0)
     assert check_function(schedule) is schedule
     before = schedule.state_dict()
@@ -203,7 +203,9 @@ def test_it_can_be_rehearsed_and_is_left_undisturbed() -> None:
 
 @properties
 @given(scales=st.lists(st.floats(0.1, 1000), max_size=12), saved_after=st.integers(0, 12))
-def test_a_schedule_resumed_from_json_goes_on_as_if_it_had_never_ended(scales: list[float], saved_after: int) -> None:
+def test_a_schedule_resumed_from_json_continues_like_an_uninterrupted_one(
+    scales: list[float], saved_after: int
+) -> None:
     uninterrupted, interrupted = gradient_noise_scale(), gradient_noise_scale()
     for scale in scales[:saved_after]:
         interrupted.observe(norms_of(scale))
@@ -218,7 +220,7 @@ def test_a_schedule_resumed_from_json_goes_on_as_if_it_had_never_ended(scales: l
     assert resumed.state_dict() == uninterrupted.state_dict()
 
 
-def test_a_schedule_of_ones_own_is_told_of_gradients_and_asked_like_others() -> None:
+def test_a_custom_schedule_observes_gradients_and_is_called_like_others() -> None:
     class Remembers(MeasuredSchedule):
         every_steps = 2
 
@@ -247,7 +249,7 @@ def test_a_schedule_of_ones_own_is_told_of_gradients_and_asked_like_others() -> 
 
 @pytest.mark.parametrize("name", ["max_factor", "smoothing", "every_steps", "min_measurements"])
 @pytest.mark.parametrize("value", [True, "2", None, math.nan, -1, [2]])
-def test_an_argument_that_is_no_number_or_below_its_range_is_refused_and_quoted(name: str, value: Any) -> None:
+def test_an_argument_that_is_not_a_number_or_below_its_range_is_refused_and_quoted(name: str, value: Any) -> None:
     with pytest.raises(InputError) as refusal:
         gradient_noise_scale(**{name: value})
     assert str(refusal.value).startswith(f"`{name}` must be ")
@@ -271,12 +273,12 @@ def test_an_argument_out_of_its_range_is_refused_with_the_bound(arguments: dict[
     assert str(refusal.value) == sentence
 
 
-def test_arguments_on_the_edge_of_their_range_are_taken_and_told() -> None:
+def test_arguments_on_the_edge_of_their_range_are_accepted_and_shown() -> None:
     schedule = gradient_noise_scale(max_factor=1.5, every_steps=1, smoothing=0, min_measurements=1)
     assert repr(schedule) == "gradient_noise_scale(max_factor=1.5, every_steps=1, smoothing=0, min_measurements=1)"
 
 
-def test_a_measurement_that_is_not_finite_is_passed_over() -> None:
+def test_a_measurement_that_is_not_finite_is_skipped() -> None:
     schedule = gradient_noise_scale(min_measurements=1)
     for norm_squared in (math.nan, math.inf):
         schedule.observe(GradientNorms(4, norm_squared, 8, norm_squared))

@@ -1,4 +1,4 @@
-"""One rank, where nothing is sharded: no bit of plain LoRA changes, NF4 models train. One device without any rank."""
+"""One rank without sharding: LoRA equals the stock recipe bit for bit, NF4 models train. One device without ranks."""
 
 import shutil
 from pathlib import Path
@@ -49,7 +49,7 @@ SEARCHED = {
     "adaptive__memory_limit": "12MiB",
 }
 SQUEEZED = {"batch_size": 16, "adaptive__memory_limit": "12MiB"}
-TOLD = {"batch_size": 4, "gradient_accumulation_steps": 4}  # the micro-batches that fit above
+TOLD = {"batch_size": 4, "gradient_accumulation_steps": 4}  # the micro-batches that fit in `SQUEEZED`
 
 
 def _figures(steps: list[Step]) -> list[tuple[float, ...]]:
@@ -63,7 +63,7 @@ def _trained(recipe: Any) -> dict[str, torch.Tensor]:
 
 
 def _is_base_of_checkpoint(recipe: Any, checkpoint: dict[str, torch.Tensor]) -> bool:
-    """Whether every frozen parameter is, bit for bit, the checkpoint's, or what quantizing that gives."""
+    """Whether every frozen parameter equals the checkpoint's bit for bit, quantized where the model is."""
     frozen = {name: p for name, p in recipe._model.named_parameters() if not p.requires_grad}
     frozen = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in frozen.items()}
     return frozen.keys() == checkpoint.keys() and all(
@@ -78,7 +78,7 @@ def _is_base_of_checkpoint(recipe: Any, checkpoint: dict[str, torch.Tensor]) -> 
 
 
 def _train_plain(case: dict[str, Any], tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    """By stock, which shards, and by ours."""
+    """Train with the stock recipe, which shards, and with the adaptive one."""
     cfg = tiny_config("lora", tiny_dir, output_dir, **COMMON | case)
     stock = stock_recipe("lora")
     with mock.patch.multiple(
@@ -95,7 +95,7 @@ def _train_plain(case: dict[str, Any], tiny_dir: Path, output_dir: Path) -> dict
 
 
 def _train_quantized(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    """With a search; resumed from its first epoch, with a search again; squeezed; and told what fits then."""
+    """Runs with a search, resumed with another search, short of memory, and configured with what fits then."""
 
     def run(directory: str, **overrides: Any) -> tuple[list[Step], Any]:
         overrides = COMMON | {"model__quantize_base": True} | overrides
@@ -109,7 +109,7 @@ def _train_quantized(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     adapters = torch.load(output_dir / "searched" / "epoch_1" / "adapter_model.pt")
     shutil.rmtree(output_dir / "searched" / "epoch_1")
     resumed_steps, resumed = run("searched", **SEARCHED, resume_from_checkpoint=True)
-    # Nothing that is trained may be mapped to the file it came from: reading it would now kill this process.
+    # No trained tensor may be memory-mapped to the file it was loaded from: reading it would now kill this process.
     (output_dir / "searched" / "epoch_0" / "adapter_model.pt").write_bytes(b"")
     squeezed_steps, squeezed = run("squeezed", **SQUEEZED)
     told_steps, told = run("told", **TOLD)
@@ -215,7 +215,7 @@ def _run_alone(
 
 
 def _save_on_device(tiny_dir: Path, output_dir: Path, **overrides: Any) -> dict[str, Any]:
-    """Two epochs of LoRA, saved and not; and what was saved after the first."""
+    """Two epochs of LoRA, with and without saving; and whether the first checkpoint has merged weights."""
     runs = []
     common: dict[str, Any] = UNMETERED | {"epochs": 2} | overrides
     for change in (lambda recipe_class: recipe_class, without_saving):
@@ -235,7 +235,7 @@ def _save_on_device(tiny_dir: Path, output_dir: Path, **overrides: Any) -> dict[
 
 
 def _size_on_device(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    """What the settings beyond a search of rows make of a run on one device."""
+    """Runs on one device, each with one of the settings other than a search for rows."""
     common = ON_ONE_DEVICE | {"epochs": 1}
     ways: dict[str, dict[str, Any]] = {
         "throughput": {"memory_limit": "32MiB", "max_batch_size": 4, "objective": "throughput"},
@@ -272,7 +272,7 @@ def on_device(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def test_on_one_device_saving_leaves_the_base_and_the_training_of_lora_as_they_are(
     base: str, on_device: dict[str, Any]
 ) -> None:
-    """Stock merges the adapters into the weights that it trains, if these are on the CPU."""
+    """The stock recipe merges the adapters into the weights that it trains, if these are on the CPU."""
     outcome = on_device["saved"][base]
     steps, unsaved = outcome["steps"]
     assert len(unsaved) == 12

@@ -21,7 +21,7 @@ from torchtune_adaptive.memory.out_of_memory import (
 
 CPU = torch.device("cpu")
 
-# As the backends print them, with the text before and after.
+# As the backends print them, with the surrounding text.
 OUT_OF_MEMORY_TEXTS = (
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB",
     "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
@@ -146,7 +146,7 @@ def test_an_error_comes_from_out_of_memory_if_any_behind_it_is(errors: list[Base
         [dist.DistBackendError(COLLECTIVE_TEXTS[0]), RuntimeError("second")],
     ],
 )
-def test_an_error_with_none_behind_it_does_not(errors: list[BaseException]) -> None:
+def test_an_error_does_not_come_from_out_of_memory_if_none_behind_it_is(errors: list[BaseException]) -> None:
     assert not comes_from_out_of_memory(chain(*errors))
 
 
@@ -162,7 +162,7 @@ def test_an_error_that_hides_the_one_before_it_still_comes_from_it() -> None:
     assert caught == [True]
 
 
-def test_what_the_allocator_of_the_cpu_raises_counts() -> None:
+def test_an_error_of_the_cpu_allocator_is_out_of_memory() -> None:
     caught: list[BaseException] = []
     try:
         torch.empty(2**62, dtype=torch.int8)
@@ -232,7 +232,7 @@ def test_within_the_except_block_nothing_is_freed() -> None:
 
 
 def test_without_a_new_backward_the_queue_of_the_failed_one_keeps_the_graph_alive() -> None:
-    """The reason for the backward in ``free_memory``; delete it when this fails."""
+    """The reason for the backward pass in ``free_memory``, which can be deleted when this test fails."""
     watched = fails(fail_in_backward)
     gc.collect()
     assert any(reference() is not None for reference in watched)
@@ -275,7 +275,7 @@ def test_objects_frozen_by_other_code_stay_frozen() -> None:
 
 
 def is_frozen(value: object) -> bool:
-    """Not by their number: other objects that are frozen may die at any time."""
+    """This looks for the object itself, because the number of frozen objects may change at any time."""
     return not any(one is value for one in gc.get_objects())
 
 

@@ -1,6 +1,6 @@
 """A step that runs out of memory is run again in smaller micro-batches, and trains the same.
 
-The toy: a linear model, and rows of which the first token and the number of tokens are what it sees.
+The toy is a linear model. Its inputs are the first token of each row, and the row's number of tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +40,7 @@ ROWS = rows_of(1, 3, 2, 1, 3, 2, 1, 1)
 
 
 class Beside(Consensus):
-    """This rank, in events after one that reports ``other``."""
+    """This rank as the second of two, of which the first reports ``other``."""
 
     def __init__(self, other: Any) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Beside(Consensus):
 
 
 class CachingMeter(CpuMeter):
-    """Of a device of 1 KiB, whose allocator has freed its cache ``retries`` times."""
+    """The meter of a device of 1 KiB, whose allocator has freed its cache ``retries`` times."""
 
     retries = 0
 
@@ -70,7 +70,7 @@ class CachingMeter(CpuMeter):
 
 @dataclass
 class Tries:
-    """Takes the place of probes in the middle of training; sizes up to ``fitting`` fit."""
+    """Replaces the probes in the middle of training; sizes up to ``fitting`` fit."""
 
     fitting: int = 0
     calls: int = 0
@@ -86,12 +86,12 @@ class Tries:
 
 
 class Toy:
-    """A model, its step, and the retry around it; with ``recovers`` a recovery that a dry run has made.
+    """A model, its step, and the retry around it; with ``recovers``, a dry run prepares recovery.
 
     Attributes:
         cuts: the rows of each micro-batch.
         draws: a random number for each micro-batch.
-        numbers: of the micro-steps, as ``wrap_micro_steps`` has them.
+        numbers: the micro-steps' numbers, as ``wrap_micro_steps`` gets them.
         notes: why the micro-batch changed.
     """
 
@@ -150,7 +150,7 @@ class Toy:
         return torch.tensor([[float(row["tokens"][0]), float(len(row["tokens"]))] for row in rows])
 
     def failing_at(self, *numbers: int, phase: str = "forward", **options: Any) -> "Toy":
-        """The same; from now on micro-steps of these numbers run out of memory in ``phase``."""
+        """Return this toy; from now on, micro-steps with these numbers run out of memory in ``phase``."""
 
         def around(number: int, run: Run) -> StepSums:
             self.numbers.append(number)
@@ -208,7 +208,7 @@ def test_a_limit_in_tokens_is_halved_too() -> None:
     assert same_bits(parameters, Toy(TokenLimit(12)).train())
 
 
-def test_the_next_step_begins_with_what_has_fitted() -> None:
+def test_the_next_step_begins_with_the_micro_batch_that_fitted() -> None:
     toy = Toy(RowLimit(4)).failing_at(0)
     toy.train()
     toy.retry.wrap_micro_steps(None)
@@ -236,7 +236,7 @@ def test_padding_is_counted_once_although_the_step_is_cut_twice() -> None:
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_what_happened_is_noted_with_rank_phase_and_figures(phase: str) -> None:
+def test_an_out_of_memory_error_is_noted_with_rank_phase_and_figures(phase: str) -> None:
     toy = Toy(RowLimit(4)).failing_at(1, phase=phase)
     toy.train(number=12)
     assert toy.notes == [
@@ -333,17 +333,17 @@ def test_without_recovery_steps_are_the_same_and_their_padding_is_counted() -> N
     [
         ([], [0, 1]),
         ([1], [0, 1, 2, 3, 4, 5]),
-        ([0], [0, 2, 3, 4, 5]),  # number 1 is left out after the failure, and counts
+        ([0], [0, 2, 3, 4, 5]),  # number 1 is skipped after the failure, but counted
         ([0, 3], [0, 2, 3, *range(6, 14)]),
     ],
 )
-def test_numbers_of_micro_steps_go_on_counting_when_a_step_is_run_again(faults: list[int], numbers: list[int]) -> None:
+def test_numbers_of_micro_steps_keep_rising_when_a_step_is_run_again(faults: list[int], numbers: list[int]) -> None:
     toy = Toy(RowLimit(4)).failing_at(*faults)
     toy.train()
     assert toy.numbers == numbers
 
 
-def test_numbers_of_micro_steps_begin_anew_in_each_step_and_end_when_nothing_wraps_them() -> None:
+def test_numbers_of_micro_steps_restart_in_each_step_and_end_when_nothing_wraps_them() -> None:
     toy = Toy(RowLimit(4)).failing_at()
     toy.train()
     toy.train()
@@ -357,7 +357,7 @@ def test_numbers_of_micro_steps_begin_anew_in_each_step_and_end_when_nothing_wra
 
 
 def thrashing(toy: Toy, meter: CachingMeter, *retries: int) -> None:
-    """Train a step for each of ``retries``, in which the allocator frees its cache so often."""
+    """Train one step for each of ``retries``, in which the allocator frees its cache that many times."""
     for count in retries:
         meter.retries += count
         toy.train()
@@ -374,13 +374,13 @@ def test_after_two_steps_with_allocator_retries_the_next_ones_are_cut_in_halves(
         "micro-batch 4 -> 2 rows: in step 7 rank 0 had to free the allocator's cache in two steps in a row"
         " (peak 512 B, limit 1.0 KiB)"
     ]
-    thrashing(toy, meter, 1)  # the first one since
+    thrashing(toy, meter, 1)  # the first step with retries since then
     assert toy.micro_batches.limit == RowLimit(2)
     thrashing(toy, meter, 1)
     assert toy.micro_batches.limit == RowLimit(1)
 
 
-def test_a_slow_step_counts_and_trains_as_it_is() -> None:
+def test_a_step_with_allocator_retries_is_kept_and_trains_the_same() -> None:
     meter = CachingMeter()
     slow, plain = Toy(RowLimit(4), meter=meter), Toy(RowLimit(4))
     for toy in (slow, plain):
@@ -423,7 +423,7 @@ def test_a_measured_step_is_cut_in_two_halves_of_which_the_first_is_the_small_ba
     assert norm_squared == pytest.approx(expected)
 
 
-def test_the_halves_of_a_measured_step_are_cut_for_themselves() -> None:
+def test_the_halves_of_a_measured_step_are_cut_separately() -> None:
     toy = Toy(RowLimit(3)).failing_at()
     toy.sums(ROWS[:7], measured=True)
     assert toy.cuts == [3, 1, 3]
@@ -477,10 +477,10 @@ def test_a_try_at_a_limit_in_tokens_has_as_many_rows_as_it_holds() -> None:
     assert {size: list(map(len, batches)) for size, batches in toy.tries.tried.items()} == {40: [13, 13]}
 
 
-def test_what_memory_has_not_made_small_is_not_tried() -> None:
+def test_nothing_larger_is_tried_if_the_limit_was_never_reduced() -> None:
     toy = Toy(RowLimit(24), fitting=100)
     assert toy.retry.try_larger(ROWS[0], 100) is None
-    assert toy.tries.calls == 0  # each costs time, whatever it tries
+    assert toy.tries.calls == 0  # each call costs time, whatever sizes it tries
 
 
 def test_where_nothing_larger_fits_the_limit_stays() -> None:

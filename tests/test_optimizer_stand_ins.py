@@ -1,4 +1,4 @@
-"""Stand-ins for optimizers hold what those of bitsandbytes and torchao hold."""
+"""Stand-ins for optimizers hold as much state as those of bitsandbytes and torchao."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.memory.operations import plain_parts
 from torchtune_adaptive.plan.optimizer_stand_ins import stand_in_for_optimizer
 
-# Elements of a parameter: below 4096; no whole number of blocks of 256, nor of 128; of 128 only; whole blocks.
+# Numbers of elements: below 4096; not a multiple of 256 or 128; a multiple of 128 only; a multiple of both.
 SHAPES = [(7, 9), (4097,), (33, 128), (64, 256)]
 
 
@@ -32,7 +32,7 @@ def stand_in(component: str, **options: Any) -> Any:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Of each parameter, in order; counts of steps, which are on the host, left out."""
+    """The bytes of each parameter's state, in order, without step counts, which are on the host."""
     return [
         sum(part.nbytes for value in optimizer.state[one].values() if value.dim() for part in plain_parts(value))
         for one in optimizer.param_groups[0]["params"]
@@ -59,7 +59,7 @@ def test_an_optimizer_on_the_host_holds_the_state_of_small_parameters_alone() ->
 
 def test_an_optimizer_on_the_host_counts_pinned_parameters_and_gradients_and_their_state_there() -> None:
     held = stand_in("torchao.optim.CPUOffloadOptimizer", minimal_size=4200)
-    held.step()  # counts nothing again
+    held.step()  # must not count anything twice
     large = [2 * 4224, 2 * 16384]
     assert held.host_bytes == 2 * (16384 + 32768) + 2 * sum(large)
 
@@ -82,7 +82,7 @@ def test_bitsandbytes_state_is_counted_by_the_optimizers_number_of_tensors(name:
     assert state_bytes(stand_in(f"bitsandbytes.optim.{name}8bit")) == [states * n for n in with_scales]
 
 
-def test_another_libraries_optimizer_is_itself() -> None:
+def test_an_optimizer_of_another_library_has_no_stand_in() -> None:
     cfg = OmegaConf.create({"_component_": "torch.optim.AdamW", "lr": 0.1, "fused": True})
     assert stand_in_for_optimizer(cfg) is cfg
 

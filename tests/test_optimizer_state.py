@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Trainee:
-    """Parameters with zeros of both signs, one of them frozen, in two groups; the same anew every time."""
+    """Parameters with zeros of both signs, one of them frozen, in two groups; the same values every time."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Trainee:
         return torch.cat([torch.tensor([0.0, -0.0]), torch.randn(size)])
 
     def bits(self) -> list[list[int]]:
-        """The parameters' bits: unlike their values, these tell a zero from a negative one."""
+        """The parameters' bits, which differ between 0.0 and -0.0, unlike their values."""
         return [parameter.detach().view(BITS[parameter.dtype]).tolist() for parameter in self.parameters]
 
     def train(self) -> list[list[list[int]]]:
@@ -102,7 +102,7 @@ def test_making_the_state_changes_nothing_else(kind: Any, options: dict[str, Any
     assert "_opt_called" not in vars(trainee.optimizer)
 
 
-def test_all_trained_parameters_have_the_state_of_before_a_first_step(kind: Any, options: dict[str, Any]) -> None:
+def test_all_trained_parameters_have_the_state_from_before_a_first_step(kind: Any, options: dict[str, Any]) -> None:
     trainee, stepped = Trainee(kind, **options), Trainee(kind, **options)
     allocate_state(trainee.optimizer)
     stepped.train()
@@ -135,7 +135,7 @@ def test_a_later_step_makes_no_more_state() -> None:
 
 @pytest.mark.parametrize("has_stepped", [False, True])
 def test_a_scheduler_does_not_learn_of_the_step(has_stepped: bool) -> None:
-    """A flag which its wrapper of ``step`` sets tells it whether it is stepped too early."""
+    """The scheduler's wrapper of ``step`` sets a flag, by which it detects that it is stepped too early."""
     trainee = Trainee()
     scheduler = torch.optim.lr_scheduler.LambdaLR(trainee.optimizer, lambda step: 1 / (1 + step))
     if has_stepped:
@@ -151,7 +151,7 @@ def test_a_scheduler_does_not_learn_of_the_step(has_stepped: bool) -> None:
 
 
 class OwnAdamW(AdamW):
-    """Another optimizer, for all that anyone knows."""
+    """A subclass, which may behave differently."""
 
 
 def sgd(groups: Any, *, lr: float) -> torch.optim.Optimizer:
@@ -165,7 +165,7 @@ def adamw_with_eps_zero_in_one_group(groups: Any, *, lr: float) -> torch.optim.O
 
 
 @pytest.mark.parametrize("kind", [sgd, OwnAdamW, adamw_with_eps_zero_in_one_group])
-def test_an_optimizer_that_could_come_out_otherwise_is_left_alone(kind: Callable[..., torch.optim.Optimizer]) -> None:
+def test_an_optimizer_that_might_be_changed_is_left_alone(kind: Callable[..., torch.optim.Optimizer]) -> None:
     trainee = Trainee(kind)
     before, versions = trainee.bits(), [parameter._version for parameter in trainee.parameters]
     assert not allocate_state(trainee.optimizer)

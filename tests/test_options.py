@@ -1,4 +1,4 @@
-"""What of a stock config cannot be combined with ours is refused before anything is set up, with the option's name."""
+"""Stock options that cannot be combined with adaptive ones are refused by name before anything is set up."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def refusal(config: dict[str, Any], *, ranks: int = 1, **settings: Any) -> str:
         ),
     ],
 )
-def test_what_a_search_cannot_measure_or_undo_is_refused_only_where_there_is_one(
+def test_options_that_a_search_cannot_measure_or_undo_are_refused_only_with_a_search(
     config: dict[str, Any], sentence: str
 ) -> None:
     assert refusal(config, **SEARCHES) == sentence
@@ -90,7 +90,7 @@ def test_values_of_stock_keys_are_checked(config: dict[str, Any], sentence: str)
     assert refusal(config) == sentence
 
 
-def test_null_and_the_bounds_are_right() -> None:
+def test_null_and_the_bounds_are_accepted() -> None:
     check({"batch_size": 1, "gradient_accumulation_steps": 1, "fake_quant_after_n_steps": None, "kd_ratio": 0})
     check({"fake_quant_after_n_steps": 0, "kd_ratio": 1, "compile": None, "shuffle": 1, "seed": None})
 
@@ -245,5 +245,5 @@ def test_saving_in_the_background_is_refused_on_several_cpu_ranks_alone() -> Non
         ({"device": "mps"}, "it supports the CPU and CUDA, not `device` mps"),
     ],
 )
-def test_what_cannot_recover_is_named_with_its_reason(config: dict[str, Any], reason: str) -> None:
+def test_the_reason_why_a_config_cannot_recover_is_named(config: dict[str, Any], reason: str) -> None:
     assert why_unrecoverable(OmegaConf.create(config)) == reason

@@ -1,4 +1,4 @@
-"""What a GPU adds: its arithmetic, the order of its figures, and the refusal of bad calibrations."""
+"""The overhead of a GPU: its arithmetic, how its figures compare, and the refusal of bad calibrations."""
 
 import json
 import math
@@ -98,7 +98,7 @@ def test_a_single_rank_has_a_communicator_and_more_ranks_a_larger_one() -> None:
 
 def test_several_of_amds_gpus_hold_more_outside_the_allocator() -> None:
     ours, others = (Overhead.default(8, on_amd=on_amd) for on_amd in (True, False))
-    assert 13.58e9 < ours.outside_bytes + 5.6484 * GIB < 14e9  # published of 8 MI355X: process and reserved bytes
+    assert 13.58e9 < ours.outside_bytes + 5.6484 * GIB < 14e9  # published for 8 MI355X: process and reserved bytes
     assert others.outside_bytes < 2 * GIB
     assert Overhead.default(1, on_amd=True) == Overhead.default(1)
 

@@ -1,6 +1,6 @@
-"""With adaptation off our recipes train exactly as the stock ones: every logged figure and every parameter bit.
+"""With adaptation off, the adaptive recipes equal the stock ones in every logged figure and every parameter bit.
 
-Ours save after steps too, one after the other at once and in the background.
+The adaptive recipes also save after steps: in turn at once and in the background.
 """
 
 from pathlib import Path
@@ -51,7 +51,7 @@ ON_ONE_DEVICE: list[dict[str, Any]] = [
     {"kind": "full_single"} | IN_BACKWARD,
     {"kind": "lora_single"} | UNCLIPPED,
 ]
-Outcome = tuple[list[dict[str, float]], list[dict[str, float]], bool]  # steps of stock, our steps, equal parameters
+Outcome = tuple[list[dict[str, float]], list[dict[str, float]], bool]  # stock steps, adaptive steps, equal parameters
 
 
 def _name(case: dict[str, Any]) -> str:
@@ -60,13 +60,13 @@ def _name(case: dict[str, Any]) -> str:
 
 def _train_both(number: int, case: dict[str, Any], tiny_dir: Path, output_dir: Path) -> Outcome:
     ranks = 1 if case["kind"].endswith("_single") else 2
-    # Of an epoch, on each rank; with an accumulation of 4 one of them is left over.
+    # In an epoch, on each rank; with an accumulation of 4, one micro-batch is left over.
     micro_batches = 5 if case["gradient_accumulation_steps"] == 1 else 9
     samples = COMMON["batch_size"] * micro_batches * ranks
     overrides = {"dataset__split": f"train[:{samples}]"} | COMMON | case
     kind = overrides.pop("kind")
     cfg = tiny_config(kind, tiny_dir, output_dir / str(number), **overrides)
-    # As it saves, the stock recipe merges the adapters into the weights that it trains. Ours saves as all others do.
+    # Saving would merge the adapters into the weights that the stock recipe trains. So only the adaptive recipe saves.
     stock = without_saving(stock_recipe(kind)) if kind == "lora_single" else stock_recipe(kind)
     stock_steps, stock_parameters, _ = finished(stock, cfg)
     saving = {"save_every_n_steps": 2, "keep_last_n_checkpoints": 1, "save_in_background": number % 2 == 1}
@@ -104,7 +104,7 @@ def outcomes(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 def test_every_figure_and_every_parameter_equals_the_stock_recipe(case: str, outcomes: dict[str, Outcome]) -> None:
     stock_steps, steps, parameters_equal = outcomes[case]
     assert len(stock_steps) >= 4
-    figures = stock_steps[0].keys() - {"tokens_per_second_per_gpu"}  # which no two runs have in common
+    figures = stock_steps[0].keys() - {"tokens_per_second_per_gpu"}  # which differs between any two runs
     assert figures >= {"step", "loss", "lr"}
     assert [{key: step[key] for key in figures} for step in steps] == [
         {key: step[key] for key in figures} for step in stock_steps

@@ -1,4 +1,4 @@
-"""Plans of a step made by hand: against the card's inequality, with suggestions, and as text and JSON."""
+"""Plans of a synthetic step: sizes against the card's memory, suggestions, and the plan as text and JSON."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ def usual_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def peaks(seq_len: int, *, held_bytes: float, bytes_per_row: float, single_row_bytes: float | None = None) -> StepPeaks:
-    """A step of two phases: the optimizer's holds ``held_bytes``, backward half of them and the rows' activations."""
+    """A step of two phases: the optimizer holds ``held_bytes``, backward half of them and the rows' activations."""
 
     def moment(phase: str, parameters: Line, activations: Line) -> Moment:
         return Moment(phase, "mm", {"parameters": parameters, "activations": activations})
@@ -122,7 +122,7 @@ def planned(
 
 
 class Case(NamedTuple):
-    """A step and a card, as drawn."""
+    """A drawn step and card."""
 
     seq_len: int
     held_bytes: int
@@ -265,7 +265,7 @@ def test_memory_that_does_not_grow_bounds_nothing() -> None:
     assert (length.exact_batch_size, length.certain_batch_size) == (None, None)
 
 
-def test_a_plan_of_which_nothing_fits_has_the_figures_of_one_row() -> None:
+def test_a_plan_where_nothing_fits_has_the_figures_of_one_row() -> None:
     found = planned(cfg_of(), step_of(peaks(128, held_bytes=90 * GIB, bytes_per_row=GIB)))
     assert not found.fits
     assert (found.lengths[0].exact_batch_size, found.lengths[0].batch_size) == (0, 1)
@@ -562,7 +562,7 @@ def test_more_ranks_are_not_tried_where_one_number_of_them_is_refused() -> None:
     ],
     ids=["LoRA already", "a model of others", "no LoRA version"],
 )
-def test_lora_is_suggested_only_where_there_is_one_and_it_is_not_used(cfg: DictConfig) -> None:
+def test_lora_is_suggested_only_where_the_model_has_it_and_does_not_use_it(cfg: DictConfig) -> None:
     assert not any("LoRA" in change for change in helped(cfg).changes)
 
 
@@ -625,7 +625,7 @@ def test_the_text_begins_with_the_model_and_the_card() -> None:
     assert second == "8 ranks of 80.0 GiB; margin kept free: 5 % of what torch's allocator may use (3.9 GiB)"
 
 
-def test_the_text_says_to_what_a_memory_limit_holds_a_process() -> None:
+def test_the_text_says_how_much_a_memory_limit_allows_a_process() -> None:
     step = step_of(peaks(64, held_bytes=1, bytes_per_row=1))
     limited = planned(cfg_of(memory_limit="30GiB", margin=0.1), step)
     assert (
@@ -635,7 +635,7 @@ def test_the_text_says_to_what_a_memory_limit_holds_a_process() -> None:
     assert plan_json(limited, [])["usable_bytes"] == 27 * GIB + limited.overhead.outside_bytes
 
 
-def test_the_text_tells_the_parameters_of_a_frozen_model_from_those_of_the_trained_one() -> None:
+def test_the_text_counts_the_parameters_of_frozen_and_trained_models_separately() -> None:
     found = some_plan(num_parameters=9_270_000_000, num_frozen_parameters=8_030_000_000, traced_layers=(32,))
     first = plan_text(found, title="any").splitlines()[0]
     assert first == "any: 1.24 B parameters in 32 layers; 8.03 B in a frozen model"

@@ -1,4 +1,4 @@
-"""A step of each method, planned over fake tensors, needs what real steps are metered at, to the byte."""
+"""A step of each method, planned with fake tensors, needs exactly the bytes that real steps are metered at."""
 
 import functools
 from pathlib import Path
@@ -32,7 +32,7 @@ SIZES = (1, 2, 5)
 PHASES = ["forward", "loss", "backward", "clip", "optimizer"]
 ONE_DEVICE = ["lora_dpo_single", "lora_kd_single"]
 METHODS = ["full_dpo", "lora_kd"]
-# Planned as those above are, but for a part of them. On one rank nothing is sharded, as on one device.
+# These are planned like those above, except for some parts. On one rank nothing is sharded, as on one device.
 OTHERS, OTHERS_ON_ONE_DEVICE = ["full", "lora", "lora_dpo", "full_qat", "lora_qat"], ["full_single", "lora_single"]
 GROUPS = (ONE_DEVICE, METHODS, OTHERS, OTHERS_ON_ONE_DEVICE)
 RARE = [(kind, 2) for kind in OTHERS] + [(kind, 1) for kind in METHODS + OTHERS + OTHERS_ON_ONE_DEVICE]
@@ -54,7 +54,7 @@ def _config(kind: str, tiny_dir: Path, **overrides: Any) -> DictConfig:
         "custom_sharded_layers": ["tok_embeddings", "output"],
         "adaptive": {"oom_recovery": False},
     }
-    if kind == "lora_kd_single":  # of distillation stock clips on one device only
+    if kind == "lora_kd_single":  # of the stock recipes for distillation, only this one clips
         common["clip_grad_norm"] = 1.0
     return tiny_config(kind, tiny_dir, tiny_dir.with_name("planned"), **common | overrides)
 
@@ -89,13 +89,13 @@ def _plans_of_all(_: int, kinds: list[str], ranks: int, tiny_dir: Path) -> dict[
 
 
 def _group_of(kind: str) -> int:
-    """The place of the kinds that share processes with ``kind``."""
+    """The index of the group of kinds that share processes with ``kind``."""
     return next(place for place, kinds in enumerate(GROUPS) if kind in kinds)
 
 
 @pytest.fixture(scope="module")
 def metered(tiny_dir: Path) -> Any:
-    """A function from kind and number of ranks to what rank 0 saw."""
+    """A function from kind and number of ranks to the probes of rank 0."""
     directory = shallow_assets(tiny_dir)
 
     @functools.cache
@@ -124,7 +124,7 @@ def test_every_phase_of_a_step_needs_what_was_planned_to_the_byte(
     kind: str, ranks: int, metered: Any, planned: Any
 ) -> None:
     peaks: StepPeaks = planned(kind, ranks).peaks[0]
-    # One rank is planned as one device, where stock's teacher wants gradients: forward holds more in its projections.
+    # One rank is planned as one device, where the stock teacher requires gradients, so its projections hold more.
     excepted = {"forward"} if (kind, ranks) == ("lora_kd", 1) else set()
     assert [probe.batch_size for probe in metered(kind, ranks)] == list(SIZES)
     for probe in metered(kind, ranks):

@@ -1,4 +1,4 @@
-"""PPO: the sizes found are those that a metered run of torchtune's own loop fits, and nothing else changes."""
+"""PPO: the sizes found are those that fit in a metered run of torchtune's own loop, and nothing else changes."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ from torchtune_adaptive.settings import STRATEGIES
 from torchtune_adaptive.training.file_names import REPORT_NAME
 
 SEARCHING = {"use_maximum_batch_size": True, "adaptive": {"memory_limit": LIMIT_BYTES, "margin": 0.0}}
-# torchtune cuts texts to a token less than the tokenizer's length; the data's labels stay beside the prompts.
+# torchtune cuts texts to one token less than the tokenizer's length, and keeps the labels with the prompts.
 TOKEN_BYTES, LABEL_BYTES = 20_000 * ANSWERS_PER_STEP, 8 * ANSWERS_PER_STEP * PROMPT_TOKENS
 
 
@@ -37,7 +37,7 @@ def _models(recipe: Any) -> nn.ModuleList:
 
 
 def _told(generated: int, trained: int) -> dict[str, int]:
-    """The keys of torchtune that say what a search would find."""
+    """The keys of torchtune that set the sizes that a search would find."""
     return {"forward_batch_size": generated, "gradient_accumulation_steps": ANSWERS_PER_STEP // trained}
 
 
@@ -154,7 +154,7 @@ def test_optimizers_that_step_in_backward_leave_no_trace_and_need_a_step_that_fi
 
 
 def _out_of_memory_among_caches(assets: Path, output_dir: Path) -> bool:
-    """Whether a cache was left by a turn that ran out of memory as the second layer's was made."""
+    """Whether a turn that ran out of memory while making the second layer's cache left a cache."""
     recipe = _recipe(ppo_config(assets, output_dir, max_generated_tokens=2))
     prompts = torch.ones(1, 4, dtype=torch.long)
     made: list[KVCache] = []
@@ -170,7 +170,7 @@ def _out_of_memory_among_caches(assets: Path, output_dir: Path) -> bool:
     was_left = recipe._policy_model.caches_are_setup()
     recipe._forget()
     recipe._use(1, 1)
-    recipe.generate_trajectory(prompts)  # which refuses a cache that is there
+    recipe.generate_trajectory(prompts)  # fails if there is a cache already
     return was_left
 
 
@@ -185,13 +185,15 @@ def test_a_cache_that_a_failed_turn_left_is_dropped(assets: Path, tmp_path: Path
         ({"lr_scaling": "sqrt"}, "`lr_scaling` must be none for PPO, but is 'sqrt' instead."),
     ],
 )
-def test_what_is_of_our_own_training_is_refused(adaptive: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+def test_settings_of_the_adaptive_training_loop_are_refused(
+    adaptive: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
     with pytest.raises(InputError) as refused:
         ppo.AdaptivePPOFullFinetuneRecipeSingleDevice(ppo_config(tmp_path, tmp_path, adaptive=adaptive))
     assert str(refused.value) == sentence
 
 
-# Keys and values with which a run cannot be, and what the refusal says.
+# Keys, values that are refused, and the beginning of the message.
 REFUSED = [
     ("num_steps", None, "`num_steps` must be an integer, but is None instead."),
     ("checkpointer__output_dir", "", "`checkpointer.output_dir` must be a folder, but is '' instead."),
@@ -219,7 +221,7 @@ def _refusals(assets: Path, output_dir: Path) -> list[str]:
     return found
 
 
-def test_what_a_run_cannot_be_with_is_refused_in_one_sentence(assets: Path, tmp_path: Path) -> None:
+def test_values_that_cannot_work_are_refused_in_one_sentence(assets: Path, tmp_path: Path) -> None:
     found = run_alone(_refusals, assets, tmp_path)
     assert [text[: len(sentence)] for text, (*_, sentence) in zip(found, REFUSED, strict=True)] == [
         sentence for *_, sentence in REFUSED

@@ -1,4 +1,4 @@
-"""PPO goes on from any checkpoint as if it had never ended, its two models together."""
+"""PPO resumes from any checkpoint as if it had never stopped, with both models from the same one."""
 
 import errno
 import shutil
@@ -26,7 +26,7 @@ from torchtune_adaptive.training.file_names import REPORT_NAME
 from torchtune_adaptive.training.run_state import AdaptiveState
 
 Recipe: Any = ppo.AdaptivePPOFullFinetuneRecipeSingleDevice
-# Two turns of four optimizer steps an epoch; the third epoch ends the run after its first turn.
+# An epoch has two turns of four optimizer steps; the run ends after the first turn of the third epoch.
 TURNS = 5
 RUN: dict[str, Any] = {
     "dataset__split": "train[:28]",
@@ -44,12 +44,12 @@ IN_BACKWARD = {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1}
 
 
 class _KilledError(Exception):
-    """Stands for what ends a process at once."""
+    """Simulates the sudden end of a process."""
 
 
 @dataclass
 class Outcome:
-    """What a run has logged, its last weights, and where it went on from."""
+    """What a run has logged, its last weights, and the checkpoint that it resumed from."""
 
     steps: list[dict[str, float]]
     weights: dict[str, torch.Tensor]
@@ -73,7 +73,7 @@ def killed_in(turn: int) -> Any:
 
 
 def killed_after_epoch(epoch: int, *, policy_is_saved: bool) -> Any:
-    """A recipe that dies when an epoch is saved, or just before its policy is, when its value model is."""
+    """A recipe that dies after an epoch is saved, or after its value model is saved but before its policy is."""
 
     class Killed(Recipe):
         def save_checkpoint(self, saved_epoch: int, is_intermediate_checkpoint: bool = False) -> None:
@@ -109,16 +109,16 @@ def trained(recipe_class: Any, cfg: DictConfig) -> Outcome:
     except _KilledError:
         pass
     finally:
-        recipe._steps.wait()  # else the same files would be written and removed by one process
+        recipe._steps.wait()  # otherwise two runs in this process would write and remove the same files
         recipe._folder._lock.release()  # as at the end of its process
     weights = local_parameters(nn.ModuleList([recipe._policy_model, recipe._value_model]))
     resumed_from = recipe._resumed and recipe._resumed.path.name
     return Outcome(logged_steps(), weights, resumed_from, (recipe._forward_batch_size, recipe._ppo_backward_batch_size))
 
 
-# ---- goes on bit for bit
+# ---- runs resume bit for bit
 
-# By name: what ends the run, the run's keys, the checkpoint that it goes on from, and the turns that are in it.
+# By name: what ends the run, the run's keys, the checkpoint that it resumes from, and the turns that are in it.
 CASES: dict[str, tuple[Any, dict[str, Any], str, int]] = {
     "within an epoch": (killed_in(1), {"adaptive__save_every_n_steps": 4}, "step_4", 1),
     "in the background": (
@@ -175,14 +175,14 @@ def test_a_run_goes_on_as_if_it_had_never_ended(resumed: dict[str, Any], name: s
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("keys", [{}, IN_BACKWARD], ids=["step after backward", "step in backward"])
-def test_a_run_goes_on_from_every_checkpoint(keys: dict[str, Any], assets: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_from_every_checkpoint(keys: dict[str, Any], assets: Path, tmp_path: Path) -> None:
     found = run_alone(_resumed, assets, tmp_path, list(CASES), keys)
     for name, (*_, checkpoint, turns) in CASES.items():
         assert found[name] == {"resumed from": checkpoint, "turns": turns, "equal": True}, name
 
 
 def _asked_to_end(assets: Path, output_dir: Path) -> dict[str, Any]:
-    """A run whose sizes are searched for is asked to end, and goes on, also with more memory."""
+    """A run with a search is asked to end, and is resumed, also with more memory."""
     adaptive: dict[str, Any] = {"memory_limit": LIMIT_BYTES, "margin": 0.0}
     searched = {**RUN, "num_steps": 2 * ANSWERS, "tokenizer__max_seq_len": PROMPT_TOKENS, "max_generated_tokens": 8}
     searched |= {"use_maximum_batch_size": True, "adaptive": adaptive}
@@ -205,7 +205,7 @@ def _asked_to_end(assets: Path, output_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.exhaustive
-def test_a_run_that_is_asked_to_end_saves_its_turn_and_goes_on_with_the_same_sizes(
+def test_a_run_that_is_asked_to_end_saves_its_turn_and_resumes_with_the_same_sizes(
     assets: Path, tmp_path: Path
 ) -> None:
     found = run_alone(_asked_to_end, assets, tmp_path)
@@ -269,7 +269,7 @@ def test_a_run_killed_at_any_moment_resumes_as_if_it_had_not_been(
     assert strike(Case(number, ppo_setup, writing, strikes=1 + number % 2), whole, assets, tmp_path).problems == []
 
 
-# ---- what cannot be saved, or gone on from
+# ---- checkpoints that cannot be saved or resumed from
 
 
 def _bad_days(assets: Path, output_dir: Path) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def _bad_days(assets: Path, output_dir: Path) -> dict[str, Any]:
     (output_dir / "value" / "epoch_0").rename(output_dir / "value" / "elsewhere")
     found["refused"]["value model"] = _refusal(cfg)
     (output_dir / "value" / "elsewhere").rename(output_dir / "value" / "epoch_0")
-    trained(asked_to_end_in(2), cfg)  # in its last turn, so that it ends as it would have
+    trained(asked_to_end_in(2), cfg)  # in its last turn, so the run is complete all the same
     with pytest.raises(RunEnded) as end:
         Recipe(cfg)
     found["complete"] = end.value.status, str(end.value)
@@ -338,7 +338,7 @@ def test_a_run_that_has_trained_all_turns_is_over(bad_days: tuple[dict[str, Any]
 
 
 def _of_stock(assets: Path, output_dir: Path) -> tuple[str | None, list[float], list[float]]:
-    """A run of torchtune's own recipe that ours goes on with: the steps that are logged by both."""
+    """A run of torchtune's own recipe that the adaptive one resumes: the checkpoint, and the steps that each logs."""
     keys = RUN | {"num_steps": 3 * ANSWERS, "resume_from_checkpoint": False}
     cfg = ppo_config(assets, output_dir, **keys)
     stock = ppo.StockRecipe(cfg)
@@ -361,5 +361,5 @@ def _until(recipe: Any, *, turn: int) -> Callable[..., Any]:
     return generated
 
 
-def test_a_checkpoint_of_torchtunes_own_recipe_is_gone_on_from(assets: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_checkpoint_of_torchtunes_own_recipe(assets: Path, tmp_path: Path) -> None:
     assert run_alone(_of_stock, assets, tmp_path) == ("epoch_0", [4, 8], [12])

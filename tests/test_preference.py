@@ -77,7 +77,7 @@ def test_figures_are_sums_over_pairs() -> None:
 
 
 @pytest.mark.parametrize(("as_stock", "pairs"), [(True, 3), (False, 2)])
-def test_a_pair_without_a_token_that_counts_is_counted_only_as_stock_does(as_stock: bool, pairs: int) -> None:
+def test_a_pair_without_a_token_that_counts_is_counted_only_if_asked_for(as_stock: bool, pairs: int) -> None:
     scale = torch.tensor(1.5, requires_grad=True)
     loss = objective(scale, counts_masked_pairs=as_stock)(batch_of(*PAIRS, masked=1))
     whole = objective(scale)(batch_of(*PAIRS[:2]))

@@ -1,4 +1,4 @@
-"""Under a limit that the system sets on a process, a search finds what the process can really train with."""
+"""Under a system limit on the memory of a process, a search finds a size that the process can really train with."""
 
 import os
 import platform
@@ -20,7 +20,7 @@ MIB = 2**20
 WORDS, WIDTH, TOKENS = 2**14, 256, 2**12  # an activation of a row is 4 MiB
 ROOM = 240 * MIB  # of which parameters, their gradients and the optimizer's state are 64
 METERED = 8 * 2**30
-# The limits are Linux's, and what is kept of freed blocks is glibc's; a shell may have set limits before.
+# The limits are those of Linux, and glibc keeps freed blocks; the shell may have set limits before.
 pytestmark = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc" or room_bytes() is not None, reason="needs glibc, and no limits of the shell"
 )
@@ -31,13 +31,13 @@ def limit_data(more_bytes: int) -> None:
 
 
 class Training:
-    """An embedding of 16 MiB and AdamW, in a process that may have ``ROOM`` more than it has before."""
+    """An embedding of 16 MiB and AdamW, in a process that may use ``ROOM`` bytes more than before."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)  # a thread's stack counts
         torch.manual_seed(0)
         self._use(nn.Linear(2, 2))
-        self.step(torch.ones(1, 2))  # makes what PyTorch makes once
+        self.step(torch.ones(1, 2))  # makes the allocations that PyTorch makes only once
         limit_data(ROOM)
         self._use(nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.GELU()))
         self.step(self.batch(1))  # makes the optimizer's state, of which a search keeps a copy
@@ -81,10 +81,10 @@ def train(_: int, rows: int) -> bool:
         return training.survives(rows)
 
 
-def test_a_search_beside_which_no_copy_of_the_state_would_fit_is_exact() -> None:
+def test_a_search_is_exact_where_no_copy_of_the_state_would_fit() -> None:
     [(found, survives, failed)] = run_on_ranks(search_and_train, 1, 0.0)
     assert survives
-    assert max(failed) <= found + 4  # the limit is known before it is met
+    assert max(failed) <= found + 4  # the limit is known before it is reached
     assert [run_on_ranks(train, 1, rows) for rows in (found, found + 2)] == [[True], [False]]
     [(with_margin, survives, _)] = run_on_ranks(search_and_train, 1, 0.3)
     assert survives
@@ -109,7 +109,7 @@ def test_the_room_is_what_the_tightest_limit_leaves() -> None:
 def kept_of_freed_blocks(
     _: int, limits: dict[int, int], environment: dict[str, str], enough_bytes: int = 2**60
 ) -> tuple[int, list[str]]:
-    """How much of 64 MiB in blocks of 1 MiB is kept after they are freed, all but the last, and what is logged."""
+    """The bytes still held after 64 of 65 blocks of 1 MiB are freed, and what is logged."""
     logged = BufferingHandler(100)
     process_limits.log.addHandler(logged)
     os.environ.update(environment)
@@ -145,7 +145,7 @@ def limits_inside_and_after(_: int) -> tuple[bool, int, int, bool]:
     return is_limited, before - inside, room, resource.getrlimit(resource.RLIMIT_DATA)[0] == before
 
 
-def test_the_margin_of_what_a_limit_leaves_is_held_back_and_given_back() -> None:
+def test_the_margin_below_a_limit_is_reserved_and_then_released() -> None:
     [(is_limited, held_bytes, room, is_as_before)] = run_on_ranks(limits_inside_and_after, 1)
     assert is_limited
     assert held_bytes == pytest.approx(0.25 * room, abs=MIB)
@@ -167,14 +167,14 @@ def test_the_limit_of_one_rank_is_that_of_all() -> None:
     assert second_survives
 
 
-def test_with_a_limit_freed_tensors_go_back_at_once_and_it_is_said_once() -> None:
+def test_with_a_limit_freed_memory_is_returned_at_once_which_is_logged_once() -> None:
     limits = {resource.RLIMIT_DATA: 64 * 2**30, resource.RLIMIT_AS: 2**40}
     [(kept_bytes, [line])] = run_on_ranks(kept_of_freed_blocks, 1, limits, {})
     assert kept_bytes < 2 * MIB
     assert "RLIMIT_DATA of 64.0 GiB and RLIMIT_AS of 1024.0 GiB" in line
 
 
-def test_a_threshold_that_the_user_has_set_is_left() -> None:
+def test_a_threshold_that_the_user_has_set_is_kept() -> None:
     limits = {resource.RLIMIT_DATA: 64 * 2**30}
     for environment in (
         {"MALLOC_MMAP_THRESHOLD_": "33554432"},

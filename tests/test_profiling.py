@@ -1,4 +1,4 @@
-"""The profiler moves on once for each step, and the memory history is that of the steps asked for."""
+"""The profiler advances once per step, and the memory history covers the steps asked for."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -11,7 +11,7 @@ from torchtune_adaptive.training.profiling import StepProfiler
 
 
 class Calls:
-    """Stands for torchtune's profiler and for CUDA's memory history; remembers what was asked of them, in order."""
+    """Replaces torchtune's profiler and CUDA's memory history, and records the calls in order."""
 
     def __init__(self) -> None:
         self.made: list[str] = []
@@ -37,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def run(profiler: StepProfiler, calls: Calls, *, epochs: int = 2, steps: int = 5) -> dict[str, list[str]]:
-    """What was asked for before and after each step, by "epoch.step", and around training."""
+    """The calls before and after each step, by "epoch.step", and around training."""
     with profiler.running():
         asked = {"begin": calls.made.copy()}
         for epoch in range(epochs):
@@ -68,7 +68,7 @@ def test_the_profiler_is_started_stepped_once_for_each_step_and_stopped(calls: C
 def test_an_end_of_all_ranks_stops_the_profiler_and_an_error_does_not(
     end: Exception, made: list[str], calls: Calls
 ) -> None:
-    """To stop it is a collective where it writes a trace."""
+    """Stopping the profiler is a collective if it writes a trace."""
     with pytest.raises(type(end)) as caught, StepProfiler(calls, memory_steps=None).running():
         raise end
     assert caught.value is end

@@ -29,7 +29,7 @@ def taken(batches: PromptBatches) -> list[list[int]]:
     return [batch.tolist() for batch in batches]
 
 
-def test_an_epoch_goes_on_after_any_batch_with_the_same_ones() -> None:
+def test_an_epoch_resumed_after_any_batch_has_the_same_remaining_batches() -> None:
     for epoch in (0, 3):
         whole = taken(batches_of(Random(), epoch=epoch))
         assert len(whole) == 5
@@ -37,7 +37,7 @@ def test_an_epoch_goes_on_after_any_batch_with_the_same_ones() -> None:
             batches = batches_of(Random(), epoch=epoch)
             batches.go_to(done)
             assert taken(batches) == whole[done:]
-            assert taken(batches) == whole  # the next epoch begins at its beginning
+            assert taken(batches) == whole  # the next epoch begins with its first batch
 
 
 def test_batches_are_counted_until_the_epoch_ends_or_is_left() -> None:
@@ -51,7 +51,7 @@ def test_batches_are_counted_until_the_epoch_ends_or_is_left() -> None:
 
 
 def test_generators_are_restored_before_an_epoch_and_within_one_once_its_iterator_is_made() -> None:
-    """Making an iterator draws a number."""
+    """Making an iterator draws a random number."""
     before = torch.get_rng_state()
     for done, made_before in ((0, [False, True]), (2, [True])):
         random = Random()

@@ -1,4 +1,4 @@
-"""The public surface: whatever is added to it or taken away is a decision, and shows here."""
+"""The public API. Adding or removing a name must be a decision, so it needs a change of these tests."""
 
 import dataclasses
 import inspect

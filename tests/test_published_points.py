@@ -1,4 +1,4 @@
-"""Published peaks of GPU memory: every point says what it is and where it was read, and a plan is set beside it."""
+"""Published peaks of GPU memory: every point has its quantity and source, and is compared with a plan."""
 
 import re
 from dataclasses import replace
@@ -28,7 +28,7 @@ def test_a_point_has_its_source_and_the_figure_is_in_the_quotation(point: Point)
     assert all([point.name, point.group, point.gpu, point.nproc_per_node > 0])
 
 
-def test_points_have_names_of_their_own() -> None:
+def test_points_have_unique_names() -> None:
     assert len({point.name for point in POINTS}) == len(POINTS)
 
 
@@ -47,7 +47,7 @@ def test_the_config_of_a_point_exists_and_takes_its_overrides(run: tuple[str, tu
     assert cfg.batch_size > 0
 
 
-def test_a_plan_is_read_as_what_was_published() -> None:
+def test_planned_bytes_are_those_of_the_published_quantity() -> None:
     step = step_of(peaks(1024, held_bytes=10 * GIB, bytes_per_row=0), attention_width=0)
     found = planned(cfg_of(), step, batch_sizes=[2])
     allocated_bytes = 10 * GIB + WORKSPACE_BYTES

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class Rank(Consensus):
-    """One rank of several, of which all others say what ``others`` has said."""
+    """One rank of several; ``others`` are the values of the other ranks."""
 
     def __init__(self, rank: int, *others: Any) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def test_python_numpy_and_torch_draw_the_same_after_json() -> None:
     assert draws() == expected
 
 
-def test_what_is_restored_is_saved_as_it_was() -> None:
+def test_a_loaded_state_is_saved_unchanged() -> None:
     seed_all(3)
     saved = through_json(states_of().now(longest_row_tokens=7))
     resumed = states_of()
@@ -79,7 +79,7 @@ def test_what_is_restored_is_saved_as_it_was() -> None:
     assert through_json(resumed.now(longest_row_tokens=7)) == saved
 
 
-def test_generators_are_left_as_they_are_until_they_are_restored_and_are_restored_once() -> None:
+def test_loading_leaves_generators_alone_and_they_are_restored_once() -> None:
     seed_all(3)
     saved = states_of().now()
     resumed = states_of()
@@ -92,7 +92,7 @@ def test_generators_are_left_as_they_are_until_they_are_restored_and_are_restore
     first = draws()
     resumed.restore()
     assert draws() != first
-    states_of().restore()  # of a run that began anew
+    states_of().restore()  # of a run that was not resumed
 
 
 def test_saving_draws_nothing() -> None:
@@ -103,7 +103,7 @@ def test_saving_draws_nothing() -> None:
     assert draws() == expected
 
 
-def test_each_rank_gets_its_own() -> None:
+def test_each_rank_gets_its_own_state() -> None:
     seed_all(1)
     first = states_of().now(longest_row_tokens=10)[0]
     expected_first = draws()
@@ -120,7 +120,7 @@ def test_each_rank_gets_its_own() -> None:
         assert draws() == expected
 
 
-def test_a_rank_more_than_there_were_keeps_its_generators_and_has_nothing_of_its_own() -> None:
+def test_an_additional_rank_keeps_its_generators_and_has_no_saved_state() -> None:
     seed_all(1)
     saved = through_json(states_of().now())
     seed_all(2)
@@ -132,8 +132,8 @@ def test_a_rank_more_than_there_were_keeps_its_generators_and_has_nothing_of_its
     assert draws() == expected
 
 
-def test_what_a_state_lacks_stays_as_it_is() -> None:
-    """As one saved where NumPy was not in use."""
+def test_generators_that_a_state_lacks_are_left_alone() -> None:
+    """For example, a state saved without NumPy."""
     seed_all(3)
     saved = RandomStates(CPU).state_dict()
     del saved["numpy"]

@@ -1,4 +1,4 @@
-"""The ready configs: written by their generator, accepted by all that reads them, and planned as they say."""
+"""The ready configs: written by their generator, accepted by all their readers, and planned as their headers say."""
 
 import inspect
 import json
@@ -53,7 +53,7 @@ def model_name(component: str) -> str:
     return re.sub("^q?lora_", "", component.rpartition(".")[2])
 
 
-def test_what_is_committed_is_what_the_generator_writes() -> None:
+def test_the_committed_configs_are_those_that_the_generator_writes() -> None:
     written = written_files()
     assert set(written) - {CONFIGS / "README.md"} == set((CONFIGS / FOLDER).rglob("*.yaml"))
     assert [path for path, text in written.items() if path.read_text(encoding="utf-8") != text] == []
@@ -75,7 +75,7 @@ def test_no_name_equals_one_of_torchtunes() -> None:
 
 @pytest.mark.filterwarnings("ignore:The import path 'torchtune.modules.tokenizers':DeprecationWarning")  # by phi4
 @pytest.mark.parametrize("config", READY.values(), ids=READY)
-def test_a_config_is_accepted_by_all_that_reads_it(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_is_accepted_by_all_its_readers(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     if config.needs_bitsandbytes:
         monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
     cfg = load_config(config.full_name)

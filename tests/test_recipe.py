@@ -1,4 +1,4 @@
-"""What the adapter makes of a stock recipe's attributes, where it decides something itself."""
+"""How the adapter uses a stock recipe's attributes where it makes its own decisions."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The documented table of what each recipe can do is that of the tests that there are."""
+"""The documented table of what each recipe can do agrees with the tests."""
 
 from tests import recipe_table
 

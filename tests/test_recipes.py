@@ -1,4 +1,4 @@
-"""The recipes on two ranks: a search leaves no trace, sizes are exact, growth and schedule hold, figures are true."""
+"""The recipes on two ranks: a search restores all state; sizes, growth, learning rates and figures are right."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ from torchtune_adaptive import trainer
 from torchtune_adaptive.errors import InputError
 
 LIMIT = "64MiB"
-LONGEST = {"tokens": list(range(64)), "labels": list(range(64))}  # as long as the tokenizer lets rows become
+LONGEST = {"tokens": list(range(64)), "labels": list(range(64))}  # as long as the tokenizer allows
 GROWING = {"_component_": "torchtune_adaptive.schedule.linear", "increment": 2}
 
 
@@ -42,7 +42,7 @@ def _figures(steps: list[dict[str, float]]) -> list[tuple[float, ...]]:
 
 
 def _search_then_train(tiny_dir: Path, output_dir: Path, **settings: Any) -> dict[str, Any]:
-    """Once with a search, once told the size that it found; dropout makes the random state visible in every loss."""
+    """Train with a search, then with the size that it found; with dropout every loss depends on the random state."""
     common: dict[str, Any] = SHALLOW | {"epochs": 2, "max_steps_per_epoch": 3, "tokenizer__max_seq_len": 64}
     common["model__lora_dropout"] = 0.1
     limit = {"memory_limit": "96MiB"}
@@ -118,7 +118,7 @@ def two_ranks(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     ]
 
 
-def test_a_search_that_times_steps_leaves_no_trace_and_training_equals_a_run_told_the_size(
+def test_a_search_that_times_steps_restores_all_state_and_training_equals_a_run_with_that_size(
     two_ranks: list[dict[str, Any]],
 ) -> None:
     ranks = [rank["lora"] for rank in two_ranks]
@@ -176,7 +176,7 @@ def test_the_rate_is_one_function_of_the_fraction_of_training(two_ranks: list[di
 
 
 def _train_packed(tiny_dir: Path, output_dir: Path) -> tuple[int, list[float]]:
-    """Many micro-batches with masks, held together, and a limit without any margin that just allows the search."""
+    """Many micro-batches with masks, in memory at once, and a limit without margin that just allows the search."""
     common: dict[str, Any] = SHALLOW | {"dataset__packed": True, "gradient_accumulation_steps": 12}
     common |= {"epochs": 1, "max_steps_per_epoch": 2, "batch_size": 2}
     common |= {"tokenizer__max_seq_len": 256, "use_maximum_batch_size": True}
@@ -202,7 +202,7 @@ def _tensor_rate(tiny_dir: Path, output_dir: Path) -> list[float]:
 
 
 def _train_beyond_the_limit(tiny_dir: Path, output_dir: Path) -> tuple[str, list[dict[str, float]]]:
-    """A batch_size by hand that this "device" does not allow, and one on a device that allows no row at all."""
+    """A batch_size without a search, under a limit that it exceeds, and under a limit where not even one row fits."""
     common: dict[str, Any] = SHALLOW | {"batch_size": 32, "max_steps_per_epoch": 2, "epochs": 1}
     recipe_class = without_saving(adaptive_recipe("full"))
     with pytest.raises(InputError) as refusal:
@@ -238,7 +238,7 @@ def test_a_rate_that_is_a_tensor_keeps_its_initial_value(alone: dict[str, Any]) 
     assert rate < initial_rate == pytest.approx(1e-3)
 
 
-def test_training_by_hand_beyond_the_limit_takes_smaller_micro_batches(alone: dict[str, Any]) -> None:
+def test_training_without_a_search_beyond_the_limit_takes_smaller_micro_batches(alone: dict[str, Any]) -> None:
     refusal, steps = alone["beyond the limit"]
     assert "the first rows of the data set must fit" in refusal
     assert "limit 16.0 MiB" in refusal
@@ -255,7 +255,7 @@ def _log_figures(tiny_dir: Path, output_dir: Path) -> tuple[list[Step], list[int
     options: dict[str, Any] = SHALLOW | {"batch_size": 3, "gradient_accumulation_steps": 2, "epochs": 1}
     options |= {"dataset__split": "train[:36]", "tokenizer__max_seq_len": 64, "log_every_n_steps": 2}
     cfg = tiny_config("full_single", tiny_dir, output_dir, **options, adaptive__memory_limit=None)
-    seconds = itertools.count()  # one passes from each look at the clock to the next
+    seconds = itertools.count()  # one passes between any two readings of the clock
     with mock.patch.object(trainer, "time", SimpleNamespace(perf_counter=lambda: next(seconds))):
         steps, _, recipe = finished(without_saving(adaptive_recipe("full_single")), cfg)
     dataset = recipe.trainer.loader.dataset

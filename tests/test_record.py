@@ -89,11 +89,11 @@ def test_every_decision_is_in_the_report_at_once_in_order_and_with_its_figures(t
     assert record.history == [first, second]
 
 
-def test_what_was_not_looked_for_is_not_in_the_report_and_what_was_is(tmp_path: Path) -> None:
+def test_the_report_has_the_results_of_only_those_searches_that_ran(tmp_path: Path) -> None:
     record_in(tmp_path, Sizes()).note("config", epoch=0, batch_size=64)
     assert set(report_in(tmp_path)) == {"history"}
     record_in(tmp_path, Sizes(token_budget=512)).note("config", epoch=0, batch_size=64)
-    assert set(report_in(tmp_path)) == {"history"}  # the config's own budget was not found
+    assert set(report_in(tmp_path)) == {"history"}  # the config's own budget is not the result of a search
     sizes = Sizes(result=RESULT, seq_len=128, token_budget=1920, tokens_per_second={2: 99.5, 1: 60.0})
     record_in(tmp_path, sizes).note("config", epoch=0, batch_size=64)
     report = report_in(tmp_path)
@@ -101,14 +101,14 @@ def test_what_was_not_looked_for_is_not_in_the_report_and_what_was_is(tmp_path: 
     assert (report["token_budget"], report["tokens_per_second"]) == (1920, {"2": 99.5, "1": 60.0})
 
 
-def test_the_report_lies_in_a_directory_made_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_report_is_written_into_a_directory_made_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     record = RunRecord(str(tmp_path / "new" / "run"), Sizes(), memory_limit_bytes=None, writes=True)
     record.note("config", epoch=0, batch_size=2)
     assert set(report_in(tmp_path / "new" / "run")) == {"history"}
     assert caplog.messages == [f"Report written to {tmp_path}/new/run/adaptive_batch.json"]
 
 
-# ---- who writes, and what if it cannot
+# ---- which rank writes, and errors of writing
 
 
 def test_other_ranks_keep_the_history_and_write_nothing(tmp_path: Path) -> None:
@@ -130,10 +130,10 @@ def test_a_report_that_cannot_be_written_is_logged_and_does_not_end_the_run(
 
 
 @pytest.mark.parametrize("was_there", [True, False])
-def test_a_directory_that_has_vanished_is_not_made_anew(
+def test_a_directory_that_has_vanished_is_not_made_again(
     was_there: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another run might have it, and this one's lock was in it."""
+    """Another run may use the path by now, because the lock of this run was in the directory."""
     if was_there:
         (tmp_path / "run").mkdir()
     record = record_in(tmp_path / "run")
@@ -151,7 +151,7 @@ def test_a_directory_that_has_vanished_is_not_made_anew(
 # ---- a resumed run
 
 
-def test_a_resumed_run_goes_on_with_the_history(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_the_history(tmp_path: Path) -> None:
     record = record_in(tmp_path)
     record.note("config", epoch=0, batch_size=2)
     state = record.state_dict()

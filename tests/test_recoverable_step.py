@@ -1,4 +1,4 @@
-"""``RecoverableStep``: what a loop of one's own sees of it, alone and on two ranks."""
+"""``RecoverableStep`` as a custom training loop uses it, in one process and on two ranks."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ class Toy:
 
     Attributes:
         sizes: samples of each micro-batch.
-        events: what was told of memory.
+        events: the memory events so far.
     """
 
     def __init__(self, micro_batch_size: Any = 4, **options: Any) -> None:
@@ -47,7 +47,7 @@ class Toy:
         return loss_sum.detach(), len(samples)
 
     def failing(self, *numbers: int, place: int = 0, strike: Callable[[], object] = out_of_memory) -> "Toy":
-        """The same, whose micro-steps of these numbers fail."""
+        """Return this toy; from now on, micro-steps with these numbers fail."""
 
         def around(number: int, run: Callable[[], Any]) -> Any:
             with Fault(place if number in numbers else None, strike=strike):
@@ -57,7 +57,7 @@ class Toy:
         return self
 
     def gradients(self, samples: Any = SAMPLES) -> list[torch.Tensor]:
-        """Those of one step; the model is then without."""
+        """The gradients of one step; the model's own are then cleared."""
         torch.manual_seed(1)
         self.step(samples)
         gradients = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
@@ -65,7 +65,7 @@ class Toy:
         return gradients
 
 
-# ---- alone
+# ---- one process
 
 
 def test_the_sums_of_a_step_are_those_of_its_micro_steps() -> None:
@@ -105,7 +105,7 @@ def test_an_event_names_the_phase(place: int, phase: str) -> None:
     assert toy.events[0].phase == phase
 
 
-def test_an_error_while_a_batch_is_made_is_survived_and_named() -> None:
+def test_a_step_is_run_again_after_an_error_while_a_batch_is_made() -> None:
     toy = Toy(4)
     toy.step.wrap_micro_steps(lambda number, run: out_of_memory() if number == 1 else run())
     toy.gradients()
@@ -143,7 +143,7 @@ def test_gradients_must_be_none_before_a_step() -> None:
     toy.step(SAMPLES)
 
 
-def test_a_step_without_samples_is_refused_the_first_and_any_other() -> None:
+def test_a_step_without_samples_is_refused_as_the_first_and_as_a_later_one() -> None:
     toy = Toy(4)
     for _ in range(2):
         with pytest.raises(InputError, match="must have samples"):
@@ -184,7 +184,7 @@ def test_the_micro_batch_is_halved_from_what_the_step_had() -> None:
     assert (toy.events[0].before, toy.events[0].after) == (100, 2)
 
 
-def test_disabled_it_runs_micro_steps_and_lets_errors_pass() -> None:
+def test_a_disabled_step_runs_micro_steps_and_lets_errors_pass() -> None:
     toy = Toy(4)
     expected = toy.gradients()
     toy.step.disable()
@@ -207,7 +207,7 @@ def test_the_optimizers_state_is_there_after_the_rehearsal() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_closed_it_leaves_no_hooks() -> None:
+def test_a_closed_step_leaves_no_hooks() -> None:
     toy = Toy(4)
     toy.gradients()
     hooks: Any = toy.model
@@ -217,7 +217,7 @@ def test_closed_it_leaves_no_hooks() -> None:
     assert not hooks._forward_pre_hooks
 
 
-def test_neither_it_nor_the_search_needs_torchtune() -> None:
+def test_neither_a_recoverable_step_nor_the_search_needs_torchtune() -> None:
     program = """
 import sys
 sys.modules.update(torchtune=None, torchao=None)
@@ -247,7 +247,7 @@ def _sentence(call: Callable[[], object], kind: type[Exception] = InputError) ->
 
 
 def _mistakes(rank: int) -> dict[str, str]:
-    """What this rank is told of mistakes; after each of them the same model trains on."""
+    """The messages on this rank for mistakes; after each of them the same model continues to train."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     fully_shard(model)
@@ -279,7 +279,7 @@ def _mistakes(rank: int) -> dict[str, str]:
     return told
 
 
-def test_two_ranks_are_told_of_mistakes_with_the_same_sentence_and_go_on() -> None:
+def test_two_ranks_get_the_same_sentence_for_a_mistake_and_continue() -> None:
     first, second = run_on_ranks(_mistakes, 2)
     assert first == second
     assert first["sizes"] == "`micro_batch_size` must be the same on every rank, but is 2 on one and 3 on another."

@@ -192,7 +192,7 @@ def test_an_error_within_an_all_reduce_of_hsdp_is_in_doubt(four_ranks: list[tupl
 
 
 def _pressures(rank: int) -> list[Attempt[int]]:
-    """Attempts in which rank 1 is thrashing, and in which also rank 0 runs out of memory."""
+    """Two attempts in which rank 1 is thrashing; in the second one, rank 0 also runs out of memory."""
     recovery = _alone(nn.Linear(4, 4))
     micro_step = _fail(torch.OutOfMemoryError("too much")) if rank == 0 else lambda: 1
     return [
@@ -307,7 +307,7 @@ def test_out_of_memory_in_the_collective_library_is_named_and_ends_the_run() -> 
     assert "Cuda failure 2" in str(raised.value)
 
 
-def test_before_a_step_is_run_again_random_states_and_changing_buffers_are_as_before() -> None:
+def test_random_states_and_changing_buffers_are_restored_before_a_step_is_run_again() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.Dropout())
     micro_steps = [lambda rows=rows: model(torch.randn(rows, 4)).sum().backward() for rows in (2, 3)]
     before = [buffer.clone() for buffer in model.buffers()]

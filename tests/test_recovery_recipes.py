@@ -1,4 +1,4 @@
-"""The recipes go on after out of memory: the same result, a smaller micro-batch, a line, a count and a record of it."""
+"""Out of memory, the recipes continue in smaller micro-batches with the same result, and log, count and record it."""
 
 import itertools
 import json
@@ -66,7 +66,7 @@ def _faulty_and_told(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, A
     }
 
 
-# ---- one spawn for what two ranks do when something goes wrong, or goes on being wrong
+# ---- two ranks on which something goes wrong once or repeatedly, all in one spawn
 
 
 def _troubles(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _single_rows_fail(cfg: Any) -> tuple[str, int]:
 
 def _optimizer_fails(cfg: Any) -> str:
     def step(optimizer: Any, *_: Any) -> Any:
-        if optimizer.state:  # it is there when training begins
+        if optimizer.state:  # the state exists when training begins
             raise torch.OutOfMemoryError("CUDA out of memory")
         return original(optimizer)
 
@@ -111,7 +111,7 @@ def _optimizer_fails(cfg: Any) -> str:
 
 
 def _thrashing(config: Any, rank: int) -> dict[str, Any]:
-    """A cache on rank 1 that is too small for steps of four rows, and rows at the right size told."""
+    """A cache on rank 1 that is too small for steps of four rows, and a run configured with the right size."""
     recipe_class = without_saving(adaptive_recipe("full"))
 
     class Thrashing(recipe_class):
@@ -137,7 +137,7 @@ def _thrashing(config: Any, rank: int) -> dict[str, Any]:
 
 
 def _ballast(config: Any, rank: int) -> dict[str, Any]:
-    """A neighbour on rank 1 takes the memory of steps 2 and 3 of the first epoch."""
+    """A neighbour, which stands for another process, takes memory on rank 1 in steps 2 and 3 of the first epoch."""
     neighbour = ExitStack()
 
     class WithNeighbour(adaptive_recipe("full")):
@@ -159,7 +159,7 @@ def _ballast(config: Any, rank: int) -> dict[str, Any]:
 
 
 def _unequal_limits(config: Any, rank: int) -> dict[str, tuple[int, int]]:
-    """What each strategy finds if rank 1 may use half of what rank 0 may, and what one does if both may use that half.
+    """What each strategy finds if rank 1 may use half of rank 0's memory, and what one finds if both may use that half.
 
     All of them find the same in equal limits: ``test_every_strategy_finds_the_largest_batch_that_a_metered_step_fits``.
     """
@@ -175,7 +175,7 @@ def _unequal_limits(config: Any, rank: int) -> dict[str, tuple[int, int]]:
 
 
 def _recovery_is_off(config: Any) -> list[str]:
-    """What an error in training is where it cannot be recovered from, or may not be."""
+    """The error that ends training where recovery is disabled, and where it is impossible."""
     recipe_class = adaptive_recipe("full")
     ways: list[dict[str, Any]] = [{"adaptive__oom_recovery": False}, {"optimizer_in_bwd": True, "clip_grad_norm": None}]
     kinds = []
@@ -187,7 +187,7 @@ def _recovery_is_off(config: Any) -> list[str]:
 
 
 def _masked_rows(config: Any) -> tuple[int, list[float], list[float]]:
-    """Samples cut so short that some have no token to learn from, in batches and as single rows; how many there are."""
+    """The number of samples cut so short that they train no token, and the losses in batches and by single rows."""
     cut_short = {"tokenizer__max_seq_len": 32, "batch_size": 8, "optimizer__lr": 1e-4}
     recipe_class = without_saving(adaptive_recipe("full"))
     steps, _, recipe = finished(recipe_class, config(**cut_short))
@@ -221,7 +221,9 @@ def troubles(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[d
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_a_recipe_with_faults_equals_one_told_the_same_micro_batches(kind: str, troubles: list[dict[str, Any]]) -> None:
+def test_a_recipe_with_faults_equals_one_configured_with_the_same_micro_batches(
+    kind: str, troubles: list[dict[str, Any]]
+) -> None:
     ranks = [rank[kind] for rank in troubles]
     assert [rank["struck"] for rank in ranks] == [[False, True, True], [True, False, False]]
     steps, told = ranks[0]["steps"]
@@ -257,7 +259,9 @@ def test_out_of_memory_in_the_optimizer_ends_the_run_and_says_why(troubles: list
         assert "may be half updated" in rank["in the optimizer"]
 
 
-def test_thrashing_on_one_rank_makes_the_next_step_smaller_and_repeats_none(troubles: list[dict[str, Any]]) -> None:
+def test_thrashing_on_one_rank_makes_the_next_micro_batches_smaller_and_repeats_no_step(
+    troubles: list[dict[str, Any]],
+) -> None:
     for rank in troubles:
         thrashing = rank["thrashing"]
         assert thrashing["parameters equal"]
@@ -289,7 +293,7 @@ def test_with_unequal_limits_every_strategy_finds_what_fits_the_smaller_rank(tro
         assert found["equal binary_search"][0] > 1
 
 
-def test_where_recovery_is_off_an_error_ends_the_run_as_in_stock(troubles: list[dict[str, Any]]) -> None:
+def test_where_recovery_is_off_an_error_ends_the_run_as_in_the_stock_recipe(troubles: list[dict[str, Any]]) -> None:
     for rank in troubles:
         assert rank["off"] == ["CUDA out of memory (a fault on purpose)"] * 2
 
@@ -353,7 +357,7 @@ def test_a_thousand_steps_with_fifty_faults_neither_hang_nor_leak_nor_change_the
     for rank in ranks:
         assert rank["losses equal"]
         assert rank["parameters equal"]
-        # A thread that ran a collective may hold a tensor a moment longer; what leaks is there at every later epoch.
+        # A thread that ran a collective may hold a tensor a moment longer; a leak would remain in every later epoch.
         assert min(rank["live bytes"][-10:]) <= min(rank["live bytes"][:10])
 
 

@@ -139,7 +139,7 @@ def test_throughput_weighs_each_step_by_its_time(tmp_path: Path) -> None:
     assert "200 tokens per second per rank on average, 100 to 500 in logged steps." in section(run, "Training")
 
 
-def test_a_run_that_still_goes_on_is_told_so_far(tmp_path: Path) -> None:
+def test_an_unfinished_run_is_described_so_far(tmp_path: Path) -> None:
     directory = run_in(tmp_path / "run", lines=[START | {"log_every_n_steps": 5}, step(5, loss=None)])
     with (directory / JOURNAL_NAME).open("a") as file:
         file.write('{"step":10,"epo')
@@ -153,14 +153,14 @@ def test_a_run_that_still_goes_on_is_told_so_far(tmp_path: Path) -> None:
     assert [picture.name for picture in pictures(run)] == ["report_steps"]
 
 
-def test_a_run_without_steps_is_told_by_its_search(tmp_path: Path) -> None:
+def test_a_run_without_steps_is_described_by_its_search(tmp_path: Path) -> None:
     run = read_run(run_in(tmp_path / "run", report=SEARCH))
     assert section(run, "Training") == ["Training is not recorded.", "No step is recorded."]
     assert section(run, "Out of memory") == ["It is not recorded."]
     assert [picture.name for picture in pictures(run)] == ["report_search"]
 
 
-def test_both_searches_of_reinforcement_learning_are_told(tmp_path: Path) -> None:
+def test_both_searches_of_reinforcement_learning_are_described(tmp_path: Path) -> None:
     searches = {"generated": asdict(RESULT), "trained": asdict(RESULT)}
     content = {"forward_batch_size": 4, "gradient_accumulation_steps": 2, "searches": searches}
     run = read_run(run_in(tmp_path / "run", report=content))
@@ -169,13 +169,13 @@ def test_both_searches_of_reinforcement_learning_are_told(tmp_path: Path) -> Non
     assert "forward_batch_size: 4" in section(run, "Search: generated")
 
 
-def test_what_was_timed_and_found_beside_is_told(tmp_path: Path) -> None:
+def test_timings_and_other_sizes_found_are_listed(tmp_path: Path) -> None:
     content = SEARCH | {"tokens_per_second": {"4": 990.4, "2": 80.0}, "token_budget": 4096}
     lines = section(read_run(run_in(tmp_path / "run", report=content)), "Search")
     assert lines[-2:] == ["token_budget: 4096", "Tokens per second, timed by batch size: 80 at 2, 990 at 4."]
 
 
-def test_of_many_sentences_and_checkpoints_the_first_and_last_are_told(tmp_path: Path) -> None:
+def test_of_many_sentences_and_checkpoints_only_the_first_and_last_are_listed(tmp_path: Path) -> None:
     many = [SHORTAGE | {"step": number} for number in range(1, 41)]
     saved = [SAVED | {"step": number, "path": f"/out/step_{number}"} for number in range(1, 41)]
     run = read_run(run_in(tmp_path / "run", lines=[START, *many, *saved]))
@@ -187,7 +187,7 @@ def test_of_many_sentences_and_checkpoints_the_first_and_last_are_told(tmp_path:
     ]
 
 
-def test_the_search_of_an_earlier_run_in_the_folder_is_not_told(tmp_path: Path) -> None:
+def test_the_search_of_an_earlier_run_in_the_folder_is_ignored(tmp_path: Path) -> None:
     run = read_run(run_in(tmp_path / "run", report=SEARCH, lines=[START | {"searched": False}, *STEPS]))
     assert (run.searches, run.history, len(run.steps)) == ((), (), 5)
 
@@ -211,7 +211,7 @@ def test_the_search_of_an_earlier_run_in_the_folder_is_not_told(tmp_path: Path) 
         (JOURNAL_NAME, "\0\n", "JSONDecodeError"),
     ],
 )
-def test_a_file_that_is_no_runs_is_refused_by_its_path(
+def test_a_file_that_no_run_wrote_is_refused_with_its_path(
     name: str, content: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / name).write_text(content)
@@ -296,7 +296,7 @@ def test_the_page_loads_nothing_and_has_each_picture_wide_and_narrow(drawn: Path
 # ---- the command
 
 
-def test_the_command_writes_pictures_and_page_where_it_is_told_to(drawn: Path) -> None:
+def test_the_command_writes_pictures_and_page_to_the_folder_given(drawn: Path) -> None:
     names = ["report.html", "report_search.png", "report_search.svg", "report_steps.png", "report_steps.svg"]
     assert sorted(path.name for path in drawn.iterdir()) == names
     assert (drawn / "report_steps.png").read_bytes().startswith(b"\x89PNG")
@@ -316,7 +316,7 @@ def test_the_command_prints_the_story_and_what_it_has_written(
     assert html == page(directory, story(read_run(directory)), [])
 
 
-def test_what_html_would_read_is_escaped(tmp_path: Path) -> None:
+def test_characters_special_to_html_are_escaped(tmp_path: Path) -> None:
     html = page(Path("a <b>"), story(read_run(run_in(tmp_path / "run", lines=[START]))), [])
     assert html.count("a &lt;b&gt;") == 2
     assert "a <b>" not in html

@@ -1,4 +1,4 @@
-"""A run that is killed goes on from its last checkpoint as if nothing had been; what is not as it was is said."""
+"""A killed run resumes from its last checkpoint as if it had never stopped; changes of its conditions are logged."""
 
 import json
 import os
@@ -41,7 +41,7 @@ RUN: dict[str, Any] = SHALLOW | {
     "adaptive": {"memory_limit": "96MiB", "growth_limit": 4, "lr_scaling": "sqrt", "max_batch_size": 3},
 }
 PLAIN: dict[str, Any] = SHALLOW | {"epochs": 3, "max_steps_per_epoch": 2, "batch_size": 2, "tokenizer__max_seq_len": 64}
-# What is written with a checkpoint, and read by later versions: a run may go on with them.
+# Fields of the state that is saved with a checkpoint. Later versions must read them to resume the run.
 STATE_FIELDS = {
     "epochs_run",
     "epoch_samples",
@@ -70,7 +70,7 @@ FIGURES = ("step", "batch_size", "global_batch_size", "micro_batch_size", "lr", 
 
 
 def _die(rank: int, tiny_dir: Path, output_dir: Path) -> None:
-    """Killed in the midst of the third epoch."""
+    """A run that is killed in the middle of the third epoch."""
 
     class Dying(adaptive_recipe("full")):
         def before_step(self, step: int) -> None:
@@ -81,7 +81,7 @@ def _die(rank: int, tiny_dir: Path, output_dir: Path) -> None:
 
 
 def _go_on(rank: int, tiny_dir: Path, died_in: Path, copies: dict[str, Path], output_dir: Path) -> dict[str, Any]:
-    """The killed run and a whole one; the killed one with other data and memory; stock after us, and we after it."""
+    """A whole run; resumes of the killed run, also with other data and memory; resumes by and from the stock recipe."""
     ours, stock = adaptive_recipe("full"), stock_recipe("full")
     whole, whole_parameters, _ = finished(ours, tiny_config("full", tiny_dir, output_dir, **RUN))
     changed = RUN | {"dataset__split": "train[:60]", "epochs": 3}
@@ -111,7 +111,7 @@ def _go_on(rank: int, tiny_dir: Path, died_in: Path, copies: dict[str, Path], ou
 
 
 def _stopped(rank: int, tiny_dir: Path, output_dir: Path, whole_parameters: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """A run that the second rank is asked to end within an epoch, and goes on from there."""
+    """A run that a signal to the second rank ends within an epoch, and that is resumed from there."""
 
     class Stopped(adaptive_recipe("full")):
         def before_step(self, step: int) -> None:
@@ -148,13 +148,13 @@ def died_in(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(tiny_dir: Path, died_in: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     copies = {name: tmp_path_factory.mktemp("copies") / name for name in ("changed", "opened")}
-    for copy in copies.values():  # the run that goes on leaves only its last epoch's optimizer state
+    for copy in copies.values():  # a resumed run keeps only the optimizer state of its last epoch
         shutil.copytree(died_in, copy)
     return run_on_ranks(_go_on, 2, shallow_assets(tiny_dir), died_in, copies, tmp_path_factory.mktemp("whole"))
 
 
-def test_a_killed_run_goes_on_as_the_uninterrupted_one(ranks: list[dict[str, Any]]) -> None:
-    """Each figure and each bit, with growth by a schedule that measures, and with samples left over by an epoch."""
+def test_a_killed_run_resumes_like_the_uninterrupted_one(ranks: list[dict[str, Any]]) -> None:
+    """Every figure and bit is equal, with growth by a schedule that measures, and with samples left over."""
     whole, resumed = ranks[0]["whole"], ranks[0]["resumed"]
     assert len({step[FIGURES.index("batch_size")] for step in whole}) > 1
     assert len(resumed) == 8
@@ -162,7 +162,7 @@ def test_a_killed_run_goes_on_as_the_uninterrupted_one(ranks: list[dict[str, Any
     assert all(rank["parameters equal"] for rank in ranks)
 
 
-def test_the_state_that_a_run_goes_on_from_has_the_fields_of_every_version_so_far(
+def test_the_state_of_a_checkpoint_has_the_fields_of_every_version_so_far(
     ranks: list[dict[str, Any]], died_in: Path
 ) -> None:
     contents = [json.loads((died_in / f"epoch_{epoch}" / "adaptive_state.json").read_text()) for epoch in range(4)]
@@ -173,7 +173,7 @@ def test_the_state_that_a_run_goes_on_from_has_the_fields_of_every_version_so_fa
     assert [content["state"]["epochs_run"] for content in contents] == [1, 2, 3, 4]
 
 
-def test_a_run_that_a_signal_ends_goes_on_within_its_epoch_as_the_uninterrupted_one(
+def test_a_run_that_a_signal_ends_resumes_within_its_epoch_like_the_uninterrupted_one(
     ranks: list[dict[str, Any]],
 ) -> None:
     assert [rank["stopped"]["status"] for rank in ranks] == [75, 75]
@@ -206,13 +206,13 @@ def test_other_data_and_another_limit_are_noticed_and_the_batch_stays(ranks: lis
     assert sizes == [16] * 3  # 30 samples a rank
 
 
-def test_a_schedule_that_does_not_take_the_state_of_another_is_said(ranks: list[dict[str, Any]]) -> None:
+def test_a_schedule_that_does_not_accept_the_state_of_another_is_refused(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert "must accept the state of the resumed run, but does not accept {'measure" in rank["refusal"]
         assert rank["refusal"].endswith(": KeyError: 'seen'.")
 
 
-def test_stock_opens_our_checkpoints_and_we_those_of_stock(ranks: list[dict[str, Any]]) -> None:
+def test_stock_and_adaptive_recipes_open_each_others_checkpoints(ranks: list[dict[str, Any]]) -> None:
     assert all(rank["opened by stock"] for rank in ranks)
     by_stock, by_ours = ranks[0]["after stock"]
     assert [step for step, *_ in by_stock] == [5, 6]
@@ -229,7 +229,7 @@ def _resume_alone(rank: int, tiny_dir: Path, died_in: Path) -> tuple[list[str], 
 def test_another_number_of_ranks_is_noticed_and_the_rate_goes_with_the_batch(
     ranks: list[dict[str, Any]], tiny_dir: Path, died_in: Path
 ) -> None:
-    """A single rank takes half the samples a step, those that the config was written for: its rate is the config's."""
+    """A single rank has half the samples per step, as the config was written for, so its rate is the config's."""
     ((reasons, steps),) = run_on_ranks(_resume_alone, 1, shallow_assets(tiny_dir), died_in)
     assert reasons[-2] == "resumed with changes: ranks 2 -> 1; samples per optimizer step 16 -> 8"
     assert {step["global_batch_size"] for step in steps} == {8}
@@ -241,8 +241,8 @@ def test_another_number_of_ranks_is_noticed_and_the_rate_goes_with_the_batch(
 
 
 def _low_bits(rank: int, tiny_dir: Path, output_dir: Path, component: str) -> dict[str, Any]:
-    """A run, and from where its checkpoints go on as it did."""
-    inductor.force_disable_caches = True  # torch takes code compiled for one of these for another's
+    """Whether each checkpoint of a run resumes bit for bit as the run continued."""
+    inductor.force_disable_caches = True  # torch would reuse code compiled for one of these optimizers for another
     adaptive = {"save_every_n_steps": 1, "oom_recovery": False}
     options = SHALLOW | {"epochs": 2, "max_steps_per_epoch": 2, "optimizer": {"_component_": component, "lr": 1e-3}}
     options |= {"batch_size": 2, "tokenizer__max_seq_len": 64, "adaptive": adaptive}
@@ -252,7 +252,7 @@ def _low_bits(rank: int, tiny_dir: Path, output_dir: Path, component: str) -> di
     places = {"step_3": 3, "step_1": 1, "epoch_0": 2}
     for name, done in places.items():
         if not (output_dir / name).exists():
-            continue  # with some versions torch cannot gather this state for torchtune's checkpoint of an epoch
+            continue  # some versions of torch cannot gather this state for torchtune's checkpoint of an epoch
         cfg = tiny_config("full", tiny_dir, output_dir, resume_from_checkpoint=str(output_dir / name), **options)
         resumed, resumed_parameters, _ = finished(recipe, cfg)
         losses = [[step["loss"] for step in some] for some in (steps[done:], resumed)]
@@ -262,7 +262,7 @@ def _low_bits(rank: int, tiny_dir: Path, output_dir: Path, component: str) -> di
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-def test_optimizers_of_few_bits_go_on_bit_for_bit(name: str, tiny_dir: Path, tmp_path: Path) -> None:
+def test_optimizers_of_few_bits_resume_bit_for_bit(name: str, tiny_dir: Path, tmp_path: Path) -> None:
     for found in run_on_ranks(_low_bits, 2, shallow_assets(tiny_dir), tmp_path, f"torchao.optim.{name}"):
         assert found.pop("epoch_0", True)
         assert found == {"step_3": True, "step_1": True}

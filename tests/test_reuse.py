@@ -1,4 +1,4 @@
-"""A size found before is used again where everything is the same and one probe fits; otherwise the search runs."""
+"""A size found before is reused if all conditions are the same and one probe fits; otherwise the search runs."""
 
 import json
 import subprocess
@@ -46,7 +46,7 @@ ASKED: dict[str, Any] = {"seq_len": 8, "packed": False, "most_rows": 50}
 
 
 class Ranks:
-    """In place of a consensus: so many ranks that are all alike."""
+    """Replaces a consensus: ``world_size`` ranks that all have the same values."""
 
     rank = 0
 
@@ -90,7 +90,7 @@ def store(
     return FoundSizes(under, ranks, folder, reads=True)
 
 
-# ---- what counts
+# ---- conditions of reuse
 
 
 @pytest.mark.usefixtures("card")
@@ -126,7 +126,9 @@ def store(
     ],
     ids=str,
 )
-def test_whatever_memory_may_depend_on_makes_it_another_size(changed: dict[str, Any], tmp_path: Path) -> None:
+def test_a_size_is_not_reused_if_anything_that_may_affect_memory_has_changed(
+    changed: dict[str, Any], tmp_path: Path
+) -> None:
     store(tmp_path).keep(FOUND, **ASKED)
     assert store(tmp_path).known(**ASKED) == FOUND
     assert store(tmp_path, **changed).known(**ASKED) is None
@@ -145,19 +147,21 @@ def test_whatever_memory_may_depend_on_makes_it_another_size(changed: dict[str, 
     ],
     ids=str,
 )
-def test_what_memory_does_not_depend_on_leaves_it_the_same(changed: dict[str, Any], tmp_path: Path) -> None:
+def test_a_size_is_reused_if_only_values_that_do_not_affect_memory_have_changed(
+    changed: dict[str, Any], tmp_path: Path
+) -> None:
     store(tmp_path).keep(FOUND, **ASKED)
     assert store(tmp_path, **changed).known(**ASKED) == FOUND
 
 
 @pytest.mark.parametrize("changed", [{"seq_len": 9}, {"packed": True}, {"most_rows": 51}], ids=str)
-def test_other_rows_make_it_another_size(changed: dict[str, Any], tmp_path: Path, card: dict[str, Any]) -> None:
+def test_a_size_is_not_reused_for_other_rows(changed: dict[str, Any], tmp_path: Path, card: dict[str, Any]) -> None:
     store(tmp_path).keep(FOUND, **ASKED)
     assert store(tmp_path).known(**ASKED | changed) is None
 
 
 @pytest.mark.parametrize("changed", [{"name": "A100"}, {"bytes": 40 * 2**30}], ids=str)
-def test_another_gpu_makes_it_another_size(changed: dict[str, Any], tmp_path: Path, card: dict[str, Any]) -> None:
+def test_a_size_is_not_reused_on_another_gpu(changed: dict[str, Any], tmp_path: Path, card: dict[str, Any]) -> None:
     store(tmp_path).keep(FOUND, **ASKED)
     card.update(changed)
     assert store(tmp_path).known(**ASKED) is None
@@ -167,7 +171,7 @@ def test_another_gpu_makes_it_another_size(changed: dict[str, Any], tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "value"), [("LOCAL_WORLD_SIZE", "1"), ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")]
 )
-def test_other_nodes_or_another_allocator_make_it_another_size(
+def test_a_size_is_not_reused_on_other_nodes_or_with_another_allocator(
     name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store(tmp_path).keep(FOUND, **ASKED)
@@ -176,16 +180,14 @@ def test_other_nodes_or_another_allocator_make_it_another_size(
 
 
 @pytest.mark.usefixtures("card")
-def test_other_versions_make_it_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_is_not_reused_with_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store(tmp_path).keep(FOUND, **ASKED)
     monkeypatch.setattr(cache, "_versions", lambda: ["another"])
     assert store(tmp_path).known(**ASKED) is None
 
 
 @pytest.mark.usefixtures("card")
-def test_components_whose_version_nobody_knows_are_searched_anew(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_size_is_not_kept_for_components_of_unknown_version(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     mine = store(tmp_path, {"loss._component_": "mine.Loss"})
     mine.keep(FOUND, **ASKED)
     assert mine.known(**ASKED) is None
@@ -274,7 +276,7 @@ def test_a_search_that_is_not_to_reuse_a_size_searches_and_keeps_it(tmp_path: Pa
     assert was_reused(find(tmp_path, **MAXIMUM)[0])
 
 
-def test_a_size_that_no_longer_fits_is_searched_anew_and_replaced(
+def test_a_size_that_no_longer_fits_is_searched_again_and_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     find(tmp_path, **MAXIMUM)
@@ -288,7 +290,7 @@ def test_a_size_that_no_longer_fits_is_searched_anew_and_replaced(
     assert (was_reused(again), same(again), tried) == (True, same(less), [(2, 8), (7, 8)])
 
 
-def test_a_size_of_a_time_with_less_memory_is_searched_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_size_found_with_less_memory_is_searched_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     find(tmp_path, **MAXIMUM)
     caplog.clear()
     more, _ = find(tmp_path, limit_bytes=2000, **MAXIMUM)
@@ -299,7 +301,7 @@ def test_a_size_of_a_time_with_less_memory_is_searched_anew(tmp_path: Path, capl
 
 
 @pytest.mark.parametrize("rows", [{}, {"max_batch_size": 7}])
-def test_reuse_ends_where_the_bound_is_another(rows: dict[str, Any], tmp_path: Path) -> None:
+def test_a_size_is_not_reused_with_another_bound(rows: dict[str, Any], tmp_path: Path) -> None:
     find(tmp_path, **MAXIMUM)
     shorter = loader_over(Samples(*[8] * 12)) if not rows else None
     sizes, _ = find(tmp_path, shorter, **MAXIMUM | rows)
@@ -308,7 +310,7 @@ def test_reuse_ends_where_the_bound_is_another(rows: dict[str, Any], tmp_path: P
     assert sizes.result.exact_batch_size == (7 if rows else 12)
 
 
-def test_a_token_budget_is_reused_with_one_more_probe_for_the_tokens_that_are_no_whole_row(tmp_path: Path) -> None:
+def test_a_token_budget_is_reused_with_one_more_probe_for_the_tokens_beyond_whole_rows(tmp_path: Path) -> None:
     def budget(tokens: int) -> tuple[Sizes, list[tuple[int, int]]]:
         loader, limit_bytes = loader_over(Samples(*[256] * 50), batch_size=50), tokens * TOKEN_BYTES + GRADIENT_BYTES
         return find(tmp_path, loader, limit_bytes=limit_bytes, power_of_two=False, **AUTO)
@@ -338,7 +340,7 @@ def test_sizes_that_were_timed_are_not_timed_again(tmp_path: Path, monkeypatch: 
     assert timed == [1]
 
 
-# ---- files that are not as they should be
+# ---- bad files
 
 
 def _entry(folder: Path) -> Path:
@@ -383,9 +385,7 @@ SPOILT: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("how", SPOILT)
-def test_an_entry_that_cannot_be_used_is_as_good_as_none(
-    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_entry_that_cannot_be_used_is_ignored(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "sizes"
     first, _ = find(folder, **MAXIMUM)
     SPOILT[how](folder)
@@ -400,7 +400,7 @@ def test_an_entry_that_cannot_be_used_is_as_good_as_none(
     assert was_reused(find(folder, **MAXIMUM)[0]) != in_the_way
 
 
-def test_a_folder_that_takes_no_files_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_written_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     sizes, _ = find(Path("/proc/torchtune_adaptive"), **MAXIMUM)  # read-only for everybody
     assert same(sizes)[0] == 13
     assert len([one for one in caplog.messages if one.startswith("The size found cannot be kept")]) == 1

@@ -45,7 +45,7 @@ def packs_of(max_seq_len: int) -> Any:
 
 
 class OneOf(Consensus):
-    """One rank of several, of which the others have found ``others``."""
+    """One rank of several; ``others`` are the values of the other ranks."""
 
     def __init__(self, rank: int, world_size: int, *others: Any) -> None:
         super().__init__()
@@ -108,14 +108,14 @@ def test_each_rank_reads_its_share_and_knows_the_longest_of_all() -> None:
     first, second = Samples(4, 9, 2, 3, 8), Samples(4, 9, 2, 3, 8)
     assert len(worst_case(first, consensus=OneOf(0, 2, 9))["tokens"]) == 9
     assert len(worst_case(second, consensus=OneOf(1, 2, 8))["tokens"]) == 9
-    assert (first.read, second.read) == ([0, 0, 2, 4], [0, 1, 3])  # after the first row, from which the other is made
+    assert (first.read, second.read) == ([0, 0, 2, 4], [0, 1, 3])  # row 0 is read first; the longest is made from it
 
 
 def test_a_rank_without_samples_has_the_length_of_the_others() -> None:
     assert len(worst_case(Samples(4), consensus=OneOf(1, 2, 4))["tokens"]) == 4
 
 
-def test_a_pack_is_as_long_as_it_is() -> None:
+def test_a_pack_keeps_its_length() -> None:
     packs = packs_of(8)
     for dataset in (packs, ConcatDataset([packs, packs])):
         row = worst_case(dataset, tokenizer_max_seq_len=99)
@@ -136,7 +136,7 @@ def test_a_row_of_a_length_is_made_of_the_first_one() -> None:
     assert ROWS.of_length(Samples(3, 9), 5)["tokens"] == [1, 2, 3, 1, 2]
 
 
-# ---- rows made for what a rank must compute with
+# ---- rows made from other rows
 
 
 def test_small_batches_differ_in_shape_and_keep_to_the_batch_size() -> None:
@@ -159,9 +159,7 @@ def test_small_batches_leave_rows_of_another_kind_as_they_are() -> None:
 
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(tokens=st.lists(st.integers(0, 9), min_size=1, max_size=20), length=st.integers(1, 70), tensors=st.booleans())
-def test_a_stretched_row_begins_as_its_row_and_goes_round_to_its_length(
-    tokens: list[int], length: int, tensors: bool
-) -> None:
+def test_a_stretched_row_repeats_its_row_up_to_its_length(tokens: list[int], length: int, tensors: bool) -> None:
     row = {"tokens": torch.tensor(tokens) if tensors else tokens, "labels": [-100] * len(tokens), "more": "kept"}
     stretched = ROWS.stretched(row, length)
     assert stretched["tokens"] == stretched["labels"] == [tokens[place % len(tokens)] for place in range(length)]
@@ -170,14 +168,14 @@ def test_a_stretched_row_begins_as_its_row_and_goes_round_to_its_length(
     assert row["labels"] == [-100] * len(tokens)
 
 
-def test_a_silent_row_is_a_few_tokens_of_which_none_counts_and_leaves_its_row_as_it_is() -> None:
+def test_a_silent_row_has_a_few_tokens_of_which_none_counts_and_its_source_is_unchanged() -> None:
     row = {"tokens": list(range(40)), "labels": list(range(40)), "mask": [False] * 40}
     assert ROWS.silent(row) == {"tokens": list(range(16)), "labels": [-100] * 16, "mask": [False] * 16}
     assert row["labels"] == list(range(40))
     assert TokenRows(-7).silent({"tokens": [1, 2], "labels": [1, 2]}) == {"tokens": [1, 2], "labels": [-7, -7]}
 
 
-def test_a_silent_pack_is_as_long_as_it_is() -> None:
+def test_a_silent_pack_keeps_its_length() -> None:
     pack = dict(packs_of(64)[0])
     silent = ROWS.silent(pack)
     assert padded_collate_packed([silent])["labels"].tolist() == [[-100] * 64]
@@ -197,7 +195,7 @@ def test_samples_up_to_the_budget_pass_and_each_rank_reads_its_share_once() -> N
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_the_first_sample_above_the_budget_is_refused_on_every_rank_whichever_has_found_it(rank: int) -> None:
-    found = [(6, 9), (4, 10), None]  # by rank, of samples 0 to 6: the first of each one's share
+    found = [(6, 9), (4, 10), None]  # by rank: index and length of the first sample above the budget in its share
     others = [one for other, one in enumerate(found) if other != rank]
     with pytest.raises(InputError) as refusal:
         ROWS.check_lengths(Samples(8, 1, 2, 3, 10, 5, 9), max_tokens=8, consensus=OneOf(rank, 3, *others))
@@ -226,7 +224,7 @@ def test_packs_cannot_be_grouped_by_length() -> None:
 
 def test_rows_longer_than_the_model_has_positions_are_refused() -> None:
     model: Any = torch.nn.Linear(1, 1)
-    check_row_length(10**6, model)  # does not say
+    check_row_length(10**6, model)  # the model has no limit
     model.max_seq_len = 64
     check_row_length(64, model)
     with pytest.raises(InputError) as refusal:
@@ -240,7 +238,7 @@ PAIRS = PreferenceRows()
 
 
 def pair(chosen: int, rejected: int) -> Row:
-    """A pair of answers of so many tokens; the first half of each does not count."""
+    """A pair of answers with these numbers of tokens; the first half of each does not count."""
     row: Row = {}
     for name, length in (("chosen", chosen), ("rejected", rejected)):
         tokens = list(range(1, length + 1))
