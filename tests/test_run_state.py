@@ -1,4 +1,4 @@
-"""A state is the same after JSON, what is none is refused, and what has changed since is said in a clause each."""
+"""A state is the same after JSON, an invalid state is refused, and each change is named in one clause."""
 
 import json
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def test_a_state_within_an_epoch_is_the_same_after_json() -> None:
         *("half a token", "three numbers of tokens"),
     ],
 )
-def test_a_state_of_other_keys_is_refused(change: Callable[[dict[str, Any]], Any]) -> None:
+def test_a_state_with_wrong_keys_is_refused(change: Callable[[dict[str, Any]], Any]) -> None:
     with pytest.raises(TypeError):
         AdaptiveState.from_json(change(through_json(STATE)))
 
@@ -88,14 +88,14 @@ def test_a_state_without_one_of_its_fields_is_refused(name: str) -> None:
         ("config", None),
     ],
 )
-def test_a_state_of_other_types_is_refused_by_the_fields_name_and_value(name: str, value: Any) -> None:
+def test_a_field_of_a_wrong_type_is_refused_with_its_name_and_value(name: str, value: Any) -> None:
     with pytest.raises(TypeError) as refused:
         AdaptiveState.from_json(through_json(STATE) | {name: value})
     shown = tuple(value) if name == "left_over" else value
     assert str(refused.value) == f"{name} is {shown!r}"
 
 
-# ---- what is not as it was
+# ---- what has changed
 
 
 @pytest.mark.parametrize(
@@ -110,11 +110,11 @@ def test_a_state_of_other_types_is_refused_by_the_fields_name_and_value(name: st
         ("config", {"seed": 1, "optimizer.lr": 0.1, "dtype": "bf16"}, "dtype None -> 'bf16'"),
     ],
 )
-def test_what_is_not_as_it_was_is_said_in_a_clause_each(name: str, value: Any, clause: str) -> None:
+def test_each_change_is_named_in_one_clause(name: str, value: Any, clause: str) -> None:
     assert STATE.changes(replace(STATE, **{name: value})) == [clause]
 
 
-def test_all_changes_are_said_and_what_a_run_itself_moves_on_is_none() -> None:
+def test_all_changes_are_named_but_not_the_progress_of_the_run() -> None:
     config = {"seed": 2, "optimizer.lr": 0.2}
     assert STATE.changes(replace(STATE, ranks=2, samples_per_step=16, config=config)) == [
         "ranks 4 -> 2",
@@ -124,7 +124,7 @@ def test_all_changes_are_said_and_what_a_run_itself_moves_on_is_none() -> None:
     ]
     moved = replace(STATE, global_step=80, epochs_run=3, epoch_samples=32, history=[], left_over=(0, 0), rank_states=[])
     assert STATE.changes(moved) == []
-    assert STATE.changes(replace(STATE, memory_limit_bytes=None)) == []  # not known
+    assert STATE.changes(replace(STATE, memory_limit_bytes=None)) == []  # unknown
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,11 @@ def test_all_changes_are_said_and_what_a_run_itself_moves_on_is_none() -> None:
         "resume_from_checkpoint",
     ],
 )
-def test_where_a_run_is_and_how_it_is_watched_is_no_change(key: str) -> None:
+def test_output_paths_and_logging_keys_are_not_changes(key: str) -> None:
     assert STATE.changes(replace(STATE, config=STATE.config | {key: "other"})) == []
 
 
-def test_a_long_value_of_the_config_is_cut_where_it_is_said() -> None:
+def test_a_long_config_value_is_shortened() -> None:
     (clause,) = STATE.changes(replace(STATE, config=STATE.config | {"prompt": "x" * 1000}))
     assert clause.startswith("prompt None -> 'xxx")
     assert len(clause) < 300

@@ -1,4 +1,4 @@
-"""Which module runs, in forward and in backward: asked inside of small real models."""
+"""`RunningModules` names the running module in forward and in backward, as asked from inside of small real models."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,7 +11,7 @@ from torchtune_adaptive.plan.running_modules import RunningModules
 
 
 class _Asking(torch.autograd.Function):
-    """Asks which module runs, in its backward."""
+    """An identity whose backward asks which module runs."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, ask: Any) -> torch.Tensor:
@@ -40,7 +40,7 @@ class Layer(nn.Module):
 
 
 class Shared(nn.Module):
-    """Is in all layers, and asks as they do."""
+    """A module shared by all layers, which asks as they do."""
 
     def __init__(self, ask: Any) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Shared(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers, each checkpointed if ``checkpoints``. Keeps the answers of ``modules``, a phase and a name each."""
+    """Layers, each checkpointed if ``checkpoints``; ``answers`` has a phase and a module name for each question."""
 
     def __init__(self, *, checkpoints: bool = False) -> None:
         super().__init__()
@@ -81,16 +81,16 @@ def _modules_of(model: Model, *frozen: nn.Module) -> RunningModules:
     return model.modules_asked
 
 
-def test_the_innermost_module_runs_and_in_backward_the_one_that_made_the_node() -> None:
+def test_the_innermost_module_is_named_and_in_backward_the_one_that_made_the_node() -> None:
     model = Model()
     with _modules_of(model):
         model(torch.ones(1, 2)).sum().backward()
-    names = ["layers.1", "layers.1.shared", "layers.0", "layers.0.shared"]  # also of inputs without gradients
+    names = ["layers.1", "layers.1.shared", "layers.0", "layers.0.shared"]  # also for inputs without gradients
     assert model.answers == FORWARD + [("backward", name) for name in names]
 
 
-def test_what_another_thread_runs_meanwhile_is_left_out() -> None:
-    """Compiled code is traced on another thread, whose nodes have numbers of their own."""
+def test_modules_that_another_thread_runs_are_ignored() -> None:
+    """Compiled code is traced on another thread, whose autograd nodes have their own numbers."""
     model = Model()
     first = model.layers[0]
     assert isinstance(first, Layer)
@@ -106,7 +106,7 @@ def test_what_another_thread_runs_meanwhile_is_left_out() -> None:
     assert model.answers == FORWARD + [("backward", name) for name in names]
 
 
-def test_a_checkpointed_forward_runs_again_and_its_early_end_is_seen() -> None:
+def test_a_recomputed_forward_is_seen_although_it_stops_early() -> None:
     model = Model(checkpoints=True)
     with _modules_of(model) as modules:
         loss = model(torch.ones(1, 2, requires_grad=True)).sum()
@@ -120,7 +120,7 @@ def test_a_checkpointed_forward_runs_again_and_its_early_end_is_seen() -> None:
     ]
 
 
-def test_outside_of_the_models_it_is_the_loss_the_batch_or_the_phase() -> None:
+def test_outside_of_the_models_the_name_is_the_loss_the_batch_or_the_phase() -> None:
     model = Model()
     seen: list[str] = []
     with _modules_of(model) as modules:
@@ -141,7 +141,7 @@ def test_modules_of_a_frozen_model_have_a_name_of_their_own() -> None:
     assert names[:2] + names[-1:] == ["frozen model.layers.0.shared", "frozen model.layers.0", "frozen model"]
 
 
-def test_tensors_have_their_modules_names_and_optimizer_state_that_of_its_parameter() -> None:
+def test_tensors_and_optimizer_state_have_the_name_of_their_module() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 2)).sum().backward()

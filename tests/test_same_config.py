@@ -1,4 +1,4 @@
-"""Ranks whose configs differ are refused on all of them, but for places and the memory limit."""
+"""Configs that differ between ranks are refused on all ranks; only paths and the memory limit may differ."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""However a step's samples are cut into micro-batches, on however many ranks, the training is the same."""
+"""Training is the same for every cut of a step into micro-batches and every number of ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from tests.ranks import run_on_ranks
 from tests.recipe_runs import SHALLOW, adaptive_recipe, finished, shallow_assets, tiny_config, without_saving
 from torchtune_adaptive.testing import Fault, faults_in
 
-# By name: the overrides for a step of `rows` rows on each of two ranks, and where a rank runs out of memory.
+# By name: overrides for steps of `rows` rows on each of two ranks, and faults by optimizer step and micro-step.
 WAYS: dict[str, tuple[Any, dict[tuple[int, int], Fault]]] = {
     "at once": (lambda rows: {"batch_size": rows}, {}),
     "in quarters": (lambda rows: {"batch_size": rows // 4}, {}),
@@ -33,12 +33,12 @@ WAYS: dict[str, tuple[Any, dict[tuple[int, int], Fault]]] = {
         {(0, 1): Fault(200, ranks=[0]), (1, 0): Fault(500, ranks=[1])},
     ),
 }
-# Rows of a rank and step, and steps, at most three an epoch.
+# Rows per rank and step, and the number of steps (at most three per epoch).
 SIZES = [pytest.param(16, 2, id="small"), pytest.param(64, 21, marks=pytest.mark.exhaustive, id="whole")]
 
 
 def _keeping_first_gradient(recipe_class: Any, kept: dict[str, torch.Tensor]) -> Any:
-    """The recipe, which leaves in ``kept`` the gradients of its first step, summed over tokens."""
+    """The recipe, which stores the gradients of its first step, summed over tokens, in ``kept``."""
 
     class Keeping(recipe_class):
         def stepping(self) -> Any:
@@ -105,7 +105,7 @@ def test_every_cut_has_the_same_gradient_and_the_same_losses(
         gaps[way] = gradient_gap, max(abs(mine / theirs - 1) for mine, theirs in losses)
         print(f"{way}: gradient {gaps[way][0]:.1e}, losses {gaps[way][1]:.1e}")
     assert max(gap for both in gaps.values() for gap in both) < 1e-5
-    assert gaps["single rows"][0] > 0  # the cut is another one
+    assert gaps["single rows"][0] > 0  # the cut does differ
     assert {way: run["retries"] for way, run in runs.items() if run["retries"]} == {
         "out of memory": 1,
         "tokens, out of memory": 2,
@@ -120,10 +120,10 @@ def _train_on_every_token(rank: int, tiny_dir: Path, output_dir: Path, ways: lis
     return _train(rank, tiny_dir, output_dir, ways, 16, 1, dataset__train_on_input=True)
 
 
-def test_every_cut_is_the_same_also_where_the_first_token_of_a_row_is_not_masked(
+def test_every_cut_trains_the_same_also_where_the_first_token_of_a_row_is_not_masked(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
-    """Nothing predicts it: who counts it lets a row weigh more the shorter the rows of its micro-batch are."""
+    """Nothing predicts that token. If it counted, a row would weigh more the shorter its micro-batch's rows are."""
     at_once, *others = ways = ["at once", "in quarters", "tokens"]
     runs = run_on_ranks(_train_on_every_token, 2, shallow_assets(tiny_dir), tmp_path, ways)[0]
     for way in others:
@@ -132,7 +132,7 @@ def test_every_cut_is_the_same_also_where_the_first_token_of_a_row_is_not_masked
 
 
 def _train_anywhere(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    """Steps of 31 samples, by rows and by tokens, which no number of ranks above 1 divides; and measured gradients."""
+    """Steps of 31 samples, which 3 ranks do not divide, cut by rows and by tokens; and measured gradients."""
 
     def steps_of(**overrides: Any) -> list[dict[str, float]]:
         common: dict[str, Any] = SHALLOW | {
@@ -162,7 +162,7 @@ def _train_anywhere(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, An
 
 @pytest.fixture(scope="module")
 def anywhere(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """What rank 0 saw, by the number of ranks."""
+    """The results of rank 0, by the number of ranks."""
     output_dir = tmp_path_factory.mktemp("anywhere")
     return {ranks: run_on_ranks(_train_anywhere, ranks, shallow_assets(tiny_dir), output_dir)[0] for ranks in (1, 3)}
 
@@ -175,7 +175,7 @@ def test_a_global_batch_is_the_same_on_one_rank_and_on_three(cut: str, anywhere:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("cut", ["rows", "tokens"])
-def test_what_is_measured_are_the_norms_of_the_step_and_of_its_first_half(
+def test_measured_norms_are_those_of_the_step_and_of_its_first_half(
     cut: str, ranks: int, anywhere: dict[int, dict[str, Any]]
 ) -> None:
     """The first half of the first step's samples is the first step of a run with half the batch."""

@@ -1,4 +1,4 @@
-"""The schedule never passes the maximum, never shrinks the batch, and names every bad answer before training."""
+"""The schedule never exceeds the maximum, never shrinks the batch, and reports every bad answer before training."""
 
 import copy
 import functools
@@ -23,7 +23,7 @@ def eight_at_epoch_two(epoch: int, current_batch_size: int) -> int:
 
 
 def answering(answer):
-    """A function of this module, known as `answers`, that always gives ``answer``."""
+    """A function of this module, named `answers`, that always returns ``answer``."""
 
     def answers(epoch: int, current_batch_size: int):
         return answer
@@ -33,7 +33,7 @@ def answering(answer):
 
 
 class Doubling:
-    """Keeps count of its calls, as a stateful schedule may."""
+    """Counts its calls, as a stateful schedule may."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -60,19 +60,19 @@ def test_increase_is_granted_up_to_and_including_the_maximum():
     assert growth.reason == "epoch 2: increase of 8 granted, batch_size 16 -> 24"
 
 
-def test_increase_above_the_maximum_is_refused_whole_and_says_its_figures():
+def test_increase_above_the_maximum_is_refused_entirely_with_its_figures():
     growth = next_batch_size(eight_at_epoch_two, epoch=2, batch_size=16, maximum=20)
     assert (growth.batch_size, growth.increment, growth.granted) == (16, 8, False)
     assert growth.reason == "epoch 2: increase of 8 refused, 16 + 8 = 24 is above the maximum of 20"
 
 
-def test_zero_increase_keeps_the_size_and_is_no_grant():
+def test_zero_increase_keeps_the_size_and_is_not_a_grant():
     growth = next_batch_size(eight_at_epoch_two, epoch=1, batch_size=16, maximum=20)
     assert (growth.batch_size, growth.increment, growth.granted) == (16, 0, False)
     assert growth.reason == "epoch 1: no increase, batch_size stays 16"
 
 
-def test_function_is_asked_with_epoch_and_current_batch_size_by_position():
+def test_function_is_called_with_epoch_and_current_batch_size_by_position():
     asked = []
 
     def remember(epoch, current_batch_size, /):
@@ -135,7 +135,7 @@ def test_bad_answer_is_refused_quoting_value_epoch_and_function(answer, rule, qu
     )
 
 
-def test_long_or_many_lined_answer_is_quoted_in_one_short_line():
+def test_long_or_multiline_answer_is_quoted_in_one_short_line():
     with pytest.raises(InputError) as caught:
         next_batch_size(answering(np.zeros((50, 50))), epoch=0, batch_size=1, maximum=1)
     assert "\n" not in str(caught.value)
@@ -185,7 +185,7 @@ def three_arguments(epoch, current_batch_size, maximum):
         lambda *arguments: 0,
         functools.partial(three_arguments, maximum=8),
         lambda epoch, size, extra=3: 0,
-        max,  # a builtin without a signature to read
+        max,  # a builtin whose signature cannot be read
         geometric(),
     ],
 )
@@ -218,7 +218,7 @@ def test_wrong_arity_of_an_object_is_refused():
 @pytest.mark.parametrize(
     ("value", "name", "subject"), [(8, None, "is 8"), (3.14, "'math.pi'", "'math.pi' is 3.14"), (None, None, "is None")]
 )
-def test_what_cannot_be_called_is_refused(value, name, subject):
+def test_a_value_that_is_not_callable_is_refused(value, name, subject):
     with pytest.raises(InputError) as caught:
         check_function(value, name=name)
     assert str(caught.value) == f"`batch_increase_function` must be callable, but {subject} instead."
@@ -254,12 +254,12 @@ def test_function_name_is_readable(function, name):
 # ---- planned growth
 
 
-def test_planned_growth_plays_every_epoch():
+def test_planned_growth_covers_every_epoch():
     growths = plan_growth(eight_at_epoch_two, total_epochs=4, batch_size=16, maximum=99)
     assert [(growth.epoch, growth.batch_size) for growth in growths] == [(0, 16), (1, 16), (2, 24), (3, 24)]
 
 
-def test_planned_growth_asks_at_epoch_zero():
+def test_planned_growth_calls_the_function_at_epoch_zero():
     assert [growth.batch_size for growth in plan_growth(at_epochs({0: 3}), total_epochs=2, batch_size=4)] == [7, 7]
 
 
@@ -268,14 +268,14 @@ def test_planned_growth_of_no_epochs_is_empty():
 
 
 @pytest.mark.parametrize("method", ["__call__", "grow"])
-def test_planned_growth_leaves_a_stateful_function_undisturbed(method):
+def test_planned_growth_does_not_change_a_stateful_function(method):
     doubling = Doubling()
     sizes = [growth.batch_size for growth in plan_growth(getattr(doubling, method), total_epochs=3, batch_size=4)]
     assert sizes == [4, 8, 16]
     assert doubling.calls == 0
 
 
-def test_function_that_cannot_be_copied_is_asked_itself():
+def test_function_that_cannot_be_copied_is_called_itself():
     uncopyable = Uncopyable()
     assert [growth.batch_size for growth in plan_growth(uncopyable, total_epochs=2, batch_size=4)] == [4, 8]
     assert uncopyable.calls == 2
@@ -303,7 +303,7 @@ def test_planned_sizes_stay_between_the_start_and_the_maximum_and_never_shrink(a
 
 
 def given_arguments(schedule: Callable[..., Any], *arguments, **named):
-    """The schedule made as a config makes it: from arguments of any type."""
+    """The schedule, made as from a config: with arguments of any type."""
     return schedule(*arguments, **named)
 
 

@@ -1,6 +1,6 @@
-"""The three strategies against every limit up to 200: exact, within bounds, frugal, and safe with any forecast.
+"""The three strategies under every limit up to 200: exact, within bounds, with few probes, safe with any forecast.
 
-A search by any of them leaves model and meter as they were, whether something fits or not.
+A search leaves model and meter unchanged, whether something fits or not.
 """
 
 import random
@@ -59,7 +59,7 @@ Forecast = Callable[[FitsUpTo, int], int | None]
 
 
 def linear_with(forecast: Forecast) -> Search:
-    """Linear extrapolation with a forecast that may look at the device itself and at the bound."""
+    """Linear extrapolation with a forecast that knows the device and the bound."""
 
     def search(fits: Fits, bound: int) -> int:
         assert isinstance(fits, FitsUpTo)
@@ -99,7 +99,7 @@ class Run(NamedTuple):
 
 
 def runs_of(strategy: Search) -> list[Run]:
-    """The strategy on every limit and bound."""
+    """Runs of the strategy with every limit and bound."""
     devices = [(bound, FitsUpTo(limit)) for limit in LIMITS for bound in BOUNDS]
     return [Run(device.limit, bound, strategy(device, bound), device) for bound, device in devices]
 
@@ -109,7 +109,7 @@ def runs(request: pytest.FixtureRequest) -> list[Run]:
     return runs_of(request.param)
 
 
-def test_every_strategy_is_exact_and_says_zero_if_nothing_fits(runs: list[Run]) -> None:
+def test_every_strategy_is_exact_and_returns_zero_if_nothing_fits(runs: list[Run]) -> None:
     assert [run for run in runs if run.answer != min(run.limit, run.bound)] == []
 
 
@@ -137,7 +137,7 @@ def test_a_forecast_slightly_too_high_takes_few_failing_probes(excess: int) -> N
     assert [run for run in runs if run.device.failures > 1 + excess.bit_length()] == []
 
 
-def test_zero_is_only_said_after_one_row_was_tried() -> None:
+def test_zero_is_only_returned_after_one_row_was_tried() -> None:
     device = FitsUpTo(1)
     assert linear_extrapolation(device, lambda: 0, max_batch_size=1) == 1
     device = FitsUpTo(1)
@@ -146,7 +146,7 @@ def test_zero_is_only_said_after_one_row_was_tried() -> None:
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(limit=st.integers(0, 300), bound=st.integers(1, 300), seed=st.integers(0, 2**32 - 1))
-def test_linear_extrapolation_is_exact_whatever_is_forecast_above_the_sizes_that_fitted(
+def test_linear_extrapolation_is_exact_with_any_forecast_above_the_sizes_that_fitted(
     limit: int, bound: int, seed: int
 ) -> None:
     generator = random.Random(seed)
@@ -171,13 +171,13 @@ def test_linear_extrapolation_is_safe_with_any_forecast(limit: int, bound: int, 
         return generator.choice([None, -(2**40), -1, 0, generator.randint(-50, 400), 2**62])
 
     answer = linear_extrapolation(device, forecast, max_batch_size=bound)
-    assert answer == device.fitted  # the largest that was tried and fits: never above the limit
+    assert answer == device.fitted  # the largest size that was tried and fits, so never above the limit
     assert len(set(device.asked)) == len(device.asked)
     assert all(1 <= size <= bound for size in device.asked)
 
 
-def test_a_forecast_with_nothing_above_the_size_that_fitted_is_believed() -> None:
-    """The price of three probes without a failure: the size above the answer is not tried."""
+def test_linear_extrapolation_ends_at_a_size_that_fits_and_equals_the_forecast() -> None:
+    """Three probes without a failure have a price: the size above the answer is not tried."""
     device = FitsUpTo(100)
     assert linear_extrapolation(device, lambda: 90, max_batch_size=1000) == 90
     assert device.asked == [2, 3, 90]
@@ -209,7 +209,7 @@ NAMES: tuple[Strategy, ...] = get_args(Strategy)
 
 
 class SmallCard(CpuMeter):
-    """A meter as training uses it, with a limit of its own; remembers limit and exactness of each step under it."""
+    """A meter as in training, with its own limit; records the limit and the exactness of each step."""
 
     def __init__(self, *, limit_bytes: int | None = 777, available_bytes: int = 2**40) -> None:
         super().__init__(exact=False)
@@ -227,10 +227,10 @@ class SmallCard(CpuMeter):
 
 
 class Rows:
-    """A model whose step on a number of rows takes 1000 bytes each, moves a weight and draws a random number.
+    """A model whose step takes 1000 bytes per row, changes a weight and draws a random number.
 
     Args:
-        never: sizes that do not fit, whatever memory there is.
+        never: sizes that do not fit, however much memory there is.
     """
 
     def __init__(self, meter: SmallCard, *, never: Collection[int] = (), consensus: Consensus | None = None) -> None:
@@ -238,9 +238,9 @@ class Rows:
         self.taken: list[int] = []
         self.began_with_gradients = False
         self._never = never
-        self._gradient = torch.ones(1, 1)  # which each step leaves behind
+        self._gradient = torch.ones(1, 1)  # each step leaves it behind
         self._model = nn.Linear(1, 1)
-        self._weight = self._model.weight.detach().numpy()  # the meter does not see what happens to it
+        self._weight = self._model.weight.detach().numpy()  # the meter does not see its changes
         self.workload = Workload(
             train_step=self._train_step,
             model=self._model,
@@ -269,10 +269,10 @@ class Rows:
 
 
 @pytest.mark.parametrize("strategy", NAMES)
-def test_a_search_finds_what_fits_within_the_margin_and_leaves_no_trace(strategy: Strategy) -> None:
+def test_a_search_finds_what_fits_within_the_margin_and_restores_all_state(strategy: Strategy) -> None:
     device = Rows(SmallCard())
     before = device.state()
-    found = device.search(strategy=strategy, memory_limit_bytes=17_000, margin=0.2)  # of which 13 600 may be used
+    found = device.search(strategy=strategy, memory_limit_bytes=17_000, margin=0.2)  # 13 600 bytes are usable
     assert (found.exact_batch_size, found.batch_size, found.bound) == (13, 13, 100)
     assert (found.strategy, found.memory_limit_bytes, found.margin, found.world_size) == (strategy, 17_000, 0.2, 1)
     assert (found.usable_bytes, [probe.batch_size for probe in found.probes]) == (13_600, device.taken[1:])
@@ -282,7 +282,7 @@ def test_a_search_finds_what_fits_within_the_margin_and_leaves_no_trace(strategy
 
 
 @pytest.mark.parametrize("strategy", NAMES)
-def test_a_search_is_exact_and_limited_and_the_meter_is_afterwards_as_it_was(strategy: Strategy) -> None:
+def test_a_search_is_exact_and_limited_and_restores_the_meter(strategy: Strategy) -> None:
     device = Rows(SmallCard())
     device.search(strategy=strategy, memory_limit_bytes=13_000)
     assert set(device.meter.seen) == {(13_000, True)}
@@ -293,7 +293,7 @@ def test_a_search_is_exact_and_limited_and_the_meter_is_afterwards_as_it_was(str
 
 
 @pytest.mark.parametrize("strategy", NAMES)
-def test_where_nothing_fits_model_and_meter_are_as_they_were_and_one_sentence_says_why(strategy: Strategy) -> None:
+def test_where_nothing_fits_all_state_is_restored_and_one_sentence_says_why(strategy: Strategy) -> None:
     device = Rows(SmallCard())
     before = device.state()
     with pytest.raises(NothingFitsError) as caught:
@@ -307,10 +307,10 @@ def test_where_nothing_fits_model_and_meter_are_as_they_were_and_one_sentence_sa
     assert device.state() == before
 
 
-def test_the_sentence_has_the_greatest_need_and_the_least_limit_of_all_ranks() -> None:
+def test_the_sentence_has_the_highest_need_and_the_lowest_limit_of_all_ranks() -> None:
     class Ranks(Consensus):
         def max_over_ranks(self, number: int) -> int:
-            return max(number, 5120) if number >= ROW_BYTES else number  # smaller ones are votes
+            return max(number, 5120) if number >= ROW_BYTES else number  # smaller numbers are votes
 
         def min_over_ranks(self, number: int) -> int:
             return min(number, 512)
@@ -357,7 +357,7 @@ def test_rounding_may_go_down_to_a_single_row() -> None:
     assert device.taken[-2:] == [4, 2]
 
 
-def test_what_the_forecast_gives_between_whole_rows_is_kept_unless_the_bound_stopped_the_search() -> None:
+def test_a_fractional_forecast_of_rows_is_kept_unless_the_bound_stopped_the_search() -> None:
     device = Rows(SmallCard())
     assert device.search(memory_limit_bytes=13_250).forecast_rows == 13.25
     assert device.search(memory_limit_bytes=13_250, strategy="binary_search").forecast_rows is None
@@ -375,7 +375,7 @@ def test_the_forecast_is_kept_for_the_sizes_tried_and_the_one_above_the_largest_
 
 
 @pytest.mark.parametrize(("sizes", "found"), [([40, 20, 10, 5], 10), ([12, 6], 12), ([50, 25], None), ([], None)])
-def test_the_first_size_that_fits_is_taken_and_leaves_no_trace(sizes: list[int], found: int | None) -> None:
+def test_the_first_size_that_fits_is_taken_and_all_state_is_restored(sizes: list[int], found: int | None) -> None:
     device = Rows(SmallCard())
     before = device.state()
     settings = AdaptiveSettings(memory_limit_bytes=16_000, margin=0.2)
@@ -386,7 +386,7 @@ def test_the_first_size_that_fits_is_taken_and_leaves_no_trace(sizes: list[int],
     assert device.state() == before
 
 
-def test_without_a_limit_what_the_device_has_left_bounds_a_try() -> None:
+def test_without_a_limit_the_free_memory_of_the_device_bounds_a_try() -> None:
     device = Rows(SmallCard(limit_bytes=None, available_bytes=12_000))
     settings = AdaptiveSettings(margin=0.25)
     assert first_that_fits(device.workload, lambda rows: rows, [12, 10, 9, 1], settings=settings) == 9

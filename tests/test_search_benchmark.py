@@ -1,4 +1,4 @@
-"""The benchmark against the peers: its card, its comparison of states, the RFC's sketches and our own contestants."""
+"""The benchmark against peers: its card, comparison of states, the RFC's sketches and this package's contestants."""
 
 import gc
 import json
@@ -34,7 +34,7 @@ OURS = [name for name in search.CONTESTANTS if name.startswith("ours")]
 
 @pytest.fixture(autouse=True)
 def keep_clocks_apart() -> Iterator[None]:
-    """A contestant's clock listens to the garbage collector until its process ends."""
+    """Removes the clocks of contestants from the garbage collector, where they stay until their process ends."""
     callbacks = list(gc.callbacks)
     yield
     gc.callbacks[:] = callbacks
@@ -45,7 +45,7 @@ def small_task(limit_bytes: int) -> Task:
 
 
 class OutOfMemoryAbove:
-    """A fake step that fits up to a size, and the sizes that it was asked for."""
+    """A fake step that fits up to a size; ``asked`` has the sizes that were tried."""
 
     def __init__(self, largest: int) -> None:
         self.largest = largest
@@ -88,11 +88,11 @@ def test_an_output_that_failed_takes_no_memory_while_its_error_is_handled() -> N
             torch.zeros(32 * KIB)
         assert raised.tb is not None
         assert card.live_bytes == 0
-        torch.zeros(15 * KIB)  # a peer's own cleaning up
+        torch.zeros(15 * KIB)  # as in a peer's own clean-up
     assert card.ooms == 1
 
 
-def test_an_operation_in_place_that_fails_keeps_what_was_there() -> None:
+def test_an_in_place_operation_that_fails_keeps_the_values() -> None:
     card = CpuCard(64 * KIB)
     values = torch.zeros(32 * KIB)
     with card, pytest.raises(torch.OutOfMemoryError):
@@ -100,7 +100,7 @@ def test_an_operation_in_place_that_fails_keeps_what_was_there() -> None:
     assert values.sum() == 32 * KIB
 
 
-def test_batches_lie_on_the_host_until_they_are_placed() -> None:
+def test_batches_are_on_the_host_until_they_are_placed() -> None:
     task = small_task(1 << 20)
     with task.card:
         batch = task.collate(task.rows.worst(3))
@@ -172,7 +172,7 @@ def test_a_change_is_found_in_its_part_and_in_no_other(part: str) -> None:
     assert changed(before, state_of(model, optimizer)) == [part]
 
 
-def test_an_optimizer_that_has_begun_differs_from_none() -> None:
+def test_an_optimizer_that_has_stepped_differs_from_none() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     before = state_of(model, None)
@@ -195,7 +195,7 @@ def test_a_search_by_training_is_over_when_its_last_attempt_begins() -> None:
     assert found.changed == ["parameters", "optimizer", "torch RNG"]
 
 
-def test_steps_that_search_again_are_told() -> None:
+def test_steps_that_search_again_are_reported() -> None:
     attempts = Attempts(small_task(1 << 30))
     assert attempts.found_by_first([16, 16], [5, 0]).survives == "yes"
     survives = attempts.found_by_first([16, 16, 8], [5, 0, 1]).survives
@@ -243,7 +243,7 @@ def test_the_sketch_that_halves_gives_up_below_one_row() -> None:
         halve_chunks(OutOfMemoryAbove(0), chunk_size=128)
 
 
-def test_the_sketch_by_difference_forgets_what_does_not_grow() -> None:
+def test_the_sketch_by_difference_ignores_memory_that_does_not_grow() -> None:
     assert by_difference(lambda rows: 70 + 10 * rows, total_bytes=100) == 10
 
 
@@ -256,7 +256,7 @@ def exact() -> int:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_ours_find_what_exhaustive_search_finds(name: str, exact: int) -> None:
+def test_the_packages_contestants_find_the_exact_size_and_the_default_one_row_less(name: str, exact: int) -> None:
     found = search.CONTESTANTS[name](small_task(LIMIT_BYTES))
     if name == search.DEFAULT:
         assert found.size == exact - 1
@@ -314,7 +314,7 @@ def test_a_contestant_that_fails_leaves_its_error(monkeypatch: pytest.MonkeyPatc
     assert Found(**json.loads((tmp_path / "found.json").read_text())) == Found(error="ValueError: no")
 
 
-def test_the_document_hides_no_round_no_failure_and_nobody_who_is_faster() -> None:
+def test_the_document_shows_all_rounds_all_failures_and_all_faster_contestants() -> None:
     mine = Found(size=25, steps=4, seconds=2.0, gc_seconds=1.5, survives="yes")
     other = replace(mine, size=30, steps=2, ooms=7, seconds=1.0, changed=["parameters", "torch RNG"])
     found = {

@@ -1,4 +1,4 @@
-"""`tune-adaptive search` ends after the search, with a config that trains with just what was found."""
+"""`tune-adaptive search` ends after the search, and writes a config that trains with the sizes found."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def test_all_that_was_found_is_among_the_values(
     assert found_values(AdaptiveSettings(**settings), sizes, rows=rows) == values
 
 
-def test_the_config_is_as_it_was_but_for_the_sizes(tmp_path: Path) -> None:
+def test_the_config_is_unchanged_except_for_the_sizes(tmp_path: Path) -> None:
     overrides = [f"output_dir={tmp_path / 'a dir'}", "optimizer.lr=2e-5", "seed=null", "checkpointer.max_filename=0003"]
     cfg = load_config("tiny/full", [*overrides, "use_maximum_batch_size=True", "adaptive.search_only=True"])
     before = OmegaConf.to_container(cfg)
@@ -88,7 +88,7 @@ def test_the_config_is_as_it_was_but_for_the_sizes(tmp_path: Path) -> None:
     assert (end.value.status, str(end.value)) == (0, sentence)
 
 
-def test_a_config_without_our_block_gets_one(tmp_path: Path) -> None:
+def test_a_config_without_the_adaptive_block_gets_one(tmp_path: Path) -> None:
     cfg = OmegaConf.create({"output_dir": str(tmp_path), "adaptive": None, "batch_size": 2})
     OmegaConf.set_struct(cfg, True)
     with pytest.raises(RunEnded):
@@ -97,7 +97,7 @@ def test_a_config_without_our_block_gets_one(tmp_path: Path) -> None:
     assert found == AdaptiveSettings(max_tokens_per_micro_batch=512)
 
 
-def test_a_config_that_cannot_be_written_is_a_refusal(tmp_path: Path) -> None:
+def test_a_config_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cfg = OmegaConf.create({"output_dir": str(tmp_path / "file")})
     with pytest.raises(InputError, match="`output_dir` must be a folder that can be written, but is"):
@@ -108,7 +108,7 @@ def test_a_config_that_cannot_be_written_is_a_refusal(tmp_path: Path) -> None:
 
 
 def searched(kind: str, tiny_dir: Path, output_dir: Path, **options: Any) -> DictConfig:
-    """The config that a search of a recipe leaves."""
+    """The config that a search of a recipe writes."""
     cfg = tiny_config(kind, shallow_assets(tiny_dir), output_dir, **short(options))
     with pytest.raises(RunEnded) as end:
         set_up(adaptive_recipe(kind), cfg)
@@ -130,7 +130,7 @@ def short(options: dict[str, Any]) -> dict[str, Any]:
         ("lora_single", {"batch_size": 16, "adaptive": {"max_tokens_per_micro_batch": "auto"}}),
     ],
 )
-def test_a_run_by_what_was_found_has_the_sizes_of_one_that_searches(
+def test_a_run_with_the_found_config_has_the_sizes_of_a_run_that_searches(
     kind: str, options: dict[str, Any], tiny_dir: Path, tmp_path: Path
 ) -> None:
     cfg = searched(kind, tiny_dir, tmp_path, **options)
@@ -149,7 +149,7 @@ def test_a_run_by_what_was_found_has_the_sizes_of_one_that_searches(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:There are fewer total steps:UserWarning")  # two turns, on purpose
+@pytest.mark.filterwarnings("ignore:There are fewer total steps:UserWarning")  # two PPO turns, on purpose
 def test_both_sizes_of_ppo_are_found(tiny_dir: Path, tmp_path: Path) -> None:
     from adaptive_ppo_full_finetune_single_device import AdaptivePPOFullFinetuneRecipeSingleDevice as Recipe
 
@@ -177,7 +177,7 @@ def test_ppo_reuses_nothing(tiny_dir: Path, tmp_path: Path) -> None:
 
 
 class Launch:
-    """In place of a launch: remembers its arguments, and leaves what a search leaves."""
+    """Replaces a launch: records its arguments, and creates the config file that a search writes."""
 
     def __init__(self, *, finds: bool = True, status: int = 0) -> None:
         self.finds = finds
@@ -209,7 +209,7 @@ def ended(*arguments: str) -> int | str | None:
     return end.value.code
 
 
-def test_the_last_line_trains_with_what_was_found_as_it_was_searched(
+def test_the_last_line_is_the_command_that_trains_with_the_found_config(
     launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output_dir = tmp_path / "it's an output"
@@ -221,7 +221,7 @@ def test_the_last_line_trains_with_what_was_found_as_it_was_searched(
     assert shlex.split(last) == ["tune", "run", *torchrun, RECIPE, "--config", str(output_dir / "found.yaml")]
 
 
-def test_reuse_may_stand_anywhere_and_is_a_key_of_the_run(launch: Launch, tmp_path: Path) -> None:
+def test_reuse_may_be_anywhere_and_becomes_a_key_of_the_run(launch: Launch, tmp_path: Path) -> None:
     given = [RECIPE, "--config", "tiny/full", f"output_dir={tmp_path}"]
     assert [ended("--reuse", *given), ended(*given, "--reuse")] == [0, 0]
     keys = ["use_maximum_batch_size=True", "adaptive.search_only=True", "adaptive.reuse_found_size=True"]
@@ -266,7 +266,7 @@ def test_what_cannot_be_searched_is_refused_in_one_sentence_before_anything_runs
     assert (launch.launched, capsys.readouterr().out) == ([], "")
 
 
-def test_a_search_that_fails_prints_no_command_and_leaves_no_former_config(
+def test_a_search_that_fails_prints_no_command_and_removes_the_older_config(
     launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "found.yaml").touch()
@@ -310,7 +310,7 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tune-adaptive search --nproc_per_node 2 adaptive_full_finetune_distributed --config tiny/full\n" in text
 
 
-# ---- for real
+# ---- with real processes
 
 
 def tune_adaptive(*arguments: str, directory: Path, cache: Path) -> subprocess.Popen[str]:

@@ -1,4 +1,4 @@
-"""What a search found can be read: columns align, blanks are blank, and the summary says what it rests on."""
+"""The tables and the summary of a search: columns align, missing figures are blank, and conditions are named."""
 
 from typing import Any
 
@@ -72,7 +72,7 @@ def test_a_phase_that_only_a_later_probe_reached_has_its_column() -> None:
     assert [first.split()[0], second.split()[0]] == ["1000", "2"]
 
 
-def test_a_table_without_probes_is_its_header() -> None:
+def test_a_table_without_probes_has_only_its_header() -> None:
     header, rule = probe_table(result_of(probes=())).splitlines()
     assert header.split() == ["batch_size", "peak", "usable", "fits", "seconds"]
     assert len(header) == len(rule)
@@ -90,7 +90,7 @@ def test_the_table_of_lengths_has_a_line_for_each_probe_with_its_tokens() -> Non
     ]
 
 
-def test_the_table_of_rates_has_a_line_for_each_size_by_size_and_marks_the_one_chosen() -> None:
+def test_the_table_of_rates_is_sorted_by_size_and_marks_the_chosen_one() -> None:
     header, _, *rows = rate_table({16: 1000.0, 4: 600.4, 8: 985.6}, chosen=8).splitlines()
     assert header.split() == ["batch_size", "tokens/s", "of", "best", "chosen"]
     assert [row.split() for row in rows] == [
@@ -103,7 +103,7 @@ def test_the_table_of_rates_has_a_line_for_each_size_by_size_and_marks_the_one_c
 # ---- the summary
 
 
-def test_the_summary_says_in_one_line_what_was_found_and_from_what() -> None:
+def test_the_summary_says_in_one_line_what_was_found_under_which_conditions() -> None:
     assert summary(result_of(), 128) == (
         "binary_search: largest batch_size that fits 2, used 2 (rows of 128 tokens, limit 100.0 MiB per rank,"
         " margin 0.05, 2 ranks, 2 probes, 1 out of memory)"

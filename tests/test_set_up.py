@@ -1,4 +1,4 @@
-"""What a recipe's set-up fails with is one sentence, and nothing else is printed."""
+"""A set-up that fails ends with one sentence, and nothing else is printed."""
 
 import sys
 from typing import Any
@@ -10,7 +10,7 @@ from torchtune_adaptive.stock.set_up import setting_up
 
 
 class Logger:
-    """Fails as it is made, and again as it is thrown away, as torchtune's loggers do without their folder."""
+    """Fails when it is created and again when it is deleted, as torchtune's loggers do without their folder."""
 
     def __init__(self, path: str) -> None:
         with open(path) as self._file:
@@ -20,7 +20,7 @@ class Logger:
         self._file.close()
 
 
-def test_a_component_that_is_half_made_is_thrown_away_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleting_a_partly_created_component_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     printed: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", printed.append)
     with pytest.raises(InputError) as refused, setting_up():
@@ -31,7 +31,7 @@ def test_a_component_that_is_half_made_is_thrown_away_in_silence(monkeypatch: py
     assert sys.unraisablehook == printed.append
 
 
-def test_a_refusal_stays_as_it_is() -> None:
+def test_a_refusal_is_passed_on_unchanged() -> None:
     with pytest.raises(InputError) as refused, setting_up():
         raise InputError("`x` is wrong.")
     assert str(refused.value) == "`x` is wrong."

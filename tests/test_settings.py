@@ -60,11 +60,11 @@ class Namespace:
         return 3
 
 
-# ---- what a good config gives
+# ---- valid configs
 
 
 @pytest.mark.parametrize("cfg", [{}, {"adaptive": None}, {"adaptive": {}}, {"batch_increase_function": None}])
-def test_config_without_our_values_gives_the_defaults(cfg):
+def test_config_without_adaptive_values_gives_the_defaults(cfg):
     settings = read(batch_size=4, **cfg)
     assert settings == AdaptiveSettings()
     assert not settings.searches
@@ -132,7 +132,7 @@ def test_every_key_is_read():
         ({"adaptive": {"max_batch_size": 8}}, False),
     ],
 )
-def test_search_runs_for_the_largest_size_for_growth_and_for_a_budget_to_be_found(keys, searches):
+def test_search_runs_for_the_largest_size_for_growth_and_for_an_automatic_budget(keys, searches):
     assert read(**keys).searches is searches
 
 
@@ -179,7 +179,7 @@ def test_whole_block_may_be_an_interpolation():
     assert read(mine={"margin": 0.5}, adaptive="${mine}").margin == 0.5
 
 
-def test_reading_leaves_the_config_as_it_was():
+def test_reading_does_not_change_the_config():
     keys = {
         "adaptive": {"memory_limit": "${limit}", "margin": 0},
         "limit": "1GiB",
@@ -228,12 +228,12 @@ def test_unknown_key_of_the_block_is_refused_with_the_nearest_name(key, meant):
 
 
 @pytest.mark.parametrize(("key", "quoted"), [("zzz", "'zzz'"), (3, "3")])
-def test_unknown_key_of_the_block_like_no_other_is_refused_without_a_guess(key, quoted):
+def test_unknown_key_of_the_block_unlike_any_other_is_refused_without_a_guess(key, quoted):
     assert refusal(adaptive={key: 1}) == f"A key of `adaptive` must be one of {BLOCK_KEYS}, but is {quoted} instead."
 
 
 @pytest.mark.parametrize(("value", "quoted"), [(True, "True"), ("80GiB", "'80GiB'"), ([1], "[1]"), (0, "0")])
-def test_block_that_is_no_mapping_is_refused(value, quoted):
+def test_block_that_is_not_a_mapping_is_refused(value, quoted):
     assert refusal(adaptive=value) == f"`adaptive` must be a mapping, but is {quoted} instead."
 
 
@@ -266,7 +266,7 @@ def test_block_that_is_no_mapping_is_refused(value, quoted):
         ("save_every_n_steps", "adaptive.save_every_n_steps"),
     ],
 )
-def test_top_level_key_that_can_only_be_meant_for_us_is_refused(key, meant):
+def test_top_level_key_that_resembles_an_adaptive_key_is_refused(key, meant):
     assert refusal(**{key: 1}) == (f"`{key}` must not be a top-level key of the config; did you mean `{meant}`?")
 
 
@@ -332,7 +332,7 @@ def test_margin_in_its_range_is_taken(value):
 
 
 @pytest.mark.parametrize("value", [1, 1.5, -0.1, math.nan, math.inf, True, False, "0.1", None, [0.1]])
-def test_margin_out_of_its_range_or_no_number_is_refused(value):
+def test_margin_that_is_out_of_range_or_not_a_number_is_refused(value):
     assert refusal(adaptive={"margin": value}) == f"`margin` must be in [0, 1), but is {value!r} instead."
 
 
@@ -371,7 +371,7 @@ def test_unknown_strategy_is_refused_with_the_nearest_name(value, ending):
         ("keep_last_n_checkpoints", [None, 1, 5]),
     ],
 )
-def test_each_word_and_number_that_a_key_knows_is_taken(name, values):
+def test_each_word_and_number_that_a_key_allows_is_taken(name, values):
     taken = [read(use_maximum_batch_size=True, adaptive={name: value}) for value in values]
     assert [getattr(settings, name) for settings in taken] == values
 
@@ -382,7 +382,7 @@ def test_each_word_and_number_that_a_key_knows_is_taken(name, values):
 @pytest.mark.parametrize(
     "value", [True, False, 8.0, math.nan, "8", "atuo", "None", "AUTO", "Memory", "", [8], {"a": 1}]
 )
-def test_what_is_neither_a_word_that_a_key_knows_nor_an_integer_is_refused(name, words, value):
+def test_a_value_that_is_neither_an_allowed_word_nor_an_integer_is_refused(name, words, value):
     assert refusal(adaptive={name: value}) == f"`{name}` must be {words} or an integer, but is {value!r} instead."
 
 
@@ -412,7 +412,7 @@ def test_a_limit_of_growth_may_not_be_null():
         ("MEMORY", "memory"),
     ],
 )
-def test_a_word_that_a_key_does_not_know_is_refused_with_the_nearest(name, words, value, guess):
+def test_an_unknown_word_is_refused_with_the_nearest_allowed_word(name, words, value, guess):
     hint = f"; did you mean `{guess}`?" if guess is not None and guess in words.split(", ") else "."
     assert refusal(adaptive={name: value}) == f"`{name}` must be one of {words}, but is {value!r} instead{hint}"
 
@@ -432,21 +432,21 @@ def test_memory_does_not_bound_a_global_batch_that_grows():
     assert read(adaptive=keys).growth_limit == "memory"
 
 
-def test_speed_chooses_among_sizes_that_a_search_has_found():
+def test_the_objective_throughput_requires_a_search():
     assert refusal(adaptive={"objective": "throughput"}) == (
         "`use_maximum_batch_size` must be True for the objective throughput, which chooses among the sizes"
         " that a search found, but is False instead."
     )
 
 
-def test_speed_does_not_choose_a_token_budget():
+def test_the_objective_throughput_does_not_choose_a_token_budget():
     keys = {"objective": "throughput", "max_tokens_per_micro_batch": "auto"}
     assert refusal(use_maximum_batch_size=True, adaptive=keys) == (
         "`objective` must be memory where `max_tokens_per_micro_batch` is auto, but is throughput instead."
     )
 
 
-def test_settings_made_by_hand_are_checked_too():
+def test_settings_made_without_a_config_are_checked_too():
     with pytest.raises(InputError) as caught:
         AdaptiveSettings(memory_limit_bytes=0)
     assert str(caught.value) == "`memory_limit_bytes` must be at least 1, but is 0 instead."
@@ -595,7 +595,7 @@ def test_error_inside_an_imported_module_is_the_reason(tmp_path, monkeypatch):
     )
 
 
-def test_path_of_what_cannot_be_called_is_refused():
+def test_path_of_a_value_that_is_not_callable_is_refused():
     assert refusal(batch_increase_function="math.pi") == (
         f"`batch_increase_function` must be callable, but 'math.pi' is {math.pi} instead."
     )
@@ -714,7 +714,7 @@ def test_the_description_of_a_key_names_every_word_that_it_takes() -> None:
         {"use_maximum_batch_size": True, "adaptive": {"max_tokens_per_micro_batch": 512}},
     ],
 )
-def test_a_search_alone_is_asked_for_where_a_config_can_say_what_it_finds(keys: dict[str, Any]) -> None:
+def test_a_search_alone_is_allowed_where_a_config_can_hold_its_result(keys: dict[str, Any]) -> None:
     assert read(**keys | {"adaptive": keys.get("adaptive", {}) | {"search_only": True}}).search_only
 
 
@@ -738,5 +738,5 @@ def test_a_search_alone_is_asked_for_where_a_config_can_say_what_it_finds(keys: 
         ),
     ],
 )
-def test_a_search_alone_is_refused_where_a_config_could_not_say_what_it_finds(keys: dict[str, Any], start: str) -> None:
+def test_a_search_alone_is_refused_where_a_config_cannot_hold_its_result(keys: dict[str, Any], start: str) -> None:
     assert refusal(**keys | {"adaptive": keys.get("adaptive", {}) | {"search_only": True}}).startswith(start)

@@ -1,4 +1,4 @@
-"""Two launchers, as on two machines: they search and train as one, and when one ends the other does not wait."""
+"""Two launchers, as on two machines, search and train together; when one ends, the other does not wait."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from torchtune_adaptive.checkpoints.folder import CheckpointFolder
 
 SHORT = {"epochs": 1, "max_steps_per_epoch": 4, "tokenizer.max_seq_len": 128}
 MIB64, MIB128 = {"adaptive.memory_limit": "64MiB"}, {"adaptive.memory_limit": "128MiB"}
-# Of a machine that others use too. Without our own watch a node would wait for ten to thirty minutes.
+# Long enough for a busy machine. Without this package's watch a node would wait for ten to thirty minutes.
 QUICKLY_S = 60.0
 
 
@@ -30,7 +30,7 @@ def setup(overrides: dict[str, object], *, ranks: int = 1) -> Setup:
 def two_nodes(
     assets: Path, directory: Path, each: Sequence[dict[str, object]], *, ranks: int = 1, **options: Any
 ) -> Iterator[list[Launch]]:
-    """A launch on two nodes with these overrides for each; the first has torchrun's rendezvous."""
+    """Launches on two nodes with the overrides of ``each``; the first node hosts torchrun's rendezvous."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with ExitStack() as stack:
@@ -44,8 +44,8 @@ def two_nodes(
 
 
 def said(run: Launch, recipe: str = "adaptive_full_finetune_distributed") -> list[str]:
-    """The sentences that our recipe ended with."""
-    return re.findall(rf"{recipe}: (.*)", run.output)  # also after a progress bar, in the same line
+    """The sentences that the recipe ended with."""
+    return re.findall(rf"{recipe}: (.*)", run.output)  # also after a progress bar on the same line
 
 
 def ends(runs: Sequence[Launch]) -> list[int]:
@@ -58,7 +58,7 @@ BAD: dict[str, object] = {"adaptive.margin": 2}
 
 @pytest.mark.exhaustive
 def test_a_value_that_one_node_refuses_ends_both_with_one_sentence_each(tiny_dir: Path, tmp_path: Path) -> None:
-    """The node with torchrun's rendezvous is the good one: torchrun alone would leave it waiting."""
+    """The node that hosts the rendezvous has the valid config: torchrun alone would leave it waiting."""
     with two_nodes(tiny_dir, tmp_path, [{}, BAD]) as runs:
         assert ends(runs) == [1, 1]
     sentences = [said(run) for run in runs]
@@ -69,7 +69,9 @@ def test_a_value_that_one_node_refuses_ends_both_with_one_sentence_each(tiny_dir
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("each", [[BAD, BAD], [BAD, {}]])
-def test_a_refused_value_is_said_once_per_node(each: list[dict[str, object]], tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_refused_value_is_reported_once_per_node(
+    each: list[dict[str, object]], tiny_dir: Path, tmp_path: Path
+) -> None:
     with two_nodes(tiny_dir, tmp_path, each, ranks=2) as runs:
         assert ends(runs) == [1, 1]
     sentences = [said(run) for run in runs]
@@ -86,7 +88,7 @@ def test_configs_that_differ_are_refused_on_both_nodes(tiny_dir: Path, tmp_path:
 
 
 @pytest.mark.exhaustive
-def test_nodes_search_and_train_as_one_by_the_least_memory(tiny_dir: Path, tmp_path: Path) -> None:
+def test_nodes_search_and_train_together_with_the_lowest_memory_limit(tiny_dir: Path, tmp_path: Path) -> None:
     search: dict[str, object] = {"use_maximum_batch_size": True}
     with two_nodes(tiny_dir, tmp_path / "two", [search | MIB128, search | MIB64], ranks=2) as runs:
         assert ends(runs) == [0, 0], runs[0].output[-3000:]
@@ -103,7 +105,7 @@ def test_nodes_search_and_train_as_one_by_the_least_memory(tiny_dir: Path, tmp_p
 
 
 @pytest.mark.exhaustive
-def test_a_rank_out_of_memory_on_one_node_has_all_of_them_halve(
+def test_when_a_rank_of_one_node_runs_out_of_memory_all_ranks_halve(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = {"kind": "full", "strike": "out_of_memory", "faults": [[1, 0, 3, 40]]}
@@ -116,7 +118,9 @@ def test_a_rank_out_of_memory_on_one_node_has_all_of_them_halve(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("killed", [0, 1])
-def test_when_a_node_is_killed_the_other_ends_and_both_go_on_later(killed: int, tiny_dir: Path, tmp_path: Path) -> None:
+def test_when_a_node_is_killed_the_other_ends_and_both_resume_later(
+    killed: int, tiny_dir: Path, tmp_path: Path
+) -> None:
     each: list[dict[str, object]] = [{"adaptive.save_every_n_steps": 1}] * 2
     with two_nodes(tiny_dir, tmp_path, each, ranks=2, holds=[3]) as runs:
         runs[0].wait_for_step(3)

@@ -1,4 +1,4 @@
-"""Ranks that do not share the folder of checkpoints are refused where they must write into it."""
+"""Ranks that do not share the checkpoint folder are refused where they must write to it."""
 
 import os
 from pathlib import Path
@@ -12,13 +12,13 @@ from torchtune_adaptive.errors import InputError
 
 
 def said(rank: int, path: Path) -> list[str]:
-    """What each check says: of a shared folder, of one per rank where it is needed, or not; then of checkpoints."""
+    """Each check's error, or empty text: of a shared folder, of one per rank (needed, then not), and of checkpoints."""
     consensus, words = Consensus(), []
     own = path / str(rank)
     own.mkdir()
     (path / "step_1").mkdir(exist_ok=True)
     (own / f"step_{rank}").mkdir()
-    os.chdir(own)  # so that one path leads to a folder of each rank
+    os.chdir(own)  # the same relative path then leads to another folder on each rank
     checks = [
         lambda: check_shared(CheckpointFolder(path), consensus, is_needed=True),
         lambda: check_shared(CheckpointFolder(own), consensus, is_needed=True),

@@ -1,4 +1,4 @@
-"""Signals that ask for an end only make the request, and every process of a run ends with what has started it."""
+"""A signal to end only makes a request, and every process of a run ends when its launcher ends."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ import pytest
 from torchtune_adaptive import signals
 from torchtune_adaptive.signals import STATUS_STOPPED, StopRequest
 
-# A child's program is given the module alone, which imports in no time.
+# A child imports only the module `signals`, which is fast.
 PRELUDE = f"""
 import importlib.util, os, signal, subprocess, sys, time
 spec = importlib.util.spec_from_file_location("signals", {signals.__file__!r})
@@ -25,7 +25,7 @@ def say(*words):
 
 
 class Child:
-    """A Python process that says a line at a time, and goes on when it is told to."""
+    """A Python process that prints one line at a time and continues on request."""
 
     def __init__(self, program: str, *arguments: str, **environment: str) -> None:
         self.process = subprocess.Popen(
@@ -47,14 +47,14 @@ class Child:
         self.process.stdin.flush()
 
     def end(self) -> tuple[int, str]:
-        """Its exit status when it has ended, and what it wrote to standard error."""
+        """Waits for the process; returns its exit status and its standard error."""
         _, said = self.process.communicate(timeout=300)
         return self.process.returncode, said
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Child]]:
-    """Starts children, of which none is left."""
+    """Starts children, and kills them after the test."""
     children: list[Child] = []
 
     def start(*arguments: str, **environment: str) -> Child:
@@ -79,7 +79,7 @@ sys.stdin.readline()
 """
 
 
-def test_a_signal_only_makes_the_request_and_afterwards_does_as_before(start: Callable[..., Child]) -> None:
+def test_a_signal_only_makes_the_request_and_later_ends_the_process_as_before(start: Callable[..., Child]) -> None:
     child = start(LISTENS)
     for asked in (signal.SIGTERM, signal.SIGUSR1):
         assert child.line() == "listens False"
@@ -96,7 +96,7 @@ def handlers() -> list[object]:
     return [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
 
 
-def test_without_a_signal_there_is_no_request_and_handlers_are_as_before_also_after_an_error() -> None:
+def test_without_a_signal_there_is_no_request_and_handlers_are_restored_also_after_an_error() -> None:
     before, request = handlers(), StopRequest()
     listening = request.listening()
     listening.__enter__()
@@ -131,7 +131,7 @@ LAUNCHER = """
 rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
 sys.stdin.readline()
 """
-# Says its number, and whether it is asked to end before it sees that its launcher has ended.
+# Prints its process id, and whether it is asked to end before it sees that its launcher has ended.
 RANK = """
 def note(number, frame):
     say("asked to end")
@@ -150,7 +150,7 @@ say("went on")
 
 @pytest.fixture
 def end_ranks() -> Iterator[list[int]]:
-    """Ends the processes of which it is given the numbers, where they have not ended by themselves."""
+    """Kills the processes whose ids are in the list, if they are still running."""
     ranks: list[int] = []
     yield ranks
     for rank in ranks:
@@ -167,9 +167,7 @@ def test_a_rank_is_asked_to_end_when_its_launcher_is_killed(start: Callable[...,
     assert launcher.line() == ""
 
 
-def test_a_process_without_torchrun_outlives_what_has_started_it(
-    start: Callable[..., Child], end_ranks: list[int]
-) -> None:
+def test_a_process_without_torchrun_outlives_its_parent(start: Callable[..., Child], end_ranks: list[int]) -> None:
     assert "TORCHELASTIC_RUN_ID" not in os.environ
     launcher = start(LAUNCHER, PRELUDE + RANK)
     end_ranks.append(int(launcher.line()))
@@ -179,7 +177,7 @@ def test_a_process_without_torchrun_outlives_what_has_started_it(
 
 
 @pytest.mark.parametrize(("parents", "asked"), [((7, 7), []), ((7, 1), [signal.SIGTERM])], ids=["lives", "has ended"])
-def test_a_rank_whose_launcher_has_ended_before_it_could_say_so_ends_too(
+def test_a_rank_whose_launcher_has_already_ended_ends_too(
     parents: tuple[int, int], asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raised: list[int] = []

@@ -1,4 +1,4 @@
-"""The site builds without a warning and loads nothing from elsewhere; generated pages are what the package says."""
+"""The site builds without a warning and loads nothing from other sites; generated pages match the package."""
 
 import doctest
 import importlib
@@ -36,13 +36,13 @@ def test_the_site_has_every_document_and_what_they_link_to(site: Path) -> None:
     assert "RecoverableStep" in (site / "examples" / "fsdp2_loop.py.html").read_text()
 
 
-def test_a_page_of_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+def test_a_page_of_the_site_loads_nothing_from_other_sites(site: Path) -> None:
     loaded = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?(https?:|//)[^>]*>")
     assert [found[0] for page in site.rglob("*.html") for found in loaded.finditer(page.read_text())] == []
 
 
 @pytest.mark.parametrize("page", reference.PAGES, ids=lambda page: page.name)
-def test_a_generated_page_is_what_the_package_says(page: Path) -> None:
+def test_a_generated_page_matches_the_package(page: Path) -> None:
     assert page.read_text() == reference.PAGES[page](), "run `make reference`"
 
 
@@ -62,11 +62,11 @@ def test_an_example_of_a_key_sets_that_key_to_another_value_than_its_default() -
         ("adaptive.objective", "memory, throughput"),
     ],
 )
-def test_the_values_of_a_key_are_those_that_are_not_refused(path: str, values: str) -> None:
+def test_the_reference_names_the_allowed_values_of_a_key(path: str, values: str) -> None:
     assert reference.allowed(next(key for key in CONFIG_KEYS if key.path == path)) == values
 
 
 @pytest.mark.parametrize("module", ["scripts.reference", "scripts.site_pages", "tests.document_commands"])
-def test_examples_of_the_machinery_give_what_they_say(module: str) -> None:
+def test_examples_in_docstrings_of_the_scripts_are_right(module: str) -> None:
     ran = doctest.testmod(importlib.import_module(module))
     assert (ran.attempted > 0, ran.failed) == (True, 0)

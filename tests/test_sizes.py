@@ -1,7 +1,6 @@
-"""Sizes are searched by what a step of training can need: the longest rows, and gradients beside them.
+"""Sizes are searched with the most that a train step can need: the longest rows, with gradients beside them.
 
-The device: each token of a micro-batch takes 10 bytes, and gradients, which the second micro-batch of a step finds,
-take 400.
+The device: each token of a micro-batch takes 10 bytes. From a step's second micro-batch on, gradients take 400.
 """
 
 import gc
@@ -37,14 +36,14 @@ AUTO: dict[str, Any] = {"max_tokens_per_micro_batch": "auto"}
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_garbage_collection() -> Iterator[None]:
-    """Each probe collects garbage; it need not go through all that this process has imported."""
+    """Each probe collects garbage; this is quick if the objects imported so far are frozen."""
     gc.freeze()
     yield
     gc.unfreeze()
 
 
 class Device:
-    """Takes steps; ``tried`` has micro-batches, rows and length of each."""
+    """Takes steps; ``tried`` has the number of micro-batches, the rows and their length of each."""
 
     def __init__(self) -> None:
         self.tried: list[tuple[int, int, int]] = []
@@ -113,7 +112,7 @@ def test_the_largest_micro_batch_of_the_longest_row_is_found_and_rounded() -> No
     assert {(micro_batches, length) for micro_batches, _, length in device.tried} == {(1, 8)}
 
 
-def test_gradients_are_beside_a_micro_batch_where_a_step_has_several() -> None:
+def test_probes_include_gradients_where_a_step_has_several_micro_batches() -> None:
     device, loader = Device(), loader_over(Samples(*[8] * 400), micro_steps=3)
     found = device.find(loader, limit_bytes=1100 + GRADIENT_BYTES, **MAXIMUM)
     assert found.fitting_rows == 13
@@ -138,14 +137,14 @@ def test_what_was_found_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "linear_extrapolation: largest batch_size that fits 13, used 13 (rows of 8 tokens" in message
 
 
-def test_rows_of_probes_are_not_taken_for_rows_that_training_was_given() -> None:
+def test_rows_of_probes_do_not_count_as_rows_of_training() -> None:
     loader = loader_over(Samples(*[8] * 50))
     Device().find(loader, limit_bytes=1100, **MAXIMUM)
     assert loader.longest_row is None
     assert loader.batch_size == 4
 
 
-# ---- how far a search goes
+# ---- the bound of a search
 
 
 @pytest.mark.parametrize(
@@ -221,7 +220,7 @@ def test_rows_are_as_long_as_asked_for_or_as_the_tokenizer_makes_them() -> None:
     assert device.find(loader_over(samples), tokenizer_max_seq_len=20, **MAXIMUM).seq_len == 20
 
 
-def test_rows_shorter_than_the_tokenizer_allows_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_shorter_than_the_tokenizer_allows_cause_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     def warnings(**options: Any) -> list[str]:
         caplog.clear()
         Device().find(loader_over(Samples(*[8] * 50)), **options, **MAXIMUM)
@@ -243,7 +242,7 @@ def test_rows_longer_than_the_models_positions_are_refused() -> None:
     assert device.tried == []
 
 
-def test_data_that_fill_no_step_of_single_rows_are_refused_before_anything_runs() -> None:
+def test_data_too_few_for_a_step_of_single_rows_are_refused_before_anything_runs() -> None:
     device = Device()
     with pytest.raises(InputError, match="`dataset` must fill an optimizer step"):
         device.find(loader_over(Samples(*[8] * 5), micro_steps=6), **MAXIMUM)
@@ -292,13 +291,13 @@ def test_a_global_batch_is_cut_by_the_configs_batch_size_unless_memory_decides(
 # ---- tokens
 
 
-def test_the_token_budget_is_what_the_longest_rows_leave_to_the_token(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_token_budget_of_the_longest_rows_is_exact_to_the_token(caplog: pytest.LogCaptureFixture) -> None:
     device, loader = Device(), loader_over(Samples(*[32] * 50), batch_size=50)
     found = device.find(loader, limit_bytes=10 * 1000 + GRADIENT_BYTES, **AUTO)
     assert found.result is not None
     assert (found.result.exact_batch_size, found.fitting_rows, found.token_budget) == (31, 31, 1000)  # 31.25 rows
     assert {length for _, _, length in device.tried} == {32, 1000 // 32, 16}
-    assert max(rows for _, rows, _ in device.tried) == 50  # although 62 rows of 16 tokens would make it up
+    assert max(rows for _, rows, _ in device.tried) == 50  # although 62 rows of 16 tokens would fill it
     assert caplog.messages[-1].startswith("Probes of other row lengths:\nrows of")
     assert caplog.messages[-1].endswith("token budget: 1000 tokens with padding")
     assert str(found.limit(100)) == "1000 tokens"
@@ -306,7 +305,7 @@ def test_the_token_budget_is_what_the_longest_rows_leave_to_the_token(caplog: py
 
 @pytest.mark.parametrize(("strategy", "budget"), [("linear_extrapolation", 1000), ("binary_search", 31 * 32)])
 def test_a_token_budget_is_searched_exactly_although_the_rows_are_rounded(strategy: str, budget: int) -> None:
-    """Without a forecast it is whole rows of the greatest length."""
+    """Without a forecast the budget is whole rows of the greatest length."""
 
     def tried_at_other_lengths(*, power_of_two: bool) -> list[tuple[int, int, int]]:
         device, loader = Device(), loader_over(Samples(*[32] * 50), batch_size=50)
@@ -321,7 +320,7 @@ def test_a_token_budget_is_searched_exactly_although_the_rows_are_rounded(strate
 # ---- speed
 
 
-def test_of_the_sizes_that_fit_the_smallest_that_is_as_fast_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_size_that_is_as_fast_as_the_best_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: dict[str, Any] = {}
 
     def tokens_per_second(workload: Any, make_batch: Any, sizes: Any, *, num_tokens: Any) -> dict[int, float]:

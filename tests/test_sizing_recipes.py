@@ -1,4 +1,4 @@
-"""What a recipe makes of the sizes that a search finds: as rows, as tokens, as the fastest, and beyond memory."""
+"""How a recipe uses the sizes that a search finds: as rows, as tokens, as the fastest size, and beyond memory."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from torchtune_adaptive.batch.limits import MicroBatchLimit, RowLimit, TokenLimi
 from torchtune_adaptive.search import sizes
 from torchtune_adaptive.training.start import StartingPoint, starting_point
 
-UNEQUAL = ("40MiB", "80MiB")  # rank 0's limit is the one that counts
+UNEQUAL = ("40MiB", "80MiB")  # rank 0's limit, the lower one, counts for both
 DOUBLING = {"_component_": "torchtune_adaptive.schedule.geometric"}
 RATES = {4: 1000.0, 2: 985.0, 1: 500.0}
 SEARCHED = {"use_maximum_batch_size": True}
@@ -86,16 +86,16 @@ def ranks(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 def test_batch_and_micro_batch_are_what_was_asked_for(
     name: str, batch: int, limit: MicroBatchLimit, maximum: int | None, ranks: list[dict[str, dict[str, Any]]]
 ) -> None:
-    """Six rows of 128 tokens fit rank 0; 400 samples are 200 for each rank."""
+    """Six rows of 128 tokens fit on rank 0; each rank has 200 of the 400 samples."""
     for rank in ranks:
         assert (rank[name]["batch"], rank[name]["limit"]) == (batch, limit)
-        assert rank[name]["exact"] in (6, 5, None)  # no more than a window has
+        assert rank[name]["exact"] in (6, 5, None)  # at most a rank's rows of a step
         assert maximum in (rank[name]["maximum"], None)
         samples = batch if "global" in name or "window" in name else 2 * batch
         assert rank[name]["steps"] == 400 // samples
 
 
-def test_the_token_budget_is_that_of_the_rank_with_least_and_lies_above_whole_rows(
+def test_the_token_budget_is_that_of_the_lowest_limit_and_exceeds_whole_rows(
     ranks: list[dict[str, dict[str, Any]]],
 ) -> None:
     limits = [rank["tokens"]["limit"] for rank in ranks]

@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adam amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, amsgrad=True),
     "adamw, rate a tensor": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-2)),
     "sgd momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
-    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),  # has its state from the start
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),  # has state from the start
 }
 
 
@@ -54,7 +54,7 @@ class Trainee:
         return [OPTIMIZERS[kind](self.trained)]
 
     def step(self) -> float:
-        """A train step on random data; the loss."""
+        """A train step on random data; returns the loss."""
         loss = self.model(torch.randn(5, 6)).square().sum() * random.random() + np.random.rand()
         loss.backward()
         self.step_optimizers()
@@ -138,7 +138,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("warm_steps", [0, 2], ids=["fresh", "warm"])
-def test_train_steps_leave_no_trace(kind: str, warm_steps: int) -> None:
+def test_all_state_is_restored_after_train_steps(kind: str, warm_steps: int) -> None:
     trainee = Trainee(kind, warm_steps=warm_steps)
     before = Picture(trainee)
     with leave_no_trace(trainee.model, trainee.optimizers):
@@ -150,7 +150,7 @@ def test_train_steps_leave_no_trace(kind: str, warm_steps: int) -> None:
 
 
 @pytest.mark.parametrize("warm_steps", [0, 2], ids=["fresh", "warm"])
-def test_training_goes_on_as_if_nothing_had_been_tried(kind: str, warm_steps: int) -> None:
+def test_training_continues_as_if_no_step_had_been_tried(kind: str, warm_steps: int) -> None:
     untouched, tried = Trainee(kind, warm_steps=warm_steps), Trainee(kind, warm_steps=warm_steps)
     losses: list[list[float]] = []
     for trainee in (untouched, tried):
@@ -193,7 +193,7 @@ def out_of_memory() -> None:
 
 @pytest.mark.parametrize("fail", [fail_in_forward, fail_in_backward, fail_in_mid_optimizer])
 @pytest.mark.parametrize("warm_steps", [0, 2], ids=["fresh", "warm"])
-def test_a_step_that_fails_leaves_no_trace(fail: Callable[[Trainee], None], warm_steps: int) -> None:
+def test_all_state_is_restored_after_a_step_that_fails(fail: Callable[[Trainee], None], warm_steps: int) -> None:
     trainee = Trainee(warm_steps=warm_steps)
     before = Picture(trainee)
 
@@ -209,7 +209,7 @@ def test_a_step_that_fails_leaves_no_trace(fail: Callable[[Trainee], None], warm
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw, rate a tensor"])
-def test_options_changed_added_or_removed_are_as_before(kind: str) -> None:
+def test_changed_added_and_removed_options_are_restored(kind: str) -> None:
     trainee = Trainee(kind)
     trainee.optimizer.param_groups[0]["note"] = ["a list"]
     before = Picture(trainee)
@@ -224,7 +224,7 @@ def test_options_changed_added_or_removed_are_as_before(kind: str) -> None:
     assert trainee.optimizer.param_groups[0]["note"] == ["a list"]
 
 
-def test_state_that_was_cleared_or_replaced_is_as_before() -> None:
+def test_state_that_was_cleared_or_replaced_is_restored() -> None:
     trainee = Trainee(warm_steps=1)
     before = Picture(trainee)
     with leave_no_trace(trainee.model, trainee.optimizers):
@@ -241,7 +241,7 @@ def test_a_scheduler_does_not_notice_the_steps() -> None:
     with leave_no_trace(trainee.model, trainee.optimizers):
         trainee.step()
         scheduler.step()
-        scheduler.load_state_dict(before[1])  # the schedule itself is the caller's to protect
+        scheduler.load_state_dict(before[1])  # the caller must restore the schedule itself
     assert differences(before[0], Picture(trainee)) == []
     with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
         scheduler.step()
@@ -263,7 +263,7 @@ def test_existing_gradients_are_removed() -> None:
     assert all(parameter.grad is None for parameter in trainee.model.parameters())
 
 
-def test_a_lora_model_of_torchtune_is_left_without_a_trace() -> None:
+def test_all_state_of_a_lora_model_of_torchtune_is_restored() -> None:
     from torchtune.models.llama3_2 import lora_llama3_2
     from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
@@ -313,7 +313,9 @@ SEVERAL_OPTIMIZERS = [TwoOptimizers, OptimizerPerParameter]
 
 @pytest.mark.parametrize("warm_steps", [0, 2], ids=["fresh", "warm"])
 @pytest.mark.parametrize("trainee_class", SEVERAL_OPTIMIZERS)
-def test_steps_of_several_optimizers_leave_no_trace(trainee_class: type[Trainee], kind: str, warm_steps: int) -> None:
+def test_all_state_is_restored_after_steps_of_several_optimizers(
+    trainee_class: type[Trainee], kind: str, warm_steps: int
+) -> None:
     trainee = trainee_class(kind, warm_steps=warm_steps)
     assert len(trainee.optimizers) > 1
     before = Picture(trainee)
@@ -328,7 +330,9 @@ def test_steps_of_several_optimizers_leave_no_trace(trainee_class: type[Trainee]
 
 
 @pytest.mark.parametrize("trainee_class", SEVERAL_OPTIMIZERS)
-def test_training_with_several_optimizers_goes_on_as_if_nothing_had_been_tried(trainee_class: type[Trainee]) -> None:
+def test_training_with_several_optimizers_continues_as_if_no_step_had_been_tried(
+    trainee_class: type[Trainee],
+) -> None:
     losses: list[list[float]] = []
     for is_tried in (False, True):
         trainee = trainee_class(warm_steps=1)
@@ -340,7 +344,7 @@ def test_training_with_several_optimizers_goes_on_as_if_nothing_had_been_tried(t
 
 
 @pytest.mark.parametrize("warm_steps", [0, 1], ids=["fresh", "warm"])
-def test_a_failure_between_the_steps_of_two_optimizers_leaves_no_trace(warm_steps: int) -> None:
+def test_all_state_is_restored_after_a_failure_between_the_steps_of_two_optimizers(warm_steps: int) -> None:
     trainee = OptimizerPerParameter(warm_steps=warm_steps)
     before = Picture(trainee)
     first_weight = trainee.trained[0]  # the last one to get its gradient
@@ -400,7 +404,7 @@ def test_random_generators_are_kept_where_numpy_was_not_imported(monkeypatch: py
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_random_generators_are_as_before_also_after_a_failure(fails: bool) -> None:
+def test_random_generators_are_restored_also_after_a_failure(fails: bool) -> None:
     own = torch.Generator().manual_seed(5)
     states = RandomStates(generators=[own])
     drawn = draw(), torch.rand(1, generator=own)
@@ -457,14 +461,14 @@ def test_all_buffers_that_batch_norm_writes_are_found() -> None:
 
 
 def faults_of_a_sharded_model(rank: int, warm_steps: int) -> list[tuple[int, str, bool, bool, bool]]:
-    """For operations all over a step, failing on both ranks: (operation, error, as before, next step right, graded)."""
+    """For operations all over a step that fail on both ranks: (operation, error, restored, next step right, graded)."""
     trainee = ShardedTrainee(warm_steps=warm_steps)
     model, optimizer = trainee.model, trainee.optimizer
     before = trainee.state()
     with leave_no_trace(model, [optimizer]):
         trainee.step()
         after_a_step = trainee.state()
-    counting = FailsAt(None)  # not earlier: the first step has additional operations for its set-up
+    counting = FailsAt(None)  # not earlier: the first step has extra operations for its set-up
     with leave_no_trace(model, [optimizer]), counting:
         trainee.step()
     found: list[tuple[int, str, bool, bool, bool]] = []
@@ -499,7 +503,7 @@ def faults() -> list[dict[str, list[tuple[int, str, bool, bool, bool]]]]:
 
 
 @pytest.mark.parametrize("state", ["fresh", "warm"])
-def test_a_sharded_step_that_fails_anywhere_leaves_no_trace(faults: list[Any], state: str) -> None:
+def test_all_state_is_restored_wherever_a_sharded_step_fails(faults: list[Any], state: str) -> None:
     for ranks in faults:
         *points, _ = ranks[state]
         assert len(points) >= 30
@@ -508,7 +512,7 @@ def test_a_sharded_step_that_fails_anywhere_leaves_no_trace(faults: list[Any], s
 
 
 @pytest.mark.parametrize("state", ["fresh", "warm"])
-def test_a_sharded_model_trains_on_like_a_fresh_copy_after_failing_anywhere(faults: list[Any], state: str) -> None:
+def test_a_sharded_model_trains_like_a_fresh_copy_wherever_a_step_failed(faults: list[Any], state: str) -> None:
     for ranks in faults:
         assert [point for point, _, _, next_step_right, _ in ranks[state] if not next_step_right] == []
         assert ranks[state][-1][2], "losses of the next five steps differ"

@@ -1,4 +1,4 @@
-"""A step's snapshot is one that torch's own readers take, with the step's bytes in it."""
+"""torch's own readers can read a step's snapshot, and find the step's bytes in it."""
 
 import pickle
 import pickletools
@@ -13,7 +13,7 @@ from torchtune_adaptive.plan.snapshot_file import snapshot, snapshot_bytes
 from torchtune_adaptive.plan.step_events import BEFORE_STEP, Allocation, Operation, StepEvents
 from torchtune_adaptive.text import format_bytes
 
-# What the viewer in a browser can unpickle.
+# The opcodes that the viewer in a browser can unpickle.
 READ_BY_VIEWER = {
     *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT"),
     *("APPEND", "APPENDS", "LIST", "EMPTY_LIST", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_TUPLE"),
@@ -55,7 +55,7 @@ def test_live_blocks_never_overlap_and_their_highest_sum_is_the_peak(events: Ste
 
 
 @pytest.mark.parametrize("freed", [(1, 2, 3), (3, 2, 1), (1, 3, 2)])
-def test_what_is_freed_side_by_side_is_one_gap_for_something_larger(freed: tuple[int, ...]) -> None:
+def test_adjacent_freed_blocks_are_one_gap_for_a_larger_block(freed: tuple[int, ...]) -> None:
     sizes = [20, 30, 40]
     small = [Allocation(size, "activations", "norm", BEFORE_STEP, end) for size, end in zip(sizes, freed, strict=True)]
     rest = Allocation(10, "parameters", "norm", BEFORE_STEP, None), Allocation(90, "activations", "norm", 4, None)

@@ -1,4 +1,4 @@
-"""A run begins with what config or search say, and goes on where an earlier part of it, ours or stock's, has been."""
+"""A run begins with the sizes of config or search, or resumes from a checkpoint of this package or of torchtune."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torchtune_adaptive.training.start import StartingPoint, starting_point
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
 
 EPOCHS = 4
-DATASET: Any = [{"tokens": [0]}] * 240  # with 2 micro-steps and 1 rank 120 rows of a micro-step are an epoch
+DATASET: Any = [{"tokens": [0]}] * 240  # with 2 micro-steps and 1 rank, 120 rows per micro-step are an epoch
 SEARCHED = Sizes(result=search_result(), probe_row={"tokens": [0]}, seq_len=1, fitting_rows=8)
 SAVED = replace(STATE, batch_size=7, global_step=77)
 
@@ -38,7 +38,7 @@ def loader_of(batch_size: int, *, is_global: bool = False) -> StepLoader:
 
 
 class Case(NamedTuple):
-    """What a run begins from, with the config's ``batch_size`` of 4; ``config`` is of `AdaptiveSettings`."""
+    """What a run begins from, with the config's ``batch_size`` of 4; ``config`` has fields of `AdaptiveSettings`."""
 
     config: dict[str, Any]
     sizes: Sizes = Sizes()
@@ -105,7 +105,7 @@ CONTINUATIONS = {
         StartingPoint(7, 8, 77, 25),
     ),
     "ours, with what it had grown to": (Case(GROWS, SEARCHED, epochs_run=2, saved=SAVED), StartingPoint(7, 8, 77, 25)),
-    "ours, within an epoch": (  # of steps of 4 * 2 samples
+    "ours, within an epoch": (  # steps have 4 * 2 samples
         Case({}, epochs_run=2, saved=replace(SAVED, epoch_samples=40)),
         StartingPoint(4, 120, 77, 25, epoch_steps=5),
     ),
@@ -150,11 +150,11 @@ def test_a_run_begins(case: Case, expected: StartingPoint) -> None:
 
 
 @pytest.mark.parametrize(("case", "expected"), CONTINUATIONS.values(), ids=list(CONTINUATIONS))
-def test_a_run_goes_on(case: Case, expected: StartingPoint) -> None:
+def test_a_run_resumes(case: Case, expected: StartingPoint) -> None:
     assert case.start()[0] == expected
 
 
-def test_the_batch_grows_as_far_as_was_decided() -> None:
+def test_the_batch_grows_up_to_the_largest_allowed_size() -> None:
     _, growth = Case(GROWS, SEARCHED).start()
     assert growth.sizes(4) == [6, 8, 8, 8]
     _, growth = Case(GROWS | {"growth_limit": 9}, SEARCHED).start()

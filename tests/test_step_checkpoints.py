@@ -1,4 +1,4 @@
-"""What training changes is saved after a step and loaded again to the bit, on as many ranks as there are then."""
+"""All that training changes is saved after a step and loaded bit for bit, also on another number of ranks."""
 
 import itertools
 import os
@@ -46,7 +46,7 @@ def steps_of(
 
 
 class Run:
-    """A run on this process alone."""
+    """A run in this process alone."""
 
     def __init__(self, path: Path, *, width: int = 4, optimizer: Any = torch.optim.AdamW, **options: Any) -> None:
         path.mkdir(exist_ok=True)
@@ -81,7 +81,7 @@ class Run:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was logged by us, rather than by torch."""
+    """The messages of this package, without those of torch."""
     return [record.getMessage() for record in caplog.records if record.name.startswith("torchtune")]
 
 
@@ -95,14 +95,14 @@ def refusal(run: Run, **options: Any) -> str:
 # ---- saved and loaded
 
 
-def test_what_is_loaded_is_what_was_saved_to_the_bit_and_trains_on_the_same(tmp_path: Path) -> None:
+def test_a_loaded_checkpoint_has_the_saved_bits_and_trains_the_same(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train(3)
     assert run.save(3)
     at_three = run.tensors()
     run.train(2)
     resumed = Run(tmp_path)
-    resumed.train(1)  # what is there is replaced
+    resumed.train(1)  # loading replaces this state
     state = resumed.load()
     assert state == replace(STATE, global_step=3, optimizer=state.optimizer, config=ADAMW)
     assert same_bits(resumed.tensors(), at_three)
@@ -110,7 +110,7 @@ def test_what_is_loaded_is_what_was_saved_to_the_bit_and_trains_on_the_same(tmp_
     assert same_bits(resumed.tensors(), run.tensors())
 
 
-def test_a_checkpoint_of_an_epoch_is_left_to_torchtune_and_its_state_is_taken(tmp_path: Path) -> None:
+def test_tensors_of_an_epochs_checkpoint_are_left_to_torchtune_and_its_state_is_taken(tmp_path: Path) -> None:
     run = Run(tmp_path)
     before = run.tensors()
     assert run.steps.load(None, config=ADAMW) is None
@@ -148,7 +148,7 @@ def test_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2", "step_3"]
 
 
-def test_what_was_saved_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saving_and_resuming_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path)
     run.save(1)
     run.load()
@@ -186,7 +186,7 @@ def test_an_option_that_is_a_list_may_be_changed_by_the_config_too(tmp_path: Pat
 
 
 class Gate:
-    """Holds every write until it is opened."""
+    """Blocks every write until it is opened."""
 
     def __init__(self) -> None:
         self._is_open = threading.Event()
@@ -215,7 +215,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.open()
 
 
-def test_in_the_background_what_was_there_at_the_step_is_written_while_training_goes_on(
+def test_in_the_background_the_state_of_the_step_is_written_while_training_continues(
     tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(tmp_path, in_background=True)
@@ -230,7 +230,7 @@ def test_in_the_background_what_was_there_at_the_step_is_written_while_training_
     run.steps.wait()
     assert said(caplog) == [f"Checkpoint saved to {tmp_path}/step_2"]
     assert run.names() == ["step_2"]
-    run.steps.wait()  # for nothing
+    run.steps.wait()  # there is nothing to wait for
     resumed = Run(tmp_path)
     resumed.load()
     assert same_bits(resumed.tensors(), at_two)
@@ -257,7 +257,7 @@ def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Fault:
-    """Has call ``number`` of a function, counted from 1, fail as on a full disk."""
+    """Makes call ``number`` of a function, counted from 1, fail as on a full disk."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -280,7 +280,7 @@ class Fault:
 def attempts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, owner: Any, name: str, **options: Any
 ) -> Iterator[tuple[Run, bool, Fault]]:
-    """A run with a checkpoint, what a second one gave with a fault in each call in turn, and the fault."""
+    """A run with a checkpoint, whether a second one was saved with a fault in each call in turn, and the fault."""
     for number in itertools.count(1):
         run = Run(tmp_path / str(number), every_steps=1, **options)
         run.train(1)
@@ -305,7 +305,7 @@ def attempts(
     [(os, "fsync"), (Path, "rename"), (Path, "mkdir"), (torch, "save"), (FileSystemWriter, "write_data")],
     ids=["fsync", "rename", "mkdir", "torch.save", "write_data"],
 )
-def test_a_checkpoint_that_cannot_be_written_is_said_and_leaves_those_before_it(
+def test_a_checkpoint_that_cannot_be_written_is_logged_and_earlier_ones_are_kept(
     owner: Any,
     name: str,
     in_background: bool,
@@ -335,7 +335,7 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_leaves_those_before_it(
 
 
 @pytest.mark.usefixtures("little_room")
-def test_state_that_cannot_be_saved_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_state_that_cannot_be_saved_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path)
     run.optimizer.state[next(run.model.parameters())]["moments"] = [1]
     assert not run.save(1)
@@ -346,7 +346,7 @@ def test_state_that_cannot_be_saved_is_said(tmp_path: Path, caplog: pytest.LogCa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_gone_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_folder_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path / "run")
     (tmp_path / "run").rmdir()
     assert not run.save(1)
@@ -376,7 +376,7 @@ def test_another_optimizers_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_optimizers_checkpoint_of_an_epoch_is_refused_as_well(tmp_path: Path) -> None:
-    """torchtune loads the state of any optimizer; the first step would fail, or be another one."""
+    """torchtune loads the state of any optimizer; the first step would then fail or be wrong."""
     run = Run(tmp_path)
     run.save(1)
     (saved,) = run.folder.checkpoints()
@@ -387,7 +387,7 @@ def test_another_optimizers_checkpoint_of_an_epoch_is_refused_as_well(tmp_path: 
 
 
 def test_a_checkpoint_of_one_optimizer_for_one_per_parameter_is_refused(tmp_path: Path) -> None:
-    """As with `optimizer_in_bwd` only then or only now."""
+    """As where only the saved or only the resumed run has `optimizer_in_bwd`."""
     run = Run(tmp_path)
     run.train(1)
     run.save(1)
@@ -399,8 +399,8 @@ def test_a_checkpoint_of_one_optimizer_for_one_per_parameter_is_refused(tmp_path
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
 @pytest.mark.parametrize("how", ["garbage", "missing"])
-def test_a_damaged_file_is_refused_by_the_checkpoints_path(tmp_path: Path, file: str, how: str) -> None:
-    """Damaged since it was listed, or with as many bytes as before."""
+def test_a_damaged_file_is_refused_with_the_path_of_its_checkpoint(tmp_path: Path, file: str, how: str) -> None:
+    """After the checkpoint was listed, the file is removed, or overwritten with as many bytes."""
     run = Run(tmp_path)
     run.train(1)
     run.save(1)
@@ -418,7 +418,7 @@ def test_a_damaged_file_is_refused_by_the_checkpoints_path(tmp_path: Path, file:
     assert "\n" not in sentence
 
 
-def test_every_file_of_a_checkpoint_is_missed_if_it_is_cut_short(tmp_path: Path) -> None:
+def test_a_checkpoint_with_any_truncated_file_is_not_listed(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train(1)
     run.save(1)
@@ -437,7 +437,7 @@ def test_every_file_of_a_checkpoint_is_missed_if_it_is_cut_short(tmp_path: Path)
 
 
 class WithOwnState(torch.optim.SGD):
-    """Has a tensor on each rank that is not sharded with its parameter."""
+    """An optimizer with a tensor on each rank that is not sharded with its parameter."""
 
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
@@ -447,7 +447,7 @@ class WithOwnState(torch.optim.SGD):
 
 
 def local(trainee: ShardedTrainee) -> dict[str, torch.Tensor]:
-    """This rank's part of all that is saved, copied."""
+    """Copies of this rank's part of all saved tensors."""
     named = TrainedTensors(trainee.model, [trainee.optimizer], rank=trainee.rank, ranks=dist.get_world_size()).tensors()
     return {
         name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone() for name, tensor in named.items()
@@ -455,7 +455,7 @@ def local(trainee: ShardedTrainee) -> dict[str, torch.Tensor]:
 
 
 def whole(trainee: ShardedTrainee) -> dict[str, torch.Tensor]:
-    """All that is saved, gathered."""
+    """All saved tensors, gathered from the ranks."""
     named = TrainedTensors(trainee.model, [trainee.optimizer], rank=trainee.rank, ranks=dist.get_world_size()).tensors()
     return {
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone() for name, tensor in named.items()
@@ -475,7 +475,7 @@ def _save_on_two(rank: int, path: Path) -> dict[str, Any]:
     at_two = whole(trainee)
     trainee.step(seed=2)
     saved["step 3"] = save_of(background, 3)
-    losses = [trainee.step(seed=seed) for seed in (3, 4)]  # beside the writing
+    losses = [trainee.step(seed=seed) for seed in (3, 4)]  # while the checkpoint is written
     background.wait()
     with pytest.MonkeyPatch.context() as patch:  # the disk of the second rank is full
         if rank == 1:
@@ -505,7 +505,7 @@ def _save_on_two(rank: int, path: Path) -> dict[str, Any]:
 
 
 def _own_state(folder: CheckpointFolder) -> dict[str, Any]:
-    """Saved and loaded on the same ranks."""
+    """Whether state of each rank alone is the same after saving and loading on the same ranks."""
     trainee, again = ShardedTrainee(warm_steps=0), ShardedTrainee(warm_steps=0)
     for one in (trainee, again):
         one.optimizer = WithOwnState(one.model.parameters(), lr=0.1)
@@ -545,12 +545,12 @@ def test_two_ranks_save_at_once_and_in_the_background_what_they_then_load(two_ra
         assert again == losses
 
 
-def test_what_one_rank_cannot_write_is_saved_on_none(two_ranks: list[dict[str, Any]]) -> None:
+def test_a_checkpoint_that_one_rank_cannot_write_is_saved_on_none(two_ranks: list[dict[str, Any]]) -> None:
     assert [rank["saved"] for rank in two_ranks] == [{"step 2": True, "step 3": True, "step 4": False}] * 2
     assert two_ranks[0]["listed"] == two_ranks[0]["files"] == ["step_2", "step_3"]
 
 
-def test_what_one_rank_cannot_read_is_loaded_on_none(two_ranks: list[dict[str, Any]], path: Path) -> None:
+def test_a_checkpoint_that_one_rank_cannot_read_is_loaded_on_none(two_ranks: list[dict[str, Any]], path: Path) -> None:
     sentence = (
         f"{path}/step_3 must be a readable checkpoint, but reading it failed:"
         " OSError: [Errno 28] No space left on device."
@@ -558,7 +558,7 @@ def test_what_one_rank_cannot_read_is_loaded_on_none(two_ranks: list[dict[str, A
     assert [rank["refused"] for rank in two_ranks] == [sentence] * 2
 
 
-def test_state_that_is_each_ranks_own_is_saved_by_each(two_ranks: list[dict[str, Any]]) -> None:
+def test_state_of_each_rank_alone_is_saved_and_loaded_by_each(two_ranks: list[dict[str, Any]]) -> None:
     assert [rank["own"] for rank in two_ranks] == [True, True]
 
 
@@ -567,7 +567,7 @@ def checkpoint_of(path: Path, step: int) -> Checkpoint:
     return checkpoint
 
 
-def test_four_ranks_load_what_two_have_saved_unless_some_of_it_was_each_ranks_own(
+def test_four_ranks_load_what_two_have_saved_unless_it_has_state_of_each_rank_alone(
     two_ranks: list[dict[str, Any]], path: Path
 ) -> None:
     ranks = run_on_ranks(_load_on_four, 4, [checkpoint_of(path, step) for step in (2, 10)])

@@ -1,4 +1,4 @@
-"""A step's allocations: from the changes of its storages, as bytes over the step, and through JSON."""
+"""A step's allocations: made from the changes of its storages, summed over the step, and the same after JSON."""
 
 import json
 
@@ -25,7 +25,7 @@ properties = settings(derandomize=True, deadline=None, max_examples=80)
     st.lists(st.sampled_from([*KINDS, "on the host"]), min_size=4, max_size=4),
 )
 def test_the_allocations_are_live_as_the_storages_change(sizes: list[tuple[int, int, int]], kinds: list[str]) -> None:
-    """Each storage has some size from some operation on, until its next; operation 10 and later are after the step."""
+    """Each storage has a size from an operation until its next size; operation 10 and later are after the step."""
     now, changes = dict.fromkeys(range(4), 0), []
     live: dict[str, list[int]] = {kind: [0] * 10 for kind in KINDS}
     for operation, storage, size in sorted(sizes, key=lambda one: one[0]):
@@ -58,7 +58,7 @@ def test_the_peak_is_what_is_live_after_its_operation(events: StepEvents) -> Non
     after = [sum(one.num_bytes for one in events.live_after(number)) for number in range(len(events.operations))]
     assert events.total_bytes == after
     assert events.peak_bytes == max(after) == after[events.peak_at]
-    assert events.peak_at == after.index(max(after))  # the first one
+    assert events.peak_at == after.index(max(after))  # the first peak
 
 
 def test_the_peak_is_of_all_kinds_together() -> None:

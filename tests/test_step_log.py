@@ -1,4 +1,4 @@
-"""Every n-th step is logged on rank 0 with all of its figures, and peaks begin anew after each."""
+"""Every n-th step is logged on rank 0 with all of its figures, and the peak is reset after it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ class Logger:
 
 
 class Parts:
-    """What the log asks: the step, the retry with its micro-batches, the loader and the growth."""
+    """The parts that the log reads: the step, the retry with its micro-batches, the loader and the growth."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ def test_host_memory_is_anonymous_memory_as_the_system_counts_it(monkeypatch: py
     assert resident.anonymous_bytes() is None
 
 
-def test_where_the_system_does_not_say_it_host_memory_is_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_not_logged_where_the_system_does_not_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_log, "anonymous_bytes", lambda: None)
     parts = Parts()
     parts.log().write(1, RESULT, epoch=0, seconds=1.0)
@@ -118,7 +118,7 @@ def test_a_global_batch_in_tokens_is_logged_by_its_own_names() -> None:
     assert parts.logger.steps[1]["max_tokens_per_micro_batch"] == 4096
 
 
-def test_what_a_step_may_have_beside_is_logged_where_it_has_it() -> None:
+def test_optional_figures_of_a_step_are_logged_where_it_has_them() -> None:
     schedule = gradient_noise_scale(min_measurements=1)
     schedule.observe(GradientNorms(small_samples=4, small_norm_squared=11.0, samples=8, norm_squared=6.0))
     parts = Parts(schedule=schedule)
@@ -129,7 +129,7 @@ def test_what_a_step_may_have_beside_is_logged_where_it_has_it() -> None:
     assert {name: logged[name] for name in logged.keys() - ALWAYS - {"batch_size", "micro_batch_size"}} == beside
 
 
-def test_every_nth_step_is_logged_and_padding_is_that_of_all_steps_since() -> None:
+def test_every_nth_step_is_logged_with_the_padding_of_all_steps_since_the_last() -> None:
     parts = Parts()
     log = parts.log(every_steps=3)
     for step, tokens in enumerate([10, 10, 40, 10, 20, 30], start=1):

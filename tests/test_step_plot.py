@@ -1,4 +1,4 @@
-"""The picture of a step: its scales by values, the rest by its parts."""
+"""The picture of a step: scales are checked by their values, the rest by its texts and shapes."""
 
 import itertools
 import json
@@ -68,7 +68,7 @@ def test_no_pixel_hides_an_operation_that_is_higher_than_what_it_shows(events: S
     assert all(one <= other for one, other in itertools.pairwise(shown))
 
 
-def test_beside_a_high_operation_the_pixels_show_the_one_that_goes_on() -> None:
+def test_beside_a_high_operation_the_pixels_show_the_one_that_continues() -> None:
     bands = [Band("forward", 0, 20, left=0, right=10.9), Band("loss", 20, 21, left=10.9, right=14)]
     assert highest_of_each_pixel(bands, [9] * 20 + [1], 14)[8:] == [15, 17, 19, 20, 20, 20]
 
@@ -88,7 +88,7 @@ def test_the_picture_names_the_config_the_batch_the_ranks_the_kinds_and_the_devi
 
 
 def test_areas_are_as_high_as_the_bytes_that_they_show() -> None:
-    """Each area goes from the bottom to what is live of its kind and of those below it."""
+    """Each area reaches from the bottom to the live bytes of its kind and of the kinds below it."""
     plot = plot_of()
     paths = re.findall(r'<path d="M52 470(\S*)V470z" fill="(#\w+)"', plot.svg())
     assert [colour for _, colour in paths] == [COLOURS[kind] for kind in reversed(plot.kinds)]
@@ -101,7 +101,7 @@ def test_areas_are_as_high_as_the_bytes_that_they_show() -> None:
         assert sum(map(int, re.findall(r"h(\d+)", steps))) == PLOT_WIDTH
 
 
-def test_the_margin_held_back_is_a_dashed_line_and_what_the_gpu_adds_hangs_from_it() -> None:
+def test_the_margin_is_a_dashed_line_and_the_gpu_overhead_hangs_from_it() -> None:
     svg = plot_of().svg()
     assert "usable: 28.0 MiB" in texts(svg)
     usable_y = 470 - 370 * 28 / (1.08 * 30)
@@ -114,7 +114,7 @@ def test_the_margin_held_back_is_a_dashed_line_and_what_the_gpu_adds_hangs_from_
 
 
 def test_kinds_that_hold_nothing_at_the_peak_have_no_figure() -> None:
-    """Those that are seen at other times keep their colour's name."""
+    """Kinds that hold bytes at other times are still named beside their colour."""
     found = texts(plot_of().svg())
     assert "0 B" not in found
     assert found[found.index("At other times") + 1 :][:2] == ["gradients", "The peak is in loss"]

@@ -1,4 +1,4 @@
-"""The bar of one step that is traced whole: how far it is, told by the layers that its operations run in."""
+"""The progress bar of a step that is traced whole counts the passes through layers."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_each_pass_through_a_layer_counts_once() -> None:
         assert _run(progress, *forward, *backward, others[2]) == 9  # the next micro-batch
 
 
-def test_it_says_how_far_it_is_and_in_which_phase(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bar_shows_the_number_of_passes_and_the_phase(capsys: pytest.CaptureFixture[str]) -> None:
     with StepProgress(is_shown=True) as progress:
         progress.start("models")
         progress.start("optimizer's state", num_passes=4)

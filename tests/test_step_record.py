@@ -1,4 +1,4 @@
-"""The journal of a run: a line for each logged step and event, cut where a run goes on, and never the end of a run."""
+"""The journal has a line for each logged step and event, is cut where a run resumes, and never ends a run."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def begun(directory: Path, *, step: int = 0, **values: Any) -> RunJournal:
 # ---- the file
 
 
-def test_each_line_is_there_at_once_and_an_infinite_number_is_null(tmp_path: Path) -> None:
+def test_each_line_is_written_at_once_and_a_number_that_is_not_finite_is_null(tmp_path: Path) -> None:
     journal = begun(tmp_path / "new", ranks=2)
     journal.append(step=1, loss=float("nan"), lr=0.5)
     journal.event("checkpoint", step=1, path="x")
@@ -58,13 +58,13 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_begins_anew_begins_the_file_anew(tmp_path: Path) -> None:
+def test_a_new_run_begins_a_new_file(tmp_path: Path) -> None:
     begun(tmp_path).append(step=1)
     begun(tmp_path).append(step=1, again=True)
     assert [line.get("again", False) for line in lines_in(tmp_path)] == [False, True]
 
 
-def test_a_resumed_run_has_no_step_twice_and_drops_a_line_cut_short(tmp_path: Path) -> None:
+def test_a_resumed_run_has_no_step_twice_and_drops_a_truncated_line(tmp_path: Path) -> None:
     first = begun(tmp_path)
     for step in range(1, 8):
         first.append(step=step)
@@ -80,7 +80,7 @@ def test_a_resumed_run_has_no_step_twice_and_drops_a_line_cut_short(tmp_path: Pa
 
 
 @pytest.mark.parametrize("blocked", ["folder", "file"])
-def test_a_file_that_cannot_be_begun_is_logged_once(
+def test_a_file_that_cannot_be_created_is_logged_once(
     blocked: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if blocked == "folder":
@@ -94,7 +94,7 @@ def test_a_file_that_cannot_be_begun_is_logged_once(
     assert caplog.messages[0].startswith(f"Steps are no longer recorded in {tmp_path}/run/{JOURNAL_NAME}: ")
 
 
-def test_a_full_disk_is_logged_once_and_the_run_goes_on(
+def test_a_full_disk_is_logged_once_and_the_run_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = begun(tmp_path)
@@ -142,7 +142,7 @@ def test_events_are_written_once_each_with_the_figures_of_the_shortage(tmp_path:
     assert events.checkpoint == Path("x/epoch_0")
 
 
-def test_a_logged_step_has_the_names_of_the_metrics_and_its_place(tmp_path: Path) -> None:
+def test_a_logged_step_has_the_names_of_the_metrics_and_its_epoch(tmp_path: Path) -> None:
     parts = Parts()
     parts.journal = begun(tmp_path)
     log = parts.log(every_steps=2)
@@ -152,7 +152,7 @@ def test_a_logged_step_has_the_names_of_the_metrics_and_its_place(tmp_path: Path
     assert (log.totals.steps, log.totals.num_tokens, log.totals.seconds) == (2, 2400, 4.0)
 
 
-# ---- of whole runs
+# ---- whole runs
 
 
 def test_a_run_is_recorded_from_start_to_end_with_the_figures_that_it_logged(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_run_is_recorded_from_start_to_end_with_the_figures_that_it_logged(tmp
     assert (last["event"], last["step"], last["how"]) == ("ended", 12, "complete")
 
 
-def test_a_summary_says_what_was_done_and_where_it_lies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_summary_says_what_was_done_and_where_the_files_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recipe = Recipe(tmp_path)
     cfg = OmegaConf.merge(recipe.parts.cfg, {"metric_logger": {"log_dir": "/logs"}})
     recipe.parts = replace(recipe.parts, cfg=cast(DictConfig, cfg))
@@ -191,7 +191,7 @@ def test_a_summary_says_what_was_done_and_where_it_lies(tmp_path: Path, caplog: 
     }
 
 
-def test_a_run_that_a_signal_ends_is_summed_up_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_a_signal_ends_has_a_summary_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recipe = Recipe(tmp_path)
     recipe.parts = replace(recipe.parts, stop_requested=lambda: True)
     trainer = recipe.trainer()
@@ -205,14 +205,14 @@ def test_a_run_that_a_signal_ends_is_summed_up_too(tmp_path: Path, caplog: pytes
     assert (last["event"], last["how"]) == ("ended", "ended by a signal")
 
 
-def test_a_resumed_run_goes_on_in_the_file_after_its_checkpoint(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_the_file_after_its_checkpoint(tmp_path: Path) -> None:
     first = Recipe(tmp_path)
     steps_done: list[int] = []
     first.parts = replace(first.parts, before_step=steps_done.append, stop_requested=lambda: len(steps_done) == 3)
     with pytest.raises(RunEnded):
         first.trainer().train()
     lost = tmp_path / "output" / JOURNAL_NAME
-    lost.write_text(lost.read_text() + '{"step":4,"epoch":0}\n')  # of a step that no checkpoint has
+    lost.write_text(lost.read_text() + '{"step":4,"epoch":0}\n')  # a step after the last checkpoint
     second = Recipe(tmp_path)
     (checkpoint,) = second.parts.checkpoints.checkpoints()
     second.parts = replace(second.parts, resumed=checkpoint, epochs=range(2))

@@ -1,4 +1,4 @@
-"""torchtune's checkpoints of epochs appear whole, lie where torchtune looks for them, and are found without a name."""
+"""torchtune's checkpoints of epochs appear complete, where torchtune looks for them, and are found without a name."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ EPOCHS = 3
 
 
 class Torchtunes:
-    """Writes where torchtune's checkpointers write; ``fail`` is called between the model and the recipe's state."""
+    """Writes files as torchtune's checkpointers do; ``fail`` is called between the model and the recipe's state."""
 
     def __init__(self, output_dir: Path, *, adapter: bool = False) -> None:
         self._output_dir = output_dir
@@ -57,7 +57,7 @@ class Torchtunes:
 
 
 class Recipe:
-    """Saves epochs as a recipe of ours does."""
+    """Saves epochs as an adaptive recipe does."""
 
     def __init__(self, path: Path, **options: Any) -> None:
         path.mkdir(exist_ok=True)
@@ -102,8 +102,8 @@ def test_each_epoch_has_its_files_and_the_last_one_the_recipes_state(recipe: Rec
     assert recipe.files() == [*of_epoch(0, "recipe_state.pt"), link]
     recipe.save(1)
     assert recipe.files() == [*of_epoch(0), *of_epoch(1, "recipe_state.pt"), link]
-    assert os.path.samefile(recipe.path / "epoch_1" / "recipe_state.pt", recipe.path / link)  # no space is taken twice
-    recipe.save(2)  # the last one, of which torchtune saves none
+    assert os.path.samefile(recipe.path / "epoch_1" / "recipe_state.pt", recipe.path / link)  # takes no space twice
+    recipe.save(2)  # torchtune saves no recipe state after the last epoch
     assert recipe.files() == [*of_epoch(0), *of_epoch(1, "recipe_state.pt"), *of_epoch(2), link]
     assert [recipe.weights_of(epoch) for epoch in range(3)] == [[0, 0], [1, 1], [2, 2]]
     assert torch.load(recipe.path / link)[training.EPOCHS_KEY] == 2
@@ -140,14 +140,14 @@ def test_without_hard_links_the_recipes_state_is_copied(recipe: Recipe, monkeypa
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_all_else_is_torchtunes(recipe: Recipe) -> None:
+def test_all_other_attributes_are_torchtunes(recipe: Recipe) -> None:
     assert recipe.whole.load_checkpoint() == "the base model"
     assert recipe.whole._output_dir == recipe.path
     recipe.save(0)
-    assert recipe.torchtunes._output_dir == recipe.path  # its own is as it was
+    assert recipe.torchtunes._output_dir == recipe.path  # unchanged
 
 
-def test_a_checkpointer_that_is_not_torchtunes_saves_as_it_does(tmp_path: Path) -> None:
+def test_a_checkpointer_that_is_not_torchtunes_saves_unchanged(tmp_path: Path) -> None:
     saved: list[tuple[Any, ...]] = []
 
     class Other:
@@ -183,7 +183,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "reason"), ERRORS, ids=["by us", "by torch", "by safetensors"])
-def test_an_epoch_that_cannot_be_saved_is_said_and_those_before_it_are_as_they_were(
+def test_an_epoch_that_cannot_be_saved_is_logged_and_earlier_ones_are_kept(
     recipe: Recipe,
     error: Exception,
     reason: str,
@@ -194,7 +194,7 @@ def test_an_epoch_that_cannot_be_saved_is_said_and_those_before_it_are_as_they_w
     recipe.save(0)
     before = recipe.files()
     recipe.torchtunes.fail = fail_by(error)
-    recipe.save(1)  # other ranks wait: nothing is raised yet
+    recipe.save(1)  # nothing is raised yet, because other ranks wait
     assert recipe.files() == before
     caplog.clear()
     sentence = (
@@ -212,7 +212,7 @@ def test_an_epoch_that_cannot_be_saved_is_said_and_those_before_it_are_as_they_w
     assert recipe.weights_of(1) == [1, 1]
 
 
-def test_an_epoch_that_cannot_replace_one_leaves_it(recipe: Recipe) -> None:
+def test_an_epoch_that_cannot_be_saved_again_keeps_its_older_checkpoint(recipe: Recipe) -> None:
     recipe.save(0)
     (recipe.path / "epoch_0" / "of_the_run_before.txt").touch()
     before = recipe.files()
@@ -223,7 +223,7 @@ def test_an_epoch_that_cannot_replace_one_leaves_it(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize("name", ["fsync", "replace"])
-def test_whatever_fails_after_torchtune_has_written_is_said_and_nothing_is_torn(
+def test_a_failure_after_torchtune_has_written_is_logged_and_no_checkpoint_is_partial(
     recipe: Recipe, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     call = getattr(os, name)
@@ -257,7 +257,7 @@ def test_whatever_fails_after_torchtune_has_written_is_said_and_nothing_is_torn(
 # ---- in torchtune's background
 
 
-def test_what_could_not_even_be_gathered_is_said_too(recipe: Recipe, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_to_gather_is_logged_too(recipe: Recipe, caplog: pytest.LogCaptureFixture) -> None:
     recipe.whole.give_up("no gathering")
     assert not recipe.whole.check_saved(Consensus(), is_last=False)
     assert caplog.messages[-1].startswith(
@@ -286,7 +286,9 @@ def test_in_the_background_the_state_of_the_run_is_beside_what_torchtune_writes(
     assert found == Checkpoint(path, 0, replace(STATE, epochs_run=2), 2, path / ".metadata")
 
 
-def test_without_room_for_that_state_torchtunes_own_is_left(recipe: Recipe, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_the_state_of_the_run_cannot_be_saved_torchtunes_checkpoint_is_left(
+    recipe: Recipe, caplog: pytest.LogCaptureFixture
+) -> None:
     recipe.whole.set_state(STATE)
     (recipe.path / "dist_epoch_1").touch()
     recipe.whole.save_state("dist_epoch_1")
@@ -294,7 +296,7 @@ def test_without_room_for_that_state_torchtunes_own_is_left(recipe: Recipe, capl
     assert message.startswith(f"{recipe.path}/dist_epoch_1 has no adaptive_state.json, which could not be saved: ")
 
 
-# ---- what torchtune alone has left
+# ---- what torchtune alone has saved
 
 
 def save_by_stock(path: Path, *, epochs_run: int) -> None:
@@ -313,7 +315,7 @@ def test_a_stock_checkpoint_is_that_of_its_recipe_state(tmp_path: Path) -> None:
     assert stock_checkpoint(tmp_path, in_background=True) is None
 
 
-def test_a_torn_recipe_state_is_passed_over_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_truncated_recipe_state_is_skipped_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_by_stock(tmp_path, epochs_run=2)
     path = tmp_path / "recipe_state" / "recipe_state.pt"
     path.write_bytes(path.read_bytes()[:100])
@@ -324,7 +326,7 @@ def test_a_torn_recipe_state_is_passed_over_and_said(tmp_path: Path, caplog: pyt
 
 
 @pytest.mark.parametrize("content", [{}, [1]], ids=["no epochs", "a list"])
-def test_another_programs_recipe_state_is_passed_over(
+def test_another_programs_recipe_state_is_skipped(
     tmp_path: Path, content: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "recipe_state").mkdir()
@@ -333,7 +335,7 @@ def test_another_programs_recipe_state_is_passed_over(
     assert ", because it cannot be read: " in caplog.text
 
 
-def test_a_recipe_state_whose_epoch_is_missing_is_passed_over_and_said(
+def test_a_recipe_state_whose_epoch_is_missing_is_skipped_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_by_stock(tmp_path, epochs_run=2)
@@ -344,7 +346,7 @@ def test_a_recipe_state_whose_epoch_is_missing_is_passed_over_and_said(
     ]
 
 
-def test_in_the_background_the_latest_that_is_complete_is_found_with_or_without_a_state_of_ours(tmp_path: Path) -> None:
+def test_in_the_background_the_latest_complete_one_is_found_with_or_without_an_adaptive_state(tmp_path: Path) -> None:
     assert stock_checkpoint(tmp_path, in_background=True) is None
     for epoch in (2, 9, 10, 11):
         (tmp_path / f"dist_epoch_{epoch}").mkdir()
@@ -373,7 +375,7 @@ def config(**keys: Any) -> DictConfig:
 
 
 def changes(cfg: DictConfig, checkpoint: Checkpoint | None) -> dict[str, Any]:
-    """The keys of the result that are not as they were; ``cfg`` itself stays."""
+    """The keys that `resuming` changes in its result; ``cfg`` itself stays unchanged."""
     before = OmegaConf.to_container(cfg)
     changed = resuming(cfg, checkpoint)
     assert OmegaConf.to_container(cfg) == before
@@ -387,7 +389,7 @@ def changes(cfg: DictConfig, checkpoint: Checkpoint | None) -> dict[str, Any]:
     return found
 
 
-def test_a_run_that_begins_anew_or_goes_on_from_a_step_is_set_up_as_a_new_one(tmp_path: Path) -> None:
+def test_a_new_run_and_one_resumed_from_a_step_are_set_up_as_new(tmp_path: Path) -> None:
     of_step = Checkpoint(tmp_path / "step_5", 1, STATE, 2)
     for checkpoint in (None, of_step):
         assert changes(config(), checkpoint) == {"resume_from_checkpoint": False}
@@ -395,7 +397,7 @@ def test_a_run_that_begins_anew_or_goes_on_from_a_step_is_set_up_as_a_new_one(tm
     assert resuming(without_key, of_step).resume_from_checkpoint is False
 
 
-def test_a_run_that_goes_on_from_an_epoch_is_given_its_files(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumed_from_an_epoch_gets_its_files(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     for epoch in range(2):
         recipe.save(epoch)
     epoch_1 = recipe.path / "epoch_1"
@@ -428,7 +430,7 @@ def test_files_given_by_a_pattern_are_replaced_by_their_names(recipe: Recipe) ->
     ]
 
 
-def test_a_run_of_adapters_is_given_the_adapter_beside_its_own_base_model(tmp_path: Path) -> None:
+def test_a_run_of_adapters_gets_the_adapter_beside_its_own_base_model(tmp_path: Path) -> None:
     recipe = Recipe(tmp_path / "run", adapter=True)
     recipe.save(0)
     assert changes(config(), recipe.found()[-1]) == {
@@ -445,7 +447,7 @@ def test_torchtune_itself_finds_what_it_has_written_in_the_background(tmp_path: 
     assert changes(cfg, checkpoint) == {"resume_from_checkpoint": True}
 
 
-# ---- where a run goes on
+# ---- where a run resumes
 
 
 def run_config(path: Path, resume: Any, **keys: Any) -> DictConfig:
@@ -453,7 +455,7 @@ def run_config(path: Path, resume: Any, **keys: Any) -> DictConfig:
 
 
 def find(path: Path, resume: Any, **keys: Any) -> Checkpoint | None:
-    """In a folder that no run is using any more."""
+    """The checkpoint to resume from, in a folder that no run uses any more."""
     folder, cfg = CheckpointFolder(path), run_config(path, resume, **keys)
     try:
         return find_checkpoint_of(cfg, folder, is_last=lambda one: one.epochs_run >= cfg.epochs)
@@ -468,7 +470,7 @@ def save_step(folder: CheckpointFolder, step: int, *, epochs_run: int) -> None:
     folder.finish(f"step_{step}", replace(STATE, epochs_run=epochs_run, global_step=step))
 
 
-def test_the_folder_is_locked_and_cleared_of_what_was_never_finished(recipe: Recipe) -> None:
+def test_the_folder_is_locked_and_unfinished_checkpoints_are_removed(recipe: Recipe) -> None:
     recipe.save(0)
     recipe.folder.start("epoch_1")
     found = find(recipe.path, True)
@@ -478,7 +480,7 @@ def test_the_folder_is_locked_and_cleared_of_what_was_never_finished(recipe: Rec
     assert not recipe.folder.unfinished("epoch_1").exists()
 
 
-def test_a_run_goes_on_from_its_latest_checkpoint_whether_of_an_epoch_or_a_step(recipe: Recipe) -> None:
+def test_a_run_resumes_from_its_latest_checkpoint_whether_of_an_epoch_or_a_step(recipe: Recipe) -> None:
     assert find(recipe.path, "auto") is None
     for save, name in (
         (lambda: save_step(recipe.folder, 5, epochs_run=0), "step_5"),
@@ -498,7 +500,7 @@ def test_a_run_goes_on_from_its_latest_checkpoint_whether_of_an_epoch_or_a_step(
     assert more.path.name == "epoch_1"  # the last one with the optimizer's state
 
 
-def test_a_run_goes_on_where_stock_has_been_and_where_stock_went_on_after_us(recipe: Recipe) -> None:
+def test_a_run_resumes_from_a_stock_checkpoint_also_one_saved_after_its_own(recipe: Recipe) -> None:
     save_by_stock(recipe.path, epochs_run=1)
     found = find(recipe.path, True)
     assert found is not None
@@ -510,18 +512,18 @@ def test_a_run_goes_on_where_stock_has_been_and_where_stock_went_on_after_us(rec
     assert (found.path.name, found.state) == ("epoch_1", None)
 
 
-def test_without_a_checkpoint_a_run_that_is_to_go_on_is_refused(tmp_path: Path) -> None:
+def test_a_run_that_is_to_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="must be False or auto if there is no complete checkpoint"):
         find(tmp_path / "run", True)
     assert find(tmp_path / "run", False) is None
     assert find(tmp_path / "run", "auto", enable_async_checkpointing=True) is None
 
 
-def test_a_new_run_in_an_old_ones_folder_goes_on_from_its_own_checkpoint(recipe: Recipe) -> None:
+def test_a_new_run_in_the_folder_of_an_old_one_resumes_from_its_own_checkpoint(recipe: Recipe) -> None:
     for epoch in range(2):
         recipe.save(epoch)
     folder = CheckpointFolder(recipe.path)
-    assert find_checkpoint_of(run_config(recipe.path, False), folder, is_last=lambda one: False) is None  # begins anew
+    assert find_checkpoint_of(run_config(recipe.path, False), folder, is_last=lambda one: False) is None  # a new run
     save_step(folder, 5, epochs_run=0)
     assert folder._lock is not None
     folder._lock.release()

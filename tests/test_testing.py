@@ -1,4 +1,4 @@
-"""A fault strikes where, when and on whom it was told to, once, and is gone afterwards."""
+"""A fault strikes once, at the operation, in the phase and on the ranks given, and is removed afterwards."""
 
 import gc
 import subprocess
@@ -39,18 +39,18 @@ PATCHED = [
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_garbage_collections() -> Iterator[None]:
-    """A failure collects garbage, which takes long where the whole of torch is looked through."""
+    """A failure collects garbage, which is slow where all objects of torch are searched."""
     with only_new_garbage():
         yield
 
 
 def patched() -> list[Any]:
-    """What now stands in the places that a fault patches."""
+    """The present values of the attributes that a fault patches."""
     return [vars(owner).get(name) for owner, name in PATCHED]
 
 
 def doubled(times: int) -> torch.Tensor:
-    """The result of so many operations and one more."""
+    """The result of ``times`` operations and one more."""
     values = torch.ones(1)
     for _ in range(times):
         values = values * 2
@@ -78,7 +78,7 @@ def test_a_fault_strikes_in_place_of_its_operation(place: int) -> None:
 def test_a_fault_without_a_place_only_counts() -> None:
     with Fault(None) as fault:
         assert doubled(4).item() == 16
-    assert fault.count == 6  # `item` is one
+    assert fault.count == 6  # `item` counts too
     assert not fault.has_struck
 
 
@@ -88,7 +88,7 @@ def test_a_fault_after_the_last_operation_does_not_strike() -> None:
     assert (fault.count, fault.has_struck) == (5, False)
 
 
-def test_a_fault_strikes_once_and_goes_on_counting_when_it_is_used_again() -> None:
+def test_a_fault_strikes_once_and_keeps_counting_when_it_is_used_again() -> None:
     struck: list[int] = []
     fault = Fault(7, strike=lambda: struck.append(fault.count))
     for _ in range(3):
@@ -153,7 +153,7 @@ def test_a_buffers_allocation_counts_and_what_happens_within_a_collective_does_n
     assert gathered.tolist() == [2, 2, 2]
 
 
-# ---- on whom, and when
+# ---- on which ranks, and when
 
 
 @pytest.mark.parametrize(("ranks", "strikes"), [(None, True), ([0], True), ({0, 3}, True), ([1], False), ([], False)])
@@ -194,7 +194,7 @@ def test_a_strike_that_returns_lets_the_operation_happen() -> None:
     assert struck == ["here"]
 
 
-def test_a_process_that_is_killed_has_no_time_for_anything() -> None:
+def test_a_process_that_is_killed_does_not_clean_up() -> None:
     code = """
 import atexit, torch
 from torchtune_adaptive.testing import Fault, kill_process
@@ -210,11 +210,11 @@ print("still alive", flush=True)
     assert ended.stdout == "alive\n"
 
 
-# ---- what is left of it
+# ---- afterwards
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_afterwards_everything_is_as_before(fails: bool) -> None:
+def test_afterwards_everything_is_restored(fails: bool) -> None:
     before = patched()
 
     def work() -> None:
@@ -231,7 +231,7 @@ def test_afterwards_everything_is_as_before(fails: bool) -> None:
     assert doubled(3).item() == 8
 
 
-def test_faults_within_faults_count_each_for_itself() -> None:
+def test_nested_faults_count_separately() -> None:
     before = patched()
     struck: list[str] = []
     values = torch.ones(2)
@@ -246,7 +246,7 @@ def test_faults_within_faults_count_each_for_itself() -> None:
     assert patched() == before
 
 
-def test_a_fault_within_itself_is_refused_and_the_outer_one_goes_on() -> None:
+def test_a_fault_within_itself_is_refused_and_the_outer_one_keeps_counting() -> None:
     before = patched()
     with Fault(None) as fault:
         with pytest.raises(RuntimeError, match="while it is active"), fault:
@@ -260,7 +260,7 @@ def test_a_fault_within_itself_is_refused_and_the_outer_one_goes_on() -> None:
 
 
 class DoublingStep:
-    """Micro-steps on numbers, which add up their twofold."""
+    """Micro-steps on numbers, which return the sum of twice each number."""
 
     def __init__(self, phases: Phases) -> None:
         self._phases = phases
@@ -273,7 +273,7 @@ class DoublingStep:
 
 
 class NumbersTrainer:
-    """Trains as a recipe's trainer does, by its micro-steps and its retries, on the numbers of each optimizer step."""
+    """Trains as a recipe's trainer does, with micro-steps and retries, on the numbers of each optimizer step."""
 
     def __init__(self, rows_per_micro_step: int) -> None:
         self.global_step = 0
@@ -315,7 +315,7 @@ class NumbersTrainer:
 
 
 class Base:
-    """Trains by its trainer."""
+    """A recipe that trains with its trainer."""
 
     def __init__(self, rows_per_micro_step: int = 2) -> None:
         self.trainer = NumbersTrainer(rows_per_micro_step)
@@ -325,14 +325,14 @@ class Base:
 
 
 class Recipe(Base):
-    """A user's, which leaves the training to what is below it."""
+    """A user's recipe, which inherits the training."""
 
 
 NUMBERS: Any = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
 TOTALS = [20, 52, 84]
 
 
-def test_a_recipe_meets_a_fault_in_the_micro_step_that_it_is_for() -> None:
+def test_a_fault_in_a_recipe_strikes_in_its_micro_step() -> None:
     recipe, fault = Recipe(), Fault(0)
     with faults_in(Recipe, {(1, 1): fault}):
         recipe.train()
@@ -341,28 +341,28 @@ def test_a_recipe_meets_a_fault_in_the_micro_step_that_it_is_for() -> None:
     assert (fault.count, fault.has_struck) == (1, True)
 
 
-def test_micro_steps_of_a_step_that_is_run_again_go_on_counting() -> None:
+def test_micro_steps_of_a_step_that_is_run_again_keep_counting() -> None:
     recipe = Recipe(rows_per_micro_step=4)
     faults = {(0, number): Fault(0 if number in (0, 2) else None) for number in range(9)}
     with faults_in(Recipe, faults):
         recipe.train()
     assert recipe.trainer.totals == TOTALS
-    assert recipe.trainer.retry.retries == 2  # 0 fails; run again as 1 and 2, which fails; as 3 to 6
+    assert recipe.trainer.retry.retries == 2  # 0 fails; then 1 and 2 run, and 2 fails; then 3 to 6
     assert [fault.count > 0 for fault in faults.values()] == [True] * 7 + [False] * 2
 
 
-def test_micro_steps_that_a_rank_leaves_out_after_a_failure_are_counted_too() -> None:
-    """Its peers run them: so a micro-step has the same number on every rank."""
+def test_micro_steps_that_a_rank_skips_after_a_failure_are_counted_too() -> None:
+    """Its peers run them, so that a micro-step has the same number on every rank."""
     recipe = Recipe()
     faults = {(0, number): Fault(0 if number == 0 else None) for number in range(8)}
     with faults_in(Recipe, faults):
         recipe.train()
     assert recipe.trainer.totals == TOTALS
-    assert recipe.trainer.retry.retries == 1  # 0 fails, and 1 is left out
+    assert recipe.trainer.retry.retries == 1  # 0 fails, and 1 is skipped
     assert [number for (_, number), fault in faults.items() if fault.count > 0] == [0, 2, 3, 4, 5]
 
 
-def test_each_step_counts_its_micro_steps_from_zero_whatever_became_of_the_one_before() -> None:
+def test_each_step_counts_its_micro_steps_from_zero_also_after_a_failure() -> None:
     recipe = Recipe(rows_per_micro_step=4)
     faults = {
         (step, number): Fault(0 if (step, number) == (0, 0) else None) for step in range(3) for number in range(4)
@@ -406,7 +406,7 @@ def test_micro_steps_outside_of_training_have_no_faults() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_recipes_class_is_afterwards_as_before(fails: bool) -> None:
+def test_the_recipes_class_is_restored_afterwards(fails: bool) -> None:
     before = dict(vars(Recipe)), dict(vars(Base)), patched()
     fault = Fault(0, strike=lambda: [].pop() if fails else None)
 
@@ -423,10 +423,10 @@ def test_the_recipes_class_is_afterwards_as_before(fails: bool) -> None:
     assert (dict(vars(Recipe)), dict(vars(Base)), patched()) == before
 
 
-# ---- a neighbour
+# ---- memory taken by a neighbour
 
 
-def test_ballast_takes_memory_that_the_meter_sees_and_gives_it_back() -> None:
+def test_ballast_takes_memory_that_the_meter_sees_and_frees_it() -> None:
     meter = CpuMeter()
     meter.set_limit(1500)
     with ballast(1000, CPU, meter=meter):
@@ -441,7 +441,7 @@ def test_ballast_takes_memory_that_the_meter_sees_and_gives_it_back() -> None:
         torch.zeros(200)
 
 
-def test_ballast_without_a_meter_is_there_while_it_is_needed() -> None:
+def test_ballast_without_a_meter_lives_as_long_as_its_context() -> None:
     onlooker = CpuMeter()
     with onlooker:
         with ballast(1000, CPU):

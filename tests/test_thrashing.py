@@ -14,7 +14,7 @@ class Allocator:
         self.retries = retries_before
 
     def thrashing(self, watch: RetryWatch, steps: list[int]) -> Iterator[bool]:
-        """The answers of ``watch`` after each of ``steps``, given as their numbers of retries."""
+        """The answers of ``watch`` after each step; ``steps`` has the number of retries of each."""
         for retries in steps:
             self.retries += retries
             yield watch.is_thrashing()
@@ -27,7 +27,7 @@ class Allocator:
         ([5, 0, 0], [False, False, False]),
         ([1, 1], [False, True]),
         ([0, 3, 1, 0], [False, False, True, False]),
-        ([1, 0, 1, 0, 1], [False] * 5),  # with a step without retries in between
+        ([1, 0, 1, 0, 1], [False] * 5),  # a step without retries in between
         ([1, 1, 0, 1, 1], [False, True, False, False, True]),
         ([7, 1, 1, 9, 1], [False, True, True, True, True]),  # as long as it lasts
     ],
@@ -62,7 +62,7 @@ def test_a_reset_forgets_retries_since_the_last_call() -> None:
     assert list(allocator.thrashing(watch, [1, 1])) == [False, True]
 
 
-def test_after_it_was_stopped_nothing_is_thrashing() -> None:
+def test_a_stopped_watch_reports_no_thrashing() -> None:
     allocator = Allocator()
     watch = RetryWatch(lambda: allocator.retries)
     assert list(allocator.thrashing(watch, [1, 1])) == [False, True]

@@ -1,6 +1,6 @@
-"""The size chosen by speed is as good as the best, steps are timed fairly, and timing leaves no trace.
+"""The size chosen by speed is as good as the best, steps are timed fairly, and timing restores all state.
 
-Time is a fake clock that only a train step moves on.
+The clock is a fake one, which train steps and the making of batches advance.
 """
 
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def test_the_size_chosen_is_within_two_percent_of_the_best_and_no_smaller_one_is
 
 
 class Timed:
-    """A workload whose steps take the seconds that ``seconds`` has for their size, one after the other."""
+    """A workload whose steps of a size take, one after the other, the seconds in ``seconds`` for that size."""
 
     def __init__(self, seconds: dict[int, list[float]], consensus: Consensus | None = None) -> None:
         torch.manual_seed(0)
@@ -59,7 +59,7 @@ class Timed:
     def _train_step(self, batch: torch.Tensor) -> None:
         self.taken.append(len(batch))
         self.model(batch * torch.rand_like(batch)).square().sum().backward()
-        self.optimizer.step()  # its gradients stay: what a workload leaves is to be cleaned up
+        self.optimizer.step()  # its gradients stay, for the timing to remove
         self.now_s += next(self._seconds[len(batch)])
 
     def _forget(self) -> None:
@@ -84,7 +84,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, list[float]], cons
     return made
 
 
-# The first is a warm-up. Of the others the median is 3, the mean 4, the least 1 and the greatest 9.
+# The first is a warm-up. The others have median 3, mean 4, minimum 1 and maximum 9.
 SECONDS = [100.0, 9.0, 1.0, 3.0, 2.0, 5.0]
 
 
@@ -99,8 +99,8 @@ def test_steps_of_the_sizes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.taken == [4, 2, 1] * 6
 
 
-def test_timing_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on parameters, which each step moves, nor on random generators, which it draws from, nor on optimizers."""
+def test_timing_restores_all_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step changes parameters, random generators and optimizers; timing restores them."""
     made = timed(monkeypatch, {4: SECONDS})
     before = made.state()
     made.rates([4])

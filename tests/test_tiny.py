@@ -23,7 +23,7 @@ ASSETS = (tiny.DATA_NAME, tiny.TOKENIZER_NAME, tiny.MODEL_NAME)
 
 @pytest.fixture(scope="session")
 def whole_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The assets as the defaults make them: every docstring."""
+    """The assets of the default arguments: all docstrings."""
     directory = tmp_path_factory.mktemp("whole")
     make_tiny_assets(directory)
     return directory

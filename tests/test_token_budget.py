@@ -1,4 +1,4 @@
-"""Whatever rows make up a token budget fit, by a model of memory in rows and their length."""
+"""All rows that fill a token budget fit, by a model of memory in the number of rows and their length."""
 
 from dataclasses import dataclass, field
 
@@ -35,14 +35,14 @@ class Device:
         return min(bound, int(self.forecast(length)))
 
     def misfits(self, budget: int, *, lengths: range, max_rows: int) -> list[tuple[int, int]]:
-        """Rows that make up ``budget`` and do not fit."""
+        """Numbers of rows, with their length, that fill ``budget`` but do not fit."""
         whole = ((min(budget // length, max_rows), length) for length in lengths)
         return [(rows, length) for rows, length in whole if not self.fits(rows, length)]
 
 
 @st.composite
 def devices(draw: st.DrawFn, *, dearest_row: int = 0, fewest_rows: int = 1) -> tuple[Device, int, int, int]:
-    """A device, the longest rows' length, how many of those fit, and the most rows of a micro-batch."""
+    """A device, the greatest row length, how many such rows fit, and the most rows of a micro-batch."""
     seq_len = draw(st.integers(1, 300))
     figures = [draw(st.integers(0, most)) for most in (10**6, 5, dearest_row)]
     device = Device(0, *figures, a=draw(st.integers(1, 100)), d=draw(st.integers(0, 3)))
@@ -54,7 +54,7 @@ def devices(draw: st.DrawFn, *, dearest_row: int = 0, fewest_rows: int = 1) -> t
 
 @properties
 @given(found=devices())
-def test_with_an_exact_forecast_all_rows_fit_and_the_budget_is_all_that_the_longest_ones_leave(
+def test_with_an_exact_forecast_all_rows_fit_and_the_budget_is_that_of_the_longest_rows(
     found: tuple[Device, int, int, int],
 ) -> None:
     device, seq_len, rows, max_rows = found
@@ -82,7 +82,7 @@ def test_without_a_forecast_or_with_one_of_whole_rows_the_budget_is_those_rows(
 
 @properties
 @given(found=devices())
-def test_a_forecast_that_a_try_proves_too_high_is_not_believed(found: tuple[Device, int, int, int]) -> None:
+def test_a_forecast_that_a_try_proves_too_high_is_not_used(found: tuple[Device, int, int, int]) -> None:
     device, seq_len, rows, max_rows = found
     budget = largest_token_budget(
         device.largest_rows_at, seq_len=seq_len, rows=rows, forecast_rows=rows + 1.0, max_rows=max_rows
@@ -93,7 +93,7 @@ def test_a_forecast_that_a_try_proves_too_high_is_not_believed(found: tuple[Devi
 
 @properties
 @given(found=devices(dearest_row=10**4))
-def test_where_each_row_costs_something_of_its_own_rows_of_every_length_tried_fit(
+def test_where_each_row_has_a_fixed_cost_rows_of_every_length_tried_fit(
     found: tuple[Device, int, int, int],
 ) -> None:
     device, seq_len, rows, max_rows = found
@@ -106,7 +106,7 @@ def test_where_each_row_costs_something_of_its_own_rows_of_every_length_tried_fi
     assert len(device.asked) <= 4
 
 
-def test_short_rows_that_are_dearer_per_token_lower_the_budget_below_whole_rows() -> None:
+def test_short_rows_that_cost_more_per_token_lower_the_budget_below_whole_rows() -> None:
     device = Device(limit_bytes=8 * (256 + 64), c=0, e=0, k=64, a=1, d=0)
     budget = largest_token_budget(device.largest_rows_at, seq_len=256, rows=8, forecast_rows=8.0, max_rows=1000)
     assert budget == 2560 // (64 + 32) * 32 == 832

@@ -1,4 +1,4 @@
-"""A step that was traced before comes from a file, as long as nothing has changed that it depends on."""
+"""A traced step is read from a file as long as nothing that it depends on has changed."""
 
 import gzip
 import os
@@ -36,7 +36,7 @@ class Tracing:
 
 
 def asked_by_new_processes(folder: Path, *configs: DictConfig, world_sizes: tuple[int, ...] = (1,)) -> int:
-    """How often it is traced if each question is asked by a cache of its own."""
+    """How often a step is traced if each request has its own cache, as in a new process."""
     tracing = Tracing()
     for cfg in configs:
         for world_size in world_sizes:
@@ -44,13 +44,13 @@ def asked_by_new_processes(folder: Path, *configs: DictConfig, world_sizes: tupl
     return tracing.count
 
 
-def test_the_same_question_is_traced_once_and_answered_alike(tmp_path: Path) -> None:
+def test_the_same_request_is_traced_once_and_has_the_same_answer(tmp_path: Path) -> None:
     tracing = Tracing()
     first, again = (TraceCache(tracing, tmp_path)(CONFIG, world_size=1, seq_lens=[64]) for _ in range(2))
     assert (tracing.count, first) == (1, again)
 
 
-def test_another_config_length_or_number_of_ranks_is_traced_anew(tmp_path: Path) -> None:
+def test_another_config_length_or_number_of_ranks_is_traced_again(tmp_path: Path) -> None:
     other = OmegaConf.merge(CONFIG, {"compile": True})
     assert isinstance(other, DictConfig)
     assert asked_by_new_processes(tmp_path, CONFIG, other, CONFIG, world_sizes=(1, 2)) == 4
@@ -59,13 +59,13 @@ def test_another_config_length_or_number_of_ranks_is_traced_anew(tmp_path: Path)
     assert tracing.count == 1
 
 
-def test_other_versions_are_traced_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_are_traced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked_by_new_processes(tmp_path, CONFIG, CONFIG) == 1
     monkeypatch.setattr(cache, "_versions", lambda: ["another"])
     assert asked_by_new_processes(tmp_path, CONFIG, CONFIG) == 1
 
 
-def test_a_component_of_another_package_is_traced_by_each_process_but_once_there(tmp_path: Path) -> None:
+def test_a_component_of_another_package_is_traced_once_per_process(tmp_path: Path) -> None:
     cfg = OmegaConf.create({"blocks": [{"_component_": "mine.Model"}]})
     assert asked_by_new_processes(tmp_path, cfg, cfg) == 2
     tracing = Tracing()
@@ -89,9 +89,7 @@ def _put_a_file_in_its_place(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [_damage, _put_a_file_in_its_place])
-def test_a_file_that_cannot_be_read_or_written_is_as_good_as_none(
-    spoil: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_a_file_that_cannot_be_read_or_written_is_ignored(spoil: Callable[[Path], None], tmp_path: Path) -> None:
     folder = tmp_path / "plans"
     assert asked_by_new_processes(folder, CONFIG) == 1
     spoil(folder)
@@ -120,7 +118,7 @@ class TracingEvents:
 
 
 def _events_asked(folder: Path, *batch_sizes: int, cfg: DictConfig = CONFIG) -> int:
-    """How often events are traced if each batch is asked for by a process of its own."""
+    """How often events are traced if each batch size has its own cache, as in a new process."""
     tracing = TracingEvents()
     for batch_size in batch_sizes:
         assert EventsCache(tracing, folder)(cfg, world_size=1, batch_size=batch_size, seq_len=64) == EVENTS
@@ -135,7 +133,7 @@ def test_a_steps_events_are_kept_beside_its_peaks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoiled", ["short", "changed", "other"])
-def test_events_that_cannot_be_read_are_traced_anew(spoiled: str, tmp_path: Path) -> None:
+def test_events_that_cannot_be_read_are_traced_again(spoiled: str, tmp_path: Path) -> None:
     _events_asked(tmp_path, 2)
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
@@ -158,10 +156,10 @@ def test_the_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert user_cache_folder("plans") == tmp_path / "torchtune_adaptive" / "plans"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     assert user_cache_folder("plans") == Path.home() / ".cache" / "torchtune_adaptive" / "plans"
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no HOME, and a user whom the system does not know
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no HOME, and a user unknown to the system
     assert user_cache_folder("plans") == Path(tempfile.gettempdir()) / "torchtune_adaptive" / "plans"
 
 
-def test_a_plan_waits_for_no_import_of_torch() -> None:
+def test_the_command_line_does_not_import_torch() -> None:
     program = "import sys, torchtune_adaptive.cli.main; sys.exit('torch' in sys.modules or 'torchtune' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""A whole step that is traced with its modules takes what was planned, and each part of the model has its own bytes."""
+"""A step traced with its modules takes the planned bytes, and each part of the model has its own bytes."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from torchtune_adaptive.plan.step_events import BEFORE_STEP, Operation, StepEven
 from torchtune_adaptive.plan.worker import _answer
 from torchtune_adaptive.stock.configs import load_config
 
-SEQ_LEN, BATCH_SIZE = 64, 5  # plans are of batches of 2 and 3, and say what one of 5 takes
+SEQ_LEN, BATCH_SIZE = 64, 5  # plans trace batches of 2 and 3, and predict the bytes of one of 5
 CASES = {
     "full, 2 ranks": ("full", 2, ["model.num_layers=2", "enable_activation_checkpointing=True"]),
     "compiled lora": ("lora", 1, ["model.num_layers=2", "gradient_accumulation_steps=2", "compile=True"]),
@@ -43,7 +43,7 @@ def planned_and_traced() -> dict[str, tuple[dict[str, float], StepEvents]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_phase_takes_what_was_planned_to_the_byte(name: str, planned_and_traced: Any) -> None:
+def test_every_phase_takes_the_planned_bytes(name: str, planned_and_traced: Any) -> None:
     planned, events = planned_and_traced[name]
     peaks = dict.fromkeys((operation.phase for operation in events.operations), 0)
     for operation, live_bytes in zip(events.operations, events.total_bytes, strict=True):
@@ -53,7 +53,7 @@ def test_every_phase_takes_what_was_planned_to_the_byte(name: str, planned_and_t
 
 
 def _bytes(events: StepEvents, kind: str, *, before_step: bool) -> Counter[str]:
-    """By module."""
+    """The bytes of ``kind`` by module."""
     found: Counter[str] = Counter()
     for one in events.allocations:
         if one.kind == kind and (one.made == BEFORE_STEP) == before_step:
@@ -72,7 +72,7 @@ def test_parameters_and_optimizer_state_belong_to_their_module(planned_and_trace
     assert set(held) >= set(state)
 
 
-def test_what_is_gathered_belongs_to_the_module_that_reads_it(planned_and_traced: Any) -> None:
+def test_gathered_parameters_belong_to_the_module_that_reads_them(planned_and_traced: Any) -> None:
     _, events = planned_and_traced["full, 2 ranks"]
     gathered = _bytes(events, "gathered parameters", before_step=False)
     w1_bytes = 4 * 384 * 128

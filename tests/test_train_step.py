@@ -1,4 +1,4 @@
-"""A step is the same however it is cut, and divided by the weight of its samples; what it logs are means.
+"""A step is the same however it is cut, is divided by the weight of its samples, and logs means.
 
 The toy: a row is ``{"x": number, "weight": 0 or 1}``, the model one weight w, the loss of a row w * x. So the gradient
 of a step is the mean x of the rows that count, whatever w is.
@@ -112,7 +112,7 @@ def test_a_micro_batch_without_weight_adds_nothing_even_if_its_mean_is_not_a_num
 
     def objective(batch: dict[str, torch.Tensor]) -> Loss:
         found = toy_objective(model)(batch)
-        nothing = torch.zeros(()) / found.weight  # not a number where nothing counts, else 0
+        nothing = torch.zeros(()) / found.weight  # NaN where nothing counts, else 0
         metrics = {name: value + nothing for name, value in found.metrics.items()}
         return Loss(found.total + nothing, found.weight, found.num_tokens, metrics)
 
@@ -136,20 +136,20 @@ def test_a_metric_named_loss_stands_for_the_loss() -> None:
 
 
 def test_the_loss_is_rounded_as_torchtunes_is() -> None:
-    """torchtune divides a float by a tensor of a count, which multiplies with its reciprocal."""
+    """torchtune divides a float by a tensor, which multiplies by the tensor's reciprocal."""
     for total, weight in ((0.1, 3), (11.7, 49), (5.3, 41), (1e4, 7)):
         sums = StepSums(torch.tensor(total), torch.tensor(weight), torch.tensor(1))
         running_loss = torch.tensor(total).item()
         assert step_of(toy_model()).finish(sums).read().loss == (running_loss / torch.tensor(weight)).item()
 
 
-def test_what_is_logged_has_no_hold_of_the_graph() -> None:
+def test_logged_values_do_not_keep_the_graph() -> None:
     model = toy_model()
     sums = step_of(model).micro_step(ROWS)
     assert [one.requires_grad for one in (sums.loss, *sums.metrics.values())] == [False, False, False]
 
 
-def test_tokens_are_what_the_weight_counts_where_nothing_else_is_said() -> None:
+def test_the_weight_is_the_default_number_of_tokens() -> None:
     model = toy_model()
 
     def objective(batch: dict[str, torch.Tensor]) -> Loss:
@@ -160,20 +160,20 @@ def test_tokens_are_what_the_weight_counts_where_nothing_else_is_said() -> None:
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 3.0, 4.5, 1000.0])
-def test_gradients_are_clipped_after_they_were_normalized_and_the_norm_is_that_before(max_norm: float) -> None:
+def test_gradients_are_clipped_after_normalization_and_the_norm_is_that_before_clipping(max_norm: float) -> None:
     model = toy_model()
     result = step_of(model, max_grad_norm=max_norm)([ROWS]).read()
     assert result.grad_norm == pytest.approx(MEAN_X)
     assert model.weight.item() == pytest.approx(W - LR * min(MEAN_X, max_norm), rel=1e-5)
 
 
-def test_without_clipping_the_norm_is_not_known() -> None:
+def test_without_clipping_there_is_no_norm() -> None:
     result = step_of(toy_model())([ROWS]).read()
     assert result.grad_norm is None
     assert set(result.metrics) == {"mean_x", "one"}
 
 
-def test_the_division_by_ranks_of_fsdp2_is_multiplied_back() -> None:
+def test_the_division_by_ranks_of_fsdp2_is_undone() -> None:
     model = toy_model()
     stepping = OptimizerStep(model, [torch.optim.SGD(model.parameters(), lr=LR)], ranks=4, max_grad_norm=None)
     step_of(model, stepping=stepping)([ROWS])
@@ -201,7 +201,7 @@ def test_phases_follow_each_other_in_every_micro_step_and_then_once() -> None:
     assert step.phase == "backward"
 
 
-def test_a_step_drops_its_gradients_and_so_does_its_owner() -> None:
+def test_a_step_drops_its_gradients_and_has_the_learning_rate() -> None:
     model = toy_model()
     step = step_of(model)
     step.micro_step(ROWS)
@@ -257,7 +257,7 @@ def test_figures_are_read_in_their_order() -> None:
 
 
 def test_a_batch_may_be_a_tuple_of_tensors_and_goes_to_the_device() -> None:
-    """As preference pairs are; the meta device stands for any other than the host's."""
+    """As for preference pairs; the meta device stands for any device other than the host."""
     model = nn.Linear(1, 1, device="meta")
     seen: list[Any] = []
 
@@ -290,8 +290,8 @@ def test_a_batch_may_be_a_dictionary_and_goes_to_the_device() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_meter_counts_the_batch_and_the_making_of_it_is_no_operation_of_the_step(count: int) -> None:
-    """Collating takes as many operations as rows: no forecast could be made from those of two sizes."""
+def test_a_meter_counts_the_batch_but_not_the_operations_that_make_it(count: int) -> None:
+    """Collating takes an operation per row, but a forecast needs the same operations for two sizes."""
     model, meter = toy_model(), CpuMeter()
     live_bytes: list[int] = []
 
@@ -345,8 +345,8 @@ def test_unmeasured_micro_steps_add_up_to_an_unmeasured_one() -> None:
     assert (total.loss.item(), total.weight.item(), total.small_batch) == (6.0, 8, None)
 
 
-def test_the_last_micro_step_of_the_small_batch_measures_the_gradient_that_is_there_by_then() -> None:
-    """Its own backward is in it, and what follows is not."""
+def test_the_last_micro_step_of_the_small_batch_measures_the_gradient_so_far() -> None:
+    """The gradient includes this micro-step's backward, and nothing after it."""
     step = step_of(toy_model(), max_grad_norm=1.0)
     first = step.micro_step_of_small_batch(ROWS[:1], is_last=False)
     last = step.micro_step_of_small_batch(ROWS[1:4], is_last=True)
@@ -361,7 +361,7 @@ def test_the_last_micro_step_of_the_small_batch_measures_the_gradient_that_is_th
     assert result.metrics == {"mean_x": pytest.approx(MEAN_X), "one": 1.0}
 
 
-def test_a_step_that_is_not_measured_tells_nothing() -> None:
+def test_an_unmeasured_step_has_no_measured_norms() -> None:
     assert step_of(toy_model(), max_grad_norm=1.0)([ROWS]).read().measured == ()
 
 
@@ -420,13 +420,13 @@ def test_optimizers_within_backward_are_one_for_each_parameter() -> None:
     assert model.bias.grad is None
 
 
-def test_within_backward_too_the_division_by_ranks_is_multiplied_back() -> None:
+def test_within_backward_too_the_division_by_ranks_is_undone() -> None:
     model = toy_model()
     step_of(model, stepping=in_backward(model, normalizes=True, ranks=4)).micro_step(ROWS)
     assert model.weight.item() == pytest.approx(W - LR * 4 * MEAN_X)
 
 
-def test_the_weight_that_normalizes_a_backward_is_left_as_it_is() -> None:
+def test_the_weight_that_normalizes_a_backward_is_not_changed() -> None:
     model = toy_model()
     weight = torch.tensor(4)
     in_backward(model, normalizes=True).backward(Loss(model(torch.ones(1, 1)).sum(), weight, weight))
@@ -439,7 +439,7 @@ VOCAB, IGNORED = 7, -100
 
 
 class ToyDecoder(nn.Module):
-    """Gives logits of each token, as a whole or in chunks as torchtune's models do."""
+    """Returns the logits of each token, whole or in chunks, as torchtune's models do."""
 
     def __init__(self, chunks: int | None) -> None:
         super().__init__()
@@ -488,7 +488,7 @@ TOKEN_ROWS: list[Row] = [{"tokens": tokens, "labels": labels} for tokens, labels
 
 
 @pytest.mark.parametrize("chunks", [None, 3], ids=["whole", "in chunks"])
-def test_a_row_weighs_the_same_however_it_is_cut_unless_it_is_to_weigh_as_in_torchtune(chunks: int | None) -> None:
+def test_a_row_weighs_the_same_for_every_cut_unless_it_is_to_weigh_as_in_torchtune(chunks: int | None) -> None:
     def losses(*, weight_depends_on_cut: bool) -> list[float]:
         found = []
         for places in ([], [1]):
@@ -505,7 +505,7 @@ def test_a_row_weighs_the_same_however_it_is_cut_unless_it_is_to_weigh_as_in_tor
     assert abs(in_two - whole) > 1e-3
 
 
-def test_a_row_without_a_label_weighs_nothing_and_leaves_no_trace_in_the_sums() -> None:
+def test_a_row_without_a_label_weighs_nothing_and_does_not_change_the_sums() -> None:
     silent = {"tokens": TOKENS[0], "labels": torch.full_like(LABELS[0], IGNORED)}
     objective = next_token(None, weight_depends_on_cut=False)
     step = step_of(toy_model(), objective=objective, collate=collate_tokens)
@@ -513,7 +513,7 @@ def test_a_row_without_a_label_weighs_nothing_and_leaves_no_trace_in_the_sums() 
     assert (sums.loss.item(), sums.weight.item()) == (0.0, 0)
 
 
-def test_the_model_is_given_all_of_the_batch_but_the_labels() -> None:
+def test_the_model_gets_all_of_the_batch_except_the_labels() -> None:
     model, loss_fn = ToyDecoder(None), nn.CrossEntropyLoss(ignore_index=IGNORED)
     objective = NextToken(model, loss_fn, contextlib.nullcontext(), weight_depends_on_cut=True)
     positions, mask = torch.arange(6), torch.ones(2, 6, 6)
@@ -521,7 +521,7 @@ def test_the_model_is_given_all_of_the_batch_but_the_labels() -> None:
     assert model.given == [{"input_pos": positions, "mask": mask}]
 
 
-def test_forward_alone_runs_in_the_context_of_activations() -> None:
+def test_only_forward_runs_in_the_context_of_activations() -> None:
     now: list[str] = []
 
     @contextlib.contextmanager
@@ -544,7 +544,7 @@ def test_forward_alone_runs_in_the_context_of_activations() -> None:
 
 
 class Once(contextlib.AbstractContextManager[None]):
-    """A context that cannot be used again after an error, as torchtune's that offloads activations."""
+    """A context that cannot be used again after an error, as that of torchtune's activation offloading."""
 
     failed = False
 
@@ -555,7 +555,7 @@ class Once(contextlib.AbstractContextManager[None]):
         self.failed = kind is not None
 
 
-def test_a_context_that_a_failed_step_leaves_unusable_is_made_anew() -> None:
+def test_a_context_that_a_failed_step_leaves_unusable_is_renewed() -> None:
     activations = Activations(Once())
     with activations:
         pass

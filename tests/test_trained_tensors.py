@@ -1,4 +1,4 @@
-"""What training changes has the same names and values however the model is wrapped, and for each optimizer."""
+"""Trained tensors have the same names and values however the model is wrapped, and with every optimizer."""
 
 import copy
 import json
@@ -16,7 +16,7 @@ from torchtune_adaptive.checkpoints.tensors import TrainedTensors
 
 
 class Halves(torch.optim.SGD):
-    """Its state wraps two tensors of other shapes, and is a sum of gradients beside a count."""
+    """An optimizer whose state is a wrapped pair of tensors, a tensor of another shape and a count."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -41,10 +41,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, amsgrad=True),
     "sgd momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
-    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),  # has its state from the start
-    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),  # whose state has other shapes
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),  # has state from the start
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),  # has state of other shapes
     "parts": lambda parameters: Halves(parameters, lr=1e-2),
-    "asgd": lambda parameters: torch.optim.ASGD(parameters, lr=1e-2),  # with scalars beside the step
+    "asgd": lambda parameters: torch.optim.ASGD(parameters, lr=1e-2),  # has scalars beside the step
 }
 
 
@@ -52,7 +52,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)
-        self.scale = nn.Parameter(torch.tensor(2.0))  # without a dimension
+        self.scale = nn.Parameter(torch.tensor(2.0))  # has no dimension
         self.register_buffer("seen", torch.zeros(2))
         self.register_buffer("cache", torch.zeros(5), persistent=False)
 
@@ -62,7 +62,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Two layers and a head whose weight is the embedding's; the second layer is frozen but for its bias."""
+    """Two layers and a head whose weight is the embedding's; the second layer is frozen except for its bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def trained(model: nn.Module, *optimizers: torch.optim.Optimizer, rank: int = 0,
 
 
 def metadata(tensors: dict[str, torch.Tensor]) -> dict[str, TensorStorageMetadata]:
-    """As a checkpoint of ``tensors`` describes them."""
+    """The metadata that a checkpoint of ``tensors`` has."""
     return {
         name: TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, [])
         for name, tensor in tensors.items()
@@ -113,7 +113,7 @@ def metadata(tensors: dict[str, torch.Tensor]) -> dict[str, TensorStorageMetadat
 
 
 def take(tensors: TrainedTensors, saved: dict[str, torch.Tensor], options: dict[str, Any]) -> None:
-    """As a resumed run takes a checkpoint."""
+    """Loads ``saved`` as a resumed run loads a checkpoint."""
     allocated = tensors.allocate(metadata(saved))
     assert allocated.keys() == saved.keys()
     for place, tensor in saved.items():
@@ -159,7 +159,7 @@ def test_optimizer_state_is_named_by_its_parameter_and_that_of_frozen_ones_is_le
 
 
 def test_each_of_several_optimizers_has_its_parameters() -> None:
-    """As of steps within backward: one for each parameter."""
+    """As for steps within backward, where each parameter has one."""
     model = Model()
     optimizers = [torch.optim.SGD([one], lr=0.1, momentum=0.9) for one in model.parameters() if one.requires_grad]
     step(model, optimizers)
@@ -173,11 +173,11 @@ def test_each_of_several_optimizers_has_its_parameters() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_another_model_and_optimizer_take_all_of_it_and_train_on_the_same(name: str) -> None:
+def test_another_model_and_optimizer_load_everything_and_train_the_same(name: str) -> None:
     model, other = Model(), Model()
     optimizer, other_optimizer = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](other.parameters())
     step(model, [optimizer], times=3)
-    step(other, [other_optimizer])  # whose state is dropped
+    step(other, [other_optimizer])  # this state is dropped
     first, second = trained(model, optimizer), trained(other, other_optimizer)
     saved = copy.deepcopy(first.tensors())
     options = json.loads(json.dumps(first.options()))
@@ -193,7 +193,7 @@ def test_another_model_and_optimizer_take_all_of_it_and_train_on_the_same(name: 
 
 
 def test_a_parameter_that_has_no_state_yet_has_none_afterwards() -> None:
-    """As an optimizer that has not stepped, or a parameter that had no gradient."""
+    """As where the optimizer has not stepped, or the parameter had no gradient."""
     model, other = Model(), Model()
     optimizer, other_optimizer = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(other.parameters())
     model.layers[0].linear(torch.ones(3)).sum().backward()
@@ -208,7 +208,7 @@ def test_a_parameter_that_has_no_state_yet_has_none_afterwards() -> None:
 
 
 def test_state_of_another_librarys_optimizer_stays_where_the_optimizer_has_it() -> None:
-    """As in paged memory."""
+    """For example, in paged memory."""
     model, other = Model(), Model()
     optimizer, other_optimizer = Halves(model.parameters(), lr=1e-2), Halves(other.parameters(), lr=1e-2)
     step(model, [optimizer])
@@ -227,7 +227,7 @@ def test_state_of_another_librarys_optimizer_stays_where_the_optimizer_has_it() 
 def test_the_count_of_steps_is_on_the_host_unless_kernels_read_it_on_the_device(
     options: dict[str, Any], device: str
 ) -> None:
-    """The meta device stands for any other than the host's."""
+    """The meta device stands for any device other than the host."""
     model = nn.Linear(2, 2, bias=False, device="meta")
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.param_groups[0].update(options)
@@ -254,7 +254,7 @@ def options_of(**options: Any) -> tuple[TrainedTensors, dict[str, Any]]:
     return trained(model, optimizer), optimizer.param_groups[0]
 
 
-def test_options_are_taken_as_they_were_saved_but_for_those_that_were_chosen_anew() -> None:
+def test_options_are_loaded_as_saved_except_those_that_the_config_has_changed() -> None:
     saved, group = options_of(lr=0.1, betas=(0.8, 0.9), weight_decay=0.3)
     group["initial_lr"] = 0.4
     options = json.loads(json.dumps(saved.options()))
@@ -268,7 +268,7 @@ def test_options_are_taken_as_they_were_saved_but_for_those_that_were_chosen_ane
 
 
 def test_a_rate_in_a_tensor_stays_in_that_tensor() -> None:
-    """Compiled code has hold of it."""
+    """Compiled code refers to it."""
     saved, _ = options_of(lr=torch.tensor(0.25), foreach=False)
     tensors, group = options_of(lr=torch.tensor(0.5), foreach=False)
     rate = group["lr"]
@@ -303,7 +303,7 @@ def test_numbers_beside_tensors_are_options_too() -> None:
         ("optimizer/embedding.weight/more", (9,), ""),
     ],
 )
-def test_what_was_saved_otherwise_is_named_with_its_shapes(
+def test_a_difference_from_the_saved_tensors_is_named_with_its_shapes(
     place: str, size: tuple[int, ...] | None, sentence: str
 ) -> None:
     model = Model()
@@ -317,7 +317,7 @@ def test_what_was_saved_otherwise_is_named_with_its_shapes(
 
 
 @pytest.mark.parametrize(("saved_ranks", "sentence"), [(1, "the optimizer's state is of 1 ranks"), (2, "")])
-def test_state_of_each_rank_alone_fits_that_number_of_ranks_only(saved_ranks: int, sentence: str) -> None:
+def test_state_of_each_rank_alone_fits_only_the_same_number_of_ranks(saved_ranks: int, sentence: str) -> None:
     model = Model()
     tensors = trained(model, torch.optim.SGD(model.parameters()), ranks=2)
     own = {f"optimizer/embedding.weight/own/{rank}": torch.zeros(5) for rank in range(saved_ranks)}

@@ -1,7 +1,7 @@
 """The loop: epochs with growth between them, every figure that is logged, what is saved, and a resumed run.
 
 The toy: the model is one weight w, the loss of a row w * x where x is its first token. So the gradient of a step is the
-mean x of its rows, whatever w is, and all numbers can be worked out by hand.
+mean x of its rows, whatever w is, and all numbers are easy to calculate.
 """
 
 import gc
@@ -64,7 +64,7 @@ W, LR = 2.0, 0.25
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_garbage_collection() -> Iterator[None]:
-    """Each dry run collects garbage; it need not go through all that this process has imported."""
+    """Each dry run collects garbage; this is quick if the objects imported so far are frozen."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -78,12 +78,12 @@ TWELVE = rows_of(*range(12))
 
 
 def decisions(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was logged, but for which files were written and the summary at the end."""
+    """The logged messages, without those about written files and without the final summary."""
     return [message for message in caplog.messages if "written" not in message and "Run complete" not in message]
 
 
 class Recording(MeasuredSchedule):
-    """Remembers what it is told of every second step, and never grows."""
+    """Records the norms of every second step, and never grows the batch."""
 
     every_steps = 2
 
@@ -110,7 +110,7 @@ def adds_two_in_epoch_one(epoch: int, current_batch_size: int) -> int:
 
 
 class KeptSteps(StepCheckpoints):
-    """Stands for checkpoints of steps: keeps each state that is to be saved, by its step, with the weight then."""
+    """Replaces checkpoints of steps: keeps each state to be saved, and the weight at that time, by step."""
 
     def __init__(self, weight: torch.Tensor, events: list[str], *, every_steps: int | None, succeeds: bool) -> None:
         self.states: dict[int, AdaptiveState] = {}
@@ -134,7 +134,7 @@ class KeptSteps(StepCheckpoints):
 
 
 def as_read(state: AdaptiveState) -> AdaptiveState:
-    """As a file gives it back."""
+    """The state as it is read from a file."""
     return AdaptiveState.from_json(json.loads(json.dumps(asdict(state))))
 
 
@@ -145,8 +145,8 @@ class Toy:
     Attributes:
         events: what was called, in order, with the argument.
         logged: the figures of each step.
-        fitting: sizes of micro-batches up to it fit where larger ones are tried again.
-        states: what it was saved with after epochs, by the number of epochs done.
+        fitting: the largest micro-batch that fits where larger ones are tried again.
+        states: the states saved after epochs, by the number of epochs done.
         stop_after: the optimizer step, from 1, in which a signal comes.
     """
 
@@ -279,7 +279,7 @@ class Toy:
         return self
 
     def state(self) -> AdaptiveState:
-        """As it would be saved now."""
+        """The state as it would be saved now."""
         return self.saver.state(epochs_run=self.trainer.epochs_run, step=self.trainer.global_step)
 
     @property
@@ -291,7 +291,7 @@ class Toy:
         return [figures[name] for figures in self.logged.values()]
 
     def history(self) -> list[dict[str, Any]]:
-        """As the report on disk has it."""
+        """The history in the report on disk."""
         return json.loads((self.directory / "adaptive_batch.json").read_text())["history"]
 
     def _objective(self, batch: torch.Tensor) -> Loss:
@@ -361,7 +361,7 @@ class Toy:
 
 @pytest.fixture(autouse=True)
 def steady_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs that are compared log the same."""
+    """Runs that are compared log the same host memory."""
     monkeypatch.setattr(step_log, "anonymous_bytes", lambda: 1234)
 
 
@@ -388,7 +388,7 @@ def test_every_figure_that_is_logged_is_right(tmp_path: Path, monkeypatch: pytes
         decays=True,
         meter=Peak(),
         on_before_step=lambda step: pass_time(step + 1.0),
-        on_log=lambda: pass_time(1000.0),  # is not training
+        on_log=lambda: pass_time(1000.0),  # not part of training
     ).train()
     always = {"global_batch_size": 4, "batch_size": 2, "micro_batch_size": 2, "oom_retries": 0}
     always |= {"peak_memory_bytes": 4321, "host_memory_bytes": 1234}
@@ -413,7 +413,7 @@ def test_every_figure_that_is_logged_is_right(tmp_path: Path, monkeypatch: pytes
     assert (toy.trainer.meter, toy.trainer.phase) == (toy.meter, "optimizer")
 
 
-def test_steps_are_metered_and_what_is_between_them_is_not(tmp_path: Path) -> None:
+def test_only_the_steps_are_metered(tmp_path: Path) -> None:
     events: list[str] = []
 
     class Noting(CpuMeter):
@@ -438,7 +438,7 @@ def test_every_nth_step_is_logged_over_epochs(tmp_path: Path) -> None:
     assert "peak_memory_bytes" not in toy.logged[4]
 
 
-def test_a_global_batch_has_no_batch_size_of_torchtunes(tmp_path: Path) -> None:
+def test_with_a_global_batch_torchtunes_batch_size_is_not_logged(tmp_path: Path) -> None:
     toy = Toy(tmp_path, global_batch_size=5, sizes=Sizes(most_rows=2), epochs=range(1)).train()
     assert toy.figures("global_batch_size") == [5, 5]
     assert toy.figures("micro_batch_size") == [2, 2]
@@ -455,7 +455,7 @@ def test_epochs_follow_each_other_and_each_is_saved_with_its_state(tmp_path: Pat
         seen.append((toy.trainer.epochs_run, toy.trainer.global_step, toy.states[epoch + 1] == toy.state()))
 
     toy = Toy(tmp_path, batch_size=4, on_save=on_save)
-    toy.model.weight.grad = torch.full((1, 1), 1e6)  # what a search has left is not trained with
+    toy.model.weight.grad = torch.full((1, 1), 1e6)  # a gradient left by a search is not used
     toy.train()
     steps = [["before 0", "step", "before 1", "step", "before 2", "step"]]
     steps += [["before 3", "step", "before 4", "step", "before 5", "step"]]
@@ -468,7 +468,7 @@ def test_epochs_follow_each_other_and_each_is_saved_with_its_state(tmp_path: Pat
     assert toy.weight == pytest.approx(weight)
 
 
-def test_samples_left_over_open_the_next_epochs_first_step(tmp_path: Path) -> None:
+def test_samples_left_over_begin_the_first_step_of_the_next_epoch(tmp_path: Path) -> None:
     toy = Toy(tmp_path, rows_of(*range(10)), micro_steps=2).train()
     assert toy.figures("twice_x") == pytest.approx([2 * mean for mean in (1.5, 5.5, (8 + 9 + 0 + 1 + 2 + 3) / 6, 5.5)])
     assert toy.state().left_over == (8, 10)
@@ -509,7 +509,7 @@ def test_an_increase_that_is_refused_is_logged_and_changes_nothing(
     assert decisions(caplog) == ["epoch 1: increase of 2 refused, 2 + 2 = 4 is above the maximum of 3"]
 
 
-def test_the_batch_size_is_noted_with_how_a_step_is_cut_where_it_does_not_say_so(
+def test_the_batch_size_is_noted_with_the_limit_of_micro_steps_where_that_differs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     Toy(tmp_path).trainer.note_batch_size("config", epoch=0)
@@ -550,7 +550,7 @@ def test_a_step_of_one_row_is_not_measured(tmp_path: Path) -> None:
 
 
 def fails_at(toy: Toy, step: int, number: int) -> None:
-    """Micro-step ``number`` of optimizer step ``step``, from 0, runs out of memory."""
+    """Makes micro-step ``number`` of optimizer step ``step``, both from 0, run out of memory."""
 
     def around(count: int, run: Run) -> StepSums:
         if (toy.trainer.global_step, count) != (step, number):
@@ -582,7 +582,7 @@ def test_a_step_that_runs_out_of_memory_is_noted_and_trains_the_same(tmp_path: P
 def test_larger_micro_batches_are_tried_again_at_an_epochs_start(
     tmp_path: Path, function: Any, sizes: list[int], batch_size: int
 ) -> None:
-    """Not before the first step, when no row is known to be the longest."""
+    """Not before the first step, when the longest row is unknown."""
     toy = Toy(tmp_path, batch_size=4, function=function, fitting=3)
     toy.retry.micro_batches.resize(1)
     toy.train()
@@ -596,7 +596,7 @@ def test_larger_micro_batches_are_tried_again_at_an_epochs_start(
     }
 
 
-def test_tries_are_of_the_probes_row_or_else_of_the_longest_trained_with(tmp_path: Path) -> None:
+def test_tries_use_the_row_of_the_probes_or_else_the_longest_row_of_training(tmp_path: Path) -> None:
     dataset = rows_of(*range(12), lengths=[1] * 7 + [3] + [1] * 4)
     toy = Toy(tmp_path, dataset, batch_size=4)
     toy.retry.micro_batches.resize(2)
@@ -607,7 +607,7 @@ def test_tries_are_of_the_probes_row_or_else_of_the_longest_trained_with(tmp_pat
 
 
 class FailsIn(torch.optim.SGD):
-    """Fails in its third step."""
+    """An optimizer that fails in its third step."""
 
     steps = 0
     error: Exception
@@ -656,7 +656,7 @@ def test_another_error_of_the_optimizer_is_not_taken_for_out_of_memory(tmp_path:
 
 
 def going_on(directory: Path, epochs: range, **options: Any) -> Toy:
-    """A growing batch with samples left over, and a decaying rate."""
+    """A run with a growing batch, samples left over, and a decaying rate."""
     options |= {"micro_steps": 2, "function": adds_two_in_epoch_one, "decays": True, "epochs": epochs}
     return Toy(directory, rows_of(*range(11)), shuffle=True, **options)
 
@@ -678,14 +678,14 @@ def resumed_from(saved: AdaptiveState, weight: float, directory: Path, **options
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second passes whenever the loop looks at it."""
+    """A clock that advances by a second whenever the loop reads it."""
     seconds = itertools.count()
     monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_resumed_run_goes_on_as_if_it_had_never_ended(tmp_path: Path) -> None:
-    """Through a growing batch with samples left over, a reduced micro-batch and a decaying rate."""
+def test_a_resumed_run_continues_as_if_it_had_never_ended(tmp_path: Path) -> None:
+    """With a growing batch, samples left over, a reduced micro-batch and a decaying rate."""
     whole = going_on(tmp_path / "whole", range(4))
     whole.trainer.note_batch_size("config", epoch=0)
     whole.retry.micro_batches.resize(1)
@@ -702,8 +702,8 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_from_every_step_on_a_resumed_run_goes_on_as_if_it_had_never_ended(tmp_path: Path) -> None:
-    """Also from the last step of an epoch, from the first one, and after the batch has grown."""
+def test_a_run_resumed_from_any_step_continues_as_if_it_had_never_ended(tmp_path: Path) -> None:
+    """Also from the last and the first step of an epoch, and after the batch has grown."""
     whole = going_on(tmp_path / "whole", range(4), save_every_steps=1)
     whole.trainer.note_batch_size("config", epoch=0)
     whole.retry.micro_batches.resize(1)
@@ -719,7 +719,7 @@ def test_from_every_step_on_a_resumed_run_goes_on_as_if_it_had_never_ended(tmp_p
 
 
 def test_random_draws_of_a_resumed_run_are_those_of_one_that_never_ended(tmp_path: Path) -> None:
-    """As of dropout; a data loader's iterator, which an epoch begins with, draws from the same generator."""
+    """As for dropout; a data loader's iterator, made at the start of an epoch, draws from the same generator."""
 
     def draws(toy: Toy) -> list[float]:
         drawn: list[float] = []
@@ -739,7 +739,7 @@ def test_random_draws_of_a_resumed_run_are_those_of_one_that_never_ended(tmp_pat
         assert left == expected[saved.global_step :]
 
 
-def test_what_is_not_as_it_was_is_logged_and_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changes_since_the_checkpoint_are_logged_and_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved = Toy(tmp_path, epochs=range(1), config={"seed": 1}).train().state()
     caplog.clear()
     toy = Toy(tmp_path, rows_of(*range(15)), batch_size=3, epochs=range(1, 2), steps_done=6, config={"seed": 2})
@@ -754,7 +754,7 @@ def test_what_is_not_as_it_was_is_logged_and_noted(tmp_path: Path, caplog: pytes
 
 @pytest.mark.parametrize(("seed", "limit"), [(1, 2), (2, 3)], ids=["as it was", "changed"])
 def test_micro_batches_are_cut_as_before_unless_something_has_changed(tmp_path: Path, seed: int, limit: int) -> None:
-    """Whatever a search finds this time."""
+    """Even if the search finds another size this time."""
     before = Sizes(result=search_result(exact_batch_size=2, batch_size=2), fitting_rows=2)
     after = Sizes(result=search_result(exact_batch_size=3, batch_size=3), fitting_rows=3)
     saved = Toy(tmp_path, batch_size=4, sizes=before, epochs=range(1), config={"seed": 1}).train().state()
@@ -808,7 +808,7 @@ def test_the_longest_row_that_was_trained_with_is_known_to_a_resumed_run(tmp_pat
 # ---- checkpoints of steps
 
 
-def test_every_nth_step_is_saved_over_epochs_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_every_nth_step_is_saved_over_epochs_and_the_run_continues(tmp_path: Path) -> None:
     toy = Toy(tmp_path, batch_size=4, save_every_steps=2).train()
     steps = [f"before {step}" for step in range(6)]
     assert toy.events == [
@@ -869,7 +869,7 @@ def test_however_a_run_ends_its_progress_bar_is_closed(
     with pytest.raises(error or RunEnded):
         Toy(tmp_path, batch_size=4, stop_after=2, on_before_step=fail).train()
     (bar,) = bars
-    assert bar.disable  # as it is when it is closed
+    assert bar.disable  # a closed bar is disabled
 
 
 def test_within_an_epoch_no_increase_is_asked_for_again_and_no_size_is_tried(tmp_path: Path) -> None:

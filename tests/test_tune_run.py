@@ -1,4 +1,4 @@
-"""The stock ``tune run`` finds and runs the recipes from any directory, with our configs and with stock ones."""
+"""The stock ``tune run`` finds and runs the recipes from any directory, with configs of this package and stock ones."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SHORT = ["epochs=1", "max_steps_per_epoch=2", "adaptive.memory_limit=128MiB", "t
 def tune_run(*arguments: str, directory: Path, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
     """``tune run ARGUMENTS`` in ``directory``, with the recipes on the path as an installed package has them.
 
-    So are the tests' own.
+    The recipes in the tests are on the path too.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(str(REPOSITORY / name) for name in ("", "recipes", "tests"))
@@ -33,7 +33,7 @@ def tune_run(*arguments: str, directory: Path, timeout_s: float = 600) -> subpro
 
 
 def on_tiny(kind: str, tiny_dir: Path, output_dir: Path) -> list[str]:
-    """Overrides that put a stock config's model, tokenizer, data and checkpoint on the tiny ones."""
+    """Overrides that replace a stock config's model, tokenizer, data and checkpoint by the tiny ones."""
     builder = {"full": "llama2", "lora": "lora_llama2"}[kind]
     return [
         "device=cpu",
@@ -55,7 +55,7 @@ def on_tiny(kind: str, tiny_dir: Path, output_dir: Path) -> list[str]:
     ]
 
 
-# A stock config on two ranks; a config of ours is launched below, on a single device.
+# A stock config on two ranks; a config of this package is launched below, on a single device.
 IN_EVERY_RUN = {("llama3_2", "lora", 2)}
 
 
@@ -67,7 +67,7 @@ IN_EVERY_RUN = {("llama3_2", "lora", 2)}
     ],
 )
 def test_stock_tune_run_searches_and_trains(whose: str, kind: str, ranks: int, tiny_dir: Path, tmp_path: Path) -> None:
-    """One rank without torchrun's options, as on a laptop; two with them. Status 0 means every rank's."""
+    """One rank without torchrun's options, as on a laptop; two with them. Status 0 means that every rank succeeded."""
     name = f"adaptive_{kind}_finetune_distributed"
     if whose == "tiny":
         config, overrides = f"tiny/{kind}", [f"tiny_dir={tiny_dir}", f"output_dir={tmp_path / 'out'}", *SHORT]

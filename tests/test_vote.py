@@ -22,12 +22,12 @@ from torchtune_adaptive.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.memory.out_of_memory import free_memory
 
 CPU = torch.device("cpu")
-POINTS = {2: 30, 4: 9}  # by ranks: how many operations of a step are made to fail, evenly spread
+POINTS = {2: 30, 4: 9}  # by number of ranks: how many operations of a step are made to fail, evenly spread
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A train step in which the ranks of ``points`` fail at that operation."""
+    """A train step in which each rank of ``points`` fails at its operation."""
 
     points: dict[int, int]
     outcome: str
@@ -110,10 +110,10 @@ class Scenarios:
             run_with_votes(self.trainee.step, consensus)
             with profile(
                 activities=[ProfilerActivity.CPU]
-            ) as recorded:  # sees collectives inside operations, which no mode sees
+            ) as recorded:  # sees collectives inside operations, unlike any torch mode
                 self.trainee.step()
         issued = [event.name for event in recorded.events() or [] if event.name.startswith("c10d::")]
-        return len(votes) - 1, len(issued)  # the last vote is the one at the end
+        return len(votes) - 1, len(issued)  # without the vote at the end
 
     def a_failure_before_clipping(self) -> str:
         """Rank 1 fails after backward; the others' next collective is inside an operation on DTensors."""
@@ -161,7 +161,7 @@ def test_all_ranks_learn_of_it_when_two_ran_out_of_memory_at_different_places(pl
         assert [trial for trial in ranks["two ranks fail"] if trial.outcome != "OUT_OF_MEMORY"] == []
 
 
-def test_another_error_stays_itself_and_stops_the_peers(played: list[dict[str, Any]]) -> None:
+def test_another_error_is_raised_unchanged_and_stops_the_peers(played: list[dict[str, Any]]) -> None:
     *peers, failing = played
     assert {trial.outcome for trial in failing["other errors"]} == {"ValueError: not of memory"}
     for ranks in peers:
@@ -185,12 +185,12 @@ def test_there_is_a_vote_before_every_collective(played: list[dict[str, Any]]) -
         assert votes >= collectives
 
 
-def test_nobody_waits_in_a_collective_inside_an_operation_on_dtensors(played: list[dict[str, Any]]) -> None:
+def test_no_rank_waits_in_a_collective_inside_an_operation_on_dtensors(played: list[dict[str, Any]]) -> None:
     assert [ranks["before clipping"] for ranks in played] == ["OUT_OF_MEMORY"] * len(played)
 
 
 def play_without_reset_iter_state(rank: int) -> list[Trial]:
-    """Like torch before 2.13."""
+    """One rank fails, with FSDP as in torch before 2.13."""
     if hasattr(FSDPModule, "reset_iter_state"):
         del FSDPModule.reset_iter_state
     return Scenarios(rank).one_rank_fails()
@@ -207,7 +207,7 @@ def play_everywhere(rank: int) -> list[Trial]:
 
 
 @pytest.mark.exhaustive
-def test_whichever_operation_fails_all_ranks_learn_of_it_and_go_on() -> None:
+def test_whichever_operation_fails_all_ranks_learn_of_it_and_continue() -> None:
     for trials in run_on_ranks(play_everywhere, 2):
         assert len(trials) > 300
         assert {(trial.outcome, trial.as_before, trial.next_step_right) for trial in trials} == {
@@ -222,14 +222,14 @@ def out_of_memory() -> None:
     raise torch.OutOfMemoryError("injected")
 
 
-def test_alone_the_outcome_is_this_processs_own() -> None:
+def test_without_peers_the_outcome_is_that_of_this_process() -> None:
     done: list[str] = []
     assert run_with_votes(lambda: done.append("done"), Consensus()) is Outcome.DONE
     assert done == ["done"]
     assert run_with_votes(out_of_memory, Consensus()) is Outcome.OUT_OF_MEMORY
 
 
-def test_alone_another_error_comes_through() -> None:
+def test_without_peers_another_error_is_raised() -> None:
     def fail() -> None:
         raise ValueError("not of memory")
 
@@ -238,7 +238,7 @@ def test_alone_another_error_comes_through() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_alone_a_request_to_stop_comes_through(error: type[BaseException]) -> None:
+def test_without_peers_a_request_to_stop_is_raised(error: type[BaseException]) -> None:
     def stop() -> None:
         raise error
 
@@ -263,7 +263,7 @@ def test_after_a_failure_nothing_refers_to_its_tensors() -> None:
 
 
 def test_out_of_memory_behind_an_error_of_a_context_that_could_not_close_is_out_of_memory() -> None:
-    """torchtune's activation offloading raises its own error when it is left by an exception."""
+    """torchtune's activation offloading raises its own error when an exception leaves it."""
 
     def work() -> None:
         try:

@@ -1,4 +1,4 @@
-"""What each change of a config would save is planned with that change, alone and with all others."""
+"""The memory that each change of a config would save is planned with that change alone, and with all together."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,7 +33,7 @@ def cfg_of(**changes: Any) -> DictConfig:
 
 
 def effects_of(cfg: DictConfig, *, refuses_lora: bool = False) -> tuple[dict[str, Suggestion], dict[str, Asked]]:
-    """By the change, its effect, and what was traced for it."""
+    """By change: its effect, and the request that was traced for it."""
 
     def step_for(asked: Asked) -> TracedStep:
         if refuses_lora and "lora_attn_modules" in asked.cfg.model:
@@ -49,7 +49,7 @@ def effects_of(cfg: DictConfig, *, refuses_lora: bool = False) -> tuple[dict[str
 
 
 def changes(cfg: DictConfig, other: DictConfig) -> dict[str, Any]:
-    """The keys of ``other`` that ``cfg`` has otherwise."""
+    """The keys of ``other`` whose values differ from those in ``cfg``."""
     return {str(key): value for key, value in other.items() if cfg.get(key) != value}
 
 
@@ -89,11 +89,11 @@ def test_each_change_is_planned_alone_and_all_of_the_config_together() -> None:
     assert together.enable_activation_offloading
     assert together.loss._component_ == CHUNKED
     assert together.optimizer._component_ == "torchao.optim.AdamW8bit"
-    assert not together.optimizer_in_bwd  # which LoRA has not
+    assert not together.optimizer_in_bwd  # LoRA recipes do not have it
     assert (together.gradient_accumulation_steps, together.clip_grad_norm) == (4, 1.0)
 
 
-def test_what_a_config_has_already_is_left_out() -> None:
+def test_changes_that_a_config_already_has_are_left_out() -> None:
     has = {"enable_activation_checkpointing": True, "enable_activation_offloading": True, "model": LORA_MODEL}
     has |= {
         "compile": True,
@@ -107,7 +107,7 @@ def test_what_a_config_has_already_is_left_out() -> None:
     assert "QLoRA" not in effects_of(cfg_of(**has | quantized))[0]
 
 
-def test_torchtune_does_not_compile_what_it_trains_with_quantization_in_mind() -> None:
+def test_compile_is_left_out_for_quantization_aware_training() -> None:
     assert "compile" not in effects_of(cfg_of(quantizer={"_component_": "any"}))[0]
 
 
@@ -121,13 +121,13 @@ def test_the_table_has_the_largest_saving_first_and_what_cannot_be_planned_last(
     assert rows[0][0] == "4 ranks"
     saved = {row[0]: row[2] for row in rows}
     assert saved[AS_IT_IS] == saved["compile"] == "0.00"
-    assert saved["4 ranks"] == "12.00"  # half of 20 GiB, and a fifth of GPU overhead
+    assert saved["4 ranks"] == "12.00"  # half of 20 GiB, plus a fifth as GPU overhead
     last = [line.partition(": not planned, ") for line in text.splitlines()[-3:]]
     assert [name for name, _, _ in last] == ["- LoRA", "- QLoRA", f"- {TOGETHER}"]
     assert {reason for _, _, reason in last} == {"`model` is wrong."}
 
 
-def test_a_few_bytes_more_are_nothing_saved_in_the_tables_unit() -> None:
+def test_a_few_bytes_more_are_shown_as_nothing_saved() -> None:
     effects, _ = effects_of(cfg_of())
     length = effects["compile"].length
     assert length is not None
