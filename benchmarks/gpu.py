@@ -91,7 +91,7 @@ def _play(part: str, directory: Path, *, seconds: float) -> Result:
     output, started = directory / f"{part}.json", time.monotonic()
     result: Result = {"part": part, "sections": [], "seconds": 0.0}
     if seconds <= 0:
-        return result | {"ended": "not begun, for want of time"}
+        return result | {"ended": "not started: no time was left"}
     process = subprocess.Popen(_command(part, output, seconds, directory), start_new_session=True, env=_environment())
     try:
         status = process.wait(timeout=seconds + _GRACE_S)

@@ -144,7 +144,12 @@ def document(compared: Sequence[Compared]) -> list[str]:
     planned = [one for one in compared if one.planned_bytes is not None]
     refused = [one for one in compared if one.planned_bytes is None]
     lines = ["# Plans against published peaks of GPU memory", "", provenance(COMMAND), "", *ABOUT.splitlines(), ""]
-    lines += ["## Errors", "", "Of ours against the published figure: the worst, and the median of their sizes.", ""]
+    lines += [
+        "## Errors",
+        "",
+        "Errors of the plan against the published figure: the worst, and the median of their sizes.",
+        "",
+    ]
     lines += table(["group", "well specified", "median", "worst", "others", "median", "worst"], _summary(planned))
     for group, members in _by_group(planned):
         lines += ["", f"## {group[0].upper()}{group[1:]}", ""]

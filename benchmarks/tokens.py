@@ -250,7 +250,7 @@ def _report(measured: Measured, run: dict[str, Any]) -> None:
         "",
         provenance(command, **run),
         "",
-        f"Config `tiny/full`, samples of up to {SEQ_LEN} tokens, limit {LIMIT} per rank of which 5 % are held back;"
+        f"Config `tiny/full`, samples of up to {SEQ_LEN} tokens, limit {LIMIT} per rank of which 5 % are kept free;"
         " sizes are those that searches found under it. Steps are timed without the meter that keeps the limit on a"
         f" CPU, {ROUNDS} rounds of one whole optimizer step of each variant in turn. Rows are not packed but in the"
         " last variant, so that the others train on the same samples, with the same losses up to rounding.",

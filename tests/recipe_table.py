@@ -36,10 +36,10 @@ FEATURES: dict[str, list[Callable[..., Any]]] = {
 }
 
 PPO_TESTS: list[Callable[..., Any]] = [
-    test_ppo.test_a_search_leaves_no_trace_and_training_equals_stock_told_the_sizes,
+    test_ppo.test_a_search_restores_all_state_and_training_equals_the_stock_recipe_with_those_sizes,
     test_ppo.test_a_search_finds_what_torchtunes_own_loop_fits,
-    test_ppo.test_optimizers_that_step_in_backward_leave_no_trace_and_need_a_step_that_fits_at_once,
-    test_ppo_checkpoints.test_a_run_goes_on_as_if_it_had_never_ended,
+    test_ppo.test_optimizers_that_step_in_backward_are_restored_and_need_a_step_that_fits_at_once,
+    test_ppo_checkpoints.test_a_resumed_run_equals_an_uninterrupted_one,
 ]
 
 

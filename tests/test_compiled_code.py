@@ -184,7 +184,7 @@ def test_a_layer_needs_the_same_bytes_as_with_inductors_code(lora: bool) -> None
     x = torch.zeros(ROWS, TOKENS, DIM, requires_grad=True)
     layer = layer_of(lora=lora)
     compile_layers(layer)
-    foretold = rises(layer, x)
+    predicted = rises(layer, x)
     real = layer_of(lora=lora)
     real.compile()
     gradient = torch.zeros_like(x)
@@ -194,4 +194,4 @@ def test_a_layer_needs_the_same_bytes_as_with_inductors_code(lora: bool) -> None
         x.grad = None
     output, forward = rises_by_events(lambda: real(x))
     _, backward = rises_by_events(lambda: output.backward(gradient))
-    assert foretold == (max(forward), forward[-1], forward[-1] + max(backward))
+    assert predicted == (max(forward), forward[-1], forward[-1] + max(backward))

@@ -1,5 +1,6 @@
 """The documents are right: links lead somewhere, programs run, commands and configs are accepted, keys exist."""
 
+import json
 import os
 import re
 import shlex
@@ -167,7 +168,7 @@ def test_the_yaml_of_a_document_has_keys_and_values_that_are_accepted(document: 
 @documents
 def test_the_json_of_a_document_can_be_read(document: Path) -> None:
     for block in blocks(document, "json"):
-        yaml.safe_load(block.text)
+        json.loads(block.text)
 
 
 # ---- commands

@@ -284,8 +284,8 @@ def test_adaptive_trainer_trains_as_trainer_does(results: list[dict[str, Any]]) 
         print(f"apart {max(compared['apart']):.1e}, moved {min(compared['moved']):.1e} to {max(compared['moved']):.1e}")
         assert max(compared["apart"]) < 1e-6
         assert min(compared["moved"]) > 2e-5
-        ours, stock = compared["logged"]
-        assert ours == [pytest.approx(figures, rel=1e-6) for figures in stock]
+        ours, theirs = compared["logged"]
+        assert ours == [pytest.approx(figures, rel=1e-6) for figures in theirs]
     assert results[0]["beside stock"]["micro-batch"] == 4
     assert results[0]["beside stock alone"]["micro-batch"] == 5  # found under a limit of memory
 

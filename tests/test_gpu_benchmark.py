@@ -89,7 +89,7 @@ def test_a_part_that_fails_is_reported_and_keeps_its_sections(monkeypatch: pytes
 
 
 def test_a_part_without_time_is_not_begun(tmp_path: Path) -> None:
-    assert gpu._play("loop", tmp_path, seconds=-1.0)["ended"] == "not begun, for want of time"
+    assert gpu._play("loop", tmp_path, seconds=-1.0)["ended"] == "not started: no time was left"
 
 
 def test_results_name_what_failed_and_that_no_gpu_was_measured(tmp_path: Path) -> None:

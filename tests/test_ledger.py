@@ -203,7 +203,7 @@ class Scenarios:
             return "out of memory"
         return "recovery" if found.recovery is not None else found.reason
 
-    def a_dry_run_leaves_no_trace(self) -> dict[str, bool]:
+    def a_dry_run_restores_all_state(self) -> dict[str, bool]:
         trainee = ShardedTrainee()
         model = trainee.model
         model.register_buffer("seen", torch.zeros(2))
@@ -493,7 +493,7 @@ def test_a_fault_counts_every_collective(on_two: list[dict[str, Any]]) -> None:
 
 def test_a_dry_run_gives_a_recovery_and_restores_all_state(on_two: list[dict[str, Any]]) -> None:
     for ranks in on_two:
-        assert [what for what, holds in ranks["a_dry_run_leaves_no_trace"].items() if not holds] == []
+        assert [what for what, holds in ranks["a_dry_run_restores_all_state"].items() if not holds] == []
 
 
 @pytest.mark.parametrize(

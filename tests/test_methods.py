@@ -11,7 +11,10 @@ from tests.ranks import run_alone, run_on_ranks
 from tests.recipe_runs import RECIPES, shallow_assets
 
 # Finetuning has test files of its own, and the others combine features of the remaining kinds: exhaustive tests only.
-ELSEWHERE = ("full", "lora", "full_single", "lora_single", "lora_dpo", "lora_kd", "full_qat", "lora_qat")
+ELSEWHERE = (
+    *("full", "lora", "full_single", "lora_single", "lora_dpo", "lora_dpo_single", "lora_kd"),
+    *("full_qat", "lora_qat"),
+)
 KINDS = [pytest.param(kind, marks=pytest.mark.exhaustive) if kind in ELSEWHERE else kind for kind in RECIPES]
 MEANS = ("rewards/", "log_probs/", "logits/")  # the stock recipe takes means of means
 

@@ -125,9 +125,13 @@ def test_a_connection_of_another_run_is_dropped() -> None:
     assert first.said() == "node 1 (host) is gone; its own output says why."
 
 
-def test_before_an_error_is_shown_a_node_waits_for_news_that_another_node_is_its_cause() -> None:
+def test_before_an_error_is_shown_a_node_waits_for_news_that_another_node_is_its_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nodes, "_GRACE_S", 1.5)
     first = Node("node 0")
-    BareNode(first.watch.listen()).vanish()
+    second = BareNode(first.watch.listen())
+    threading.Timer(0.1, second.vanish).start()
     first.watch.wait_for_news()
     assert first.ended.is_set()
 

@@ -30,10 +30,10 @@ from torchtune_adaptive.search.workload import Workload
 SEQ_LEN = 40
 SIZES = (1, 2, 5)
 PHASES = ["forward", "loss", "backward", "clip", "optimizer"]
-ONE_DEVICE = ["lora_dpo_single", "lora_kd_single"]
-METHODS = ["full_dpo", "lora_kd"]
+ONE_DEVICE, METHODS = ["lora_kd_single"], ["full_dpo"]
 # These are planned like those above, except for some parts. On one rank nothing is sharded, as on one device.
-OTHERS, OTHERS_ON_ONE_DEVICE = ["full", "lora", "lora_dpo", "full_qat", "lora_qat"], ["full_single", "lora_single"]
+OTHERS = ["full", "lora", "lora_dpo", "lora_kd", "full_qat", "lora_qat"]
+OTHERS_ON_ONE_DEVICE = ["full_single", "lora_single", "lora_dpo_single"]
 GROUPS = (ONE_DEVICE, METHODS, OTHERS, OTHERS_ON_ONE_DEVICE)
 RARE = [(kind, 2) for kind in OTHERS] + [(kind, 1) for kind in METHODS + OTHERS + OTHERS_ON_ONE_DEVICE]
 CASES: list[Any] = [(kind, 2) for kind in METHODS] + [(kind, 1) for kind in ONE_DEVICE]

@@ -107,7 +107,9 @@ def test_every_strategy_finds_the_same_sizes(assets: Path, tmp_path: Path) -> No
     _check_sizes(found)
 
 
-def test_a_search_leaves_no_trace_and_training_equals_stock_told_the_sizes(searched: dict[str, Any]) -> None:
+def test_a_search_restores_all_state_and_training_equals_the_stock_recipe_with_those_sizes(
+    searched: dict[str, Any],
+) -> None:
     assert searched["used"] == (6, 2)
     steps, told = searched["steps"]
     assert len(told) == 2
@@ -138,7 +140,7 @@ def _search_in_backward(assets: Path, output_dir: Path) -> dict[str, Any]:
     }
 
 
-def test_optimizers_that_step_in_backward_leave_no_trace_and_need_a_step_that_fits_at_once(
+def test_optimizers_that_step_in_backward_are_restored_and_need_a_step_that_fits_at_once(
     assets: Path, tmp_path: Path
 ) -> None:
     found = run_alone(_search_in_backward, assets, tmp_path)

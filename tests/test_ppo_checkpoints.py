@@ -168,7 +168,7 @@ def resumed(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.mark.parametrize("name", LEAST_ALIKE)
-def test_a_run_goes_on_as_if_it_had_never_ended(resumed: dict[str, Any], name: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(resumed: dict[str, Any], name: str) -> None:
     *_, checkpoint, turns = CASES[name]
     assert resumed[name] == {"resumed from": checkpoint, "turns": turns, "equal": True}
 

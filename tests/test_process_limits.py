@@ -7,11 +7,11 @@ from logging.handlers import BufferingHandler
 
 import pytest
 import torch
-from ranks import run_on_ranks
 from torch import nn
 
 from benchmarks.peers.rfc import is_out_of_memory
 from benchmarks.process_limit import data_bytes
+from tests.ranks import run_on_ranks
 from torchtune_adaptive import SearchResult, find_max_batch_size
 from torchtune_adaptive.memory import process_limits
 from torchtune_adaptive.memory.process_limits import held_back, room_bytes

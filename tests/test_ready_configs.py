@@ -92,8 +92,8 @@ def test_a_config_is_accepted_by_all_its_readers(config: Config, monkeypatch: py
 
 
 def test_model_and_checkpoint_files_are_those_of_torchtunes_config_of_the_same_name() -> None:
-    stock = {config.name for recipe in get_all_recipes() for config in recipe.configs}
-    one_of_each = {config.model.title: config.name for config in reversed(READY.values()) if config.name in stock}
+    known = {config.name for recipe in get_all_recipes() for config in recipe.configs}
+    one_of_each = {config.model.title: config.name for config in reversed(READY.values()) if config.name in known}
     assert one_of_each.keys() == {model.title for model in MODELS.values()}
     for name in one_of_each.values():
         ours, theirs = load_config(f"{FOLDER}/{name}"), load_config(name)

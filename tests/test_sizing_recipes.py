@@ -21,7 +21,7 @@ SEARCHED = {"use_maximum_batch_size": True}
 SET_UPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rows of a global batch": (SEARCHED, {"global_batch_size": 50}),
     "a window that fits at once": (SEARCHED, {"global_batch_size": 10}),
-    "rows of a global batch by hand": ({"batch_size": 3}, {"global_batch_size": 50}),
+    "rows of a global batch as given": ({"batch_size": 3}, {"global_batch_size": 50}),
     "fastest that grows": (SEARCHED | {"batch_increase_function": DOUBLING}, {"objective": "throughput"}),
     "beyond memory": ({"batch_increase_function": DOUBLING, "batch_size": 20}, {"growth_limit": "none"}),
     "up to a number": ({"batch_increase_function": DOUBLING, "batch_size": 20}, {"growth_limit": 33}),
@@ -73,24 +73,28 @@ def ranks(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 
 
 @pytest.mark.parametrize(
-    ("name", "batch", "limit", "maximum"),
+    ("name", "batch", "limit", "exact", "maximum"),
     [
-        ("rows of a global batch", 50, RowLimit(4), None),
-        ("a window that fits at once", 10, RowLimit(5), None),
-        ("rows of a global batch by hand", 50, RowLimit(3), None),
-        ("fastest that grows", 2, RowLimit(2), 4),
-        ("beyond memory", 20, RowLimit(4), 200),
-        ("up to a number", 20, RowLimit(4), 33),
+        ("rows of a global batch", 50, RowLimit(4), 6, 4),
+        ("a window that fits at once", 10, RowLimit(5), 5, 4),  # a rank has 5 rows of a step
+        ("rows of a global batch as given", 50, RowLimit(3), None, 400),
+        ("fastest that grows", 2, RowLimit(2), 6, 4),
+        ("beyond memory", 20, RowLimit(4), 6, 200),
+        ("up to a number", 20, RowLimit(4), 6, 33),
     ],
 )
 def test_batch_and_micro_batch_are_what_was_asked_for(
-    name: str, batch: int, limit: MicroBatchLimit, maximum: int | None, ranks: list[dict[str, dict[str, Any]]]
+    name: str,
+    batch: int,
+    limit: MicroBatchLimit,
+    exact: int | None,
+    maximum: int,
+    ranks: list[dict[str, dict[str, Any]]],
 ) -> None:
     """Six rows of 128 tokens fit on rank 0; each rank has 200 of the 400 samples."""
     for rank in ranks:
         assert (rank[name]["batch"], rank[name]["limit"]) == (batch, limit)
-        assert rank[name]["exact"] in (6, 5, None)  # at most a rank's rows of a step
-        assert maximum in (rank[name]["maximum"], None)
+        assert (rank[name]["exact"], rank[name]["maximum"]) == (exact, maximum)
         samples = batch if "global" in name or "window" in name else 2 * batch
         assert rank[name]["steps"] == 400 // samples
 

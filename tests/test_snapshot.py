@@ -1,4 +1,4 @@
-"""After ``leave_no_trace`` everything is as before, bit for bit, also after an exception."""
+"""After ``restore_on_exit`` everything is as before, bit for bit, also after an exception."""
 
 import copy
 import random
@@ -15,7 +15,7 @@ from faults import FailsAt, ShardedTrainee, same_bits
 from ranks import run_on_ranks
 from torch import nn
 
-from torchtune_adaptive.distributed.snapshot import KeptTensors, RandomStates, keep_random_states, leave_no_trace
+from torchtune_adaptive.distributed.snapshot import KeptTensors, RandomStates, keep_random_states, restore_on_exit
 from torchtune_adaptive.memory.out_of_memory import free_memory
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -141,7 +141,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def test_all_state_is_restored_after_train_steps(kind: str, warm_steps: int) -> None:
     trainee = Trainee(kind, warm_steps=warm_steps)
     before = Picture(trainee)
-    with leave_no_trace(trainee.model, trainee.optimizers):
+    with restore_on_exit(trainee.model, trainee.optimizers):
         trainee.step()
         trainee.step()
         assert differences(before, Picture(trainee)) != []
@@ -156,7 +156,7 @@ def test_training_continues_as_if_no_step_had_been_tried(kind: str, warm_steps: 
     for trainee in (untouched, tried):
         seed_all(1)
         if trainee is tried:
-            with leave_no_trace(trainee.model, trainee.optimizers):
+            with restore_on_exit(trainee.model, trainee.optimizers):
                 trainee.step()
                 trainee.step()
         losses.append([trainee.step() for _ in range(20)])
@@ -198,7 +198,7 @@ def test_all_state_is_restored_after_a_step_that_fails(fail: Callable[[Trainee],
     before = Picture(trainee)
 
     def try_it() -> None:
-        with leave_no_trace(trainee.model, trainee.optimizers):
+        with restore_on_exit(trainee.model, trainee.optimizers):
             trainee.step()
             fail(trainee)
 
@@ -213,7 +213,7 @@ def test_changed_added_and_removed_options_are_restored(kind: str) -> None:
     trainee = Trainee(kind)
     trainee.optimizer.param_groups[0]["note"] = ["a list"]
     before = Picture(trainee)
-    with leave_no_trace(trainee.model, trainee.optimizers):
+    with restore_on_exit(trainee.model, trainee.optimizers):
         group = trainee.optimizer.param_groups[0]
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(0.5)
@@ -227,7 +227,7 @@ def test_changed_added_and_removed_options_are_restored(kind: str) -> None:
 def test_state_that_was_cleared_or_replaced_is_restored() -> None:
     trainee = Trainee(warm_steps=1)
     before = Picture(trainee)
-    with leave_no_trace(trainee.model, trainee.optimizers):
+    with restore_on_exit(trainee.model, trainee.optimizers):
         trainee.optimizer.state.clear()
         trainee.step()
     assert differences(before, Picture(trainee)) == []
@@ -238,7 +238,7 @@ def test_a_scheduler_does_not_notice_the_steps() -> None:
     trainee = Trainee()
     scheduler = torch.optim.lr_scheduler.LambdaLR(trainee.optimizer, lambda step: 1 / (1 + step))
     before = Picture(trainee), scheduler.state_dict()
-    with leave_no_trace(trainee.model, trainee.optimizers):
+    with restore_on_exit(trainee.model, trainee.optimizers):
         trainee.step()
         scheduler.step()
         scheduler.load_state_dict(before[1])  # the caller must restore the schedule itself
@@ -250,7 +250,7 @@ def test_a_scheduler_does_not_notice_the_steps() -> None:
 def test_frozen_parameters_are_not_even_written() -> None:
     trainee = Trainee()
     before = [(parameter.data_ptr(), parameter._version) for parameter in trainee.frozen.parameters()]
-    with leave_no_trace(trainee.model, trainee.optimizers):
+    with restore_on_exit(trainee.model, trainee.optimizers):
         trainee.step()
     assert [(parameter.data_ptr(), parameter._version) for parameter in trainee.frozen.parameters()] == before
 
@@ -258,7 +258,7 @@ def test_frozen_parameters_are_not_even_written() -> None:
 def test_existing_gradients_are_removed() -> None:
     trainee = Trainee()
     trainee.model(torch.randn(5, 6)).sum().backward()
-    with leave_no_trace(trainee.model, trainee.optimizers):
+    with restore_on_exit(trainee.model, trainee.optimizers):
         pass
     assert all(parameter.grad is None for parameter in trainee.model.parameters())
 
@@ -299,7 +299,7 @@ def test_all_state_of_a_lora_model_of_torchtune_is_restored() -> None:
     before = Picture(trainee)
     frozen = [p for p in trainee.model.parameters() if not p.requires_grad]
     versions = [p._version for p in frozen]
-    with leave_no_trace(trainee.model, trainee.optimizers):
+    with restore_on_exit(trainee.model, trainee.optimizers):
         losses = [trainee.step() for _ in range(3)]
     assert differences(before, Picture(trainee)) == []
     assert [p._version for p in frozen] == versions
@@ -319,7 +319,7 @@ def test_all_state_is_restored_after_steps_of_several_optimizers(
     trainee = trainee_class(kind, warm_steps=warm_steps)
     assert len(trainee.optimizers) > 1
     before = Picture(trainee)
-    with leave_no_trace(trainee.model, trainee.optimizers):
+    with restore_on_exit(trainee.model, trainee.optimizers):
         trainee.step()
         for optimizer in trainee.optimizers:
             optimizer.param_groups[0]["weight_decay"] = 7
@@ -337,7 +337,7 @@ def test_training_with_several_optimizers_continues_as_if_no_step_had_been_tried
     for is_tried in (False, True):
         trainee = trainee_class(warm_steps=1)
         if is_tried:
-            with leave_no_trace(trainee.model, trainee.optimizers):
+            with restore_on_exit(trainee.model, trainee.optimizers):
                 trainee.step()
         losses.append([trainee.step() for _ in range(10)])
     assert losses[0] == losses[1]
@@ -350,7 +350,7 @@ def test_all_state_is_restored_after_a_failure_between_the_steps_of_two_optimize
     first_weight = trainee.trained[0]  # the last one to get its gradient
 
     def try_it() -> None:
-        with leave_no_trace(trainee.model, trainee.optimizers):
+        with restore_on_exit(trainee.model, trainee.optimizers):
             handle = first_weight.register_post_accumulate_grad_hook(lambda _: out_of_memory())
             try:
                 trainee.step()
@@ -367,7 +367,7 @@ def test_all_state_is_restored_after_a_failure_between_the_steps_of_two_optimize
 @pytest.mark.parametrize("trainee_class", [Trainee, *SEVERAL_OPTIMIZERS])
 def test_the_yielded_function_restores_all_optimizers_and_nothing_else(trainee_class: type[Trainee]) -> None:
     trainee = trainee_class()
-    with leave_no_trace(trainee.model, trainee.optimizers) as restore_optimizers:
+    with restore_on_exit(trainee.model, trainee.optimizers) as restore_optimizers:
         trainee.step()
         assert all(optimizer.state for optimizer in trainee.optimizers)
         stepped = [parameter.detach().clone() for parameter in trainee.trained]
@@ -465,17 +465,17 @@ def faults_of_a_sharded_model(rank: int, warm_steps: int) -> list[tuple[int, str
     trainee = ShardedTrainee(warm_steps=warm_steps)
     model, optimizer = trainee.model, trainee.optimizer
     before = trainee.state()
-    with leave_no_trace(model, [optimizer]):
+    with restore_on_exit(model, [optimizer]):
         trainee.step()
         after_a_step = trainee.state()
     counting = FailsAt(None)  # not earlier: the first step has extra operations for its set-up
-    with leave_no_trace(model, [optimizer]), counting:
+    with restore_on_exit(model, [optimizer]), counting:
         trainee.step()
     found: list[tuple[int, str, bool, bool, bool]] = []
     for point in range(0, counting.operations, counting.operations // 30):
         error = "none"
         try:
-            with leave_no_trace(model, [optimizer]), FailsAt(point):
+            with restore_on_exit(model, [optimizer]), FailsAt(point):
                 trainee.step()
         except torch.OutOfMemoryError as failure:
             error = str(failure)
@@ -483,7 +483,7 @@ def faults_of_a_sharded_model(rank: int, warm_steps: int) -> list[tuple[int, str
         as_before = same_bits(trainee.state(), before)
         graded = any(parameter.grad is not None for parameter in model.parameters())
         dist.barrier()
-        with leave_no_trace(model, [optimizer]):
+        with restore_on_exit(model, [optimizer]):
             trainee.step()
             next_step_right = same_bits(trainee.state(), after_a_step)
         found.append((point, error, as_before, next_step_right, graded))
@@ -527,7 +527,7 @@ def test_a_wrapper_whose_own_copy_shares_its_memory_is_restored() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight] = {"exp_avg": state}
     codes, scale = state.codes.clone(), state.scale.clone()
-    with leave_no_trace(model, [optimizer]):
+    with restore_on_exit(model, [optimizer]):
         state.copy_(torch.linspace(3, -2, 4096))
         assert not torch.equal(state.codes, codes)
     assert optimizer.state[model.weight]["exp_avg"] is state

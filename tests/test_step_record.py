@@ -41,11 +41,11 @@ def begun(directory: Path, *, step: int = 0, **values: Any) -> RunJournal:
 
 def test_each_line_is_written_at_once_and_a_number_that_is_not_finite_is_null(tmp_path: Path) -> None:
     journal = begun(tmp_path / "new", ranks=2)
-    journal.append(step=1, loss=float("nan"), lr=0.5)
+    journal.append(step=1, loss=float("nan"), grad_norm=float("inf"), lr=0.5)
     journal.event("checkpoint", step=1, path="x")
     assert lines_in(tmp_path / "new") == [
         {"event": "started", "step": 0, "ranks": 2},
-        {"step": 1, "loss": None, "lr": 0.5},
+        {"step": 1, "loss": None, "grad_norm": None, "lr": 0.5},
         {"event": "checkpoint", "step": 1, "path": "x"},
     ]
 

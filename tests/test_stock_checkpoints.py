@@ -1,5 +1,6 @@
 """torchtune's checkpoints of epochs appear complete, where torchtune looks for them, and are found without a name."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -287,13 +288,20 @@ def test_in_the_background_the_state_of_the_run_is_beside_what_torchtune_writes(
 
 
 def test_where_the_state_of_the_run_cannot_be_saved_torchtunes_checkpoint_is_left(
-    recipe: Recipe, caplog: pytest.LogCaptureFixture
+    recipe: Recipe, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("torchtune_adaptive.stock.checkpoints.write_state", fail)
     recipe.whole.set_state(STATE)
-    (recipe.path / "dist_epoch_1").touch()
+    path = recipe.path / "dist_epoch_1"
+    path.mkdir()
+    (path / ".metadata").touch()
     recipe.whole.save_state("dist_epoch_1")
     (message,) = caplog.messages
     assert message.startswith(f"{recipe.path}/dist_epoch_1 has no adaptive_state.json, which could not be saved: ")
+    assert stock_checkpoint(recipe.path, in_background=True) == Checkpoint(path, 0, None, 2, path / ".metadata")
 
 
 # ---- what torchtune alone has saved

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.distributed.snapshot import leave_no_trace
+from torchtune_adaptive.distributed.snapshot import restore_on_exit
 from torchtune_adaptive.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.memory.out_of_memory import free_memory
 
@@ -44,14 +44,14 @@ class Scenarios:
         self.consensus = Consensus()
         self.trainee = ShardedTrainee()
         self.before = self.trainee.state()
-        with leave_no_trace(self.trainee.model, [self.trainee.optimizer]):
+        with restore_on_exit(self.trainee.model, [self.trainee.optimizer]):
             self.trainee.step()
             self.after_a_step = self.trainee.state()
 
     def operations(self) -> int:
         """How many operations a step has."""
         counting = FailsAt(None)
-        with leave_no_trace(self.trainee.model, [self.trainee.optimizer]), counting:
+        with restore_on_exit(self.trainee.model, [self.trainee.optimizer]), counting:
             self.trainee.step()
         return counting.operations
 
@@ -63,14 +63,14 @@ class Scenarios:
             with FailsAt(points.get(self.rank), error):
                 self.trainee.step()
 
-        with leave_no_trace(model, [optimizer]):
+        with restore_on_exit(model, [optimizer]):
             try:
                 outcome = run_with_votes(work, self.consensus).name
             except Exception as failure:
                 outcome = f"{type(failure).__name__}: {failure}"
         free_memory(CPU)
         as_before = same_bits(self.trainee.state(), self.before)
-        with leave_no_trace(model, [optimizer]):
+        with restore_on_exit(model, [optimizer]):
             self.trainee.step()
             next_step_right = same_bits(self.trainee.state(), self.after_a_step)
         return Trial(points, outcome, as_before, next_step_right)
@@ -106,7 +106,7 @@ class Scenarios:
                 return super().max_over_ranks(number)
 
         consensus = Counting()
-        with leave_no_trace(self.trainee.model, [self.trainee.optimizer]):
+        with restore_on_exit(self.trainee.model, [self.trainee.optimizer]):
             run_with_votes(self.trainee.step, consensus)
             with profile(
                 activities=[ProfilerActivity.CPU]

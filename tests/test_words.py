@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
+FOLDERS = ("torchtune_adaptive", "recipes", "examples", "tests", "benchmarks", "scripts")
 PROGRAMS = sorted(
-    path for folder in ("torchtune_adaptive", "recipes", "examples") for path in (REPOSITORY / folder).rglob("*.py")
+    path
+    for folder in FOLDERS
+    for path in (REPOSITORY / folder).rglob("*.py")
+    if path != Path(__file__)  # has the list
 )
 PAGE_PATTERNS = (
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/*.md"),

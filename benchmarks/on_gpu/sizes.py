@@ -51,7 +51,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
         for name, limit_bytes in tqdm(cases, desc="sizes", unit=" cases"):
             case = f"{name} at {stage.limit_text(limit_bytes)}"
             if stage.seconds_left < _SECONDS_FOR_ONE:
-                sizes.text.append(f"Not measured, for want of time: {case}.")
+                sizes.text.append(f"Not measured, because no time was left: {case}.")
             else:
                 try:
                     found = _case(stage, name, limit_bytes, traced[name])

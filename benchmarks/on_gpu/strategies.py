@@ -31,7 +31,8 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     data: list[dict[str, Any]] = []
     text = [
         f"Config `{stage.lora}`, rows of {stage.seq_len} random tokens, limit {stage.limit_text(limit_bytes)} of which"
-        f" {_MARGIN:.0%} are held back, at most {_MOST_ROWS} rows. Ours warm up first and leave the model as it was."
+        f" {_MARGIN:.0%} are kept free, at most {_MOST_ROWS} rows. The searches of this package warm up first and leave"
+        " the model unchanged."
         f" The RFC's sketches are held to the same limit: one bisects from {_MOST_ROWS} (100 000 in the RFC), one"
         " divides the limit by what a second row adds.",
     ]

@@ -43,7 +43,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     text = [
         f"Config `{stage.lora}`, {_ROWS} rows of up to {stage.seq_len} random tokens, {_STEPS} steps a phase. From the"
         f" second phase on the limit lies {_BETWEEN:.0%} of the way from the most that was allocated in the first to"
-        " the most that was reserved, so that the allocator finds room only by giving back its cache. In the second"
+        " the most that was reserved, so that the allocator finds room only by freeing its cache. In the second"
         " phase the watch for that is off.",
         *(f"{event}." for event in events),
     ]

@@ -36,7 +36,7 @@ NOTES = (
     "Full steps: optimizer steps completed in the search. Changed: bits of parameters, buffers, optimizer state or"
     " random generators in which that which training begins with differs from before the search.",
     "A search that trains (accelerate, HF Trainer, toma, the RFC's first sketch) is over when its last attempt begins;"
-    " what this one does is training. accelerate makes seed, model and optimizer anew in each attempt, as its example"
+    " what this one does is training. accelerate makes seed, model and optimizer again in each attempt, as its example"
     " does, so that nothing of an earlier one is left.",
     "ours: `make_batch` gives rows of the greatest length, as its documentation asks for; all others meet the data's"
     " own rows (in their order; the HF Trainer shuffles), each batch padded to its longest row. Margin 0.05 is of the"
@@ -45,7 +45,7 @@ NOTES = (
     " trainer. accelerate: starting size 128, its default. HF Trainer: `per_device_train_batch_size=128`, its own"
     " defaults but for everybody's optimizer. toma: `initial_batchsize=512` as in its documentation, around the train"
     " step, with its default cache, whose key holds the machine's free memory in steps of 256 MiB: other processes can"
-    " make it forget, and begin from 512 again. RFC 2199: three sketches, written anew without rounding down to a power"
+    " make it forget, and begin from 512 again. RFC 2199: three sketches, written again without rounding down to a power"
     " of two; the third reads what is allocated after the forward pass, while the activations are there.",
 )
 

@@ -20,7 +20,7 @@ from torchtune_adaptive.memory.operations import plain_parts
 
 
 @contextmanager
-def leave_no_trace(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Callable[[], None]]:
+def restore_on_exit(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Callable[[], None]]:
     """Context: on exit, also after an exception, restore the state bit for bit and set gradients to None.
 
     This covers parameters, buffers, the state and options of all ``optimizers``, and the random generators of Python,

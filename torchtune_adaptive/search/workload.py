@@ -10,7 +10,7 @@ from torch import nn
 
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.fsdp_state import reset_after_failure
-from torchtune_adaptive.distributed.snapshot import leave_no_trace
+from torchtune_adaptive.distributed.snapshot import restore_on_exit
 from torchtune_adaptive.memory.devices import meter_for
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.memory.out_of_memory import free_memory, only_new_garbage
@@ -48,7 +48,7 @@ class Workload:
 
         Yields a function that restores only the optimizers, for a step that failed while it created their state.
         """
-        with leave_no_trace(self.model, self.optimizers) as restore_optimizers, only_new_garbage():
+        with restore_on_exit(self.model, self.optimizers) as restore_optimizers, only_new_garbage():
             free_memory(self.device)  # free the allocator's cache after loading the model
             yield restore_optimizers
 
