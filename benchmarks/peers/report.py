@@ -34,7 +34,7 @@ NOTES = (
     " three beyond the largest. The limits are round numbers whose largest size is neither a power of two nor on"
     " accelerate's ladder 128, 115, 103, ... down by tenths (100MiB stands for 96MiB, whose 25 is).",
     "Full steps: optimizer steps completed in the search. Changed: bits of parameters, buffers, optimizer state or"
-    " random generators in which that which training begins with differs from before the search.",
+    " random generators that differ between the state before the search and the state that training begins with.",
     "A search that trains (accelerate, HF Trainer, toma, the RFC's first sketch) is over when its last attempt begins;"
     " what this one does is training. accelerate makes seed, model and optimizer again in each attempt, as its example"
     " does, so that nothing of an earlier one is left.",
@@ -43,10 +43,10 @@ NOTES = (
     " memory; Lightning's 0.05, in binsearch only, is of the rows.",
     "Lightning: `Tuner.scale_batch_size` with its defaults (2 rows first, 3 steps per trial), then `fit` by the same"
     " trainer. accelerate: starting size 128, its default. HF Trainer: `per_device_train_batch_size=128`, its own"
-    " defaults but for everybody's optimizer. toma: `initial_batchsize=512` as in its documentation, around the train"
+    " defaults except for the optimizer, which is the same for all. toma: `initial_batchsize=512` as in its documentation, around the train"
     " step, with its default cache, whose key holds the machine's free memory in steps of 256 MiB: other processes can"
-    " make it forget, and begin from 512 again. RFC 2199: three sketches, written again without rounding down to a power"
-    " of two; the third reads what is allocated after the forward pass, while the activations are there.",
+    " make it forget, and begin from 512 again. RFC 2199: three sketches, written again without rounding down to a"
+    " power of two; the third reads what is allocated after the forward pass, while the activations are there.",
 )
 
 
