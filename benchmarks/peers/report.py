@@ -43,10 +43,11 @@ NOTES = (
     " memory; Lightning's 0.05, in binsearch only, is of the rows.",
     "Lightning: `Tuner.scale_batch_size` with its defaults (2 rows first, 3 steps per trial), then `fit` by the same"
     " trainer. accelerate: starting size 128, its default. HF Trainer: `per_device_train_batch_size=128`, its own"
-    " defaults except for the optimizer, which is the same for all. toma: `initial_batchsize=512` as in its documentation, around the train"
-    " step, with its default cache, whose key holds the machine's free memory in steps of 256 MiB: other processes can"
-    " make it forget, and begin from 512 again. RFC 2199: three sketches, written again without rounding down to a"
-    " power of two; the third reads what is allocated after the forward pass, while the activations are there.",
+    " defaults except for the optimizer, which is the same for all. toma: `initial_batchsize=512` as in its"
+    " documentation, around the train step, with its default cache, whose key holds the machine's free memory in steps"
+    " of 256 MiB: other processes can make it forget, and begin from 512 again. RFC 2199: three sketches, written"
+    " again without rounding down to a power of two; the third reads what is allocated after the forward pass, while"
+    " the activations are there.",
 )
 
 
