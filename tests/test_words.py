@@ -17,7 +17,7 @@ PROGRAMS = sorted(
 )
 PAGE_PATTERNS = (
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/*.md"),
-    *("configs/**/*.md", "configs/**/*.yaml"),
+    *("configs/**/*.md", "configs/**/*.yaml", "benchmarks/results/*.md"),
 )
 PAGES = sorted(path for pattern in PAGE_PATTERNS for path in REPOSITORY.glob(pattern))
 WITH_HELP = [path for path in PROGRAMS if path.parent.name == "cli" or path.name == "tiny.py"]
