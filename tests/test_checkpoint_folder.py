@@ -87,7 +87,7 @@ def test_a_checkpoint_has_its_epochs_and_its_kind(folder: CheckpointFolder) -> N
     save(folder, "epoch_2", {"weights.bin": "weights"}, state=replace(STATE, epochs_run=3))
     found = folder.checkpoints()
     assert [one.is_of_step for one in found] == [True, False, False]
-    assert [one.can_go_on for one in found] == [True, True, False]
+    assert [one.can_resume for one in found] == [True, True, False]
     assert [one.epochs_run for one in found] == [2, 2, 3]
     assert [one.recipe_state for one in found] == [None, folder.path / "epoch_1" / RECIPE_STATE_NAME, None]
 
@@ -191,7 +191,7 @@ def test_a_checkpoint_is_complete_if_a_later_epoch_has_removed_its_recipe_state(
     path = save(folder, "epoch_2")
     (path / RECIPE_STATE_NAME).unlink()
     (checkpoint,) = folder.checkpoints()
-    assert (checkpoint.recipe_state, checkpoint.can_go_on) == (None, False)
+    assert (checkpoint.recipe_state, checkpoint.can_resume) == (None, False)
 
 
 def test_a_checkpoint_may_have_files_that_were_added_later(folder: CheckpointFolder) -> None:

@@ -320,7 +320,7 @@ class Disturbed:
         self.holds = [2 * self.every + 1, 4 * self.every + 1, 5 * self.every + 1]
         self.failing = [3 * self.every, 4 * self.every]
 
-    def check_goes_on(self, run: Launch) -> None:
+    def check_resumes(self, run: Launch) -> None:
         """Run to the second hold; each checkpoint that cannot be saved is logged in one sentence."""
         run.release(self.holds[0])
         run.wait_for_step(self.holds[1])
@@ -356,7 +356,7 @@ def test_a_full_disk_is_logged_in_one_sentence_for_each_checkpoint_that_cannot_b
         assert run.wait_until(last.exists)
         before = run.checkpoints
         fill(small_disk, left_bytes=int(share_left * size_bytes(last)))
-        disturbed.check_goes_on(run)
+        disturbed.check_resumes(run)
         assert run.checkpoints == before
         (small_disk / "filler").unlink()
         disturbed.check_saves_again(run)
@@ -413,7 +413,7 @@ def test_a_missing_folder_is_logged_in_one_sentence_for_each_checkpoint_until_it
         else:
             run.out.rename(aside)
             run.out.touch()
-        disturbed.check_goes_on(run)
+        disturbed.check_resumes(run)
         if by == "removed":
             assert not run.out.exists()
             run.out.mkdir()

@@ -56,7 +56,7 @@ class Outcome:
     resumed_from: str | None
     sizes: tuple[int, int]
 
-    def goes_on_as(self, whole: "Outcome", *, after_turns: int) -> bool:
+    def continues_as(self, whole: "Outcome", *, after_turns: int) -> bool:
         return self.steps == whole.steps[after_turns:] and same_bits(self.weights, whole.weights)
 
 
@@ -152,7 +152,7 @@ def _resumed(assets: Path, output_dir: Path, names: list[str], keys: dict[str, A
         found[name] = {
             "resumed from": after.resumed_from,
             "turns": turns,
-            "equal": before.steps == whole.steps[: len(before.steps)] and after.goes_on_as(whole, after_turns=turns),
+            "equal": before.steps == whole.steps[: len(before.steps)] and after.continues_as(whole, after_turns=turns),
         }
     return found
 
@@ -199,7 +199,7 @@ def _asked_to_end(assets: Path, output_dir: Path) -> dict[str, Any]:
         "end": (end.value.status, str(end.value)),
         "resumed from": (after.resumed_from, roomy.resumed_from),
         "sizes": (whole.sizes, after.sizes, roomy.sizes),
-        "equal": after.goes_on_as(whole, after_turns=1),
+        "equal": after.continues_as(whole, after_turns=1),
         "reports": [(output_dir / name / REPORT_NAME).exists() for name in ("whole", "part")],
     }
 

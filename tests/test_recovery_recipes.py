@@ -41,7 +41,7 @@ def _figures(steps: list[dict[str, float]]) -> list[tuple[float, ...]]:
     return [tuple(step[name] for name in ("step", "loss", "lr", "grad_norm", "micro_batch_size")) for step in steps]
 
 
-def _faulty_and_told(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+def _faulty_and_configured(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     """Two epochs of four steps; rank 1 fails in backward of the first, rank 0 twice in forward of the second."""
     dropout = {"model__lora_dropout": 0.1} if kind == "lora" else {"model__attn_dropout": 0.1}
     common: dict[str, Any] = UNMETERED | dropout | {"epochs": 2, "max_steps_per_epoch": 4, "batch_size": 4}
@@ -77,8 +77,8 @@ def _troubles(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
         return tiny_config("full", tiny_dir, output_dir / str(next(names)), **(common | overrides))
 
     return {
-        "full": _faulty_and_told("full", tiny_dir, output_dir / "full"),
-        "lora": _faulty_and_told("lora", tiny_dir, output_dir / "lora"),
+        "full": _faulty_and_configured("full", tiny_dir, output_dir / "full"),
+        "lora": _faulty_and_configured("lora", tiny_dir, output_dir / "lora"),
         "single rows": _single_rows_fail(config(batch_size=2)),
         "in the optimizer": _optimizer_fails(config()),
         "thrashing": _thrashing(config, rank),

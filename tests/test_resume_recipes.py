@@ -80,7 +80,7 @@ def _die(rank: int, tiny_dir: Path, output_dir: Path) -> None:
     finished(Dying, tiny_config("full", tiny_dir, output_dir, **RUN))
 
 
-def _go_on(rank: int, tiny_dir: Path, died_in: Path, copies: dict[str, Path], output_dir: Path) -> dict[str, Any]:
+def _resume_all(rank: int, tiny_dir: Path, died_in: Path, copies: dict[str, Path], output_dir: Path) -> dict[str, Any]:
     """A whole run; resumes of the killed run, also with other data and memory; resumes by and from the stock recipe."""
     ours, stock = adaptive_recipe("full"), stock_recipe("full")
     whole, whole_parameters, _ = finished(ours, tiny_config("full", tiny_dir, output_dir, **RUN))
@@ -150,7 +150,7 @@ def ranks(tiny_dir: Path, died_in: Path, tmp_path_factory: pytest.TempPathFactor
     copies = {name: tmp_path_factory.mktemp("copies") / name for name in ("changed", "opened")}
     for copy in copies.values():  # a resumed run keeps only the optimizer state of its last epoch
         shutil.copytree(died_in, copy)
-    return run_on_ranks(_go_on, 2, shallow_assets(tiny_dir), died_in, copies, tmp_path_factory.mktemp("whole"))
+    return run_on_ranks(_resume_all, 2, shallow_assets(tiny_dir), died_in, copies, tmp_path_factory.mktemp("whole"))
 
 
 def test_a_killed_run_resumes_like_the_uninterrupted_one(ranks: list[dict[str, Any]]) -> None:

@@ -113,7 +113,7 @@ def test_each_epoch_has_its_files_and_the_last_one_the_recipes_state(recipe: Rec
 def test_each_epoch_is_a_checkpoint_of_its_state(recipe: Recipe) -> None:
     for epoch in range(EPOCHS):
         recipe.save(epoch)
-    assert [(one.path.name, one.epochs_run, one.can_go_on) for one in recipe.found()] == [
+    assert [(one.path.name, one.epochs_run, one.can_resume) for one in recipe.found()] == [
         ("epoch_0", 1, False),
         ("epoch_1", 2, True),
         ("epoch_2", 3, False),
@@ -248,7 +248,7 @@ def test_a_failure_after_torchtune_has_written_is_logged_and_no_checkpoint_is_pa
         run.whole.check_saved(Consensus(), is_last=False)
         assert ("No space left" in caplog.text) == (len(calls) >= number)
         assert [one.path.name for one in run.found()] in (["epoch_0"], ["epoch_0", "epoch_1"])
-        assert any(one.can_go_on for one in run.found())
+        assert any(one.can_resume for one in run.found())
         assert [run.weights_of(epoch) for epoch in range(len(run.found()))] == [[0, 0], [1, 1]][: len(run.found())]
         if len(calls) < number:
             break

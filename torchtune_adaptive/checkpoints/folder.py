@@ -53,7 +53,7 @@ class Checkpoint:
         return self.path.name.startswith("step_")
 
     @property
-    def can_go_on(self) -> bool:
+    def can_resume(self) -> bool:
         """Whether it includes the optimizer state, which torchtune does not save after the last epoch."""
         return self.is_of_step or self.recipe_state is not None
 

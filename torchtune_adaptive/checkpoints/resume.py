@@ -35,9 +35,9 @@ def find_checkpoint(
                 f" overwrite, but is {quote(wanted)} instead."
             )
         return None
-    if found and not found[-1].can_go_on and is_last(found[-1]):
+    if found and not found[-1].can_resume and is_last(found[-1]):
         raise RunEnded(f"The run is complete: {found[-1].path} is its last checkpoint.", status=0)
-    latest = next((one for one in reversed(found) if one.can_go_on), None)
+    latest = next((one for one in reversed(found) if one.can_resume), None)
     other = find_other(folder.path)
     if other is not None and (latest is None or other.epochs_run > latest.epochs_run):
         latest = other
@@ -70,7 +70,7 @@ def _checkpoint_at(wanted: object) -> Checkpoint:
             f"`resume_from_checkpoint` must be True, False, auto or a checkpoint path, but is {quote(wanted)} instead."
         )
     checkpoint = read_checkpoint(Path(wanted))
-    if not checkpoint.can_go_on:
+    if not checkpoint.can_resume:
         raise InputError(
             "`resume_from_checkpoint` must be a checkpoint with optimizer state (not one after the last epoch, nor one"
             f" followed by a later epoch), but is {quote(wanted)} instead."

@@ -145,10 +145,10 @@ def _ours_listed() -> Iterator[None]:
 
 @contextmanager
 def _file_listed(recipe: str) -> Iterator[None]:
-    """Within, torchtune runs the file that ``recipe`` means, where it would import another or none.
+    """Inside, torchtune runs the file ``recipe``, where it would import another file or none.
 
-    It makes a module's name of a path. `./my_recipe.py` has none, and where the working directory has a copy of a
-    adaptive recipe, its name may mean either. All others are run as modules, as ``tune run`` does.
+    torchtune turns a path into a module's name. `./my_recipe.py` has no such name. Where the working directory has a
+    copy of an adaptive recipe, its name may mean either file. Any other recipe is run as a module, as by ``tune run``.
     """
     from torchtune._recipe_registry import Recipe
 

@@ -40,10 +40,10 @@ def _validate(arguments: argparse.Namespace) -> None:
 
 
 def _recipes_for(cfg: DictConfig, settings: AdaptiveSettings) -> str:
-    """Which of our recipes train by ``cfg``, as a comment. None needs to if it sets none of our keys.
+    """The adaptive recipes that can train with ``cfg``, as a comment. Without adaptive keys there may be none.
 
     Raises:
-        InputError: an option is wrong, or cannot be combined with ours.
+        InputError: an option is wrong, or cannot be combined with an adaptive one.
     """
     from torchtune_adaptive.stock.options import check_finds_sizes_only, check_options, check_turns  # imports torch
 
