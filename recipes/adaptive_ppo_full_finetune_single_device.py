@@ -236,6 +236,8 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         searches = {name: asdict(found) for name, found in sizes.searches.items()}
         steps = self._gradient_accumulation_steps
         report = {"forward_batch_size": sizes.generated, "gradient_accumulation_steps": steps, "searches": searches}
+        if self._settings.search_only:
+            report |= {"search_only": True}
         write_report(Path(self._output_dir), report)
         return sizes
 

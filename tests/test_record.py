@@ -101,6 +101,14 @@ def test_the_report_has_the_results_of_only_those_searches_that_ran(tmp_path: Pa
     assert (report["token_budget"], report["tokens_per_second"]) == (1920, {"2": 99.5, "1": 60.0})
 
 
+def test_the_report_of_a_run_that_ends_after_its_search_says_so(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path, SEARCHED, memory_limit_bytes=1000, writes=True, search_only=True)
+    record.note("binary_search search", epoch=0, batch_size=2)
+    report = report_in(tmp_path)
+    assert set(report) == KEYS | {"search_only"}
+    assert report["search_only"] is True
+
+
 def test_the_report_is_written_into_a_directory_made_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     record = RunRecord(str(tmp_path / "new" / "run"), Sizes(), memory_limit_bytes=None, writes=True)
     record.note("config", epoch=0, batch_size=2)

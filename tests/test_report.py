@@ -192,6 +192,13 @@ def test_the_search_of_an_earlier_run_in_the_folder_is_ignored(tmp_path: Path) -
     assert (run.searches, run.history, len(run.steps)) == ((), (), 5)
 
 
+def test_the_steps_of_an_earlier_run_in_the_folder_of_a_search_are_ignored(tmp_path: Path) -> None:
+    run = read_run(run_in(tmp_path / "run", report=SEARCH | {"search_only": True}, lines=[START, *STEPS, END]))
+    assert [one.title for one in story(run)] == ["Search", "Training"]
+    assert section(run, "Training") == ["None: the run ended after its search."]
+    assert [picture.name for picture in pictures(run)] == ["report_search"]
+
+
 # ---- what is refused
 
 

@@ -25,6 +25,7 @@ from torchtune_adaptive.search.found_config import end_search, found_values
 from torchtune_adaptive.search.sizes import Sizes
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import load_config
+from torchtune_adaptive.training.file_names import JOURNAL_NAME, REPORT_NAME
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
 
@@ -108,12 +109,16 @@ def test_a_config_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def searched(kind: str, tiny_dir: Path, output_dir: Path, **options: Any) -> DictConfig:
-    """The config that a search of a recipe writes."""
+    """The config that a search of a recipe writes. The steps of an earlier run in the same folder are kept."""
+    (output_dir / JOURNAL_NAME).write_text("steps")
     cfg = tiny_config(kind, shallow_assets(tiny_dir), output_dir, **short(options))
     with pytest.raises(RunEnded) as end:
         set_up(adaptive_recipe(kind), cfg)
     assert end.value.status == 0
-    assert {path.name for path in output_dir.iterdir()} == {"adaptive_batch.json", "adaptive.lock", "found.yaml"}
+    written = {REPORT_NAME, "adaptive.lock", "found.yaml"}
+    assert {path.name for path in output_dir.iterdir()} == written | {JOURNAL_NAME}
+    assert (output_dir / JOURNAL_NAME).read_text() == "steps"
+    assert json.loads((output_dir / REPORT_NAME).read_text())["search_only"]
     return load_config(str(output_dir / "found.yaml"))
 
 
@@ -158,7 +163,8 @@ def test_both_sizes_of_ppo_are_found(tiny_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(RunEnded):
         set_up(Recipe, cfg)
     found = load_config(str(tmp_path / "found.yaml"))
-    report = json.loads((tmp_path / "adaptive_batch.json").read_text())
+    report = json.loads((tmp_path / REPORT_NAME).read_text())
+    assert report["search_only"]
     sizes = {name: report[name] for name in ("forward_batch_size", "gradient_accumulation_steps")}
     assert {name: found[name] for name in sizes} == sizes == {"forward_batch_size": 6, "gradient_accumulation_steps": 6}
     assert not AdaptiveSettings.from_cfg(found).searches

@@ -300,11 +300,16 @@ class _Assembly:
 
     def _make_record(self, sizes: Sizes) -> RunRecord:
         """The record, with the lowest memory limit of all ranks. A collective."""
-        parts = self._parts
-        own_bytes = allowed_bytes(parts.device, self._settings.memory_limit_bytes)
+        parts, settings = self._parts, self._settings
+        own_bytes = allowed_bytes(parts.device, settings.memory_limit_bytes)
         limit_bytes = self._consensus.min_over_ranks(own_bytes or 0)
-        writes = parts.metric_logger is not None
-        return RunRecord(parts.output_dir, sizes, memory_limit_bytes=limit_bytes or None, writes=writes)
+        return RunRecord(
+            parts.output_dir,
+            sizes,
+            memory_limit_bytes=limit_bytes or None,
+            writes=parts.metric_logger is not None,
+            search_only=settings.search_only,
+        )
 
     def _make_saver(self, micro_batches: MicroBatcher, others: Sequence[Any]) -> RunSaver:
         return RunSaver(

@@ -20,16 +20,27 @@ class RunRecord:
     """Owns the history of batch sizes and micro-batch sizes, and writes the report. Only rank 0 writes.
 
     If a report cannot be written, this is logged, and the run continues.
+
     Args:
         output_dir: the folder of the report. The first report creates it if it does not exist. If it disappears later,
             for example because a disk is unmounted, it is not created again.
         sizes: the sizes that the search found.
         memory_limit_bytes: the lowest limit of all ranks, None without a limit.
         writes: whether this is rank 0.
+        search_only: the run ends after its search.
     """
 
-    def __init__(self, output_dir: str | Path, sizes: Sizes, *, memory_limit_bytes: int | None, writes: bool) -> None:
+    def __init__(
+        self,
+        output_dir: str | Path,
+        sizes: Sizes,
+        *,
+        memory_limit_bytes: int | None,
+        writes: bool,
+        search_only: bool = False,
+    ) -> None:
         self._output_dir = Path(output_dir)
+        self._search_only = search_only
         self._memory_limit_bytes = memory_limit_bytes
         self._writes = writes
         self._sizes = sizes
@@ -68,6 +79,8 @@ class RunRecord:
             found |= {"token_budget": sizes.token_budget}
         if sizes.tokens_per_second is not None:
             found |= {"tokens_per_second": sizes.tokens_per_second}
+        if self._search_only:
+            found |= {"search_only": True}
         return found | {"history": self._history}
 
 
