@@ -1,6 +1,7 @@
 """What each recipe can do: searches, parity with stock, growth, recovery, resume, cuts; on two ranks or one device."""
 
 import functools
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +113,10 @@ def _check_recovery(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["parameters equal"]
         assert rank["retries"] == rank["struck"] >= 0.95 * rank["faults"]
-        live_bytes, told_live_bytes = rank["live bytes"]
-        assert len(live_bytes) >= rank["faults"]
-        # A thread of gloo may free a few scalars a moment late.
-        assert live_bytes == pytest.approx(told_live_bytes, abs=1024)
+        assert len(rank["live bytes"][0]) >= rank["faults"]
+        # A thread of gloo may free a tensor a moment late. What leaks stays allocated in all later steps too.
+        kept, expected = ([*accumulate(reversed(live_bytes), min)] for live_bytes in rank["live bytes"])
+        assert kept == pytest.approx(expected, abs=1024)
     steps, told = ranks[0]["figures"]
     assert len(told) >= ranks[0]["faults"]
     assert steps == told
