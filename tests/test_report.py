@@ -193,10 +193,19 @@ def test_the_search_of_an_earlier_run_in_the_folder_is_ignored(tmp_path: Path) -
 
 
 def test_the_steps_of_an_earlier_run_in_the_folder_of_a_search_are_ignored(tmp_path: Path) -> None:
-    run = read_run(run_in(tmp_path / "run", report=SEARCH | {"search_only": True}, lines=[START, *STEPS, END]))
+    report, lines = SEARCH | {"search_only_at": 20.5}, [START | {"time": 10.5}, *STEPS, END]
+    run = read_run(run_in(tmp_path / "run", report=report, lines=lines))
     assert [one.title for one in story(run)] == ["Search", "Training"]
     assert section(run, "Training") == ["None: the run ended after its search."]
     assert [picture.name for picture in pictures(run)] == ["report_search"]
+
+
+def test_a_run_after_a_search_in_the_same_folder_is_described_by_its_steps(tmp_path: Path) -> None:
+    started = START | {"time": 30.5, "searched": False}
+    report = SEARCH | {"search_only_at": 20.5}
+    run = read_run(run_in(tmp_path / "run", report=report, lines=[started, *STEPS, END]))
+    assert section(run, "Search") == ["No search for a batch size is recorded."]
+    assert section(run, "Training")[0].startswith("The run is complete: 5 optimizer steps")
 
 
 # ---- what is refused

@@ -118,7 +118,7 @@ def searched(kind: str, tiny_dir: Path, output_dir: Path, **options: Any) -> Dic
     written = {REPORT_NAME, "adaptive.lock", "found.yaml"}
     assert {path.name for path in output_dir.iterdir()} == written | {JOURNAL_NAME}
     assert (output_dir / JOURNAL_NAME).read_text() == "steps"
-    assert json.loads((output_dir / REPORT_NAME).read_text())["search_only"]
+    assert json.loads((output_dir / REPORT_NAME).read_text())["search_only_at"]
     return load_config(str(output_dir / "found.yaml"))
 
 
@@ -164,7 +164,7 @@ def test_both_sizes_of_ppo_are_found(tiny_dir: Path, tmp_path: Path) -> None:
         set_up(Recipe, cfg)
     found = load_config(str(tmp_path / "found.yaml"))
     report = json.loads((tmp_path / REPORT_NAME).read_text())
-    assert report["search_only"]
+    assert report["search_only_at"]
     sizes = {name: report[name] for name in ("forward_batch_size", "gradient_accumulation_steps")}
     assert {name: found[name] for name in sizes} == sizes == {"forward_batch_size": 6, "gradient_accumulation_steps": 6}
     assert not AdaptiveSettings.from_cfg(found).searches

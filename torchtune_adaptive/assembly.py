@@ -1,5 +1,6 @@
 """Build a trainer from a recipe's parts: find the sizes, prepare the recovery, resume from a saved state."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -350,6 +351,7 @@ def _make_log(
 def _begin(journal: RunJournal, parts: RecipeParts, start: StartingPoint, record: RunRecord, *, searched: bool) -> None:
     journal.begin(
         step=start.steps_done,
+        time=time.time(),
         epoch=parts.epochs.start,
         epochs=parts.epochs.stop,
         ranks=parts.ranks,

@@ -64,7 +64,7 @@ class Run:
     Attributes:
         history: the sizes decided on, in order.
         chosen: other sizes that the search gave, by name.
-        search_only: it ended after its search.
+        search_only_at: when it ended after its search, in seconds since 1970; None if it was to train.
         steps: the figures of each logged optimizer step, with "step" and "epoch"; null is None.
     """
 
@@ -73,7 +73,7 @@ class Run:
     history: tuple[Mapping[str, Any], ...] = ()
     chosen: Mapping[str, int] | None = None
     rates: Mapping[int, float] | None = None
-    search_only: bool = False
+    search_only_at: float | None = None
     steps: tuple[Mapping[str, Any], ...] = ()
     shortages: tuple[MemoryShortage, ...] = ()
     events: tuple[Event, ...] = ()
@@ -108,10 +108,10 @@ def read_run(output_dir: Path) -> Run:
         missing = "is not there" if not output_dir.exists() else f"has neither {REPORT_NAME} nor {JOURNAL_NAME}"
         raise InputError(f"`OUTPUT_DIR` must be the `output_dir` of a run, but {quote(str(output_dir))} {missing}.")
     report = _read(paths[0], _report) if paths[0].exists() else {}
-    if report.get("search_only"):
-        return Run(output_dir, **report)  # the journal is of an earlier run in this folder
     journal = _read(paths[1], _journal) if paths[1].exists() else {}
     run = Run(output_dir, **report, **journal)
+    if run.search_only_at is not None and run.search_only_at >= (run.last_value("time") or 0):
+        return Run(output_dir, **report)  # the journal is of an earlier run in this folder
     if run.last_value("searched") is False and run.searches:
         return Run(output_dir, **journal)  # the report is of an earlier run in this folder
     return run
@@ -144,7 +144,7 @@ def _report(text: str) -> dict[str, Any]:
         "history": tuple(history),
         "chosen": chosen or None,
         "rates": rates or None,
-        "search_only": content.get("search_only", False),
+        "search_only_at": content.get("search_only_at"),
     }
 
 

@@ -24,7 +24,7 @@ class Section:
 def story(run: Run) -> list[Section]:
     """What is known of the run, in the order in which it happened."""
     sections = [_search(search, run) for search in run.searches]
-    if run.search_only:
+    if run.search_only_at is not None:
         return [*sections, Section("Training", ["None: the run ended after its search."])]
     if not sections:
         sections.append(Section("Search", ["No search for a batch size is recorded."]))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ class RunRecord:
         if sizes.tokens_per_second is not None:
             found |= {"tokens_per_second": sizes.tokens_per_second}
         if self._search_only:
-            found |= {"search_only": True}
+            found |= {"search_only_at": time.time()}
         return found | {"history": self._history}
 
 
