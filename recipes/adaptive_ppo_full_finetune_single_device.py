@@ -7,7 +7,6 @@ The search finds the number of answers generated at once (``forward_batch_size``
 (``ppo_batch_size`` divided by ``gradient_accumulation_steps``). Step checkpoints are written at the ends of turns.
 """
 
-import time
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -237,9 +236,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         searches = {name: asdict(found) for name, found in sizes.searches.items()}
         steps = self._gradient_accumulation_steps
         report = {"forward_batch_size": sizes.generated, "gradient_accumulation_steps": steps, "searches": searches}
-        if self._settings.search_only:
-            report |= {"search_only_at": time.time()}
-        write_report(Path(self._output_dir), report)
+        write_report(Path(self._output_dir), report, search_only=self._settings.search_only)
         return sizes
 
     def _find_sizes(self) -> TurnSizes:

@@ -200,8 +200,9 @@ def test_the_steps_of_an_earlier_run_in_the_folder_of_a_search_are_ignored(tmp_p
     assert [picture.name for picture in pictures(run)] == ["report_search"]
 
 
-def test_a_run_after_a_search_in_the_same_folder_is_described_by_its_steps(tmp_path: Path) -> None:
-    started = START | {"time": 30.5, "searched": False}
+@pytest.mark.parametrize("searched", [False, True])  # True: its own record could not be written
+def test_a_run_after_a_search_in_the_same_folder_is_described_by_its_steps(searched: bool, tmp_path: Path) -> None:
+    started = START | {"time": 30.5, "searched": searched}
     report = SEARCH | {"search_only_at": 20.5}
     run = read_run(run_in(tmp_path / "run", report=report, lines=[started, *STEPS, END]))
     assert section(run, "Search") == ["No search for a batch size is recorded."]
@@ -220,6 +221,8 @@ def test_a_run_after_a_search_in_the_same_folder_is_described_by_its_steps(tmp_p
         (REPORT_NAME, json.dumps(SEARCH | {"margin": "5%"}), "margin is '5%'"),
         (REPORT_NAME, json.dumps(SEARCH | {"probes": [{"batch_size": 2}]}), "fits is None"),
         (REPORT_NAME, json.dumps(SEARCH | {"history": [{"epoch": 1}]}), "batch_size is None"),
+        (REPORT_NAME, json.dumps(SEARCH | {"search_only_at": "noon"}), "search_only_at is 'noon'"),
+        (JOURNAL_NAME, json.dumps(START | {"time": "noon"}) + "\n", "time is 'noon'"),
         (JOURNAL_NAME, '{"step": 1, "epoch": 0}\nnonsense\n{"step": 2, "epoch": 0}\n', "line 2, JSONDecodeError"),
         (JOURNAL_NAME, '{"loss": 2.0}\n', "step is None"),
         (JOURNAL_NAME, "one word", "no whole line"),

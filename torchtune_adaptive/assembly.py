@@ -178,8 +178,8 @@ class _Assembly:
             self._check_fits_at_once(sizes)
             retry = self._make_retry(sizes)
             rate, record = self._make_rate(start, saved, grows=growth.grows), self._make_record(sizes)
-            trains = parts.metric_logger is not None and not settings.search_only
-            journal = RunJournal(parts.output_dir, writes=trains)
+            writes_steps = parts.metric_logger is not None and not settings.search_only
+            journal = RunJournal(parts.output_dir, writes=writes_steps)
             events = RunEvents(journal, retry, checkpoints=lambda: parts.checkpoints.finished)
             step_log = _make_log(parts, self._step, retry, self._loader, growth, events)
             logs = self._config.get("metric_logger.log_dir")

@@ -191,7 +191,10 @@ class NoWatch:
 
 
 def watch_nodes(end: Callable[[str], object]) -> NodeWatch | Reporter | NoWatch:
-    """Begin to watch the other nodes of torchrun's launch, if there are some and this is the first rank of its node."""
+    """Begin to watch the other nodes of torchrun's launch, if there are some.
+
+    Only the first rank of a node watches. The others report their own end to node 0.
+    """
     node, nodes = int(os.environ.get("GROUP_RANK", 0)), int(os.environ.get("GROUP_WORLD_SIZE", 1))
     if nodes == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return NoWatch()

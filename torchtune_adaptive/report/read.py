@@ -110,8 +110,8 @@ def read_run(output_dir: Path) -> Run:
     report = _read(paths[0], _report) if paths[0].exists() else {}
     journal = _read(paths[1], _journal) if paths[1].exists() else {}
     run = Run(output_dir, **report, **journal)
-    if run.search_only_at is not None and run.search_only_at >= (run.last_value("time") or 0):
-        return Run(output_dir, **report)  # the journal is of an earlier run in this folder
+    if run.search_only_at is not None:  # one of the files is of an earlier run in this folder
+        return Run(output_dir, **(report if run.search_only_at >= (run.last_value("time") or 0) else journal))
     if run.last_value("searched") is False and run.searches:
         return Run(output_dir, **journal)  # the report is of an earlier run in this folder
     return run
@@ -136,6 +136,8 @@ def _report(text: str) -> dict[str, Any]:
         raise ValueError("neither a search nor a history")
     for entry in history:
         _require(entry, epoch=int, batch_size=int, reason=str)
+    if "search_only_at" in content:
+        _require(content, search_only_at=float)
     names = ("token_budget", "forward_batch_size", "gradient_accumulation_steps")
     chosen = {name: int(content[name]) for name in names if name in content}
     rates = {int(size): float(rate) for size, rate in content.get("tokens_per_second", {}).items()}
@@ -176,6 +178,8 @@ def _journal(text: str) -> dict[str, Any]:
             shortages.append(MemoryShortage(line["step"], name == _MEMORY_EVENTS[0], tuple(line["ranks"]), **rest))
         else:
             _require(line, step=int, event=str)
+            if "time" in line:
+                _require(line, time=float)
             events.append(Event(name, line["step"], line))
     return {"steps": tuple(steps), "shortages": tuple(shortages), "events": tuple(events)}
 

@@ -62,7 +62,9 @@ class RunRecord:
         """Add an entry to the history, with more ``figures``, and write the report."""
         self._history.append({"epoch": epoch, "batch_size": batch_size} | figures | {"reason": reason})
         if self._writes:
-            write_report(self._output_dir, self._report(), makes_folder=self._makes_folder)
+            write_report(
+                self._output_dir, self._report(), search_only=self._search_only, makes_folder=self._makes_folder
+            )
             self._makes_folder = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,17 +82,18 @@ class RunRecord:
             found |= {"token_budget": sizes.token_budget}
         if sizes.tokens_per_second is not None:
             found |= {"tokens_per_second": sizes.tokens_per_second}
-        if self._search_only:
-            found |= {"search_only_at": time.time()}
         return found | {"history": self._history}
 
 
-def write_report(output_dir: Path, report: dict[str, Any], *, makes_folder: bool = True) -> None:
+def write_report(output_dir: Path, report: dict[str, Any], *, search_only: bool, makes_folder: bool = True) -> None:
     """Write ``report`` as JSON. If it cannot be written, this is logged, and the run continues.
 
     Args:
+        search_only: the run ends after its search; the report then has the time, as ``search_only_at``.
         makes_folder: create ``output_dir`` if it does not exist.
     """
+    if search_only:
+        report = report | {"search_only_at": time.time()}
     content = json.dumps(report, indent=2) + "\n"
     try:
         log.info(f"Report written to {write_whole(output_dir / REPORT_NAME, content, makes_folder=makes_folder)}")
