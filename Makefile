@@ -1,6 +1,8 @@
 PYTHON ?= python3
 STAMP := .venv/stamp
 PEERS_STAMP := .venv-peers/stamp
+SIMULATED_STAMP := .venv-simulated-gpu/stamp
+SIMULATED_TORCH := 2.13.0
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
 .PHONY: test demo docs reference pictures bench gpu plans starts configs config-plans exhaustive format clean
@@ -86,4 +88,14 @@ $(STAMP): pyproject.toml
 $(PEERS_STAMP): pyproject.toml benchmarks/peers.txt
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install 'torch>=2.9,<2.14' -e . -r benchmarks/peers.txt
+	touch $@
+
+# torch as it is for CUDA, with stand-ins for CUDA itself: see tests/simulated_gpu/README.md.
+$(SIMULATED_STAMP): pyproject.toml $(wildcard tests/simulated_gpu/*)
+	$(PYTHON) -m venv .venv-simulated-gpu
+	.venv-simulated-gpu/bin/python -m pip install --no-deps 'torch===$(SIMULATED_TORCH)'
+	.venv-simulated-gpu/bin/python -m pip install --no-deps --upgrade --target .venv-simulated-gpu/headers \
+		nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
+	.venv-simulated-gpu/bin/python -m tests.simulated_gpu.install .venv-simulated-gpu/headers/nvidia/cu13/include
+	.venv-simulated-gpu/bin/python -m pip install -e '.[dev]'
 	touch $@

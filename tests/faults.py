@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.ranks import DEVICE
 from torchtune_adaptive.memory.operations import plain_parts
 from torchtune_adaptive.testing import Fault
 
@@ -55,7 +56,7 @@ class ShardedTrainee:
         self.rank = dist.get_rank()
         group = dist.new_group(timeout=timedelta(seconds=timeout_s))  # its own group, so that a hang times out soon
         assert isinstance(group, dist.ProcessGroup)
-        mesh = DeviceMesh.from_group(group, "cpu")
+        mesh = DeviceMesh.from_group(group, DEVICE)
         layers = [nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2)]
         self.model = nn.Sequential(*layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
         for layer in layers:
@@ -69,7 +70,7 @@ class ShardedTrainee:
         """Inputs and targets, different on every rank."""
         generator = torch.Generator().manual_seed(1000 * self.rank + seed)
         inputs = torch.randn(batch_size, WIDTH, generator=generator)
-        return inputs, torch.randint(0, 3, (batch_size,), generator=generator)
+        return inputs.to(DEVICE), torch.randint(0, 3, (batch_size,), generator=generator).to(DEVICE)
 
     def train(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
         """One train step on ``batch``; the loss."""

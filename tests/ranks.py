@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")  # of the recipes in tests; "cuda" needs one GPU a rank, maybe simulated
 # Limits that matter only when something hangs: a machine that others use too may be very slow.
 _GROUP_TIMEOUT = timedelta(seconds=300)
 _IMPORT_TIMEOUT_S = 600.0
@@ -30,6 +31,13 @@ _IMPORTED_ONCE = [
 ]
 _LAST_WORDS = 8000  # characters
 _GRACE_S = 5.0  # how long the peers of a failed rank may take to report what happened to them
+
+
+def device_of_rank() -> Any:
+    """The ``torch.device`` of this rank: ``DEVICE``, and one GPU for each rank."""
+    import torch
+
+    return torch.device(DEVICE, int(os.environ["LOCAL_RANK"])) if DEVICE == "cuda" else torch.device(DEVICE)
 
 
 class RanksFailedError(AssertionError):
@@ -73,7 +81,7 @@ def run_alone(function: Callable[..., Any], *args: Any, timeout_s: float = 600.0
 def _run(function: Callable[..., Any], calls: list[tuple[Any, ...]], *, has_group: bool, timeout_s: float) -> list[Any]:
     """What ``function`` returns for the arguments of each of ``calls``, in processes of their own."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED_ONCE)
+    context.set_forkserver_preload(_IMPORTED_ONCE if DEVICE == "cpu" else [])  # torchtune's import starts CUDA
     with tempfile.TemporaryDirectory(prefix="ranks_") as directory:
         store = f"file://{directory}/store" if has_group else None
         ranks: list[_Rank] = []
@@ -168,14 +176,19 @@ def _child(
             function, args, environment = pickle.loads(task)
             os.environ.clear()
             os.environ.update(environment)
+            import torch
             import torch.distributed as dist
 
             gc.freeze()  # garbage collections then skip all that the imports have made
             connection.send_bytes(pickle.dumps((True, None)))
             connection.recv_bytes()
             if store is not None:
+                os.environ["LOCAL_RANK"] = str(rank)
+                if DEVICE == "cuda":
+                    torch.cuda.set_device(rank)
+                backends = "cuda:nccl,cpu:gloo" if DEVICE == "cuda" else "gloo"
                 dist.init_process_group(
-                    "gloo", init_method=store, rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT
+                    backends, init_method=store, rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT
                 )
             answer = pickle.dumps((True, function(*args)))
         except BaseException:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchtune import training
 from torchtune.training.metric_logging import MetricLoggerInterface
 
+from tests.ranks import DEVICE
 from torchtune_adaptive import assembly
 from torchtune_adaptive.distributed.snapshot import keep_random_states
 from torchtune_adaptive.memory.devices import meter_for
@@ -122,7 +123,7 @@ def tiny_config(kind: str, tiny_dir: Path, output_dir: Path, **overrides: Any) -
     """The config of a method on the test's own data; keys of overrides may be dotted with "__"."""
     method = kind.removesuffix("_single")
     cfg = load_config(f"tiny/{method.partition('_')[0]}")
-    quiet = {"tiny_dir": str(tiny_dir), "output_dir": str(output_dir)}
+    quiet = {"tiny_dir": str(tiny_dir), "output_dir": str(output_dir), "device": DEVICE}
     quiet |= {"metric_logger": {"_component_": "tests.recipe_runs.RecordingLogger"}}
     for key, value in (METHODS[method] | quiet | overrides).items():
         if value == "${checkpointer}":

@@ -20,6 +20,7 @@ from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from tests.faults import same_bits, tensors_of, under
+from tests.ranks import DEVICE, device_of_rank
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.fsdp_state import param_groups
 from torchtune_adaptive.recovery.attempts import MemoryPressure, Recovery
@@ -81,6 +82,7 @@ class Trials:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.rank = dist.get_rank()
+        self.device = device_of_rank()
         self.consensus = Consensus()
         self.micro_batches = Slices(ROWS)
         self.loss = CEWithChunkedOutputLoss(num_output_chunks=2)
@@ -105,7 +107,7 @@ class Trials:
     def recovery(self) -> Recovery:
         """The recovery of such a step, for tests of its parts; never use both. Its first use is a collective."""
         micro_steps = [partial(self.micro_step, self.windows[0][0][:rows]) for rows in (1, ROWS)]
-        outcome = dry_run(micro_steps, model=self.model, device=CPU, consensus=self.consensus)
+        outcome = dry_run(micro_steps, model=self.model, device=self.device, consensus=self.consensus)
         assert outcome.recovery is not None, outcome
         return outcome.recovery
 
@@ -127,6 +129,7 @@ class Trials:
                 parameter.copy_(0.3 * torch.randn_like(parameter))
         if self.case.bf16:
             model = model.to(torch.bfloat16)
+        model = model.to(self.device)
         if self.case.checkpointing:
             training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
         training.shard_model(
@@ -142,23 +145,23 @@ class Trials:
     def _mesh(self) -> DeviceMesh:
         if self.case.hsdp:
             shape = (2, dist.get_world_size() // 2)
-            return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+            return init_device_mesh(DEVICE, shape, mesh_dim_names=("replicate", "shard"))
         group = dist.new_group(timeout=timedelta(seconds=self.case.timeout_s))
         assert isinstance(group, dist.ProcessGroup)
-        return DeviceMesh.from_group(group, "cpu")
+        return DeviceMesh.from_group(group, DEVICE)
 
     def _window(self, seed: int) -> list[list[torch.Tensor]]:
         """Rows whose length differs by rank."""
         generator = torch.Generator().manual_seed(100 * self.rank + seed)
         length = 6 + 2 * self.rank
         rows = torch.randint(0, SIZES["vocab_size"], (self.case.accumulation * ROWS, length), generator=generator)
-        return [list(batch) for batch in rows.split(ROWS)]
+        return [list(batch) for batch in rows.to(self.device).split(ROWS)]
 
     def micro_step(self, rows: Sequence[torch.Tensor]) -> Sums:
         """Forward, loss and backward of one micro-batch."""
         tokens = torch.stack(list(rows))
         logits = self.model(tokens)
-        num_tokens = torch.tensor(tokens.numel())
+        num_tokens = torch.tensor(tokens.numel(), device=self.device)
         loss_sum = self.loss(logits, tokens) * num_tokens
         loss_sum.backward()
         return Sums(loss_sum.detach(), num_tokens)

@@ -1,0 +1,189 @@
+"""The simulated GPU computes what a CPU computes, and its memory and collectives are as on a GPU."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.ranks import device_of_rank, run_on_ranks
+
+pytestmark = pytest.mark.simulated_gpu
+MIB = 2**20
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _attention(tensor: torch.Tensor) -> torch.Tensor:
+    heads = tensor.unflatten(-1, (2, 8)).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads.flip(0), heads * 2, is_causal=True)
+
+
+def _masked_attention(tensor: torch.Tensor) -> torch.Tensor:
+    heads = tensor.unflatten(-1, (2, 8)).transpose(1, 2)
+    mask = torch.ones(tensor.shape[1], tensor.shape[1], dtype=torch.bool, device=tensor.device).tril(2)
+    return F.scaled_dot_product_attention(heads, heads.flip(0), heads * 2, attn_mask=mask)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda tensor: tensor @ tensor.transpose(1, 2), id="matmul"),
+        pytest.param(_attention, id="attention"),
+        pytest.param(_masked_attention, id="masked attention"),
+        pytest.param(lambda tensor: F.rms_norm(tensor, (16,), tensor[0, 0].detach()), id="rms_norm"),
+        pytest.param(lambda tensor: F.pad(tensor.transpose(0, 1), (0, 3), value=7.0), id="pad"),
+        pytest.param(lambda tensor: tensor[tensor > 0], id="shape that the data decide"),
+        pytest.param(lambda tensor: torch.cat(tensor.chunk(5, dim=1), dim=0).cumsum(0), id="chunks"),
+        pytest.param(
+            lambda tensor: F.cross_entropy(tensor.flatten(0, 1), torch.arange(20, device=tensor.device) % 16), id="loss"
+        ),
+    ],
+)
+def test_an_operator_and_its_gradient_are_those_of_the_cpu(function: Function) -> None:
+    values = torch.randn(2, 10, 16, generator=torch.Generator().manual_seed(1))
+    results = []
+    for device in ("cpu", "cuda"):
+        tensor = values.to(device).clone().requires_grad_()
+        result = function(tensor)
+        result.square().sum().backward()
+        assert tensor.grad is not None
+        results.append((result.detach().cpu(), tensor.grad.cpu()))
+    for on_cpu, on_gpu in zip(*results, strict=True):
+        torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_depends_on_the_generator_of_the_gpu_alone() -> None:
+    ones = torch.ones(100, device="cuda")
+    on_cpu, on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state()
+    first, second = F.dropout(ones, 0.5), F.dropout(ones, 0.5)
+    assert torch.equal(torch.get_rng_state(), on_cpu)
+    torch.cuda.set_rng_state(on_gpu)
+    torch.rand(3)  # of the CPU's generator
+    assert torch.equal(F.dropout(ones, 0.5), first)
+    assert not torch.equal(first, second)
+
+
+def test_two_optimizer_steps_are_those_of_the_cpu() -> None:
+    trained = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(4, 3).to(device)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+        for _ in range(2):
+            layer(torch.arange(8.0, device=device).view(2, 4)).sum().backward()
+            optimizer.step()
+        trained.append(layer.weight.detach().cpu())
+    torch.testing.assert_close(*trained)
+
+
+# ---- memory
+
+
+def test_the_allocator_reserves_segments_and_frees_them() -> None:
+    torch.cuda.empty_cache()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    free = torch.cuda.mem_get_info()[0]
+    small, large = torch.empty(600, dtype=torch.uint8, device="cuda"), torch.empty(30 * MIB // 4, device="cuda")
+    assert torch.cuda.memory_allocated() - allocated == 1024 + 30 * MIB
+    assert torch.cuda.memory_reserved() - reserved in (30 * MIB, 32 * MIB)  # a small segment may be there already
+    assert free - torch.cuda.mem_get_info()[0] == torch.cuda.memory_reserved() - reserved
+    del small, large
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == reserved
+
+
+def test_above_the_limit_the_allocator_tries_again_and_runs_out_of_memory() -> None:
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 100 * MIB) / total)
+    try:
+        cached = torch.empty(60 * MIB, dtype=torch.uint8, device="cuda")
+        del cached
+        fits = torch.empty(90 * MIB, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_stats()["num_alloc_retries"] == retries + 1
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            torch.empty(20 * MIB, dtype=torch.uint8, device="cuda")
+        del fits
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_processes_share_a_gpu_until_they_end() -> None:
+    code = (
+        "import os, torch\nkept = torch.empty(300 * 2**20, dtype=torch.uint8, device='cuda')\n"
+        "print(torch.cuda.mem_get_info()[0], flush=True)\ninput()"
+    )
+    environment = os.environ | {"SIMULATED_GPU_STATE": f"/simulated-test-{os.getpid()}", "SIMULATED_CONTEXT_MIB": "100"}
+    start: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    frees = []
+    with (
+        subprocess.Popen([sys.executable, "-c", code], **start) as first,
+        subprocess.Popen([sys.executable, "-c", f"input()\n{code}"], **start) as second,
+    ):
+        assert first.stdout is not None
+        assert second.stdout is not None
+        frees.append(int(first.stdout.readline()))
+        print("now", file=second.stdin, flush=True)
+        frees.append(int(second.stdout.readline()))
+        first.kill()
+        first.wait()
+        third = subprocess.run([sys.executable, "-c", code], **start | {"stdin": None}, input="\n")
+        frees.append(int(third.stdout))
+        print(file=second.stdin, flush=True)
+    assert (frees[0] - frees[1], frees[2]) == (400 * MIB, frees[1])
+
+
+# ---- ranks
+
+
+def _collectives(rank: int) -> dict[str, Any]:
+    device = device_of_rank()
+
+    def both(run: Callable[[torch.Tensor], Any]) -> list[Any]:
+        tensors = [torch.arange(6.0, device=place) * (rank + 1) for place in (device, "cpu")]
+        return [run(tensor) for tensor in tensors]
+
+    def reduced(tensor: torch.Tensor, operation: Any) -> torch.Tensor:
+        dist.all_reduce(tensor, operation)
+        return tensor.cpu()
+
+    def gathered(tensor: torch.Tensor) -> torch.Tensor:
+        output = tensor.new_empty(18)
+        dist.all_gather_into_tensor(output, tensor)
+        return output.cpu()
+
+    def scattered(tensor: torch.Tensor) -> torch.Tensor:
+        output = tensor.new_empty(2)
+        dist.reduce_scatter_tensor(output, tensor)
+        return output.cpu()
+
+    def sent_around(tensor: torch.Tensor) -> torch.Tensor:
+        parts = list(tensor.tensor_split(3)) if rank == 1 else None
+        output = tensor.new_empty(2)
+        dist.scatter(output, parts, src=1)
+        dist.broadcast(output, 2)
+        return output.cpu()
+
+    found = {
+        f"all_reduce {name}": both(lambda one, op=op: reduced(one, op))
+        for name, op in {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.items()
+    }
+    found |= {"all_gather": both(gathered), "reduce_scatter": both(scattered), "scatter": both(sent_around)}
+    mean = reduced(torch.full((2,), float(rank), dtype=torch.bfloat16, device=device), dist.ReduceOp.AVG)
+    objects: list[Any] = [None] * 3
+    dist.all_gather_object(objects, {"rank": rank})
+    return found | {"mean": [mean.tolist()], "objects": [objects]}
+
+
+def test_collectives_of_three_ranks_are_those_of_gloo() -> None:
+    for found in run_on_ranks(_collectives, 3):
+        assert found.pop("mean") == [[1.0, 1.0]]
+        assert found.pop("objects") == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]]
+        for name, (by_nccl, by_gloo) in found.items():
+            assert torch.equal(by_nccl, by_gloo), name
