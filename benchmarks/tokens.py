@@ -110,12 +110,14 @@ class Contestant:
         with self._cost():
             cuts = [self.recipe.trainer.micro_batches.cut(samples) for samples in self.steps]
         self.micro_steps = fmean(len(cut.micro_batches) for cut in cuts)
-        padded = torch.tensor(sum(cut.num_padded_tokens for cut in cuts))
-        sums = torch.tensor([_total(samples.rows, self.recipe._tokenizer.pad_id) for samples in self.steps])
-        dist.all_reduce(padded)
-        dist.all_reduce(sums)
+        padded = sum(cut.num_padded_tokens for cut in cuts)
+        totals = [_total(samples.rows, self.recipe._tokenizer.pad_id) for samples in self.steps]
+        # Not by the training's group, which is NCCL's on a GPU and takes no tensors of the host.
+        ranks = self.recipe.consensus.from_all_ranks((padded, totals))
+        all_padded = sum(of_rank for of_rank, _ in ranks)
+        sums = torch.tensor([of_rank for _, of_rank in ranks]).sum(0)
         self.num_samples, self.num_tokens = sums.T.tolist()
-        self.padding = 1 - sum(self.num_tokens) / int(padded)
+        self.padding = 1 - sum(self.num_tokens) / all_padded
 
     def find_peak(self) -> None:
         """Train on some steps under a meter without a limit. A collective."""
