@@ -89,10 +89,10 @@ class Contestant:
     losses: list[float] = field(default_factory=list)
 
     @classmethod
-    def of(cls, name: str, recipe: Any) -> "Contestant":
+    def of(cls, name: str, recipe: Any, *, rounds: int = ROUNDS) -> "Contestant":
         """A contestant with a live recipe."""
         trainer = recipe.trainer
-        steps = list(itertools.islice(trainer.loader.steps(0), 1 + ROUNDS))
+        steps = list(itertools.islice(trainer.loader.steps(0), 1 + rounds))
         finish = workload_of(recipe, is_metered=False).train_step
         return cls(name, recipe, steps, finish, str(trainer.micro_batches.limit))
 

@@ -9,7 +9,14 @@ import torch
 
 from benchmarks.live import Watch
 from benchmarks.loop import OFF, ON, STOCK, STOCK_AGAIN, VARIANTS, Block, race
-from benchmarks.on_gpu.random_recipe import live_random_recipe, logged, random_config, start_group
+from benchmarks.on_gpu.random_recipe import (
+    apart,
+    apart_text,
+    live_random_recipe,
+    logged,
+    random_config,
+    start_group,
+)
 from benchmarks.on_gpu.stage import Section, Stage
 from benchmarks.tables import spread
 
@@ -30,9 +37,8 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
             ratios = [
                 ours.wall_ms / theirs.wall_ms for ours, theirs in zip(blocks[STOCK], blocks[variant], strict=True)
             ]
-            apart = max(abs(a - b) / abs(b) for a, b in zip(losses[variant], losses[STOCK], strict=True))
+            difference = apart(losses[variant], losses[STOCK])
             step_ms = median(block.wall_ms for block in blocks[variant])
-            losses_are = "the same" if apart == 0 else f"apart by {apart:.1e}"
             cells.append(
                 [
                     str(batch_size),
@@ -40,10 +46,10 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
                     f"{step_ms:.1f}",
                     f"{median(speeds):.0f}",
                     spread(ratios, digits=3),
-                    losses_are,
+                    apart_text(difference),
                 ]
             )
-            data.append({"rows": batch_size, "loop": variant, "step_ms": step_ms, "ratios": ratios, "apart": apart})
+            data.append({"rows": batch_size, "loop": variant, "step_ms": step_ms, "ratios": ratios, "apart": difference})
     text = [
         f"Config `{stage.lora}`, rows of {stage.seq_len} random tokens, one process without accumulation;"
         f" {_ROUNDS} rounds of {_STEPS} timed steps of each in turn. The stock recipe is torchtune's, but that here too"

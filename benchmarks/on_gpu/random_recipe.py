@@ -91,6 +91,17 @@ def logged(recipe: Any) -> list[dict[str, float]]:
     return recipe._metric_logger.steps if recipe._is_rank_zero else []
 
 
+def apart(ours: list[float], theirs: list[float]) -> float:
+    """How far the losses of two recipes are apart at most, relative to those of the second."""
+    pairs = zip(ours, theirs, strict=True)
+    return max(0.0 if one == other else abs(one - other) / (abs(other) or 1.0) for one, other in pairs)
+
+
+def apart_text(difference: float) -> str:
+    """A result of ``apart`` for a table."""
+    return "the same" if difference == 0 else f"apart by {difference:.1e}"
+
+
 def let_go(recipe: Any) -> None:
     """Free what a recipe holds, but for the process group, which the next one uses."""
     device = recipe._device
