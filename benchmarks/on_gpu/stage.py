@@ -35,7 +35,8 @@ class Stage:
         seq_len: tokens of a row.
         limits_bytes: the memory of the cards that this one imitates.
         lora, full: the configs that other parts train.
-        rank_model: the model for ranks that share the device; empty for the config's own.
+        rank_model: the model for ranks that share the device; empty for the config's own. Few weights and many
+            activations: weights pass through the host in every micro-step, and only activations fill the memory.
         deadline: when a part should end, by ``time.monotonic()``.
         directory: for all files that a part writes.
     """
@@ -107,15 +108,15 @@ def stage_for(directory: Path, *, seconds: float) -> Stage:
         full="llama3_2/1B_full",
         rank_model={
             "_component_": "torchtune.models.llama3_2.llama3_2",
-            "vocab_size": 32_000,
+            "vocab_size": 8192,
             "num_layers": 4,
-            "num_heads": 32,
-            "num_kv_heads": 8,
-            "embed_dim": 2048,
+            "num_heads": 8,
+            "num_kv_heads": 4,
+            "embed_dim": 512,
             "max_seq_len": 4096,
-            "intermediate_dim": 8192,
+            "intermediate_dim": 2048,
         },
-        rank_limit_bytes=15 * _GIB,
+        rank_limit_bytes=4 * _GIB,
         deadline=deadline,
         directory=directory,
     )
