@@ -53,14 +53,17 @@ def test_a_staged_reduction_that_is_no_sum_is_refused() -> None:
         StagedReduceScatter()(torch.empty(1), torch.empty(2), no_group, dist.ReduceOp.MAX)
 
 
-def test_rows_have_one_length_or_different_lengths_up_to_the_maximum() -> None:
+def test_rows_have_one_length_or_random_or_rising_lengths_up_to_the_maximum() -> None:
     tokenizer = PlainTokenizer(max_seq_len=64)
     alike = RandomRows(tokenizer, num_rows=50, vocab_size=1000)
-    differing = RandomRows(tokenizer, num_rows=50, vocab_size=1000, lengths_differ=True)
+    differing = RandomRows(tokenizer, num_rows=50, vocab_size=1000, lengths="random")
     assert {len(row["tokens"]) for row in alike} == {64}
     lengths = {len(row["tokens"]) for row in differing}
     assert max(lengths) == 64
     assert len(lengths) > 10
+    rising = [len(row["tokens"]) for row in RandomRows(tokenizer, num_rows=50, vocab_size=1000, lengths="rising")]
+    assert rising == sorted(rising)
+    assert (rising[0], rising[-1]) == (52, 64)
     assert alike[3] == RandomRows(tokenizer, num_rows=50, vocab_size=1000)[3] != alike[4]
 
 

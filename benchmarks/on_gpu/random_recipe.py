@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torchtune import training
 
 from benchmarks.live import Watch, kind_of, live_recipe
+from benchmarks.on_gpu.random_rows import Lengths
 from benchmarks.on_gpu.stage import Stage
 from tests.recipe_runs import RecordingLogger, adaptive_recipe, stock_recipe
 from torchtune_adaptive.memory.out_of_memory import free_memory
@@ -24,7 +25,7 @@ _SMALLEST_VOCABULARY = 1000  # of the models that are trained here
 
 
 def random_config(
-    stage: Stage, name: str, *, num_rows: int, lengths_differ: bool = False, **overrides: Any
+    stage: Stage, name: str, *, num_rows: int, lengths: Lengths = "equal", **overrides: Any
 ) -> DictConfig:
     """The config ``name`` over random rows on the stage's device; keys of ``overrides`` may be dotted with "__"."""
     cfg = load_config(name)
@@ -37,7 +38,7 @@ def random_config(
             "_component_": f"{rows}.RandomRows",
             "num_rows": num_rows,
             "vocab_size": _SMALLEST_VOCABULARY,
-            "lengths_differ": lengths_differ,
+            "lengths": lengths,
         },
         "metric_logger": {"_component_": f"{RecordingLogger.__module__}.{RecordingLogger.__name__}"},
         "log_peak_memory_stats": False,

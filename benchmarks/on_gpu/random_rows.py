@@ -1,10 +1,12 @@
 """Rows of random tokens: data that a config can name and that needs no hub."""
 
+import math
 import random
-from typing import Any
+from typing import Any, Literal
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
+SHORTEST_RISING = 0.8  # of the greatest length, where lengths rise
 _MEDIAN_FRACTION, _SPREAD = 0.25, 0.7  # of lengths that differ, as in data for instruction tuning
 
 
@@ -17,16 +19,25 @@ class PlainTokenizer:
         self.max_seq_len = max_seq_len
 
 
+Lengths = Literal["equal", "random", "rising"]
+
+
 class RandomRows:
-    """``num_rows`` samples: all of the tokenizer's greatest length, or of different lengths, one with the greatest."""
+    """``num_rows`` samples of lengths up to the tokenizer's greatest, which at least one has.
+
+    ``lengths`` are all equal, or random, or rise to the greatest.
+    """
 
     def __init__(
-        self, tokenizer: PlainTokenizer, *, num_rows: int, vocab_size: int, lengths_differ: bool = False
+        self, tokenizer: PlainTokenizer, *, num_rows: int, vocab_size: int, lengths: Lengths = "equal"
     ) -> None:
         self._vocab_size = vocab_size
         dice, longest = random.Random(0), tokenizer.max_seq_len
         self._lengths = [longest] * num_rows
-        if lengths_differ:
+        if lengths == "rising":
+            rise = (1 - SHORTEST_RISING) / max(1, num_rows - 1)
+            self._lengths = [math.ceil(longest * (1 - rise * place)) for place in reversed(range(num_rows))]
+        elif lengths == "random":
             drawn = (dice.lognormvariate(0.0, _SPREAD) * _MEDIAN_FRACTION * longest for _ in self._lengths)
             self._lengths = [min(longest, max(8, int(length))) for length in drawn]
             self._lengths[dice.randrange(num_rows)] = longest

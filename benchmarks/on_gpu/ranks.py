@@ -22,7 +22,7 @@ from torchtune_adaptive.testing import ballast
 BATCH_SIZE, EPOCHS, STEPS = 8, 2, 5  # rows per rank, steps per epoch
 FORWARD_STEP, BACKWARD_STEP = 2, 4  # of the first epoch, in which the tensor is made before that phase
 _ROOM = 0.75  # share of the activations that still fits: too little for all rows, enough for half of them
-_LITTLE_ROOM = 0.02  # the same, in backward
+_NO_ROOM = 0.0  # the same, in backward
 
 
 class Crowded(Observed):
@@ -44,7 +44,7 @@ class Crowded(Observed):
     def before_backward(self) -> None:
         if self._fills_before_backward:
             self._fills_before_backward = False
-            self._fill(_LITTLE_ROOM)
+            self._fill(_NO_ROOM)
 
     def after_epoch(self) -> None:
         self._tensor_in_the_way.close()
@@ -54,7 +54,9 @@ class Crowded(Observed):
         if self.is_cuda:
             torch.cuda.empty_cache()  # memory that the allocator caches would leave no room for the tensor
         meter = self.recipe.trainer.meter
-        num_bytes = max(meter.limit_bytes - self.live_bytes() - round(room * self._activations_bytes), 0)
+        # An allocator's limit is on what it has reserved, of which a little stays free in blocks that are in use.
+        used_bytes = torch.cuda.memory_reserved() if self.is_cuda else self.live_bytes()
+        num_bytes = max(meter.limit_bytes - used_bytes - round(room * self._activations_bytes), 0)
         self._tensor_in_the_way.enter_context(ballast(num_bytes, self.recipe.parts.device, meter=meter))
 
 

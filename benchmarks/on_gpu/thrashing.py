@@ -1,6 +1,6 @@
 """An allocator that must free its cache in every step: how slow that is, and that it is detected and stopped."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -9,23 +9,27 @@ import torch
 
 from benchmarks.on_gpu.observed import Observed
 from benchmarks.on_gpu.random_recipe import live_random_recipe, random_config, start_group
+from benchmarks.on_gpu.random_rows import SHORTEST_RISING
 from benchmarks.on_gpu.stage import Section, Stage
 from torchtune_adaptive.memory.allocator_retries import RetryWatch
 
-_ROWS, _STEPS = 8, 8  # rows of a micro-batch, steps of each phase
+_ROWS, _STEPS = 4, 8  # rows of a micro-batch, steps of each phase
 PHASES = ("enough memory", "too little, retries not watched", "too little, as it comes")
-_BETWEEN = 0.3  # where the limit lies, from the most that is allocated to the most that is reserved
+_LIMIT = 1.2  # times the most that is allocated
 HEADER = ["phase", "ms per step", "steps with retries", "micro-batch at the end", "OOMs"]
 
 
 def measure(stage: Stage) -> Iterator[list[Section]]:
     """Three phases of an epoch each."""
     start_group(stage)
+    seq_len = stage.seq_len // 2  # so that most devices have enough memory in the first phase
     cfg = random_config(
         stage,
         stage.lora,
         num_rows=_ROWS * _STEPS,
-        lengths_differ=True,
+        lengths="rising",
+        shuffle=False,
+        tokenizer__max_seq_len=seq_len,
         batch_size=_ROWS,
         epochs=len(PHASES),
         adaptive={"memory_limit": stage.limits_bytes[-1]},
@@ -41,14 +45,19 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
         cells.append([phase, f"{step_ms:.0f}", str(retries), seen.limits[index], str(seen.ooms[index])])
     events = [entry["reason"] for entry in recipe.trainer.record.history if "step" in entry]
     text = [
-        f"Config `{stage.lora}`, {_ROWS} rows of up to {stage.seq_len} random tokens, {_STEPS} steps a phase. From the"
-        f" second phase on the limit lies {_BETWEEN:.0%} of the way from the most that was allocated in the first to"
-        " the most that was reserved, so that the allocator finds room only by freeing its cache. In the second"
-        " phase the watch for that is off.",
+        f"Config `{stage.lora}`, {_ROWS} rows, {_STEPS} steps a phase. In each phase rows grow from"
+        f" {SHORTEST_RISING * seq_len:.0f} to {seq_len} random tokens, so that no cached block is large enough for the next step. From the second phase"
+        f" on the limit is {_LIMIT} times the most that was allocated in the first, so that the allocator finds room"
+        " only by freeing its cache. In the second phase the package does not act on that.",
         *(f"{event}." for event in events),
     ]
     data = [{"seconds": seen.seconds, "retries": seen.retries, "events": events}]
     yield [Section(title="Thrashing", header=HEADER, rows=cells, text=text, data=data)]
+
+
+def _notices_nothing(is_thrashing: Callable[[RetryWatch], bool]) -> Callable[[RetryWatch], bool]:
+    """``is_thrashing``, but its answer is False."""
+    return lambda watch: is_thrashing(watch) and False
 
 
 class Watched(Observed):
@@ -59,8 +68,8 @@ class Watched(Observed):
         self.retries: list[int] = []
         self.limits: list[str] = []
         self.ooms: list[int] = []
-        self._allocated_bytes = self._reserved_bytes = 0
-        self._no_watch = mock.patch.object(RetryWatch, "is_thrashing", return_value=False)
+        self._allocated_bytes = 0
+        self._no_watch = mock.patch.object(RetryWatch, "is_thrashing", _notices_nothing(RetryWatch.is_thrashing))
 
     def begin(self, recipe: Any) -> None:
         super().begin(recipe)
@@ -70,7 +79,6 @@ class Watched(Observed):
         super().note_peak()
         if self.is_cuda:
             self._allocated_bytes = max(self._allocated_bytes, self.peak_bytes)
-            self._reserved_bytes = max(self._reserved_bytes, torch.cuda.max_memory_reserved())
 
     def step(self) -> None:
         super().step()
@@ -82,6 +90,8 @@ class Watched(Observed):
         trainer = self.recipe.trainer
         self.limits.append(str(trainer.micro_batches.limit))
         self.ooms.append(trainer.retry.retries - sum(self.ooms))
+        if self.is_cuda:
+            torch.cuda.empty_cache()  # so that all phases begin alike
         if len(self.limits) == 1:
             self._tighten()
             self._no_watch.start()
@@ -93,6 +103,4 @@ class Watched(Observed):
         if not self.is_cuda:  # the CPU's meter simulates a cache
             meter.cache_limit_bytes = int(0.8 * self.peak_bytes)
             return
-        above_bytes = int(_BETWEEN * (self._reserved_bytes - self._allocated_bytes))
-        meter.set_limit(self._allocated_bytes + above_bytes)
-        torch.cuda.empty_cache()
+        meter.set_limit(int(_LIMIT * self._allocated_bytes))

@@ -52,7 +52,7 @@ def _trained(stage: Stage, name: str) -> tuple[Contestant, int, int]:
     settings = {"global_batch_size": _SAMPLES_PER_STEP, "power_of_two": False} | tokens | limit
     num_rows = (2 + _ROUNDS) * _SAMPLES_PER_STEP
     keys = {"epochs": 1, "use_maximum_batch_size": name == ROWS, "adaptive": settings}
-    cfg = random_config(stage, stage.lora, num_rows=num_rows, lengths_differ=True, **keys)
+    cfg = random_config(stage, stage.lora, num_rows=num_rows, lengths="random", **keys)
     recipe = live_random_recipe(cfg)
     one, trainer = Contestant.of(name, recipe, rounds=_ROUNDS), recipe.trainer
     one.count()
