@@ -49,7 +49,9 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
                     apart_text(difference),
                 ]
             )
-            data.append({"rows": batch_size, "loop": variant, "step_ms": step_ms, "ratios": ratios, "apart": difference})
+            data.append(
+                {"rows": batch_size, "loop": variant, "step_ms": step_ms, "ratios": ratios, "apart": difference}
+            )
     text = [
         f"Config `{stage.lora}`, rows of {stage.seq_len} random tokens, one process without accumulation;"
         f" {_ROUNDS} rounds of {_STEPS} timed steps of each in turn. The stock recipe is torchtune's, but that here too"

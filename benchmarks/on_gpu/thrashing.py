@@ -46,9 +46,10 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     events = [entry["reason"] for entry in recipe.trainer.record.history if "step" in entry]
     text = [
         f"Config `{stage.lora}`, {_ROWS} rows, {_STEPS} steps a phase. In each phase rows grow from"
-        f" {SHORTEST_RISING * seq_len:.0f} to {seq_len} random tokens, so that no cached block is large enough for the next step. From the second phase"
-        f" on the limit is {_LIMIT} times the most that was allocated in the first, so that the allocator finds room"
-        " only by freeing its cache. In the second phase the package does not act on that.",
+        f" {SHORTEST_RISING * seq_len:.0f} to {seq_len} random tokens, so that few cached blocks are large enough for"
+        f" the next step. From the second phase on the limit is {_LIMIT} times the most that was allocated in the"
+        " first, so that the allocator finds room only by freeing its cache. In the second phase the package does not"
+        " act on that.",
         *(f"{event}." for event in events),
     ]
     data = [{"seconds": seen.seconds, "retries": seen.retries, "events": events}]
