@@ -16,6 +16,7 @@ from torch import nn
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError, NothingFitsError
 from torchtune_adaptive.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.memory.devices import meter_for
 from torchtune_adaptive.search.find import first_that_fits, search
 from torchtune_adaptive.search.strategies import (
     Fits,
@@ -391,3 +392,49 @@ def test_without_a_limit_the_free_memory_of_the_device_bounds_a_try() -> None:
     settings = AdaptiveSettings(margin=0.25)
     assert first_that_fits(device.workload, lambda rows: rows, [12, 10, 9, 1], settings=settings) == 9
     assert device.meter.figures == (None, False)
+
+
+class Stepped:
+    """A model with AdamW whose steps record whether the optimizer had its state before, and change it."""
+
+    def __init__(self, *, limit_bytes: int, state_comes_first: bool = True) -> None:
+        self.had_state: list[bool] = []
+        self.limit_bytes = limit_bytes
+        self.optimizer = torch.optim.AdamW(nn.Linear(100, 100, bias=False).parameters(), lr=0.1)
+        (self._weight,) = self.optimizer.param_groups[0]["params"]
+        model = nn.ParameterList([self._weight])
+        self.workload = Workload(
+            train_step=self._train_step,
+            model=model,
+            optimizers=[self.optimizer],
+            device=torch.device("cpu"),
+            meter=meter_for(torch.device("cpu"), model, [self.optimizer]),
+            consensus=Consensus(),
+            state_comes_first=state_comes_first,
+        )
+
+    def search(self) -> SearchResult:
+        options = AdaptiveSettings(memory_limit_bytes=self.limit_bytes, margin=0.0)
+        return search(self.workload, lambda rows: rows, settings=options, start=1, bound=4)
+
+    def _train_step(self, rows: int) -> None:
+        self.had_state.append(bool(self.optimizer.state))
+        self._weight.grad = torch.ones(rows, *self._weight.shape).sum(0)
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("state_comes_first", [True, False])
+def test_the_optimizers_state_is_created_before_the_first_step_as_in_training(state_comes_first: bool) -> None:
+    stepped = Stepped(limit_bytes=10_000_000, state_comes_first=state_comes_first)
+    assert stepped.search().exact_batch_size == 4
+    assert stepped.had_state[0] == state_comes_first
+    assert all(stepped.had_state[1:])
+    assert not stepped.optimizer.state
+
+
+def test_optimizer_state_that_does_not_fit_is_removed_and_nothing_fits() -> None:
+    stepped = Stepped(limit_bytes=100_000)  # enough for parameters and gradients
+    with pytest.raises(NothingFitsError):
+        stepped.search()
+    assert stepped.had_state == [False, False]  # two rows, then one
+    assert not stepped.optimizer.state

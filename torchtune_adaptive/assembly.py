@@ -157,6 +157,7 @@ class _Assembly:
             meter=self._meter,
             consensus=consensus,
             forget=parts.forget,
+            state_comes_first=settings.oom_recovery and not parts.why_unrecoverable,
         )
         self._loader = _make_loader(parts, settings.global_batch_size)
 

@@ -77,6 +77,9 @@ def _search(
     with meter.exactly(), progress, workload.kept_as_it_is() as restore_optimizers:
         if settings.memory_limit_bytes is not None:
             meter.set_limit(usable_bytes(settings.memory_limit_bytes, settings.margin))
+        if not workload.create_states(meter):
+            restore_optimizers()
+        workload.clean_up()
         warm = prober.warm_up(bound, after_failure=restore_optimizers)
         # Context, communicators and optimizer state are allocated now, so that the remaining memory is known.
         limit_bytes = workload.consensus.min_over_ranks(_limit_meter(meter, settings))

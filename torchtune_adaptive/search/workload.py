@@ -11,9 +11,11 @@ from torch import nn
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.fsdp_state import reset_after_failure
 from torchtune_adaptive.distributed.snapshot import restore_on_exit
+from torchtune_adaptive.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.memory.devices import meter_for
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.memory.out_of_memory import free_memory, only_new_garbage
+from torchtune_adaptive.recovery.optimizer_state import allocate_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,7 @@ class Workload:
         meter: the device's meter; None if only a search needs one.
         consensus: the agreement between the ranks that run the step together.
         forget: frees memory that a failed step holds outside of the model.
+        state_comes_first: whether training creates the optimizers' state before its first step.
     """
 
     train_step: Callable[[Any], object]
@@ -37,6 +40,7 @@ class Workload:
     meter: MemoryMeter | None
     consensus: Consensus
     forget: Callable[[], object] = lambda: None
+    state_comes_first: bool = False
 
     def meter_for_probes(self) -> MemoryMeter:
         """The meter; a new one if there is none."""
@@ -51,6 +55,20 @@ class Workload:
         with restore_on_exit(self.model, self.optimizers) as restore_optimizers, only_new_garbage():
             free_memory(self.device)  # free the allocator's cache after loading the model
             yield restore_optimizers
+
+    def create_states(self, meter: MemoryMeter) -> bool:
+        """Create the optimizers' state, if training does so before its first step. A collective.
+
+        Returns whether it fits; otherwise a part of it may be left. A step would create it between blocks of its own,
+        which the allocator then cannot free: probes would have less memory than training.
+        """
+
+        def create() -> None:
+            with meter:
+                for optimizer in self.optimizers:
+                    allocate_state(optimizer)
+
+        return not self.state_comes_first or run_with_votes(create, self.consensus) is Outcome.DONE
 
     def clean_up(self) -> None:
         """Drop gradients and everything else that a step has left, whether it failed or not."""
