@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchtune_adaptive.memory import out_of_memory
 from torchtune_adaptive.memory.out_of_memory import (
     comes_from_out_of_memory,
     errors_behind,
@@ -24,6 +26,7 @@ CPU = torch.device("cpu")
 # As the backends print them, with the surrounding text.
 OUT_OF_MEMORY_TEXTS = (
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB",
+    'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/CUDACachingAllocator.cpp":1407',
     "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
@@ -41,6 +44,7 @@ OTHER_TEXTS = (
     "CUDA error: an illegal memory access was encountered",
     "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx(handle)`",
     "cuDNN error: CUDNN_STATUS_BAD_PARAM",
+    'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/PeerToPeerAccess.cpp":30',
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer",
     "Trying to backward through the graph a second time",
@@ -277,6 +281,17 @@ def test_objects_frozen_by_other_code_stay_frozen() -> None:
 def is_frozen(value: object) -> bool:
     """This looks for the object itself, because the number of frozen objects may change at any time."""
     return not any(one is value for one in gc.get_objects())
+
+
+def test_a_cache_is_emptied_only_after_the_device_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With expandable segments, the allocator itself waits for one stream only."""
+    calls: list[str] = []
+    module = SimpleNamespace(
+        synchronize=lambda device: calls.append(f"waited for {device}"), empty_cache=lambda: calls.append("emptied")
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    out_of_memory._collect(torch.device("cuda", 1))
+    assert calls == ["waited for cuda:1", "emptied"]
 
 
 def test_freeing_leaves_the_random_generator_alone() -> None:

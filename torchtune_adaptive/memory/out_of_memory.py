@@ -33,15 +33,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return (
-        isinstance(error, RuntimeError) and not _is_of_collective(error) and any(text in str(error) for text in _TEXTS)
-    )
+    return isinstance(error, RuntimeError) and not _is_of_collective(error) and _says_out_of_memory(str(error))
 
 
 def is_out_of_memory_in_collective(error: BaseException) -> bool:
     """Return whether the collective library ran out of memory. The collective may or may not have been issued."""
-    texts = (*_TEXTS, "out of memory")  # NCCL: "Cuda failure 2 'out of memory'"
-    return any(_is_of_collective(one) and any(text in str(one) for text in texts) for one in errors_behind(error))
+    texts = [str(one) for one in errors_behind(error) if _is_of_collective(one)]
+    return any("out of memory" in text or _says_out_of_memory(text) for text in texts)  # as in NCCL's "Cuda failure 2"
 
 
 def comes_from_out_of_memory(error: BaseException) -> bool:
@@ -59,6 +57,13 @@ def errors_behind(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__context__
+
+
+def _says_out_of_memory(message: str) -> bool:
+    # For its message CUDA's allocator asks NVML for the processes on the GPU. Where NVML does not answer, as on a MIG
+    # slice in a container, it raises another error instead (github.com/pytorch/pytorch/issues/197312).
+    lacks_processes = "NVML_SUCCESS" in message and "CUDACachingAllocator" in message
+    return lacks_processes or any(text in message for text in _TEXTS)
 
 
 def _is_of_collective(error: BaseException) -> bool:
@@ -98,4 +103,6 @@ def only_new_garbage() -> Iterator[None]:
 def _collect(device: torch.device) -> None:
     gc.collect()
     if device.type != "cpu":
+        # Expandable segments are unmapped after waiting for one stream only, but FSDP2 uses others too.
+        torch.get_device_module(device).synchronize(device)
         torch.get_device_module(device).empty_cache()
