@@ -189,6 +189,14 @@ def test_a_limit_above_the_card_asks_for_all_of_it(cuda: FakeCuda, meter: CudaMe
         assert cuda.fraction == 1.0
 
 
+def test_a_fraction_above_one_is_none_at_all(cuda: FakeCuda, meter: CudaMeter) -> None:
+    cuda.fraction = 214748364.8  # of the backend cudaMallocAsync without a limit
+    meter.set_limit(25_000)
+    with meter:
+        assert cuda.fraction == 0.25
+    assert cuda.fraction == 1.0
+
+
 def test_a_limit_never_raises_the_fraction_set_by_the_user(cuda: FakeCuda, meter: CudaMeter) -> None:
     cuda.fraction = 0.5
     meter.set_limit(90_000)

@@ -58,7 +58,8 @@ class CudaMeter(MemoryMeter):
 
     def __enter__(self) -> "CudaMeter":
         if self._limit_bytes is not None:
-            self._fraction_before = torch.cuda.get_per_process_memory_fraction(self._device)
+            # Without a limit, the backend cudaMallocAsync returns far more than 1, which the setter refuses.
+            self._fraction_before = min(1.0, torch.cuda.get_per_process_memory_fraction(self._device))
             fraction = min(self._fraction_before, self._limit_bytes / self._total_bytes)
             torch.cuda.set_per_process_memory_fraction(fraction, self._device)
         if self._recording is not None:

@@ -1,5 +1,6 @@
 """Make the meter for a device, and check a memory limit against the device."""
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,8 @@ from torchtune_adaptive.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.memory.cuda_meter import CudaMeter
 from torchtune_adaptive.memory.meter import MemoryMeter, device_memory_bytes
 from torchtune_adaptive.text import format_bytes
+
+_NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # of torch, for debugging
 
 
 def meter_for(
@@ -50,9 +53,15 @@ def check_limit(limit_bytes: int | None, device: torch.device) -> None:
     """Check that ``device`` can have a memory limit of ``limit_bytes``.
 
     Raises:
-        InputError: the limit is None on the CPU, or above the memory of the device.
+        InputError: the limit is None on the CPU, or above the memory of the device, or CUDA's allocator is turned off.
     """
     device_bytes = device_memory_bytes(device)
+    uncached = os.environ.get(_NO_CACHING)
+    if device.type == "cuda" and uncached is not None:
+        raise InputError(
+            f"`{_NO_CACHING}` must not be set if memory is limited, which CUDA's caching allocator does,"
+            f" but is {uncached!r}."
+        )
     if limit_bytes is None and device.type == "cpu":
         raise InputError("`memory_limit` must be given for a search on the CPU, for example 512MiB, but is None.")
     if limit_bytes is not None and limit_bytes > device_bytes:
