@@ -320,14 +320,19 @@ def test_with_optimizers_in_backward_a_resumed_batch_that_no_longer_fits_is_refu
     first = Recipe(directory)
     first.parts = replace(first.parts, epochs=range(1))
     assert train(first, **SEARCH)[-1]["batch_size"] == 4
-    resumed = Recipe(directory, epochs=range(1, 2))
-    resumed.resume_after(first.states[0])
-    wrapper = create_optim_in_bwd_wrapper(resumed.model, {one: AdamW([one]) for one in resumed.model.parameters()})
-    stepping = OptimizerInBackward(resumed.model, wrapper, ranks=1, normalizes=True)
-    resumed.parts = replace(resumed.parts, stepping=stepping, scheduler=None, why_unrecoverable="steps in backward")
-    resumed.trainer(**SEARCH)
+
+    def resume(**settings: Any) -> None:
+        resumed = Recipe(directory, epochs=range(1, 2))
+        resumed.resume_after(first.states[0])
+        wrapper = create_optim_in_bwd_wrapper(resumed.model, {one: AdamW([one]) for one in resumed.model.parameters()})
+        stepping = OptimizerInBackward(resumed.model, wrapper, ranks=1, normalizes=True)
+        why = "steps in backward"
+        resumed.parts = replace(resumed.parts, stepping=stepping, scheduler=None, why_unrecoverable=why)
+        resumed.trainer(**SEARCH | settings)
+
+    resume()
     with pytest.raises(InputError, match="to resume with a batch of 4 rows, of which 2 fit now, but is True instead"):
-        resumed.trainer(**SEARCH | {"memory_limit_bytes": 14_000})
+        resume(memory_limit_bytes=14_000)
 
 
 def test_a_global_batch_is_cut_into_micro_batches(tmp_path: Path) -> None:

@@ -103,6 +103,8 @@ class Toy:
         meter: CpuMeter | None = None,
         consensus: Consensus | None = None,
         fitting: int = 0,
+        momentum: float = 0.0,
+        starts_small: bool = False,
     ) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(2, 1)
@@ -111,7 +113,8 @@ class Toy:
         self.numbers: list[int] = []
         self.notes: list[str] = []
         phases = Phases([self.model], meter)
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=momentum)
+        self.optimizers = [optimizer]
         self.step = TrainStep(
             self._objective,
             OptimizerStep(self.model, [optimizer], ranks=1, max_grad_norm=None),
@@ -131,7 +134,13 @@ class Toy:
             consensus=consensus or Consensus(),
         )
         self.retry = OomRetry(
-            self.step, self.micro_batches, workload, phases=phases, rehearsed_rows=2, first_that_fits=self.tries
+            self.step,
+            self.micro_batches,
+            workload,
+            phases=phases,
+            rehearsed_rows=2,
+            first_that_fits=self.tries,
+            starts_small=starts_small,
         )
         if recovers:
             self.retry.prepare(lambda most: [ROWS[:1], ROWS[:most]])
@@ -170,7 +179,7 @@ class Toy:
 
     def train(self, rows: list[Row] = ROWS, *, number: int = 7) -> list[torch.Tensor]:
         """One optimizer step; the parameters after it."""
-        self.step.finish(self.sums(rows, number=number))
+        self.retry.finish(self.sums(rows, number=number), number=number)
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
@@ -323,6 +332,34 @@ def test_without_recovery_steps_are_the_same_and_their_padding_is_counted() -> N
     assert (toy.retry.recovers, recovering.retry.recovers) == (False, True)
     assert same_bits(toy.train(), recovering.train())
     assert toy.micro_batches.take_padding() == recovering.micro_batches.take_padding() == pytest.approx(1 - 14 / 24)
+
+
+# ---- the first step
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+@pytest.mark.parametrize(("limit", "sizes"), [(RowLimit(4), [2, 2, 2, 2]), (TokenLimit(12), [1] * 8)])
+def test_a_first_step_that_creates_the_state_has_small_micro_batches(
+    limit: MicroBatchLimit, sizes: list[int], recovers: bool
+) -> None:
+    toy, whole = (Toy(limit, recovers=recovers, momentum=0.9, starts_small=small) for small in (True, False))
+    first, expected = toy.train(), whole.train()
+    assert toy.cuts == sizes
+    assert toy.micro_batches.limit == limit
+    assert all(torch.allclose(one, other) for one, other in zip(first, expected, strict=True))
+    toy.cuts.clear()
+    whole.cuts.clear()
+    toy.train()
+    whole.train()
+    assert toy.cuts == whole.cuts
+
+
+def test_a_step_whose_optimizer_has_its_state_does_not_start_small() -> None:
+    toy = Toy(RowLimit(4), momentum=0.9, starts_small=True)
+    (optimizer,) = toy.optimizers
+    optimizer.state[next(toy.model.parameters())] = {"momentum_buffer": torch.zeros(1, 2)}
+    toy.train()
+    assert toy.cuts == [4, 4]
 
 
 # ---- numbers of micro-steps

@@ -157,7 +157,7 @@ class _Assembly:
             meter=self._meter,
             consensus=consensus,
             forget=parts.forget,
-            state_comes_first=settings.oom_recovery and not parts.why_unrecoverable,
+            state_comes_first=True,
         )
         self._loader = _make_loader(parts, settings.global_batch_size)
 
@@ -251,7 +251,7 @@ class _Assembly:
             )
 
     def _make_retry(self, sizes: Sizes) -> OomRetry:
-        loader, row_format = self._loader, self._parts.row_format
+        parts, loader, row_format = self._parts, self._loader, self._parts.row_format
         micro_batches = MicroBatcher(
             sizes.limit(loader.rows_per_micro_step),
             row_format,
@@ -265,9 +265,11 @@ class _Assembly:
             phases=self._phases,
             rehearsed_rows=loader.data_loader.batch_size or 1,
             first_that_fits=partial(first_that_fits, self._workload, settings=self._settings),
+            # Without a search, training stays equal to torchtune's bit for bit. Only CUDA's allocator caches memory.
+            starts_small=sizes.result is not None and parts.stepping.accumulates and parts.device.type == "cuda",
         )
         if self._settings.oom_recovery:
-            retry.prepare(partial(row_format.small_batches, loader.dataset), why_not=self._parts.why_unrecoverable)
+            retry.prepare(partial(row_format.small_batches, loader.dataset), why_not=parts.why_unrecoverable)
         else:
             retry.disable()
         return retry

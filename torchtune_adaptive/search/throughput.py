@@ -23,12 +23,15 @@ def tokens_per_second(
 ) -> dict[int, float]:
     """Tokens per second of each of ``sizes``, which must fit: ``num_tokens(size)`` divided by the median step time.
 
-    Steps of the sizes alternate. Unlike in probes, there is no meter and no vote, because both cost time. A warm-up
-    round is not counted, in which kernels are selected and the optimizer's state is created. Restores all state. A
-    collective; all ranks get rank 0's figures.
+    Steps of the sizes alternate. Unlike in probes, there is no meter and no vote, because both cost time. A step of the
+    smallest size, which creates the optimizer's state, and a round, in which kernels are selected, are not counted.
+    Restores all state. A collective; all ranks get rank 0's figures.
     """
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
     with workload.kept_as_it_is():
+        # The state must not lie within memory that is cached for the activations of a large step: see `OomRetry`.
+        workload.train_step(make_batch(min(sizes)))
+        workload.clean_up()
         rounds = Bar(range(1 + _ROUNDS), desc="timing batch sizes", disable=workload.consensus.rank != 0)
         for round_number in rounds:
             for size in sizes:

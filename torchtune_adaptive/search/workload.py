@@ -30,7 +30,7 @@ class Workload:
         meter: the device's meter; None if only a search needs one.
         consensus: the agreement between the ranks that run the step together.
         forget: frees memory that a failed step holds outside of the model.
-        state_comes_first: whether training creates the optimizers' state before its first step.
+        state_comes_first: whether training creates the state of Adam and AdamW before its first step.
     """
 
     train_step: Callable[[Any], object]

@@ -11,10 +11,15 @@ from torchtune_adaptive.batch.loader import StepSamples
 from torchtune_adaptive.batch.micro_batches import Cut, MicroBatcher
 from torchtune_adaptive.batch.row_format import Row
 from torchtune_adaptive.errors import CannotRecoverError
-from torchtune_adaptive.memory.out_of_memory import comes_from_out_of_memory, is_out_of_memory_in_collective
+from torchtune_adaptive.memory.out_of_memory import (
+    comes_from_out_of_memory,
+    free_memory,
+    is_out_of_memory_in_collective,
+)
 from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.recovery.attempts import MemoryPressure
 from torchtune_adaptive.recovery.events import MemoryEvent
+from torchtune_adaptive.recovery.rehearsal import Rehearsal
 from torchtune_adaptive.recovery.step import RecoverableStep
 from torchtune_adaptive.recovery.watch import PressureWatch
 from torchtune_adaptive.search.sizes import MicroBatches, probe_batch
@@ -23,6 +28,8 @@ from torchtune_adaptive.training.step_figures import StepFigures, StepSums
 from torchtune_adaptive.training.train_step import TrainStep
 
 log = utils.get_logger("DEBUG")
+
+_FEWEST = {"rows": 2, "tokens": 1}  # with a limit of one token, every row is a micro-batch of its own
 
 Run = Callable[[], StepSums]
 FirstThatFits = Callable[[Callable[[int], MicroBatches], Iterable[int]], int | None]
@@ -102,6 +109,9 @@ class OomRetry:
         workload: the models and optimizers on the device.
         rehearsed_rows: rows of a micro-batch in the dry run, if they fit.
         first_that_fits: tries micro-batches by whole train steps during training, and restores all state.
+        starts_small: take the first step in small micro-batches, if it creates the optimizers' state. Otherwise the
+            state lies within memory that an allocator has cached for the activations of a large one. It then cannot be
+            freed as a whole, so that later steps find less memory than a search did.
     """
 
     def __init__(
@@ -113,8 +123,11 @@ class OomRetry:
         phases: Phases,
         rehearsed_rows: int,
         first_that_fits: FirstThatFits,
+        starts_small: bool = False,
     ) -> None:
         self._step = step
+        self._workload = workload
+        self._starts_small = starts_small
         self._micro_batches = micro_batches
         self._cutter = _Cutter(micro_batches, rehearsed_rows)
         self._phases = phases
@@ -171,8 +184,16 @@ class OomRetry:
             utils.log_rank_zero(log, str(error))
 
     def disable(self) -> None:
-        """Let an out-of-memory error end the run."""
+        """Let an out-of-memory error end the run. A collective.
+
+        Raises:
+            NothingFitsError: the optimizers' state does not fit.
+        """
+        workload = self._workload
         self._recoverable.disable()
+        rehearsal = Rehearsal(workload.model, workload.optimizers, workload.device, self._watch, workload.forget)
+        rehearsal.allocate_states()
+        free_memory(workload.device)
 
     def wrap_micro_steps(self, around: Callable[[int, Run], StepSums] | None) -> None:
         """Run every micro-step through ``around(number, run)``, to inject faults. None: run it directly.
@@ -191,9 +212,23 @@ class OomRetry:
             NothingFitsError: a single row does not fit. Raised on every rank, with the same message.
         """
         self._note = note
-        sums = self._recoverable(_Window(samples, measured and samples.most_rows > 1), number=number)
+        window = _Window(samples, measured and samples.most_rows > 1)
+        if self._starts_small and not any(optimizer.state for optimizer in self._workload.optimizers):
+            sums = self._run_small(window, number=number)
+        else:
+            sums = self._recoverable(window, number=number)
         self._cutter.count_padding()
         return sums
+
+    def _run_small(self, window: _Window, *, number: int) -> StepSums:
+        """As ``run``, in the smallest micro-batches that a search tries. The cache is then free for optimizer state."""
+        before = self._micro_batches.limit.size
+        self._micro_batches.resize(min(before, _FEWEST[self._micro_batches.limit.unit]))
+        try:
+            return self._recoverable(window, number=number)
+        finally:
+            self._micro_batches.resize(before)
+            free_memory(self._workload.device)
 
     def finish(self, sums: StepSums, *, number: int) -> StepFigures:
         """Finish optimizer step ``number`` with the sums of its micro-steps. A collective.
@@ -202,7 +237,7 @@ class OomRetry:
             RuntimeError: out of memory after all ranks had agreed that the micro-steps succeeded.
         """
         try:
-            return self._step.finish(sums)
+            figures = self._step.finish(sums)
         except Exception as error:
             if not comes_from_out_of_memory(error) and not is_out_of_memory_in_collective(error):
                 raise
@@ -211,6 +246,10 @@ class OomRetry:
                 " may be half updated: the run must end, and may resume from its last checkpoint;"
                 " an 8-bit optimizer, LoRA or more ranks would need less"
             ) from error
+        if self._starts_small:
+            self._starts_small = False
+            free_memory(self._workload.device)
+        return figures
 
     def try_larger(self, row: Row, rows_per_step: int) -> tuple[int, int] | None:
         """If the micro-batch was reduced, try larger ones of ``row``. Returns the sizes before and after. A collective.
