@@ -183,10 +183,10 @@ def _child(
             connection.send_bytes(pickle.dumps((True, None)))
             connection.recv_bytes()
             if store is not None:
-                os.environ["LOCAL_RANK"] = str(rank)
+                backends = "gloo"
                 if DEVICE == "cuda":
+                    os.environ["LOCAL_RANK"], backends = str(rank), "cuda:nccl,cpu:gloo"
                     torch.cuda.set_device(rank)
-                backends = "cuda:nccl,cpu:gloo" if DEVICE == "cuda" else "gloo"
                 dist.init_process_group(
                     backends, init_method=store, rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT
                 )

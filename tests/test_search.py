@@ -372,6 +372,39 @@ def test_the_forecast_is_kept_for_the_sizes_tried_and_the_one_above_the_largest_
     assert device.search(memory_limit_bytes=13_250, strategy="binary_search").forecast == ()
 
 
+# ---- an allocator that reserves more than is allocated
+
+
+class Reserving(SmallCard):
+    """A card whose allocator reserves ``reserved(allocated bytes)``; its limit is on what is reserved."""
+
+    def __init__(self, reserved: Callable[[int], int]) -> None:
+        super().__init__()
+        self._reserved = reserved
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._reserved(super().peak_bytes)
+
+
+@pytest.mark.parametrize("rows", [9, 24, 100])
+@pytest.mark.parametrize(
+    "reserved",
+    [
+        pytest.param(lambda allocated: allocated + allocated // 20, id="in proportion"),
+        pytest.param(lambda allocated: allocated + 700, id="always the same"),
+        pytest.param(lambda allocated: -(-allocated // 300) * 300, id="in segments"),
+    ],
+)
+def test_a_forecast_allows_for_what_is_reserved(rows: int, reserved: Callable[[int], int]) -> None:
+    limit_bytes = reserved(ROW_BYTES * rows)
+    largest = max(size for size in range(200) if reserved(ROW_BYTES * size) <= limit_bytes)
+    found = Rows(Reserving(reserved)).search(memory_limit_bytes=limit_bytes, bound=200)
+    assert found.exact_batch_size == largest
+    assert [probe.batch_size for probe in found.probes if not probe.fits] in ([], [largest + 1])
+    assert len(found.probes) <= 5
+
+
 # ---- in the middle of training
 
 

@@ -79,9 +79,9 @@ class Prober:
     def largest_forecast(self) -> int | None:
         """Forecast the largest batch size that fits on every rank, from the probes so far. A collective.
 
-        None if a forecast is not possible. The growth of memory comes from the lines of the operations. The largest
-        probe that fitted gives the difference between the forecast and the allocator's real peak. The next size is
-        tried too if that difference grows, or if the system limits the process: its limit counts more than tensors.
+        None if a forecast is not possible. The growth of memory comes from the lines of the operations. Probes that
+        fitted tell how much more than that the allocator takes. The next size is tried too if this neither stays nor
+        grows in proportion, or if the system limits the process: its limit counts more than tensors.
         """
         if self._consensus.any_rank(self._must_trace_again()):
             self._has_traced_again = True
@@ -154,10 +154,18 @@ class Prober:
             for probe in self.probes
             if probe.fits
         }
-        tried = max(missed_bytes)
+        tried, small = max(missed_bytes), SMALL_BATCH_SIZES[-1]
         limit_bytes = min(self._meter.limit_bytes, self._process_limit_bytes())
-        largest = forecast.largest_batch_size(limit_bytes - missed_bytes[tried])
-        drift_bytes = abs(missed_bytes[tried] - missed_bytes[SMALL_BATCH_SIZES[-1]])
+        # What the allocator takes beyond the forecast: in proportion to it by the small steps alone, then by a line.
+        tried_bytes, small_bytes = forecast.peak_bytes(tried), forecast.peak_bytes(small)
+        if tried_bytes > small_bytes:
+            slope = (missed_bytes[tried] - missed_bytes[small]) / (tried_bytes - small_bytes)
+        else:
+            slope = missed_bytes[tried] / tried_bytes
+        slope = max(slope, 0.0)
+        largest = forecast.largest_batch_size((limit_bytes - missed_bytes[tried] + slope * tried_bytes) / (1 + slope))
+        expected = (missed_bytes[small] * growth for growth in (1, tried_bytes / small_bytes))
+        drift_bytes = min(abs(missed_bytes[tried] - one) for one in expected)
         row_bytes = forecast.peak_bytes(tried + 1) - forecast.peak_bytes(tried)
         if largest is not None and (drift_bytes > row_bytes / 2 or self._process_is_limited):
             return max(largest, tried + 1)
