@@ -5,7 +5,7 @@ SIMULATED_STAMP := .venv-simulated-gpu/stamp
 SIMULATED_TORCH := 2.13.0
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
-.PHONY: test demo docs reference pictures bench gpu plans starts configs config-plans exhaustive format clean
+.PHONY: test demo docs reference pictures bench gpu simulated-gpu plans starts configs config-plans exhaustive format clean
 
 test: $(STAMP)
 	$(IN_VENV) scripts/check
@@ -89,6 +89,11 @@ $(PEERS_STAMP): pyproject.toml benchmarks/peers.txt
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install 'torch>=2.9,<2.14' -e . -r benchmarks/peers.txt
 	touch $@
+
+# Tests and the parts of `make gpu`, as far as they can run without a GPU.
+simulated-gpu: $(SIMULATED_STAMP)
+	PATH="$(CURDIR)/.venv-simulated-gpu/bin:$$PATH" scripts/test-simulated-gpu
+	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.gpu
 
 # torch as it is for CUDA, with stand-ins for CUDA itself: see tests/simulated_gpu/README.md.
 $(SIMULATED_STAMP): pyproject.toml $(wildcard tests/simulated_gpu/*)

@@ -165,6 +165,14 @@ def _collect(ranks: list[_Rank], *, timeout_s: float, task: str) -> list[Any]:
     return [values[rank.rank] for rank in ranks]
 
 
+def _draw_first(world_size: int) -> None:
+    """Draw a random DTensor: the first one in a process copies rank 0's generator to all ranks, later ones do not."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import rand
+
+    rand(1, device_mesh=init_device_mesh(DEVICE, (world_size,)))
+
+
 def _child(
     connection: Connection, rank: int, world_size: int, store: str | None, stderr_path: str, task: bytes
 ) -> None:
@@ -190,6 +198,8 @@ def _child(
                 dist.init_process_group(
                     backends, init_method=store, rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT
                 )
+                if DEVICE == "cuda":
+                    _draw_first(world_size)
             answer = pickle.dumps((True, function(*args)))
         except BaseException:
             answer = pickle.dumps((False, f"raised\n{traceback.format_exc()}"))

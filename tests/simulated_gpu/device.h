@@ -16,6 +16,7 @@ struct Settings {
   int capability;        // SIMULATED_CAPABILITY: that of an A100, 80, by default
   bool has_values;       // SIMULATED_VALUES: copies are made; without, only those of at most 64 KiB
   int64_t lag;           // SIMULATED_LAG: an event completes so many launches after it was recorded, or at a wait
+  int nccl_timeout_s;    // SIMULATED_NCCL_TIMEOUT_S: how long a collective waits for a rank, 600 by default
 };
 
 const Settings& settings();

@@ -8,6 +8,7 @@ libraries that it needs: `pip install --no-deps`.
 
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,7 @@ def main() -> None:
     torch = Path(spec.origin).parent
     with tempfile.TemporaryDirectory() as directory:
         _install_runtime(torch, headers, Path(directory))
-    _install_values(torch, headers)
+        _install_values(torch, headers, Path(directory))
     for metadata in torch.parent.glob("torch-*.dist-info/METADATA"):
         metadata.write_text(_REQUIREMENTS.sub("", metadata.read_text()))  # pip would download what is replaced here
 
@@ -50,8 +51,8 @@ def _install_runtime(torch: Path, headers: Path, directory: Path) -> None:
     stubs = directory / "stubs.c"
     stubs.write_text("\n".join(f"long {name}(void) {{ return 0; }}" for name in others) + "\n")
     _run("gcc", "-w", "-fPIC", "-fno-builtin", "-c", stubs, "-o", directory / "stubs.o")
-    built = torch / "lib" / _LIBRARY
-    _run("g++", "-shared", "-o", built, *objects, directory / "stubs.o", "-lrt", "-ldl")
+    _run("g++", "-shared", "-o", directory / _LIBRARY, *objects, directory / "stubs.o", "-lrt", "-ldl")
+    _replace(directory / _LIBRARY, torch / "lib" / _LIBRARY)
     needed = {
         match[1]
         for library in libraries
@@ -65,7 +66,7 @@ def _install_runtime(torch: Path, headers: Path, directory: Path) -> None:
             link.symlink_to(_LIBRARY)
 
 
-def _install_values(torch: Path, headers: Path) -> None:
+def _install_values(torch: Path, headers: Path, directory: Path) -> None:
     """A package that torch loads whenever it is imported: its entry point is in the group `torch.backends`."""
     package, about = torch.parent / "simulated_gpu_values", torch.parent / "simulated_gpu_values-1.0.dist-info"
     for folder in (package, about):
@@ -73,8 +74,9 @@ def _install_values(torch: Path, headers: Path) -> None:
     include = torch / "include"
     paths = [f"-I{one}" for one in (include, include / "torch/csrc/api/include", headers)]
     libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-ltorch_cuda", "-lc10", "-lc10_cuda"]
-    output = package / "libvalues.so"
-    _run("g++", "-std=c++20", "-O1", "-fPIC", "-shared", *paths, _SOURCES / "values.cc", "-o", output, *libraries)
+    built = directory / "libvalues.so"
+    _run("g++", "-std=c++20", "-O1", "-fPIC", "-shared", *paths, _SOURCES / "values.cc", "-o", built, *libraries)
+    _replace(built, package / built.name)
     (package / "__init__.py").write_text(
         "from pathlib import Path\n\n\ndef load() -> None:\n    import torch\n\n"
         '    torch.ops.load_library(str(Path(__file__).with_name("libvalues.so")))\n'
@@ -83,6 +85,13 @@ def _install_values(torch: Path, headers: Path) -> None:
     (about / "entry_points.txt").write_text("[torch.backends]\nsimulated_gpu_values = simulated_gpu_values:load\n")
     files = [path for folder in (package, about) for path in folder.iterdir()]
     (about / "RECORD").write_text("".join(f"{path.relative_to(torch.parent)},,\n" for path in files))
+
+
+def _replace(built: Path, installed: Path) -> None:
+    """Install a library; processes that use the one before keep it."""
+    new = installed.with_suffix(".new")
+    shutil.copy(built, new)
+    new.replace(installed)
 
 
 def _compiled(source: Path, headers: Path, directory: Path) -> Path:

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -112,8 +113,11 @@ void write(char* at, int type, size_t i, double value) {
   }
 }
 
-// Wait for all ranks. False: the communicator was aborted.
+// Wait for all ranks. False: the communicator was aborted, or a rank did not come in time.
 bool meet(Comm* comm) {
+  using Clock = std::chrono::steady_clock;
+  static const auto most = std::chrono::seconds(settings().nccl_timeout_s);
+  auto deadline = Clock::now() + most;
   Shared& shared = *comm->shared;
   uint32_t turn = shared.turn;
   if (shared.arrived.fetch_add(1) + 1 == static_cast<uint32_t>(comm->ranks)) {
@@ -122,7 +126,7 @@ bool meet(Comm* comm) {
     return true;
   }
   for (int i = 0; shared.turn == turn; ++i) {
-    if (comm->is_aborted) return false;
+    if (comm->is_aborted || (i >= 1000 && Clock::now() > deadline)) return false;
     i < 1000 ? static_cast<void>(sched_yield()) : static_cast<void>(usleep(100));
   }
   return true;

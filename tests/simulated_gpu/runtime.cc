@@ -147,6 +147,7 @@ const Settings& settings() {
       static_cast<int>(number("SIMULATED_CAPABILITY", 80)),
       number("SIMULATED_VALUES", 0) != 0,
       static_cast<int64_t>(number("SIMULATED_LAG", 20)),
+      static_cast<int>(number("SIMULATED_NCCL_TIMEOUT_S", 600)),
   };
   return read;
 }
