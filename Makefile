@@ -91,9 +91,11 @@ $(PEERS_STAMP): pyproject.toml benchmarks/peers.txt
 	touch $@
 
 # Tests and the parts of `make gpu`, as far as they can run without a GPU.
-simulated-gpu: $(SIMULATED_STAMP)
+simulated-gpu: $(STAMP) $(SIMULATED_STAMP)
 	PATH="$(CURDIR)/.venv-simulated-gpu/bin:$$PATH" scripts/test-simulated-gpu
-	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.gpu
+	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.gpu \
+		--parts calibrate,sizes,recovery,thrashing,tokens,strategies
+	.venv/bin/python -m benchmarks.evidence
 
 # torch as it is for CUDA, with stand-ins for CUDA itself: see tests/simulated_gpu/README.md.
 $(SIMULATED_STAMP): pyproject.toml $(wildcard tests/simulated_gpu/*)

@@ -30,13 +30,14 @@ QUESTIONS = {
     "tokens_cpu": "What does a token budget save?",
     "objective_cpu": "Is the largest batch the fastest?",
     "growth_cpu": "How do steps and learning rate follow a growing batch?",
+    "gpu_simulated": "How much memory does torch's allocator for CUDA take, and does the search find what fits?",
     "gpu_rehearsal_cpu": "Does the program that measures on a GPU run?",
 }
 ABOUT_GPUS = "What holds on a GPU?"
 NO_GPU = (
-    "**Any GPU.** No CUDA device and no NCCL has run any of this: neither sizes found and planned, nor what the device"
-    " adds to a plan, recovery from errors of CUDA's allocator, thrashing, or speed. `make gpu` measures all of it in"
-    " nine minutes on one device."
+    "**Any GPU.** torch's own code for CUDA has run this on a simulated GPU: its allocator, its streams, its process"
+    " groups. No CUDA device, no kernel and no NCCL has: neither speed, nor what the device and its libraries add to a"
+    " plan, nor errors of kernels. `make gpu` measures all of it in nine minutes on one device."
 )
 NOT_MEASURED = (
     "More than four ranks; more than one machine; recovery with NCCL.",

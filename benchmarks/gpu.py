@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.on_gpu.stage import SIMULATED
 from benchmarks.provenance import commit, provenance
 from benchmarks.tables import table
 
@@ -40,6 +41,19 @@ PARTS = {
 }
 _GRACE_S = 15  # after which a part that has not ended gets SIGTERM
 _ENDING_S = 40  # after which it gets SIGKILL; a launcher gives its ranks 30
+# Title and warning for what is no GPU.
+_ABOUT: dict[str | None, tuple[str, str]] = {
+    None: (
+        "Rehearsal on a CPU of what is to be measured on a GPU",
+        "**No GPU was measured.** These figures are of a tiny model on the CPU; they show that parts run.",
+    ),
+    SIMULATED: (
+        "Memory on a simulated GPU",
+        "**No GPU was measured.** torch and its allocator are those for CUDA, and kernels compute nothing (see"
+        " [the simulated GPU](../../tests/simulated_gpu/README.md)). Allocated and reserved bytes are as torch counts"
+        " them on a GPU. Times, losses and speeds mean nothing, and CUDA's context has the size that it was given.",
+    ),
+}
 
 Result = dict[str, Any]
 
@@ -47,10 +61,10 @@ Result = dict[str, Any]
 def main() -> None:
     """Run the parts that are asked for, and write what they found."""
     options = _options()
-    has_cuda = torch.cuda.is_available()
-    if not has_cuda:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    if gpu is None:
         print("There is no CUDA device: every part is rehearsed on the CPU, with a tiny model, and measures no GPU.")
-    name = _slug(torch.cuda.get_device_name()) if has_cuda else "rehearsal_cpu"
+    name = "rehearsal_cpu" if gpu is None else "simulated" if gpu == SIMULATED else _slug(gpu)
     stem: Path = options.output or RESULTS / f"gpu_{name}"
     started = time.monotonic()
     deadline = started + 60 * options.minutes
@@ -60,7 +74,7 @@ def main() -> None:
             left = deadline - _GRACE_S - time.monotonic()
             results.append(_play(part, Path(directory), seconds=min(PARTS[part], left)))
             print(f"{part}: {results[-1]['ended']} after {results[-1]['seconds']:.0f} s", flush=True)
-            _write(results, stem, seconds=time.monotonic() - started, has_cuda=has_cuda, commit_name=options.commit)
+            _write(results, stem, seconds=time.monotonic() - started, gpu=gpu, commit_name=options.commit)
     print(stem.with_suffix(".md").read_text(), f"\nWritten to {stem}.md and .json", sep="")
     raise SystemExit(any(result["ended"] != "done" for result in results))
 
@@ -128,18 +142,15 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def _write(results: list[Result], stem: Path, *, seconds: float, has_cuda: bool, commit_name: str) -> None:
+def _write(results: list[Result], stem: Path, *, seconds: float, gpu: str | None, commit_name: str) -> None:
     command = " ".join(["python -m benchmarks.gpu", *sys.argv[1:]])
-    about = provenance(command, seconds=seconds, commit_name=commit_name, device=_device(has_cuda))
+    about = provenance(command, seconds=seconds, commit_name=commit_name, device=_device(gpu))
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps({"about": about, "parts": results}, indent=1) + "\n")
-    title = "Measured on a GPU" if has_cuda else "Rehearsal on a CPU of what is to be measured on a GPU"
+    title, warning = _ABOUT.get(gpu, ("Measured on a GPU", ""))
     lines = [f"# {title}", "", about]
-    if not has_cuda:
-        lines += [
-            "",
-            "**No GPU was measured.** These figures are of a tiny model on the CPU; they show that parts run.",
-        ]
+    if warning:
+        lines += ["", warning]
     for result in results:
         for section in result["sections"]:
             lines += ["", f"## {section['title']}", "", "  \n".join(section["text"]), ""]
@@ -149,8 +160,8 @@ def _write(results: list[Result], stem: Path, *, seconds: float, has_cuda: bool,
     stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
-def _device(has_cuda: bool) -> str:
-    if not has_cuda:
+def _device(gpu: str | None) -> str:
+    if gpu is None:
         return "no GPU"
     properties = torch.cuda.get_device_properties(0)
     return f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, CUDA {torch.version.cuda}"

@@ -101,7 +101,7 @@ def test_results_name_what_failed_and_that_no_gpu_was_measured(tmp_path: Path) -
         {"part": "sizes", "ended": "done", "seconds": 1.0, "sections": [section]},
         {"part": "loop", "ended": "failed with exit status 3", "seconds": 1.0, "sections": []},
     ]
-    gpu._write(results, tmp_path / "found", seconds=2.0, has_cuda=False, commit_name="abc")
+    gpu._write(results, tmp_path / "found", seconds=2.0, gpu=None, commit_name="abc")
     written = (tmp_path / "found.md").read_text()
     assert "No GPU was measured" in written
     assert "commit abc" in written

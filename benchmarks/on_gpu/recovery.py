@@ -45,22 +45,22 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
             continue
         (seen,) = json.loads(output.read_text())[0]["data"]
         data.append(seen)
-        cells.append(_cells(seen))
+        cells.append(_cells(seen, has_values=stage.has_values))
         text += [f"{world_size} ranks: {event}." for event in seen["events"]]
         yield [section]
     if failed:
         raise SystemExit(f"launches of {failed} ranks failed")
 
 
-def _cells(seen: dict[str, Any]) -> list[str]:
+def _cells(seen: dict[str, Any], *, has_values: bool) -> list[str]:
     seconds, resized = seen["seconds"], seen["resized_seconds"]
     failed = [seconds[step - 1] for step in (FORWARD_STEP, BACKWARD_STEP)]
+    equals = (seen["losses"] == seen["resized_losses"], seen["same_parameters"])
     return [
         str(seen["ranks"]),
         str(seen["ooms"]),
         " ".join(str(rows) for rows in seen["micro_batches"].values()),
-        "yes" if seen["losses"] == seen["resized_losses"] else "no",
-        "yes" if seen["same_parameters"] else "no",
+        *(("yes" if equal else "no") if has_values else "not computed" for equal in equals),
         f"{median(seconds[STEPS:]):.2f}",
         *(f"{one:.2f}" for one in failed),
         ", ".join(f"{resized[step - 1]:.2f}" for step in (FORWARD_STEP, BACKWARD_STEP)),

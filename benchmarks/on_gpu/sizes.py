@@ -62,7 +62,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
                 except Exception as error:  # keeps the other measurements
                     sizes.text.append(f"Failed: {case}: {reason_of(error)}.")
                     failed.append(case)
-            yield [sizes, speeds]
+            yield [sizes, speeds] if speeds.rows else [sizes]
         for future in traced.values():
             future.cancel()
     if failed:
@@ -88,7 +88,7 @@ def _case(stage: Stage, name: str, limit_bytes: int, traced: "Future[TracedStep]
         error.__traceback__ = None  # which holds the model
         free_memory(stage.device)
     else:
-        found |= _searched(recipe, is_timed=limit_bytes == max(stage.limits_bytes))
+        found |= _searched(recipe, is_timed=limit_bytes == max(stage.limits_bytes) and not stage.is_simulated)
         let_go(recipe)
     try:
         found |= _planned(stage, cfg, limit_bytes, traced.result(), found.get("used"))

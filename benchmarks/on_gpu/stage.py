@@ -1,5 +1,6 @@
 """The device of a part, what it trains there, and the tables of its results."""
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torchtune_adaptive.memory.meter import device_memory_bytes
 from torchtune_adaptive.text import format_bytes
 
+SIMULATED = "Simulated GPU"  # the name of one
 _GIB, _MIB = 2**30, 2**20
 # The memory of cards that are imitated by a limit; one above the real card's memory means the whole card.
 _CARDS_BYTES = (24 * _GIB, 40 * _GIB, 80 * _GIB)
@@ -56,6 +58,16 @@ class Stage:
     def is_rehearsal(self) -> bool:
         """Whether there is no GPU to measure."""
         return self.device.type == "cpu"
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the GPU computes nothing, so that times mean nothing."""
+        return not self.is_rehearsal and torch.cuda.get_device_name(self.device) == SIMULATED
+
+    @property
+    def has_values(self) -> bool:
+        """Whether losses and parameters are computed."""
+        return not self.is_simulated or os.environ.get("SIMULATED_VALUES") == "1"
 
     @property
     def calibration_path(self) -> Path:
