@@ -114,6 +114,31 @@ def test_above_the_limit_the_allocator_tries_again_and_runs_out_of_memory() -> N
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+def test_expandable_segments_grow_and_are_freed() -> None:
+    code = (
+        "import torch\nfirst = torch.ones(5 * 2**20, dtype=torch.uint8, device='cuda')\n"
+        "second = torch.ones(100 * 2**20, dtype=torch.uint8, device='cuda')\n"
+        "segments = [one['total_size'] for one in torch.cuda.memory_snapshot() if one['is_expandable']]\n"
+        "reserved = torch.cuda.memory_reserved()\nfree = torch.cuda.mem_get_info()[0]\n"
+        "del first, second\ntorch.cuda.empty_cache()\n"
+        "print(sum(segments), reserved, torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0] - free)"
+    )
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    segments, reserved, reserved_after, freed = map(int, ended.stdout.split())
+    assert segments == reserved == freed
+    assert 105 * MIB <= reserved < 130 * MIB
+    assert reserved_after == 0
+
+
+def test_an_event_completes_while_nothing_is_launched() -> None:
+    event = torch.cuda.Event()
+    torch.zeros(1, device="cuda")
+    event.record()
+    assert not event.query()
+    assert any(event.query() for _ in range(2000))
+
+
 def test_processes_share_a_gpu_until_they_end() -> None:
     code = (
         "import os, torch\nkept = torch.empty(300 * 2**20, dtype=torch.uint8, device='cuda')\n"

@@ -20,6 +20,7 @@ _OF_THE_SYSTEM = re.compile(r"lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)\.so|ld-linux
 _OF_NVIDIA = re.compile(
     r"(__)?(cuda|cublas|cusparse|cufft|curand|cusolver|cudnn|nccl|cupti|nvrtc|nvshmem|cuFile|cu[A-Z])"
 )
+_NVML = "libnvidia-ml.so.1"  # torch opens it when it first needs it
 _REQUIREMENTS = re.compile(r"^Requires-Dist: (cuda|nvidia|triton).*\n", re.MULTILINE)
 
 
@@ -59,7 +60,7 @@ def _install_runtime(torch: Path, headers: Path, directory: Path) -> None:
         for line in _lines("readelf", "-d", library)
         if (match := re.search(r"\(NEEDED\).*\[(.*)\]", line))
     }
-    for name in sorted(needed):
+    for name in sorted(needed | {_NVML}):
         link = torch / "lib" / name
         if not _OF_THE_SYSTEM.match(name) and (link.is_symlink() or not link.exists()):
             link.unlink(missing_ok=True)

@@ -184,7 +184,12 @@ using namespace simulated;
 
 struct Event {
   std::atomic<int64_t> time{-1};
+  std::atomic<int> queries{0};
 };
+
+// Queries of an event that is not completed, after which it completes. At the end of a process group NCCL's watchdog
+// queries events without a pause, while nothing is launched any more.
+constexpr int kMostQueries = 1000;
 
 extern "C" {
 
@@ -439,13 +444,15 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
   reinterpret_cast<Event*>(event)->time = launched();
+  reinterpret_cast<Event*>(event)->queries = 0;
   return cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
   return cudaEventRecord(event, stream);
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-  return is_done(reinterpret_cast<Event*>(event)->time) ? cudaSuccess : fail(cudaErrorNotReady);
+  auto* one = reinterpret_cast<Event*>(event);
+  return is_done(one->time) || ++one->queries > kMostQueries ? cudaSuccess : fail(cudaErrorNotReady);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t) {
   wait_for_all();
@@ -593,6 +600,20 @@ CUresult cuMemGetAddressRange(CUdeviceptr* start, size_t* bytes, CUdeviceptr poi
   return CUDA_SUCCESS;
 }
 
+// torch looks these up together with those above, but calls them only to share memory between processes or GPUs.
+constexpr const char* kUnsupported[] = {
+    "cuMemExportToShareableHandle",
+    "cuMemImportFromShareableHandle",
+    "cuMemGetAllocationPropertiesFromHandle",
+    "cuMemRetainAllocationHandle",
+    "cuMemsetD32Async",
+    "cuMulticastAddDevice",
+    "cuMulticastBindMem",
+    "cuMulticastCreate",
+    "cuMulticastUnbind",
+    "cuStreamWriteValue32"};
+static CUresult unsupported() { return CUDA_ERROR_NOT_SUPPORTED; }
+
 // Functions of this library are found by name; others are not there, as with an older driver.
 cudaError_t cudaGetDriverEntryPointByVersion(
     const char* name, void** function, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* result) {
@@ -602,8 +623,26 @@ cudaError_t cudaGetDriverEntryPointByVersion(
     return dlopen(info.dli_fname, RTLD_NOLOAD | RTLD_LAZY);
   }();
   *function = dlsym(self, name);
+  if (*function == nullptr) *function = dlsym(self, (std::string(name) + "_v2").c_str());  // renamed in cuda.h
+  for (const char* one : kUnsupported) {
+    if (std::strcmp(one, name) == 0) *function = reinterpret_cast<void*>(unsupported);
+  }
   if (result != nullptr) *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
+
+// ---- NVML: it knows no process, and no connection between GPUs
+
+int nvmlInit_v2() { return 0; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char*, void**) { return 0; }
+int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) {
+  *count = 0;
+  return 0;
+}
+constexpr int kNotSupported = 3;
+int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return kNotSupported; }
+int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, void*) { return kNotSupported; }
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return kNotSupported; }
+int nvmlSystemGetCudaDriverVersion_v2(int*) { return kNotSupported; }
 
 }  // extern "C"
