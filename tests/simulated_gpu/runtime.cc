@@ -419,7 +419,10 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status)
 }
 cudaError_t cudaStreamGetCaptureInfo(
     cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
-    const cudaGraphEdgeData**, size_t* count) {
+#if CUDART_VERSION >= 13000
+    const cudaGraphEdgeData**,
+#endif
+    size_t* count) {
   *status = cudaStreamCaptureStatusNone;
   if (id != nullptr) *id = 0;
   if (count != nullptr) *count = 0;
