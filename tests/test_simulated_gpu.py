@@ -164,6 +164,13 @@ def test_processes_share_a_gpu_until_they_end() -> None:
     assert (frees[0] - frees[1], frees[2]) == (400 * MIB, frees[1])
 
 
+def test_a_process_that_may_see_no_gpu_has_none() -> None:
+    code = "import torch; print(torch.cuda.is_available(), torch.cuda.device_count())"
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert found.stdout.split() == ["False", "0"]
+
+
 # ---- ranks
 
 

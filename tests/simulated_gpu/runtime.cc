@@ -30,6 +30,15 @@ double number(const char* name, double otherwise) {
   return text == nullptr || *text == '\0' ? otherwise : std::atof(text);
 }
 
+// The GPUs that this process may see; their order in CUDA_VISIBLE_DEVICES plays no part.
+int visible_gpus() {
+  int gpus = static_cast<int>(number("SIMULATED_GPUS", 1));
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  if (visible == nullptr) return gpus;
+  std::string names = visible;
+  return names.empty() ? 0 : std::min<int>(gpus, 1 + std::count(names.begin(), names.end(), ','));
+}
+
 // One process's memory on one GPU. The table is shared; a process that has died no longer counts.
 struct Use {
   std::atomic<int32_t> pid;
@@ -141,7 +150,7 @@ cudaError_t copy(void* to, const void* from, size_t bytes) {
 
 const Settings& settings() {
   static const Settings read{
-      static_cast<int>(number("SIMULATED_GPUS", 1)),
+      visible_gpus(),
       static_cast<size_t>(number("SIMULATED_GPU_GIB", 80) * 1024 * kMiB),
       static_cast<size_t>(number("SIMULATED_CONTEXT_MIB", 426) * kMiB),
       static_cast<int>(number("SIMULATED_CAPABILITY", 80)),
