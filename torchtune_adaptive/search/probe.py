@@ -156,13 +156,10 @@ class Prober:
         }
         tried, small = max(missed_bytes), SMALL_BATCH_SIZES[-1]
         limit_bytes = min(self._meter.limit_bytes, self._process_limit_bytes())
-        # What the allocator takes beyond the forecast: in proportion to it by the small steps alone, then by a line.
         tried_bytes, small_bytes = forecast.peak_bytes(tried), forecast.peak_bytes(small)
-        if tried_bytes > small_bytes:
-            slope = (missed_bytes[tried] - missed_bytes[small]) / (tried_bytes - small_bytes)
-        else:
-            slope = missed_bytes[tried] / tried_bytes
-        slope = max(slope, 0.0)
+        # What the allocator takes beyond the forecast is on a line: through zero and the small step, later through both.
+        start = (small_bytes, missed_bytes[small]) if tried_bytes > small_bytes else (0.0, 0.0)
+        slope = max((missed_bytes[tried] - start[1]) / (tried_bytes - start[0]), 0.0)
         largest = forecast.largest_batch_size((limit_bytes - missed_bytes[tried] + slope * tried_bytes) / (1 + slope))
         expected = (missed_bytes[small] * growth for growth in (1, tried_bytes / small_bytes))
         drift_bytes = min(abs(missed_bytes[tried] - one) for one in expected)
