@@ -26,7 +26,9 @@ _REQUIREMENTS = re.compile(r"^Requires-Dist: (cuda|nvidia|triton).*\n", re.MULTI
 
 def main() -> None:
     """Build the libraries, and put them where torch finds them."""
-    headers = Path(sys.argv[1])
+    headers = Path(sys.argv[1]) if len(sys.argv) == 2 else Path()
+    if not (headers / "cuda_runtime_api.h").exists():
+        raise SystemExit(f"HEADERS must be the folder with cuda_runtime_api.h, but is '{headers}'.")
     spec = importlib.util.find_spec("torch")  # torch cannot be imported yet
     if spec is None or spec.origin is None:
         raise SystemExit("torch must be installed before the simulated GPU is, but is not.")

@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <optional>
 #include <random>
 #include <vector>
 
@@ -220,6 +221,24 @@ int exchange(
   return kSuccess;
 }
 
+// For `exchange`: fill this rank's slot with a part of `from`.
+std::function<void(size_t, size_t)> put_own(Comm* comm, const char* from, size_t size) {
+  return [=](size_t start, size_t n) {
+    std::memcpy(comm->shared->slots[comm->rank], from + start * size, n * size);
+  };
+}
+
+// An all-reduce, or a reduce to `root` alone.
+int reduce(
+    const char* from, char* to, size_t count, int type, int operation, Comm* comm, std::optional<int> root = {}) {
+  size_t size = size_of(type);
+  return run([=] {
+    return exchange(comm, count, kSlotBytes / size, put_own(comm, from, size), [=](size_t start, size_t n) {
+      if (!root || comm->rank == *root) combine(comm, to + start * size, 0, n, type, operation);
+    });
+  });
+}
+
 Comm* join(int ranks, const Id& id, int rank) {
   int file = shm_open(id.name, O_CREAT | O_RDWR, 0600);
   if (file < 0 || ftruncate(file, sizeof(Shared)) != 0) return nullptr;
@@ -311,24 +330,10 @@ int ncclGroupEnd() {
 }
 
 int ncclAllReduce(const char* from, char* to, size_t count, int type, int operation, Comm* comm, void*) {
-  size_t size = size_of(type);
-  return run([=] {
-    return exchange(
-        comm, count, kSlotBytes / size,
-        [=](size_t start, size_t n) { std::memcpy(comm->shared->slots[comm->rank], from + start * size, n * size); },
-        [=](size_t start, size_t n) { combine(comm, to + start * size, 0, n, type, operation); });
-  });
+  return reduce(from, to, count, type, operation, comm);
 }
 int ncclReduce(const char* from, char* to, size_t count, int type, int operation, int root, Comm* comm, void*) {
-  size_t size = size_of(type);
-  return run([=] {
-    return exchange(
-        comm, count, kSlotBytes / size,
-        [=](size_t start, size_t n) { std::memcpy(comm->shared->slots[comm->rank], from + start * size, n * size); },
-        [=](size_t start, size_t n) {
-          if (comm->rank == root) combine(comm, to + start * size, 0, n, type, operation);
-        });
-  });
+  return reduce(from, to, count, type, operation, comm, root);
 }
 int ncclReduceScatter(const char* from, char* to, size_t count, int type, int operation, Comm* comm, void*) {
   size_t size = size_of(type), most = kSlotBytes / size / comm->ranks;
@@ -349,14 +354,11 @@ int ncclReduceScatter(const char* from, char* to, size_t count, int type, int op
 int ncclAllGather(const char* from, char* to, size_t count, int type, Comm* comm, void*) {
   size_t size = size_of(type);
   return run([=] {
-    return exchange(
-        comm, count, kSlotBytes / size,
-        [=](size_t start, size_t n) { std::memcpy(comm->shared->slots[comm->rank], from + start * size, n * size); },
-        [=](size_t start, size_t n) {
-          for (int rank = 0; rank < comm->ranks; ++rank) {
-            std::memcpy(to + (rank * count + start) * size, comm->shared->slots[rank], n * size);
-          }
-        });
+    return exchange(comm, count, kSlotBytes / size, put_own(comm, from, size), [=](size_t start, size_t n) {
+      for (int rank = 0; rank < comm->ranks; ++rank) {
+        std::memcpy(to + (rank * count + start) * size, comm->shared->slots[rank], n * size);
+      }
+    });
   });
 }
 int ncclBroadcast(const char* from, char* to, size_t count, int type, int root, Comm* comm, void*) {

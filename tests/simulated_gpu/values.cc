@@ -319,8 +319,9 @@ class Wrapped : public c10::OperatorKernel {
       std::lock_guard<std::mutex> lock(seeds_lock);
       seeds[(*stack)[first + 1].toTensor().data_ptr()] = *seed;
     }
-    for (size_t i = 0; i < cpu.size(); ++i) {
-      if (!skips && schema.returns()[i].alias_info() == nullptr) (*stack)[first + i] = with_values((*stack)[first + i], cpu[i]);
+    for (size_t i = 0; !skips && i < cpu.size(); ++i) {
+      auto& result = (*stack)[first + i];
+      if (schema.returns()[i].alias_info() == nullptr) result = with_values(result, cpu[i]);
     }
   }
 
@@ -333,7 +334,8 @@ bool stays_as_it_is(const c10::OperatorHandle& op) {
   static const std::set<std::string> names = {
       "aten::empty", "aten::empty_strided", "aten::resize_", "aten::set_", "aten::as_strided", "aten::view",
       "aten::_reshape_alias", "aten::unfold", "aten::_local_scalar_dense", "aten::record_stream", "aten::is_pinned",
-      "aten::_pin_memory", "aten::is_set_to", "aten::view_as_real", "aten::view_as_complex", "aten::_has_same_storage_numel",
+      "aten::_pin_memory", "aten::is_set_to", "aten::view_as_real", "aten::view_as_complex",
+      "aten::_has_same_storage_numel",
       "aten::_efficientzerotensor", "aten::item", "aten::_copy_from", "aten::_copy_from_and_resize"};
   const auto& name = op.operator_name();
   if (name.name.rfind("aten::", 0) != 0 || names.count(name.name) != 0) return true;
