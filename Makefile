@@ -1,8 +1,8 @@
 PYTHON ?= python3
 STAMP := .venv/stamp
 PEERS_STAMP := .venv-peers/stamp
-SIMULATED_STAMP := .venv-simulated-gpu/stamp
 SIMULATED_TORCH := 2.13.0
+SIMULATED_STAMP := .venv-simulated-gpu/stamp-$(SIMULATED_TORCH)
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
 .PHONY: test demo docs reference pictures bench gpu simulated-gpu plans starts configs config-plans exhaustive format clean
@@ -98,7 +98,8 @@ simulated-gpu: $(STAMP) $(SIMULATED_STAMP)
 	.venv/bin/python -m benchmarks.evidence
 
 # torch as it is for CUDA, with stand-ins for CUDA itself: see tests/simulated_gpu/README.md.
-$(SIMULATED_STAMP): pyproject.toml $(wildcard tests/simulated_gpu/*)
+$(SIMULATED_STAMP): pyproject.toml $(wildcard tests/simulated_gpu/*.*)
+	rm -f .venv-simulated-gpu/stamp-*
 	$(PYTHON) -m venv .venv-simulated-gpu
 	.venv-simulated-gpu/bin/python -m pip install --no-deps 'torch===$(SIMULATED_TORCH)'
 	.venv-simulated-gpu/bin/python -m pip install --no-deps --upgrade --target .venv-simulated-gpu/headers \
