@@ -206,7 +206,7 @@ int add_message(const void* bytes, size_t count, int type, Comm* comm, int peer,
   return groups == 0 ? deliver() : kSuccess;
 }
 
-// Part by part, `put` fills this rank's slot, and `take` reads all slots. Both get where a part starts, and its elements.
+// Part by part, `put` fills this rank's slot, and `take` reads all slots. Both get the start of a part and its elements.
 int exchange(
     Comm* comm, size_t elements, size_t most, const std::function<void(size_t, size_t)>& put,
     const std::function<void(size_t, size_t)>& take) {

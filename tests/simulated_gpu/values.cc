@@ -2,7 +2,7 @@
 //
 // Every operator of CUDA is wrapped. The wrapped operator runs as it is, and allocates what it always allocates; the
 // same operator for the CPU gets the same memory as CPU tensors, and its results are written where they belong.
-// Without values (see Settings), only operators on small tensors are computed, so that what controls a program is right.
+// Without values (see Settings), only operators on small tensors are computed: what controls a program is then right.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
