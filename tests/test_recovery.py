@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from tests.ranks import run_on_ranks
+from tests.ranks import DEVICE, run_on_ranks
 from tests.recovery_trials import CPU, ROWS, Case, Tally, Trials, every
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.ledger import CollectiveInDoubtError, Ledger
@@ -68,7 +68,7 @@ def _a_few_faults(rank: int) -> dict[str, Tally]:
 
 
 def test_whichever_operation_fails_the_result_is_that_of_a_run_with_the_smaller_micro_batches() -> None:
-    _assert_clean(run_on_ranks(_a_few_faults, 2), points=35)
+    _assert_clean(run_on_ranks(_a_few_faults, 2), points=40 if DEVICE == "cpu" else 39)
 
 
 def _without_parts(rank: int) -> dict[str, Any]:
