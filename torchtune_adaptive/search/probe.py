@@ -157,7 +157,7 @@ class Prober:
         tried, small = max(missed_bytes), SMALL_BATCH_SIZES[-1]
         limit_bytes = min(self._meter.limit_bytes, self._process_limit_bytes())
         tried_bytes, small_bytes = forecast.peak_bytes(tried), forecast.peak_bytes(small)
-        # What the allocator takes beyond the forecast is on a line: through zero and the small step, or through two steps.
+        # What the allocator takes beyond the forecast is on a line: from zero to the small step, or between two steps.
         start = (small_bytes, missed_bytes[small]) if tried_bytes > small_bytes else (0.0, 0.0)
         slope = max((missed_bytes[tried] - start[1]) / (tried_bytes - start[0]), 0.0)
         largest = forecast.largest_batch_size((limit_bytes - missed_bytes[tried] + slope * tried_bytes) / (1 + slope))
