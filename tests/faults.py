@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import DEVICE
+from torchtune_adaptive.distributed.fsdp_state import fsdp_states, param_groups
 from torchtune_adaptive.memory.operations import plain_parts
 from torchtune_adaptive.testing import Fault
 
@@ -89,6 +90,30 @@ class ShardedTrainee:
     def state(self) -> list[torch.Tensor]:
         """Copies of this rank's parameters and optimizer state."""
         return [tensor.clone() for tensor in tensors_of(self.model, self.optimizer)]
+
+
+def fsdp_settings(model: Any) -> list[tuple[bool, ...]]:
+    """The settings of each FSDP2 module that ``change_fsdp_settings`` changes."""
+    states = fsdp_states(model)
+    return [
+        (
+            group.post_forward_mesh_info is not None,
+            group.reshard_after_backward,
+            group.reduce_grads,
+            group.all_reduce_grads,
+            state._state_ctx.is_last_backward,
+        )
+        for state in states
+        for group in param_groups([state])
+    ]
+
+
+def change_fsdp_settings(model: Any) -> None:
+    """Change what FSDP2 frees and reduces, as for micro-steps without communication."""
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    model.set_requires_gradient_sync(False)
+    model.set_is_last_backward(False)
 
 
 def under(faults: Mapping[int, Fault], number: int, run: Callable[[], Result]) -> Result:

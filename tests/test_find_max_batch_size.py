@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from faults import ShardedTrainee, same_bits
+from faults import ShardedTrainee, change_fsdp_settings, fsdp_settings, same_bits
 from ranks import run_on_ranks
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -384,6 +384,7 @@ def on_unequal_ranks(rank: int, limits: tuple[int, int]) -> dict[str, Any]:
         except NothingFitsError as error:
             outcomes.append(str(error))
     found["nothing fits on one rank"] = outcomes
+    found["settings"] = fails_while_settings_are_changed()
     found["failing on rank 1"] = fails_on_rank_1(rank, trainee, limits[rank])
     found["without a trace"] = same_bits(trainee.state(), before)
     trainee.step()
@@ -398,6 +399,22 @@ def on_unequal_ranks(rank: int, limits: tuple[int, int]) -> dict[str, Any]:
         peaks.append(meter.peak_bytes)
     found["peaks"] = peaks
     return found
+
+
+def fails_while_settings_are_changed() -> list[Any]:
+    """FSDP2's settings after each forward pass of a search whose large steps leave them changed, and at its end."""
+    trainee, found = ShardedTrainee(warm_steps=0), []
+
+    def train(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        trainee.train(batch)
+        found.append(fsdp_settings(trainee.model))
+        if len(batch[0]) > 4:
+            change_fsdp_settings(trainee.model)
+            raise torch.OutOfMemoryError("on purpose")
+
+    options: Any = {"memory_limit": "1MiB", "strategy": "binary_search"}
+    find_max_batch_size(train, trainee.batch, model=trainee.model, optimizer=trainee.optimizer, **options)
+    return [*found, fsdp_settings(trainee.model)]
 
 
 def fails_on_rank_1(rank: int, trainee: ShardedTrainee, limit_bytes: int) -> str:
@@ -459,6 +476,13 @@ def test_nothing_fits_on_any_rank_if_nothing_fits_on_one(on_ranks: list[dict[str
         assert len(ranks["nothing fits on one rank"]) == 2
         assert all("not even one row fits" in text for text in ranks["nothing fits on one rank"])
         assert all("of 100 B usable (limit 100 B, margin 0)" in text for text in ranks["nothing fits on one rank"])
+
+
+def test_settings_of_fsdp_that_a_failed_step_has_changed_are_restored(on_ranks: list[dict[str, Any]]) -> None:
+    for ranks in on_ranks:
+        first, *rest = ranks["settings"]
+        assert len(rest) > 4
+        assert rest == [first] * len(rest)
 
 
 def test_an_error_on_one_rank_ends_the_search_on_all(on_ranks: list[dict[str, Any]]) -> None:

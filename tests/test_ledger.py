@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from faults import WIDTH, ShardedTrainee, same_bits
+from faults import WIDTH, ShardedTrainee, change_fsdp_settings, fsdp_settings, same_bits
 from ranks import run_on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,7 +30,7 @@ from torchtune_adaptive.distributed.fsdp_state import (
 from torchtune_adaptive.distributed.ledger import CollectiveInDoubtError, Ledger
 from torchtune_adaptive.memory.out_of_memory import free_memory
 from torchtune_adaptive.recovery.dry_run import DryRun, dry_run
-from torchtune_adaptive.testing import Fault
+from torchtune_adaptive.testing import Fault, out_of_memory
 
 CPU = torch.device("cpu")
 POINTS = 12  # how many operations of a micro-step are made to fail, evenly spread
@@ -254,6 +254,28 @@ class Scenarios:
             micro_step(model)
 
         return self.dry_run(model, lambda: micro_step(model), step)
+
+    def with_a_setting_that_the_first_micro_step_changes_for_good(self) -> str:
+        model: Any = ShardedTrainee().model
+
+        def step() -> None:
+            micro_step(model)
+            model.set_reshard_after_forward(False)
+
+        return self.dry_run(model, step, step)
+
+    def with_a_setting_that_a_failed_micro_step_has_changed(self) -> list[Any]:
+        """The outcome and FSDP2's settings after the first dry run of a new model, and those of another model."""
+        model: Any = ShardedTrainee(warm_steps=0).model
+        other = ShardedTrainee().model
+
+        def step() -> None:
+            micro_step(model)
+            change_fsdp_settings(model)
+            out_of_memory()
+
+        outcome = self.dry_run(model, step, step)
+        return [outcome, fsdp_settings(model), fsdp_settings(other)]
 
     def with_ranks_that_take_the_layers_in_different_order(self) -> str:
         """The layers have equal sizes, so no rank hangs, but each computes with the parameters of the other layer."""
@@ -522,6 +544,19 @@ def test_all_ranks_have_the_same_reason_why_there_is_no_recovery(
 def test_if_one_rank_cannot_record_a_model_no_rank_records_it(on_four: list[dict[str, Any]]) -> None:
     expected = "HSDP divides gradients in a way that is not its default"
     assert [ranks["with_another_division_on_one_rank"] for ranks in on_four] == [expected] * 4
+
+
+def test_a_setting_that_the_first_micro_step_changes_for_good_does_not_prevent_recovery(
+    on_two: list[dict[str, Any]],
+) -> None:
+    assert [ranks["with_a_setting_that_the_first_micro_step_changes_for_good"] for ranks in on_two] == ["recovery"] * 2
+
+
+def test_a_dry_run_that_ran_out_of_memory_restores_fsdps_settings(on_two: list[dict[str, Any]]) -> None:
+    for ranks in on_two:
+        outcome, settings, expected = ranks["with_a_setting_that_a_failed_micro_step_has_changed"]
+        assert outcome == "out of memory"
+        assert settings == expected
 
 
 def test_all_ranks_learn_of_a_dry_run_that_ran_out_of_memory_on_one(on_two: list[dict[str, Any]]) -> None:

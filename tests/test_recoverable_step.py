@@ -3,16 +3,19 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.faults import same_bits
+from tests.faults import same_bits, under
 from tests.ranks import run_on_ranks
 from tests.recovery_trials import ROWS, Case, Trials
 from torchtune_adaptive import CannotRecoverError, InputError, MemoryEvent, NothingFitsError, RecoverableStep
@@ -314,3 +317,71 @@ def test_events_are_equal_on_both_ranks_and_name_the_one_that_failed() -> None:
     assert (event.step, event.ranks, event.before, event.after) == (1, (1,), 2, 1)
     assert len(recorded) > 1
     assert not any(recorded + recorded_by_peer)
+
+
+class _Chunked(nn.Module):
+    """Its loss calls the first layer again, in two chunks, and meanwhile neither frees nor reduces this layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        group = dist.new_group(timeout=timedelta(seconds=10))  # a hang ends soon
+        assert isinstance(group, dist.ProcessGroup)
+        mesh = DeviceMesh.from_group(group, "cpu")
+        self.shared: Any = nn.Linear(4, 4)
+        self.layers = nn.Sequential(nn.Tanh(), nn.Dropout(0.1), nn.Linear(4, 4))
+        for module in (self.shared, self.layers, self):
+            fully_shard(module, mesh=mesh)
+
+    def forward(self, samples: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.shared(samples))
+
+    def micro_step(self, samples: torch.Tensor) -> torch.Tensor:
+        hidden = self(samples)  # [B, S, D]
+        leaf, loss_sum = hidden.detach().requires_grad_(), torch.zeros(())
+        self.shared.set_reshard_after_forward(False)
+        self.shared.set_reshard_after_backward(False)
+        self.shared.set_requires_gradient_sync(False)
+        for is_last, chunk in enumerate(leaf.chunk(2, dim=1)):
+            if is_last:
+                self.shared.set_requires_gradient_sync(True)
+            loss = self.shared(chunk).square().sum()
+            loss.backward()
+            loss_sum += loss.detach()
+        self.shared.set_reshard_after_forward(True)
+        self.shared.set_reshard_after_backward(True)
+        self.shared.reshard()
+        hidden.backward(leaf.grad)
+        return loss_sum
+
+
+def _faults_in_a_chunked_loss(rank: int) -> tuple[int, list[int]]:
+    """How many faults struck, and the places of those after which the gradients were wrong."""
+    model, slices = _Chunked(), Slices(2)
+    step = RecoverableStep(model, model.micro_step, micro_batch_size=slices)
+    samples = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(rank))
+    step.rehearse(samples)
+
+    def gradients(size: int, fault: Fault, number: int = 0) -> list[torch.Tensor]:
+        slices.resize(size)
+        step.wrap_micro_steps(partial(under, {number: fault}))
+        torch.manual_seed(rank)
+        step(samples)
+        found: list[Any] = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        return [gradient.to_local() for gradient in found]
+
+    expected = gradients(1, never := Fault(None))
+    struck, wrong = 0, []
+    for place in range(0, never.count, 5):
+        fault = Fault(place, ranks=[place % 2])
+        if not same_bits(gradients(2, fault, number=place // 2 % 2), expected):
+            wrong.append(place)
+        struck += step.micro_batch_size == 1
+    return struck, wrong
+
+
+def test_settings_of_fsdp_that_a_failed_micro_step_has_changed_are_restored() -> None:
+    for struck, wrong in run_on_ranks(_faults_in_a_chunked_loss, 2):
+        assert struck > 20
+        assert wrong == []

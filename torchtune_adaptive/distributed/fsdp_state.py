@@ -18,11 +18,16 @@ __all__ = [
     "AllGather",
     "CannotRecordError",
     "Communicators",
+    "KeptSettings",
     "ReduceScatter",
     "communicators",
+    "fsdp_states",
     "param_groups",
     "reset_after_failure",
 ]
+
+# Those that a loop over parts of a batch changes and restores: gathering and reducing once for all parts.
+_GROUP_SETTINGS = ("post_forward_mesh_info", "reshard_after_backward", "reduce_grads", "all_reduce_grads")
 
 
 class CannotRecordError(ValueError):
@@ -89,18 +94,53 @@ def param_groups(states: list[Any]) -> Iterator[Any]:
         yield from groups
 
 
+def fsdp_states(model: nn.Module) -> list[Any]:
+    """FSDP2's states of the modules of ``model``."""
+    return [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+class KeptSettings:
+    """FSDP2's settings of the modules with these ``states``, as they are now.
+
+    A micro-step may change them for a while: a chunked loss gathers the output layer once for all chunks, and reduces
+    its gradients with the last one. An error in between leaves them changed, and the module then issues other
+    collectives than on the other ranks. Saved are those of ``set_reshard_after_forward``,
+    ``set_reshard_after_backward``, ``set_requires_gradient_sync``, ``set_requires_all_reduce`` and
+    ``set_is_last_backward``.
+    """
+
+    def __init__(self, states: list[Any]) -> None:
+        self._states = [
+            (state, state._auto_reshard_after_forward, state._state_ctx.is_last_backward) for state in states
+        ]
+        self._groups = [
+            (group, [(name, getattr(group, name)) for name in _GROUP_SETTINGS]) for group in param_groups(states)
+        ]
+
+    def restore(self) -> None:
+        """Restore the settings. A first forward pass in between may have made a module the root."""
+        for group, settings in self._groups:
+            for name, value in settings:
+                setattr(group, name, value)
+        for state, is_automatic, is_last_backward in self._states:
+            state._auto_reshard_after_forward = is_automatic
+            state._state_ctx.is_last_backward = is_last_backward
+            if state._is_root and is_automatic:
+                for group in param_groups([state]):
+                    group.post_forward_mesh_info = None  # as FSDP2 sets it in the first forward pass
+
+
 def reset_after_failure(model: nn.Module) -> None:
     """Reset ``model`` after an exception in forward or backward, so that it can run a new step.
 
     This drops FSDP2's state of the aborted step, reshards the parameters and sets all gradients to None. On a model
     without FSDP2 it only sets the gradients to None. Call it after the ``except`` block, on every rank that aborted
-    its step.
+    its step. It does not restore settings: see ``KeptSettings``.
 
     ``FSDPModule.reset_iter_state`` (since torch 2.13) is called where it exists, but is not enough. It keeps unsharded
     gradients, to which the next backward pass would add, and the buffers of an all-gather that failed in its copy-out.
     """
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    states = [state for state in states if state._is_root is not None]  # None before the first forward
+    states = [state for state in fsdp_states(model) if state._is_root is not None]  # None before the first forward
     for state in states:
         if state._is_root and hasattr(FSDPModule, "reset_iter_state"):
             state._reset_iter_state()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtune_adaptive.distributed.fsdp_state import reset_after_failure
+from torchtune_adaptive.distributed.fsdp_state import KeptSettings, fsdp_states, reset_after_failure
 from torchtune_adaptive.memory.copies import Copies
 from torchtune_adaptive.memory.operations import plain_parts
 
@@ -23,13 +23,15 @@ from torchtune_adaptive.memory.operations import plain_parts
 def restore_on_exit(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Callable[[], None]]:
     """Context: on exit, also after an exception, restore the state bit for bit and set gradients to None.
 
-    This covers parameters, buffers, the state and options of all ``optimizers``, and the random generators of Python,
-    NumPy, the CPU and the CUDA devices. Not a collective: each rank saves and restores its own state.
+    This covers parameters, buffers, FSDP2's settings, the state and options of all ``optimizers``, and the random
+    generators of Python, NumPy, the CPU and the CUDA devices. Not a collective: each rank saves and restores its own
+    state.
 
     Yields a function that restores only the optimizers, for a step that failed while the optimizers created their
     state. The next step would otherwise use the incomplete state.
     """
     tensors = [*(p for p in model.parameters() if p.requires_grad), *model.buffers()]
+    settings = KeptSettings(fsdp_states(model))
     with Copies([*tensors, *_tensors_of(optimizers)]) as copies, keep_random_states():
         restores = [copies.copy(tensor) for tensor in tensors]
         saved_optimizers = [_SavedOptimizer(optimizer, copies) for optimizer in optimizers]
@@ -42,6 +44,7 @@ def restore_on_exit(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
             yield restore_optimizers
         finally:
             reset_after_failure(model)
+            settings.restore()
             for restore in restores:
                 restore()
             restore_optimizers()

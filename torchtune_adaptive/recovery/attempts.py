@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.distributed.fsdp_state import reset_after_failure
+from torchtune_adaptive.distributed.fsdp_state import KeptSettings, fsdp_states, reset_after_failure
 from torchtune_adaptive.distributed.ledger import CollectiveInDoubtError, Ledger
 from torchtune_adaptive.distributed.snapshot import KeptTensors, RandomStates
 from torchtune_adaptive.errors import InputError, reason_of
@@ -88,6 +88,8 @@ class Recovery:
         self._ledger = ledger
         self._changing_buffers = changing_buffers
         self._forget = forget
+        self._states = fsdp_states(model)
+        self._settings = KeptSettings(self._states)
         self._is_in_step = True
 
     def keep(self) -> Callable[[], None]:
@@ -110,7 +112,7 @@ class Recovery:
         """Run ``micro_steps`` on every rank, and agree on the outcome.
 
         A collective; it adds one all-reduce on the CPU. If any rank ran out of memory, the gradients on all ranks are
-        None afterwards, and the model can run a new step.
+        None afterwards, FSDP2's settings are as before, and the model can run a new step.
         Args:
             is_thrashing: called on ranks that did not run out of memory.
             is_even: whether all ranks are known to have equally many micro-steps. Otherwise ranks exchange their
@@ -121,6 +123,7 @@ class Recovery:
             InputError: some rank has fewer micro-steps than another, or none has any. Raised on every rank.
         """
         done = _Done[Result](is_thrashing)
+        self._settings = KeptSettings(self._states)
         if is_even:
             self._run_all(micro_steps, done)
             worst = self._consensus.max_over_ranks(done.pressure)
@@ -190,11 +193,12 @@ class Recovery:
             self._clean_up_after(done.error)
 
     def _clean(self) -> None:
-        """Free everything that the failed step left. Must be called outside of any ``except`` block."""
+        """Undo everything that the failed step left. Must be called outside of any ``except`` block."""
         self._forget()
         if self._device.type != "cpu":  # running collectives may use this memory; peers issue them too, so they end
             torch.get_device_module(self._device).synchronize(self._device)
         reset_after_failure(self._model)
+        self._settings.restore()
         free_memory(self._device)
 
     def _clean_up_after(self, error: str) -> None:

@@ -8,7 +8,12 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.distributed.fsdp_state import CannotRecordError, reset_after_failure
+from torchtune_adaptive.distributed.fsdp_state import (
+    CannotRecordError,
+    KeptSettings,
+    fsdp_states,
+    reset_after_failure,
+)
 from torchtune_adaptive.distributed.ledger import Collective, Ledger
 from torchtune_adaptive.distributed.snapshot import KeptTensors, keep_random_states
 from torchtune_adaptive.distributed.vote import Outcome, run_with_votes
@@ -46,8 +51,9 @@ def dry_run(
     """Run ``micro_steps`` with a vote before each collective, and make a ``Recovery`` from what they issue.
 
     A collective: all ranks must call it, and get the same kind of outcome. It restores random generators and buffers,
-    and sets gradients to None. The lazy set-up of FSDP2 and of the communicators then happens while memory is free. If
-    there is no recovery, the model's original communication functions are restored.
+    and sets gradients to None. Settings of FSDP2 that a micro-step has changed for good stay changed; the micro-steps
+    are therefore run once more before recovery is refused. The lazy set-up of FSDP2 and of the communicators then
+    happens while memory is free. If there is no recovery, the model's original communication functions are restored.
     Args:
         micro_steps: forward and backward passes on batches of different shapes.
         forget: releases memory that an aborted micro-step holds outside ``model``.
@@ -59,8 +65,27 @@ def dry_run(
     ledger, reason = _attach_ledger(model, device, consensus)
     if ledger is None:
         return DryRun(None, reason)
+    options = {"model": model, "device": device, "consensus": consensus, "forget": forget}
+    found = _try(micro_steps, ledger, **options)
+    if found.reason:  # the first micro-step may have changed FSDP2's settings for good
+        found = _try(micro_steps, ledger, **options)
+    if found.recovery is None:
+        ledger.detach()
+    return found
+
+
+def _try(
+    micro_steps: Sequence[Callable[[], object]],
+    ledger: Ledger,
+    *,
+    model: nn.Module,
+    device: torch.device,
+    consensus: Consensus,
+    forget: Callable[[], object],
+) -> DryRun:
+    """Run ``micro_steps`` once, as ``dry_run`` describes, with ``ledger`` attached."""
     record = _Record(ledger)
-    buffers = KeptTensors(model.buffers())
+    settings, buffers = KeptSettings(fsdp_states(model)), KeptTensors(model.buffers())
     with keep_random_states():
         outcome = run_with_votes(lambda: record.run(micro_steps), consensus)
     forget()
@@ -69,11 +94,10 @@ def dry_run(
     reset_after_failure(model)
     free_memory(device)
     if outcome is Outcome.OUT_OF_MEMORY:
-        ledger.detach()
+        settings.restore()
         return DryRun(None, out_of_memory=True)
     reason = record.why_not_recoverable(consensus)
     if reason:
-        ledger.detach()
         return DryRun(None, reason)
     ledger.set_template(record.template)
     return DryRun(

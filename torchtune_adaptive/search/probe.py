@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.distributed.fsdp_state import KeptSettings, fsdp_states
 from torchtune_adaptive.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.logs import warn_on_rank_zero
 from torchtune_adaptive.memory.meter import MemoryMeter
@@ -181,6 +182,7 @@ class Prober:
         self._meter.reset()
         if timeline:
             self._meter.start_timeline()
+        settings = KeptSettings(fsdp_states(self._workload.model))
         outcome = run_with_votes(lambda: self._step(batch_size), self._consensus)
         if self._workload.device.type == "cuda":
             torch.cuda.synchronize(self._workload.device)
@@ -192,6 +194,8 @@ class Prober:
         limit_bytes = self._meter.limit_bytes
         too_much = self._meter.allocator_retries > 0 or (limit_bytes is not None and peak_bytes > limit_bytes)
         self._workload.clean_up()
+        if outcome is not Outcome.DONE:
+            settings.restore()
         return Probe(
             batch_size=batch_size,
             fits=outcome is Outcome.DONE and not self._consensus.any_rank(too_much),
