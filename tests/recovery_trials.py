@@ -51,7 +51,7 @@ class Sums:
 class Case:
     """A configuration of model and step."""
 
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
     checkpointing: bool = False
     accumulation: int = 1
     lora: bool = False

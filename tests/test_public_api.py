@@ -41,6 +41,7 @@ def test_find_max_batch_size_has_the_signature_that_is_promised() -> None:
         "power_of_two": False,
         "margin": 0.05,
         "max_batch_size": None,
+        "process_group": None,
     }
     positional = [name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     assert positional == ["train_step", "make_batch"]

@@ -18,7 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.faults import same_bits, under
 from tests.ranks import run_on_ranks
 from tests.recovery_trials import ROWS, Case, Trials
-from torchtune_adaptive import CannotRecoverError, InputError, MemoryEvent, NothingFitsError, RecoverableStep
+from torchtune_adaptive import (
+    CannotRecoverError,
+    InputError,
+    MemoryEvent,
+    NothingFitsError,
+    RecoverableStep,
+    find_max_batch_size,
+)
+from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.recovery.attempts import MemoryPressure
 from torchtune_adaptive.recovery.micro_batches import Slices
 from torchtune_adaptive.testing import Fault, out_of_memory
@@ -385,3 +393,57 @@ def test_settings_of_fsdp_that_a_failed_micro_step_has_changed_are_restored() ->
     for struck, wrong in run_on_ranks(_faults_in_a_chunked_loss, 2):
         assert struck > 20
         assert wrong == []
+
+
+def _trainers_of_a_larger_program(rank: int) -> dict[str, Any]:
+    """What ranks 1 and 2 of three find and do. Rank 0 does not train; rank 1 is in another group with it."""
+    plane = DeviceMesh("cpu", [[1], [2]], mesh_dim_names=("replicate", "shard"))
+    other = dist.new_group([0, 1])
+    group = dist.new_group([1, 2], timeout=timedelta(seconds=10))
+    if rank == 0:
+        return {}
+    assert isinstance(group, dist.ProcessGroup)
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+
+    def micro_step(samples: torch.Tensor) -> int:
+        model(samples).square().sum().backward()
+        return len(samples)
+
+    def gradients(size: int, fault: Fault) -> list[torch.Tensor]:
+        step = RecoverableStep(model, micro_step, micro_batch_size=size)
+        step.rehearse(SAMPLES)
+        step.wrap_micro_steps(partial(under, {1: fault}))
+        assert step(SAMPLES + rank) == 8
+        found = [parameter.grad.to_local() for parameter in model.parameters()]
+        model.zero_grad()
+        events.extend(step.events)
+        step.close()
+        return found
+
+    events: list[MemoryEvent] = []
+    told, recovered = gradients(2, Fault(None)), gradients(4, Fault(9, ranks=[2]))
+    options: Any = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "memory_limit": "64KiB"}
+    found = find_max_batch_size(micro_step, lambda size: torch.ones(size, 4), **options)
+    hybrid: Any = fully_shard(nn.Linear(4, 4), mesh=plane)
+    refused = partial(RecoverableStep, model, micro_step, micro_batch_size=2, process_group=other)
+    return {
+        "same bits": same_bits(recovered, told),
+        "events": [(event.ranks, event.before, event.after) for event in events],
+        "world size": found.world_size,
+        "hybrid": Consensus.of(hybrid).ranks,
+        "lacks a rank": _sentence(refused) if rank == 1 else "",
+    }
+
+
+def test_only_the_ranks_that_train_take_part() -> None:
+    _, *trainers = run_on_ranks(_trainers_of_a_larger_program, 3, timeout_s=120)
+    for found in trainers:
+        assert found["same bits"]
+        assert found["events"] == [((2,), 4, 2)]
+        assert found["world size"] == 2
+        assert found["hybrid"] == (1, 2)
+    assert trainers[0]["lacks a rank"] == (
+        "`process_group` must have every rank of the model's mesh ([1, 2]), but has [0, 1] instead."
+    )

@@ -145,7 +145,8 @@ def test_a_change_of_collectives_is_logged_once_and_an_error_then_ends_the_run(
         warning, error = parts["drifted"]
         assert warning == (
             "Micro-steps no longer issue the collectives of the dry run:"
-            " from now on an out-of-memory error ends the run."
+            " from now on an out-of-memory error ends the run. A likely cause is gradient accumulation by"
+            " `set_requires_gradient_sync(False)`: leave it on, so that every micro-step reduces its gradients."
         )
         assert "micro-steps no longer issue the collectives of the dry run" in error
         assert "a fault on purpose" in error
@@ -155,7 +156,11 @@ def test_a_change_of_collectives_is_logged_once_and_an_error_then_ends_the_run(
 
 
 def _on_four_ranks(rank: int) -> tuple[dict[str, Tally], str]:
-    tallies = _tallies(Case(), "all 0", 199) | _tallies(Case(hsdp=True, bf16=True), "all turns", 199)
+    tallies = (
+        _tallies(Case(), "all 0", 199)
+        | _tallies(Case(hsdp=True, bf16=True), "all turns", 199)
+        | _tallies(Case(reshard_after_forward=2, checkpointing=True), "turns", 199)
+    )
     return tallies, _fails_after_an_all_reduce(Trials(Case(hsdp=True, layers=1)))
 
 

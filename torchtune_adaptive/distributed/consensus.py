@@ -1,30 +1,61 @@
 """Agree on decisions between ranks. The only module that communicates decisions.
 
-Every method except ``world_size`` and ``rank`` is a collective: all ranks must call it, in the same order and equally
-often, and all get the same answer. Each call is one collective on a CPU (gloo) group. This group is separate from the
-training group, so a decision neither waits for the device nor mixes with the collectives of training.
+Every method except ``world_size``, ``rank`` and ``ranks`` is a collective: all ranks must call it, in the same order
+and equally often, and all get the same answer. Each call is one collective on a CPU (gloo) group. This group is
+separate from the training group, so a decision neither waits for the device nor mixes with the collectives of training.
 
 Without a process group, or with a single process, nothing is communicated: the answer is the process's own.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.errors import InputError, RunEnded
 
 Answer = TypeVar("Answer")
 
+_created: Counter[tuple[int, ...]] = Counter()  # groups of some ranks that this process has created
+
 
 class Consensus:
-    """Agreement between all ranks of the default process group. Creating the object is itself a collective."""
+    """Agreement between ``ranks``, or all ranks of the default process group. Creating it is a collective of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Collection[int] | None = None) -> None:
         self._group: dist.ProcessGroup | None = None
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        self._ranks = tuple(range(world_size) if ranks is None else sorted(ranks))
+        if len(self._ranks) > 1:
+            whole = len(self._ranks) == world_size
+            self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if whole else _new_group(self._ranks)
+
+    @classmethod
+    def of(cls, model: nn.Module, process_group: dist.ProcessGroup | None = None) -> "Consensus":
+        """Agreement between the ranks that train ``model``. A collective of these ranks, and of no others.
+
+        They are the ranks of ``process_group``. None: those of the mesh on which FSDP2 has sharded the model, or all
+        ranks of the default group if it is not sharded.
+        Raises:
+            InputError: the process group lacks a rank of the model's mesh.
+        """
+        sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+        on_mesh = {rank for parameter in sharded for rank in parameter.device_mesh.mesh.flatten().tolist()}
+        if process_group is None:
+            return cls(on_mesh or None)
+        ranks = dist.get_process_group_ranks(process_group)
+        if not on_mesh <= set(ranks):
+            raise InputError(
+                f"`process_group` must have every rank of the model's mesh ({sorted(on_mesh)}),"
+                f" but has {ranks} instead."
+            )
+        return cls(ranks)
 
     @property
     def world_size(self) -> int:
@@ -32,8 +63,13 @@ class Consensus:
         return 1 if self._group is None else self._group.size()
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks in the default process group, in ascending order."""
+        return self._ranks
+
+    @property
     def rank(self) -> int:
-        """This process's rank."""
+        """This process's place among the ranks."""
         return 0 if self._group is None else self._group.rank()
 
     def close(self) -> None:
@@ -81,7 +117,7 @@ class Consensus:
         if self._group is None:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._group)
+        dist.broadcast_object_list(values, src=self._ranks[0], group=self._group)
         return values[0]
 
     def from_all_ranks(self, value: Any) -> list[Any]:
@@ -113,3 +149,24 @@ class Consensus:
         if isinstance(answer, InputError | RunEnded):
             raise answer
         return answer
+
+
+def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A gloo group of ``ranks``, which are not all of the default group. A collective of them only.
+
+    ``dist.new_group(ranks, use_local_synchronization=True)`` names the group after the number of groups of the process.
+    It hangs if a rank is in more groups than another, and takes the name of a destroyed group again.
+    """
+    _created[ranks] += 1
+    name = f"torchtune_adaptive {ranks} {_created[ranks]}"
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        dist.Backend("gloo"),
+        c10d._get_default_store(),
+        cast(Any, name),
+        timeout=default_pg_timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group

@@ -102,8 +102,10 @@ class Ledger:
     def replay_rest(self) -> None:
         """Issue the collectives of the template that were not issued since ``begin``, while the peers issue theirs.
 
-        All-gathers send the real parameters, so the peers compute with correct values. Reductions send zeros, so the
-        peers' gradients must be thrown away. Call ``reset_after_failure`` on the model first.
+        All-gathers send the real parameters, so the peers compute with correct values. There is one exception: with
+        ``reshard_after_forward`` as a number, the all-gathers of a backward pass within the smaller group send zeros,
+        because this rank no longer has its part of the parameters. Reductions send zeros. The peers' gradients must
+        be thrown away. Call ``reset_after_failure`` on the model first.
 
         Raises:
             CollectiveInDoubtError: the last collective failed while it was issued, the issued collectives are not the

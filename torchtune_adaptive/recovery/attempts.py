@@ -225,7 +225,8 @@ class Recovery:
         if self._is_in_step:
             log.warning(
                 "Micro-steps no longer issue the collectives of the dry run:"
-                " from now on an out-of-memory error ends the run."
+                " from now on an out-of-memory error ends the run. A likely cause is gradient accumulation by"
+                " `set_requires_gradient_sync(False)`: leave it on, so that every micro-step reduces its gradients."
             )
         self._is_in_step = False
 

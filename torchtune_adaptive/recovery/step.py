@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError, NothingFitsError
-from torchtune_adaptive.logs import warn_on_rank_zero
 from torchtune_adaptive.memory.devices import computing_device
 from torchtune_adaptive.recovery.attempts import NO_SAMPLES, Attempt, MemoryPressure, Recovery, sum_of_results
 from torchtune_adaptive.recovery.events import MemoryEvent
@@ -31,16 +31,20 @@ class RecoverableStep(Generic[Sums]):
     Args:
         model: everything on the device; several models in an ``nn.ModuleList``. Under FSDP2 it must be sharded.
         micro_step: forward pass, loss and backward pass of one micro-batch. It must not change anything else, because
-            it may run again. Its results are summed: a tensor or number, a tuple of them, anything with ``+``, or
+            it may run again. Every micro-step must issue the same collectives, so it must reduce its gradients:
+            leave FSDP2's ``set_requires_gradient_sync`` on. Its results are summed: a tensor or number, a tuple of them, anything with ``+``, or
             None. Detach tensors, or they keep the graph alive.
         micro_batch_size: samples per micro-batch, the same on every rank; or an object that cuts micro-batches.
         optimizer: the optimizer, or several. ``rehearse`` creates the state of Adam and AdamW, so that its memory is in
             use before training.
         forget: frees what an interrupted ``micro_step`` keeps outside of the model, such as a list of activations.
-        on_event: called on every rank after a shortage of memory. The default logs a warning on rank 0.
+        on_event: called on every rank after a shortage of memory. The default logs a warning on the first rank.
+        process_group: the ranks that train the model. None: those of the mesh on which FSDP2 has sharded it, or all
+            ranks of the default group if it is not sharded. These ranks must create the object together, and no others.
         watch: the memory watch of a larger program; None: create one.
     Raises:
-        InputError: ``micro_batch_size`` is not an integer of at least 1, or the model has no parameters.
+        InputError: ``micro_batch_size`` is not an integer of at least 1, the model has no parameters, or
+            ``process_group`` lacks a rank of the model's mesh.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> def micro_step(rows):
@@ -64,6 +68,7 @@ class RecoverableStep(Generic[Sums]):
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
         forget: Callable[[], object] = lambda: None,
         on_event: Callable[[MemoryEvent], object] | None = None,
+        process_group: dist.ProcessGroup | None = None,
         watch: PressureWatch | None = None,
     ) -> None:
         self._model = model
@@ -72,10 +77,10 @@ class RecoverableStep(Generic[Sums]):
         self._micro_batches: MicroBatches = micro_batch_size if cuts else Slices(micro_batch_size)
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._forget = forget
-        self._on_event = on_event or (lambda event: warn_on_rank_zero(log, str(event)))
+        self._on_event = on_event or self._log
         self._device = computing_device(model)
         self._owns_watch = watch is None
-        self._watch = watch or PressureWatch.of(model, self._device)
+        self._watch = watch or PressureWatch.of(model, self._device, process_group)
         self._recovery: Recovery | None = None
         self._is_enabled = True
         self._trained: list[nn.Parameter] = []
@@ -211,6 +216,10 @@ class RecoverableStep(Generic[Sums]):
             self._watch.stop()
         self._events.append(event)
         self._on_event(event)
+
+    def _log(self, event: MemoryEvent) -> None:
+        if self._watch.consensus.rank == 0:
+            log.warning("%s", event)
 
     def _end_recovery(self) -> None:
         if self._recovery is not None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchtune_adaptive.distributed.consensus import Consensus
@@ -29,10 +30,13 @@ class PressureWatch:
         self._retries = RetryWatch(lambda: 0 if meter is None else meter.total_retries)
 
     @classmethod
-    def of(cls, model: nn.Module, device: torch.device) -> "PressureWatch":
-        """Create a watch on ``model``, with its own CPU process group. A collective; ``close`` destroys the group."""
+    def of(cls, model: nn.Module, device: torch.device, process_group: dist.ProcessGroup | None) -> "PressureWatch":
+        """Create a watch on ``model``, with its own CPU process group, which ``close`` destroys.
+
+        A collective of the ranks that train the model: see ``Consensus.of``.
+        """
         meter = meter_for(device, model, [], exact=False) if device.type == "cuda" else None
-        return cls(Consensus(), meter, Phases([model], None))
+        return cls(Consensus.of(model, process_group), meter, Phases([model], None))
 
     @property
     def consensus(self) -> Consensus:
@@ -72,7 +76,7 @@ class PressureWatch:
         """The event of ``attempt``, equal on all ranks. A collective."""
         phase = "backward" if attempt.in_backward else self._phases.now
         mine = attempt.own_pressure, phase, describe_peak(self._meter), attempt.error
-        reports = enumerate(self._consensus.from_all_ranks(mine))
+        reports = zip(self._consensus.ranks, self._consensus.from_all_ranks(mine), strict=True)
         ranks = {rank: figures for rank, (pressure, *figures) in reports if pressure is attempt.pressure}
         phase, figures, error = next(iter(ranks.values()))
         return MemoryEvent(step, attempt.pressure, tuple(ranks), phase, figures, error, before, after, unit)

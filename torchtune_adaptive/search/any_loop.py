@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchtune_adaptive.distributed.consensus import Consensus
@@ -29,13 +30,14 @@ def find_max_batch_size(
     power_of_two: bool = False,
     margin: float = 0.05,
     max_batch_size: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> SearchResult:
     """Finds the largest batch size whose train step fits into memory, for any PyTorch training loop.
 
     It restores model, optimizer and random generators bit for bit, and sets gradients to None. The caller must protect
-    everything else that ``train_step`` changes, such as a learning rate schedule or a gradient scaler. With an
-    initialised process group all ranks must call it with the same arguments; only ``memory_limit`` may differ. All
-    ranks get the same sizes, the largest that fit on every rank.
+    everything else that ``train_step`` changes, such as a learning rate schedule or a gradient scaler. All ranks that
+    train the model must call it with the same arguments; only ``memory_limit`` may differ. They get the same sizes,
+    the largest that fit on every rank.
     Args:
         train_step: a whole step on a batch: forward pass, loss, backward pass, optimizer step. If training uses
             gradient accumulation, run the forward and backward pass twice: the second one needs more memory, because
@@ -49,6 +51,8 @@ def find_max_batch_size(
         power_of_two: round the size down to a power of two.
         margin: fraction of the limit that is kept free, in [0, 1).
         max_batch_size: the largest size to try.
+        process_group: the ranks that train the model. None: those of the mesh on which FSDP2 has sharded it, or all
+            ranks of the default group if it is not sharded.
     Raises:
         InputError: an argument is invalid (a ``ValueError``).
         NothingFitsError: a batch of one sample does not fit (an ``InputError``).
@@ -75,7 +79,7 @@ def find_max_batch_size(
         raise InputError("`max_batch_size` must be a number for strategy 'decrease_until_oom', but is None instead.")
     device = computing_device(model)
     meter = meter_for(device, model, [optimizer])
-    with _phases_by_hooks(model, optimizer, meter), contextlib.closing(Consensus()) as consensus:
+    with _phases_by_hooks(model, optimizer, meter), contextlib.closing(Consensus.of(model, process_group)) as consensus:
         workload = Workload(
             train_step=train_step,
             model=model,
