@@ -207,6 +207,31 @@ def test_a_disabled_step_runs_micro_steps_and_lets_errors_pass() -> None:
         toy.step([])
 
 
+def test_a_limit_of_memory_holds_for_micro_steps_on_a_cpu() -> None:
+    model = nn.Sequential(nn.Linear(4, 1000), nn.Linear(1000, 1))  # with gradients and optimizer state 96 KB
+    optimizer = torch.optim.AdamW(model.parameters())
+    told: list[MemoryEvent] = []
+    options: Any = {"optimizer": optimizer, "memory_limit": "140KiB", "on_event": told.append}
+    step = RecoverableStep(model, lambda rows: model(rows).sum().backward(), micro_batch_size=8, **options)
+    step(SAMPLES)
+    (event,) = told
+    assert (event.before, event.after) == (8, 4)
+    assert event.figures.endswith("limit 140.0 KiB")
+    assert event.phase in ("forward", "backward")
+    optimizer.step()
+    optimizer.zero_grad()
+    step(SAMPLES)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "sentence"), [("much", "`memory_limit` must be a size like 80GiB"), ("900TiB", "must be at most what")]
+)
+def test_a_bad_limit_is_refused(limit: str, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        Toy(4, memory_limit=limit)
+
+
 def test_the_optimizers_state_is_there_after_the_rehearsal() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,11 +1,8 @@
 """The only reader of our config keys."""
 
 import difflib
-import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from fractions import Fraction
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_adaptive.batch.increase_function import BatchIncreaseFunction, check_function, load_function
 from torchtune_adaptive.errors import InputError, as_integer, quote, reason_of, require_integer
+from torchtune_adaptive.text import parse_memory
 
 Strategy: TypeAlias = Literal["linear_extrapolation", "binary_search", "decrease_until_oom"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -26,12 +24,6 @@ _POSITIVE = ("max_batch_size", "memory_limit_bytes", "seq_len", "global_batch_si
 _POSITIVE += ("save_every_n_steps", "keep_last_n_checkpoints")
 _FLAGS = ("use_maximum_batch_size", "power_of_two", "oom_recovery", "save_in_background")
 _FLAGS += ("search_only", "reuse_found_size")
-_MEMORY_TEXT = re.compile(r"\s*(-?)([0-9]{1,20}(?:\.[0-9]{0,20})?|\.[0-9]{1,20})\s*([a-z]*)\s*", re.IGNORECASE)
-_BYTES_PER_UNIT = {"": 1, "b": 1} | {
-    prefix + suffix: base**power
-    for suffix, base in (("b", 1000), ("ib", 1024))
-    for power, prefix in enumerate("kmgt", start=1)
-}
 
 
 def _one_of(words: tuple[str, ...]) -> str:
@@ -231,27 +223,6 @@ def _config_keys() -> Iterator[ConfigKey]:
 CONFIG_KEYS = tuple(_config_keys())
 BLOCK_KEYS = tuple(key.name for key in CONFIG_KEYS if key.path != key.name)
 _PLACES = {key.name: key.path for key in CONFIG_KEYS}
-
-
-def parse_memory(value: object) -> int:
-    """Bytes, from whole bytes or a text with a unit; KiB to TiB are binary, KB to TB decimal.
-
-    Raises:
-        InputError: the value cannot be read, or is not above zero.
-
-    >>> parse_memory("1.5GiB"), parse_memory("80 gb"), parse_memory(1024)
-    (1610612736, 80000000000, 1024)
-    """
-    whole = int(value) if isinstance(value, float) and value.is_integer() else as_integer(value)
-    match = _MEMORY_TEXT.fullmatch(value) if isinstance(value, str) else None
-    if match and match[3].lower() in _BYTES_PER_UNIT:
-        size = Fraction(match[2]) * _BYTES_PER_UNIT[match[3].lower()]
-        whole = math.floor(-size if match[1] else size)
-    if whole is None:
-        raise InputError(f"`memory_limit` must be a size like 80GiB or whole bytes, but is {quote(value)} instead.")
-    if whole <= 0:
-        raise InputError(f"`memory_limit` must be at least one byte, but is {quote(value)} instead.")
-    return whole
 
 
 def _refuse_misplaced_keys(cfg: DictConfig) -> None:

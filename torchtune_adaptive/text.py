@@ -1,6 +1,18 @@
-"""Format figures for printing: bytes, tables, lists of ranks."""
+"""Format figures for printing: bytes, tables, lists of ranks. Read sizes of memory."""
 
+import math
+import re
 from collections.abc import Collection, Sequence
+from fractions import Fraction
+
+from torchtune_adaptive.errors import InputError, as_integer, quote
+
+_MEMORY_TEXT = re.compile(r"\s*(-?)([0-9]{1,20}(?:\.[0-9]{0,20})?|\.[0-9]{1,20})\s*([a-z]*)\s*", re.IGNORECASE)
+_BYTES_PER_UNIT = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for suffix, base in (("b", 1000), ("ib", 1024))
+    for power, prefix in enumerate("kmgt", start=1)
+}
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -14,6 +26,27 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.1f} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
         num_bytes /= 1024
     return f"{num_bytes:.1f} GiB"
+
+
+def parse_memory(value: object) -> int:
+    """Bytes, from whole bytes or a text with a unit; KiB to TiB are binary, KB to TB decimal.
+
+    Raises:
+        InputError: the value cannot be read, or is not above zero.
+
+    >>> parse_memory("1.5GiB"), parse_memory("80 gb"), parse_memory(1024)
+    (1610612736, 80000000000, 1024)
+    """
+    whole = int(value) if isinstance(value, float) and value.is_integer() else as_integer(value)
+    match = _MEMORY_TEXT.fullmatch(value) if isinstance(value, str) else None
+    if match and match[3].lower() in _BYTES_PER_UNIT:
+        size = Fraction(match[2]) * _BYTES_PER_UNIT[match[3].lower()]
+        whole = math.floor(-size if match[1] else size)
+    if whole is None:
+        raise InputError(f"`memory_limit` must be a size like 80GiB or whole bytes, but is {quote(value)} instead.")
+    if whole <= 0:
+        raise InputError(f"`memory_limit` must be at least one byte, but is {quote(value)} instead.")
+    return whole
 
 
 def byte_unit(num_bytes: float) -> tuple[str, int]:

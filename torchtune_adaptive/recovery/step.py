@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
@@ -17,6 +18,7 @@ from torchtune_adaptive.recovery.events import MemoryEvent
 from torchtune_adaptive.recovery.micro_batches import MicroBatches, Slices
 from torchtune_adaptive.recovery.rehearsal import Rehearsal
 from torchtune_adaptive.recovery.watch import PressureWatch
+from torchtune_adaptive.text import parse_memory
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +33,10 @@ class RecoverableStep(Generic[Sums]):
     Args:
         model: everything on the device; several models in an ``nn.ModuleList``. Under FSDP2 it must be sharded.
         micro_step: forward pass, loss and backward pass of one micro-batch. It must not change anything else, because
-            it may run again. Every micro-step must issue the same collectives, so it must reduce its gradients:
-            leave FSDP2's ``set_requires_gradient_sync`` on. Its results are summed: a tensor or number, a tuple of them, anything with ``+``, or
-            None. Detach tensors, or they keep the graph alive.
+            it may run again. Under FSDP2 every micro-step must reduce its gradients: leave
+            ``set_requires_gradient_sync`` on, or recovery turns itself off with a warning. Its results are summed: a
+            tensor or number, a tuple of them, anything with ``+``, or None. Detach tensors, or they keep the graph
+            alive.
         micro_batch_size: samples per micro-batch, the same on every rank; or an object that cuts micro-batches.
         optimizer: the optimizer, or several. ``rehearse`` creates the state of Adam and AdamW, so that its memory is in
             use before training.
@@ -41,10 +44,12 @@ class RecoverableStep(Generic[Sums]):
         on_event: called on every rank after a shortage of memory. The default logs a warning on the first rank.
         process_group: the ranks that train the model. None: those of the mesh on which FSDP2 has sharded it, or all
             ranks of the default group if it is not sharded. These ranks must create the object together, and no others.
-        watch: the memory watch of a larger program; None: create one.
+        memory_limit: memory that this rank may use in its micro-steps, in bytes or as text such as "80GiB". None: what
+            the device has. On a CPU, a limit makes micro-steps slow: each operation is watched.
+        watch: the memory watch of a larger program, which limits memory itself; None: create one.
     Raises:
-        InputError: ``micro_batch_size`` is not an integer of at least 1, the model has no parameters, or
-            ``process_group`` lacks a rank of the model's mesh.
+        InputError: ``micro_batch_size`` is not an integer of at least 1, the model has no parameters,
+            ``process_group`` lacks a rank of the model's mesh, or ``memory_limit`` is no size or above the device's.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> def micro_step(rows):
@@ -69,6 +74,7 @@ class RecoverableStep(Generic[Sums]):
         forget: Callable[[], object] = lambda: None,
         on_event: Callable[[MemoryEvent], object] | None = None,
         process_group: dist.ProcessGroup | None = None,
+        memory_limit: int | str | None = None,
         watch: PressureWatch | None = None,
     ) -> None:
         self._model = model
@@ -80,7 +86,11 @@ class RecoverableStep(Generic[Sums]):
         self._on_event = on_event or self._log
         self._device = computing_device(model)
         self._owns_watch = watch is None
-        self._watch = watch or PressureWatch.of(model, self._device, process_group)
+        limit_bytes = None if memory_limit is None else parse_memory(memory_limit)
+        self._watch = watch or PressureWatch.of(
+            model, self._optimizers, self._device, process_group=process_group, limit_bytes=limit_bytes
+        )
+        self._limited = self._watch.meter if limit_bytes is not None else None
         self._recovery: Recovery | None = None
         self._is_enabled = True
         self._trained: list[nn.Parameter] = []
@@ -155,6 +165,8 @@ class RecoverableStep(Generic[Sums]):
         if self._is_enabled and self._recovery is None:
             self.rehearse(samples)
         self._number = self._number + 1 if number is None else number
+        if self._limited is not None:
+            self._limited.count([list(values.values()) for one in self._optimizers for values in one.state.values()])
         if self._recovery is None:
             return self._sum(self._runs(samples, first=0))
         self._check_no_gradients()
@@ -179,9 +191,13 @@ class RecoverableStep(Generic[Sums]):
 
     def _runs(self, samples: Any, *, first: int) -> list[Callable[[], Sums]]:
         """The micro-steps of ``samples``; ``first`` is the number of the first one."""
-        runs: list[Callable[[], Sums]] = [partial(self._run, one) for one in self._micro_batches.cut(samples)]
+        runs: list[Callable[[], Sums]] = [partial(self._run_limited, one) for one in self._micro_batches.cut(samples)]
         around = self._around
         return runs if around is None else [partial(around, number, run) for number, run in enumerate(runs, first)]
+
+    def _run_limited(self, micro_batch: Any) -> Sums:
+        with self._limited or nullcontext():
+            return self._run(micro_batch)
 
     def _run(self, micro_batch: Any) -> Sums:
         self._watch.phases.enter("batch")

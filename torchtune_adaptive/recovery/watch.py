@@ -1,5 +1,6 @@
 """The memory pressure of this rank, and the phase of its step."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.memory.allocator_retries import RetryWatch
-from torchtune_adaptive.memory.devices import describe_peak, meter_for
+from torchtune_adaptive.memory.devices import check_limit, describe_peak, meter_for
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.recovery.attempts import Attempt
@@ -30,13 +31,30 @@ class PressureWatch:
         self._retries = RetryWatch(lambda: 0 if meter is None else meter.total_retries)
 
     @classmethod
-    def of(cls, model: nn.Module, device: torch.device, process_group: dist.ProcessGroup | None) -> "PressureWatch":
+    def of(
+        cls,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        device: torch.device,
+        *,
+        process_group: dist.ProcessGroup | None,
+        limit_bytes: int | None,
+    ) -> "PressureWatch":
         """Create a watch on ``model``, with its own CPU process group, which ``close`` destroys.
 
         A collective of the ranks that train the model: see ``Consensus.of``.
+        Args:
+            limit_bytes: the limit within ``with watch.meter:``. A CPU has no meter without one: it would cost time.
+        Raises:
+            InputError: the limit is above the memory of the device, or the device cannot have one.
         """
-        meter = meter_for(device, model, [], exact=False) if device.type == "cuda" else None
-        return cls(Consensus.of(model, process_group), meter, Phases([model], None))
+        meter = None
+        if limit_bytes is not None:
+            check_limit(limit_bytes, device)
+        if limit_bytes is not None or device.type == "cuda":
+            meter = meter_for(device, model, optimizers, exact=False)
+            meter.set_limit(limit_bytes)
+        return cls(Consensus.of(model, process_group), meter, Phases([model], meter))
 
     @property
     def consensus(self) -> Consensus:

@@ -8,6 +8,8 @@ distributed run ``fits`` must return the same answer on every rank, so that all 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torchtune_adaptive.text import count_text, format_bytes
+
 Fits = Callable[[int], bool]
 
 # Two small sizes determine every operation's line. Not 1: dimensions of size 1 have other strides and operations.
@@ -60,6 +62,14 @@ class SearchResult:
     forecast_rows: float | None = None
     forecast: tuple[tuple[int, int], ...] = ()
     reused: bool = False
+
+    def __str__(self) -> str:
+        fitted = [probe.peak_bytes for probe in self.probes if probe.batch_size == self.batch_size and probe.fits]
+        return (
+            f"batch size {self.batch_size} (largest that fits: {self.exact_batch_size}), peak"
+            f" {format_bytes(fitted[-1]) if fitted else 'not measured'} of {format_bytes(self.memory_limit_bytes)}"
+            f" with margin {self.margin:g}, {count_text(len(self.probes), 'probe')} by {self.strategy}"
+        )
 
     @property
     def usable_bytes(self) -> int:
