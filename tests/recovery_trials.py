@@ -136,7 +136,7 @@ class Trials:
             model,
             [lambda name, module: isinstance(module, TransformerSelfAttentionLayer)],
             cpu_offload=False,
-            reshard_after_forward=self.case.reshard_after_forward,
+            reshard_after_forward=self.case.reshard_after_forward,  # pyright: ignore[reportArgumentType]
             dp_mesh=self._mesh(),
         )
         model.set_num_output_chunks(2)

@@ -1,10 +1,14 @@
 """``RecoverableStep`` as a custom training loop uses it, in one process and on two ranks."""
 
+import contextlib
+import io
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.documents import REPOSITORY, blocks
 from tests.faults import same_bits, under
-from tests.ranks import run_on_ranks
+from tests.ranks import run_alone, run_on_ranks
 from tests.recovery_trials import ROWS, Case, Trials
 from torchtune_adaptive import (
     CannotRecoverError,
@@ -32,6 +37,7 @@ from torchtune_adaptive.recovery.micro_batches import Slices
 from torchtune_adaptive.testing import Fault, out_of_memory
 
 FAULT = "OutOfMemoryError: CUDA out of memory (a fault on purpose)"
+PAGE = REPOSITORY / "docs" / "recoverable_step.md"
 SAMPLES = torch.arange(32.0).reshape(8, 4) / 32
 
 
@@ -211,16 +217,17 @@ def test_a_limit_of_memory_holds_for_micro_steps_on_a_cpu() -> None:
     model = nn.Sequential(nn.Linear(4, 1000), nn.Linear(1000, 1))  # with gradients and optimizer state 96 KB
     optimizer = torch.optim.AdamW(model.parameters())
     told: list[MemoryEvent] = []
-    options: Any = {"optimizer": optimizer, "memory_limit": "140KiB", "on_event": told.append}
-    step = RecoverableStep(model, lambda rows: model(rows).sum().backward(), micro_batch_size=8, **options)
-    step(SAMPLES)
+    options: Any = {"optimizer": optimizer, "memory_limit": "400KiB", "on_event": told.append}
+    step = RecoverableStep(model, lambda rows: model(rows).sum().backward(), micro_batch_size=64, **options)
+    samples = torch.ones(64, 4)  # 256 KB of activations, and as much of their gradients
+    step(samples)
     (event,) = told
-    assert (event.before, event.after) == (8, 4)
-    assert event.figures.endswith("limit 140.0 KiB")
+    assert (event.before, event.after) == (64, 32)
+    assert event.figures.endswith("limit 400.0 KiB")
     assert event.phase in ("forward", "backward")
     optimizer.step()
     optimizer.zero_grad()
-    step(SAMPLES)
+    step(samples)
     assert len(told) == 1
 
 
@@ -423,7 +430,7 @@ def test_settings_of_fsdp_that_a_failed_micro_step_has_changed_are_restored() ->
 def _trainers_of_a_larger_program(rank: int) -> dict[str, Any]:
     """What ranks 1 and 2 of three find and do. Rank 0 does not train; rank 1 is in another group with it."""
     plane = DeviceMesh("cpu", [[1], [2]], mesh_dim_names=("replicate", "shard"))
-    other = dist.new_group([0, 1])
+    other: Any = dist.new_group([0, 1])
     group = dist.new_group([1, 2], timeout=timedelta(seconds=10))
     if rank == 0:
         return {}
@@ -472,3 +479,38 @@ def test_only_the_ranks_that_train_take_part() -> None:
     assert trainers[0]["lacks a rank"] == (
         "`process_group` must have every rank of the model's mesh ([1, 2]), but has [0, 1] instead."
     )
+
+
+# ---- the page
+
+
+def _page_prints(*_: int) -> str:
+    """What the first program of the page prints."""
+    (program, *_rest), printed = blocks(PAGE, "python"), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(program.text, str(program), "exec"), {})
+    return " ".join(printed.getvalue().split())
+
+
+def test_the_program_of_the_page_recovers_on_one_device_and_prints_what_the_page_says() -> None:
+    assert run_alone(_page_prints) == " ".join(blocks(PAGE, "text")[0].text.split())
+
+
+def test_the_program_of_the_page_recovers_on_two_ranks() -> None:
+    for printed in run_on_ranks(_page_prints, 2):
+        assert re.search(r"micro-batch (\d+) -> (\d+) samples: in step 1 .* micro-batches of \2 samples$", printed)
+
+
+def test_the_figures_of_the_page_are_those_of_the_result() -> None:
+    rows = [row for row in _cells(REPOSITORY / "benchmarks/results/recovery_cost_cpu.md") if row[2:3] == ["wall"]]
+    told = {row[0]: [cell.split()[0] for cell in row[1:]] for row in _cells(PAGE) if all(row)}
+    assert len(rows) > 3
+    assert told["a plain step takes"] == [row[3] for row in rows]
+    assert told["`RecoverableStep`"] == [row[4].split()[0] for row in rows]
+    assert told["a plain loop that exchanges one number more"] == [row[5].split()[0] for row in rows]
+
+
+def _cells(document: Path) -> list[list[str]]:
+    """The rows of all tables."""
+    lines = document.read_text().splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]

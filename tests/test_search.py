@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.toys import search_result
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError, NothingFitsError
 from torchtune_adaptive.memory.cpu_meter import CpuMeter
@@ -20,6 +21,7 @@ from torchtune_adaptive.memory.devices import meter_for
 from torchtune_adaptive.search.find import first_that_fits, search
 from torchtune_adaptive.search.strategies import (
     Fits,
+    Probe,
     SearchResult,
     binary_search,
     decrease_until_oom,
@@ -194,6 +196,17 @@ def test_decrease_until_oom_starts_at_the_top_and_halves() -> None:
     device = FitsUpTo(37)
     decrease_until_oom(device, max_batch_size=1000)
     assert device.asked[:6] == [1000, 500, 250, 125, 62, 31]
+
+
+def test_a_result_prints_as_one_line() -> None:
+    probes = tuple(
+        Probe(batch_size=size, fits=size < 14, peak_bytes=size * 64, phase_peak_bytes={}, seconds=1.0)
+        for size in (8, 14)
+    )
+    assert str(search_result(probes=probes)) == (
+        "batch size 8 (largest that fits: 13), peak 512 B of 1000 B with margin 0.05, 2 probes by binary_search"
+    )
+    assert "(largest that fits: 13), limit 1000 B with margin" in str(search_result())
 
 
 def test_rounding_goes_to_a_power_of_two_and_never_up() -> None:

@@ -169,4 +169,4 @@ def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
         timeout=default_pg_timeout,
     )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
-    return group
+    return cast(dist.ProcessGroup, group)

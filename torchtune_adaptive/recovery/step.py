@@ -1,8 +1,7 @@
 """``RecoverableStep``: a train step for any PyTorch loop that recovers from out-of-memory errors."""
 
 import functools
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
@@ -19,8 +18,6 @@ from torchtune_adaptive.recovery.micro_batches import MicroBatches, Slices
 from torchtune_adaptive.recovery.rehearsal import Rehearsal
 from torchtune_adaptive.recovery.watch import PressureWatch
 from torchtune_adaptive.text import parse_memory
-
-log = logging.getLogger(__name__)
 
 Sums = TypeVar("Sums")
 
@@ -48,8 +45,7 @@ class RecoverableStep(Generic[Sums]):
             the device has. On a CPU, a limit makes micro-steps slow: each operation is watched.
         watch: the memory watch of a larger program, which limits memory itself; None: create one.
     Raises:
-        InputError: ``micro_batch_size`` is not an integer of at least 1, the model has no parameters,
-            ``process_group`` lacks a rank of the model's mesh, or ``memory_limit`` is no size or above the device's.
+        InputError: an argument is invalid, or the model has no parameters.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> def micro_step(rows):
@@ -83,13 +79,13 @@ class RecoverableStep(Generic[Sums]):
         self._micro_batches: MicroBatches = micro_batch_size if cuts else Slices(micro_batch_size)
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._forget = forget
-        self._on_event = on_event or self._log
         self._device = computing_device(model)
         self._owns_watch = watch is None
         limit_bytes = None if memory_limit is None else parse_memory(memory_limit)
         self._watch = watch or PressureWatch.of(
             model, self._optimizers, self._device, process_group=process_group, limit_bytes=limit_bytes
         )
+        self._on_event = on_event or self._watch.log
         self._limited = self._watch.meter if limit_bytes is not None else None
         self._recovery: Recovery | None = None
         self._is_enabled = True
@@ -125,7 +121,7 @@ class RecoverableStep(Generic[Sums]):
             InputError: the micro-batch size is not the same on every rank, or some rank has no samples.
         """
         self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        self._check_no_gradients()
+        _check_no_gradients(self._trained)
         rehearsal = Rehearsal(self._model, self._optimizers, self._device, self._watch, self._forget)
         rehearsal.allocate_states()
         self._recovery = rehearsal.recovery(self._run, self._micro_batches, samples)
@@ -168,8 +164,8 @@ class RecoverableStep(Generic[Sums]):
         if self._limited is not None:
             self._limited.count([list(values.values()) for one in self._optimizers for values in one.state.values()])
         if self._recovery is None:
-            return self._sum(self._runs(samples, first=0))
-        self._check_no_gradients()
+            return _sum(self._runs(samples, first=0))
+        _check_no_gradients(self._trained)
         restore = self._recovery.keep()
         first = 0
         while True:
@@ -182,12 +178,6 @@ class RecoverableStep(Generic[Sums]):
                 return cast(Sums, attempt.result)
             first += len(runs)
             restore()
-
-    def _sum(self, runs: list[Callable[[], Sums]]) -> Sums:
-        """The sum of the results of ``runs``, without recovery."""
-        if not runs:
-            raise InputError(NO_SAMPLES)
-        return functools.reduce(sum_of_results, (run() for run in runs))
 
     def _runs(self, samples: Any, *, first: int) -> list[Callable[[], Sums]]:
         """The micro-steps of ``samples``; ``first`` is the number of the first one."""
@@ -202,13 +192,6 @@ class RecoverableStep(Generic[Sums]):
     def _run(self, micro_batch: Any) -> Sums:
         self._watch.phases.enter("batch")
         return self._micro_step(micro_batch)
-
-    def _check_no_gradients(self) -> None:
-        if any(parameter.grad is not None for parameter in self._trained):
-            raise InputError(
-                "Gradients must be None before a step, which may have to run again, but some are not: call"
-                " `optimizer.zero_grad()` after each optimizer step, and pass all samples of a step in one call."
-            )
 
     def _reduce(self, attempt: Attempt[Sums], samples: Any) -> None:
         """Halve the micro-batch, at once after an error, or from the next step on after thrashing. A collective.
@@ -233,11 +216,22 @@ class RecoverableStep(Generic[Sums]):
         self._events.append(event)
         self._on_event(event)
 
-    def _log(self, event: MemoryEvent) -> None:
-        if self._watch.consensus.rank == 0:
-            log.warning("%s", event)
-
     def _end_recovery(self) -> None:
         if self._recovery is not None:
             self._recovery.close()
             self._recovery = None
+
+
+def _sum(runs: list[Callable[[], Sums]]) -> Sums:
+    """The sum of the results of ``runs``, without recovery."""
+    if not runs:
+        raise InputError(NO_SAMPLES)
+    return functools.reduce(sum_of_results, (run() for run in runs))
+
+
+def _check_no_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    if any(parameter.grad is not None for parameter in parameters):
+        raise InputError(
+            "Gradients must be None before a step, which may have to run again, but some are not: call"
+            " `optimizer.zero_grad()` after each optimizer step, and pass all samples of a step in one call."
+        )

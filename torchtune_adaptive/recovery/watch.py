@@ -1,5 +1,6 @@
 """The memory pressure of this rank, and the phase of its step."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.recovery.attempts import Attempt
 from torchtune_adaptive.recovery.events import MemoryEvent
+
+log = logging.getLogger(__name__)
 
 
 class PressureWatch:
@@ -98,3 +101,8 @@ class PressureWatch:
         ranks = {rank: figures for rank, (pressure, *figures) in reports if pressure is attempt.pressure}
         phase, figures, error = next(iter(ranks.values()))
         return MemoryEvent(step, attempt.pressure, tuple(ranks), phase, figures, error, before, after, unit)
+
+    def log(self, event: MemoryEvent) -> None:
+        """Log ``event`` as a warning, on the first rank only."""
+        if self._consensus.rank == 0:
+            log.warning("%s", event)

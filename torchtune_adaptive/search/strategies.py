@@ -64,11 +64,12 @@ class SearchResult:
     reused: bool = False
 
     def __str__(self) -> str:
-        fitted = [probe.peak_bytes for probe in self.probes if probe.batch_size == self.batch_size and probe.fits]
+        peaks = [probe.peak_bytes for probe in self.probes if probe.batch_size == self.batch_size]
+        peak = f"peak {format_bytes(peaks[-1])} of" if peaks else "limit"
         return (
-            f"batch size {self.batch_size} (largest that fits: {self.exact_batch_size}), peak"
-            f" {format_bytes(fitted[-1]) if fitted else 'not measured'} of {format_bytes(self.memory_limit_bytes)}"
-            f" with margin {self.margin:g}, {count_text(len(self.probes), 'probe')} by {self.strategy}"
+            f"batch size {self.batch_size} (largest that fits: {self.exact_batch_size}),"
+            f" {peak} {format_bytes(self.memory_limit_bytes)} with margin {self.margin:g},"
+            f" {count_text(len(self.probes), 'probe')} by {self.strategy}"
         )
 
     @property
