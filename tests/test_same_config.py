@@ -1,4 +1,4 @@
-"""Configs that differ between ranks are refused on all ranks; only paths and the memory limit may differ."""
+"""Configs that differ between ranks are refused on all ranks; only places in file systems and the memory limit may."""
 
 import math
 from typing import Any
@@ -22,6 +22,18 @@ from torchtune_adaptive.errors import InputError
         ("adaptive.margin", "1GiB", "2GiB", False),
         ("tokenizer.path", "/local/a", "/mnt/b", True),
         ("tokenizer.path", "/local/a", None, False),
+        ("tokenizer.merges_file", "a/merges.txt", "merges.txt", True),
+        ("teacher_checkpointer.checkpoint_dir", "runs/a", "b", True),
+        ("dataset.source", "tatsu-lab/alpaca", "yahma/alpaca-cleaned", False),
+        ("dataset.source", "/data/a", "tatsu-lab/alpaca", False),
+        ("dataset.source", "/data/a", "../b", True),
+        ("dataset.source", "data/a", "data/b", False),  # names in the Hub, for all that is known
+        ("dataset.data_files", "/data/a.json", "~/b.json", True),
+        ("dataset.data_files.0", "/data/a.json", "/mnt/b.json", True),
+        ("dataset.data_files", "data/en.json", "data/fr.json", False),
+        ("dataset.data_dir", "en", "fr", False),
+        ("dataset.data_dir", "/data/en", "/mnt/en", True),
+        ("model.base_model_name_or_path", "meta-llama/A", "meta-llama/B", False),
         ("dtype", "bf16", "fp32", False),
     ],
 )
