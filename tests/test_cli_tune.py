@@ -4,6 +4,7 @@ import faulthandler
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -14,6 +15,7 @@ import pytest
 import torchtune._cli.run
 import yaml
 from omegaconf import OmegaConf
+from torch.distributed.elastic.multiprocessing import errors
 from torchtune._cli import tune as stock_tune
 from torchtune._recipe_registry import get_all_recipes
 
@@ -261,6 +263,33 @@ def test_a_file_of_the_user_may_have_arguments_of_its_own(program: Program, laun
     assert launched[0].arguments[0] == "--fast"
 
 
+@pytest.mark.parametrize(
+    ("exitcode", "status", "said"),
+    [
+        (1, 1, ""),
+        (75, 75, ""),
+        (-signal.SIGKILL, 128 + signal.SIGKILL, "tune-adaptive run: rank 3 was ended by SIGKILL.\n"),
+    ],
+)
+def test_torchrun_is_silent_after_a_rank_has_said_why_it_ends(
+    exitcode: int,
+    status: int,
+    said: str,
+    program: Program,
+    launched: list[Launched],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def fail(args: Any) -> None:
+        errors.logger.error("failed (exitcode: 1) local_rank: 0")
+        failure = errors.ProcessFailure(local_rank=1, pid=7, exitcode=exitcode, error_file=str(tmp_path / "error.json"))
+        raise errors.ChildFailedError("recipe", {3: failure})
+
+    monkeypatch.setattr(torchtune._cli.run, "run", fail)
+    ended = program("run", "--nproc_per_node", "2", OWN, "--config", "tiny/full")
+    assert (ended.status, ended.err) == (status, said)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_programs_status_is_the_recipes(ranks: int, tiny_dir: Path, tmp_path: Path) -> None:
@@ -273,7 +302,8 @@ def test_the_programs_status_is_the_recipes(ranks: int, tiny_dir: Path, tmp_path
     for override, status in (("adaptive.margin=0.1", 0), ("adaptive.margin=7", 1)):
         run = subprocess.run([*command, override], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert run.returncode == status, run.stderr[-3000:]
-    assert run.stderr.count("adaptive_full_finetune_distributed: `margin` must be in [0, 1), but is 7 instead.") == 1
+    assert run.stderr.endswith("\nadaptive_full_finetune_distributed: `margin` must be in [0, 1), but is 7 instead.\n")
+    assert run.stderr.count("must be in [0, 1)") == 1
     assert (tmp_path / "out" / "adaptive_batch.json").exists()
 
 

@@ -221,7 +221,8 @@ def test_a_run_asked_to_end_saves_its_step_first(
     all_ended.append(end)
     assert end.status == (75 if case.setup.ranks == 1 else 1)
     assert end.checkpoints[-1] == end.resumed_from == f"step_{end.step}"
-    assert end.output.count(f"a signal ended the run after step {end.step}, and a checkpoint is saved") == 1
+    sentence = f"{case.setup.recipe}: a signal ended the run after step {end.step}, and a checkpoint is saved"
+    assert end.output.count(sentence) == 1
     assert case.setup.ranks > 1 or "Traceback" not in end.output  # torchrun prints its own
     assert end.difference == ""
 

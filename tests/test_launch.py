@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 
 import pytest
 from omegaconf import DictConfig
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from torchtune_adaptive import launch
 from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded
@@ -47,6 +48,17 @@ def test_only_the_first_rank_of_a_node_with_a_refusal_prints_it(
         torchrun(rank)
         launch._say_once(f"`margin` is wrong, says rank {rank}.")
     assert capsys.readouterr().err == "recipe: `margin` is wrong, says rank 2.\n"
+
+
+def test_torchruns_report_ends_with_the_refusal(torchrun: Callable[[int], None], tmp_path: Path) -> None:
+    failures = {}
+    for rank in (0, 1):
+        torchrun(rank)
+        launch._say_once("`margin` is wrong.")
+        file = str(tmp_path / str(rank) / "error.json")
+        failures[rank] = ProcessFailure(local_rank=rank, pid=rank, exitcode=1, error_file=file)
+    *_, last, line = str(ChildFailedError("recipe", failures)).splitlines()
+    assert (last.strip(), set(line)) == ("traceback : `margin` is wrong.", {"="})
 
 
 def test_a_rank_waits_until_another_has_printed_it(torchrun: Callable[[int], None], tmp_path: Path) -> None:
@@ -122,7 +134,8 @@ class Nodes:
         (None, [None], 0),
         (RunEnded("a signal ended the run.", 75), [None], 0),
         (InputError("`x` is wrong."), ["`x` is wrong."], 0),
-        (KeyError("a bug"), ["KeyError: 'a bug'."], 1),
+        (KeyError("a bug"), ["KeyError: 'a bug'."], 0),
+        (RuntimeError("Connection closed by peer"), ["RuntimeError: Connection closed by peer."], 1),
     ],
 )
 @pytest.mark.usefixtures("torchrun")

@@ -1,28 +1,45 @@
 """When a node ends for whatever reason, the other nodes end with a message of one sentence, and none hangs."""
 
-import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from torchtune_adaptive import nodes
-from torchtune_adaptive.nodes import NodeWatch, NoWatch, watch_nodes
+from torchtune_adaptive.nodes import NodeWatch, watch_nodes
 
 LONGEST_WAIT_S = 60.0
+HOST = socket.gethostname()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short intervals; the handler of SIGTERM is restored."""
+    for name in ("_LOOK_S", "_GRACE_S", "_NEWS_S"):
+        monkeypatch.setattr(nodes, name, 0.01)
+    monkeypatch.setattr(nodes, "_GONE_LOOKS", 3)
+    monkeypatch.setattr(nodes, "_START_LOOKS", 6)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 class Node:
-    """A watch, and the sentence with which it ends its node."""
+    """The watch of one node, and the sentence with which it ends the node."""
 
-    def __init__(self, name: str, *, others: int = 1, run: str = "run") -> None:
+    def __init__(self, store: Store, node: int, *, of: int = 2) -> None:
+        self.store = store
         self.ended = threading.Event()
         self.sentence = ""
-        self.watch = NodeWatch(name, run=run, others=others, end=self._end)
+        self.watch = NodeWatch(node, of, store=lambda: store, end=self._end)
 
     def _end(self, sentence: str) -> None:
         self.sentence = sentence
@@ -32,112 +49,231 @@ class Node:
         assert self.ended.wait(LONGEST_WAIT_S)
         return self.sentence
 
-
-@pytest.fixture(autouse=True)
-def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "_GRACE_S", 0.05)
+    def look(self) -> str:
+        return self.watch._look(self.store)
 
 
-def connected(number: int) -> list[Node]:
-    """That many nodes, node 0 first."""
-    first = Node("node 0", others=number - 1)
-    port = first.watch.listen()
-    rest = [Node(f"node {one}") for one in range(1, number)]
-    for one in rest:
-        one.watch.join(lambda: ("127.0.0.1", port))
-    return [first, *rest]
+def several(number: int) -> list[Node]:
+    """That many nodes with one store."""
+    store = HashStore()
+    return [Node(store, node, of=number) for node in range(number)]
 
 
-class BareNode:
-    """A process that is connected to node 0, and does only what the test asks for."""
-
-    def __init__(self, port: int, *, run: str = "run") -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port))
-        self._lines = self._socket.makefile()
-        self.hello = json.loads(self._lines.readline())
-        self._socket.sendall(json.dumps({"run": run, "name": "node 1 (host)"}).encode() + b"\n")
-
-    def read(self) -> str:
-        return self._lines.readline()
-
-    def vanish(self) -> None:
-        self._lines.close()
-        self._socket.close()
+def started(number: int) -> list[Node]:
+    made = several(number)
+    for one in made:
+        one.watch.start()
+    return made
 
 
 def test_a_node_that_fails_is_quoted_by_all_others() -> None:
-    first, second, third = connected(3)
+    first, second, third = started(3)
     second.watch.close("`margin` is wrong.")
-    words = "node 1 has ended the run: `margin` is wrong."
-    assert (first.said(), third.said()) == (words, words)  # node 2 heard it from node 0
+    words = f"node 1 ({HOST}) has ended the run: `margin` is wrong."
+    assert (first.said(), third.said()) == (words, words)
     assert second.sentence == ""
 
 
-def test_when_node_zero_fails_the_others_end() -> None:
-    first, second = connected(2)
-    first.watch.close("a full disk.")
-    assert second.said() == "node 0 has ended the run: a full disk."
+def test_a_node_that_no_longer_beats_is_named() -> None:
+    first, second = several(2)
+    second.store.set("name/1", "node 1 (there)")
+    second.look()
+    assert [first.look() for _ in range(4)] == ["", "", "", "node 1 (there) is gone; its own output says why."]
 
 
-def test_a_node_that_is_killed_is_noticed_at_once() -> None:
-    first = Node("node 0")
-    BareNode(first.watch.listen()).vanish()
-    assert first.said() == "node 1 (host) is gone; its own output says why."
+def test_a_node_that_beats_slowly_is_not_gone() -> None:
+    first, second = several(2)
+    for _ in range(5):
+        second.look()
+        assert [first.look() for _ in range(3)] == [""] * 3
+
+
+def test_a_node_may_take_longer_to_start() -> None:
+    first, _ = several(2)
+    assert [first.look() for _ in range(6)] == [*[""] * 5, "node 1 is gone; its own output says why."]
+
+
+def test_each_node_watches_the_next_one_that_has_not_ended() -> None:
+    first, second, third = several(3)
+    third.look()
+    second.watch.start()
+    second.watch.close(None)
+    assert [first.look() for _ in range(4)][-1].startswith("node 2 is gone")
+
+
+def test_of_several_reasons_the_first_is_told() -> None:
+    """The others are its consequences."""
+    first, second = several(2)
+    store = first.store
+    assert nodes._tell_all(store, "a full disk.") == "a full disk."
+    assert nodes._is_gone(store, 1) == "a full disk."
+    assert (first.look(), second.look()) == ("a full disk.", "a full disk.")
 
 
 def test_after_a_complete_run_no_node_is_reported_as_gone() -> None:
-    first, second = connected(2)
+    first, second = several(2)
+    second.watch.start()
     second.watch.close(None)
-    first.watch.close(None)
-    assert (first.sentence, second.sentence) == ("", "")
+    assert [first.look() for _ in range(10)] == [""] * 10
 
 
 def test_nodes_that_refuse_the_same_value_each_say_it_themselves() -> None:
-    first, second = connected(2)
-    closing = threading.Thread(target=first.watch.close, args=("`margin` is wrong.",))
-    closing.start()
+    first, second = several(2)
+    refusing = threading.Thread(target=first.watch.close, args=("`margin` is wrong.",))
+    refusing.start()
     second.watch.close("`margin` is wrong.")
-    closing.join(LONGEST_WAIT_S)
-    assert not closing.is_alive()
+    refusing.join(LONGEST_WAIT_S)
+    assert not refusing.is_alive()
     assert (first.sentence, second.sentence) == ("", "")
 
 
 def test_a_node_that_fails_stays_until_the_others_have_heard_it() -> None:
-    first = Node("node 0")
-    other = BareNode(first.watch.listen())
-    closing = threading.Thread(target=first.watch.close, args=("a full disk.",))
-    closing.start()
-    assert json.loads(other.read()) == "node 0 has ended the run: a full disk."
-    closing.join(0.1)
-    assert closing.is_alive()
-    other.vanish()
-    closing.join(LONGEST_WAIT_S)
-    assert not closing.is_alive()
+    first, second = several(2)
+    failing = threading.Thread(target=first.watch.close, args=("a full disk.",))
+    failing.start()
+    failing.join(0.1)
+    assert failing.is_alive()
+    second.watch.start()
+    failing.join(LONGEST_WAIT_S)
+    assert not failing.is_alive()
+    assert second.said() == f"node 0 ({HOST}) has ended the run: a full disk."
 
 
-def test_a_connection_of_another_run_is_dropped() -> None:
-    first = Node("node 0")
-    port = first.watch.listen()
-    stranger = BareNode(port, run="another run")
-    assert stranger.read() == ""
-    stranger.vanish()
-    BareNode(port).vanish()
-    assert first.said() == "node 1 (host) is gone; its own output says why."
+def test_an_error_that_another_rank_of_a_node_reports_ends_all_nodes() -> None:
+    store = HashStore()
+    first, second = Node(store, 0), Node(store, 1)
+    first.watch.start()
+    second.watch.start()
+    other_rank = Node(store, 1)
+    other_rank.watch.close(None)  # says nothing for its node
+    assert first.store.add("over/1", 0) == 0
+    other_rank.watch.close("a bug.")
+    assert first.said() == second.said() == f"node 1 ({HOST}) has ended the run: a bug."
 
 
-def test_before_an_error_is_shown_a_node_waits_for_news_that_another_node_is_its_cause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(nodes, "_GRACE_S", 1.5)
-    first = Node("node 0")
-    second = BareNode(first.watch.listen())
-    threading.Timer(0.1, second.vanish).start()
+def test_before_an_error_is_shown_the_node_that_is_its_cause_is_named() -> None:
+    first, second = several(2)
+    second.look()
     first.watch.wait_for_news()
-    assert first.ended.is_set()
+    assert first.sentence == "node 1 is gone; its own output says why."
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+def test_a_node_that_has_lost_one_of_its_ranks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than the error of the collective that the rank has left."""
+    first, second = several(2)
+    monkeypatch.setattr(nodes, "_lacks_a_rank", lambda: True)
+    second.watch.wait_for_news()
+    assert first.look() == second.sentence == f"node 1 ({HOST}) has lost a process; its own output says why."
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_are_counted_below_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        running = len(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(running))
+        assert not nodes._lacks_a_rank()
+        child.kill()
+        child.wait()
+        assert nodes._lacks_a_rank()
+
+
+def test_an_error_of_its_own_has_no_other_cause() -> None:
+    first, second = several(2)
+    first.watch.wait_for_news()  # node 1 has not started
+    second.watch.start()
+    second.watch.close(None)
+    first.watch.wait_for_news()
+    assert first.sentence == ""
+
+
+def test_an_error_after_the_loss_of_the_store_is_explained_by_it() -> None:
+    def connect() -> Store:
+        raise ConnectionRefusedError
+
+    ended: list[str] = []
+    NodeWatch(1, 2, store=connect, end=ended.append).wait_for_news()
+    assert ended == ["the launcher of node 0 is gone; its own output says why."]
+
+
+def test_a_store_that_never_answers_delays_an_ending_node_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_LONGEST_CLOSE_S", 0.0)
+    monkeypatch.setattr(nodes, "_LONGEST_START_S", 0.0)
+    never = threading.Event()
+
+    def connect() -> Store:
+        never.wait()
+        raise ConnectionRefusedError
+
+    watch = NodeWatch(1, 2, store=connect, end=lambda sentence: None)
+    watch.wait_for_news()
+    watch.close("a bug.")
+    never.set()
+
+
+class Launcher:
+    """The other side of a connection to torchrun's store."""
+
+    def __init__(self) -> None:
+        self.side, self.connection = socket.socketpair()
+
+
+def test_after_the_loss_of_the_store_a_run_that_goes_on_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks save and end, if only the launcher was killed."""
+    monkeypatch.setattr(nodes, "_STILL_LOOKS", 3)
+    places = iter(range(1000))
+    enough = threading.Event()
+
+    def place() -> int:
+        if (number := next(places)) > 50:
+            enough.set()
+        return number
+
+    monkeypatch.setattr(nodes, "_place_of_main_thread", place)
+    first, launcher = several(2)[0], Launcher()
+    first.watch.follow(launcher.connection)
+    launcher.side.close()
+    assert enough.wait(LONGEST_WAIT_S)
+    assert first.sentence == ""
+    monkeypatch.setattr(nodes, "_place_of_main_thread", lambda: 0)
+    assert first.said() == "the launcher of node 0 is gone; its own output says why."
+
+
+def test_a_machine_that_cannot_be_reached_ends_the_others_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(socket.socket):
+        def recv(self, size: int) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
+            raise TimeoutError
+
+    first = several(2)[0]
+    first.watch.follow(Silent())
+    assert first.said() == "the launcher of node 0 is gone; its own output says why."
+
+
+def test_the_place_of_the_main_thread_changes_while_it_works_and_not_while_it_waits() -> None:
+    seen: list[bool] = []
+    waits, looked = threading.Event(), threading.Event()
+
+    def look() -> None:
+        assert waits.wait(LONGEST_WAIT_S)
+        before = nodes._place_of_main_thread()
+        threading.Event().wait(0.05)
+        seen.append(nodes._place_of_main_thread() == before)
+        looked.set()
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    waits.set()
+    looker.join(LONGEST_WAIT_S)
+    assert (seen, looked.is_set()) == ([True], True)
+    assert nodes._place_of_main_thread() != nodes._place_of_main_thread()
+
+
+# ---- torchrun's store
 
 
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Sets the environment variables that torchrun gives to a rank, with a store for the test."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -150,88 +286,62 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return give
 
 
-def test_nodes_find_each_other_by_torchruns_store(environment: Callable[..., None]) -> None:
-    ended: dict[str, str] = {}
+def test_nodes_find_each_other_by_torchruns_store(torchrun: Callable[..., None]) -> None:
+    said: list[str] = []
     told = threading.Event()
-
-    def end(node: str) -> Callable[[str], Any]:
-        def note(sentence: str) -> None:
-            ended[node] = sentence
-            told.set()
-
-        return note
-
-    environment(GROUP_RANK="1")
-    second = watch_nodes(end("1"))
-    environment(GROUP_RANK="0")
-    first = watch_nodes(end("0"))
+    torchrun(GROUP_RANK="1")
+    second = watch_nodes(said.append)
+    torchrun(GROUP_RANK="0")
+    first = watch_nodes(lambda sentence: (said.append(sentence), told.set()))
     second.close("a bug.")
     assert told.wait(LONGEST_WAIT_S)
-    assert ended == {"0": f"node 1 ({socket.gethostname()}) has ended the run: a bug."}
+    assert said == [f"node 1 ({HOST}) has ended the run: a bug."]
     first.close(None)
 
 
-def test_an_error_that_another_rank_of_a_node_reports_ends_all_nodes(
-    environment: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nodes, "_LONGEST_CLOSE_S", 0.0)
-    ended: dict[str, str] = {}
-    told = threading.Event()
-    environment(GROUP_RANK="0")
-    first = watch_nodes(lambda sentence: (ended.setdefault("0", sentence), told.set()))
-    environment(GROUP_RANK="1", LOCAL_RANK="1")
-    reporter = watch_nodes(lambda sentence: None)
-    assert isinstance(reporter, nodes.Reporter)
-    reporter.close(None)
-    threading.Thread(target=reporter.close, args=("a bug.",), daemon=True).start()  # until node 0's process ends
-    assert told.wait(LONGEST_WAIT_S)
-    assert ended == {"0": f"node 1 ({socket.gethostname()}) has ended the run: a bug."}
-    first.close(None)
+def test_a_restart_does_not_read_why_the_last_one_ended(torchrun: Callable[..., None]) -> None:
+    torchrun(GROUP_RANK="1")
+    nodes._torchrun_store().set("reason", "a bug.")
+    assert nodes._reason(nodes._torchrun_store()) == "a bug."
+    torchrun(GROUP_RANK="1", TORCHELASTIC_RESTART_COUNT="1")
+    assert nodes._reason(nodes._torchrun_store()) == ""
 
 
-def test_a_node_ends_when_the_node_with_torchruns_store_is_gone(environment: Callable[..., None]) -> None:
+def test_a_node_ends_when_the_node_with_torchruns_store_is_gone(torchrun: Callable[..., None]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     ended: list[str] = []
-    told = threading.Event()
-    environment(GROUP_RANK="1", MASTER_PORT=str(port))
-    watch_nodes(lambda sentence: (ended.append(sentence), told.set()))
-    assert told.wait(LONGEST_WAIT_S)
-    assert ended == ["node 0 is gone; its own output says why."]
+    torchrun(GROUP_RANK="1", MASTER_PORT=str(port))
+    watch_nodes(ended.append)
+    assert ended == ["the launcher of node 0 is gone; its own output says why."]
 
 
-def test_a_connection_that_the_network_blocks_ends_no_node(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def blocked(*_: object, **__: object) -> None:
-        raise TimeoutError("timed out")
-
-    ended: list[str] = []
-    monkeypatch.setattr(nodes, "_in_background", lambda work, *arguments: work(*arguments))
-    monkeypatch.setattr(socket, "create_connection", blocked)
-    NodeWatch("node 1", run="run", others=1, end=ended.append).join(lambda: ("127.0.0.1", 1))
-    assert ended == []
-    assert "The end of another node will not be noticed" in caplog.text
-
-
-@pytest.mark.parametrize("changes", [{"GROUP_WORLD_SIZE": "1"}, {"TORCHELASTIC_USE_AGENT_STORE": "False"}])
-def test_one_node_watches_nothing(environment: Callable[..., None], changes: dict[str, str]) -> None:
-    environment(GROUP_RANK="0", **changes)
+@pytest.mark.parametrize(
+    "changes",
+    [{"GROUP_WORLD_SIZE": "1"}, {"TORCHELASTIC_USE_AGENT_STORE": "False"}, {"GROUP_RANK": "1", "LOCAL_RANK": "1"}],
+)
+def test_only_the_first_rank_of_several_nodes_watches(torchrun: Callable[..., None], changes: dict[str, str]) -> None:
+    torchrun(**({"GROUP_RANK": "0"} | changes))
     threads = threading.active_count()
-    assert isinstance(watch_nodes(lambda sentence: None), NoWatch)
+    watch_nodes(lambda sentence: None).close(None)
     assert threading.active_count() == threads
 
 
-def test_the_system_closes_the_connection_to_a_silent_machine_within_30_seconds() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as link:
-        nodes._keep_alive(link)
+def test_nothing_of_ours_listens(torchrun: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def listen(*_: object) -> None:
+        raise AssertionError("a port")
+
+    torchrun(GROUP_RANK="0")
+    monkeypatch.setattr(socket.socket, "listen", listen)
+    watch_nodes(lambda sentence: None).close(None)
+
+
+def test_the_system_closes_the_connection_to_a_silent_machine_within_30_seconds(torchrun: Callable[..., None]) -> None:
+    torchrun(GROUP_RANK="1")
+    with closing(nodes._connection()) as link:
         assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        assert timedelta(seconds=sum_of_keepalive(link)) <= timedelta(seconds=30)
-
-
-def sum_of_keepalive(link: socket.socket) -> int:
-    idle, interval, count = (
-        link.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
-        for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
-    )
-    return idle + interval * count
+        idle, interval, count = (
+            link.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+            for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+        )
+    assert idle + interval * count <= 30

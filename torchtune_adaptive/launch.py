@@ -3,10 +3,12 @@
 import atexit
 import contextlib
 import fcntl
+import json
 import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -63,8 +65,10 @@ def _run_and_exit(recipe_main: Callable[[], Any]) -> NoReturn:
         if end.code:
             raise
     except Exception as error:
-        nodes.wait_for_news()
+        if isinstance(error, RuntimeError):  # as of a collective whose other side is gone
+            nodes.wait_for_news()
         sys.excepthook(*sys.exc_info())  # pyright: ignore[reportArgumentType]  # torch's hook names the rank on every line
+        _report(f"{reason_of(error)}.")
         nodes.close(f"{reason_of(error)}.")
         _leave(1)  # the interpreter's shutdown could wait for collectives that never complete
     nodes.close(None)
@@ -117,11 +121,20 @@ def _say_once(sentence: str) -> None:
     A file in torchrun's folder of this launch records it. Its lock keeps the ranks apart, so that the launcher does not
     end a rank that is about to print. Without torchrun each process prints.
     """
+    _report(sentence)
     with _said_by_this_node() as said:
         if said is None or not said.read():
             print(f"{Path(sys.argv[0]).stem}: {sentence}", file=sys.stderr, flush=True)
         if said is not None:
             said.write("said")
+
+
+def _report(sentence: str) -> None:
+    """Have the report that torchrun prints at the end, after its traceback, close with ``sentence``."""
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        details = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(error_file).write_text(json.dumps({"message": {"message": sentence, "extraInfo": details}}))
 
 
 @contextlib.contextmanager

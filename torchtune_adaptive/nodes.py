@@ -2,252 +2,266 @@
 
 torchrun ends the ranks of its own node only. Without this module the other nodes would wait in their next collective
 until it times out, which takes ten to thirty minutes.
+
+Nodes tell each other how they are by keys in torchrun's own store, which the launcher of node 0 has. Nothing here
+listens on a port.
 """
 
-import json
-import logging
 import os
+import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from functools import cache
+from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not re-exported
+from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]  # public, but not re-exported
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
-from torchtune_adaptive.errors import reason_of
-
-log = logging.getLogger(__name__)
-
+_LOOK_S = 0.5
+# Counted in looks of this process: a job that the scheduler has suspended for an hour has not looked.
+_GONE_LOOKS = 60  # 30 s without a beat
+_START_LOOKS = 1200  # 10 minutes without a first beat: torchrun has started all nodes, but imports take their time
+_STILL_LOOKS = 1200  # 10 minutes without a movement of the main thread, where nobody can say what it waits for
+_NEWS_S = 2.5  # twice, after an error: for a node to say that it is the cause, or to miss some beats
+_GRACE_S = 1.0  # for this node to end by itself, with its own error
+_LONGEST_CLOSE_S = 10.0
+_LONGEST_START_S = 60.0
+_STORE_TIMEOUT = timedelta(seconds=10)
 # A machine that is gone sends nothing: the system asks it after 10 s of silence, and gives it up 20 s later.
 _KEEPALIVE_S = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-_LONGEST_START = timedelta(minutes=10)  # from one node's start to the start of the last one
-_LONGEST_JOIN_S = 60.0  # for the others to connect: torchrun has started all nodes, but imports take their time
-_LONGEST_CLOSE_S = 10.0
-_LONGEST_CONNECT_S = 60.0
-_GRACE_S = 2.0  # for a node to end by itself, with its own error, or to learn why another one has ended
+_STORE_LOST = "the launcher of node 0 is gone; its own output says why."
 
 
 class NodeWatch:
-    """Calls ``end`` with a sentence, in a thread, when another node of the run ends before this one does.
+    """Ends this process with a sentence when another node of the run ends before this one does.
 
-    The first rank of each node has one. Node 0 has a connection to each of the others. The system closes it when either
-    process ends, for whatever reason. A node that ends by itself sends a message first, with the reason if it failed.
+    The first rank of each node beats and looks: it raises its node's counter, reads why another node has ended, and
+    watches the counter of the next node. Other ranks only use the store when they end themselves.
 
     Args:
-        name: of this node, for sentences.
-        run: the same on all nodes; connections from other runs are dropped.
-        others: nodes that this one is connected to.
-        end: ends the process.
+        node: this node's number.
+        nodes: their number; the watch of one node does nothing.
+        store: connects to a store that all nodes share.
+        end: ends the process with a sentence, from any thread.
     """
 
-    def __init__(self, name: str, *, run: str, others: int, end: Callable[[str], object]) -> None:
-        self._name = name
-        self._run = run
-        self._others = others
+    def __init__(self, node: int, nodes: int, *, store: Callable[[], Store], end: Callable[[str], object]) -> None:
+        self._node = node
+        self._others = [(node + distance) % nodes for distance in range(1, nodes)]
+        self._name = f"node {node} ({socket.gethostname()})"
+        self._store = store
         self._end = end
-        self._server: socket.socket | None = None
-        self._links: list[socket.socket] = []
-        self._silent = 0  # nodes that will send nothing more
-        self._changes = threading.Condition()
         self._ends = threading.Event()
-        self._has_lost = threading.Event()
+        self._beats = False
+        self._has_lost_store = False
+        self._beat_seen = 0  # the last one of the node that is watched
+        self._looks_without = 0  # a change of it
 
-    def listen(self) -> int:
-        """Accept the other nodes; the port."""
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._server = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
-        _in_background(self._accept, self._server)
-        return self._server.getsockname()[1]
+    def start(self) -> None:
+        """Beat and look, in a thread."""
+        store = self._store()
+        store.set(f"name/{self._node}", self._name)
+        self._beats = True
+        _in_background(self._watch, store)
 
-    def join(self, find: Callable[[], tuple[str, int] | None]) -> None:
-        """Connect to node 0, whose address ``find`` waits for; None: there is none to be found."""
-        _in_background(self._connect, find)
+    def follow(self, connection: socket.socket) -> None:
+        """Notice, in a thread, that torchrun's store is gone; ``connection`` is one to it, on which nobody speaks."""
+        _in_background(self._follow, connection)
 
     def close(self, reason: str | None) -> None:
-        """Tell the other nodes that this one ends: None if its run is complete, else why.
+        """Say that this node ends: None if its run is complete, else why.
 
-        With a reason it returns when the others have ended too, or are about to: torchrun ends a node's ranks before
-        they can print a sentence when the launcher that all nodes have met at is gone. Then it waits at most a minute
-        for nodes that have not connected yet, and ten seconds for those that have.
+        With a reason it returns when the other nodes have ended too, or are about to: the launchers end all ranks,
+        before these can print a sentence, when the one that they have met at is gone. It waits at most a minute for
+        nodes that have not started yet, and ten seconds for others.
         """
         self._ends.set()
-        longest_s = _LONGEST_CLOSE_S if reason is None else _LONGEST_JOIN_S
-        self._wait_for(lambda: len(self._links) >= self._others, longest_s)
-        self._tell(None if reason is None else f"{self._name} has ended the run: {reason}")
-        if reason is not None:
-            self._wait_for(lambda: self._silent >= self._others, _LONGEST_CLOSE_S)
-        if self._server is not None:
-            self._server.close()
+        if self._others and not self._has_lost_store and (self._beats or reason is not None):
+            _within(_LONGEST_START_S + _LONGEST_CLOSE_S, lambda: self._say(reason))
 
     def wait_for_news(self) -> None:
-        """Call before an error is shown: where another node's end is its cause, the process ends with that sentence."""
-        if self._has_lost.wait(_GRACE_S):
-            threading.Event().wait(2 * _GRACE_S)
+        """Call before an error is shown: where another node's end is its cause, the process ends with that sentence.
 
-    def _accept(self, server: socket.socket) -> None:
-        with suppress(OSError):  # closed
-            while True:
-                _in_background(self._follow, server.accept()[0])
+        Only in the main thread. A launcher whose rendezvous is gone could otherwise end the process without a word.
+        """
+        if self._others:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            _within(2 * _NEWS_S + _LONGEST_CLOSE_S, self._ask)
 
-    def _connect(self, find: Callable[[], tuple[str, int] | None]) -> None:
+    def _watch(self, store: Store) -> None:
+        with suppress(dist.DistError):  # which `_follow` notices
+            while not self._ends.wait(_LOOK_S) and not self._has_lost_store:
+                if not (sentence := self._look(store)):
+                    continue
+                if not self._ends.wait(_GRACE_S):
+                    self._hear(store, sentence)
+                return
+
+    def _look(self, store: Store) -> str:
+        """Beat, and look once: why this node must end, or ""."""
+        store.add(f"beat/{self._node}", 1)
+        if reason := _reason(store):
+            return reason
+        watched = next((other for other in self._others if not store.add(f"over/{other}", 0)), None)
+        if watched is None:
+            return ""
+        beat = store.add(f"beat/{watched}", 0)
+        self._looks_without = self._looks_without + 1 if beat == self._beat_seen else 0
+        self._beat_seen = beat
+        return _is_gone(store, watched) if self._looks_without >= (_GONE_LOOKS if beat else _START_LOOKS) else ""
+
+    def _hear(self, store: Store, sentence: str) -> None:
+        """End with ``sentence`` when all nodes have read it."""
+        store.add(f"over/{self._node}", 1)
+        self._wait_for_others(store)
+        self._end(sentence)
+
+    def _say(self, reason: str | None) -> None:
+        with suppress(OSError, dist.DistError):
+            store = self._store()
+            if reason is not None:
+                _tell_all(store, f"{self._name} has ended the run: {reason}")
+            store.add(f"over/{self._node}", 1)
+            if reason is not None:
+                self._wait_for_others(store)
+
+    def _wait_for_others(self, store: Store) -> None:
+        """Until they all are over; a minute for those that have not started, else ten seconds."""
+        started = time.monotonic()
+        while waiting := [other for other in self._others if not store.add(f"over/{other}", 0)]:
+            have_started = all(store.add(f"beat/{other}", 0) for other in waiting)
+            if time.monotonic() - started > (_LONGEST_CLOSE_S if have_started else _LONGEST_START_S):
+                return
+            time.sleep(_LOOK_S / 2)
+
+    def _ask(self) -> None:
+        """End with the sentence of a node that has ended, or that no longer beats, if there is one."""
         try:
-            address = find()
-            link = None if address is None else socket.create_connection(address, timeout=_LONGEST_CONNECT_S)
-        except TimeoutError as error:  # blocked between the nodes, which ends nobody
-            log.warning(f"The end of another node will not be noticed: no connection to node 0: {reason_of(error)}.")
+            sentence = self._news(self._store())
         except (OSError, dist.DistError):
-            self._lose("node 0 is gone; its own output says why.")
-        else:
-            if link is not None:
-                self._follow(link)
-
-    def _follow(self, link: socket.socket) -> None:
-        """Read what another node says, to its end."""
-        _keep_alive(link)
-        with link, suppress(OSError), link.makefile() as lines:
-            _send(link, {"run": self._run, "name": self._name})
-            hello = _message(lines.readline())
-            if not isinstance(hello, dict) or hello.get("run") != self._run:
-                return
-            if "reason" in hello:  # of a `Reporter`
-                self._lose(str(hello["reason"]), wait=True)
-                lines.readline()  # until one of both processes ends
-                return
-            with self._changes:
-                self._links.append(link)
-                self._changes.notify_all()
-            line = ""
-            with suppress(OSError):
-                line = lines.readline()
-            with self._changes:
-                self._silent += 1
-                self._changes.notify_all()
-            if not line:
-                self._lose(f"{hello['name']} is gone; its own output says why.")
-            elif (words := _message(line)) is not None:
-                self._lose(str(words), wait=True)
-
-    def _lose(self, sentence: str, *, wait: bool = False) -> None:
-        """End, unless this node is ending, or with ``wait`` soon does by itself."""
-        self._has_lost.set()
-        if not self._ends.wait(_GRACE_S if wait else 0):
-            self._tell(sentence)
+            sentence = _STORE_LOST
+        if sentence:
             self._end(sentence)
 
-    def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        with self._changes:
-            self._changes.wait_for(condition, timeout=timeout_s)
+    def _news(self, store: Store) -> str:
+        for _ in range(2):  # a node that is being ended may beat in the first half
+            beats = {other: store.add(f"beat/{other}", 0) for other in self._others}
+            deadline = time.monotonic() + _NEWS_S
+            while time.monotonic() < deadline:
+                if self._has_lost_store:
+                    return _STORE_LOST
+                if reason := _reason(store):
+                    return reason
+                if _lacks_a_rank():
+                    return _tell_all(store, f"{self._name} has lost a process; its own output says why.")
+                time.sleep(_LOOK_S)
+        same = (other for other, beat in beats.items() if beat and beat == store.add(f"beat/{other}", 0))
+        silent = next((other for other in same if not store.add(f"over/{other}", 0)), None)
+        return "" if silent is None else _is_gone(store, silent)
 
-    def _tell(self, words: str | None) -> None:
-        for link in self._links:
-            with suppress(OSError):
-                _send(link, words)
-
-
-class Reporter:
-    """Reports why this rank ends to node 0, from a rank that is not its node's first.
-
-    Otherwise torchrun would end the first one before it can pass the reason on.
-
-    Args:
-        name: of this node, for sentences.
-        run: as in ``NodeWatch``.
-        find: waits for node 0's address; None: there is none to be found.
-    """
-
-    def __init__(self, name: str, *, run: str, find: Callable[[], tuple[str, int] | None]) -> None:
-        self._name = name
-        self._run = run
-        self._find = find
-
-    def close(self, reason: str | None) -> None:
-        """Report ``reason`` unless it is None, and return when node 0 has ended, or after a minute."""
-        if reason is None:
-            return
-        with suppress(OSError, dist.DistError):
-            if (address := self._find()) is None:
-                return
-            with socket.create_connection(address, timeout=_LONGEST_JOIN_S) as link, link.makefile() as lines:
-                _send(link, {"run": self._run, "reason": f"{self._name} has ended the run: {reason}"})
-                while lines.readline():
-                    pass
-
-    def wait_for_news(self) -> None:
-        """Call before an error is shown. The launcher ends this process if its node's first rank prints the cause."""
-        threading.Event().wait(3 * _GRACE_S)
-
-
-class NoWatch:
-    """In place of the others where there is only one node."""
-
-    def close(self, reason: str | None) -> None: ...
-
-    def wait_for_news(self) -> None: ...
-
-
-def watch_nodes(end: Callable[[str], object]) -> NodeWatch | Reporter | NoWatch:
-    """Begin to watch the other nodes of torchrun's launch, if there are some.
-
-    Only the first rank of a node watches. The others report their own end to node 0.
-    """
-    node, nodes = int(os.environ.get("GROUP_RANK", 0)), int(os.environ.get("GROUP_WORLD_SIZE", 1))
-    if nodes == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return NoWatch()
-    key = f"torchtune_adaptive/nodes/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    name = f"node {node} ({socket.gethostname()})"
-    run = f"{key} {os.environ.get('TORCHELASTIC_RUN_ID')}"
-    host = os.environ["MASTER_ADDR"]
-
-    def find_node_zero() -> tuple[str, int] | None:
-        with _launch_store() as store:
+    def _follow(self, connection: socket.socket) -> None:
+        unreachable = False
+        with connection:
             try:
-                store.wait([key])
-            except dist.DistStoreError:  # out of time: node 0 does not watch
-                return None
-            return host, int(store.get(key))
+                connection.recv(1)
+            except OSError as error:
+                unreachable = not isinstance(error, ConnectionResetError)
+        self._has_lost_store = True
+        # Where only the launcher has ended, the ranks of its node ask all others to save and to end, and this process
+        # soon ends by itself. Nobody can say whether they still can.
+        still, place = 0, _place_of_main_thread()
+        while not unreachable and still < _STILL_LOOKS:
+            if self._ends.wait(_LOOK_S):
+                return
+            before, place = place, _place_of_main_thread()
+            still = still + 1 if place == before else 0
+        self._end(_STORE_LOST)
 
-    if os.environ.get("LOCAL_RANK") != "0":
-        return Reporter(name, run=run, find=find_node_zero)
-    watch = NodeWatch(name, run=run, others=1 if node else nodes - 1, end=end)
-    if node:
-        watch.join(find_node_zero)
-    else:
-        with suppress(OSError, dist.DistError), _launch_store() as store:
-            store.set(key, str(watch.listen()))
+
+def watch_nodes(end: Callable[[str], object]) -> NodeWatch:
+    """Begin to watch the other nodes of torchrun's launch, if there are some and all can use its store."""
+    node, nodes = int(os.environ.get("GROUP_RANK", 0)), int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        node, nodes = 0, 1
+    watch = NodeWatch(node, nodes, store=cache(_torchrun_store), end=end)
+    if nodes > 1 and os.environ.get("LOCAL_RANK") == "0":
+        try:
+            watch.start()
+            watch.follow(_connection())
+        except (OSError, dist.DistError):
+            end(_STORE_LOST)
     return watch
 
 
-@contextmanager
-def _launch_store() -> Iterator[Any]:
-    """torchrun's own store, which is there before and after the process group."""
+def _torchrun_store() -> Store:
+    """torchrun's store, which is there before and after the process group, with keys for this start of the ranks."""
+    _connection().close()  # where nobody listens, a store would try again, and log C++ stack traces
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # Where nobody listens, as when the launcher was killed, a store would try again until its time is over.
-    socket.create_connection((host, port), timeout=10).close()
-    yield TCPStore(host, port, is_master=False, timeout=_LONGEST_START)
+    start = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    store = TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)
+    return PrefixStore(f"torchtune_adaptive/nodes/{start}", store)
 
 
-def _in_background(work: Callable[..., object], *arguments: object) -> None:
-    threading.Thread(target=work, args=arguments, daemon=True).start()
-
-
-def _keep_alive(link: socket.socket) -> None:
+def _connection() -> socket.socket:
+    """A connection to torchrun's store that the system closes 30 s after the store's machine is gone."""
+    link = socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=10)
     link.settimeout(None)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         for option, value in _KEEPALIVE_S.items():
             link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return link
 
 
-def _send(link: socket.socket, message: object) -> None:
-    link.sendall(json.dumps(message).encode() + b"\n")
+def _reason(store: Store) -> str:
+    return store.get("reason").decode() if store.check(["reason"]) else ""
 
 
-def _message(line: str) -> Any:
-    with suppress(ValueError):
-        return json.loads(line)
-    return None
+def _is_gone(store: Store, node: int) -> str:
+    """The sentence for a node that no longer beats, which all nodes then read."""
+    name = store.get(f"name/{node}").decode() if store.check([f"name/{node}"]) else f"node {node}"
+    store.add(f"over/{node}", 1)  # so that nobody waits for it
+    return _tell_all(store, f"{name} is gone; its own output says why.")
+
+
+def _tell_all(store: Store, sentence: str) -> str:
+    """Set the reason why all nodes end, and return it: an earlier one stays."""
+    return store.compare_set("reason", "", sentence).decode()
+
+
+def _lacks_a_rank() -> bool:
+    """Whether fewer processes run below the launcher than it has started; False where the system does not say it."""
+    launcher = os.getppid()
+    with suppress(OSError):
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        return len(children) < int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return False
+
+
+def _place_of_main_thread() -> list[tuple[int, int]]:
+    """Where the main thread is: it changes unless the thread waits, as in a collective."""
+    frame, places = sys._current_frames().get(threading.main_thread().ident or 0), []
+    while frame is not None:
+        places.append((id(frame), frame.f_lasti))
+        frame = frame.f_back
+    return places
+
+
+def _within(longest_s: float, work: Callable[[], object]) -> None:
+    """Do ``work``, and return after ``longest_s`` at the latest: a store whose machine is gone never answers."""
+    _in_background(work).join(longest_s)
+
+
+def _in_background(work: Callable[..., object], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=work, args=arguments, daemon=True)
+    thread.start()
+    return thread

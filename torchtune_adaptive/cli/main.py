@@ -20,7 +20,8 @@ _STATUSES = """exit status:
   1   a value was refused, or a run failed
   2   the command line is wrong
   75  a run on one process was asked to end by SIGTERM or SIGUSR1, and has saved its state;
-      with torchrun's options the status is 1 where a process ends with any status but 0"""
+      with torchrun's options the status is that of the first process that ends with another one than 0,
+      128 more than the signal's number if a signal has ended it, or 1 if the launcher itself got the signal"""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -6,6 +6,7 @@ torchtune's parsers and commands do the work. In this process, the list of recip
 import argparse
 import difflib
 import importlib
+import logging
 import os
 import re
 import sys
@@ -71,7 +72,7 @@ def run_tune_command(arguments: Sequence[str]) -> None:
 
     Raises:
         InputError: there is no such recipe or config, or a file cannot be read or written.
-        SystemExit: the recipe or the parser has ended the program.
+        SystemExit: the recipe, its ranks or the parser have ended the program.
     """
     name = arguments[0]
     sys.argv = [sys.argv[0], *arguments]  # which torchtune's `run` counts
@@ -80,7 +81,8 @@ def run_tune_command(arguments: Sequence[str]) -> None:
     if name == "run":
         with _file_listed(parsed.recipe):
             _check_run(parsed.recipe, parsed.recipe_args)
-            parsed.func(parsed)
+            with _ending_as_its_ranks():
+                parsed.func(parsed)
         return
     with _ours_listed():
         try:
@@ -141,6 +143,24 @@ def _ours_listed() -> Iterator[None]:
     ]
     with _listed(own):
         yield
+
+
+@contextmanager
+def _ending_as_its_ranks() -> Iterator[None]:
+    """Inside, when ranks fail, torchrun ends with the first one's status, and says nothing after what the rank said."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    for name in ("api", "errors", "errors.error_handler"):
+        # Its lines on failed and ended processes, with their numbers.
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
+    try:
+        yield
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        ended_by_signal = failure.exitcode < 0
+        if ended_by_signal:
+            print(f"{PROGRAM} run: rank {rank} was ended by {failure.signal_name()}.", file=sys.stderr)
+        sys.exit(128 - failure.exitcode if ended_by_signal else failure.exitcode)
 
 
 @contextmanager
