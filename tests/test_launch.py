@@ -101,20 +101,10 @@ def test_without_torchruns_folder_every_rank_prints_it(
     assert capsys.readouterr().err == "recipe: a signal ended the run.\n" * 2
 
 
-@pytest.mark.usefixtures("torchrun")
-def test_a_message_of_another_node_ends_this_process_even_if_it_is_waiting(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ended: list[int] = []
-    monkeypatch.setattr(os, "_exit", ended.append)
-    launch._end_with("node 1 (host) is gone.")
-    assert (ended, capsys.readouterr().err) == ([1], "recipe: node 1 (host) is gone.\n")
-
-
 class Nodes:
     """Replaces the watch of other nodes, and records what is sent to them."""
 
-    def __init__(self, end: Callable[[str], object]) -> None:
+    def __init__(self, say: Callable[[str], object]) -> None:
         self.told: list[str | None] = []
         self.news_awaited = 0
         Nodes.last = self

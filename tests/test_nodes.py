@@ -39,11 +39,10 @@ class Node:
         self.store = store
         self.ended = threading.Event()
         self.sentence = ""
-        self.watch = NodeWatch(node, of, store=lambda: store, end=self._end)
+        self.watch = NodeWatch(node, of, store=lambda: store, say=self._say, leave=self.ended.set)
 
-    def _end(self, sentence: str) -> None:
+    def _say(self, sentence: str) -> None:
         self.sentence = sentence
-        self.ended.set()
 
     def said(self) -> str:
         assert self.ended.wait(LONGEST_WAIT_S)
@@ -193,7 +192,7 @@ def test_an_error_after_the_loss_of_the_store_is_explained_by_it() -> None:
         raise ConnectionRefusedError
 
     ended: list[str] = []
-    NodeWatch(1, 2, store=connect, end=ended.append).wait_for_news()
+    NodeWatch(1, 2, store=connect, say=ended.append, leave=lambda: None).wait_for_news()
     assert ended == ["the launcher of node 0 is gone; its own output says why."]
 
 
@@ -206,7 +205,7 @@ def test_a_store_that_never_answers_delays_an_ending_node_for_a_bounded_time(mon
         never.wait()
         raise ConnectionRefusedError
 
-    watch = NodeWatch(1, 2, store=connect, end=lambda sentence: None)
+    watch = NodeWatch(1, 2, store=connect, say=lambda sentence: None, leave=lambda: None)
     watch.wait_for_news()
     watch.close("a bug.")
     never.set()
@@ -274,7 +273,8 @@ def test_the_place_of_the_main_thread_changes_while_it_works_and_not_while_it_wa
 
 @pytest.fixture
 def torchrun(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets the environment variables that torchrun gives to a rank, with a store for the test."""
+    """Sets the environment variables that torchrun gives to a rank, with a store for the test; no process ends."""
+    monkeypatch.setattr(nodes, "_leave", lambda: None)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def give(**changes: str) -> None:

@@ -49,7 +49,7 @@ def launch_on_one_device(recipe_main: Callable[[], Any]) -> NoReturn:
 
 def _run_and_exit(recipe_main: Callable[[], Any]) -> NoReturn:
     end_as_asked()
-    nodes = watch_nodes(_end_with)
+    nodes = watch_nodes(_say_once)
     try:
         sys.argv = [sys.argv[0], *resolve_config_argument(sys.argv[1:])]
         recipe_main()
@@ -73,12 +73,6 @@ def _run_and_exit(recipe_main: Callable[[], Any]) -> NoReturn:
         _leave(1)  # the interpreter's shutdown could wait for collectives that never complete
     nodes.close(None)
     _leave(0)
-
-
-def _end_with(sentence: str) -> NoReturn:
-    """End from any thread, whatever the main one waits for."""
-    _say_once(sentence)
-    os._exit(1)
 
 
 def run_recipe(recipe_class: type[AdaptiveRecipe], cfg: DictConfig) -> None:

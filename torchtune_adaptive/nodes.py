@@ -20,11 +20,7 @@ from functools import cache
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]  # public, but not re-exported
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public
 
 _LOOK_S = 0.5
 # Counted in looks of this process: a job that the scheduler has suspended for an hour has not looked.
@@ -51,15 +47,25 @@ class NodeWatch:
         node: this node's number.
         nodes: their number; the watch of one node does nothing.
         store: connects to a store that all nodes share.
-        end: ends the process with a sentence, from any thread.
+        say: prints why this process ends.
+        leave: ends the process, from any thread.
     """
 
-    def __init__(self, node: int, nodes: int, *, store: Callable[[], Store], end: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        node: int,
+        nodes: int,
+        *,
+        store: Callable[[], Store],
+        say: Callable[[str], object],
+        leave: Callable[[], object],
+    ) -> None:
         self._node = node
         self._others = [(node + distance) % nodes for distance in range(1, nodes)]
         self._name = f"node {node} ({socket.gethostname()})"
         self._store = store
-        self._end = end
+        self._say = say
+        self._leave = leave
         self._ends = threading.Event()
         self._beats = False
         self._has_lost_store = False
@@ -86,7 +92,7 @@ class NodeWatch:
         """
         self._ends.set()
         if self._others and not self._has_lost_store and (self._beats or reason is not None):
-            _within(_LONGEST_START_S + _LONGEST_CLOSE_S, lambda: self._say(reason))
+            _within(_LONGEST_START_S + _LONGEST_CLOSE_S, lambda: self._tell(reason))
 
     def wait_for_news(self) -> None:
         """Call before an error is shown: where another node's end is its cause, the process ends with that sentence.
@@ -120,12 +126,17 @@ class NodeWatch:
         return _is_gone(store, watched) if self._looks_without >= (_GONE_LOOKS if beat else _START_LOOKS) else ""
 
     def _hear(self, store: Store, sentence: str) -> None:
-        """End with ``sentence`` when all nodes have read it."""
+        """End with ``sentence`` when all nodes have printed it."""
+        self._say(sentence)
         store.add(f"over/{self._node}", 1)
         self._wait_for_others(store)
-        self._end(sentence)
+        self._leave()
 
-    def _say(self, reason: str | None) -> None:
+    def _end(self, sentence: str) -> None:
+        self._say(sentence)
+        self._leave()
+
+    def _tell(self, reason: str | None) -> None:
         with suppress(OSError, dist.DistError):
             store = self._store()
             if reason is not None:
@@ -153,6 +164,7 @@ class NodeWatch:
             self._end(sentence)
 
     def _news(self, store: Store) -> str:
+        beats: dict[int, int] = {}
         for _ in range(2):  # a node that is being ended may beat in the first half
             beats = {other: store.add(f"beat/{other}", 0) for other in self._others}
             deadline = time.monotonic() + _NEWS_S
@@ -187,19 +199,27 @@ class NodeWatch:
         self._end(_STORE_LOST)
 
 
-def watch_nodes(end: Callable[[str], object]) -> NodeWatch:
-    """Begin to watch the other nodes of torchrun's launch, if there are some and all can use its store."""
+def watch_nodes(say: Callable[[str], object]) -> NodeWatch:
+    """Begin to watch the other nodes of torchrun's launch, if there are some and all can use its store.
+
+    When another node has ended, the process prints why by ``say``, from any thread, and ends with status 1.
+    """
     node, nodes = int(os.environ.get("GROUP_RANK", 0)), int(os.environ.get("GROUP_WORLD_SIZE", 1))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         node, nodes = 0, 1
-    watch = NodeWatch(node, nodes, store=cache(_torchrun_store), end=end)
+    watch = NodeWatch(node, nodes, store=cache(_torchrun_store), say=say, leave=_leave)
     if nodes > 1 and os.environ.get("LOCAL_RANK") == "0":
         try:
             watch.start()
             watch.follow(_connection())
         except (OSError, dist.DistError):
-            end(_STORE_LOST)
+            say(_STORE_LOST)
+            _leave()
     return watch
+
+
+def _leave() -> None:
+    os._exit(1)  # the main thread may wait for a collective that never completes
 
 
 def _torchrun_store() -> Store:
