@@ -128,8 +128,9 @@ class NodeWatch:
     def _hear(self, store: Store, sentence: str) -> None:
         """End with ``sentence`` when all nodes have printed it."""
         self._say(sentence)
-        store.add(f"over/{self._node}", 1)
-        self._wait_for_others(store)
+        with suppress(dist.DistError):
+            store.add(f"over/{self._node}", 1)
+            self._wait_for_others(store)
         self._leave()
 
     def _end(self, sentence: str) -> None:
@@ -157,20 +158,24 @@ class NodeWatch:
     def _ask(self) -> None:
         """End with the sentence of a node that has ended, or that no longer beats, if there is one."""
         try:
-            sentence = self._news(self._store())
+            if sentence := self._news(self._store()):
+                self._hear(self._store(), sentence)
         except (OSError, dist.DistError):
-            sentence = _STORE_LOST
-        if sentence:
-            self._end(sentence)
+            self._end(_STORE_LOST)
 
     def _news(self, store: Store) -> str:
+        """Why another node, or a process of this one, has ended; "" if none has.
+
+        Raises:
+            OSError, DistError: the store is gone.
+        """
         beats: dict[int, int] = {}
         for _ in range(2):  # a node that is being ended may beat in the first half
             beats = {other: store.add(f"beat/{other}", 0) for other in self._others}
             deadline = time.monotonic() + _NEWS_S
             while time.monotonic() < deadline:
                 if self._has_lost_store:
-                    return _STORE_LOST
+                    raise ConnectionResetError
                 if reason := _reason(store):
                     return reason
                 if _lacks_a_rank():
