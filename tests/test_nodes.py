@@ -242,7 +242,7 @@ def test_after_the_loss_of_the_store_a_run_that_goes_on_is_left_alone(monkeypatc
 def test_a_machine_that_cannot_be_reached_ends_the_others_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Silent(socket.socket):
         def recv(self, size: int) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
-            raise TimeoutError  # as the system does, seen in a network that was taken down
+            raise TimeoutError  # as the system does, seen in a network without its link
 
     monkeypatch.setattr(nodes, "_place_of_main_thread", object)  # always another: the run seems to continue
     first = several(2)[0]

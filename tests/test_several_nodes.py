@@ -141,15 +141,32 @@ def test_when_a_node_is_killed_the_other_ends_and_both_resume_later(
 
 
 @pytest.mark.exhaustive
-def test_when_only_a_launcher_is_killed_all_ranks_save(tiny_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", [0, 1])
+def test_when_only_a_launcher_is_killed_all_ranks_save(killed: int, tiny_dir: Path, tmp_path: Path) -> None:
+    """Also the one that hosts torchrun's rendezvous and store."""
     with two_nodes(tiny_dir, tmp_path, [{}, {}], holds=[2]) as runs:
         runs[0].wait_for_step(2)
         for run in runs:
             assert len(run.processes) == 2
-        runs[1].send(signal.SIGKILL)
+        runs[killed].send(signal.SIGKILL)
         runs[0].release(2)
-        assert ends(runs) == [1, -signal.SIGKILL]
+        assert runs[killed].wait() == -signal.SIGKILL
+        assert runs[1 - killed].wait() == 1
     assert [one.path.name for one in CheckpointFolder(runs[0].out).checkpoints()] == ["step_3"]
+
+
+@pytest.mark.exhaustive
+def test_when_one_of_several_ranks_of_a_node_is_killed_both_nodes_say_which_node_it_was(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    with two_nodes(tiny_dir, tmp_path, [{}, {}], ranks=2, holds=[2]) as runs:
+        runs[0].wait_for_step(2)
+        *_, rank = runs[1].processes
+        rank.send(signal.SIGKILL)
+        runs[0].release(2)
+        assert ends(runs) == [1, 1]
+    sentence = f"node 1 ({socket.gethostname()}) has lost a process; its own output says why."
+    assert [said(run) for run in runs] == [[sentence], [sentence]]
 
 
 @pytest.mark.exhaustive
