@@ -156,11 +156,11 @@ def _ending_as_its_ranks() -> Iterator[None]:
     try:
         yield
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        ended_by_signal = failure.exitcode < 0
-        if ended_by_signal:
-            print(f"{PROGRAM} run: rank {rank} was ended by {failure.signal_name()}.", file=sys.stderr)
-        sys.exit(128 - failure.exitcode if ended_by_signal else failure.exitcode)
+        for rank, failure in error.failures.items():
+            if failure.exitcode < 0:  # by a signal: the rank has said nothing
+                print(f"{PROGRAM} run: rank {rank} was ended by {failure.signal_name()}.", file=sys.stderr)
+                sys.exit(128 - failure.exitcode)
+        sys.exit(error.get_first_failure()[1].exitcode)
 
 
 @contextmanager
