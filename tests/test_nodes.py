@@ -178,6 +178,21 @@ def test_ranks_are_counted_below_the_launcher(monkeypatch: pytest.MonkeyPatch) -
         assert nodes._lacks_a_rank()
 
 
+def test_two_ranks_that_find_the_same_cause_both_name_it() -> None:
+    class Late(HashStore):
+        """The other rank ends at the last question of this one: nobody need wait for node 1."""
+
+        def add(self, key: str, value: int) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+            if key != "over/1":
+                return super().add(key, value)
+            nodes._tell_all(self, "node 1 is gone.")
+            return 1
+
+    store = Late()
+    store.add("beat/1", 1)
+    assert Node(store, 0).watch._news(store) == "node 1 is gone."
+
+
 def test_an_error_of_its_own_has_no_other_cause() -> None:
     first, second = several(2)
     first.watch.wait_for_news()  # node 1 has not started

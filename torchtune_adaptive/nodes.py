@@ -183,7 +183,7 @@ class NodeWatch:
                 time.sleep(_LOOK_S)
         same = (other for other, beat in beats.items() if beat and beat == store.add(f"beat/{other}", 0))
         silent = next((other for other in same if not store.add(f"over/{other}", 0)), None)
-        return "" if silent is None else _is_gone(store, silent)
+        return _reason(store) if silent is None else _is_gone(store, silent)
 
     def _follow(self, connection: socket.socket) -> None:
         unreachable = False
@@ -254,8 +254,9 @@ def _reason(store: Store) -> str:
 def _is_gone(store: Store, node: int) -> str:
     """The sentence for a node that no longer beats, which all nodes then read."""
     name = store.get(f"name/{node}").decode() if store.check([f"name/{node}"]) else f"node {node}"
+    sentence = _tell_all(store, f"{name} is gone; its own output says why.")
     store.add(f"over/{node}", 1)  # so that nobody waits for it
-    return _tell_all(store, f"{name} is gone; its own output says why.")
+    return sentence
 
 
 def _tell_all(store: Store, sentence: str) -> str:
