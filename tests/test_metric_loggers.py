@@ -163,8 +163,9 @@ def test_comet_offline(tmp_path: Path) -> None:
 def test_mlflow_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs more than mlflow-skinny
+    monkeypatch.setenv("COMET_OFFLINE_DIRECTORY", str(tmp_path / "comet"))  # once imported, it logs MLflow's runs too
     for _ in range(2):
-        logger = metric_logging.MLFlowLogger(experiment_name="test", tracking_uri=f"file:{tmp_path}")
+        logger = metric_logging.MLFlowLogger(experiment_name="test", tracking_uri=f"file:{tmp_path}/mlflow")
         log_all(logger)
         logger.close()
         client = mlflow.MlflowClient()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,14 @@ def load(path: Path) -> DictConfig:
     cfg = OmegaConf.load(path)
     assert isinstance(cfg, DictConfig)
     return cfg
+
+
+def test_no_file_is_tracked_that_a_run_wrote() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("not a git repository")
+    paths = {Path(line) for line in listed.stdout.splitlines()}
+    assert {path for path in paths if path.suffix in {".zip", ".pt", ".pickle", ".safetensors", ".gz", ".whl"}} == set()
 
 
 def test_the_package_is_typed() -> None:
