@@ -72,8 +72,8 @@ def main() -> None:
     args.distributed_state.wait_for_everyone()
     data = [{"input_ids": [1] * random.Random(i).randint(2, 16)} for i in range(64)]
     model = load_model(path, args.world_size)
-    trainer = AdaptiveTrainer(model, args, train_dataset=data, data_collator=collate, memory_limit="1MiB")
-    trainer.train()
+    limit = "1MiB" if args.use_cpu else None  # None: what the GPU has
+    AdaptiveTrainer(model, args, train_dataset=data, data_collator=collate, memory_limit=limit).train()
 
 
 if __name__ == "__main__":
