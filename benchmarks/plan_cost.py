@@ -1,16 +1,19 @@
 """What does a plan cost, in seconds and memory?
 
-    python -m benchmarks.plan_cost
+    OMP_NUM_THREADS=1 python -m benchmarks.plan_cost
 
-Runs ``tune-adaptive plan`` for configs from 1B to 405B on up to 512 ranks, with rows of 2048 tokens. Each plan is a
-program of its own, whose wall time and peak of resident memory are measured. Prints a table and writes it to
+Runs ``tune-adaptive plan`` for configs from 1B to 405B on up to 512 ranks. Each plan is a program of its own that
+begins with an empty cache, and runs once more with what the first one left there. Prints a table and writes it to
 ``results/plan_cost_cpu.md``.
 """
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
@@ -20,56 +23,73 @@ from benchmarks.tables import publish, table
 
 RESULTS = Path(__file__).parent / "results" / "plan_cost_cpu.md"
 CASES = [
-    ("llama3_2/1B_full", 8),
-    ("llama3_1/8B_full", 8),
-    ("llama3_1/70B_full", 8),
-    ("llama3_1/70B_full", 64),
-    ("llama3_1/70B_full", 512),
-    ("llama3_1/8B_lora", 8),
-    ("llama3_1/8B_qlora_single_device", 1),
-    ("llama3_1/405B_qlora", 8),
+    ("llama3_2/1B_full", 8, "2048"),
+    ("llama3_1/8B_full", 8, "2048"),
+    ("llama3_1/8B_full", 8, "4096,8192"),
+    ("llama3_1/70B_full", 8, "2048"),
+    ("llama3_1/70B_full", 64, "2048"),
+    ("llama3_1/70B_full", 512, "2048"),
+    ("llama3_1/8B_lora", 8, "2048"),
+    ("llama3_1/8B_qlora_single_device", 1, "2048"),
+    ("llama3_1/405B_qlora", 8, "2048"),
 ]
 
 
+@dataclass(frozen=True)
+class Run:
+    """What a program printed, and its cost, with that of its children."""
+
+    answer: str
+    wall_s: float
+    cpu_s: float
+    resident_bytes: int
+
+
 def main() -> None:
+    load, started = os.getloadavg()[0], time.perf_counter()
     rows = []
-    for config, ranks in tqdm(CASES, desc="planning"):
+    for config, ranks, lengths in tqdm(CASES, desc="planning"):
         command = [sys.executable, "-m", "torchtune_adaptive.cli.main", "plan", "--config", config, "--json"]
-        command += ["--nproc_per_node", str(ranks), "--memory", "80GiB", "--seq-len", "2048"]
-        answer, seconds, resident_bytes = _run(command)
-        plan = json.loads(answer)
-        length = plan["lengths"][0]
-        traced = " and ".join(map(str, plan["traced_layers"]))
-        figures = f"{seconds:.1f}", f"{resident_bytes / 2**30:.2f}"
-        rows.append(
-            [config, str(ranks), f"{traced} of {plan['num_layers']}", *figures, str(length["exact_batch_size"])]
-        )
-    _report(rows)
+        command += ["--nproc_per_node", str(ranks), "--memory", "80GiB", "--seq-len", lengths]
+        with tempfile.TemporaryDirectory() as cache:
+            cold, again = (_run(command, cache) for _ in range(2))
+        plan = json.loads(cold.answer)
+        largest = " and ".join(str(length["exact_batch_size"]) for length in plan["lengths"])
+        traced = f"{' and '.join(map(str, plan['traced_layers']))} of {plan['num_layers']}"
+        costs = [f"{one:.1f}" for one in (cold.cpu_s, cold.wall_s, again.wall_s)]
+        resident = f"{cold.resident_bytes / 2**30:.2f}"
+        rows.append([config, str(ranks), lengths.replace(",", ", "), traced, *costs, resident, largest])
+    _report(rows, load, time.perf_counter() - started)
 
 
-def _run(command: list[str]) -> tuple[str, float, int]:
-    """What ``command`` prints, its seconds, and the most bytes that it or one of its children had resident."""
+def _run(command: list[str], cache: str) -> Run:
+    """Run ``command`` with this folder for caches."""
     between = (
         "import json, resource, subprocess, sys; "
         "out = subprocess.run(sys.argv[1:], capture_output=True, text=True, check=True).stdout; "
-        "print(json.dumps([out, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss]))"
+        "used = resource.getrusage(resource.RUSAGE_CHILDREN); "
+        "print(json.dumps([out, used.ru_utime + used.ru_stime, used.ru_maxrss]))"
     )
+    environment = os.environ | {"XDG_CACHE_HOME": cache}
+    command = [sys.executable, "-c", between, *command]
     started = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", between, *command], capture_output=True, text=True, check=True)
-    seconds = time.perf_counter() - started
-    answer, resident_kib = json.loads(done.stdout)
-    return answer, seconds, resident_kib * 1024
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    wall_s = time.perf_counter() - started
+    answer, cpu_s, resident_kib = json.loads(done.stdout)
+    return Run(answer, wall_s, cpu_s, resident_kib * 1024)
 
 
-def _report(rows: list[list[str]]) -> None:
-    header = ["config", "ranks", "layers traced", "seconds", "resident GiB", "largest batch at 80 GiB"]
+def _report(rows: list[list[str]], load: float, seconds: float) -> None:
+    header = ["config", "ranks", "tokens per row", "layers traced", "CPU, s", "wall, s", "again, wall, s"]
+    header += ["resident GiB", "largest batch at 80 GiB"]
     lines = [
         "# What a plan costs",
         "",
-        provenance("python -m benchmarks.plan_cost"),
+        provenance("OMP_NUM_THREADS=1 python -m benchmarks.plan_cost", load=load, seconds=seconds),
         "",
-        "Wall seconds of the whole program, imports included; rows of 2048 tokens; the batch with what a GPU adds by"
-        " the defaults.",
+        "Seconds of the whole program, imports included, with an empty cache: of CPU time, and by the clock, which"
+        " other load on the machine lengthens. *Again*: the same command once more, which finds the traced steps in its"
+        " cache. The largest batch is with what a GPU adds by the defaults, for each length of rows.",
         "",
         *table(header, rows),
     ]
