@@ -37,7 +37,7 @@ ABOUT_GPUS = "What holds on a GPU?"
 NO_GPU = (
     "**Any GPU.** torch's own code for CUDA has run this on a simulated GPU: its allocator, its streams, its process"
     " groups. No CUDA device, no kernel and no NCCL has: neither speed, nor what the device and its libraries add to a"
-    " plan, nor errors of kernels. `make gpu` measures all of it in nine minutes on one device."
+    " plan, nor errors of kernels. `make gpu` is made to measure all of it on one device; it has only been rehearsed."
 )
 NOT_MEASURED = (
     "More than four ranks; more than one machine; recovery with NCCL.",
@@ -71,8 +71,8 @@ def document() -> str:
         "# Evidence",
         "",
         "Figures in this documentation are from these results, or from a test that is named beside them. Each result"
-        " names its command, date, commit and machine. `make bench` measures again on a CPU, `make exhaustive` runs"
-        " the long tests, `make gpu` measures on a GPU.",
+        " names its command, date, commit and machine, and `tests/test_figures.py` compares the pages with them."
+        " `make bench` measures again on a CPU, `make exhaustive` runs the long tests, `make gpu` measures on a GPU.",
         "",
         "| question | result | commit |",
         "| --- | --- | --- |",

@@ -35,8 +35,9 @@ ABOUT = """\
 what the allocator cannot use as well; *nvidia-smi*: with what the process holds outside it too; all by the default
 constants for a GPU that nobody has calibrated. Plans are of torchtune 0.6.1; the points are of several versions, on
 the GPUs named. A point is *well specified* if batch size, row length, packing, dtype, optimizer, `compile` and
-checkpointing are known and no row of a data set decides. Sources, quotations, overrides and doubts are in
-`benchmarks/published_gpu.json`.
+checkpointing are known and no row of a data set decides. The well specified point of the group *process* is where
+the plan's figure for AMD's GPUs comes from, so that its error shows nothing. Sources, quotations, overrides and doubts
+are in `benchmarks/published_gpu.json`.
 """
 
 

@@ -135,25 +135,32 @@ def _forecast(config: Config, plan: Mapping[str, Any] | None) -> list[str]:
         return ["Not planned yet."]
     row = f"pairs of 2 sequences of {config.row_tokens} tokens" if config.prefers else ""
     row = row or f"rows of {config.row_tokens} tokens"
-    header = ["GPU", "largest batch", "batch used", "peak"]
+    header = ["GPU", "largest batch", "safe batch", "batch used", "peak"]
     lines = text_table([header, *([f"{size} GiB", *_figures(plan, size)] for size in DEVICES_GIB)]).splitlines()
     each = f" on each of {config.ranks} GPUs" if config.ranks > 1 else ""
     return [
         f"What the plan says for {row}{each}:",
         *(f"  {line}" for line in lines),
-        "The batch used is a power of two and at most a GPU's share of global_batch_size; the peak is what the",
-        "process needs with it. Where nothing fits, the peak is that of one row. Forecasts, made without a GPU.",
+        "The safe batch fits even if the plan is too low by its full uncertainty. The batch used is a power of two",
+        "and at most a GPU's share of global_batch_size; the peak is what the process needs with it. Where nothing",
+        "fits, the peak is that of one row. Forecasts, made without a GPU.",
     ]
 
 
 def _figures(plan: Mapping[str, Any], size_gib: int) -> list[str]:
-    """Largest batch, the one used and its peak on a GPU of so much memory."""
+    """Largest batch, the safe one, the one used and its peak on a GPU of so much memory."""
     found = plan["gpus"][f"{size_gib}GiB"]
     largest = found["largest_batch_size"]
     peak = f"{found['process_bytes'] / GIB:.1f} GiB"
     if largest == 0:
-        return ["none", "-", peak]
-    return ["any" if largest is None else str(largest), str(found["batch_size"]), peak]
+        return ["none", "-", "-", peak]
+    sizes = ["any" if size is None else str(size) for size in (largest, found["certain_batch_size"])]
+    return [*sizes, str(found["batch_size"]), peak]
+
+
+def _largest_and_safe(plan: Mapping[str, Any], size_gib: int) -> str:
+    largest, safe, *_ = _figures(plan, size_gib)
+    return largest if largest == "none" else f"{largest} ({safe})"
 
 
 def _data(config: Config) -> str:
@@ -320,7 +327,7 @@ def _readme(plans_of: Sequence[tuple[Config, Mapping[str, Any] | None]]) -> str:
             TITLES[config.method],
             str(config.ranks),
             str(config.row_tokens),
-            *(_figures(plan, size)[0] if plan else "" for size in DEVICES_GIB),
+            *(_largest_and_safe(plan, size) if plan else "" for size in DEVICES_GIB),
             f"`{config.launch}`",
         ]
         for config, plan in plans_of
@@ -337,15 +344,17 @@ README = """\
 # Ready configs
 
 {num_configs} configs that search for the largest batch that fits, keep the global batch at 64 samples, survive running
-out of memory, and save a checkpoint every 200 steps. Each is complete. Names begin with `{folder}/`, so that they hide
-none of torchtune's. `tiny/full` and `tiny/lora` train a tiny model on a CPU.
+out of memory, and save a checkpoint every 200 steps. Each is complete. Names begin with `{folder}/`, which avoids
+clashes with torchtune's. `tiny/full` and `tiny/lora` train a tiny model on a CPU.
 
-The columns *24 GiB* to *80 GiB* have the largest batch per GPU that should fit, in rows of so many tokens; with DPO in
-pairs of two such sequences. *none*: not even one row fits. These are forecasts, made without a GPU by
-`make config-plans`, and kept in `benchmarks/results/config_plans.json` with the versions that made them. A run
-measures, and may find another size.
+The columns *24 GiB* to *80 GiB* have the largest batch per GPU that should fit and, in parentheses, the safe one, which
+fits even if the plan is too low by its full uncertainty. *(0)*: one row fits by the plan, but perhaps not in truth.
+*none*: not even one row fits. Batches are in rows of so many tokens; with DPO in pairs of two such sequences. These are
+forecasts, made without a GPU by `make config-plans`, and kept in `benchmarks/results/config_plans.json` with the
+versions that made them. A run measures, and may find another size.
 
-The files and this page are written by `scripts/make_configs.py` (`make configs`). torchtune 0.6.1 has no Qwen 3.
+The files and this page are written by `scripts/make_configs.py` (`make configs`), and `tests/test_ready_configs.py`
+compares them with the plans. torchtune 0.6.1 has no Qwen 3.
 
 {table}
 """

@@ -8,6 +8,7 @@ writes are left out.
 """
 
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,34 +18,68 @@ from typing import Literal
 
 import pytest
 
-from tests.documents import DOCUMENTS, REPOSITORY, name_of
+from tests.document_commands import commands
+from tests.documents import DOCUMENTS, OUTPUT, REPOSITORY, Block, blocks, name_of
+from torchtune_adaptive.search.strategies import round_down_to_power_of_two
+from torchtune_adaptive.settings import CONFIG_KEYS, AdaptiveSettings
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 # Written by a program, or of earlier versions.
 NOT_READ = ("CHANGELOG.md", "docs/command_line.md", "docs/configuration.md", "docs/stock_configs.md")
 PAGES = [page for page in DOCUMENTS if name_of(page) not in NOT_READ]
-Reason = Literal["setting", "definition", "example", "pending"]
+Reason = Literal["setting", "definition", "example", "source", "pending"]
 # Numbers that nobody measured: the page, its text with the number, and what the number is.
-NOT_MEASURED: list[tuple[str, str, Reason]] = []
+NOT_MEASURED: list[tuple[str, str, Reason]] = [
+    ("configs/README.md", "The columns *24 GiB* to *80 GiB*", "definition"),
+    ("docs/checkpoints.md", "kills its ranks 30 s later", "definition"),
+    ("docs/comparison.md", "multiplies by 0.9", "source"),
+    ("docs/comparison.md", "aims at 60 % of memory", "source"),
+    ("docs/comparison.md", "at most 3 times", "source"),
+    ("docs/cuda.md", "the margin is 5 %", "setting"),
+    ("docs/cuda.md", "the margin of 5 %", "setting"),
+    ("docs/design.md", "a probe waits 2 ms", "definition"),
+    ("docs/design.md", "if there is 1 % more memory", "definition"),
+    ("docs/design.md", "a machine that is gone after 30 s", "definition"),
+    ("docs/plan.md", "stock configs at 24, 40, 80 and 141 GiB", "definition"),
+    ("docs/quickstart.md", "the safety margin of 5 %", "setting"),
+    ("docs/report.md", "with a limit of 128 MiB", "example"),
+    ("docs/several_nodes.md", "the same, after 30 s", "definition"),
+    ("docs/several_nodes.md", "after ten to thirty minutes", "definition"),
+]
+# Figures of pages that are being rewritten, which have neither yet.
+PENDING = [
+    ("README.md", "takes about 8 seconds"),
+    ("README.md", "in nine minutes"),
+    ("docs/batch.md", "by 0.4 % of its largest entry"),
+    ("docs/cuda.md", "in nine minutes"),
+    ("docs/recoverable_step.md", "a step of 250 ms"),
+]
+# How output begins that is an example; the tables of a plan and of a search are checked below.
+EXAMPLES_OF_OUTPUT = ("micro-batch ", "global_batch_size ", ">>> step.events")
 
 # ---- reading numbers
 
 _UNITS = {
-    "millisecond": ("time", 1e-3),
-    **{"ms": ("time", 1e-3), "s": ("time", 1.0), "second": ("time", 1.0), "minute": ("time", 60.0)},
-    **{"hour": ("time", 3600.0), "%": ("share", 0.01), "times": ("share", 1.0), "byte": ("memory", 1.0)},
-    **{"KiB": ("memory", 2.0**10), "MiB": ("memory", 2.0**20), "GiB": ("memory", 2.0**30)},
-    **{"KB": ("memory", 1e3), "MB": ("memory", 1e6), "GB": ("memory", 1e9)},
+    name: (kind, scale)
+    for kind, scales in {
+        "time": {"ms": 1e-3, "millisecond": 1e-3, "s": 1.0, "second": 1.0, "minute": 60.0, "hour": 3600.0},
+        "share": {"%": 0.01, "times": 1.0},
+        "memory": {"byte": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30},
+    }.items()
+    for name, scale in scales.items()
 }
-_WORDS = dict(enumerate("two three four five six seven eight nine ten eleven twelve".split(), 2))
-_WORDS |= {0.5: "half an?", 1: "an?", 20: "twenty", 30: "thirty", 40: "forty", 50: "fifty"}
+_WORDS = {0.5: "half an?", 10: "ten", 20: "twenty", 30: "thirty", 40: "forty", 60: "sixty"}
+_WORDS |= {2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight", 9: "nine", 12: "twelve"}
 _UNIT = r" *(?P<unit>%|(?:ms|s|[KMG]i?B)\b|(?:millisecond|second|minute|hour|byte)s?\b|times\b)"
 _DIGITS = r"(?:\d{1,3}(?:[ ,]\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:e-?\d+)?(?![\w.]*[A-Za-z_]\w*\d|[A-Z]\b|\.?\d)"
 _NUMBER = re.compile(rf"(?<![\w./#-])(?P<number>[+-]?{_DIGITS})(?:{_UNIT})?")
-_IN_WORDS = re.compile(rf"\b(?P<word>{'|'.join(_WORDS.values())})(?= (?:milli)?(?:second|minute|hour)s?\b)", re.IGNORECASE)
+_IN_WORDS = re.compile(
+    rf"\b(?P<word>{'|'.join(_WORDS.values())})(?= (?:milli)?(?:second|minute|hour)s?\b)", re.IGNORECASE
+)
 _SAME_UNIT = re.compile(r"(?:,| and| to| or| /) (?:\d+ of )?")
-_VERSION = re.compile(
-    r"\b(?:2\.(?:9|1[0-3])|3\.1[0-2])\b|\b(?:Llama|Qwen|Gemma|Phi|Mistral|appendix [A-Z])[ .][\d.]+(?:(?:,| and) \d[\d.]*)*"
+_NAME = re.compile(  # of versions of torch and Python, of models, ranks and appendices
+    r"\b(?:2\.(?:9|1[0-3])|3\.1[0-2])\b"
+    r"|\b(?:Llama|Qwen|Gemma|Phi|Mistral|appendix [A-Z]|rank)[ .][\d.]+(?:(?:,| and) \d[\d.]*)*"
 )
 _CODE = re.compile(r"(`+).+?\1")
 _LINK = re.compile(r"!?\[((?:[^][]|\[[^]]*\])*)\]\(([^()\s]*)\)")
@@ -72,12 +107,13 @@ class Figure:
             found += [abs(1 - found[0])]
         elif self.kind != result.kind and (self.kind, result.kind, self.step < 1) != ("", "share", True):
             return False
-        return any(abs(abs(self.value) - one / self.scale) <= self.step * 0.5 + 1e-9 for one in found)
+        most = self.step / 2 if self.looks_measured else 0.0  # a count is not rounded
+        return any(abs(abs(self.value) - one / self.scale) <= most + 1e-9 for one in found)
 
 
 def figures(text: str, heading: str = "") -> list[Figure]:
     """The numbers in a text; those of a table's cell without a unit have that of the column's ``heading``."""
-    hidden = [found.span() for pattern in (_CODE, _VERSION) for found in pattern.finditer(text)]
+    hidden = [found.span() for pattern in (_CODE, _NAME) for found in pattern.finditer(text)]
     text = _IN_WORDS.sub(_in_digits, text)
     found: list[Figure] = []
     for match in reversed(list(_NUMBER.finditer(text))):
@@ -99,7 +135,7 @@ def _in_digits(word: re.Match[str]) -> str:
 
 def _unit_in(text: str) -> tuple[str, float]:
     """The unit in a heading or behind a number; a heading with a quotient is of a share."""
-    if found := re.search(rf"(?<!/)\b(?:{'|'.join(_UNITS)})s?\b|%", text):
+    if found := re.search(rf"(?<!/)(?<!per )\b(?:{'|'.join(_UNITS)})s?\b|%", text):
         return _UNITS.get(found[0], _UNITS.get(found[0].removesuffix("s"), ("", 1.0)))
     return ("share", 1.0) if re.search(r" / |^/ |\b(?:ratio|share|times)\b", text) else ("", 1.0)
 
@@ -187,14 +223,14 @@ def result_figures(name: str) -> list[Figure]:
 
 # ---- what has a figure
 
-Verdict = Literal["result", "test", "source", "setting", "definition", "example", "pending", "unsupported"]
+Verdict = Literal["result", "test", "setting", "definition", "example", "source", "pending", "unsupported"]
 
 
 def verdicts(passage: Passage) -> Iterator[tuple[Figure, Verdict]]:
     """Each figure of a passage, and what has it."""
     spans = [
         (start, start + len(text), reason)
-        for page, text, reason in NOT_MEASURED
+        for page, text, reason in (*NOT_MEASURED, *((*one, "pending") for one in PENDING))
         if page == passage.page and (start := passage.plain.find(text)) >= 0
     ]
     results = passage.named(r"benchmarks/results/([\w.]+\.md)")
@@ -232,12 +268,115 @@ def test_every_measured_figure_of_a_page_is_in_its_result_or_names_its_test_or_s
     assert unsupported(name_of(page)) == []
 
 
+def test_what_is_excepted_occurs_and_has_a_figure() -> None:
+    used = {
+        (passage.page, text)
+        for passage, figure, _ in all_verdicts()
+        for page, text, _ in NOT_MEASURED
+        if page == passage.page and text in passage.plain
+        if 0 <= figure.start - passage.plain.index(text) < len(text)
+    }
+    assert {(page, text) for page, text, _ in NOT_MEASURED} - used == set()
+
+
+def test_a_setting_is_the_default_of_a_key() -> None:
+    defaults = {key.default for key in CONFIG_KEYS if isinstance(key.default, float)}
+    settings = {text: figures(text) for _, text, reason in NOT_MEASURED if reason == "setting"}
+    assert settings
+    assert {text for text, found in settings.items() if {one.value * one.scale for one in found} - defaults} == set()
+
+
+# ---- output that a page shows
+
+
+def shown(pattern: str) -> list[Block]:
+    return [block for page in PAGES for block in blocks(page, *OUTPUT) if re.search(pattern, block.text)]
+
+
+A_PLAN, A_SEARCH = r"tokens per row +largest batch", r"(?m)^batch_size +forward"
+
+
+def test_output_with_figures_is_of_a_plan_or_a_search_or_an_example() -> None:
+    with_figures = [block for block in shown(r"\d") if any(one.looks_measured for one in figures(block.text))]
+    checked = shown(f"{A_PLAN}|{A_SEARCH}")
+    others = [block for block in with_figures if block not in checked]
+    assert [str(block) for block in others if not block.text.startswith(EXAMPLES_OF_OUTPUT)] == []
+
+
+@pytest.mark.parametrize("block", shown(A_SEARCH), ids=str)
+def test_the_table_of_a_search_is_consistent(block: Block) -> None:
+    rows = [line.split() for line in re.findall(r"(?m)^ +\d.*", block.text)]
+    margin = AdaptiveSettings().margin
+    (limit_mib,) = [float(one) for one in re.findall(r"limit ([\d.]+) MiB", block.text)]
+    largest, used = re.findall(r"that fits (\d+), used (\d+)", block.text)[0]
+    for row in rows:
+        *phases, peak, usable = (float(one) for one in row[1:15:2])
+        assert (peak, usable) == (max(phases), round(limit_mib * (1 - margin), 1))
+        assert (row[15] == "yes") == (peak <= usable)
+    assert int(largest) == max(int(row[0]) for row in rows if row[15] == "yes")
+    assert int(used) == round_down_to_power_of_two(int(largest))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("block", shown(A_PLAN), ids=str)
+def test_the_table_of_a_plan_is_what_the_command_above_it_prints(block: Block) -> None:
+    command = [one for one in blocks(block.document, "bash") if one.line < block.line][-1]
+    (words,) = commands(command.text)
+    printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line for line in block.text.splitlines() if line not in printed] == []
+
+
+# ---- the check itself
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("It took 20 s, or 0.5 to 3.2 % more.", [(20, "time"), (0.5, "share"), (3.2, "share")]),
+        ("24 and 80 GiB; 1 024 rows; 1,300 bytes", [(24, "memory"), (80, "memory"), (1024, ""), (1300, "memory")]),
+        ("half a second, nine minutes, 1.04 times, 1e-3", [(0.5, "time"), (9, "time"), (1.04, "share"), (1e-3, "")]),
+        ("`0.5 s` of Llama 3.2 1B with torch 2.13 by 0.6.1 on rank 0", []),
+    ],
+)  # fmt: skip
+def test_figures_are_read_with_their_units(text: str, expected: list[tuple[float, str]]) -> None:
+    assert [(one.value, one.kind) for one in figures(text)] == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "measured", "agree"),
+    [
+        ("7.5 s", "7.46 s", True),
+        ("7 s", "7.6 s", False),
+        ("6 s", "6 layers", False),  # another unit
+        ("4 %", "a ratio of 0.958", True),
+        ("9 %", "0.09", True),
+        ("1.9", "1.92", True),
+        ("2.0", "1.92", False),
+        ("2 minutes", "115 s", True),
+        ("1.0 GiB", "1024 MiB", True),
+        ("40", "39.8", False),
+    ],
+)
+def test_a_figure_agrees_with_what_it_is_rounded_from(written: str, measured: str, agree: bool) -> None:
+    (one,), (other,) = figures(written), figures(measured)
+    assert one.agrees_with(other) is agree
+
+
+def test_a_figure_that_is_not_in_its_result_is_found() -> None:
+    link = "[measured](../benchmarks/results/checkpoints_cpu.md)"
+    page = (
+        f"Takes 0.77 of it, or 1.10 times ({link}).\n\nTakes 3 s.\n\n| ms per step |\n|---|\n| 461 |\n| 460 |\n\n{link}"
+    )
+    found = [(one.text, verdict) for part in passages("docs/new.md", page) for one, verdict in verdicts(part)]
+    assert [text for text, verdict in found if verdict == "unsupported"] == ["1.10 times", "3 s", "460"]
+
+
 def main() -> None:
     counts = Counter(verdict for _, _, verdict in all_verdicts())
     for verdict, count in counts.most_common():
         print(f"{count:4} {verdict}")
     for page in PAGES:
-        print("\n".join(unsupported(name_of(page))))
+        print(*unsupported(name_of(page)), sep="\n", end="\n" if unsupported(name_of(page)) else "")
 
 
 if __name__ == "__main__":
