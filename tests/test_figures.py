@@ -293,7 +293,7 @@ def shown(pattern: str) -> list[Block]:
     return [block for page in PAGES for block in blocks(page, *OUTPUT) if re.search(pattern, block.text)]
 
 
-A_PLAN, A_SEARCH = r"tokens per row +largest batch", r"(?m)^batch_size +forward"
+A_PLAN, A_SEARCH = r"tokens per row +largest batch", r"(?:^|\n)batch_size +forward"
 
 
 def test_output_with_figures_is_of_a_plan_or_a_search_or_an_example() -> None:
