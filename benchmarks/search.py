@@ -43,7 +43,7 @@ COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.search"
 PEERS = ("lightning", "accelerate", "transformers", "toma")
 ROUNDS = 2
 LONGEST_SEARCH_S = 600
-DEFAULT = "ours, as it comes"
+DEFAULT = "ours (defaults)"
 EXHAUSTIVE = "exhaustive"
 CONTESTANTS: dict[str, Callable[[Task], Found]] = {
     DEFAULT: ours,

@@ -16,7 +16,7 @@ from benchmarks.search import CASES, RESULTS
 
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "searches.svg"
 NAMES = {  # in the table, and in the chart
-    "ours, as it comes": "torchtune_adaptive",
+    "ours (defaults)": "torchtune_adaptive",
     "Lightning BatchSizeFinder, power": "Lightning, power",
     "Lightning BatchSizeFinder, binsearch": "Lightning, binsearch",
     "accelerate find_executable_batch_size": "accelerate",
@@ -105,7 +105,7 @@ def description_of(rows: list[Row]) -> str:
 def _colour(row: Row, is_size: bool) -> str:
     if is_size and row.size > row.largest:
         return TOO_LARGE
-    return OURS if row.name == NAMES["ours, as it comes"] else OTHERS
+    return OURS if row.name == NAMES["ours (defaults)"] else OTHERS
 
 
 if __name__ == "__main__":

@@ -223,7 +223,7 @@ def result_figures(name: str) -> list[Figure]:
 
 # ---- what has a figure
 
-Verdict = Literal["result", "test", "setting", "definition", "example", "source", "pending", "unsupported"]
+Verdict = str  # a `Reason`, "result", "test" or "unsupported"
 
 
 def verdicts(passage: Passage) -> Iterator[tuple[Figure, Verdict]]:

@@ -14,7 +14,7 @@ def test_a_row_has_the_size_the_errors_the_seconds_and_whether_training_survives
 | toma.batch from 512 | 16 | 26 | 0 | 5 | 1.54 [1.53, 1.56] | 0.93 | torch RNG | yes |
 
 ## {CASES[-1].name}, limit 256MiB
-| ours, as it comes | 23 | 24 | 4 | 0 | 0.78 [0.73, 0.83] | 0.15 | nothing | yes |
+| ours (defaults) | 23 | 24 | 4 | 0 | 0.78 [0.73, 0.83] | 0.15 | nothing | yes |
 | exhaustive | 24 | 24 | 4 | 0 | 0.78 [0.73, 0.83] | 0.15 | nothing | yes |
 | toma.batch from 512 | 32 | 24 | 15 | 1 | 3.94 [3.88, 4.00] | 1.46 | torch RNG | OOM at step 7 |
 

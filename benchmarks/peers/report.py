@@ -11,7 +11,7 @@ from benchmarks.peers.watch import Found
 from benchmarks.tables import table
 
 HEADER = (
-    "contestant",
+    "tool",
     "size found",
     "largest that fits",
     "full steps",
@@ -23,7 +23,7 @@ HEADER = (
 )
 
 NOTES = (
-    "Each contestant runs in a process of its own, which first takes two steps of another model; the order turns from"
+    "Each tool runs in a process of its own, which first takes two steps of another model; the order turns from"
     " round to round. Seconds are the median with [least, most] of the rounds; where another cell differed from round"
     " to round, all its values are given.",
     "The card of the peers counts the bytes that our meter counts and raises what CUDA raises. It sees an operation's"
