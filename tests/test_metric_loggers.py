@@ -80,7 +80,7 @@ def test_every_metric_of_a_step_has_its_place_in_the_table() -> None:
 
 
 def test_the_documented_table_is_that_of_the_code() -> None:
-    assert metrics_table() in (REPOSITORY / "docs" / "metrics.md").read_text()
+    assert metrics_table() in (REPOSITORY / "docs" / "output.md").read_text()
 
 
 # ---- torchtune's loggers
