@@ -413,6 +413,40 @@ def test_every_figure_that_is_logged_is_right(tmp_path: Path, monkeypatch: pytes
     assert (toy.trainer.meter, toy.trainer.phase) == (toy.meter, "optimizer")
 
 
+def test_only_steps_and_the_wait_for_their_samples_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes 2 s, and the wait for its samples 1 s; the log, the profiler and saving take very long."""
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
+
+    def pass_time(seconds: float, *_: object) -> None:
+        now.seconds += seconds
+
+    def steps(epoch: int) -> Iterator[Any]:
+        for samples in samples_of(epoch):
+            pass_time(1.0)
+            yield samples
+
+    toy = Toy(
+        tmp_path,
+        batch_size=4,
+        save_every_steps=1,
+        on_before_step=partial(pass_time, 2.0),
+        on_log=partial(pass_time, 1e3),
+        on_save=partial(pass_time, 1e4),
+    )
+    samples_of = toy.loader.steps
+    monkeypatch.setattr(toy.loader, "steps", steps)
+    for owner, name, seconds in (
+        (toy.trainer._profiler, "begin_step", 1e5),
+        (toy.trainer._profiler, "end_step", 1e6),
+        (toy.saver, "after_step", 1e7),
+    ):
+        monkeypatch.setattr(owner, name, lambda *_, seconds=seconds, **__: pass_time(seconds))
+    toy.train()
+    assert toy.figures("tokens_per_second_per_gpu") == [4 / 3] * 6
+    assert (toy.step_log.totals.steps, toy.step_log.totals.seconds) == (6, 18.0)
+
+
 def test_only_the_steps_are_metered(tmp_path: Path) -> None:
     events: list[str] = []
 

@@ -165,19 +165,22 @@ class Trainer:
         steps = self.loader.steps(epoch)
         self._saver.restore_random()  # after the data loader's iterator is made, which draws a random number
         with Bar(total=self.loader.steps_per_epoch, initial=done, disable=not self._step_log.writes) as progress:
-            started = time.perf_counter()
+            asked = time.perf_counter()
             for step, samples in enumerate(steps, start=done + 1):
-                self._before_step(self._global_step)
+                waited_seconds = time.perf_counter() - asked
                 self._profiler.begin_step(epoch, step)
+                began = time.perf_counter()
+                self._before_step(self._global_step)
                 result = self._train_step(samples)
                 self._global_step += 1
                 self._rate.step()
+                seconds = waited_seconds + time.perf_counter() - began
                 progress.update(1)
                 progress.set_description(f"{epoch + 1}|{self._global_step}|Loss: {result.loss}")
-                self._step_log.write(self._global_step, result, epoch=epoch, seconds=time.perf_counter() - started)
-                started = time.perf_counter()
+                self._step_log.write(self._global_step, result, epoch=epoch, seconds=seconds)
                 self._profiler.end_step(epoch, step)
                 self._saver.after_step(epochs_run=epoch, step=self._global_step, stop=result.stop)
+                asked = time.perf_counter()  # a step includes the wait for its samples
 
     def _train_step(self, samples: StepSamples) -> StepResult:
         """One optimizer step over ``samples``, in smaller micro-batches if memory runs out. A collective."""
