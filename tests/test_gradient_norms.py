@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtune_adaptive.batch.noise_scale import GradientNorms
-from torchtune_adaptive.batch.rank_shares import rows_of_rank
-from torchtune_adaptive.training.gradient_norms import gradient_norms, own_norm_squared, small_samples
+from torchtune_adaptive.batch.rank_shares import rows_of_rank, small_samples
+from torchtune_adaptive.training.gradient_norms import gradient_norms, own_norm_squared
 
 TYPES = (torch.bfloat16, torch.float32, torch.float64)
 

@@ -191,11 +191,19 @@ def test_every_epoch_has_its_own_order() -> None:
 
 def test_a_step_is_halved_on_each_rank() -> None:
     rows = dataset_of(5)
-    first, second = StepSamples(rows[:3], most_rows=4, num_samples=7).halves()
-    assert (places(first.rows), first.most_rows) == ([0, 1], 2)
-    assert (places(second.rows), second.most_rows) == ([2], 2)
-    first, second = StepSamples(rows, most_rows=5, num_samples=5).halves()
-    assert (len(first.rows), first.most_rows, len(second.rows), second.most_rows) == (3, 3, 2, 2)
+    first, second = StepSamples(rows[:3], num_samples=7, ranks=2).halves()
+    assert (places(first.rows), first.most_rows, first.num_samples) == ([0, 1], 2, 4)
+    assert (places(second.rows), second.most_rows, second.num_samples) == ([2], 2, 3)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(ranks=st.integers(1, 4), more=st.integers(0, 9))
+def test_both_halves_of_a_step_know_their_samples_over_all_ranks(ranks: int, more: int) -> None:
+    size = 2 * ranks + more
+    loaders = [global_loader_over(dataset_of(size), batch_size=size, ranks=ranks, rank=rank) for rank in range(ranks)]
+    for of_ranks in zip(*(next(loader.steps(0)).halves() for loader in loaders), strict=True):
+        lengths = [len(half.rows) for half in of_ranks]
+        assert {(half.num_samples, half.most_rows) for half in of_ranks} == {(sum(lengths), max(lengths))}
 
 
 # ---- the longest row

@@ -47,7 +47,7 @@ def rows_of(*lengths: int) -> list[Row]:
 
 
 def samples_of(*lengths: int, most: int | None = None) -> StepSamples:
-    return StepSamples(rows_of(*lengths), most or len(lengths), len(lengths))
+    return StepSamples(rows_of(*lengths), most or len(lengths), ranks=1)
 
 
 def names(cut: Cut) -> list[list[int | str]]:
@@ -93,7 +93,7 @@ def test_every_rank_has_the_same_number_of_micro_batches_and_every_row_is_in_one
         for rows in (rows_of_rank(samples, rank=rank, ranks=ranks) for rank in range(ranks))
     ]
     counts = [len(limit.cut(of_rank)) for of_rank in lengths]
-    cuts = [batcher(limit, With(*counts)).cut(StepSamples(rows_of(*of_rank), most, samples)) for of_rank in lengths]
+    cuts = [batcher(limit, With(*counts)).cut(StepSamples(rows_of(*of_rank), samples, ranks)) for of_rank in lengths]
     assert len({len(cut.micro_batches) for cut in cuts}) == 1
     for of_rank, cut in zip(lengths, cuts, strict=True):
         placed = [name for micro_batch in names(cut) for name in micro_batch if name != "silent"]

@@ -174,7 +174,7 @@ class Toy:
         return self
 
     def sums(self, rows: list[Row] = ROWS, *, number: int = 7, measured: bool = False) -> StepSums:
-        samples = StepSamples(rows, len(rows), len(rows))
+        samples = StepSamples(rows, len(rows), ranks=1)
         return self.retry.run(samples, number=number, measured=measured, note=self.notes.append)
 
     def train(self, rows: list[Row] = ROWS, *, number: int = 7) -> list[torch.Tensor]:

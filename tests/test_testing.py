@@ -308,7 +308,7 @@ class NumbersTrainer:
 
     def train(self) -> None:
         for numbers in NUMBERS:
-            samples = StepSamples(list(numbers), most_rows=len(numbers), num_samples=len(numbers))
+            samples = StepSamples(list(numbers), num_samples=len(numbers), ranks=1)
             total: Any = self.retry.run(samples, number=self.global_step + 1, measured=False, note=lambda reason: None)
             self.totals.append(total)
             self.global_step += 1

@@ -7,7 +7,7 @@ from typing import Any
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtune_adaptive.batch.epoch_batches import EpochBatches
-from torchtune_adaptive.batch.rank_shares import check_samples_per_step, most_rows, rows_of_rank
+from torchtune_adaptive.batch.rank_shares import check_samples_per_step, most_rows, rows_of_rank, small_samples
 from torchtune_adaptive.batch.row_format import Row, RowFormat
 from torchtune_adaptive.batch.sampler import DealtSampler
 from torchtune_adaptive.errors import InputError
@@ -19,25 +19,30 @@ class StepSamples:
 
     Attributes:
         rows: this rank's samples, in host memory.
-        most_rows: the largest number of samples on a rank.
-        num_samples: samples over all ranks.
+        num_samples: samples over all ranks, divided as ``rows_of_rank`` says.
+        ranks: number of ranks with different samples.
     """
 
     rows: list[Row]
-    most_rows: int
     num_samples: int
+    ranks: int
+
+    @property
+    def most_rows(self) -> int:
+        """The largest number of samples on a rank."""
+        return most_rows(self.num_samples, ranks=self.ranks)
 
     def halves(self) -> tuple["StepSamples", "StepSamples"]:
         """The first and the second half of each rank's samples. The first half is larger if the number is odd.
 
-        >>> first, second = StepSamples([{"tokens": [1]}] * 3, most_rows=3, num_samples=6).halves()
-        >>> len(first.rows), len(second.rows)
-        (2, 1)
+        >>> first, second = StepSamples([{"tokens": [1]}] * 3, num_samples=6, ranks=2).halves()
+        >>> (len(first.rows), first.num_samples), (len(second.rows), second.num_samples)
+        ((2, 4), (1, 2))
         """
-        middle, most_middle = (len(self.rows) + 1) // 2, (self.most_rows + 1) // 2
+        middle, small = (len(self.rows) + 1) // 2, small_samples(self.num_samples, ranks=self.ranks)
         return (
-            StepSamples(self.rows[:middle], most_middle, self.num_samples),
-            StepSamples(self.rows[middle:], self.most_rows - most_middle, self.num_samples),
+            StepSamples(self.rows[:middle], small, self.ranks),
+            StepSamples(self.rows[middle:], self.num_samples - small, self.ranks),
         )
 
 
@@ -199,7 +204,7 @@ class StepLoader:
         return batch_size
 
     def _step_samples(self, rows: list[Row]) -> StepSamples:
-        return StepSamples(rows, most_rows=len(rows), num_samples=len(rows) * self.ranks)
+        return StepSamples(rows, num_samples=len(rows) * self.ranks, ranks=self.ranks)
 
 
 class GlobalStepLoader(StepLoader):
@@ -240,7 +245,7 @@ class GlobalStepLoader(StepLoader):
         return rows_of_rank(batch_size, rank=self._sampler.rank, ranks=self.ranks)
 
     def _step_samples(self, rows: list[Row]) -> StepSamples:
-        return StepSamples(rows, most_rows=self.rows_per_step, num_samples=self._batch_size)
+        return StepSamples(rows, num_samples=self._batch_size, ranks=self.ranks)
 
 
 def check_fills_step(loader: StepLoader, batch_size: int) -> None:

@@ -19,6 +19,15 @@ def most_rows(samples_per_step: int, *, ranks: int) -> int:
     return math.ceil(samples_per_step / ranks)
 
 
+def small_samples(samples_per_step: int, *, ranks: int) -> int:
+    """Samples over all ranks in the first half of each rank's share, which has the middle one of an odd number.
+
+    >>> small_samples(10, ranks=4)  # ranks of 3, 3, 2 and 2
+    6
+    """
+    return sum(-(-rows_of_rank(samples_per_step, rank=rank, ranks=ranks) // 2) for rank in range(ranks))
+
+
 def check_samples_per_step(samples_per_step: int, *, ranks: int) -> None:
     """Check that every rank has a sample in each optimizer step.
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.batch.noise_scale import GradientNorms
-from torchtune_adaptive.batch.sampler import rows_of_rank
+from torchtune_adaptive.batch.rank_shares import small_samples
 
 
 def own_norm_squared(model: nn.Module) -> torch.Tensor:
@@ -24,15 +24,6 @@ def own_norm_squared(model: nn.Module) -> torch.Tensor:
         torch.linalg.vector_norm(gradient, dtype=dtype).double() for gradient, dtype in zip(own, wide, strict=True)
     ]
     return torch.stack(norms).square().sum()
-
-
-def small_samples(samples: int, *, ranks: int) -> int:
-    """Samples of the small batch over all ranks, if the step has ``samples``.
-
-    >>> small_samples(10, ranks=4)  # ranks of 3, 3, 2 and 2
-    6
-    """
-    return sum(-(-rows_of_rank(samples, rank=rank, ranks=ranks) // 2) for rank in range(ranks))
 
 
 def gradient_norms(sums: Sequence[float], *, weight: float, samples: int, ranks: int) -> GradientNorms | None:
