@@ -10,9 +10,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.test_step_log import RESULT, Parts
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.memory.cuda_meter import CudaMeter
+from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.memory.timeline import Forecast
+from torchtune_adaptive.recovery.watch import PressureWatch
 from torchtune_adaptive.search.find import search
 from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.settings import AdaptiveSettings
@@ -269,6 +272,42 @@ def test_a_meter_that_is_not_exact_leaves_the_devices_own_peaks_alone(cuda: Fake
     assert meter.peak_bytes == 900
     assert cuda.peak_resets == resets
     assert cuda.memory_stats(DEVICE)["allocated_bytes.all.peak"] == 900
+
+
+def take_and_give(cuda: FakeCuda, nbytes: int) -> None:
+    """A step that needs ``nbytes`` of the fake card, and leaves nothing."""
+    cuda.take(nbytes)
+    cuda.give(nbytes)
+    cuda.empty_cache()
+
+
+def test_training_leaves_the_devices_own_peaks_alone(cuda: FakeCuda) -> None:
+    """They are the user's: for example ``torch.cuda.max_memory_allocated`` after some steps."""
+    meter = CudaMeter(DEVICE, exact=False)
+    watch = PressureWatch(Consensus(), meter, Phases([], meter))
+    parts = Parts(meter=meter)
+    log = parts.log()
+    for step, nbytes in enumerate([5000, 900], start=1):
+        take_and_give(cuda, nbytes)
+        log.write(step, RESULT, epoch=0, seconds=1.0)
+        watch.reset()  # as after a change of the micro-batch
+    assert cuda.peak_resets == 0
+    assert {step: figures["peak_memory_bytes"] for step, figures in parts.logger.steps.items()} == {1: 5000, 2: 5000}
+    assert log.totals.peak_bytes == 5000
+
+
+def test_the_peak_of_training_contains_no_probe_before_or_within_it(cuda: FakeCuda) -> None:
+    meter = CudaMeter(DEVICE, exact=False)
+    with meter.exactly():
+        take_and_give(cuda, 70_000)
+    assert meter.peak_bytes == 0
+    take_and_give(cuda, 900)
+    with meter.exactly():
+        meter.reset()  # each probe does
+        take_and_give(cuda, 80_000)
+    assert meter.peak_bytes == 900
+    take_and_give(cuda, 1000)
+    assert meter.peak_bytes == 1000
 
 
 def test_an_allocator_without_statistics_yet_has_no_peaks(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

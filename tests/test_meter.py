@@ -418,6 +418,22 @@ def test_the_error_names_the_operation_the_phase_and_the_bytes() -> None:
     )
 
 
+@pytest.mark.parametrize(("exact", "peak"), [(True, 2048), (False, 400)])
+def test_in_training_an_allocation_that_fails_is_no_part_of_the_peak(exact: bool, peak: int) -> None:
+    """As on a GPU. A probe shows by its peak that the size was too large."""
+    meter = CpuMeter(exact=exact)
+    meter.set_limit(1024)
+
+    def allocate() -> None:
+        with meter:
+            torch.zeros(100)
+            torch.zeros(512)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        allocate()
+    assert meter.peak_bytes == peak
+
+
 def test_the_limit_holds_only_while_metering() -> None:
     meter = CpuMeter()
     meter.set_limit(10)

@@ -1,4 +1,4 @@
-"""Every n-th step is logged on rank 0 with all of its figures, and the peak is reset after it."""
+"""Every n-th step is logged on rank 0 with all of its figures."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from torchtune_adaptive.batch.row_format import TokenRows
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.memory import resident
 from torchtune_adaptive.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.training import step_log
 from torchtune_adaptive.training.journal import RunJournal
 from torchtune_adaptive.training.run_events import RunEvents
@@ -45,7 +46,7 @@ class Parts:
         limit: MicroBatchLimit | None = None,
         *,
         is_global: bool = False,
-        meter: CpuMeter | None = None,
+        meter: MemoryMeter | None = None,
         schedule: Any = None,
     ) -> None:
         self.micro_batches = MicroBatcher(limit or RowLimit(8), TokenRows(-100), Consensus(), make_silent_row=dict)
@@ -146,7 +147,7 @@ def test_other_ranks_log_nothing() -> None:
     assert parts.logger.steps == {}
 
 
-def test_a_meters_peak_is_that_since_the_last_logged_step() -> None:
+def test_a_meters_peak_is_the_highest_so_far() -> None:
     meter = CpuMeter()
     parts = Parts(meter=meter)
     log = parts.log(every_steps=2)
@@ -156,15 +157,19 @@ def test_a_meters_peak_is_that_since_the_last_logged_step() -> None:
         with meter:
             torch.empty(size, dtype=torch.uint8)
         log.write(step, RESULT, epoch=0, seconds=1.0)
-    assert {step: logged["peak_memory_bytes"] for step, logged in parts.logger.steps.items()} == {2: 5100, 4: 900}
-    assert (log.totals.steps, log.totals.peak_bytes) == (4, 5100)  # of all steps
+    assert {step: logged["peak_memory_bytes"] for step, logged in parts.logger.steps.items()} == {2: 5100, 4: 5100}
+    assert (log.totals.steps, log.totals.peak_bytes) == (4, 5100)
 
 
 @pytest.mark.parametrize("asked_for", [True, False])
 def test_the_devices_own_memory_statistics_are_logged_if_asked_for(
     monkeypatch: pytest.MonkeyPatch, asked_for: bool
 ) -> None:
-    monkeypatch.setattr(training, "get_memory_stats", lambda device: {"peak_memory_active": f"of {device}"})
+    def get_memory_stats(device: torch.device, reset_stats: bool = True) -> dict[str, str]:
+        assert not reset_stats
+        return {"peak_memory_active": f"of {device}"}
+
+    monkeypatch.setattr(training, "get_memory_stats", get_memory_stats)
     parts = Parts()
     parts.log(memory_stats=asked_for).write(1, RESULT, epoch=0, seconds=1.0)
     assert parts.logger.steps[1].get("peak_memory_active") == ("of cpu" if asked_for else None)

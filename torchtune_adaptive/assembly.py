@@ -216,7 +216,7 @@ class _Assembly:
         return trainer
 
     def _find_sizes(self) -> Sizes:
-        """Find the sizes. Afterwards the meter has the limit of training. A collective."""
+        """Find the sizes. Afterwards the meter has the limit of training, whose peak begins here. A collective."""
         parts, settings = self._parts, self._settings
         finder = SizeFinder(
             self._workload,

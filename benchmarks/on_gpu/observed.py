@@ -23,7 +23,7 @@ class Observed(Watch):
     def begin(self, recipe: Any) -> None:
         super().begin(recipe)
         self.is_cuda = recipe.parts.device.type == "cuda"
-        # The log at the end of a step resets the meter, so peaks are recorded when the optimizer has stepped.
+        # Not at a step's end, which a step that fails does not reach.
         recipe.parts.stepping.optimizers[-1].register_step_post_hook(lambda *_: self.note_peak())
 
     def before_step(self, number: int) -> None:

@@ -43,7 +43,6 @@ class CpuMeter(MemoryMeter):
         self._is_above_cache = False
         self._live_bytes = 0
         self._changes_bytes: deque[int] = deque()  # any thread appends to it; summed only in `live_bytes`
-        self._peak_bytes = 0
         self._storages = Storages(lambda _, change_bytes: self._changes_bytes.append(change_bytes))
         self._mode = WatchOperations(self.after_operation, self.after_resize)
         self._after_collective = False
@@ -121,10 +120,12 @@ class CpuMeter(MemoryMeter):
         if limit_bytes is not None and live_bytes > limit_bytes:
             time.sleep(_SLEEP_BEFORE_FAILING_S)
             live_bytes = self.live_bytes
-        self._peak_bytes = max(self._peak_bytes, live_bytes)
-        self._update_phase_peak(live_bytes)
+        fails = limit_bytes is not None and live_bytes > limit_bytes
+        if self._exact or not fails:  # on a GPU an allocation that fails takes no memory; a probe shows what it needs
+            self._peak_bytes = max(self._peak_bytes, live_bytes)
+            self._update_phase_peak(live_bytes)
         self._simulate_cache(live_bytes)
-        if limit_bytes is not None and live_bytes > limit_bytes:
+        if fails:
             raise torch.OutOfMemoryError(
                 f"CPU meter out of memory: {format_bytes(live_bytes)} live after {operation}"
                 f" in phase {self._phase or 'unnamed'!r}, limit {format_bytes(limit_bytes)}"

@@ -20,7 +20,6 @@ class CudaMeter(MemoryMeter):
         super().__init__(exact=exact)
         self._device = device
         self._total_bytes = torch.cuda.mem_get_info(device)[1]
-        self._reserved_peak_bytes = 0
         self._fraction_before = 1.0
         self._mode: _RecordAllocated | None = None
 
@@ -32,7 +31,7 @@ class CudaMeter(MemoryMeter):
     @property
     def peak_bytes(self) -> int:
         self._read_peaks()
-        return self._reserved_peak_bytes
+        return self._peak_bytes
 
     @property
     def total_retries(self) -> int:
@@ -46,7 +45,7 @@ class CudaMeter(MemoryMeter):
     def reset(self) -> None:
         super().reset()
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._reserved_peak_bytes = 0
+        self._peak_bytes = 0
 
     def enter_phase(self, name: str) -> None:
         if self._exact:
@@ -87,7 +86,7 @@ class CudaMeter(MemoryMeter):
         """
         stats = torch.cuda.memory_stats(self._device)
         allocated_bytes = stats.get("allocated_bytes.all.peak", 0)
-        self._reserved_peak_bytes = max(self._reserved_peak_bytes, stats.get("reserved_bytes.all.peak", 0))
+        self._peak_bytes = max(self._peak_bytes, stats.get("reserved_bytes.all.peak", 0))
         self._update_phase_peak(allocated_bytes)
         if self._exact:
             torch.cuda.reset_peak_memory_stats(self._device)

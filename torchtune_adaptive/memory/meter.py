@@ -21,12 +21,14 @@ class MemoryMeter(ABC):
 
     Args:
         exact: measure as exactly as the device allows, for probes. This takes time, and on CUDA it resets the
-            device's own peak statistics at every phase. Training uses False, which leaves those statistics alone.
+            device's own peak statistics at every phase. Training uses False, and resets them only once, when it begins:
+            they are the user's.
     """
 
     def __init__(self, *, exact: bool = True) -> None:
         self._limit_bytes: int | None = None
         self._exact = exact
+        self._peak_bytes = 0
         self._phase = ""
         self._phase_peak_bytes: dict[str, int] = {}
         self._retries_at_reset = 0
@@ -43,13 +45,15 @@ class MemoryMeter(ABC):
 
     @contextmanager
     def exactly(self) -> Iterator[None]:
-        """Context: measure exactly. On exit, restore the limit and the exactness."""
-        before = self._limit_bytes, self._exact
+        """Context: measure exactly. On exit, restore the limit, the exactness and the peak."""
+        before, peak_bytes = (self._limit_bytes, self._exact), self.peak_bytes
         self._exact = True
         try:
             yield
         finally:
             self._limit_bytes, self._exact = before
+            self.reset()
+            self._peak_bytes = max(self._peak_bytes, peak_bytes)
 
     @property
     @abstractmethod
@@ -77,7 +81,7 @@ class MemoryMeter(ABC):
         return dict(self._phase_peak_bytes)
 
     def reset(self) -> None:
-        """Forget peaks, phases and retries. Live tensors stay counted."""
+        """Forget peaks, phases and retries. Live tensors stay counted. On CUDA it resets the device's own peaks."""
         self._phase = ""
         self._phase_peak_bytes = {}
         self._retries_at_reset = self.total_retries

@@ -84,10 +84,8 @@ class PressureWatch:
         return self._retries.is_thrashing()
 
     def reset(self) -> None:
-        """Reset peaks and allocator retries, after a change of the micro-batch size."""
+        """Ignore the allocator's retries so far, after a change of the micro-batch size."""
         self._retries.reset()
-        if self._meter is not None:
-            self._meter.reset()
 
     def stop(self) -> None:
         """Ignore allocator retries from now on."""

@@ -40,7 +40,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "oom_retries": Metric("count", "times that a step was run again, since the run was started"),
         "grad_norm": Metric("1", "before clipping", "with `clip_grad_norm`"),
         "peak_memory_bytes": Metric(
-            "bytes", "peak of rank 0 since the last logged step", "on a GPU; on a CPU with `adaptive.memory_limit`"
+            "bytes", "highest of rank 0 so far in this run's training", "on a GPU; on a CPU with `adaptive.memory_limit`"
         ),
         "host_memory_bytes": Metric("bytes", "anonymous resident memory of rank 0's process", "on Linux"),
         "gradient_noise_scale": Metric(
@@ -56,9 +56,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "logits/rejected": Metric("1", "mean logit of rejected answers", _PAIRS),
         "class_loss": Metric("per predicted token", "the student's own loss", "distillation"),
         "kd_loss": Metric("per predicted token", "the student's distance to its teacher", "distillation"),
-        "peak_memory_active": Metric("GiB", "torchtune's: most bytes in active tensors of rank 0", _MEMORY),
-        "peak_memory_alloc": Metric("GiB", "torchtune's: most bytes allocated", _MEMORY),
-        "peak_memory_reserved": Metric("GiB", "torchtune's: most bytes that the allocator held", _MEMORY),
+        "peak_memory_active": Metric("GiB", "torchtune's: most bytes in active tensors of rank 0 so far", _MEMORY),
+        "peak_memory_alloc": Metric("GiB", "torchtune's: most bytes allocated so far", _MEMORY),
+        "peak_memory_reserved": Metric("GiB", "torchtune's: most bytes that the allocator held so far", _MEMORY),
     }
 )
 

@@ -75,12 +75,13 @@ class StepLog:
     @property
     def totals(self) -> StepTotals:
         """So far; zeros on ranks that do not log."""
-        return replace(self._totals, peak_bytes=self._peak_bytes())
+        meter = self._step.meter
+        return self._totals if meter is None else replace(self._totals, peak_bytes=meter.peak_bytes)
 
     def write(self, step: int, result: StepResult, *, epoch: int, seconds: float) -> None:
         """Log ``result`` of step number ``step``, from 1, which took ``seconds``, if this rank logs this step.
 
-        The meter's peak and the share of padding cover all steps since the last logged one.
+        The meter's peak covers all steps so far, and the share of padding those since the last logged one.
         """
         if not self.writes:
             return
@@ -108,13 +109,7 @@ class StepLog:
         if (meter := self._step.meter) is not None:
             metrics["peak_memory_bytes"] = meter.peak_bytes
         if self._with_memory_stats:
-            metrics |= training.get_memory_stats(device=self._device)  # resets the device's own peak
-        self._totals = self.totals
-        if meter is not None:
-            meter.reset()
+            # torchtune's recipes reset the device's own peaks here. They are the user's, and do not end with a step.
+            metrics |= training.get_memory_stats(device=self._device, reset_stats=False)
         self._metric_logger.log_dict(metrics, step=step)
         self._events.journal.append(step=step, epoch=epoch, seconds=seconds, **metrics)
-
-    def _peak_bytes(self) -> int:
-        meter = self._step.meter
-        return self._totals.peak_bytes if meter is None else max(self._totals.peak_bytes, meter.peak_bytes)
