@@ -81,7 +81,12 @@ def test_the_loss_is_the_mix_of_both() -> None:
     torch.testing.assert_close(loss.total.detach(), mixed)
 
 
-def test_a_micro_batch_without_a_label_has_no_weight() -> None:
-    _, (silent, loss) = trained([torch.full((1, 4), IGNORED), ROWS], chunked=True)
-    assert silent.weight == 0
+@pytest.mark.parametrize("as_stock", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_micro_batch_without_a_label_adds_nothing(chunked: bool, as_stock: bool) -> None:
+    alone, _ = trained([ROWS], chunked=chunked, as_stock=as_stock)
+    gradient, (silent, loss) = trained([torch.full((1, 4), IGNORED), ROWS], chunked=chunked, as_stock=as_stock)
+    assert torch.equal(gradient, alone)
+    assert [silent.weight, silent.total, *silent.metrics.values()] == [0] * 5
+    assert silent.total.requires_grad  # its backward pass has the collectives of every other
     assert loss.weight > 0

@@ -513,6 +513,42 @@ def test_a_row_without_a_label_weighs_nothing_and_does_not_change_the_sums() -> 
     assert (sums.loss.item(), sums.weight.item()) == (0.0, 0)
 
 
+class MaskedMean(nn.Module):
+    """A user's own loss, which divides by the number of unmasked labels, also if there is none."""
+
+    ignore_index = IGNORED
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        mask = (labels != self.ignore_index).float()
+        losses = F.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+        return (losses * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("weight_depends_on_cut", [True, False])
+@pytest.mark.parametrize("labels", [[IGNORED] * 6, [3] + [IGNORED] * 5], ids=["none", "the first only"])
+def test_rows_that_predict_nothing_have_no_gradient_for_any_loss(
+    weight_depends_on_cut: bool, labels: list[int]
+) -> None:
+    """0 * NaN would make the whole step NaN. The backward pass still runs, for the collectives of FSDP2."""
+    model = ToyDecoder(None)
+    options: dict[str, Any] = {"weight_depends_on_cut": weight_depends_on_cut}
+    objective = NextToken(model, MaskedMean(), contextlib.nullcontext(), **options)
+    found = objective({"tokens": TOKENS[:1], "labels": torch.tensor([labels])})
+    assert found.total.item() == 0
+    found.total.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert gradients
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+def test_a_step_in_which_nothing_counts_changes_nothing() -> None:
+    model = toy_model()
+    result = step_of(model, max_grad_norm=1.0)([[ROWS[2]]]).read()
+    assert model.weight.item() == W
+    assert (result.loss, result.weight, result.grad_norm) == (0.0, 0.0, 0.0)
+    assert result.metrics == {"mean_x": 0.0, "one": 0.0}
+
+
 def test_the_model_gets_all_of_the_batch_except_the_labels() -> None:
     model, loss_fn = ToyDecoder(None), nn.CrossEntropyLoss(ignore_index=IGNORED)
     objective = NextToken(model, loss_fn, contextlib.nullcontext(), weight_depends_on_cut=True)

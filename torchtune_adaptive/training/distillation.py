@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtune_adaptive.training.objectives import Loss, shifted
+from torchtune_adaptive.training.objectives import Loss, as_loss_takes, shifted
 
 
 class Distillation:
@@ -34,12 +34,14 @@ class Distillation:
         ignore_index = self._loss_fn.ignore_index
         counted = labels if self._means_add_up else labels[..., 1:]
         num_tokens = (counted != ignore_index).sum()
-        logits, targets = shifted(self._student(**batch), labels, ignore_index)
+        shifted_labels, counts = shifted(labels, ignore_index)
+        logits, targets = as_loss_takes(self._student(**batch), shifted_labels)
         with torch.no_grad():
-            teacher_logits, _ = shifted(self._teacher(**batch), labels, ignore_index)
+            teacher_logits, _ = as_loss_takes(self._teacher(**batch), shifted_labels)
         kd_loss = self._kd_loss_fn(logits, teacher_logits, targets)
         class_loss = self._loss_fn(logits, targets)
         mean = (1 - self._ratio) * class_loss + self._ratio * kd_loss
         means = {"loss": mean, "class_loss": class_loss, "kd_loss": kd_loss}
-        sums = {name: value.detach() * num_tokens for name, value in means.items()}
-        return Loss(mean if self._means_add_up else mean * num_tokens, num_tokens, None, sums)
+        weight = torch.where(counts, num_tokens, 0)
+        sums = {name: value.detach() * weight for name, value in means.items()}
+        return Loss(mean * (counts if self._means_add_up else weight), num_tokens, None, sums)

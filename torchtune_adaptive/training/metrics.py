@@ -40,7 +40,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "oom_retries": Metric("count", "times that a step was run again, since the run was started"),
         "grad_norm": Metric("1", "before clipping", "with `clip_grad_norm`"),
         "peak_memory_bytes": Metric(
-            "bytes", "highest of rank 0 so far in this run's training", "on a GPU; on a CPU with `adaptive.memory_limit`"
+            "bytes",
+            "highest of rank 0 so far in this run's training",
+            "on a GPU; on a CPU with `adaptive.memory_limit`",
         ),
         "host_memory_bytes": Metric("bytes", "anonymous resident memory of rank 0's process", "on Linux"),
         "gradient_noise_scale": Metric(

@@ -63,17 +63,32 @@ class NextToken:
         num_tokens = (counted != ignore_index).sum()
         with self._activations:
             logits = self._model(**batch)
-        return Loss(self._loss_fn(*shifted(logits, labels, ignore_index)) * num_tokens, num_tokens)
+        targets, counts = shifted(labels, ignore_index)
+        mean = self._loss_fn(*as_loss_takes(logits, targets))
+        return Loss(mean * torch.where(counts, num_tokens, 0), num_tokens)
 
 
-def shifted(logits: Any, labels: torch.Tensor, ignore_index: int) -> tuple[Any, torch.Tensor]:
-    """Logits and their targets, in the form that torchtune's losses take: chunks as they are, else flattened.
+def shifted(labels: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target of each token [B, S], and whether any of them counts, a scalar.
+
+    A mean over no target would be 0 / 0, and so would its gradient, even if it is multiplied by 0. So if none counts,
+    the targets are some class that is not ignored, and the caller must multiply the loss by 0.
+
+    Args:
+        labels: [B, S].
+    """
+    targets = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    counts = (targets != ignore_index).any()
+    return torch.where(counts, targets, int(ignore_index == 0)), counts
+
+
+def as_loss_takes(logits: Any, targets: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Logits and targets in the form that torchtune's losses take: chunks as they are, else flattened.
 
     Args:
         logits: [B, S, vocabulary], or a list of chunks.
-        labels: [B, S].
+        targets: [B, S].
     """
-    targets = F.pad(labels[..., 1:], (0, 1), value=ignore_index)  # [B, S]
     if isinstance(logits, list):
         return logits, targets
     return logits.reshape(-1, logits.size(-1)), targets.reshape(-1)

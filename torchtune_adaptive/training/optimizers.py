@@ -57,7 +57,7 @@ class Stepping(ABC):
 
     @abstractmethod
     def normalize(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Divide gradients by the step's ``weight`` over all ranks, and clip them; return their norm if clipped.
+        """Divide gradients by the ``weight`` of all ranks, above 0, and clip them; return their norm if clipped.
 
         With FSDP2 a collective.
         """
@@ -126,13 +126,18 @@ class OptimizerInBackward(Stepping):
         if not self._normalizes:
             loss.total.backward()
             return
-        (loss.total * (self._ranks / sum_over_ranks(loss.weight.clone()))).backward()
+        (loss.total * (self._ranks / divisor(sum_over_ranks(loss.weight.clone())))).backward()
 
     def normalize(self, weight: torch.Tensor) -> None:
         """Nothing is left to do."""
 
     def step(self) -> None:
         """Nothing is left to do."""
+
+
+def divisor(weight: torch.Tensor) -> torch.Tensor:
+    """What to divide sums by to get means: ``weight``, or 1 if nothing counts, where all sums are 0."""
+    return torch.where(weight > 0, weight, 1)
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

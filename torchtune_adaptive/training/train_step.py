@@ -18,7 +18,7 @@ from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.training.gradient_norms import own_norm_squared
 from torchtune_adaptive.training.objectives import Objective
-from torchtune_adaptive.training.optimizers import Stepping, sum_over_ranks
+from torchtune_adaptive.training.optimizers import Stepping, divisor, sum_over_ranks
 from torchtune_adaptive.training.step_figures import StepFigures, StepSums
 
 
@@ -95,14 +95,14 @@ class TrainStep:
         """Normalize gradients by the weight of all ranks, clip them, and step the optimizers. A collective."""
         self._phases.enter("clip")
         values = self._sum_over_ranks(sums)
-        weight = values[1].to(sums.weight.dtype)
+        weight = divisor(values[1]).to(sums.weight.dtype)
         norm = self._stepping.normalize(weight)
         self._phases.enter("optimizer")
         self._stepping.step()
         # Rounded as in torchtune, which divides a number by a tensor.
         loss = weight.reciprocal() * values[0].to(sums.loss.dtype)
         metrics_end = 4 + len(sums.metrics)
-        parts = [loss.double()[None], values[1:4], values[4:metrics_end] / values[1]]
+        parts = [loss.double()[None], values[1:4], values[4:metrics_end] / divisor(values[1])]
         if norm is not None:
             parts.append(norm.detach().to(values)[None])
         parts.append(values[metrics_end:])
