@@ -17,9 +17,12 @@ from torchtune_adaptive.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.batch.row_format import Row, TokenRows
 from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.errors import NothingFitsError
+from torchtune_adaptive.memory import resident
 from torchtune_adaptive.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.memory.phases import Phases
+from torchtune_adaptive.memory.resident import RankMemory
 from torchtune_adaptive.recovery.attempts import MemoryPressure
+from torchtune_adaptive.search import workload as workload_module
 from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.testing import Fault
 from torchtune_adaptive.training.objectives import Loss
@@ -493,6 +496,34 @@ def test_larger_micro_batches_are_tried_from_the_largest_down_and_taken_if_they_
         6: [6, 6],
     }
     assert all(one is row for batches in toy.tries.tried.values() for rows in batches for one in rows)
+
+
+@pytest.mark.parametrize(("shared", "needed"), [(True, "2 ranks need 4.0"), (False, "1 rank needs 2.0")])
+def test_nothing_larger_is_tried_where_copies_do_not_fit_into_host_memory(
+    shared: bool, needed: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of one machine or two. Every rank decides by the figures of all, and training goes on."""
+
+    class OnOneMachine(Consensus):
+        def from_all_ranks(self, value: Any) -> list[Any]:
+            if not isinstance(value, RankMemory):
+                return [value]
+            return [RankMemory(value.machine if shared else "", 2 * 2**30, 2**30), value]
+
+    monkeypatch.setattr(workload_module, "bytes_of_copies", lambda *_: 2 * 2**30)
+    monkeypatch.setattr(resident, "available_bytes", lambda: 2**30)
+    toy = Toy(RowLimit(24), fitting=24, consensus=OnOneMachine())
+    toy.micro_batches.resize(2)
+    caplog.clear()
+    assert toy.retry.try_larger(ROWS[0], 100) is None
+    assert (toy.tries.calls, toy.micro_batches.limit) == (0, RowLimit(2))
+    (message,) = caplog.messages
+    assert message == (
+        "micro-batch stays at 2 rows: to try a larger one, with copies of weights and optimizer state,"
+        f" {needed} GiB of host memory, of which at most 921.6 MiB are usable."
+    )
+    toy.train()
+    assert toy.cuts == [2] * 4
 
 
 def test_a_try_has_no_more_rows_than_a_step_and_one_micro_step_if_that_is_all() -> None:

@@ -101,7 +101,7 @@ def test_host_memory_is_anonymous_memory_as_the_system_counts_it(monkeypatch: py
     assert after is not None
     assert 60 * 2**20 < after - before < 68 * 2**20
     del held
-    monkeypatch.setattr(resident, "_STATM", Path("/proc/self/no such file"))
+    monkeypatch.setattr(resident, "_PROC", Path("/no such folder"))
     assert resident.anonymous_bytes() is None
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.distributed.fsdp_state import KeptSettings, fsdp_states, reset_after_failure
-from torchtune_adaptive.memory.copies import Copies
+from torchtune_adaptive.memory.copies import Copies, bytes_in_memory
 from torchtune_adaptive.memory.operations import plain_parts
 
 
@@ -30,7 +30,7 @@ def restore_on_exit(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
     Yields a function that restores only the optimizers, for a step that failed while the optimizers created their
     state. The next step would otherwise use the incomplete state.
     """
-    tensors = [*(p for p in model.parameters() if p.requires_grad), *model.buffers()]
+    tensors = _trained_tensors(model)
     settings = KeptSettings(fsdp_states(model))
     with Copies([*tensors, *_tensors_of(optimizers)]) as copies, keep_random_states():
         restores = [copies.copy(tensor) for tensor in tensors]
@@ -48,6 +48,11 @@ def restore_on_exit(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
             for restore in restores:
                 restore()
             restore_optimizers()
+
+
+def bytes_of_copies(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Host memory that ``restore_on_exit`` takes for this rank's copies, beside those in a file."""
+    return bytes_in_memory([*_trained_tensors(model), *_tensors_of(optimizers)])
 
 
 @contextmanager
@@ -163,6 +168,11 @@ class _SavedOptimizer:
         vars(self._optimizer).pop("_opt_called", None)
         if self._stepped is not None:
             vars(self._optimizer)["_opt_called"] = self._stepped
+
+
+def _trained_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """What training changes of a model."""
+    return [*(parameter for parameter in model.parameters() if parameter.requires_grad), *model.buffers()]
 
 
 def _tensors_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:

@@ -254,10 +254,18 @@ class OomRetry:
     def try_larger(self, row: Row, rows_per_step: int) -> tuple[int, int] | None:
         """If the micro-batch was reduced, try larger ones of ``row``. Returns the sizes before and after. A collective.
 
-        None if it was not reduced, or if no larger one fits.
+        None if it was not reduced, if no larger one fits, or if host memory lacks the room for the copies from which
+        model and optimizers are restored.
         """
         before, largest = self._micro_batches.limit, self._micro_batches.largest
         if before == largest:
+            return None
+        if reason := self._workload.why_no_copies():
+            utils.log_rank_zero(
+                log,
+                f"micro-batch stays at {before}: to try a larger one, with copies of weights and optimizer state,"
+                f" {reason}.",
+            )
             return None
 
         def make_batch(size: int) -> MicroBatches:
