@@ -197,9 +197,39 @@ def test_a_search_restores_all_state_and_training_uses_the_size_found(tmp_path: 
             "epoch": 0,
             "batch_size": result.batch_size,
             "samples_per_step": result.batch_size,
+            "samples_per_step_in_config": 2,
             "reason": "linear_extrapolation search",
         }
     ]
+
+
+CHANGED = "An optimizer step has {} samples, but had {} in the config: adaptive.global_batch_size={} keeps {}"
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_a_search_that_changes_the_batch_says_how_to_keep_it(
+    micro_steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = Recipe(tmp_path)
+    recipe.parts = replace(recipe.parts, micro_steps=micro_steps)
+    found = recipe.trainer(**SEARCH, max_batch_size=4).loader.batch_size
+    before, after = 2 * micro_steps, found * micro_steps
+    assert found > 2
+    (message,) = (one for one in caplog.messages if "in the config" in one)
+    changed = CHANGED.format(after, before, before, before)
+    assert message == f"{changed}, adaptive.lr_scaling adjusts the learning rate."
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_batch_size": 2}, {"global_batch_size": 6}], ids=["the config's size found", "a global batch"]
+)
+def test_a_search_that_keeps_the_batch_says_nothing_of_it(
+    settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = Recipe(tmp_path)
+    recipe.trainer(**SEARCH | settings)
+    assert not any("in the config" in message for message in caplog.messages)
+    assert "samples_per_step_in_config" not in history(tmp_path)[0]
 
 
 def test_a_run_recovers_from_an_error_unless_recovery_is_off_or_impossible(tmp_path: Path) -> None:

@@ -200,6 +200,7 @@ def test_a_run_that_a_signal_ends_has_a_summary_too(tmp_path: Path, caplog: pyte
     (summary,) = (message for message in caplog.messages if message.startswith("Run "))
     assert summary.startswith("Run ended by a signal: 1 optimizer step, 0 epochs\n")
     assert f"last checkpoint  {tmp_path}/checkpoints/step_1\n" in summary
+    assert "peak memory      not measured (no limit)\n" in summary
     *_, saved, last = lines_in(tmp_path / "output")
     assert (saved["event"], saved["path"]) == ("checkpoint", str(tmp_path / "checkpoints" / "step_1"))
     assert (last["event"], last["how"]) == ("ended", "ended by a signal")

@@ -44,7 +44,7 @@ from torchtune_adaptive.training.profiling import StepProfiler
 from torchtune_adaptive.training.record import RunRecord
 from torchtune_adaptive.training.run_events import RunEvents
 from torchtune_adaptive.training.run_state import AdaptiveState
-from torchtune_adaptive.training.start import StartingPoint, starting_point
+from torchtune_adaptive.training.start import StartingPoint, changed_batch, starting_point
 from torchtune_adaptive.training.step_log import StepLog
 from torchtune_adaptive.training.summary import RunSummary
 from torchtune_adaptive.training.train_step import TrainStep
@@ -210,10 +210,30 @@ class _Assembly:
             resumed = "" if parts.resumed is None else f", resumed at epoch {parts.epochs.start}"
             if start.epoch_steps:
                 resumed += f", step {start.epoch_steps}"
-            trainer.note_batch_size(reason + resumed, epoch=parts.epochs.start)
+            change = self._changed_batch()
+            in_config = {"samples_per_step_in_config": self._samples_in_config} if change else {}
+            trainer.note_batch_size(reason + resumed, epoch=parts.epochs.start, **in_config)
+            if change:
+                utils.log_rank_zero(log, change)
         if self._consensus.rank == 0 and (leak := leak_warning(parts.stepping.optimizers)):
             log.warning(leak)
         return trainer
+
+    def _changed_batch(self) -> str:
+        """How the search has changed the samples of a new run's optimizer step; "" if it has not."""
+        if not self._settings.use_maximum_batch_size or self._loader.is_global or self._parts.resumed is not None:
+            return ""
+        return changed_batch(
+            self._loader.samples_per_step,
+            self._samples_in_config,
+            lr_scaling=self._settings.lr_scaling,
+            accumulates=self._parts.stepping.accumulates,
+        )
+
+    @property
+    def _samples_in_config(self) -> int:
+        """Samples of an optimizer step by torchtune's own keys."""
+        return self._parts.batch_size * self._parts.micro_steps * self._loader.ranks
 
     def _find_sizes(self) -> Sizes:
         """Find the sizes. Afterwards the meter has the limit of training, whose peak begins here. A collective."""
@@ -284,7 +304,7 @@ class _Assembly:
             total_epochs=parts.epochs.stop,
             schedule_steps=start.schedule_steps,
             rule=settings.lr_scaling,
-            reference_samples=parts.batch_size * parts.micro_steps * loader.ranks,
+            reference_samples=self._samples_in_config,
         )
         if saved is not None:
             rate.load_state_dict(asdict(saved))

@@ -123,11 +123,12 @@ class Trainer:
         if changes := self._saver.load(saved):
             self.note(f"resumed with changes: {'; '.join(changes)}")
 
-    def note_batch_size(self, reason: str, *, epoch: int) -> None:
-        """Log the current batch size with its arithmetic and the reason, and add it to the record."""
+    def note_batch_size(self, reason: str, *, epoch: int, **figures: int) -> None:
+        """Log the current batch size with its arithmetic and the reason, and add it to the record with ``figures``."""
         size, loader = self.loader.batch_size, self.loader
         utils.log_rank_zero(log, f"{loader.key} {size} ({reason}): {loader.describe(size)}{self._describe_cut()}")
-        self.record.note(reason, epoch=epoch, batch_size=size, samples_per_step=loader.samples_per_step)
+        samples = loader.samples_per_step
+        self.record.note(reason, epoch=epoch, batch_size=size, samples_per_step=samples, **figures)
 
     def note(self, reason: str, **figures: int) -> None:
         """Log ``reason``, and add it to the record with ``figures``."""

@@ -145,8 +145,8 @@ def _throughput(totals: StepTotals, ranks: int) -> str | None:
     return f"{rate:,.0f} tokens/s per rank, mean of {count_text(totals.steps, 'step')} in {totals.seconds:,.1f} s"
 
 
-def _peak(totals: StepTotals, limit_bytes: int | None) -> str | None:
+def _peak(totals: StepTotals, limit_bytes: int | None) -> str:
     if not totals.peak_bytes:
-        return None
+        return "not measured (no limit)"  # on a CPU, where it would only cost time
     of = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
     return f"{format_bytes(totals.peak_bytes)}{of} on rank 0"
