@@ -6,6 +6,11 @@ CONFIG is any stock config of full DPO. The keys are those of the stock recipe
 ``full_dpo_distributed`` and of ``torchtune_adaptive.settings``.
 """
 
+from torchtune_adaptive.launch import check_first, launch, run_recipe
+
+if __name__ == "__main__":
+    check_first()  # the imports below take seconds
+
 from functools import partial
 from typing import Any
 
@@ -15,7 +20,6 @@ from torchtune import config
 
 from torchtune_adaptive.batch.row_format import PreferenceRows
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.launch import launch, run_recipe
 from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.training.preference import Preference

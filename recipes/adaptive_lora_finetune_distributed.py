@@ -6,6 +6,11 @@ CONFIG is any stock config of LoRA finetuning, or one of this package. The keys 
 ``lora_finetune_distributed`` and of ``torchtune_adaptive.settings``.
 """
 
+from torchtune_adaptive.launch import check_first, launch, run_recipe
+
+if __name__ == "__main__":
+    check_first()  # the imports below take seconds
+
 from typing import Any
 
 import torch
@@ -14,7 +19,6 @@ from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import config, training
 
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.launch import launch, run_recipe
 from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.load import load_stock_recipe
 

@@ -6,12 +6,16 @@ CONFIG is any stock config of LoRA finetuning on a single device. The keys are t
 ``lora_finetune_single_device`` and of ``torchtune_adaptive.settings``.
 """
 
+from torchtune_adaptive.launch import check_first, launch_on_one_device, run_recipe
+
+if __name__ == "__main__":
+    check_first()  # the imports below take seconds
+
 from typing import Any
 
 from omegaconf import DictConfig
 from torchtune import config
 
-from torchtune_adaptive.launch import launch_on_one_device, run_recipe
 from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.load import load_stock_recipe
 

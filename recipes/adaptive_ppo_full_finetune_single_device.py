@@ -7,6 +7,11 @@ The search finds the number of answers generated at once (``forward_batch_size``
 (``ppo_batch_size`` divided by ``gradient_accumulation_steps``). Step checkpoints are written at the ends of turns.
 """
 
+from torchtune_adaptive.launch import check_first, launch_on_one_device, run_recipe
+
+if __name__ == "__main__":
+    check_first()  # the imports below take seconds
+
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -28,13 +33,12 @@ from torchtune_adaptive.distributed.consensus import Consensus
 from torchtune_adaptive.distributed.rank_states import RankStates
 from torchtune_adaptive.distributed.snapshot import keep_random_states
 from torchtune_adaptive.errors import InputError, RunEnded
-from torchtune_adaptive.launch import launch_on_one_device, run_recipe
 from torchtune_adaptive.memory.devices import allowed_bytes
 from torchtune_adaptive.search.found_config import end_search
 from torchtune_adaptive.search.turn_sizes import TurnSizes, find_turn_sizes
 from torchtune_adaptive.search.workload import Workload
-from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.signals import StopRequest
+from torchtune_adaptive.stock.check import check_config
 from torchtune_adaptive.stock.checkpoints import (
     LastCheckpointer,
     WholeCheckpointer,
@@ -42,9 +46,11 @@ from torchtune_adaptive.stock.checkpoints import (
     find_checkpoint_of,
     resuming_with_value_model,
 )
+from torchtune_adaptive.stock.components import check_components
 from torchtune_adaptive.stock.configs import flattened
+from torchtune_adaptive.stock.input_files import check_input_files
 from torchtune_adaptive.stock.load import load_stock_recipe
-from torchtune_adaptive.stock.options import check_finds_sizes_only, check_options, check_turns
+from torchtune_adaptive.stock.options import check_finds_sizes_only, check_turns
 from torchtune_adaptive.stock.set_up import load_data, setting_up
 from torchtune_adaptive.training.file_names import REPORT_NAME
 from torchtune_adaptive.training.metrics import TolerantLogger
@@ -66,10 +72,10 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
     on_several_ranks = False
 
     def __init__(self, cfg: DictConfig) -> None:
-        self._settings = AdaptiveSettings.from_cfg(cfg)
+        self._settings = check_config(cfg, ranks=1)
         check_finds_sizes_only(self._settings, method="PPO")
-        check_options(cfg, self._settings, ranks=1)
         check_turns(cfg)
+        check_components(cfg)
         self._stop_request, self._consensus = StopRequest(), Consensus()
         self._rows = TokenRows(CROSS_ENTROPY_IGNORE_IDX)
         self._folder, self._values_folder = checkpoint_folder(cfg), checkpoint_folder(cfg, "value_checkpointer")
@@ -83,6 +89,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             cfg, self._folder, is_last=lambda one: one.state is not None and one.state.global_step >= all_steps
         )
         self._cfg = resuming_with_value_model(cfg, self._resumed)
+        check_input_files(self._cfg)
         with setting_up():
             super().__init__(cfg=self._cfg)
 

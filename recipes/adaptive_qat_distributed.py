@@ -6,13 +6,17 @@ CONFIG is any stock config of quantization-aware training. The keys are those of
 ``qat_distributed`` and of ``torchtune_adaptive.settings``.
 """
 
+from torchtune_adaptive.launch import check_first, launch, run_recipe
+
+if __name__ == "__main__":
+    check_first()  # the imports below take seconds
+
 from typing import Any
 
 from omegaconf import DictConfig
 from torchtune import config
 from torchtune.training import quantization
 
-from torchtune_adaptive.launch import launch, run_recipe
 from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.load import load_stock_recipe
 

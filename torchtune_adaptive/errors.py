@@ -67,11 +67,19 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def cannot_set_up(error: BaseException) -> InputError:
-    """The error for the user if a recipe's set-up failed with ``error``, with the place in the code."""
+def cannot_set_up(error: BaseException, *, block: str = "", values: object = None) -> InputError:
+    """The error for the user if a recipe's set-up failed with ``error``, with the place in the code.
+
+    Args:
+        block: the block of the config whose component failed, with its ``values``; "" if it is another failure.
+    """
     places = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
-    return InputError(f"The config must be one that its recipe can set up, but failed: {reason_of(error)}{where}.")
+    rule = (
+        f"`{block}` must be one that can be created" if block else "The config must be one that its recipe can set up"
+    )
+    given = f" with {quote(values)}" if block else ""
+    return InputError(f"{rule}, but failed{given}: {reason_of(error)}{where}.")
 
 
 def as_integer(value: object) -> int | None:

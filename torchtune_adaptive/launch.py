@@ -11,17 +11,35 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from omegaconf import DictConfig
-from torchtune import config, training
 
 from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded, reason_of
-from torchtune_adaptive.nodes import watch_nodes
-from torchtune_adaptive.recipe import AdaptiveRecipe
+from torchtune_adaptive.quiet import filter_messages
+from torchtune_adaptive.settings import named_by_path
 from torchtune_adaptive.signals import end_as_asked
+from torchtune_adaptive.stock.check import check_run
 from torchtune_adaptive.stock.configs import resolve_config_argument
-from torchtune_adaptive.stock.load import start_process_group
+
+if TYPE_CHECKING:
+    from torchtune_adaptive.recipe import AdaptiveRecipe
+
+
+def check_first() -> None:
+    """End the program with one sentence if a value is invalid. A recipe calls this before it imports torch.
+
+    It also filters messages that torch's libraries print when they are imported. With several nodes nothing is checked
+    yet, because the others have to be told: ``launch`` does so.
+    """
+    filter_messages()
+    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
+        return
+    try:
+        check_run(sys.argv[1:], ranks=int(os.environ.get("WORLD_SIZE", 1)))
+    except InputError as error:
+        _say_once(str(error))
+        _leave(1)
 
 
 def launch(recipe_main: Callable[[], Any]) -> NoReturn:
@@ -48,6 +66,8 @@ def launch_on_one_device(recipe_main: Callable[[], Any]) -> NoReturn:
 
 
 def _run_and_exit(recipe_main: Callable[[], Any]) -> NoReturn:
+    from torchtune_adaptive.nodes import watch_nodes  # needs torch
+
     end_as_asked()
     nodes = watch_nodes(_say_once)
     try:
@@ -75,21 +95,29 @@ def _run_and_exit(recipe_main: Callable[[], Any]) -> NoReturn:
     _leave(0)
 
 
-def run_recipe(recipe_class: type[AdaptiveRecipe], cfg: DictConfig) -> None:
+@named_by_path()
+def run_recipe(recipe_class: "type[AdaptiveRecipe]", cfg: DictConfig) -> None:
     """Set up, train and clean up. A collective of all ranks of the launch.
 
     Raises:
+        InputError: a value is invalid.
         RunEnded: training is already complete, a signal has ended the run, or the config asks only for the search.
     """
+    from torchtune import config, training
+
+    from torchtune_adaptive.stock.device import check_device
+    from torchtune_adaptive.stock.load import start_process_group
+
+    check_device(cfg)
     if recipe_class.on_several_ranks:
         device_type = str(cfg.device).partition(":")[0]
         on_cpu = device_type == "cpu"
         backend = "gloo" if on_cpu else training.get_distributed_backend(device_type, offload_ops_to_cpu=True)
         start_process_group(backend)
-    config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
     recipe = recipe_class(cfg=cfg)
     try:
         recipe.setup(cfg=cfg)
+        config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
         with recipe.listening():
             recipe.train()
     except RunEnded:

@@ -21,12 +21,14 @@ from torchtune_adaptive.distributed.same_config import check_same_config
 from torchtune_adaptive.distributed.snapshot import KeptTensors
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.memory.devices import check_limit
-from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.signals import StopRequest
 from torchtune_adaptive.stock.activations import Activations
+from torchtune_adaptive.stock.check import check_config
 from torchtune_adaptive.stock.checkpoints import WholeCheckpointer, checkpoint_folder, find_checkpoint_of, resuming
+from torchtune_adaptive.stock.components import check_components
 from torchtune_adaptive.stock.configs import flattened
-from torchtune_adaptive.stock.options import check_model, check_options, why_unrecoverable
+from torchtune_adaptive.stock.input_files import check_input_files
+from torchtune_adaptive.stock.options import check_model, why_unrecoverable
 from torchtune_adaptive.stock.set_up import load_data, setting_up
 from torchtune_adaptive.training.metrics import TolerantLogger
 from torchtune_adaptive.training.objectives import NextToken, Objective
@@ -82,8 +84,8 @@ class AdaptiveRecipe:
     _normalizes_in_backward = True
 
     def __init__(self, cfg: DictConfig) -> None:
-        self._settings = AdaptiveSettings.from_cfg(cfg)
-        check_options(cfg, self._settings, ranks=dist.get_world_size() if dist.is_initialized() else 1)
+        self._settings = check_config(cfg, ranks=dist.get_world_size() if dist.is_initialized() else 1)
+        check_components(cfg)
         self._stop_request = StopRequest()
         self._consensus = Consensus()
         check_same_config(flattened(cfg), self._consensus)
@@ -93,6 +95,7 @@ class AdaptiveRecipe:
             self._consensus,
         )
         self._cfg = resuming(cfg, self._resumed)
+        check_input_files(self._cfg)
         with setting_up():
             super().__init__(cfg=self._cfg)  # pyright: ignore[reportCallIssue]
         if self._settings.searches:

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
@@ -28,6 +29,19 @@ _FLAGS += ("search_only", "reuse_found_size")
 
 def _one_of(words: tuple[str, ...]) -> str:
     return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+@contextmanager
+def named_by_path() -> Iterator[None]:
+    """Context, or decorator: a refusal of a setting names its key by the path in a config, as in `adaptive.margin`.
+
+    Code that also serves callers without a config, who know a setting by its argument's name, raises with that name.
+    """
+    try:
+        yield
+    except InputError as error:
+        error.args = (_BLOCK_KEY.sub(r"`adaptive.\1`", str(error)), *error.args[1:])
+        raise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +167,7 @@ class AdaptiveSettings:
             )
 
     @classmethod
+    @named_by_path()
     def from_cfg(cls, cfg: DictConfig) -> "AdaptiveSettings":
         """The settings a config holds; keys it lacks have their defaults, and the config is left as it is.
 
@@ -223,6 +238,7 @@ def _config_keys() -> Iterator[ConfigKey]:
 CONFIG_KEYS = tuple(_config_keys())
 BLOCK_KEYS = tuple(key.name for key in CONFIG_KEYS if key.path != key.name)
 _PLACES = {key.name: key.path for key in CONFIG_KEYS}
+_BLOCK_KEY = re.compile(f"`({'|'.join(BLOCK_KEYS)})`")
 
 
 def _refuse_misplaced_keys(cfg: DictConfig) -> None:

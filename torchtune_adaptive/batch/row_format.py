@@ -209,15 +209,21 @@ def check_unpacked(dataset: Any) -> None:
         )
 
 
-def check_row_length(seq_len: int, model: nn.Module) -> None:
+def check_row_length(seq_len: int, model: nn.Module, *, key: str = "") -> None:
     """Check that ``model`` accepts rows of ``seq_len`` tokens.
+
+    Args:
+        key: the key of the config that decides the length; "" if there is none.
 
     Raises:
         InputError: the model's maximum length is below ``seq_len``.
     """
     longest = getattr(model, "max_seq_len", None)
     if longest is not None and seq_len > longest:
-        raise InputError(f"Rows must have at most the model's max_seq_len ({longest} tokens), but have {seq_len}.")
+        advice = f"; set `{key}` to {longest} or less" if key else ""
+        raise InputError(
+            f"Rows must have at most the model's max_seq_len ({longest} tokens), but have {seq_len}{advice}."
+        )
 
 
 def _repeated(tokens: Sequence[int] | torch.Tensor, length: int) -> list[int]:

@@ -14,6 +14,8 @@ from torchtune_adaptive.cli.search import SEARCH_EXAMPLES, run_search
 from torchtune_adaptive.cli.tune import TUNE_COMMANDS, run_tune_command
 from torchtune_adaptive.cli.validate import add_validate
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.quiet import filter_messages
+from torchtune_adaptive.settings import named_by_path
 
 _STATUSES = """exit status:
   0   done
@@ -27,16 +29,22 @@ _STATUSES = """exit status:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the program. A refused value ends it with one sentence on standard error and status 1."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    filter_messages()
     try:
-        if given and given[0] in TUNE_COMMANDS:
-            run_tune_command(given)
-        elif given[:1] == ["search"]:  # torchtune's own parser reads most of its arguments
-            run_search(given[1:])
-        else:
-            _run_own_command(given)
+        _run(given)
     except InputError as error:
         sys.exit(f"{PROGRAM} {given[0]}: {error}")
     sys.exit(0)
+
+
+@named_by_path()
+def _run(given: Sequence[str]) -> None:
+    if given and given[0] in TUNE_COMMANDS:
+        run_tune_command(given)
+    elif given[:1] == ["search"]:  # torchtune's own parser reads most of its arguments
+        run_search(given[1:])
+    else:
+        _run_own_command(given)
 
 
 def _run_own_command(arguments: Sequence[str]) -> None:

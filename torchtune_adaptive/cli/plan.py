@@ -20,6 +20,7 @@ from torchtune_adaptive.plan.trace_cache import TraceCache
 from torchtune_adaptive.plan.what_if import what_if
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import load_config, method_of, resolved
+from torchtune_adaptive.stock.top_level_keys import check_top_level_keys
 from torchtune_adaptive.text import format_bytes
 
 
@@ -71,6 +72,7 @@ def add_plan(commands: Commands) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     cfg = load_config(arguments.config, arguments.overrides)
+    check_top_level_keys(cfg)
     settings = AdaptiveSettings.from_cfg(cfg)
     cfg = DictConfig(resolved(cfg))
     method_of(cfg)  # refuse an unknown recipe before tracing
@@ -168,7 +170,7 @@ def _memories(text: str | None, settings: AdaptiveSettings) -> dict[str, int]:
 def _seq_lens(text: str | None, settings: AdaptiveSettings, cfg: DictConfig) -> list[int]:
     """Row lengths to plan: the user's, else the config's own, else the usual ones."""
     if text is not None:
-        return integers("seq_len", text)
+        return integers("--seq-len", text)
     if settings.seq_len is not None:
         return [settings.seq_len]
     tokenizer_len, model_len = (_max_seq_len(cfg, block) for block in ("tokenizer", "model"))

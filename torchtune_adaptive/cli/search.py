@@ -8,11 +8,11 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from torchtune_adaptive.cli.arguments import PROGRAM, examples
-from torchtune_adaptive.cli.tune import check_recipe, parser_of, run_tune_command
+from torchtune_adaptive.cli.tune import check_before_torch, check_recipe, parser_of, run_tune_command
 from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.files import check_writable
 from torchtune_adaptive.settings import AdaptiveSettings
-from torchtune_adaptive.stock.configs import load_config, resolve_config_argument, resolved
+from torchtune_adaptive.stock.configs import config_of, resolve_config_argument, resolved
 from torchtune_adaptive.stock.installed import stock_recipe_names
 from torchtune_adaptive.stock.own_files import adaptive_name, recipe_files
 
@@ -39,6 +39,7 @@ def run_search(arguments: Sequence[str]) -> None:
         SystemExit: the search or the command line has ended the program.
     """
     own, launched = _own_parser().parse_known_args(arguments)
+    check_before_torch(launched)
     run = parser_of("run").parse_args(["run", *launched])
     torchrun_options = launched[: len(launched) - len(run.recipe_args) - 1]
     _check_searches(run.recipe)
@@ -111,9 +112,9 @@ def _found_path(recipe_args: Sequence[str]) -> Path:
 
 
 def _config(recipe_args: Sequence[str]) -> DictConfig:
-    arguments = resolve_config_argument(recipe_args)
-    place = arguments.index("--config")
-    return load_config(arguments[place + 1], [*arguments[:place], *arguments[place + 2 :]])
+    cfg = config_of(resolve_config_argument(recipe_args))
+    assert cfg is not None, "torchtune's parser has ended a program that is asked for help"
+    return cfg
 
 
 def _launch(arguments: list[str]) -> None:

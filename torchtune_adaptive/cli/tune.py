@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torchtune_adaptive.cli.arguments import PROGRAM, examples
 from torchtune_adaptive.errors import InputError, quote, reason_of
+from torchtune_adaptive.stock.check import check_run
 from torchtune_adaptive.stock.configs import config_path, resolve_config_argument
 from torchtune_adaptive.stock.installed import stock_recipe_names
 from torchtune_adaptive.stock.own_files import configs_by_recipe, recipe_files
@@ -76,6 +77,8 @@ def run_tune_command(arguments: Sequence[str]) -> None:
     """
     name = arguments[0]
     sys.argv = [sys.argv[0], *arguments]  # which torchtune's `run` counts
+    if name == "run":
+        check_before_torch(arguments[1:])
     parser = parser_of(name)
     parsed = parser.parse_args(arguments)
     if name == "run":
@@ -94,6 +97,18 @@ def run_tune_command(arguments: Sequence[str]) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"Files must be readable and writable, but are not: {reason_of(error)}.") from error
+
+
+def check_before_torch(arguments: Sequence[str]) -> None:
+    """Check the config of an adaptive recipe in the arguments of `run`, which torchtune's parser reads seconds later.
+
+    Raises:
+        InputError: a key or a value is refused, or a file does not exist.
+    """
+    recipe = next((place for place, one in enumerate(arguments) if one in recipe_files()), len(arguments))
+    recipe_args = arguments[recipe + 1 :]
+    if "--config" in recipe_args[:-1]:
+        check_run(recipe_args, ranks=1)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.cli.arguments import Commands, add_command
 from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.stock.check import check_config
 from torchtune_adaptive.stock.configs import is_ppo, load_config, method_of, resolved
 from torchtune_adaptive.stock.own_files import adaptive_name, recipe_files
 
@@ -29,10 +30,10 @@ def add_validate(commands: Commands) -> None:
 
 
 def _validate(arguments: argparse.Namespace) -> None:
-    cfg = load_config(arguments.config, arguments.overrides)
-    cfg = DictConfig(resolved(cfg))
+    given = load_config(arguments.config, arguments.overrides)
+    cfg = DictConfig(resolved(given))
     sys.path.append(os.getcwd())  # where a config's components may be, as for `run`
-    settings = AdaptiveSettings.from_cfg(cfg)
+    settings = check_config(given, ranks=1)
     recipes = _recipes_for(cfg, settings)
     _check_components(cfg)
     print(f"# Config is well-formed. {recipes}")
@@ -43,15 +44,9 @@ def _recipes_for(cfg: DictConfig, settings: AdaptiveSettings) -> str:
     """The adaptive recipes that can train with ``cfg``, as a comment. Without adaptive keys there may be none.
 
     Raises:
-        InputError: an option is wrong, or cannot be combined with an adaptive one.
+        InputError: there is none, but there are adaptive keys.
     """
-    from torchtune_adaptive.stock.options import check_finds_sizes_only, check_options, check_turns  # imports torch
-
     if is_ppo(cfg):
-        check_finds_sizes_only(settings, method="PPO")
-    check_options(cfg, settings, ranks=1)
-    if is_ppo(cfg):
-        check_turns(cfg)
         method = "ppo_full_finetune"
     else:
         try:
@@ -70,13 +65,16 @@ def _check_components(cfg: DictConfig) -> None:
     Raises:
         InputError: there is none of that name, or it takes no such argument.
     """
-    from torchtune import config
+    from torchtune import config  # takes seconds
     from torchtune.config._errors import ConfigError, InstantiationError
+
+    from torchtune_adaptive.stock.components import check_components
 
     for name, block in cfg.items():
         component = block.get("_component_", "") if isinstance(block, DictConfig) else ""
         if not isinstance(component, str):
             raise InputError(f"`{name}._component_` must be a dotted name, but is {quote(component)} instead.")
+    check_components(cfg)
     reasons: list[str] = []
     try:
         config.validate(cfg)

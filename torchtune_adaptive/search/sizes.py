@@ -232,7 +232,9 @@ class SizeFinder:
         )
         seq_len = self._row_format.num_tokens(row)
         for model in self._models:
-            check_row_length(seq_len, model)
+            check_row_length(
+                seq_len, model, key="tokenizer.max_seq_len" if self._settings.seq_len is None else "seq_len"
+            )
         if longest is not None and seq_len < longest:
             utils.log_rank_zero(
                 log, f"Rows can have up to {longest} tokens, but probes have {seq_len}: longer rows may not fit."

@@ -30,13 +30,24 @@ def resolve_config_argument(arguments: Sequence[str]) -> list[str]:
     Raises:
         InputError: the config does not exist or is incomplete, or an override cannot be applied.
     """
+    cfg = config_of(arguments)
+    if cfg is not None:
+        resolved(cfg)  # torchtune's parser would fail with a traceback
+    place = arguments.index("--config") + 1
+    return [*arguments[:place], str(config_path(arguments[place])), *arguments[place + 1 :]]
+
+
+def config_of(arguments: Sequence[str]) -> DictConfig | None:
+    """The config that a recipe's ``arguments`` name, with their overrides; None if they ask for help.
+
+    Raises:
+        InputError: the config does not exist, or an override cannot be applied.
+    """
     if "--config" not in arguments or arguments[-1] == "--config":
         raise InputError("`--config` must be followed by the name or path of a config, but is missing.")
-    place = arguments.index("--config") + 1
-    name, overrides = arguments[place], [*arguments[: place - 1], *arguments[place + 1 :]]
-    if _HELP.isdisjoint(overrides):
-        resolved(load_config(name, overrides))  # torchtune's parser would fail with a traceback
-    return [*arguments[:place], str(config_path(name)), *arguments[place + 1 :]]
+    place = arguments.index("--config")
+    overrides = [*arguments[:place], *arguments[place + 2 :]]
+    return load_config(arguments[place + 1], overrides) if _HELP.isdisjoint(overrides) else None
 
 
 def config_path(name: str) -> Path:

@@ -27,6 +27,18 @@ def stock_recipe_names() -> list[str]:
     return [recipe.name for recipe in _registered_recipes()]
 
 
+def stock_recipe_files() -> dict[str, list[Path]]:
+    """The file of each recipe that ``tune`` knows, and those of its configs, by the recipe's name.
+
+    Files that torchtune lists but does not have are left out.
+    """
+    files = {
+        recipe.name: [recipe.file_path, *(f"configs/{config.file_path}" for config in recipe.configs)]
+        for recipe in _registered_recipes()
+    }
+    return {name: [path for one in listed if (path := recipe_dir() / one).is_file()] for name, listed in files.items()}
+
+
 def stock_config_path(name: str) -> Path | None:
     """The stock config that ``tune`` knows as ``name``; None if there is none."""
     file_path = _registered_configs().get(name)

@@ -5,14 +5,16 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, ListConfig
-from torch import nn
-from torchtune.modules.model_fusion import DeepFusionModel, EarlyFusionModel
 
 from torchtune_adaptive.batch.noise_scale import MeasuredSchedule
 from torchtune_adaptive.errors import InputError, as_integer, quote, require_integer
 from torchtune_adaptive.settings import AdaptiveSettings
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Settings that only this package's training loop and its search support.
 _OF_OUR_TRAINING = (
@@ -33,6 +35,7 @@ _FLAGS_OF_PPO = ("enable_kv_cache", "penalise_no_eos", "whiten_rewards")
 _LEAST = {
     "batch_size": 1,
     "gradient_accumulation_steps": 1,
+    "max_steps_per_epoch": 1,
     "fake_quant_after_n_steps": 0,
     "min_response_length": 0,
     "seed": 0,
@@ -117,12 +120,14 @@ def _check_searchable(cfg: DictConfig) -> None:
         )
 
 
-def check_model(model: nn.Module, settings: AdaptiveSettings) -> None:
+def check_model(model: "nn.Module", settings: AdaptiveSettings) -> None:
     """Check that a search can create the longest samples for ``model``.
 
     Raises:
         InputError: the model takes images.
     """
+    from torchtune.modules.model_fusion import DeepFusionModel, EarlyFusionModel  # takes seconds
+
     if settings.searches and isinstance(model, DeepFusionModel | EarlyFusionModel):
         kind = next(kind for kind in (DeepFusionModel, EarlyFusionModel) if isinstance(model, kind))
         raise InputError(
@@ -149,7 +154,8 @@ def _check_numbers(cfg: DictConfig) -> None:
     for name, minimum in _LEAST.items():
         if cfg.get(name) is not None:
             require_integer(name, cfg[name], minimum=minimum)
-    require_integer("log_every_n_steps", cfg.get("log_every_n_steps", 1), minimum=1)
+    for name in ("epochs", "log_every_n_steps"):
+        require_integer(name, cfg.get(name, 1), minimum=1)
     ratio = cfg.get("kd_ratio", 0)
     if not _is_number(ratio) or not 0 <= ratio <= 1:
         raise InputError(f"`kd_ratio` must be in [0, 1], but is {quote(ratio)} instead.")

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from datasets.exceptions import DatasetsError
+from omegaconf import OmegaConf
+from torchtune import config
 
 from torchtune_adaptive.errors import InputError, cannot_set_up, reason_of
 
@@ -23,9 +25,21 @@ def setting_up() -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        refusal = cannot_set_up(error)
+        block, values = _block_of(error)
+        refusal = cannot_set_up(error, block=block, values=values)
         _free_quietly(error)
         raise refusal from error
+
+
+def _block_of(error: Exception) -> tuple[str, object]:
+    """The block of the config that torchtune was creating when ``error`` was raised, and its values; "" if none."""
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if frame.f_code is config.instantiate.__code__:
+            block = frame.f_locals["config"]
+            return (
+                (block._get_full_key(None), OmegaConf.to_container(block)) if OmegaConf.is_dict(block) else ("", None)
+            )
+    return "", None
 
 
 def _free_quietly(error: Exception) -> None:
