@@ -36,6 +36,7 @@ ORDER += [
     "assembly",
     "recipe",
     "nodes",
+    "quiet",
     "launch",
     "plan",
     "report",

@@ -9,6 +9,7 @@ from tests.ranks import run_on_ranks
 from tests.recipe_runs import SHALLOW, RecordingLogger, adaptive_recipe, set_up, shallow_assets, tiny_config
 from tests.test_tune_run import tune_run
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.settings import named_by_path
 from torchtune_adaptive.stock.configs import resolve_config_argument
 
 SEARCH = "use_maximum_batch_size=True"
@@ -18,26 +19,35 @@ CASES: dict[str, tuple[list[str], str]] = {
     "misspelt key": ([SEARCH, "adaptive.margn=0.1"], "but is 'margn' instead; did you mean `adaptive.margin`?"),
     "misspelt top-level key": (["use_max_batch_size=True"], "did you mean `use_maximum_batch_size`?"),
     "key in the wrong place": ([SEARCH, "memory_limit=64MiB"], "did you mean `adaptive.memory_limit`?"),
-    "unknown strategy": ([SEARCH, "adaptive.strategy=bisect"], "`strategy` must be one of linear_extrapolation,"),
-    "margin above one": ([SEARCH, "adaptive.margin=1.5"], "`margin` must be in [0, 1), but is 1.5 instead."),
-    "margin below zero": ([SEARCH, "adaptive.margin=-0.1"], "`margin` must be in [0, 1), but is -0.1 instead."),
+    "unknown strategy": (
+        [SEARCH, "adaptive.strategy=bisect"],
+        "`adaptive.strategy` must be one of linear_extrapolation,",
+    ),
+    "margin above one": ([SEARCH, "adaptive.margin=1.5"], "`adaptive.margin` must be in [0, 1), but is 1.5 instead."),
+    "margin below zero": (
+        [SEARCH, "adaptive.margin=-0.1"],
+        "`adaptive.margin` must be in [0, 1), but is -0.1 instead.",
+    ),
     "unreadable limit": (
         [SEARCH, "adaptive.memory_limit=80bananas"],
         "must be a size like 80GiB or whole bytes, but is",
     ),
     "limit of zero": (
         [SEARCH, "adaptive.memory_limit=0GiB"],
-        "`memory_limit` must be at least one byte, but is '0GiB'",
+        "`adaptive.memory_limit` must be at least one byte, but is '0GiB'",
     ),
     "limit above the device": (
         [SEARCH, "adaptive.memory_limit=900TiB"],
-        "`memory_limit` must be at most what the device",
+        "`adaptive.memory_limit` must be at most what the device",
     ),
     "CPU search without limit": (
         [SEARCH, "adaptive.memory_limit=null"],
-        "`memory_limit` must be given for a search on",
+        "`adaptive.memory_limit` must be given for a search on",
     ),
-    "max_batch_size of zero": ([SEARCH, "adaptive.max_batch_size=0"], "`max_batch_size` must be at least 1, but is 0"),
+    "max_batch_size of zero": (
+        [SEARCH, "adaptive.max_batch_size=0"],
+        "`adaptive.max_batch_size` must be at least 1, but is 0",
+    ),
     "function not importable": ([GROW + "no_such_module.grow"], FUNCTION + "be importable, but 'no_such_module.grow'"),
     "function not callable": ([GROW + "tests.growth_functions.NOT_CALLABLE"], "is 3 instead."),
     "function of one argument": (
@@ -56,7 +66,7 @@ CASES: dict[str, tuple[list[str], str]] = {
             "optimizer_in_bwd=True",
             "clip_grad_norm=null",
         ],
-        "`optimizer_in_bwd` must be False with `growth_limit` none, but is True instead.",
+        "`optimizer_in_bwd` must be False with `adaptive.growth_limit` none, but is True instead.",
     ),
     "tensor parallelism": (
         [SEARCH, "tensor_parallel_dim=2"],
@@ -89,7 +99,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     ),
     "no checkpoint": (
         ["checkpointer.checkpoint_dir=/no/such"],
-        "that its recipe can set up, but failed: ValueError: /no/such is not a valid directory (_utils.py, line ",
+        "`checkpointer.checkpoint_dir` must exist, but is '/no/such' instead.",
     ),
     "loss of another method": (
         ["loss._component_=torchtune.rlhf.loss.DPOLoss"],
@@ -100,7 +110,14 @@ CASES: dict[str, tuple[list[str], str]] = {
         "`gradient_accumulation_steps` must be at least 1, but is 0 instead.",
     ),
     "no rows": (["batch_size=two"], "`batch_size` must be an integer, but is 'two' instead."),
-    "rows beyond the model": ([SEARCH, "adaptive.seq_len=513"], "the model's max_seq_len (512 tokens), but have 513."),
+    "rows beyond the model": (
+        [SEARCH, "tokenizer.max_seq_len=600"],
+        "max_seq_len (512 tokens), but have 600; set `tokenizer.max_seq_len` to 512 or less.",
+    ),
+    "probes beyond the model": (
+        [SEARCH, "adaptive.seq_len=513"],
+        "max_seq_len (512 tokens), but have 513; set `adaptive.seq_len` to 512 or less.",
+    ),
     "start above the maximum": (
         [GROW + "tests.growth_functions.gives_two", "batch_size=64", "adaptive.memory_limit=44MiB"],
         "`batch_size` must be at most the largest that fits (3), but is 64 instead.",
@@ -113,7 +130,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     ),
     "fewer samples than ranks": (
         ["adaptive.global_batch_size=1"],
-        "`global_batch_size` must be at least the number of ranks (2), but is 1 instead.",
+        "`adaptive.global_batch_size` must be at least the number of ranks (2), but is 1 instead.",
     ),
     "data below a global batch": (
         ["adaptive.global_batch_size=401"],
@@ -125,19 +142,19 @@ CASES: dict[str, tuple[list[str], str]] = {
     ),
     "global batch in backward": (
         ["adaptive.global_batch_size=8", "optimizer_in_bwd=True", "clip_grad_norm=null"],
-        "`optimizer_in_bwd` must be False with `global_batch_size` 8, but is True instead.",
+        "`optimizer_in_bwd` must be False with `adaptive.global_batch_size` 8, but is True instead.",
     ),
     "global batch that memory bounds": (
         [GROW + "tests.growth_functions.gives_two", "adaptive.global_batch_size=8"],
-        "`growth_limit` must be none or a number where `global_batch_size` grows,",
+        "`adaptive.growth_limit` must be none or a number where `adaptive.global_batch_size` grows,",
     ),
     "tokens of packs": (
         ["adaptive.max_tokens_per_micro_batch=512", "dataset.packed=True"],
-        "`dataset.packed` must be False for `max_tokens_per_micro_batch`,",
+        "`dataset.packed` must be False for `adaptive.max_tokens_per_micro_batch`,",
     ),
     "sample above the tokens": (
         ["adaptive.max_tokens_per_micro_batch=128"],
-        "`max_tokens_per_micro_batch` must be at least every sample's length, but is 128, and sample ",
+        "`adaptive.max_tokens_per_micro_batch` must be at least every sample's length, but is 128, and sample ",
     ),
     "throughput of nothing": (
         ["adaptive.objective=throughput"],
@@ -145,11 +162,28 @@ CASES: dict[str, tuple[list[str], str]] = {
     ),
     "unknown scaling": (
         ["adaptive.lr_scaling=root"],
-        "`lr_scaling` must be one of none, sqrt, linear, but is 'root' instead.",
+        "`adaptive.lr_scaling` must be one of none, sqrt, linear, but is 'root' instead.",
     ),
     "checkpoints in the background": (
         ["enable_async_checkpointing=True"],
         "`enable_async_checkpointing` must be False on 2 CPU ranks,",
+    ),
+    "misspelt key of torchtune": (["epoch=5"], "but is 'epoch' instead; did you mean `epochs`?"),
+    "no epochs": (["epochs=-1"], "`epochs` must be at least 1, but is -1 instead."),
+    "no tokenizer": (["tokenizer.path=/no/such"], "`tokenizer.path` must exist, but is '/no/such' instead."),
+    "no file of the checkpoint": (
+        ["checkpointer.checkpoint_files=[model.pt, none.pt]"],
+        "but 'none.pt' is not one.",
+    ),
+    "learning rate in words": (["optimizer.lr=fast"], "`optimizer.lr` must be a number, but is 'fast' instead."),
+    "warmup in words": (["lr_scheduler.num_warmup_steps=x"], "`lr_scheduler.num_warmup_steps` must be a number,"),
+    "values that an optimizer refuses": (
+        ["optimizer.betas=[2, 3]"],
+        "`optimizer` must be one that can be created, but failed with {",
+    ),
+    "component of no module": (
+        ["loss._component_=nonsense.Foo"],
+        "`loss._component_` must be importable, but 'nonsense.Foo' is not: ModuleNotFoundError",
     ),
     "state that cannot be saved": (
         [GROW + "tests.growth_functions.UNSAVABLE"],
@@ -173,7 +207,8 @@ def _answers(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, str]:
         cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(_with_empty_file(overrides, output_dir)))
         RecordingLogger()
         try:
-            set_up(adaptive_recipe("full"), cfg)
+            with named_by_path():
+                set_up(adaptive_recipe("full"), cfg)
         except InputError as error:
             answers[name] = str(error)
         assert RecordingLogger.last.steps == [], "no step may be taken before a refusal"

@@ -95,6 +95,13 @@ def test_null_and_the_bounds_are_accepted() -> None:
     check({"fake_quant_after_n_steps": 0, "kd_ratio": 1, "compile": None, "shuffle": 1, "seed": None})
 
 
+@pytest.mark.parametrize("name", ["epochs", "max_steps_per_epoch", "log_every_n_steps"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_run_without_a_step_is_refused(name: str, value: int) -> None:
+    assert refusal({name: value}) == f"`{name}` must be at least 1, but is {value} instead."
+    check({"epochs": 1, "max_steps_per_epoch": None})
+
+
 TURNS: dict[str, Any] = {
     "batch_size": 4,
     "forward_batch_size": 4,

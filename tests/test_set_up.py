@@ -4,6 +4,8 @@ import sys
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
+from torchtune import config
 
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.stock.set_up import setting_up
@@ -35,3 +37,13 @@ def test_a_refusal_is_passed_on_unchanged() -> None:
     with pytest.raises(InputError) as refused, setting_up():
         raise InputError("`x` is wrong.")
     assert str(refused.value) == "`x` is wrong."
+
+
+def test_a_block_that_torchtune_cannot_create_is_named_with_its_values() -> None:
+    cfg = OmegaConf.create({"metric_logger": {"_component_": "tests.test_set_up.Logger", "path": "/no/such/file"}})
+    with pytest.raises(InputError) as refused, setting_up():
+        config.instantiate(cfg.metric_logger)
+    assert str(refused.value).startswith(
+        "`metric_logger` must be one that can be created, but failed with {'_component_': 'tests.test_set_up.Logger',"
+        " 'path': '/no/such/file'}: FileNotFoundError: "
+    )

@@ -267,7 +267,9 @@ def test_block_that_is_not_a_mapping_is_refused(value, quoted):
     ],
 )
 def test_top_level_key_that_resembles_an_adaptive_key_is_refused(key, meant):
-    assert refusal(**{key: 1}) == (f"`{key}` must not be a top-level key of the config; did you mean `{meant}`?")
+    assert refusal(**{key: 1}) == (
+        f"A top-level key must be one that the recipe reads, but is '{key}' instead; did you mean `{meant}`?"
+    )
 
 
 @pytest.mark.parametrize(
@@ -305,7 +307,7 @@ def test_switches_must_be_bool(value, quoted):
     sentence = f"must be True or False, but is {quoted} instead."
     assert refusal(use_maximum_batch_size=value) == f"`use_maximum_batch_size` {sentence}"
     for name in ("power_of_two", "oom_recovery", "save_in_background", "search_only", "reuse_found_size"):
-        assert refusal(adaptive={name: value}) == f"`{name}` {sentence}"
+        assert refusal(adaptive={name: value}) == f"`adaptive.{name}` {sentence}"
 
 
 @pytest.mark.parametrize(
@@ -323,7 +325,7 @@ def test_switches_must_be_bool(value, quoted):
     ],
 )
 def test_counts_must_be_integers_of_at_least_one(name, value, rest):
-    assert refusal(adaptive={name: value}) == f"`{name}` must be {rest} instead."
+    assert refusal(adaptive={name: value}) == f"`adaptive.{name}` must be {rest} instead."
 
 
 @pytest.mark.parametrize("value", [0, 0.0, 0.999, 0.05])
@@ -333,7 +335,7 @@ def test_margin_in_its_range_is_taken(value):
 
 @pytest.mark.parametrize("value", [1, 1.5, -0.1, math.nan, math.inf, True, False, "0.1", None, [0.1]])
 def test_margin_that_is_out_of_range_or_not_a_number_is_refused(value):
-    assert refusal(adaptive={"margin": value}) == f"`margin` must be in [0, 1), but is {value!r} instead."
+    assert refusal(adaptive={"margin": value}) == f"`adaptive.margin` must be in [0, 1), but is {value!r} instead."
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -355,7 +357,7 @@ def test_each_strategy_is_taken(strategy):
 )
 def test_unknown_strategy_is_refused_with_the_nearest_name(value, ending):
     assert refusal(adaptive={"strategy": value}) == (
-        f"`strategy` must be one of linear_extrapolation, binary_search, decrease_until_oom, but is {ending}"
+        f"`adaptive.strategy` must be one of linear_extrapolation, binary_search, decrease_until_oom, but is {ending}"
     )
 
 
@@ -383,18 +385,20 @@ def test_each_word_and_number_that_a_key_allows_is_taken(name, values):
     "value", [True, False, 8.0, math.nan, "8", "atuo", "None", "AUTO", "Memory", "", [8], {"a": 1}]
 )
 def test_a_value_that_is_neither_an_allowed_word_nor_an_integer_is_refused(name, words, value):
-    assert refusal(adaptive={name: value}) == f"`{name}` must be {words} or an integer, but is {value!r} instead."
+    assert (
+        refusal(adaptive={name: value}) == f"`adaptive.{name}` must be {words} or an integer, but is {value!r} instead."
+    )
 
 
 @pytest.mark.parametrize("name", ["max_tokens_per_micro_batch", "growth_limit"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_a_number_in_place_of_a_word_must_be_at_least_one(name, value):
-    assert refusal(adaptive={name: value}) == f"`{name}` must be at least 1, but is {value} instead."
+    assert refusal(adaptive={name: value}) == f"`adaptive.{name}` must be at least 1, but is {value} instead."
 
 
 def test_a_limit_of_growth_may_not_be_null():
     assert refusal(adaptive={"growth_limit": None}) == (
-        "`growth_limit` must be memory, none or an integer, but is None instead."
+        "`adaptive.growth_limit` must be memory, none or an integer, but is None instead."
     )
 
 
@@ -414,7 +418,9 @@ def test_a_limit_of_growth_may_not_be_null():
 )
 def test_an_unknown_word_is_refused_with_the_nearest_allowed_word(name, words, value, guess):
     hint = f"; did you mean `{guess}`?" if guess is not None and guess in words.split(", ") else "."
-    assert refusal(adaptive={name: value}) == f"`{name}` must be one of {words}, but is {value!r} instead{hint}"
+    assert (
+        refusal(adaptive={name: value}) == f"`adaptive.{name}` must be one of {words}, but is {value!r} instead{hint}"
+    )
 
 
 # ---- values that contradict each other
@@ -423,7 +429,8 @@ def test_an_unknown_word_is_refused_with_the_nearest_allowed_word(name, words, v
 def test_memory_does_not_bound_a_global_batch_that_grows():
     keys: dict[str, Any] = {"global_batch_size": 64}
     assert refusal(batch_increase_function=f"{HERE}.grow_by_two", adaptive=keys) == (
-        "`growth_limit` must be none or a number where `global_batch_size` grows, because memory bounds its"
+        "`adaptive.growth_limit` must be none or a number where `adaptive.global_batch_size` grows, because memory"
+        " bounds its"
         " micro-batches alone, but is memory instead."
     )
     for limit in ("none", 512):
@@ -442,7 +449,8 @@ def test_the_objective_throughput_requires_a_search():
 def test_the_objective_throughput_does_not_choose_a_token_budget():
     keys = {"objective": "throughput", "max_tokens_per_micro_batch": "auto"}
     assert refusal(use_maximum_batch_size=True, adaptive=keys) == (
-        "`objective` must be memory where `max_tokens_per_micro_batch` is auto, but is throughput instead."
+        "`adaptive.objective` must be memory where `adaptive.max_tokens_per_micro_batch` is auto,"
+        " but is throughput instead."
     )
 
 
@@ -509,17 +517,17 @@ UNREADABLE_TEXTS += ["٨GiB", "nan", "inf GiB", "0x10", "1GiB\0", f"{10**20}B"]
     "value", [*UNREADABLE_TEXTS, True, False, math.nan, math.inf, -math.inf, 0.5, [80], {"a": 1}, b"1GiB"]
 )
 def test_unreadable_memory_is_refused(value):
-    sentence = f"`memory_limit` must be a size like 80GiB or whole bytes, but is {value!r} instead."
+    rest = f"must be a size like 80GiB or whole bytes, but is {value!r} instead."
     with pytest.raises(InputError) as caught:
         parse_memory(value)
-    assert str(caught.value) == sentence
-    assert refusal(adaptive={"memory_limit": value}) == sentence
+    assert str(caught.value) == f"`memory_limit` {rest}"
+    assert refusal(adaptive={"memory_limit": value}) == f"`adaptive.memory_limit` {rest}"
 
 
 @pytest.mark.parametrize("value", [0, -1, "0", "0GiB", "-5GiB", "0.0001B", -2.0, 0.0, "-0.5B"])
 def test_memory_that_is_not_above_zero_is_refused(value):
     assert refusal(adaptive={"memory_limit": value}) == (
-        f"`memory_limit` must be at least one byte, but is {value!r} instead."
+        f"`adaptive.memory_limit` must be at least one byte, but is {value!r} instead."
     )
 
 
@@ -721,11 +729,12 @@ def test_a_search_alone_is_allowed_where_a_config_can_hold_its_result(keys: dict
 @pytest.mark.parametrize(
     ("keys", "start"),
     [
-        ({}, "`use_maximum_batch_size` must be True with `search_only`"),
+        ({}, "`use_maximum_batch_size` must be True with `adaptive.search_only`"),
         ({"batch_increase_function": f"{HERE}.grow_by_two"}, "`batch_increase_function` must be null with"),
         (
             {"use_maximum_batch_size": True, "adaptive": {"lr_scaling": "sqrt"}},
-            "`lr_scaling` must be none with `search_only`, because it scales from the `batch_size` that the search"
+            "`adaptive.lr_scaling` must be none with `adaptive.search_only`, because it scales from the `batch_size`"
+            " that the search"
             " replaces, but is sqrt instead.",
         ),
         (
@@ -733,7 +742,8 @@ def test_a_search_alone_is_allowed_where_a_config_can_hold_its_result(keys: dict
                 "use_maximum_batch_size": True,
                 "adaptive": {"global_batch_size": 8, "max_tokens_per_micro_batch": 512},
             },
-            "`max_tokens_per_micro_batch` must be null or auto with `search_only` and a `global_batch_size`, because"
+            "`adaptive.max_tokens_per_micro_batch` must be null or auto with `adaptive.search_only` and"
+            " `adaptive.global_batch_size`, because"
             " nothing is left to search for, but is 512 instead.",
         ),
     ],

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 def check_first() -> None:
     """End the program with one sentence if a value is invalid. A recipe calls this before it imports torch.
 
-    It also filters messages that torch's libraries print when they are imported. With several nodes nothing is checked
-    yet, because the others have to be told: ``launch`` does so.
+    It also filters messages that torch's libraries print when they are imported. On several nodes it checks nothing:
+    a node that refuses a value has to notify the others, as ``launch`` does.
     """
     filter_messages()
     if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:

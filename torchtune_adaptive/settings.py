@@ -40,8 +40,7 @@ def named_by_path() -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        error.args = (_BLOCK_KEY.sub(r"`adaptive.\1`", str(error)), *error.args[1:])
-        raise
+        raise type(error)(_BLOCK_KEY.sub(r"`adaptive.\1`", str(error))) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +161,7 @@ class AdaptiveSettings:
             )
         if self.global_batch_size is not None and isinstance(self.max_tokens_per_micro_batch, int):
             raise InputError(
-                "`max_tokens_per_micro_batch` must be null or auto with `search_only` and a `global_batch_size`,"
+                "`max_tokens_per_micro_batch` must be null or auto with `search_only` and `global_batch_size`,"
                 f" because nothing is left to search for, but is {self.max_tokens_per_micro_batch} instead."
             )
 
@@ -241,6 +240,13 @@ _PLACES = {key.name: key.path for key in CONFIG_KEYS}
 _BLOCK_KEY = re.compile(f"`({'|'.join(BLOCK_KEYS)})`")
 
 
+def unread_key(key: str, *, meant: str) -> InputError:
+    """The error for a top-level ``key`` of a config that no recipe reads."""
+    return InputError(
+        f"A top-level key must be one that the recipe reads, but is {quote(key)} instead; did you mean `{meant}`?"
+    )
+
+
 def _refuse_misplaced_keys(cfg: DictConfig) -> None:
     """Refuse top-level keys that are meant for us but misspelt or misplaced. Any other key belongs to torchtune."""
     for key in cfg:
@@ -250,7 +256,7 @@ def _refuse_misplaced_keys(cfg: DictConfig) -> None:
         if name in BLOCK_KEYS and name != "seq_len":  # a plain name, which configs use for their interpolations
             alike = [f"adaptive.{name}"]
         if alike and key not in _LIKENESS:
-            raise InputError(f"`{key}` must not be a top-level key of the config; did you mean `{alike[0]}`?")
+            raise unread_key(str(key), meant=alike[0])
 
 
 def _checked_block(block: object) -> dict[str, Any]:

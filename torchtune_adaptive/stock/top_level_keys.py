@@ -6,8 +6,7 @@ from functools import cache
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.settings import CONFIG_KEYS
+from torchtune_adaptive.settings import CONFIG_KEYS, unread_key
 from torchtune_adaptive.stock.installed import stock_recipe_files
 from torchtune_adaptive.stock.own_files import adaptive_name, recipe_files
 
@@ -32,7 +31,7 @@ def check_top_level_keys(cfg: DictConfig) -> None:
     for key in unknown:
         nearest = difflib.get_close_matches(key.lower().replace("-", "_"), read, n=1, cutoff=_ALIKE)
         if nearest and key not in interpolated:
-            raise InputError(f"`{key}` must be a key that the recipe reads, but is none; did you mean `{nearest[0]}`?")
+            raise unread_key(key, meant=nearest[0])
 
 
 @cache

@@ -1,0 +1,291 @@
+"""What is checked of a config before its recipe is set up: keys, files, the device, components and their values."""
+
+import logging
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.launch import check_first
+from torchtune_adaptive.quiet import filter_messages
+from torchtune_adaptive.settings import named_by_path
+from torchtune_adaptive.stock.check import check_run
+from torchtune_adaptive.stock.components import check_components
+from torchtune_adaptive.stock.device import check_device
+from torchtune_adaptive.stock.input_files import check_input_files
+from torchtune_adaptive.stock.installed import recipe_dir
+from torchtune_adaptive.stock.own_files import config_dir
+from torchtune_adaptive.stock.top_level_keys import check_top_level_keys
+
+STOCK_CONFIGS = sorted((recipe_dir() / "configs").rglob("*.yaml"))
+CONFIGS = [*STOCK_CONFIGS, *sorted(config_dir().rglob("*.yaml"))]
+
+
+def refusal(check: Any, content: dict[str, Any]) -> str:
+    with pytest.raises(InputError) as refused:
+        check(OmegaConf.create(content))
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def every_config() -> list[DictConfig]:
+    configs = [OmegaConf.load(path) for path in CONFIGS]
+    return [cfg for cfg in configs if isinstance(cfg, DictConfig)]
+
+
+# ---- without torch
+
+
+def test_what_is_checked_first_needs_no_torch() -> None:
+    code = "import sys, torchtune_adaptive.launch, torchtune_adaptive.cli.main; print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_a_rank_of_one_node_refuses_a_value_before_it_imports_torch(
+    nodes: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On several nodes the launch refuses it, which notifies the others."""
+    monkeypatch.setattr("sys.argv", ["recipe", "--config", "tiny/full", "adaptive.margin=2"])
+    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    if nodes == "2":
+        check_first()
+        return
+    with pytest.raises(SystemExit) as end:
+        check_first()
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "recipe: `adaptive.margin` must be in [0, 1), but is 2 instead.\n"
+
+
+def test_help_is_left_to_torchtune() -> None:
+    check_run(["--config", "tiny/full", "--help"], ranks=1)
+
+
+def test_a_key_of_ours_is_named_by_its_path_in_the_config() -> None:
+    class OwnError(InputError): ...
+
+    with pytest.raises(OwnError) as refused, named_by_path(), named_by_path():
+        raise OwnError("`seq_len` must be 1 with `batch_size`, but is `adaptive.seq_len` or tokenizer.seq_len.")
+    assert str(refused.value) == (
+        "`adaptive.seq_len` must be 1 with `batch_size`, but is `adaptive.seq_len` or tokenizer.seq_len."
+    )
+
+
+# ---- keys
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("epoch", "epochs"),
+        ("Epochs", "epochs"),
+        ("max_step_per_epoch", "max_steps_per_epoch"),
+        ("gradient_accumulation_step", "gradient_accumulation_steps"),
+        ("batch-size", "batch_size"),
+        ("optimiser", "optimizer"),
+        ("datasets_", "dataset"),
+        ("fsdp_cpu_ofload", "fsdp_cpu_offload"),
+        ("cudnn_determinstic_mode", "cudnn_deterministic_mode"),  # which only recipes name, and no config
+    ],
+)
+def test_a_misspelt_key_is_refused_with_what_is_meant(key: str, meant: str) -> None:
+    sentence = f"A top-level key must be one that the recipe reads, but is '{key}' instead; did you mean `{meant}`?"
+    assert refusal(check_top_level_keys, {key: 1}) == sentence
+
+
+@pytest.mark.parametrize("key", ["my_dir", "run_name", "seq_len", "max_seq_len", "batch_size_val", "eval_dataset"])
+def test_a_key_of_the_users_own_passes(key: str) -> None:
+    check_top_level_keys(OmegaConf.create({key: 1}))
+
+
+@pytest.mark.parametrize("use", ["${epoch}", "a/${epoch}/b", "${oc.decode:${epoch}}", "${..epoch}", "${epoch.sub}"])
+def test_a_key_that_the_config_interpolates_passes(use: str) -> None:
+    check_top_level_keys(OmegaConf.create({"epoch": 3, "tokenizer": {"path": use}}))
+
+
+def test_the_keys_of_every_config_pass() -> None:
+    configs = every_config()
+    assert len(configs) > 150
+    for cfg in configs:
+        check_top_level_keys(cfg)
+
+
+# ---- files
+
+
+def test_a_file_that_is_missing_is_named_by_its_key(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").touch()
+    block = {"_component_": "torchtune.training.FullModelTorchTuneCheckpointer", "checkpoint_dir": str(tmp_path)}
+    block |= {"checkpoint_files": ["model.pt"], "output_dir": "/no/such", "recipe_checkpoint": None}
+    check_input_files(OmegaConf.create({"teacher_checkpointer": block}))
+    missing = {"teacher_checkpointer": block | {"checkpoint_dir": "/no/such"}}
+    sentence = "`teacher_checkpointer.checkpoint_dir` must exist, but is '/no/such' instead."
+    assert refusal(check_input_files, missing) == sentence
+    assert refusal(check_input_files, {"checkpointer": block | {"checkpoint_files": ["model.pt", "b.pt"]}}) == (
+        f"`checkpointer.checkpoint_files` must be files of '{tmp_path}', but 'b.pt' is not one."
+    )
+    tokenizer = {"_component_": "torchtune.models.qwen2.qwen2_tokenizer", "path": str(tmp_path), "merges_file": "/x/y"}
+    sentence = "`tokenizer.merges_file` must exist, but is '/x/y' instead."
+    assert refusal(check_input_files, {"tokenizer": tokenizer, "resume_from_checkpoint": True}) == sentence
+    # A run that resumes need not have the files that the first run began with.
+    check_input_files(OmegaConf.create(missing | {"resume_from_checkpoint": True}))
+    # The user's own component may read a name on a hub, and a data set's source may be one.
+    own = {"tokenizer": {"_component_": "my.tokenizer", "path": "hub/name"}, "dataset": {"source": "hub/name"}}
+    check_input_files(OmegaConf.create(own))
+
+
+def test_the_rule_for_paths_finds_every_local_path_of_the_stock_configs() -> None:
+    """Each of their inputs is below /tmp, and none is on this machine."""
+    blocks = 0
+    for cfg in every_config():
+        for name, block in cfg.items():
+            is_read = str(name).endswith(("tokenizer", "checkpointer")) and "_component_" in (block or {})
+            paths = [key for key in block if str(block[key]).startswith("/tmp/")] if is_read else []
+            for path in {*paths} - {"output_dir"}:
+                blocks += 1
+                others = {key: block[key] for key in block if key not in paths or key == path}
+                others = {key: f"{value}_" if key == path else value for key, value in others.items()}
+                assert f"`{name}.{path}` must exist" in refusal(check_input_files, {str(name): others})
+    assert blocks > 200
+
+
+# ---- the device
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_device_that_this_machine_lacks_is_refused(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    if count == 0:
+        assert refusal(check_device, {"device": "cuda"}) == (
+            "`device` must be cpu or one that this machine has, but is 'cuda' and torch sees no CUDA device."
+        )
+        return
+    check_device(OmegaConf.create({"device": "cuda"}))
+    check_device(OmegaConf.create({"device": "cuda:1"}))
+    sentence = "`device` must be one of the 2 that this machine has, but is 'cuda:7' instead."
+    assert refusal(check_device, {"device": "cuda:7"}) == sentence
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    check_device(OmegaConf.create({"device": "cuda"}))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    sentence = "`--nproc_per_node` must be at most 2, the CUDA devices of this machine, but is 3 instead."
+    assert refusal(check_device, {"device": "cuda"}) == sentence
+
+
+@pytest.mark.parametrize("device", ["xpu", "xpu:0", "meta", "vulkan"])
+def test_another_device_that_torch_knows_is_refused_where_there_is_none(device: str) -> None:
+    name = device.partition(":")[0]
+    assert refusal(check_device, {"device": device}) == (
+        f"`device` must be cpu or one that this machine has, but is {device!r} and torch sees no {name} device."
+    )
+
+
+@pytest.mark.parametrize("device", ["gpu", "npu", 3.5, ""])
+def test_a_device_that_torch_does_not_know_is_refused(device: Any) -> None:
+    sentence = f"`device` must be one that torch knows, as cpu or cuda, but is {device!r} instead."
+    assert refusal(check_device, {"device": device}) == sentence
+
+
+def test_the_cpu_and_torchtunes_choice_pass() -> None:
+    for content in ({"device": "cpu"}, {"device": None}, {}):
+        check_device(OmegaConf.create(content))
+
+
+# ---- components and their values
+
+ADAMW = "torch.optim.AdamW"
+
+
+class OfUser:
+    """A component whose annotations cannot be evaluated."""
+
+    def __init__(self, size: "NoSuchType", ratio=0.5, mode=0, **others) -> None: ...  # noqa: F821  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("block", "sentence"),
+    [
+        ({"_component_": ADAMW, "lr": "fast"}, "`block.lr` must be a number, but is 'fast' instead."),
+        ({"_component_": ADAMW, "weight_decay": [1]}, "`block.weight_decay` must be a number, but is [1] instead."),
+        ({"_component_": ADAMW, "fused": "yes"}, "`block.fused` must be True or False, but is 'yes' instead."),
+        (
+            {"_component_": "torchtune.training.get_cosine_schedule_with_warmup", "num_warmup_steps": "x"},
+            "`block.num_warmup_steps` must be a number, but is 'x' instead.",
+        ),
+        (
+            {"_component_": "torchao.optim.AdamW8bit", "lr": "fast"},  # without annotations
+            "`block.lr` must be a number, but is 'fast' instead.",
+        ),
+        (
+            {"_component_": ADAMW, "weight_decy": 1},
+            f"`block.weight_decy` must be an argument of {ADAMW}, but is none; did you mean `block.weight_decay`?",
+        ),
+        (
+            {"_component_": "tests.test_check.OfUser", "ratio": "x"},
+            "`block.ratio` must be a number, but is 'x' instead.",
+        ),
+        (
+            {"_component_": "torch.optim.Nonsense"},
+            "`block._component_` must be importable, but 'torch.optim.Nonsense' is not: ModuleNotFoundError:"
+            " No module named 'torch.optim.Nonsense'.",
+        ),
+    ],
+)
+def test_a_value_that_a_component_does_not_take_is_refused(block: dict[str, Any], sentence: str) -> None:
+    assert refusal(check_components, {"block": block}) == sentence
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"_component_": ADAMW, "lr": 1e-3, "weight_decay": 0, "fused": None, "betas": [0.9, 0.99]},
+        {"_component_": "tests.test_check.OfUser", "size": "x", "mode": "fast", "other": 1},
+        {"lr": "fast"},
+        None,
+        3,
+    ],
+)
+def test_a_value_that_a_component_may_take_passes(block: Any) -> None:
+    check_components(OmegaConf.create({"block": block}))
+
+
+def test_the_values_of_every_config_pass() -> None:
+    """Those of components whose packages are not installed here are refused for that alone."""
+    refused: list[str] = []
+    for cfg in every_config():
+        try:
+            check_components(cfg)
+        except InputError as error:
+            refused.append(str(error))
+    missing = ("No module named 'bitsandbytes'.", "No module named 'torchvision'.")
+    assert [sentence for sentence in refused if not sentence.endswith(missing)] == []
+    assert len(refused) < 50
+
+
+# ---- messages of other libraries
+
+
+def test_two_messages_that_concern_no_user_are_filtered_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        filter_messages()
+        for module in ("torchdata.stateful_dataloader", "mine"):
+            for text in ("'set_vital' is deprecated, please do not call", "'other' is deprecated"):
+                warnings.warn_explicit(text, UserWarning, "file.py", 1, module=module)
+    messages = [str(one.message) for one in caught]
+    assert messages == [
+        "'other' is deprecated",
+        "'set_vital' is deprecated, please do not call",
+        "'other' is deprecated",
+    ]
+    log = logging.getLogger("torchao")
+    log.warning("Skipping import of cpp extensions due to incompatible torch version 2.13 for torchao version 0.15")
+    log.warning("Something else")
+    assert caplog.messages == ["Something else"]
