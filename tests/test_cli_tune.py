@@ -302,7 +302,7 @@ def test_the_programs_status_is_the_recipes(ranks: int, tiny_dir: Path, tmp_path
     for override, status in (("adaptive.margin=0.1", 0), ("adaptive.margin=7", 1)):
         run = subprocess.run([*command, override], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert run.returncode == status, run.stderr[-3000:]
-    assert run.stderr.endswith("\nadaptive_full_finetune_distributed: `margin` must be in [0, 1), but is 7 instead.\n")
+    assert run.stderr.endswith("tune-adaptive run: `adaptive.margin` must be in [0, 1), but is 7 instead.\n")
     assert run.stderr.count("must be in [0, 1)") == 1
     assert (tmp_path / "out" / "adaptive_batch.json").exists()
 
@@ -341,7 +341,7 @@ def test_a_config_of_another_recipe_is_valid_unless_it_has_adaptive_keys(program
 PPO = ["mistral/7B_full_ppo_low_memory", "optimizer=torch.optim.AdamW"]
 INVALID = {
     "unknown config": (["tiny/ful"], "`--config` must be the name or path of a config, but is 'tiny/ful'."),
-    "our key": (["tiny/full", "adaptive.margin=7"], "`margin` must be in [0, 1), but is 7 instead."),
+    "our key": (["tiny/full", "adaptive.margin=7"], "`adaptive.margin` must be in [0, 1), but is 7 instead."),
     "misspelt key": (["tiny/full", "adaptive.margn=0.1"], "did you mean `adaptive.margin`?"),
     "option": (["tiny/full", "batch_size=0"], "`batch_size` must be at least 1, but is 0 instead."),
     "combination": (["tiny/full", "compile=True", "use_maximum_batch_size=True"], "`compile` must be False"),
@@ -353,7 +353,7 @@ INVALID = {
     "PPO": ([*PPO, "ppo_epochs=0"], "`ppo_epochs` must be at least 1, but is 0 instead."),
     "growth with PPO": (
         [*PPO, "adaptive.lr_scaling=sqrt"],
-        "`lr_scaling` must be none for PPO, but is 'sqrt' instead.",
+        "`adaptive.lr_scaling` must be none for PPO, but is 'sqrt' instead.",
     ),
     "unknown component": (["tiny/full", "tokenizer=torchtune.nothing"], "Error loading 'torchtune.nothing': "),
     "missing package": (["tiny/full", "tokenizer=nothing.at.all"], "Error loading 'nothing.at.all': "),

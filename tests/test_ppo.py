@@ -183,8 +183,8 @@ def test_a_cache_that_a_failed_turn_left_is_dropped(assets: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("adaptive", "sentence"),
     [
-        ({"global_batch_size": 8}, "`global_batch_size` must be null for PPO, but is 8 instead."),
-        ({"lr_scaling": "sqrt"}, "`lr_scaling` must be none for PPO, but is 'sqrt' instead."),
+        ({"global_batch_size": 8}, "`adaptive.global_batch_size` must be null for PPO, but is 8 instead."),
+        ({"lr_scaling": "sqrt"}, "`adaptive.lr_scaling` must be none for PPO, but is 'sqrt' instead."),
     ],
 )
 def test_settings_of_the_adaptive_training_loop_are_refused(

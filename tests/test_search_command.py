@@ -175,7 +175,7 @@ def test_ppo_reuses_nothing(tiny_dir: Path, tmp_path: Path) -> None:
 
     adaptive = {"memory_limit": LIMIT_BYTES, "reuse_found_size": True}
     cfg = ppo_config(tiny_dir, tmp_path, use_maximum_batch_size=True, adaptive=adaptive)
-    with pytest.raises(InputError, match="`reuse_found_size` must be False for PPO, but is True instead"):
+    with pytest.raises(InputError, match="`adaptive.reuse_found_size` must be False for PPO, but is True instead"):
         Recipe(cfg)
 
 
@@ -256,8 +256,11 @@ def test_a_token_budget_is_searched_for_instead_of_the_batch_size(launch: Launch
         ),
         ((RECIPE, "--config", "no/such"), "`--config` must be the name or path of a config, but is 'no/such'."),
         ((RECIPE,), "`--config` must be followed by the name or path of a config, but is missing."),
-        ((RECIPE, "--config", "tiny/full", "adaptive.margin=2"), "`margin` must be in [0, 1), but is 2 instead."),
-        ((RECIPE, "--config", "tiny/full", "adaptive.lr_scaling=sqrt"), "`lr_scaling` must be none with"),
+        (
+            (RECIPE, "--config", "tiny/full", "adaptive.margin=2"),
+            "`adaptive.margin` must be in [0, 1), but is 2 instead.",
+        ),
+        ((RECIPE, "--config", "tiny/full", "adaptive.lr_scaling=sqrt"), "`adaptive.lr_scaling` must be none with"),
         ((RECIPE, "--config", "tiny/full", "output_dir=null"), "`output_dir` must be a folder, but is None instead."),
         ((RECIPE, "--config", "tiny/full", "output_dir=/proc/x"), "`output_dir` must be a folder that can be written"),
     ],

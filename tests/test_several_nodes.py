@@ -52,7 +52,7 @@ def ends(runs: Sequence[Launch]) -> list[int]:
     return [run.wait() for run in runs]
 
 
-REFUSED = "`margin` must be in [0, 1), but is 2 instead."
+REFUSED = "`adaptive.margin` must be in [0, 1), but is 2 instead."
 BAD: dict[str, object] = {"adaptive.margin": 2}
 
 
