@@ -323,3 +323,32 @@ def test_ranks_clean_up_together_only_where_all_of_them_end_at_the_same_step(
     with pytest.raises(type(error)):
         launch.run_recipe(cast(Any, Ending), DictConfig({"device": "cpu"}))
     assert ("cleanup" in Ending.done) == ends_together
+
+
+def test_a_device_that_is_missing_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Alone(Recipe):
+        done: ClassVar[list[str]] = []
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(InputError, match="is 'cuda' and torch sees no CUDA device"):
+        launch.run_recipe(cast(Any, Alone), DictConfig({"device": "cuda"}))
+    assert Alone.done == []
+
+
+def test_a_config_is_printed_once_its_run_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Alone(Recipe):
+        done: ClassVar[list[str]] = []
+
+    monkeypatch.setattr("torchtune.config.log_config", lambda recipe_name, cfg: Alone.done.append("print"))
+    launch.run_recipe(cast(Any, Alone), DictConfig({"device": "cpu"}))
+    assert Alone.done[:3] == ["setup", "print", "listen"]
+
+
+def test_a_refusal_in_a_run_names_our_keys_as_the_config_does() -> None:
+    class Refusing(Recipe):
+        done: ClassVar[list[str]] = []
+        ended_by = InputError("`memory_limit` must be given.")
+
+    with pytest.raises(InputError) as refused:
+        launch.run_recipe(cast(Any, Refusing), DictConfig({"device": "cpu"}))
+    assert str(refused.value) == "`adaptive.memory_limit` must be given."

@@ -175,7 +175,7 @@ def test_ppo_reuses_nothing(tiny_dir: Path, tmp_path: Path) -> None:
 
     adaptive = {"memory_limit": LIMIT_BYTES, "reuse_found_size": True}
     cfg = ppo_config(tiny_dir, tmp_path, use_maximum_batch_size=True, adaptive=adaptive)
-    with pytest.raises(InputError, match="`adaptive.reuse_found_size` must be False for PPO, but is True instead"):
+    with pytest.raises(InputError, match=r"`adaptive\.reuse_found_size` must be False for PPO, but is True instead"):
         Recipe(cfg)
 
 
