@@ -256,6 +256,7 @@ def test_a_value_that_a_component_may_take_passes(block: Any) -> None:
     check_components(OmegaConf.create({"block": block}))
 
 
+@pytest.mark.filterwarnings("ignore:The import path:DeprecationWarning")  # torchtune's, of its own phi4
 def test_the_values_of_every_config_pass() -> None:
     """Those of components whose packages are not installed here are refused for that alone."""
     refused: list[str] = []
