@@ -121,7 +121,9 @@ def compiled(kind: str) -> str:
     """Why a recipe refuses ``compile``."""
     sentence = refused_keys(kind, {"device": "cpu", "dtype": "fp32", "compile": True})
     by_torchtune = "Compile is not yet supported for QAT"
-    return "refused: As in torchtune, which does not support `compile` for QAT." if by_torchtune in sentence else sentence
+    return (
+        "refused: As in torchtune, which does not support `compile` for QAT." if by_torchtune in sentence else sentence
+    )
 
 
 def refused_keys(kind: str, keys: dict[str, Any]) -> str:

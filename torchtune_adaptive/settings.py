@@ -1,6 +1,7 @@
 """The only reader of our config keys."""
 
 import difflib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields

@@ -10,6 +10,7 @@ are counted until then depends on timing. An exact meter therefore sleeps for a 
 every meter does so before it raises an out-of-memory error.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -116,11 +117,11 @@ class CpuMeter(MemoryMeter):
             self._check_limit("resize_")
 
     def _check_limit(self, operation: object) -> None:
-        live_bytes, limit_bytes = self.live_bytes, self._limit_bytes
-        if limit_bytes is not None and live_bytes > limit_bytes:
+        live_bytes, limit_bytes = self.live_bytes, math.inf if self._limit_bytes is None else self._limit_bytes
+        if live_bytes > limit_bytes:
             time.sleep(_SLEEP_BEFORE_FAILING_S)
             live_bytes = self.live_bytes
-        fails = limit_bytes is not None and live_bytes > limit_bytes
+        fails = live_bytes > limit_bytes
         if self._exact or not fails:  # on a GPU an allocation that fails takes no memory; a probe shows what it needs
             self._peak_bytes = max(self._peak_bytes, live_bytes)
             self._update_phase_peak(live_bytes)
