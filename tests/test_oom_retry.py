@@ -503,7 +503,7 @@ def test_larger_micro_batches_are_tried_from_the_largest_down_and_taken_if_they_
 def test_nothing_larger_is_tried_where_copies_do_not_fit_into_host_memory(
     shared: bool, needed: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of one machine or two. Every rank decides by the figures of all, and training goes on."""
+    """Of one machine or two. Every rank decides by the figures of all, and training continues."""
 
     class OnOneMachine(Consensus):
         def from_all_ranks(self, value: Any) -> list[Any]:

@@ -205,35 +205,10 @@ class _Assembly:
                 trainer.load_state(saved)
             _begin(journal, parts, start, record, searched=sizes.result is not None)
         if settings.decides:
-            how = "size found before" if sizes.result and sizes.result.reused else f"{settings.strategy} search"
-            reason = how if settings.use_maximum_batch_size else "config"
-            resumed = "" if parts.resumed is None else f", resumed at epoch {parts.epochs.start}"
-            if start.epoch_steps:
-                resumed += f", step {start.epoch_steps}"
-            change = self._changed_batch()
-            in_config = {"samples_per_step_in_config": self._samples_in_config} if change else {}
-            trainer.note_batch_size(reason + resumed, epoch=parts.epochs.start, **in_config)
-            if change:
-                utils.log_rank_zero(log, change)
+            _note_batch_size(trainer, parts, settings, start)
         if self._consensus.rank == 0 and (leak := leak_warning(parts.stepping.optimizers)):
             log.warning(leak)
         return trainer
-
-    def _changed_batch(self) -> str:
-        """How the search has changed the samples of a new run's optimizer step; "" if it has not."""
-        if not self._settings.use_maximum_batch_size or self._loader.is_global or self._parts.resumed is not None:
-            return ""
-        return changed_batch(
-            self._loader.samples_per_step,
-            self._samples_in_config,
-            lr_scaling=self._settings.lr_scaling,
-            accumulates=self._parts.stepping.accumulates,
-        )
-
-    @property
-    def _samples_in_config(self) -> int:
-        """Samples of an optimizer step by torchtune's own keys."""
-        return self._parts.batch_size * self._parts.micro_steps * self._loader.ranks
 
     def _find_sizes(self) -> Sizes:
         """Find the sizes. Afterwards the meter has the limit of training, whose peak begins here. A collective."""
@@ -304,7 +279,7 @@ class _Assembly:
             total_epochs=parts.epochs.stop,
             schedule_steps=start.schedule_steps,
             rule=settings.lr_scaling,
-            reference_samples=self._samples_in_config,
+            reference_samples=_samples_in_config(parts, loader),
         )
         if saved is not None:
             rate.load_state_dict(asdict(saved))
@@ -345,6 +320,32 @@ class _Assembly:
             save_epoch=self._parts.save,
             config=self._config,
         )
+
+
+def _note_batch_size(trainer: Trainer, parts: RecipeParts, settings: AdaptiveSettings, start: StartingPoint) -> None:
+    """Log and record where the first batch size comes from, and how a search has changed the batch of a new run."""
+    sizes, loader = trainer.sizes, trainer.loader
+    how = "size found before" if sizes.result and sizes.result.reused else f"{settings.strategy} search"
+    reason = how if settings.use_maximum_batch_size else "config"
+    if parts.resumed is not None:
+        reason += f", resumed at epoch {parts.epochs.start}"
+    if start.epoch_steps:
+        reason += f", step {start.epoch_steps}"
+    samples, change = _samples_in_config(parts, loader), ""
+    if settings.use_maximum_batch_size and not loader.is_global and parts.resumed is None:
+        accumulates = parts.stepping.accumulates
+        change = changed_batch(
+            loader.samples_per_step, samples, lr_scaling=settings.lr_scaling, accumulates=accumulates
+        )
+    in_config = {"samples_per_step_in_config": samples} if change else {}
+    trainer.note_batch_size(reason, epoch=parts.epochs.start, **in_config)
+    if change:
+        utils.log_rank_zero(log, change)
+
+
+def _samples_in_config(parts: RecipeParts, loader: StepLoader) -> int:
+    """Samples of an optimizer step by torchtune's own keys."""
+    return parts.batch_size * parts.micro_steps * loader.ranks
 
 
 def _make_meter(parts: RecipeParts, settings: AdaptiveSettings, models: nn.Module) -> MemoryMeter | None:

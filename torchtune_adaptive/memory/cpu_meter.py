@@ -125,17 +125,14 @@ class CpuMeter(MemoryMeter):
         if self._exact or not fails:  # on a GPU an allocation that fails takes no memory; a probe shows what it needs
             self._peak_bytes = max(self._peak_bytes, live_bytes)
             self._update_phase_peak(live_bytes)
-        self._simulate_cache(live_bytes)
+        is_above = self.cache_limit_bytes is not None and live_bytes > self.cache_limit_bytes
+        self._total_retries += is_above and not self._is_above_cache
+        self._is_above_cache = is_above
         if fails:
             raise torch.OutOfMemoryError(
                 f"CPU meter out of memory: {format_bytes(live_bytes)} live after {operation}"
                 f" in phase {self._phase or 'unnamed'!r}, limit {format_bytes(limit_bytes)}"
             )
-
-    def _simulate_cache(self, live_bytes: int) -> None:
-        is_above = self.cache_limit_bytes is not None and live_bytes > self.cache_limit_bytes
-        self._total_retries += is_above and not self._is_above_cache
-        self._is_above_cache = is_above
 
 
 def _cpu_storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:

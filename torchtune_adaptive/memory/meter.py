@@ -21,8 +21,7 @@ class MemoryMeter(ABC):
 
     Args:
         exact: measure as exactly as the device allows, for probes. This takes time, and on CUDA it resets the
-            device's own peak statistics at every phase. Training uses False, and resets them only once, when it begins:
-            they are the user's.
+            device's own peak statistics at every phase. Training uses False, and resets them once, when it begins.
     """
 
     def __init__(self, *, exact: bool = True) -> None:
