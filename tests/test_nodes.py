@@ -233,55 +233,28 @@ class Launcher:
         self.side, self.connection = socket.socketpair()
 
 
-def test_after_the_loss_of_the_store_a_run_that_goes_on_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_the_loss_of_the_store_a_run_has_time_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ranks save and end, if only the launcher was killed."""
-    monkeypatch.setattr(nodes, "_STILL_LOOKS", 3)
-    places = iter(range(1000))
-    enough = threading.Event()
-
-    def place() -> int:
-        if (number := next(places)) > 50:
-            enough.set()
-        return number
-
-    monkeypatch.setattr(nodes, "_place_of_main_thread", place)
-    first, launcher = several(2)[0], Launcher()
-    first.watch.follow(launcher.connection)
+    saves, launcher = several(2)[0], Launcher()
+    saves.watch.follow(launcher.connection)
     launcher.side.close()
-    assert enough.wait(LONGEST_WAIT_S)
-    assert first.sentence == ""
-    monkeypatch.setattr(nodes, "_place_of_main_thread", lambda: 0)
-    assert first.said() == "the launcher of node 0 is gone; its own output says why."
+    saves.watch.close(None)
+    monkeypatch.setattr(nodes, "_LONGEST_SAVE_S", 0.01)
+    hangs, launcher = several(2)[0], Launcher()
+    hangs.watch.follow(launcher.connection)
+    launcher.side.close()
+    assert hangs.said() == "the launcher of node 0 is gone; its own output says why."
+    assert saves.sentence == ""
 
 
-def test_a_machine_that_cannot_be_reached_ends_the_others_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_cannot_be_reached_ends_the_others_at_once() -> None:
     class Silent(socket.socket):
         def recv(self, size: int) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
             raise TimeoutError  # as the system does, seen in a network without its link
 
-    monkeypatch.setattr(nodes, "_place_of_main_thread", object)  # always another: the run seems to continue
     first = several(2)[0]
     first.watch.follow(Silent())
     assert first.said() == "the launcher of node 0 is gone; its own output says why."
-
-
-def test_the_place_of_the_main_thread_changes_while_it_works_and_not_while_it_waits() -> None:
-    seen: list[bool] = []
-    waits, looked = threading.Event(), threading.Event()
-
-    def look() -> None:
-        assert waits.wait(LONGEST_WAIT_S)
-        before = nodes._place_of_main_thread()
-        threading.Event().wait(0.05)
-        seen.append(nodes._place_of_main_thread() == before)
-        looked.set()
-
-    looker = threading.Thread(target=look)
-    looker.start()
-    waits.set()
-    looker.join(LONGEST_WAIT_S)
-    assert (seen, looked.is_set()) == ([True], True)
-    assert nodes._place_of_main_thread() != nodes._place_of_main_thread()
 
 
 # ---- torchrun's store

@@ -26,11 +26,11 @@ _LOOK_S = 0.5
 # Counted in looks of this process: a job that the scheduler has suspended for an hour has not looked.
 _GONE_LOOKS = 60  # 30 s without a beat
 _START_LOOKS = 1200  # 10 minutes without a first beat: torchrun has started all nodes, but imports take their time
-_STILL_LOOKS = 1200  # 10 minutes without a movement of the main thread, where nobody can say what it waits for
 _NEWS_S = 2.5  # twice, after an error: for a node to say that it is the cause, or to miss some beats
 _GRACE_S = 1.0  # for this node to end by itself, with its own error
 _LONGEST_CLOSE_S = 10.0
 _LONGEST_START_S = 60.0
+_LONGEST_SAVE_S = 600.0  # for a run to finish its step and save when torchrun's store is gone
 _STORE_TIMEOUT = timedelta(seconds=10)
 # A machine that is gone sends nothing: the system asks it after 10 s of silence, and gives it up 20 s later.
 _KEEPALIVE_S = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
@@ -195,13 +195,8 @@ class NodeWatch:
         self._has_lost_store = True
         # Where only the launcher has ended, the ranks of its node ask all others to save and to end, and this process
         # soon ends by itself. Nobody can say whether they still can.
-        still, place = 0, _place_of_main_thread()
-        while not unreachable and still < _STILL_LOOKS:
-            if self._ends.wait(_LOOK_S):
-                return
-            before, place = place, _place_of_main_thread()
-            still = still + 1 if place == before else 0
-        self._end(_STORE_LOST)
+        if unreachable or not self._ends.wait(_LONGEST_SAVE_S):
+            self._end(_STORE_LOST)
 
 
 def watch_nodes(say: Callable[[str], object]) -> NodeWatch:
@@ -271,15 +266,6 @@ def _lacks_a_rank() -> bool:
         children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
         return len(children) < int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return False
-
-
-def _place_of_main_thread() -> list[tuple[int, int]]:
-    """Where the main thread is: it changes unless the thread waits, as in a collective."""
-    frame, places = sys._current_frames().get(threading.main_thread().ident or 0), []
-    while frame is not None:
-        places.append((id(frame), frame.f_lasti))
-        frame = frame.f_back
-    return places
 
 
 def _within(longest_s: float, work: Callable[[], object]) -> None:
