@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -499,18 +498,3 @@ def test_the_program_of_the_page_recovers_on_one_device_and_prints_what_the_page
 def test_the_program_of_the_page_recovers_on_two_ranks() -> None:
     for printed in run_on_ranks(_page_prints, 2):
         assert re.search(r"micro-batch (\d+) -> (\d+) samples: in step 1 .* micro-batches of \2 samples$", printed)
-
-
-def test_the_figures_of_the_page_are_those_of_the_result() -> None:
-    rows = [row for row in _cells(REPOSITORY / "benchmarks/results/recovery_cost_cpu.md") if row[2:3] == ["wall"]]
-    told = {row[0]: [cell.split()[0] for cell in row[1:]] for row in _cells(PAGE) if all(row)}
-    assert len(rows) > 3
-    assert told["a plain step takes"] == [row[3] for row in rows]
-    assert told["`RecoverableStep`"] == [row[4].split()[0] for row in rows]
-    assert told["a plain loop that exchanges one number more"] == [row[5].split()[0] for row in rows]
-
-
-def _cells(document: Path) -> list[list[str]]:
-    """The rows of all tables."""
-    lines = document.read_text().splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
