@@ -249,9 +249,9 @@ def _check_plan(options: argparse.Namespace) -> None:
     Raises:
         InputError: one is wrong.
     """
-    for name in ("seq_len", "batch_size", "nproc_per_node", "nnodes"):
-        if (text := getattr(options, name)) is not None:
-            integers(name, text)
+    for option in ("--seq-len", "--batch-size", "--nproc_per_node", "--nnodes"):
+        if (text := getattr(options, option.removeprefix("--").replace("-", "_"))) is not None:
+            integers(option, text)
     for gpu in options.memory.split(",") if options.memory else ():
         memory_of(gpu)
 

@@ -20,6 +20,7 @@ from torchtune._cli import tune as stock_tune
 from torchtune._recipe_registry import get_all_recipes
 
 from tests.test_cli import Ended, Program
+from torchtune_adaptive.cli import tune
 from torchtune_adaptive.cli.tune import TUNE_COMMANDS
 from torchtune_adaptive.stock.configs import config_path, load_config, resolved
 from torchtune_adaptive.stock.own_files import configs_by_recipe, recipe_files
@@ -193,6 +194,9 @@ def test_a_recipe_is_launched_as_tune_launches_it(
     launched: list[Launched],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(
+        tune, "check_run", lambda *_, **__: None
+    )  # what torchtune's configs name is not on this machine
     recipe, config = pair
     Path("folder").mkdir()
     for name in ("mine.py", "folder/mine.py", "config.yaml"):
@@ -355,11 +359,20 @@ INVALID = {
         [*PPO, "adaptive.lr_scaling=sqrt"],
         "`adaptive.lr_scaling` must be none for PPO, but is 'sqrt' instead.",
     ),
-    "unknown component": (["tiny/full", "tokenizer=torchtune.nothing"], "Error loading 'torchtune.nothing': "),
-    "missing package": (["tiny/full", "tokenizer=nothing.at.all"], "Error loading 'nothing.at.all': "),
+    "unknown component": (
+        ["tiny/full", "tokenizer=torchtune.nothing"],
+        "`tokenizer._component_` must be importable, but 'torchtune.nothing' is not: ModuleNotFoundError: ",
+    ),
+    "missing package": (
+        ["tiny/full", "tokenizer=nothing.at.all"],
+        "`tokenizer._component_` must be importable, but 'nothing.at.all' is not: ModuleNotFoundError: ",
+    ),
     "empty part": (["tiny/full", "tokenizer=torchtune..data"], "'torchtune..data'"),
     "no name": (["tiny/full", "tokenizer=5"], "`tokenizer._component_` must be a dotted name, but is 5 instead."),
-    "unknown argument": (["tiny/full", "model.foo=1"], "not: llama2 got an unexpected keyword argument 'foo'."),
+    "unknown argument": (
+        ["tiny/full", "model.foo=1"],
+        "`model.foo` must be an argument of torchtune.models.llama2.llama2, but is none.",
+    ),
     "interpolation": (["tiny/full", "seed=${nosuchkey}"], "nosuchkey"),
     "override": (["tiny/full", "seed"], "An override must have the form key=value, but is 'seed' instead."),
 }

@@ -58,7 +58,7 @@ NOT_MEASURED: list[tuple[str, str, Reason]] = [
     ("docs/several_nodes.md", "interpreter stands still for 30 s", "definition"),
 ]
 # How output begins that is an example; the tables of a plan and of a search are checked below.
-EXAMPLES_OF_OUTPUT = ("micro-batch ", "global_batch_size ", ">>> step.events")
+EXAMPLES_OF_OUTPUT = ("micro-batch ", "global_batch_size ", ">>> step.events", "linear_extrapolation: ", "batch size ")
 
 # ---- reading numbers
 

@@ -209,7 +209,7 @@ REFUSED = [
     ("dataset__split", "train[:4]", "`batch_size` must be at most 4, the prompts of `dataset`, but is 12 instead."),
     ("dataset__data_files", "/no/such", "`dataset` must be loadable and not empty, but failed: FileNotFoundError: "),
     ("dataset__column", "nope", "`dataset` must have samples, but loading the first one failed: KeyError: 'nope'."),
-    ("tokenizer__max_seq_len", "x", "`dataset` must have samples, but loading the first one failed: TypeError: "),
+    ("tokenizer__max_seq_len", "x", "`tokenizer.max_seq_len` must be a number, but is 'x' instead."),
     ("max_generated_tokens", 1000, "Rows must have at most the model's max_seq_len (512 tokens), but have 1095."),
 ]
 

@@ -255,7 +255,7 @@ def _log_figures(tiny_dir: Path, output_dir: Path) -> tuple[list[Step], list[int
     options: dict[str, Any] = SHALLOW | {"batch_size": 3, "gradient_accumulation_steps": 2, "epochs": 1}
     options |= {"dataset__split": "train[:36]", "tokenizer__max_seq_len": 64, "log_every_n_steps": 2}
     cfg = tiny_config("full_single", tiny_dir, output_dir, **options, adaptive__memory_limit=None)
-    seconds = itertools.count()  # one passes between any two readings of the clock
+    seconds = itertools.count(step=0.5)  # of a wait for samples, and of the step on them: together one
     with mock.patch.object(trainer, "time", SimpleNamespace(perf_counter=lambda: next(seconds))):
         steps, _, recipe = finished(without_saving(adaptive_recipe("full_single")), cfg)
     dataset = recipe.trainer.loader.dataset

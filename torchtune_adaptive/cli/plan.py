@@ -76,8 +76,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     settings = AdaptiveSettings.from_cfg(cfg)
     cfg = DictConfig(resolved(cfg))
     method_of(cfg)  # refuse an unknown recipe before tracing
-    nodes = integer("nnodes", arguments.nnodes)
-    ranks = integers("nproc_per_node", arguments.nproc_per_node)  # of each machine
+    nodes = integer("--nnodes", arguments.nnodes)
+    ranks = integers("--nproc_per_node", arguments.nproc_per_node)  # of each machine
     memories = _memories(arguments.memory, settings)
     of_one = {
         "--what-if": arguments.what_if,
@@ -91,7 +91,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.what_if:
         require_integer("batch_size", cfg.get("batch_size"), minimum=1)
     seq_lens = _seq_lens(arguments.seq_len, settings, cfg)
-    batch_sizes = [] if arguments.batch_size is None else integers("batch_size", arguments.batch_size)
+    batch_sizes = [] if arguments.batch_size is None else integers("--batch-size", arguments.batch_size)
     traced_by = TraceCache(trace, user_cache_folder("plans"))
     plans = {
         name: [

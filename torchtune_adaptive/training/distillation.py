@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtune_adaptive.training.objectives import Loss, as_loss_takes, shifted
+from torchtune_adaptive.training.objectives import Loss, as_loss_takes, targets_of
 
 
 class Distillation:
@@ -31,17 +31,13 @@ class Distillation:
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> Loss:
         labels = batch.pop("labels")  # [B, S]
-        ignore_index = self._loss_fn.ignore_index
-        counted = labels if self._means_add_up else labels[..., 1:]
-        num_tokens = (counted != ignore_index).sum()
-        shifted_labels, counts = shifted(labels, ignore_index)
-        logits, targets = as_loss_takes(self._student(**batch), shifted_labels)
+        shifted, num_tokens = targets_of(labels, self._loss_fn.ignore_index, counts_first=self._means_add_up)
+        logits, targets = as_loss_takes(self._student(**batch), shifted)
         with torch.no_grad():
-            teacher_logits, _ = as_loss_takes(self._teacher(**batch), shifted_labels)
+            teacher_logits, _ = as_loss_takes(self._teacher(**batch), shifted)
         kd_loss = self._kd_loss_fn(logits, teacher_logits, targets)
         class_loss = self._loss_fn(logits, targets)
         mean = (1 - self._ratio) * class_loss + self._ratio * kd_loss
         means = {"loss": mean, "class_loss": class_loss, "kd_loss": kd_loss}
-        weight = torch.where(counts, num_tokens, 0)
-        sums = {name: value.detach() * weight for name, value in means.items()}
-        return Loss(mean * (counts if self._means_add_up else weight), num_tokens, None, sums)
+        sums = {name: value.detach() * num_tokens for name, value in means.items()}
+        return Loss(mean * (num_tokens > 0 if self._means_add_up else num_tokens), num_tokens, None, sums)

@@ -57,29 +57,28 @@ class NextToken:
         self._weight_depends_on_cut = weight_depends_on_cut
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> Loss:
-        ignore_index = self._loss_fn.ignore_index
         labels = batch.pop("labels")  # [B, S]
-        counted = labels if self._weight_depends_on_cut else labels[..., 1:]
-        num_tokens = (counted != ignore_index).sum()
+        targets, num_tokens = targets_of(labels, self._loss_fn.ignore_index, counts_first=self._weight_depends_on_cut)
         with self._activations:
             logits = self._model(**batch)
-        targets, counts = shifted(labels, ignore_index)
-        mean = self._loss_fn(*as_loss_takes(logits, targets))
-        return Loss(mean * torch.where(counts, num_tokens, 0), num_tokens)
+        return Loss(self._loss_fn(*as_loss_takes(logits, targets)) * num_tokens, num_tokens)
 
 
-def shifted(labels: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target of each token [B, S], and whether any of them counts, a scalar.
+def targets_of(labels: torch.Tensor, ignore_index: int, *, counts_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target of each token [B, S], and how many labels count, a scalar.
 
-    A mean over no target would be 0 / 0, and so would its gradient, even if it is multiplied by 0. So if none counts,
-    the targets are some class that is not ignored, and the caller must multiply the loss by 0.
+    A mean over no target would be 0 / 0, and so would its gradient, even if it is multiplied by 0. So if there is no
+    target, all are some class that is not ignored, none counts, and the caller must multiply the loss by 0.
 
     Args:
         labels: [B, S].
+        counts_first: count a row's first label too, although it is no target.
     """
+    counted = labels if counts_first else labels[..., 1:]
     targets = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
-    counts = (targets != ignore_index).any()
-    return torch.where(counts, targets, int(ignore_index == 0)), counts
+    has_target = (targets != ignore_index).any()
+    num_tokens = torch.where(has_target, (counted != ignore_index).sum(), 0)
+    return torch.where(has_target, targets, int(ignore_index == 0)), num_tokens
 
 
 def as_loss_takes(logits: Any, targets: torch.Tensor) -> tuple[Any, torch.Tensor]:
