@@ -275,7 +275,7 @@ def test_options_for_a_step_are_refused_for_a_table(option: list[str], program: 
 def test_batches_that_are_not_positive_integers_are_refused(program: Program, tracing: FakeTracing, wrong: str) -> None:
     ended = program(*FULL, "--memory", "80GiB", "--batch-size", wrong)
     assert ended.status == 1
-    assert ended.err.startswith("tune-adaptive plan: `batch_size` must be ")
+    assert ended.err.startswith("tune-adaptive plan: `--batch-size` must be ")
     assert tracing.requests == []
 
 
