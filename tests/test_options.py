@@ -77,6 +77,7 @@ def test_other_options_pass(config: dict[str, Any]) -> None:
         ({"seed": "x"}, "`seed` must be an integer, but is 'x' instead."),
         ({"log_every_n_steps": None}, "`log_every_n_steps` must be an integer, but is None instead."),
         ({"log_every_n_steps": 0}, "`log_every_n_steps` must be at least 1, but is 0 instead."),
+        ({"clip_grad_norm": "abc"}, "`clip_grad_norm` must be a number, inf or null, but is 'abc' instead."),
         ({"kd_ratio": 1.5}, "`kd_ratio` must be in [0, 1], but is 1.5 instead."),
         ({"kd_ratio": True}, "`kd_ratio` must be in [0, 1], but is True instead."),
         ({"kd_ratio": "half"}, "`kd_ratio` must be in [0, 1], but is 'half' instead."),
@@ -92,6 +93,9 @@ def test_values_of_stock_keys_are_checked(config: dict[str, Any], sentence: str)
 
 def test_null_and_the_bounds_are_accepted() -> None:
     check({"batch_size": 1, "gradient_accumulation_steps": 1, "fake_quant_after_n_steps": None, "kd_ratio": 0})
+    check({"clip_grad_norm": 1.0})
+    check({"clip_grad_norm": "inf"})
+    check({"clip_grad_norm": float("inf")})
     check({"fake_quant_after_n_steps": 0, "kd_ratio": 1, "compile": None, "shuffle": 1, "seed": None})
 
 

@@ -156,6 +156,9 @@ def _check_numbers(cfg: DictConfig) -> None:
             require_integer(name, cfg[name], minimum=minimum)
     for name in ("epochs", "log_every_n_steps"):
         require_integer(name, cfg.get(name, 1), minimum=1)
+    clips_at = cfg.get("clip_grad_norm")
+    if not _is_number(clips_at) and clips_at not in (None, "inf", math.inf):
+        raise InputError(f"`clip_grad_norm` must be a number, inf or null, but is {quote(clips_at)} instead.")
     ratio = cfg.get("kd_ratio", 0)
     if not _is_number(ratio) or not 0 <= ratio <= 1:
         raise InputError(f"`kd_ratio` must be in [0, 1], but is {quote(ratio)} instead.")
