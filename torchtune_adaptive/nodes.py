@@ -31,7 +31,7 @@ _GRACE_S = 1.0  # for this node to end by itself, with its own error
 _LONGEST_CLOSE_S = 10.0
 _LONGEST_START_S = 60.0
 _LONGEST_SAVE_S = 600.0  # for a run to finish its step and save when torchrun's store is gone
-_STORE_TIMEOUT = timedelta(seconds=10)
+_STORE_TIMEOUT = timedelta(seconds=5)  # to connect; a launcher may end meanwhile
 # A machine that is gone sends nothing: the system asks it after 10 s of silence, and gives it up 20 s later.
 _KEEPALIVE_S = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _STORE_LOST = "the launcher of node 0 is gone; its own output says why."
