@@ -5,11 +5,15 @@ SIMULATED_TORCH := 2.13.0
 SIMULATED_STAMP := .venv-simulated-gpu/stamp-$(SIMULATED_TORCH)
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
-.PHONY: test demo docs reference pictures bench gpu simulated-gpu plans starts configs config-plans exhaustive format clean
+.PHONY: test fast demo docs reference pictures bench gpu simulated-gpu plans starts exhaustive format clean
 
 test: $(STAMP)
 	$(IN_VENV) scripts/check
 	$(IN_VENV) scripts/test
+
+# After each edit: tests that start no processes.
+fast: $(STAMP)
+	$(IN_VENV) scripts/test -n 2 -m "not processes and not slow and not exhaustive and not simulated_gpu"
 
 demo: $(STAMP)
 	$(IN_VENV) scripts/demo
@@ -36,7 +40,6 @@ bench: $(STAMP) $(PEERS_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.recovery_cost
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_growth
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_growth --soak
-	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.process_limit
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.tokens --cost
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.objective
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.growth
@@ -55,14 +58,6 @@ plans: $(STAMP)
 	.venv/bin/python -m benchmarks.stock_configs
 	.venv/bin/python -m benchmarks.published_points --output benchmarks/results/published_gpu.md
 	.venv/bin/python -m benchmarks.evidence
-
-configs: $(STAMP)
-	.venv/bin/python -m scripts.make_configs
-
-# The configs are written twice: to be planned, and with the plans' figures in their headers.
-config-plans: configs
-	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.config_plans
-	.venv/bin/python -m scripts.make_configs
 
 starts: $(STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.stock_starts
@@ -90,20 +85,21 @@ $(PEERS_STAMP): pyproject.toml benchmarks/peers.txt
 	.venv-peers/bin/python -m pip install 'torch>=2.9,<2.14' -e . -r benchmarks/peers.txt
 	touch $@
 
-# Tests and the parts of `make gpu`, as far as they can run without a GPU.
+# Tests, the parts of `make gpu` as far as they can run without a GPU, and the search against its peers.
 simulated-gpu: $(STAMP) $(SIMULATED_STAMP)
 	PATH="$(CURDIR)/.venv-simulated-gpu/bin:$$PATH" scripts/test-simulated-gpu
 	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.gpu \
 		--parts calibrate,sizes,recovery,thrashing,tokens,strategies
+	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.search
 	.venv/bin/python -m benchmarks.evidence
 
 # torch as it is for CUDA, with stand-ins for CUDA itself: see tests/simulated_gpu/README.md.
-$(SIMULATED_STAMP): pyproject.toml $(wildcard tests/simulated_gpu/*.*)
+$(SIMULATED_STAMP): pyproject.toml benchmarks/peers.txt $(wildcard tests/simulated_gpu/*.*)
 	rm -f .venv-simulated-gpu/stamp-*
 	$(PYTHON) -m venv .venv-simulated-gpu
 	.venv-simulated-gpu/bin/python -m pip install --no-deps 'torch===$(SIMULATED_TORCH)'
 	.venv-simulated-gpu/bin/python -m pip install --no-deps --upgrade --target .venv-simulated-gpu/headers \
 		nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
 	.venv-simulated-gpu/bin/python -m tests.simulated_gpu.install .venv-simulated-gpu/headers/nvidia/cu13/include
-	.venv-simulated-gpu/bin/python -m pip install -e '.[dev]'
+	.venv-simulated-gpu/bin/python -m pip install -e '.[dev]' -r benchmarks/peers.txt
 	touch $@

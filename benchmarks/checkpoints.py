@@ -27,16 +27,23 @@ from benchmarks.live import Watch, live_recipe
 from benchmarks.loop import race
 from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
+from benchmarks.support.ppo_runs import make_reward_model, ppo_config
+from benchmarks.support.ranks import run_alone, run_on_ranks
+from benchmarks.support.recipe_runs import (
+    COMMON,
+    RECIPES,
+    adaptive_recipe,
+    finished,
+    set_up,
+    shallow_assets,
+    tiny_config,
+)
 from benchmarks.tables import publish, spread, table
-from tests.method_runs import COMMON
-from tests.ppo_runs import make_reward_model, ppo_config
-from tests.ranks import run_alone, run_on_ranks
-from tests.recipe_runs import RECIPES, adaptive_recipe, finished, set_up, shallow_assets, tiny_config
-from torchtune_adaptive.checkpoints.steps import StepCheckpoints
-from torchtune_adaptive.memory.devices import meter_for
-from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.engine.memory.devices import meter_for
+from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.text import format_bytes
 from torchtune_adaptive.tiny import MODEL_GEOMETRY, MODEL_NAME, make_tiny_assets
+from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
 
 RESULTS = Path(__file__).parent / "results" / "checkpoints_cpu.md"
 COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.checkpoints"

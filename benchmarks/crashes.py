@@ -13,8 +13,7 @@ import time
 from pathlib import Path
 
 from benchmarks.provenance import provenance
-from benchmarks.tables import publish
-from tests.crash_runs import (
+from benchmarks.support.crash_runs import (
     CASES,
     SETUPS,
     SIGINT_CASES,
@@ -26,7 +25,8 @@ from tests.crash_runs import (
     signals_markdown,
     strike,
 )
-from tests.recipe_runs import shallow_assets
+from benchmarks.support.recipe_runs import shallow_assets
+from benchmarks.tables import publish
 from torchtune_adaptive.tiny import make_tiny_assets
 
 RESULTS = Path(__file__).parent / "results" / "crashes_cpu.md"

@@ -13,13 +13,13 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "evidence.md"
 # What each result answers, in the document's order. Those of GPUs come first, whatever their names.
 QUESTIONS = {
     "search_cpu": "How does the search compare with those of other projects?",
+    "search_simulated_gpu": "And where it is torch's own allocator for CUDA that runs out of memory?",
     "search_accuracy_cpu": "Does each strategy find the largest batch size that fits?",
     "forecast_accuracy_cpu": "Is the predicted memory of a step right?",
     "allocator_events_cpu": "Is it right for compiled code and for torchao's optimizers?",
     "published_gpu": "Do plans agree with published measurements of GPU memory?",
     "plan_cost_cpu": "How long does a plan take?",
     "host_memory_cpu": "Is the predicted host memory right?",
-    "process_limit_cpu": "Does the size found hold under a memory limit of the operating system?",
     "recovery_cpu": "Does training continue correctly after out-of-memory errors?",
     "recovery_cost_cpu": "What does `RecoverableStep` cost in a plain FSDP2 loop?",
     "loop_cpu": "How fast are the recipes compared with torchtune's?",
@@ -71,8 +71,9 @@ def document() -> str:
         "# Evidence",
         "",
         "Figures in this documentation are from these results, or from a test that is named beside them. Each result"
-        " names its command, date, commit and machine, and `tests/test_figures.py` compares the pages with them."
-        " `make bench` measures again on a CPU, `make exhaustive` runs the long tests, `make gpu` measures on a GPU.",
+        " names its command, date, commit and machine, and `tests/documents/test_figures.py` compares the pages with"
+        " them. `make bench` measures again on a CPU, `make exhaustive` runs the long tests, `make gpu` measures on a"
+        " GPU.",
         "",
         "| question | result | commit |",
         "| --- | --- | --- |",

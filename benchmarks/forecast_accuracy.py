@@ -31,14 +31,14 @@ from tqdm import tqdm
 
 from benchmarks.live import live_recipe, real_steps, search_again, workload_of
 from benchmarks.provenance import provenance
+from benchmarks.support.ranks import run_on_ranks
+from benchmarks.support.recipe_runs import tiny_config
 from benchmarks.tables import publish, table
-from tests.ranks import run_on_ranks
-from tests.recipe_runs import tiny_config
+from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES, Probe, SearchResult, usable_bytes
+from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.client import trace
 from torchtune_adaptive.plan.step_peaks import StepPeaks, TracedStep
-from torchtune_adaptive.search.strategies import SMALL_BATCH_SIZES, Probe, SearchResult, usable_bytes
-from torchtune_adaptive.search.workload import Workload
 from torchtune_adaptive.settings import STRATEGIES, Strategy
 from torchtune_adaptive.tiny import MODEL_GEOMETRY, make_tiny_assets
 

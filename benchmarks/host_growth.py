@@ -20,6 +20,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -28,23 +29,26 @@ from statistics import linear_regression
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
 from benchmarks.provenance import provenance
+from benchmarks.support.ranks import run_on_ranks
 from benchmarks.tables import publish, table
-from tests.faults import ShardedTrainee, under
-from tests.ranks import run_on_ranks
-from torchtune_adaptive.memory.resident import anonymous_bytes
-from torchtune_adaptive.recovery.micro_batches import Slices
-from torchtune_adaptive.recovery.step import RecoverableStep
-from torchtune_adaptive.testing import Fault
+from torchtune_adaptive.engine.memory.resident import anonymous_bytes
+from torchtune_adaptive.engine.recovery.micro_batches import Slices
+from torchtune_adaptive.engine.recovery.step import RecoverableStep
+from torchtune_adaptive.testing import Fault, wrap_micro_steps
 
 RESULTS = Path(__file__).parent / "results" / "host_growth_cpu.md"
 FIGURES = RESULTS.with_suffix(".json")
 COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.host_growth"
 RANKS = 2
 SAMPLES = 4  # of an optimizer step and rank
+WIDTH, CLASSES = 8, 3
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
     "foreach": {"foreach": True},
@@ -106,6 +110,16 @@ class Soak:
         return linear_regression(self.steps, self.anonymous_bytes).slope
 
 
+def _sharded_model() -> nn.Module:
+    """A small model under FSDP2, sharded per layer and at its root."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2)]
+    model = nn.Sequential(*layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES))
+    for module in [*layers, model]:
+        fully_shard(module)
+    return model
+
+
 class TinyTraining:
     """A tiny model under FSDP2 that is trained by AdamW, with a learning rate that changes in every step.
 
@@ -114,10 +128,10 @@ class TinyTraining:
     """
 
     def __init__(self, implementation: str, *, recovers: bool, micro_batches: Any = SAMPLES) -> None:
-        trainee = ShardedTrainee(warm_steps=0, timeout_s=300)
-        self._model = trainee.model
-        inputs, targets = trainee.batch(SAMPLES)
-        self._samples = {"inputs": inputs, "targets": targets}
+        self._model = _sharded_model()
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        inputs = torch.randn(SAMPLES, WIDTH, generator=generator)
+        self._samples = {"inputs": inputs, "targets": torch.randint(0, CLASSES, (SAMPLES,), generator=generator)}
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3, **IMPLEMENTATIONS[implementation])
         self._schedule = get_cosine_schedule_with_warmup(self._optimizer, 10, 10**6)
         self._recoverable: RecoverableStep[None] | None = None
@@ -203,9 +217,9 @@ def soak(length: Length) -> Soak:
     training = TinyTraining("foreach", recovers=True, micro_batches=slices)
     training.train(1)
     counted = Fault(None)
-    training.recoverable.wrap_micro_steps(partial(under, {0: counted}))
+    wrap_micro_steps(training.recoverable, partial(_under, counted))
     training.train(1)
-    training.recoverable.wrap_micro_steps(None)
+    wrap_micro_steps(training.recoverable, None)
     steps, points, done = [], [], 2
     last = length.warm_up + (length.points - 1) * length.between
     while done < last:
@@ -214,15 +228,21 @@ def soak(length: Length) -> Soak:
         if done % FAULT_EVERY_STEPS == 0:
             number = done // FAULT_EVERY_STEPS
             fault = Fault(7 * number % counted.count, ranks=[number % RANKS])
-            training.recoverable.wrap_micro_steps(partial(under, {0: fault}))
+            wrap_micro_steps(training.recoverable, partial(_under, fault))
             training.train(1)
-            training.recoverable.wrap_micro_steps(None)
+            wrap_micro_steps(training.recoverable, None)
             done += 1
             slices.resize(SAMPLES)  # so that memory can run out in it again
         if done >= length.warm_up + len(points) * length.between:
             steps.append(done)
             points.append(_anonymous_bytes())
     return Soak(steps, points, len(training.recoverable.events))
+
+
+def _under(fault: Fault, number: int, run: Callable[[], None]) -> None:
+    """Run the step's first micro-step under ``fault``: for ``wrap_micro_steps``."""
+    with nullcontext() if number else fault:
+        return run()
 
 
 def _anonymous_bytes() -> int:

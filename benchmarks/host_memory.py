@@ -25,10 +25,9 @@ from torchtune.models.convert_weights import tune_to_hf
 from torchtune.models.llama2 import llama2
 
 from benchmarks.provenance import provenance
+from benchmarks.support.ranks import run_alone, run_on_ranks
+from benchmarks.support.recipe_runs import COMMON, adaptive_recipe, finished, tiny_config
 from benchmarks.tables import publish, table
-from tests.method_runs import COMMON
-from tests.ranks import run_alone, run_on_ranks
-from tests.recipe_runs import adaptive_recipe, finished, tiny_config
 from torchtune_adaptive.plan.plan import Card, plan
 from torchtune_adaptive.text import format_bytes
 from torchtune_adaptive.tiny import MODEL_GEOMETRY, make_tiny_assets

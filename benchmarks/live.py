@@ -15,17 +15,19 @@ from torch import nn
 from torchtune import training
 from torchtune.training.activations import checkpoint_wrapper
 
-from tests.recipe_runs import adaptive_recipe
-from torchtune_adaptive import recipe as recipe_module
-from torchtune_adaptive.batch.loader import StepSamples
-from torchtune_adaptive.memory.devices import meter_for
-from torchtune_adaptive.memory.phases import Phases
-from torchtune_adaptive.search.probe import Prober
-from torchtune_adaptive.search.sizes import MicroBatches, SizeFinder, probe_batch
-from torchtune_adaptive.search.strategies import SMALL_BATCH_SIZES, SearchResult
-from torchtune_adaptive.search.workload import Workload
+from benchmarks.support.recipe_runs import adaptive_recipe
+from torchtune_adaptive.engine.memory.devices import meter_for
+from torchtune_adaptive.engine.memory.phases import Phases
+from torchtune_adaptive.engine.search.probe import Prober
+from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES, SearchResult
+from torchtune_adaptive.engine.search.workload import Workload
+from torchtune_adaptive.stock import recipe as recipe_module
 from torchtune_adaptive.stock.configs import is_lora
+from torchtune_adaptive.training.assembly import size_options
+from torchtune_adaptive.training.batch.loader import StepSamples
+from torchtune_adaptive.training.batch.row_format import Row
 from torchtune_adaptive.training.objectives import Loss
+from torchtune_adaptive.training.sizes import SizeFinder, probe_batch
 from torchtune_adaptive.training.step_figures import StepResult
 from torchtune_adaptive.training.train_step import TrainStep
 
@@ -148,11 +150,11 @@ def workload_of(recipe: Any, *, is_metered: bool = True) -> Workload:
         device=parts.device,
         meter=meter,
         consensus=recipe.consensus,
-        forget=parts.forget,
+        release=parts.release,
     )
 
 
-def probe_maker(recipe: Any) -> Callable[[int], MicroBatches]:
+def probe_maker(recipe: Any) -> Callable[[int], list[list[Row]]]:
     """A function that makes a probe's micro-batches of n rows of the greatest length in training. A collective."""
     parts = recipe.parts
     row = parts.row_format.worst_case(
@@ -169,7 +171,7 @@ def real_steps(recipe: Any, workload: Workload, *, limit_bytes: int | None) -> I
     """Inside, a warmed-up prober of the longest rows under ``limit_bytes``. Restores all state. A collective."""
     meter = workload.meter_for_probes()
     prober = Prober(workload, probe_maker(recipe), meter=meter, forecasts=False)
-    with meter.exactly(), workload.kept_as_it_is() as restore_optimizers:
+    with meter.exactly(), workload.restored() as restore_optimizers:
         meter.set_limit(limit_bytes)
         prober.warm_up(SMALL_BATCH_SIZES[0], after_failure=restore_optimizers)
         yield prober
@@ -182,7 +184,7 @@ def search_again(recipe: Any, workload: Workload, *, wanted_rows: int, **setting
         workload,
         recipe.trainer.loader,
         parts.row_format,
-        replace(recipe.settings, use_maximum_batch_size=True, **settings),
+        size_options(replace(recipe.settings, use_maximum_batch_size=True, **settings)),
         models=parts.models,
         wanted_rows=wanted_rows,
         tokenizer_max_seq_len=parts.tokenizer_max_seq_len,
@@ -202,7 +204,7 @@ def timed_step(
     """
     dist.barrier()
     started = time.perf_counter()
-    sums = recipe.trainer.retry.run(samples, number=1, measured=measured, note=lambda reason: None)
+    sums = recipe.trainer.recoverable(replace(samples, measured=measured))
     result = finish.finish(sums).read()
     dist.barrier()
     return time.perf_counter() - started, result

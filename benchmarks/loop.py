@@ -24,9 +24,9 @@ from benchmarks.live import Watch, live_recipe, train_again
 from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
 from benchmarks.step_counts import STEPS, Counts, StepCounter
+from benchmarks.support.recipe_runs import RecordingLogger, stock_recipe, tiny_config
 from benchmarks.tables import publish, spread, table
 from benchmarks.turns import turns
-from tests.recipe_runs import RecordingLogger, stock_recipe, tiny_config
 from torchtune_adaptive.tiny import make_tiny_assets
 
 RESULTS = Path(__file__).parent / "results" / "loop_cpu.md"
@@ -103,7 +103,7 @@ def recipe_of(
     is_stock = variant in (STOCK, STOCK_AGAIN)
     cfg = tiny_config(kind, tiny_dir, output_dir, **options, **overrides)
     recipe = live_recipe(cfg, stock_recipe(kind) if is_stock else None, watch=watch)
-    assert is_stock or recipe.trainer.retry.recovers == (variant == ON)
+    assert is_stock or recipe.trainer.recoverable.recovers == (variant == ON)
     return recipe
 
 

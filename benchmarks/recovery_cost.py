@@ -26,7 +26,7 @@ from benchmarks.provenance import provenance
 from benchmarks.tables import middle, publish, table
 from benchmarks.turns import turns
 from torchtune_adaptive import RecoverableStep
-from torchtune_adaptive.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.consensus import Consensus
 
 RESULTS = Path(__file__).parent / "results" / "recovery_cost_cpu.md"
 COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.recovery_cost"

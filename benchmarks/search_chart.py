@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from benchmarks.search import CASES, RESULTS
+from benchmarks.search import CPU
 
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "searches.svg"
 NAMES = {  # in the table, and in the chart
@@ -40,7 +40,7 @@ class Row:
 
 def main() -> None:
     """Draw and write."""
-    rows = rows_of(RESULTS.read_text())
+    rows = rows_of(CPU.results.read_text())
     draw(rows, PICTURE)
     print(f"Written to {PICTURE}")
 
@@ -48,7 +48,7 @@ def main() -> None:
 def rows_of(document: str) -> list[Row]:
     """The searches that the chart shows, from the document's table of rows of different lengths."""
     rows = []
-    for line in document.partition(f"\n## {CASES[-1].name}")[2].partition("\n## ")[0].splitlines():
+    for line in document.partition(f"\n## {CPU.cases[-1].name}")[2].partition("\n## ")[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if cells[0] in NAMES:
             name, size, largest, _, errors, seconds, *_, survives = cells

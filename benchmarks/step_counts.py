@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.live import Watch
-from torchtune_adaptive.memory.operations import OperationMode
+from torchtune_adaptive.engine.memory.operations import OperationMode
 
 STEPS = 2  # counted; the first step of an epoch is not
 

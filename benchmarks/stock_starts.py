@@ -23,9 +23,16 @@ from torchtune.models.llama2 import llama2, lora_llama2
 from tqdm import tqdm
 
 from benchmarks.provenance import provenance
+from benchmarks.support.ranks import RanksFailedError, run_alone, run_on_ranks
+from benchmarks.support.recipe_runs import (
+    RECIPES,
+    TEACHER_NAME,
+    RecordingLogger,
+    adaptive_recipe,
+    finished,
+    shallow_assets,
+)
 from benchmarks.tables import publish, table
-from tests.ranks import RanksFailedError, run_alone, run_on_ranks
-from tests.recipe_runs import RECIPES, TEACHER_NAME, RecordingLogger, adaptive_recipe, finished, shallow_assets
 from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.stock.configs import load_config
 from torchtune_adaptive.tiny import DATA_NAME, MODEL_GEOMETRY, MODEL_NAME, PAIRS_NAME, TOKENIZER_NAME, make_tiny_assets

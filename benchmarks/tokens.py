@@ -31,12 +31,12 @@ from torchtune.datasets import PackedDataset
 from benchmarks.live import live_recipe, timed_step, workload_of
 from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
+from benchmarks.support.recipe_runs import tiny_config
 from benchmarks.tables import publish, spread, table
 from benchmarks.turns import turns
-from tests.recipe_runs import tiny_config
-from torchtune_adaptive.batch import limits
-from torchtune_adaptive.batch.loader import StepSamples
-from torchtune_adaptive.batch.row_format import Row
+from torchtune_adaptive.training.batch import limits
+from torchtune_adaptive.training.batch.loader import StepSamples
+from torchtune_adaptive.training.batch.row_format import Row
 
 RESULTS = Path(__file__).parent / "results" / "tokens_cpu.md"
 RANKS = 2
@@ -108,9 +108,13 @@ class Contestant:
     def count(self) -> None:
         """Cut every step as training will, and count micro-steps, tokens and padding. A collective."""
         with self._cost():
-            cuts = [self.recipe.trainer.micro_batches.cut(samples) for samples in self.steps]
-        self.micro_steps = fmean(len(cut.micro_batches) for cut in cuts)
-        padded = sum(cut.num_padded_tokens for cut in cuts)
+            micro_batches, numbers = self.recipe.trainer.micro_batches, []
+            for samples in self.steps:
+                numbers.append(len(micro_batches.cut(samples)))
+                micro_batches.end_step()
+        self.micro_steps = fmean(numbers)
+        _, padded = micro_batches.state_dict()["padding"]
+        micro_batches.take_padding()
         totals = [_total(samples.rows, self.recipe._tokenizer.pad_id) for samples in self.steps]
         # Not by the training's group, which is NCCL's on a GPU and takes no tensors of the host.
         ranks = self.recipe.consensus.from_all_ranks((padded, totals))
@@ -126,7 +130,7 @@ class Contestant:
         meter.reset()
         for samples in self.steps[:_METERED]:
             with meter:
-                workload.train_step(self.recipe.trainer.micro_batches.cut(samples).micro_batches)
+                workload.train_step([one.rows for one in self.recipe.trainer.micro_batches.cut(samples)])
         self.peak = workload.consensus.max_over_ranks(meter.peak_bytes) / limit_bytes
 
     def train(self, place: int) -> None:

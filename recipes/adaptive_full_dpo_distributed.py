@@ -18,10 +18,10 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune import config
 
-from torchtune_adaptive.batch.row_format import PreferenceRows
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.load import load_stock_recipe
+from torchtune_adaptive.stock.recipe import AdaptiveRecipe
+from torchtune_adaptive.training.batch.row_format import PreferenceRows
 from torchtune_adaptive.training.preference import Preference
 
 StockRecipe: Any = load_stock_recipe("full_dpo_distributed").FullDPORecipeDistributed

@@ -17,9 +17,9 @@ from omegaconf import DictConfig
 from torchtune import config
 from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
 
-from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.checkpoints import WholeCheckpointClient, WholeCheckpointer
 from torchtune_adaptive.stock.load import load_stock_recipe
+from torchtune_adaptive.stock.recipe import AdaptiveRecipe
 
 StockRecipe: Any = load_stock_recipe("full_finetune_distributed").FullFinetuneRecipeDistributed
 

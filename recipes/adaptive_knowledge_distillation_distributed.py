@@ -17,8 +17,8 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune import config
 
-from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.load import load_stock_recipe
+from torchtune_adaptive.stock.recipe import AdaptiveRecipe
 from torchtune_adaptive.training.distillation import Distillation
 
 StockRecipe: Any = load_stock_recipe("knowledge_distillation_distributed").KDRecipeDistributed

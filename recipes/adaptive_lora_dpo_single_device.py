@@ -16,9 +16,9 @@ from typing import Any
 from omegaconf import DictConfig
 from torchtune import config
 
-from torchtune_adaptive.batch.row_format import PreferenceRows
-from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.load import load_stock_recipe
+from torchtune_adaptive.stock.recipe import AdaptiveRecipe
+from torchtune_adaptive.training.batch.row_format import PreferenceRows
 from torchtune_adaptive.training.preference import Preference, preference_to_base
 
 StockRecipe: Any = load_stock_recipe("lora_dpo_single_device").LoRADPORecipeSingleDevice

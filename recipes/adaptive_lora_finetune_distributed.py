@@ -19,8 +19,8 @@ from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import config, training
 
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.load import load_stock_recipe
+from torchtune_adaptive.stock.recipe import AdaptiveRecipe
 
 StockRecipe: Any = load_stock_recipe("lora_finetune_distributed").LoRAFinetuneRecipeDistributed
 

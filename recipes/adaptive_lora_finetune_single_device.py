@@ -16,8 +16,8 @@ from typing import Any
 from omegaconf import DictConfig
 from torchtune import config
 
-from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.load import load_stock_recipe
+from torchtune_adaptive.stock.recipe import AdaptiveRecipe
 
 StockRecipe: Any = load_stock_recipe("lora_finetune_single_device").LoRAFinetuneRecipeSingleDevice
 

@@ -17,8 +17,8 @@ from omegaconf import DictConfig
 from torchtune import config
 from torchtune.training import quantization
 
-from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.load import load_stock_recipe
+from torchtune_adaptive.stock.recipe import AdaptiveRecipe
 
 StockRecipe: Any = load_stock_recipe("qat_distributed").QATRecipeDistributed
 

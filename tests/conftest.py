@@ -1,20 +1,44 @@
 """Fixtures for every test: no network, and tiny assets made once per session."""
 
 import fcntl
+import functools
 import gc
+import inspect
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when `datasets` is imported, so before any fixture
-_START_PROCESSES = {"run_on_ranks", "run_alone", "tune_run"}
+_START_PROCESSES = {"run_on_ranks", "run_alone", "tune_run", "launched", "subprocess", "getfixturevalue"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files that start processes first: they take longest, and no processor should be idle at the end."""
-    items.sort(key=lambda item: _START_PROCESSES.isdisjoint(dir(getattr(item, "module", None))))
+    """Mark tests that start processes, and run their files first: no processor should be idle at the end."""
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
+        functions = [getattr(item, "function", None), *(one.func for definitions in fixtures for one in definitions)]
+        if any(_starts_processes(function) for function in functions if inspect.isfunction(function)):
+            item.add_marker("processes")
+    with_processes = {item.path for item in items if item.get_closest_marker("processes")}
+    items.sort(key=lambda item: item.path not in with_processes)
+
+
+@functools.cache
+def _starts_processes(function: Any) -> bool:
+    """Whether a function of a test, or one that it calls, uses a name of ``_START_PROCESSES``."""
+    codes, names = [inspect.unwrap(function).__code__], set[str]()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+    of_module = inspect.unwrap(function).__globals__
+    called = [inspect.unwrap(of_module[name]) for name in names - {function.__name__} if callable(of_module.get(name))]
+    ours = [one for one in called if inspect.isfunction(one) and one.__module__.startswith(("tests.", "benchmarks."))]
+    return not _START_PROCESSES.isdisjoint(names) or any(_starts_processes(one) for one in ours)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,6 +47,15 @@ def quick_garbage_collection() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    """A process group that the tests of a file have started in this process ends with the file."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session", autouse=True)

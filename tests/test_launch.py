@@ -136,7 +136,7 @@ def test_other_nodes_are_notified_how_the_run_ended(
         if ended_by is not None:
             raise ended_by
 
-    monkeypatch.setattr("torchtune_adaptive.nodes.watch_nodes", Nodes)
+    monkeypatch.setattr("torchtune_adaptive.training.nodes.watch_nodes", Nodes)
     monkeypatch.setattr("sys.argv", ["recipe", "--config", "tiny/full"])
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(SystemExit):
@@ -303,7 +303,7 @@ def test_a_recipe_of_several_ranks_has_a_group_that_can_decide_on_the_cpu(
         done: ClassVar[list[str]] = []
 
     monkeypatch.setattr("torchtune_adaptive.stock.load.start_process_group", started.append)
-    monkeypatch.setattr("torchtune_adaptive.stock.device.check_device", lambda cfg: None)  # there may be no GPU
+    monkeypatch.setattr("torchtune_adaptive.stock.checks.check_device", lambda cfg: None)  # there may be no GPU
     launch.run_recipe(cast(Any, Distributed), DictConfig({"device": device}))
     assert started == backends
     assert Distributed.done == ["setup", "listen", "train", "no longer listen", "cleanup"]

@@ -5,7 +5,6 @@ import inspect
 
 import torchtune_adaptive
 from torchtune_adaptive import Probe, SearchResult, find_max_batch_size, testing
-from torchtune_adaptive.settings import AdaptiveSettings
 
 
 def test_the_package_offers_these_names() -> None:
@@ -22,7 +21,8 @@ def test_the_package_offers_these_names() -> None:
 
 
 def test_the_test_tool_offers_these_names() -> None:
-    assert sorted(testing.__all__) == ["Fault", "ballast", "faults_in", "kill_process", "out_of_memory"]
+    names = ["Fault", "ballast", "faults_in", "kill_process", "out_of_memory", "wrap_micro_steps"]
+    assert sorted(testing.__all__) == names
     assert all(inspect.getdoc(getattr(testing, name)) for name in testing.__all__)
     parameters = inspect.signature(testing.Fault).parameters
     assert list(parameters) == ["place", "ranks", "kind", "phase", "strike"]
@@ -64,29 +64,3 @@ def test_results_carry_these_fields() -> None:
         "world_size",
         "probes",
     }
-
-
-def test_the_defaults_of_the_keys_are_the_documented_ones() -> None:
-    settings = AdaptiveSettings()
-    assert dataclasses.asdict(settings) == {
-        "use_maximum_batch_size": False,
-        "batch_increase_function": None,
-        "strategy": "linear_extrapolation",
-        "power_of_two": True,
-        "max_batch_size": None,
-        "memory_limit_bytes": None,
-        "margin": 0.05,
-        "seq_len": None,
-        "oom_recovery": True,
-        "global_batch_size": None,
-        "max_tokens_per_micro_batch": None,
-        "growth_limit": "memory",
-        "lr_scaling": "none",
-        "objective": "memory",
-        "save_every_n_steps": None,
-        "keep_last_n_checkpoints": None,
-        "save_in_background": False,
-        "search_only": False,
-        "reuse_found_size": False,
-    }
-    assert not settings.searches

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.ranks import device_of_rank, run_on_ranks
+from benchmarks.support.ranks import device_of_rank, run_on_ranks
 
 pytestmark = pytest.mark.simulated_gpu
 MIB = 2**20

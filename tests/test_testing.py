@@ -4,26 +4,22 @@ import gc
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from torchtune_adaptive.batch.limits import RowLimit
-from torchtune_adaptive.batch.loader import StepSamples
-from torchtune_adaptive.batch.micro_batches import MicroBatcher
-from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.distributed.fsdp_state import AllGather
-from torchtune_adaptive.distributed.ledger import Ledger, RecordedAllGather
-from torchtune_adaptive.memory.cpu_meter import CpuMeter
-from torchtune_adaptive.memory.out_of_memory import free_memory, only_new_garbage
-from torchtune_adaptive.memory.phases import Phases
-from torchtune_adaptive.recovery.attempts import Recovery
-from torchtune_adaptive.search.workload import Workload
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.fsdp_state import AllGather
+from torchtune_adaptive.engine.distributed.ledger import Ledger, RecordedAllGather
+from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.engine.memory.out_of_memory import free_memory, only_new_garbage
+from torchtune_adaptive.engine.memory.phases import Phases
+from torchtune_adaptive.engine.recovery.attempts import Recovery
+from torchtune_adaptive.engine.recovery.step import RecoverableStep
+from torchtune_adaptive.engine.recovery.watch import PressureWatch
 from torchtune_adaptive.testing import Fault, ballast, faults_in, out_of_memory
-from torchtune_adaptive.training.oom_retry import OomRetry
 
 CPU = torch.device("cpu")
 PATCHED = [
@@ -34,6 +30,7 @@ PATCHED = [
     (Ledger, "record"),
     (Ledger, "begin"),
     (Recovery, "attempt"),
+    (Phases, "enter"),
 ]
 
 
@@ -167,15 +164,15 @@ def test_a_process_without_peers_is_rank_zero(ranks: Any, strikes: bool) -> None
 
 
 def test_only_what_happens_in_its_phase_counts() -> None:
-    phase = "forward"
-    fault = Fault(1, phase="backward")
-    fault.watch_phase(lambda: phase)
+    phases, fault = Phases([], None), Fault(1, phase="backward")
     with fault:
         doubled(5)
-    assert fault.count == 0
-    phase = "backward"
-    with pytest.raises(torch.OutOfMemoryError, match="on purpose"), fault:
+        phases.enter("forward")
         doubled(5)
+        assert fault.count == 0
+        phases.enter("backward")
+        with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
+            doubled(5)
     assert fault.count == 2
 
 
@@ -259,58 +256,30 @@ def test_a_fault_within_itself_is_refused_and_the_outer_one_keeps_counting() -> 
 # ---- in a recipe
 
 
-class DoublingStep:
-    """Micro-steps on numbers, which return the sum of twice each number."""
-
-    def __init__(self, phases: Phases) -> None:
-        self._phases = phases
-
-    def micro_step(self, numbers: Sequence[int]) -> float:
-        self._phases.enter("forward")
-        doubled = torch.tensor(numbers) * 2
-        self._phases.enter("backward")
-        return doubled.sum().item()
-
-
 class NumbersTrainer:
-    """Trains as a recipe's trainer does, with micro-steps and retries, on the numbers of each optimizer step."""
+    """Trains as a recipe's trainer does, on the numbers of each optimizer step, of which it sums twice each."""
 
     def __init__(self, rows_per_micro_step: int) -> None:
         self.global_step = 0
         self.totals: list[float] = []
-        phases, consensus = Phases([], None), Consensus()
-        self.step: Any = DoublingStep(phases)
-        row_format: Any = SimpleNamespace(padded_tokens=lambda number: 1, own_tokens=lambda number: 1)
-        self.micro_batches = MicroBatcher(RowLimit(rows_per_micro_step), row_format, consensus, make_silent_row=dict)
-        workload = Workload(
-            train_step=self.step,
-            model=nn.Linear(1, 1),
-            optimizers=[],
-            device=CPU,
-            meter=None,
-            consensus=consensus,
+        self.phases = Phases([], None)
+        self.recoverable = RecoverableStep(
+            nn.Linear(1, 1),
+            self.micro_step,
+            micro_batch_size=rows_per_micro_step,
+            watch=PressureWatch(Consensus(), None, self.phases),
         )
-        self.retry = OomRetry(
-            self.step,
-            self.micro_batches,
-            workload,
-            phases=phases,
-            rehearsed_rows=1,
-            first_that_fits=lambda *_: None,
-        )
-        small: Any = [[1], [2]]
-        self.retry.prepare(lambda most: small)
-        self._phases = phases
+        self.recoverable.rehearse([1, 2])
 
-    @property
-    def phase(self) -> str:
-        return self._phases.now
+    def micro_step(self, numbers: Sequence[int]) -> float:
+        self.phases.enter("forward")
+        doubled = torch.tensor(numbers) * 2
+        self.phases.enter("backward")
+        return doubled.sum().item()
 
     def train(self) -> None:
         for numbers in NUMBERS:
-            samples = StepSamples(list(numbers), num_samples=len(numbers), ranks=1)
-            total: Any = self.retry.run(samples, number=self.global_step + 1, measured=False, note=lambda reason: None)
-            self.totals.append(total)
+            self.totals.append(self.recoverable(numbers))
             self.global_step += 1
 
 
@@ -337,7 +306,7 @@ def test_a_fault_in_a_recipe_strikes_in_its_micro_step() -> None:
     with faults_in(Recipe, {(1, 1): fault}):
         recipe.train()
     assert recipe.trainer.totals == TOTALS
-    assert recipe.trainer.retry.retries == 1
+    assert recipe.trainer.recoverable.retries == 1
     assert (fault.count, fault.has_struck) == (1, True)
 
 
@@ -347,7 +316,7 @@ def test_micro_steps_of_a_step_that_is_run_again_keep_counting() -> None:
     with faults_in(Recipe, faults):
         recipe.train()
     assert recipe.trainer.totals == TOTALS
-    assert recipe.trainer.retry.retries == 2  # 0 fails; then 1 and 2 run, and 2 fails; then 3 to 6
+    assert recipe.trainer.recoverable.retries == 2  # 0 fails; then 1 and 2 run, and 2 fails; then 3 to 6
     assert [fault.count > 0 for fault in faults.values()] == [True] * 7 + [False] * 2
 
 
@@ -358,7 +327,7 @@ def test_micro_steps_that_a_rank_skips_after_a_failure_are_counted_too() -> None
     with faults_in(Recipe, faults):
         recipe.train()
     assert recipe.trainer.totals == TOTALS
-    assert recipe.trainer.retry.retries == 1  # 0 fails, and 1 is skipped
+    assert recipe.trainer.recoverable.retries == 1  # 0 fails, and 1 is skipped
     assert [number for (_, number), fault in faults.items() if fault.count > 0] == [0, 2, 3, 4, 5]
 
 
@@ -388,7 +357,7 @@ def test_each_step_counts_its_micro_steps_from_zero_also_after_a_failure() -> No
 def test_a_fault_in_a_recipe_knows_its_phase() -> None:
     recipe = Recipe()
     phases: list[str] = []
-    whole, part = Fault(None), Fault(0, phase="backward", strike=lambda: phases.append(recipe.trainer.phase))
+    whole, part = Fault(None), Fault(0, phase="backward", strike=lambda: phases.append(recipe.trainer.phases.now))
     with faults_in(Recipe, {(0, 0): whole, (1, 0): part}):
         recipe.train()
     assert phases == ["backward"]
@@ -398,11 +367,11 @@ def test_a_fault_in_a_recipe_knows_its_phase() -> None:
 def test_micro_steps_outside_of_training_have_no_faults() -> None:
     recipe = Recipe()
     with faults_in(Recipe, {(0, 0): Fault(0)}):
-        assert recipe.trainer.step.micro_step([1, 2]) == 6
+        assert recipe.trainer.micro_step([1, 2]) == 6
         recipe.train()
-        assert recipe.trainer.step.micro_step([1, 2]) == 6
+        assert recipe.trainer.micro_step([1, 2]) == 6
     assert recipe.trainer.totals == TOTALS
-    assert recipe.trainer.retry.retries == 1
+    assert recipe.trainer.recoverable.retries == 1
 
 
 @pytest.mark.parametrize("fails", [False, True])

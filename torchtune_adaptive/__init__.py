@@ -3,13 +3,13 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from torchtune_adaptive.engine.search.strategies import Probe, SearchResult
 from torchtune_adaptive.errors import CannotRecoverError, InputError, NothingFitsError
-from torchtune_adaptive.search.strategies import Probe, SearchResult
 
 if TYPE_CHECKING:
-    from torchtune_adaptive.recovery.events import MemoryEvent
-    from torchtune_adaptive.recovery.step import RecoverableStep
-    from torchtune_adaptive.search.any_loop import find_max_batch_size
+    from torchtune_adaptive.engine.recovery.events import MemoryEvent
+    from torchtune_adaptive.engine.recovery.step import RecoverableStep
+    from torchtune_adaptive.engine.search.any_loop import find_max_batch_size
 
 __all__ = [
     "CannotRecoverError",
@@ -24,9 +24,9 @@ __all__ = [
 
 # Imported at first use: torch takes seconds to import, and a plan does not need it.
 _WITH_TORCH = {
-    "MemoryEvent": "recovery.events",
-    "RecoverableStep": "recovery.step",
-    "find_max_batch_size": "search.any_loop",
+    "MemoryEvent": "engine.recovery.events",
+    "RecoverableStep": "engine.recovery.step",
+    "find_max_batch_size": "engine.search.any_loop",
 }
 
 

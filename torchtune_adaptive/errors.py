@@ -1,8 +1,9 @@
 """Errors for users: one sentence that quotes the refused value."""
 
+import difflib
 import operator
-import traceback
-from pathlib import Path
+from collections.abc import Mapping
+from typing import TypeGuard
 
 NOTHING_FITS_ADVICE = "shorter rows, activation checkpointing, LoRA or more ranks would need less"
 
@@ -48,8 +49,8 @@ class RunEnded(Exception):
 def quote(value: object) -> str:
     """The value as one line of at most 200 characters, for an error sentence.
 
-    >>> quote("80 GiB")
-    "'80 GiB'"
+    >>> quote("80 GiB"), len(quote("x" * 500))
+    ("'80 GiB'", 200)
     """
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST_QUOTE_CHARS else text[: _LONGEST_QUOTE_CHARS - 3] + "..."
@@ -67,19 +68,9 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def cannot_set_up(error: BaseException, *, block: str = "", values: object = None) -> InputError:
-    """The error for the user if a recipe's set-up failed with ``error``, with the place in the code.
-
-    Args:
-        block: the block of the config whose component failed, with its ``values``; "" if it is another failure.
-    """
-    places = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
-    rule = (
-        f"`{block}` must be one that can be created" if block else "The config must be one that its recipe can set up"
-    )
-    given = f" with {quote(values)}" if block else ""
-    return InputError(f"{rule}, but failed{given}: {reason_of(error)}{where}.")
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether ``value`` is a number. A bool is not one."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def as_integer(value: object) -> int | None:
@@ -111,3 +102,34 @@ def require_integer(name: str, value: object, *, minimum: int) -> int:
     if integer < minimum:
         raise InputError(f"`{name}` must be at least {minimum}, but is {integer} instead.")
     return integer
+
+
+def require_bool(name: str, value: object) -> None:
+    """Check that the value is a bool.
+
+    Raises:
+        InputError: it is not.
+    """
+    if not isinstance(value, bool):
+        raise InputError(f"`{name}` must be True or False, but is {quote(value)} instead.")
+
+
+def require_one_of(name: str, value: object, words: tuple[str, ...]) -> None:
+    """Check that the value is one of ``words``.
+
+    Raises:
+        InputError: it is not. The message has the word that is most like it.
+    """
+    if value not in words:
+        hint = did_you_mean(value, {word: word for word in words})
+        raise InputError(f"`{name}` must be one of {', '.join(words)}, but is {quote(value)} instead{hint}")
+
+
+def did_you_mean(value: object, named: Mapping[str, str]) -> str:
+    """The end of an error sentence: a question with what ``named`` has for the word most like ``value``, or ".".
+
+    >>> did_you_mean("margn", {"margin": "adaptive.margin"}), did_you_mean("zzz", {"margin": "adaptive.margin"})
+    ('; did you mean `adaptive.margin`?', '.')
+    """
+    nearest = difflib.get_close_matches(str(value).lower(), named, n=1)
+    return f"; did you mean `{named[nearest[0]]}`?" if nearest else "."

@@ -4,11 +4,13 @@ import atexit
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
@@ -16,14 +18,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded, reason_of
-from torchtune_adaptive.quiet import filter_messages
 from torchtune_adaptive.settings import named_by_path
-from torchtune_adaptive.signals import end_as_asked
-from torchtune_adaptive.stock.check import check_run
+from torchtune_adaptive.stock.checks import check_run
 from torchtune_adaptive.stock.configs import resolve_config_argument
+from torchtune_adaptive.training.signals import end_as_asked
 
 if TYPE_CHECKING:
-    from torchtune_adaptive.recipe import AdaptiveRecipe
+    from torchtune_adaptive.stock.recipe import AdaptiveRecipe
 
 
 def check_first() -> None:
@@ -40,6 +41,16 @@ def check_first() -> None:
     except InputError as error:
         _say_once(str(error))
         _leave(1)
+
+
+def filter_messages() -> None:
+    """Filter messages of other libraries in this process that a user can do nothing about."""
+    # torchao below 0.16, the last that torchtune 0.6.1 can import, has C++ extensions for older versions of torch only.
+    # The recipes use none of them.
+    skipped = "Skipping import of cpp extensions due to incompatible torch version"
+    logging.getLogger("torchao").addFilter(lambda record: not record.getMessage().startswith(skipped))
+    # torchdata's data loader calls it on every pass. It does nothing.
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning, r"torchdata\.")
 
 
 def launch(recipe_main: Callable[[], Any]) -> NoReturn:
@@ -66,7 +77,7 @@ def launch_on_one_device(recipe_main: Callable[[], Any]) -> NoReturn:
 
 
 def _run_and_exit(recipe_main: Callable[[], Any]) -> NoReturn:
-    from torchtune_adaptive.nodes import watch_nodes  # needs torch
+    from torchtune_adaptive.training.nodes import watch_nodes  # needs torch
 
     end_as_asked()
     nodes = watch_nodes(_say_once)
@@ -105,7 +116,7 @@ def run_recipe(recipe_class: "type[AdaptiveRecipe]", cfg: DictConfig) -> None:
     """
     from torchtune import config, training
 
-    from torchtune_adaptive.stock.device import check_device
+    from torchtune_adaptive.stock.checks import check_device
     from torchtune_adaptive.stock.load import start_process_group
 
     check_device(cfg)

@@ -7,8 +7,8 @@ batch size. Epochs count from 0.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchtune_adaptive.batch.noise_scale import gradient_noise_scale
 from torchtune_adaptive.errors import InputError, quote, require_integer
+from torchtune_adaptive.training.batch.noise_scale import gradient_noise_scale
 
 __all__ = ["at_epochs", "geometric", "gradient_noise_scale", "linear"]
 

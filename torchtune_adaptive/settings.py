@@ -10,22 +10,28 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchtune_adaptive.batch.increase_function import BatchIncreaseFunction, check_function, load_function
-from torchtune_adaptive.errors import InputError, as_integer, quote, reason_of, require_integer
+from torchtune_adaptive.engine.search.options import STRATEGIES, SearchOptions, Strategy
+from torchtune_adaptive.errors import (
+    InputError,
+    as_integer,
+    did_you_mean,
+    quote,
+    reason_of,
+    require_bool,
+    require_integer,
+    require_one_of,
+)
 from torchtune_adaptive.text import parse_memory
+from torchtune_adaptive.training.batch.increase_function import BatchIncreaseFunction, check_function, load_function
 
-Strategy: TypeAlias = Literal["linear_extrapolation", "binary_search", "decrease_until_oom"]
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 LearningRateScaling: TypeAlias = Literal["none", "sqrt", "linear"]
 Objective: TypeAlias = Literal["memory", "throughput"]
 
 # How alike (difflib ratio) an unknown top-level key must be to one of these to be taken for a typo: high
 # enough for a config's other keys (`adapter`, `forward_batch_size`) to pass.
 _LIKENESS = {"use_maximum_batch_size": 0.8, "batch_increase_function": 0.75, "adaptive": 0.85}
-_POSITIVE = ("max_batch_size", "memory_limit_bytes", "seq_len", "global_batch_size")
-_POSITIVE += ("save_every_n_steps", "keep_last_n_checkpoints")
-_FLAGS = ("use_maximum_batch_size", "power_of_two", "oom_recovery", "save_in_background")
-_FLAGS += ("search_only", "reuse_found_size")
+_POSITIVE = ("seq_len", "global_batch_size", "save_every_n_steps", "keep_last_n_checkpoints")
+_FLAGS = ("use_maximum_batch_size", "oom_recovery", "save_in_background", "search_only")
 
 
 def _one_of(words: tuple[str, ...]) -> str:
@@ -97,29 +103,19 @@ class AdaptiveSettings:
         False
     )
     search_only: Annotated[bool, "end after the search, and write a config with its result to output_dir"] = False
-    reuse_found_size: Annotated[
-        bool, "use the size that an earlier search found under the same conditions, if it still fits"
-    ] = False
 
     def __post_init__(self) -> None:
         for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise InputError(f"`{name}` must be True or False, but is {quote(getattr(self, name))} instead.")
-        for name, values in (
-            ("strategy", STRATEGIES),
-            ("lr_scaling", get_args(LearningRateScaling)),
-            ("objective", get_args(Objective)),
-        ):
-            _require_one_of(name, getattr(self, name), values)
+            require_bool(name, getattr(self, name))
+        require_one_of("lr_scaling", self.lr_scaling, get_args(LearningRateScaling))
+        require_one_of("objective", self.objective, get_args(Objective))
         for name in _POSITIVE:
             if getattr(self, name) is not None:
                 require_integer(name, getattr(self, name), minimum=1)
         for name, words in (("max_tokens_per_micro_batch", (None, "auto")), ("growth_limit", ("memory", "none"))):
             if (value := getattr(self, name)) not in words:
                 _require_integer_or(name, value, words)
-        is_number = isinstance(self.margin, int | float) and not isinstance(self.margin, bool)
-        if not is_number or not 0 <= self.margin < 1:  # nan fails the comparison
-            raise InputError(f"`margin` must be in [0, 1), but is {quote(self.margin)} instead.")
+        _ = self.search_options  # checks these
         if self.batch_increase_function is not None:
             check_function(self.batch_increase_function)
         self._refuse_contradictions()
@@ -186,6 +182,17 @@ class AdaptiveSettings:
         values["memory_limit_bytes"] = None if limit is None else parse_memory(limit)
         values["batch_increase_function"] = load_function(values.get("batch_increase_function"))
         return cls(**values)
+
+    @property
+    def search_options(self) -> SearchOptions:
+        """How a search is to be done."""
+        return SearchOptions(
+            strategy=self.strategy,
+            power_of_two=self.power_of_two,
+            margin=self.margin,
+            memory_limit_bytes=self.memory_limit_bytes,
+            max_batch_size=self.max_batch_size,
+        )
 
     @property
     def cuts_samples(self) -> bool:
@@ -267,17 +274,11 @@ def _checked_block(block: object) -> dict[str, Any]:
         raise InputError(f"`adaptive` must be a mapping, but is {quote(block)} instead.")
     for key in block:
         if key not in BLOCK_KEYS:
-            hint = _did_you_mean(key, _PLACES)
+            hint = did_you_mean(key, _PLACES)
             raise InputError(
                 f"A key of `adaptive` must be one of {', '.join(BLOCK_KEYS)}, but is {quote(key)} instead{hint}"
             )
     return block
-
-
-def _require_one_of(name: str, value: object, values: tuple[str, ...]) -> None:
-    if value not in values:
-        hint = _did_you_mean(value, {one: one for one in values})
-        raise InputError(f"`{name}` must be one of {', '.join(values)}, but is {quote(value)} instead{hint}")
 
 
 def _require_integer_or(name: str, value: object, words: tuple[str | None, ...]) -> None:
@@ -285,11 +286,6 @@ def _require_integer_or(name: str, value: object, words: tuple[str | None, ...])
         named = ", ".join("null" if word is None else word for word in words)
         raise InputError(f"`{name}` must be {named} or an integer, but is {quote(value)} instead.")
     require_integer(name, value, minimum=1)
-
-
-def _did_you_mean(value: object, places: dict[str, str]) -> str:
-    nearest = difflib.get_close_matches(str(value).lower(), places, n=1)
-    return f"; did you mean `{places[nearest[0]]}`?" if nearest else "."
 
 
 def _read(cfg: DictConfig, key: str) -> Any:

@@ -12,18 +12,20 @@ A ``Fault`` can be used around any other code too: ``with Fault(3): loss.backwar
 import os
 import signal
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, NoReturn
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from torchtune_adaptive.distributed.ledger import Ledger, RecordedAllGather
-from torchtune_adaptive.memory.meter import MemoryMeter
-from torchtune_adaptive.memory.operations import OperationMode, is_collective, is_wait
+from torchtune_adaptive.engine.distributed.ledger import Ledger, RecordedAllGather
+from torchtune_adaptive.engine.memory.meter import MemoryMeter
+from torchtune_adaptive.engine.memory.operations import OperationMode, is_collective, is_wait
+from torchtune_adaptive.engine.memory.phases import Phases
 
-__all__ = ["Fault", "ballast", "faults_in", "kill_process", "out_of_memory"]
+__all__ = ["Fault", "ballast", "faults_in", "kill_process", "out_of_memory", "wrap_micro_steps"]
 
 Kind = Literal["operation", "storage growth", "all-gather allocation", "collective"]
 
@@ -51,7 +53,7 @@ class Fault(OperationMode):
     Args:
         place: number of the occurrence; None: the fault never strikes, it only counts.
         ranks: ranks of the default process group on which it strikes; None: every rank.
-        phase: count only in this phase of a recipe's step, for example "backward".
+        phase: count only in this phase of a train step, for example "backward", entered within the context.
         strike: the fault: ``out_of_memory``, ``kill_process``, or any other function.
     Attributes:
         count: number of occurrences so far.
@@ -75,7 +77,7 @@ class Fault(OperationMode):
         super().__init__()
         self.count = 0
         self.has_struck = False
-        self._phase_now: Callable[[], str] = lambda: ""
+        self._phase_now = ""
         self._place = place
         self._ranks = ranks
         self._kind = kind
@@ -84,10 +86,6 @@ class Fault(OperationMode):
         self._is_active = False
         self._is_in_collective = False
         self._patches = ExitStack()
-
-    def watch_phase(self, phase_now: Callable[[], str]) -> None:
-        """Set the function that returns the current phase, for a fault that counts in one phase only."""
-        self._phase_now = phase_now
 
     def __enter__(self) -> "Fault":
         if self._is_active:
@@ -103,13 +101,18 @@ class Fault(OperationMode):
         self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_and_count))
         for name, is_under_way in (("issuing", True), ("record", False), ("begin", False)):
             self._patches.enter_context(mock.patch.object(Ledger, name, self._noting(name, is_under_way)))
-        allocate = RecordedAllGather.allocate
+        allocate, enter = RecordedAllGather.allocate, Phases.enter
 
         def allocate_and_count(communicator: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             self._happens("all-gather allocation")
             return allocate(communicator, *args, **kwargs)
 
+        def enter_and_note(phases: Phases, name: str) -> None:
+            enter(phases, name)
+            self._phase_now = name
+
         self._patches.enter_context(mock.patch.object(RecordedAllGather, "allocate", allocate_and_count))
+        self._patches.enter_context(mock.patch.object(Phases, "enter", enter_and_note))
         super().__enter__()
         return self
 
@@ -138,7 +141,7 @@ class Fault(OperationMode):
     def _happens(self, *kinds: Kind) -> None:
         if self._kind not in kinds or (self._is_in_collective and self._kind != "collective"):
             return
-        if self._phase not in (None, self._phase_now()):
+        if self._phase not in (None, self._phase_now):
             return
         self.count += 1
         if self.count - 1 == self._place and self._is_here():
@@ -149,12 +152,33 @@ class Fault(OperationMode):
         return self._ranks is None or (dist.get_rank() if dist.is_initialized() else 0) in self._ranks
 
 
+def wrap_micro_steps(step: Any, around: Callable[[int, Callable[[], Any]], Any] | None) -> None:
+    """Run every micro-step of ``step``, a ``RecoverableStep``, through ``around(number, run)``. None: run it directly.
+
+    Numbers count from 0 in each optimizer step, and continue when the step runs again.
+    """
+    vars(step).pop("_micro_steps", None)
+    if around is None:
+        return
+    micro_steps, counted, count = step._micro_steps, None, 0
+
+    def wrapped(samples: Any) -> list[Callable[[], Any]]:
+        nonlocal counted, count
+        if step._number != counted:
+            counted, count = step._number, 0
+        runs = micro_steps(samples)
+        first, count = count, count + len(runs)
+        return [partial(around, number, run) for number, run in enumerate(runs, first)]
+
+    step._micro_steps = wrapped
+
+
 @contextmanager
 def faults_in(recipe_class: Any, faults: Mapping[tuple[int, int], Fault]) -> Iterator[None]:
     """Context: training with ``recipe_class`` has these faults. Key (20, 1) is the second micro-step of step 20.
 
     Steps and micro-steps are counted from 0. If a step runs again, its micro-steps continue the count, on every rank.
-    Searches and dry runs have no faults.
+    Searches and rehearsals have no faults.
     """
     train = recipe_class.train
 
@@ -162,14 +186,10 @@ def faults_in(recipe_class: Any, faults: Mapping[tuple[int, int], Fault]) -> Ite
         trainer = recipe.trainer
 
         def run(number: int, micro_step: Callable[[], Any]) -> Any:
-            fault = faults.get((trainer.global_step, number))
-            if fault is None:
-                return micro_step()
-            fault.watch_phase(lambda: trainer.phase)
-            with fault:
+            with faults.get((trainer.global_step, number)) or nullcontext():
                 return micro_step()
 
-        trainer.retry.wrap_micro_steps(run)
+        wrap_micro_steps(trainer.recoverable, run)
         return train(recipe, *args, **kwargs)
 
     with mock.patch.object(recipe_class, "train", train_with_faults):

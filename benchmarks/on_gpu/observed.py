@@ -36,11 +36,13 @@ class Observed(Watch):
 
     def note_peak(self) -> None:
         """Called when the optimizer has stepped."""
-        self.peak_bytes = torch.cuda.max_memory_allocated() if self.is_cuda else self.recipe.trainer.meter.peak_bytes
+        self.peak_bytes = (
+            torch.cuda.max_memory_allocated() if self.is_cuda else self.recipe.trainer.step.meter.peak_bytes
+        )
 
     def live_bytes(self) -> int:
         """What is allocated on the device."""
-        return torch.cuda.memory_allocated() if self.is_cuda else self.recipe.trainer.meter.live_bytes
+        return torch.cuda.memory_allocated() if self.is_cuda else self.recipe.trainer.step.meter.live_bytes
 
     def _synchronize(self) -> None:
         if self.is_cuda:

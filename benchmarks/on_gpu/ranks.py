@@ -16,7 +16,7 @@ from benchmarks.on_gpu.observed import Observed
 from benchmarks.on_gpu.random_recipe import let_go, live_random_recipe, logged, random_config
 from benchmarks.on_gpu.stage import Section, Stage
 from benchmarks.on_gpu.staged import stage_collectives
-from tests.recipe_runs import local_parameters, same_bits
+from benchmarks.support.recipe_runs import local_parameters, same_bits
 from torchtune_adaptive.testing import ballast
 
 BATCH_SIZE, EPOCHS, STEPS = 8, 2, 5  # rows per rank, steps per epoch
@@ -53,7 +53,7 @@ class Crowded(Observed):
         """Leave memory for the share ``room`` of a step's activations."""
         if self.is_cuda:
             torch.cuda.empty_cache()  # memory that the allocator caches would leave no room for the tensor
-        meter = self.recipe.trainer.meter
+        meter = self.recipe.trainer.step.meter
         # An allocator's limit is on what it has reserved, of which a little stays free in blocks that are in use.
         used_bytes = torch.cuda.memory_reserved() if self.is_cuda else self.live_bytes()
         num_bytes = max(meter.limit_bytes - used_bytes - round(room * self._activations_bytes), 0)
@@ -95,8 +95,8 @@ def _train(stage: Stage) -> dict[str, Any]:
     recipe = _recipe(stage, crowded)
     steps, trainer = logged(recipe), recipe.trainer
     recipe.train()
-    events = [entry["reason"] for entry in trainer.record.history if "step" in entry]
-    ooms = trainer.retry.retries
+    events = [entry["reason"] for entry in trainer.record.history if "samples_per_step" not in entry]
+    ooms = trainer.recoverable.retries
     parameters = local_parameters(recipe._model)
     micro_batches = _micro_batches_by_step(steps)
     del trainer

@@ -10,14 +10,14 @@ from tqdm import tqdm
 from benchmarks.live import probe_maker, workload_of
 from benchmarks.on_gpu.random_recipe import let_go, live_random_recipe, random_config, start_group
 from benchmarks.on_gpu.stage import Section, Stage
+from torchtune_adaptive.engine.memory.meter import device_memory_bytes
+from torchtune_adaptive.engine.memory.out_of_memory import free_memory
+from torchtune_adaptive.engine.search.find import first_that_fits
+from torchtune_adaptive.engine.search.throughput import tokens_per_second
 from torchtune_adaptive.errors import InputError, NothingFitsError, reason_of
-from torchtune_adaptive.memory.meter import device_memory_bytes
-from torchtune_adaptive.memory.out_of_memory import free_memory
 from torchtune_adaptive.plan.client import trace
 from torchtune_adaptive.plan.plan import Card, plan
 from torchtune_adaptive.plan.step_peaks import TracedStep
-from torchtune_adaptive.search.find import first_that_fits
-from torchtune_adaptive.search.throughput import tokens_per_second
 
 _NUM_ROWS = 4096
 _SECONDS_FOR_ONE = 30.0  # a case is not begun with less than that left
@@ -115,7 +115,7 @@ def _searched(recipe: Any, *, is_timed: bool) -> dict[str, Any]:
     }
     workload, make_batch = workload_of(recipe), probe_maker(recipe)
     if exact < result.bound:
-        above = first_that_fits(workload, make_batch, [exact + 1], settings=recipe.settings)
+        above = first_that_fits(workload, make_batch, [exact + 1], options=recipe.settings.search_options)
         found["one_more_fits"] = above is not None
     if is_timed:
         seq_len, sizes = recipe.trainer.sizes.seq_len, sorted({min(recipe.parts.batch_size, used), used})

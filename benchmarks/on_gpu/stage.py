@@ -8,13 +8,23 @@ from typing import Any
 
 import torch
 
-from torchtune_adaptive.memory.meter import device_memory_bytes
+from torchtune_adaptive.engine.memory.meter import device_memory_bytes
 from torchtune_adaptive.text import format_bytes
 
 SIMULATED = "Simulated GPU"  # the name of one
 _GIB, _MIB = 2**30, 2**20
 # The memory of cards that are imitated by a limit; one above the real card's memory means the whole card.
 _CARDS_BYTES = (24 * _GIB, 40 * _GIB, 80 * _GIB)
+
+
+def is_simulated(device: torch.device) -> bool:
+    """Whether ``device`` is a GPU that computes nothing."""
+    return device.type == "cuda" and torch.cuda.get_device_name(device) == SIMULATED
+
+
+def has_values(device: torch.device) -> bool:
+    """Whether the values of large tensors on ``device`` are computed."""
+    return not is_simulated(device) or os.environ.get("SIMULATED_VALUES") == "1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +72,12 @@ class Stage:
     @property
     def is_simulated(self) -> bool:
         """Whether the GPU computes nothing, so that times mean nothing."""
-        return not self.is_rehearsal and torch.cuda.get_device_name(self.device) == SIMULATED
+        return is_simulated(self.device)
 
     @property
     def has_values(self) -> bool:
         """Whether losses and parameters are computed."""
-        return not self.is_simulated or os.environ.get("SIMULATED_VALUES") == "1"
+        return has_values(self.device)
 
     @property
     def calibration_path(self) -> Path:

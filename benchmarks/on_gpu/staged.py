@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtune_adaptive.distributed.fsdp_state import AllGather, ReduceScatter, communicators
+from torchtune_adaptive.engine.distributed.fsdp_state import AllGather, ReduceScatter, communicators
 
 
 def stage_collectives(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from benchmarks.live import probe_maker, search_again, workload_of
 from benchmarks.on_gpu.random_recipe import live_random_recipe, random_config, start_group
 from benchmarks.on_gpu.stage import Section, Stage
 from benchmarks.peers.rfc import bisect, by_difference, is_out_of_memory
-from torchtune_adaptive.search.workload import Workload
+from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.settings import STRATEGIES
 
 _MOST_ROWS = 1024
@@ -68,7 +68,7 @@ def _bisection(recipe: Any, workload: Workload) -> Answer:
         steps, ooms = steps + (not failed), ooms + failed
         return failed
 
-    with meter.exactly(), workload.kept_as_it_is():
+    with meter.exactly(), workload.restored():
         meter.set_limit(recipe.trainer.sizes.result.usable_bytes)
         return bisect(is_oom, most=_MOST_ROWS), steps, ooms
 

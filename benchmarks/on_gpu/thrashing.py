@@ -11,7 +11,7 @@ from benchmarks.on_gpu.observed import Observed
 from benchmarks.on_gpu.random_recipe import live_random_recipe, random_config, start_group
 from benchmarks.on_gpu.random_rows import SHORTEST_RISING
 from benchmarks.on_gpu.stage import Section, Stage
-from torchtune_adaptive.memory.allocator_retries import RetryWatch
+from torchtune_adaptive.engine.recovery.watch import PressureWatch
 
 _ROWS, _STEPS = 4, 8  # rows of a micro-batch, steps of each phase
 PHASES = ("enough memory", "too little, retries not watched", "too little, as it comes")
@@ -43,7 +43,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
         step_ms = 1e3 * median(seen.seconds[steps][1:])
         retries = sum(map(bool, seen.retries[steps]))
         cells.append([phase, f"{step_ms:.0f}", str(retries), seen.limits[index], str(seen.ooms[index])])
-    events = [entry["reason"] for entry in recipe.trainer.record.history if "step" in entry]
+    events = [entry["reason"] for entry in recipe.trainer.record.history if "samples_per_step" not in entry]
     text = [
         f"Config `{stage.lora}`, {_ROWS} rows, {_STEPS} steps a phase. In each phase rows grow from"
         f" {SHORTEST_RISING * seq_len:.0f} to {seq_len} random tokens, so that few cached blocks are large enough for"
@@ -56,7 +56,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     yield [Section(title="Thrashing", header=HEADER, rows=cells, text=text, data=data)]
 
 
-def _notices_nothing(is_thrashing: Callable[[RetryWatch], bool]) -> Callable[[RetryWatch], bool]:
+def _notices_nothing(is_thrashing: Callable[[PressureWatch], bool]) -> Callable[[PressureWatch], bool]:
     """``is_thrashing``, but its answer is False."""
     return lambda watch: is_thrashing(watch) and False
 
@@ -70,11 +70,11 @@ class Watched(Observed):
         self.limits: list[str] = []
         self.ooms: list[int] = []
         self._allocated_bytes = 0
-        self._no_watch = mock.patch.object(RetryWatch, "is_thrashing", _notices_nothing(RetryWatch.is_thrashing))
+        self._no_watch = mock.patch.object(PressureWatch, "is_thrashing", _notices_nothing(PressureWatch.is_thrashing))
 
     def begin(self, recipe: Any) -> None:
         super().begin(recipe)
-        self._retries_before = recipe.trainer.meter.total_retries
+        self._retries_before = recipe.trainer.step.meter.total_retries
 
     def note_peak(self) -> None:
         super().note_peak()
@@ -83,14 +83,14 @@ class Watched(Observed):
 
     def step(self) -> None:
         super().step()
-        retries = self.recipe.trainer.meter.total_retries
+        retries = self.recipe.trainer.step.meter.total_retries
         self.retries.append(retries - self._retries_before)
         self._retries_before = retries
 
     def after_epoch(self) -> None:
         trainer = self.recipe.trainer
         self.limits.append(str(trainer.micro_batches.limit))
-        self.ooms.append(trainer.retry.retries - sum(self.ooms))
+        self.ooms.append(trainer.recoverable.retries - sum(self.ooms))
         if self.is_cuda:
             torch.cuda.empty_cache()  # so that all phases begin alike
         if len(self.limits) == 1:
@@ -100,7 +100,7 @@ class Watched(Observed):
             self._no_watch.stop()
 
     def _tighten(self) -> None:
-        meter = self.recipe.trainer.meter
+        meter = self.recipe.trainer.step.meter
         if not self.is_cuda:  # the CPU's meter simulates a cache
             meter.cache_limit_bytes = int(0.8 * self.peak_bytes)
             return

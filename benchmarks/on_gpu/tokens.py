@@ -56,12 +56,12 @@ def _trained(stage: Stage, name: str) -> tuple[Contestant, int, int]:
     recipe = live_random_recipe(cfg)
     one, trainer = Contestant.of(name, recipe, rounds=_ROUNDS), recipe.trainer
     one.count()
-    trainer.meter.reset()
+    trainer.step.meter.reset()
     for place in range(1 + _ROUNDS):
-        with trainer.meter:
+        with trainer.step.meter:
             one.train(place)
-    one.peak = max(trainer.meter.phase_peak_bytes.values()) / stage.limits_bytes[-2]
-    retries, ooms = trainer.meter.allocator_retries, trainer.retry.retries
+    one.peak = max(trainer.step.meter.phase_peak_bytes.values()) / stage.limits_bytes[-2]
+    retries, ooms = trainer.step.meter.allocator_retries, trainer.recoverable.retries
     one = one.figures()
     del trainer
     let_go(recipe)

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from torchtune_adaptive.memory.cpu_meter import CpuMeter
-from torchtune_adaptive.memory.meter import device_memory_bytes
+from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.engine.memory.meter import device_memory_bytes
 
 
 def card_on(device: torch.device, limit_bytes: int) -> "Card":
-    """A card of ``limit_bytes`` on ``device``: inside ``with card:`` memory runs out above them, as on CUDA."""
+    """A card of ``limit_bytes`` on ``device``: inside ``with card:`` memory runs out above them, if not earlier."""
     return CudaCard(device, limit_bytes) if device.type == "cuda" else CpuCard(limit_bytes)
 
 
@@ -91,7 +91,7 @@ def _empty(outputs: Any, inputs: Any) -> None:
 
 
 class CudaCard:
-    """The part of the real card that one process may use."""
+    """The part of the card that the process may use. All of it: memory runs out when CUDA has no more."""
 
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
         self._device = device

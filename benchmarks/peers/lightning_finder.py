@@ -41,7 +41,7 @@ def lightning_finder(task: Task, *, mode: str) -> Found:
                 trainer.fit(module)
         except torch.OutOfMemoryError:
             found.survives = f"OOM at step {task.steps - found.steps + 1}"
-    if module.optimizer_states[0] != optimizer_state(None):
+    if found.changed is not None and module.optimizer_states[0] != optimizer_state(None):
         found.changed.append("optimizer")
     return found
 

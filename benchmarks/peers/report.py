@@ -1,12 +1,12 @@
 """The document: a table for each case, the contestants that beat the default, and the choices that matter."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from benchmarks.peers.data import NUM_ROWS
-from benchmarks.peers.task import GEOMETRY, STEPS
+from benchmarks.peers.task import STEPS
 from benchmarks.peers.watch import Found
 from benchmarks.tables import table
 
@@ -18,21 +18,31 @@ HEADER = (
     "OOMs",
     "search, s",
     "of it collecting garbage, s",
+    "times ours",
     "changed",
     f"survives {STEPS} steps",
 )
 
+ON_CPU = (
+    "The card of the peers counts the bytes that our meter counts and raises what CUDA raises. It sees an operation's"
+    " output after the operation has run: where a size is far too large, the CPU has done work that a GPU would have"
+    " refused, which lengthens the search of those that begin far above the limit. Times are the CPU's; on a GPU the"
+    " share of steps, restarts and garbage differs."
+)
+ON_SIMULATED_GPU = (
+    "[The simulated GPU](../../tests/simulated_gpu/README.md) is torch for CUDA, and memory runs out as on a GPU: when"
+    " the caching allocator gets no more of it. Nobody has set a limit, and each search has the whole device. Kernels"
+    " take no time and compute nothing: a search's seconds are those of Python, of the launches, and of garbage"
+    " collections, and whether values have changed is not computed."
+)
 NOTES = (
     "Each tool runs in a process of its own, which first takes two steps of another model; the order turns from"
     " round to round. Seconds are the median with [least, most] of the rounds; where another cell differed from round"
     " to round, all its values are given.",
-    "The card of the peers counts the bytes that our meter counts and raises what CUDA raises. It sees an operation's"
-    " output after the operation has run: where a size is far too large, the CPU has done work that a GPU would have"
-    " refused, which lengthens the search of those that begin far above the limit. Times are the CPU's; on a GPU the"
-    " share of steps, restarts and garbage differs.",
-    "Largest that fits: three steps in a row of that many rows of the greatest length, every size tried from 1 until"
-    " three beyond the largest. The limits are round numbers whose largest size is neither a power of two nor on"
-    " accelerate's ladder 128, 115, 103, ... down by tenths (100MiB stands for 96MiB, whose 25 is).",
+    "Largest that fits: three steps in a row of that many rows of the greatest length, every size tried from 1 (on the"
+    " simulated GPU from what a bisection finds) until three beyond the largest. The limits are round numbers whose"
+    " largest size is neither a power of two nor on accelerate's ladder 128, 115, 103, ... down by tenths (on the CPU"
+    " 100MiB stands for 96MiB, whose 25 is).",
     "Full steps: optimizer steps completed in the search. Changed: bits of parameters, buffers, optimizer state or"
     " random generators that differ between the state before the search and the state that training begins with.",
     "A search that trains (accelerate, HF Trainer, toma, the RFC's first sketch) is over when its last attempt begins;"
@@ -40,7 +50,8 @@ NOTES = (
     " does, so that nothing of an earlier one is left.",
     "ours: `make_batch` gives rows of the greatest length, as its documentation asks for; all others meet the data's"
     " own rows (in their order; the HF Trainer shuffles), each batch padded to its longest row. Margin 0.05 is of the"
-    " memory; Lightning's 0.05, in binsearch only, is of the rows.",
+    " memory; Lightning's 0.05, in binsearch only, is of the rows. All strategies train in a plain loop afterwards, but"
+    " for the one that trains with `RecoverableStep`, which makes the optimizer's state before the first step.",
     "Lightning: `Tuner.scale_batch_size` with its defaults (2 rows first, 3 steps per trial), then `fit` by the same"
     " trainer. accelerate: starting size 128, its default. HF Trainer: `per_device_train_batch_size=128`, its own"
     " defaults except for the optimizer, which is the same for all. toma: `initial_batchsize=512` as in its"
@@ -61,27 +72,31 @@ class Measured:
     exact: Found = field(default_factory=Found)
 
 
-def document(cases: Sequence[Measured], *, default: str, provenance: str) -> list[str]:
-    """The lines of the whole document. ``default`` is the contestant whom others are compared with."""
-    geometry = ", ".join(f"{name} {value}" for name, value in GEOMETRY.items())
+def document(
+    cases: Sequence[Measured], *, place: str, geometry: Mapping[str, Any], default: str, provenance: str
+) -> list[str]:
+    """The lines of the whole document. ``default`` is the contestant whose seconds others are compared with."""
     lines = [
-        "# The search against its peers, CPU",
+        f"# The search against its peers, {place}",
         "",
         provenance,
         "",
-        f"A Llama ({geometry}), AdamW, fp32, {NUM_ROWS} rows of random tokens.",
+        f"A Llama ({', '.join(f'{name} {value}' for name, value in geometry.items())}), AdamW, fp32, {NUM_ROWS} rows of"
+        " random tokens.",
     ]
     for case in cases:
         exact = "not tried" if not case.exact.size else str(case.exact.size)
-        rows = [_row(name, found, exact) for name, found in case.found.items() if found]
-        lines += ["", f"## {case.name}, limit {case.limit}", "", *table(HEADER, rows), "", _compared(case, default)]
-    return [*lines, "", "## What was chosen", "", *(f"- {note}" for note in NOTES)]
+        ours = [one.seconds for one in case.found[default] if not one.error]
+        rows = [_row(name, found, exact, ours) for name, found in case.found.items() if found]
+        lines += ["", f"## {case.name}, limit {case.limit}", "", *table(HEADER, rows)]
+    notes = [*NOTES[:1], ON_CPU if place == "CPU" else ON_SIMULATED_GPU, *NOTES[1:]]
+    return [*lines, "", "## What was chosen", "", *(f"- {note}" for note in notes)]
 
 
-def _row(name: str, found: Sequence[Found], exact: str) -> list[str]:
+def _row(name: str, found: Sequence[Found], exact: str, ours: Sequence[float]) -> list[str]:
     errors = [one.error for one in found if one.error]
     if errors:
-        return [name, "**failed**", exact, "", "", "", "", "", errors[0].replace("|", "/")]
+        return [name, "**failed**", exact, "", "", "", "", "", "", errors[0].replace("|", "/")]
 
     def cell(what: Callable[[Found], Any]) -> str:
         return _differing(what(one) for one in found)
@@ -95,51 +110,10 @@ def _row(name: str, found: Sequence[Found], exact: str) -> list[str]:
         cell(lambda one: one.ooms),
         f"{median(seconds):.2f} [{min(seconds):.2f}, {max(seconds):.2f}]",
         f"{median(one.gc_seconds for one in found):.2f}",
-        cell(lambda one: ", ".join(one.changed) or "nothing"),
+        f"{median(seconds) / median(ours):.1f}" if ours else "",
+        cell(lambda one: "not computed" if one.changed is None else ", ".join(one.changed) or "nothing"),
         cell(lambda one: one.survives),
     ]
-
-
-def _compared(case: Measured, default: str) -> str:
-    """The contestants that beat ``default``, in words: in time, in full steps or in rows, and whether these survive."""
-    done = {name: found for name, found in case.found.items() if found and not any(one.error for one in found)}
-    if default not in done:
-        return f"{default} failed."
-    mine = done.pop(default)
-    own = f"{default}: {_rows(mine)} rows in {_seconds(mine):.2f} s and {_steps(mine)} full steps"
-    quicker = [
-        f"{name} ({_seconds(found):.2f} s, {_rows(found)} rows)"
-        for name, found in done.items()
-        if _seconds(found) < _seconds(mine)
-    ]
-    fewer_steps = [
-        f"{name} ({_steps(found)}, and {_ooms(found)} OOMs)"
-        for name, found in done.items()
-        if _steps(found) < _steps(mine)
-    ]
-    more_rows = [
-        f"{name} ({_rows(found)}; survives: {_differing(one.survives for one in found)})"
-        for name, found in done.items()
-        if _rows(found) > _rows(mine)
-    ]
-    before_us = {"In less time": quicker, "In fewer full steps": fewer_steps, "More rows": more_rows}
-    return ". ".join([own, *(f"{what}: {'; '.join(names) or 'none'}" for what, names in before_us.items())]) + "."
-
-
-def _rows(found: Sequence[Found]) -> int:
-    return max(one.size for one in found)
-
-
-def _seconds(found: Sequence[Found]) -> float:
-    return median(one.seconds for one in found)
-
-
-def _steps(found: Sequence[Found]) -> int:
-    return min(one.steps for one in found)
-
-
-def _ooms(found: Sequence[Found]) -> int:
-    return min(one.ooms for one in found)
 
 
 def _differing(values: Iterable[Any]) -> str:

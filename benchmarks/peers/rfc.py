@@ -8,8 +8,8 @@ import torch
 from benchmarks.peers.data import Batch
 from benchmarks.peers.task import STEPS, Model, Task
 from benchmarks.peers.watch import Attempts, Found, Search
-from torchtune_adaptive.distributed.snapshot import RandomStates
-from torchtune_adaptive.memory.out_of_memory import comes_from_out_of_memory, free_memory
+from torchtune_adaptive.engine.distributed.snapshot import RandomStates
+from torchtune_adaptive.engine.memory.out_of_memory import comes_from_out_of_memory, free_memory
 
 WHOLE_BATCH = 128  # which the first sketch cuts into chunks
 MOST_ROWS = 100_000  # where the second begins to bisect

@@ -9,9 +9,18 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.on_gpu.stage import has_values
+
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, str]:
-    """A digest of the bits of each part of the present state. None is an optimizer that has no state yet."""
+    """A digest of the bits of each part of the present state; {} where values are not computed.
+
+    Args:
+        optimizer: None: one that has no state yet.
+    """
+    device = next(model.parameters()).device
+    if not has_values(device):
+        return {}
     state = {
         "parameters": _digest(model.parameters()),
         "buffers": _digest(model.buffers()),
@@ -38,9 +47,9 @@ def optimizer_state(optimizer: Any) -> str:
     return _digest(part for one in kept for part in one)
 
 
-def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """The parts that differ."""
-    return [name for name in before if before[name] != after[name]]
+def changed(before: dict[str, str], after: dict[str, str]) -> list[str] | None:
+    """The parts that differ; None if there is nothing to compare."""
+    return [name for name in before if before[name] != after[name]] if before else None
 
 
 def _digest(values: Iterable[Any]) -> str:

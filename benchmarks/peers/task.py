@@ -1,7 +1,7 @@
 """What every contestant trains: the same model, optimizer and data, on the same card."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,10 @@ from torchtune.models.llama2 import llama2
 
 from benchmarks.peers.card import Card, card_on
 from benchmarks.peers.data import IGNORED, SEED, VOCAB_SIZE, Batch, Rows, padded
-from torchtune_adaptive.memory.meter import device_memory_bytes
+from torchtune_adaptive.engine.memory.meter import device_memory_bytes
 
 STEPS = 20  # of the training that follows a search
-GEOMETRY = {
+SMALL = {
     "vocab_size": VOCAB_SIZE,
     "num_layers": 2,
     "num_heads": 4,
@@ -24,14 +24,23 @@ GEOMETRY = {
     "intermediate_dim": 176,
     "attn_dropout": 0.1,
 }
+LARGE = {
+    "vocab_size": 32_000,
+    "num_layers": 6,
+    "num_heads": 12,
+    "num_kv_heads": 12,
+    "embed_dim": 768,
+    "intermediate_dim": 2048,
+    "attn_dropout": 0.1,
+}
 
 
 class Model(nn.Module):
-    """A small Llama that gives the loss."""
+    """A Llama that gives the loss."""
 
-    def __init__(self, max_seq_len: int) -> None:
+    def __init__(self, max_seq_len: int, geometry: Mapping[str, Any] = SMALL) -> None:
         super().__init__()
-        self.decoder: Any = llama2(max_seq_len=max_seq_len, **GEOMETRY)
+        self.decoder: Any = llama2(max_seq_len=max_seq_len, **geometry)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.decoder(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
@@ -40,19 +49,26 @@ class Model(nn.Module):
 class Task:
     """A limit and data on a device, and what a contestant has done there so far.
 
+    Args:
+        limit_bytes: None: what the device has.
+        geometry: of the model.
+
     Attributes:
         card: contestants search and train inside ``with task.card:``; this package searches by its own meter.
         steps: optimizer steps completed.
     """
 
-    def __init__(self, device: torch.device, limit_bytes: int, rows: Rows) -> None:
+    def __init__(
+        self, device: torch.device, limit_bytes: int | None, rows: Rows, geometry: Mapping[str, Any] = SMALL
+    ) -> None:
         self.device = device
-        self.limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes or device_memory_bytes(device)
         self.rows = rows
+        self._geometry = geometry
         self.steps = 0
         self.card: Card = card_on(device, device_memory_bytes(device))
         self._warm_up()
-        self.card = card_on(device, limit_bytes)
+        self.card = card_on(device, self.limit_bytes)
         self.steps = 0
 
     def collate(self, rows: Sequence[np.ndarray]) -> Batch:
@@ -65,7 +81,8 @@ class Task:
         return self.card.place(self.collate(self.rows.in_order(start, rows)))
 
     def new_model(self) -> Model:
-        return Model(self.rows.greatest).to(self.device)
+        with self.device:
+            return Model(self.rows.greatest, self._geometry)
 
     def new_optimizer(self, model: nn.Module) -> torch.optim.AdamW:
         """AdamW with its defaults, whose completed steps are counted."""

@@ -17,8 +17,8 @@ class Found:
     """What a contestant's search found and what it cost.
 
     ``steps`` are optimizer steps completed in the search, ``gc_seconds`` the part of ``seconds`` spent collecting
-    garbage. ``changed`` are the parts of the state that training begins with that differ from before the search. With
-    an ``error`` nothing else counts.
+    garbage. ``changed`` are the parts of the state that training begins with that differ from before the search, None
+    if values are not computed. With an ``error`` nothing else counts.
     """
 
     size: int = 0
@@ -26,7 +26,7 @@ class Found:
     ooms: int = 0
     seconds: float = 0.0
     gc_seconds: float = 0.0
-    changed: list[str] = field(default_factory=list)
+    changed: list[str] | None = field(default_factory=list)
     survives: str = ""
     error: str = ""
 

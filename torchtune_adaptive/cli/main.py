@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
-from torchtune_adaptive.cli.arguments import PROGRAM, examples
+from torchtune_adaptive.cli.arguments import PROGRAM, Commands, examples
 from torchtune_adaptive.cli.calibrate import add_calibrate
 from torchtune_adaptive.cli.plan import add_plan
 from torchtune_adaptive.cli.report import add_report
@@ -14,7 +14,7 @@ from torchtune_adaptive.cli.search import SEARCH_EXAMPLES, run_search
 from torchtune_adaptive.cli.tune import TUNE_COMMANDS, run_tune_command
 from torchtune_adaptive.cli.validate import add_validate
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.quiet import filter_messages
+from torchtune_adaptive.launch import filter_messages
 from torchtune_adaptive.settings import named_by_path
 
 _STATUSES = """exit status:
@@ -70,17 +70,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    for name, command in TUNE_COMMANDS.items():
-        # torchtune's own parser reads its arguments.
-        commands.add_parser(name, help=command.help, add_help=False, epilog=examples(*command.examples))
+    for name, command in TUNE_COMMANDS.items():  # torchtune's own parsers read their arguments
+        _add_unread(commands, name, command.help, examples(*command.examples))
     add_validate(commands)
     add_plan(commands)
     add_calibrate(commands)
-    commands.add_parser(
-        "search", help="find the largest batch size that fits, and end", add_help=False, epilog=SEARCH_EXAMPLES
-    )
+    _add_unread(commands, "search", "find the largest batch size that fits, and end", SEARCH_EXAMPLES)
     add_report(commands)
     return parser
+
+
+def _add_unread(commands: Commands, name: str, summary: str, epilog: str) -> None:
+    """Add a command for the program's help, whose arguments another parser reads."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    usage, description = f"{PROGRAM} {name} ...", f"{summary[0].upper()}{summary[1:]}."
+    commands.add_parser(
+        name,
+        help=summary,
+        add_help=False,
+        usage=usage,
+        description=description,
+        epilog=epilog,
+        formatter_class=formatter,
+    )
 
 
 def _versions() -> str:

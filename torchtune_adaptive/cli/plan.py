@@ -7,9 +7,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.cache import user_cache_folder
 from torchtune_adaptive.cli.arguments import Commands, add_command, integer, integers
 from torchtune_adaptive.errors import InputError, require_integer
+from torchtune_adaptive.plan.cache import user_cache_folder
 from torchtune_adaptive.plan.client import trace
 from torchtune_adaptive.plan.gpus import is_amd, memory_of
 from torchtune_adaptive.plan.plan import USUAL_SEQ_LENS, Card, Plan, Trace, plan
@@ -19,8 +19,8 @@ from torchtune_adaptive.plan.suggestions import Suggestion, suggestions
 from torchtune_adaptive.plan.trace_cache import TraceCache
 from torchtune_adaptive.plan.what_if import what_if
 from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.stock.checks import check_top_level_keys
 from torchtune_adaptive.stock.configs import load_config, method_of, resolved
-from torchtune_adaptive.stock.top_level_keys import check_top_level_keys
 from torchtune_adaptive.text import format_bytes
 
 

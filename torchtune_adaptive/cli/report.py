@@ -34,9 +34,7 @@ def _report(arguments: argparse.Namespace) -> None:
     folder = arguments.to or arguments.output_dir
     with writing("--to", folder / _PAGE_NAME):  # before seconds are spent on drawing
         check_writable(folder / _PAGE_NAME)
-    files: dict[str, str | bytes] = {}
-    for picture in drawn:
-        files |= {f"{picture.name}.svg": picture.svg(), f"{picture.name}.png": picture.png()}
+    files = {f"{picture.name}.svg": picture.svg() for picture in drawn}
     files[_PAGE_NAME] = page(arguments.output_dir, story(run), drawn)
     print()
     for name, content in files.items():

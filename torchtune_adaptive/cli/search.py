@@ -13,19 +13,17 @@ from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.files import check_writable
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import config_of, resolve_config_argument, resolved
-from torchtune_adaptive.stock.installed import stock_recipe_names
-from torchtune_adaptive.stock.own_files import adaptive_name, recipe_files
+from torchtune_adaptive.stock.installed import adaptive_name, recipe_files, stock_recipe_names
 
 _HELP = """Find the largest batch size that fits, and end.
 
 OUTPUT_DIR/found.yaml is the config with the sizes found. The last line of the output is the command
 that trains with it. No checkpoint is written. TORCHRUN-OPTIONS are those of `run`.
 
-A size is found for one row length, and for everything else that memory depends on. With --reuse the size
-of an earlier search under the same conditions is used, if one probe shows that it still fits."""
+A size is found for one row length, and for everything else that memory depends on."""
 SEARCH_EXAMPLES = examples(
     "search --nproc_per_node 2 adaptive_full_finetune_distributed --config tiny/full",
-    "search --reuse adaptive_lora_finetune_single_device --config llama3_2/1B_lora_single_device",
+    "search adaptive_lora_finetune_single_device --config llama3_2/1B_lora_single_device",
     "search --nproc_per_node 8 adaptive_lora_finetune_distributed --config llama3_1/8B_lora"
     " tokenizer.max_seq_len=4096 adaptive.max_tokens_per_micro_batch=auto",
 )
@@ -38,12 +36,12 @@ def run_search(arguments: Sequence[str]) -> None:
         InputError: a value is refused.
         SystemExit: the search or the command line has ended the program.
     """
-    own, launched = _own_parser().parse_known_args(arguments)
+    _, launched = _parser_of_help().parse_known_args(arguments)
     check_before_torch(launched)
     run = parser_of("run").parse_args(["run", *launched])
     torchrun_options = launched[: len(launched) - len(run.recipe_args) - 1]
     _check_searches(run.recipe)
-    keys = _keys(run.recipe_args, reuse=own.reuse)
+    keys = _keys(run.recipe_args)
     path = _found_path(run.recipe_args)
     _launch([*torchrun_options, run.recipe, *run.recipe_args, *keys])
     if path.is_file():  # on the machine of rank 0
@@ -51,18 +49,16 @@ def run_search(arguments: Sequence[str]) -> None:
         print(f"To train with what was found:\n{shlex.join(command)}", flush=True)
 
 
-def _own_parser() -> argparse.ArgumentParser:
-    """Takes what is not for `tune run`, wherever it stands, and leaves the rest in its order."""
-    parser = argparse.ArgumentParser(
+def _parser_of_help() -> argparse.ArgumentParser:
+    """Takes --help, and leaves the rest, which is for `tune run`, in its order."""
+    return argparse.ArgumentParser(
         prog=f"{PROGRAM} search",
-        usage=f"{PROGRAM} search [--reuse] [TORCHRUN-OPTIONS] RECIPE --config CONFIG [key=value ...]",
+        usage=f"{PROGRAM} search [TORCHRUN-OPTIONS] RECIPE --config CONFIG [key=value ...]",
         description=_HELP,
         epilog=SEARCH_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--reuse", action="store_true", help="use a size found before, if it still fits")
-    return parser
 
 
 def _check_searches(recipe: str) -> None:
@@ -75,13 +71,13 @@ def _check_searches(recipe: str) -> None:
         raise InputError(f"The recipe must be an adaptive one, which can search, but is {quote(recipe)} instead{hint}")
 
 
-def _keys(recipe_args: Sequence[str], *, reuse: bool) -> list[str]:
+def _keys(recipe_args: Sequence[str]) -> list[str]:
     """The overrides that make a run of the recipe a search alone.
 
     Raises:
         InputError: the config is refused, or what its search finds cannot be put in a config.
     """
-    keys = ["adaptive.search_only=True"] + ["adaptive.reuse_found_size=True"] * reuse
+    keys = ["adaptive.search_only=True"]
     if not AdaptiveSettings.from_cfg(_config(recipe_args)).searches:
         keys.insert(0, "use_maximum_batch_size=True")
     AdaptiveSettings.from_cfg(_config([*recipe_args, *keys]))
@@ -94,7 +90,7 @@ def _found_path(recipe_args: Sequence[str]) -> Path:
     Raises:
         InputError: it could not be written.
     """
-    from torchtune_adaptive.search.found_config import found_path  # needs torch
+    from torchtune_adaptive.training.found_config import found_path  # needs torch
 
     content = resolved(_config(recipe_args))
     if not isinstance(content.get("output_dir"), str):

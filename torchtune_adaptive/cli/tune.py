@@ -18,10 +18,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from torchtune_adaptive.cli.arguments import PROGRAM, examples
 from torchtune_adaptive.errors import InputError, quote, reason_of
-from torchtune_adaptive.stock.check import check_run
+from torchtune_adaptive.stock.checks import check_run
 from torchtune_adaptive.stock.configs import config_path, resolve_config_argument
-from torchtune_adaptive.stock.installed import stock_recipe_names
-from torchtune_adaptive.stock.own_files import configs_by_recipe, recipe_files
+from torchtune_adaptive.stock.installed import configs_by_recipe, recipe_files, stock_recipe_names
 
 
 class TuneCommand(NamedTuple):

@@ -9,9 +9,9 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.cli.arguments import Commands, add_command
 from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.settings import AdaptiveSettings
-from torchtune_adaptive.stock.check import check_config
+from torchtune_adaptive.stock.checks import check_config
 from torchtune_adaptive.stock.configs import is_ppo, load_config, method_of, resolved
-from torchtune_adaptive.stock.own_files import adaptive_name, recipe_files
+from torchtune_adaptive.stock.installed import adaptive_name, recipe_files
 
 
 def add_validate(commands: Commands) -> None:
@@ -68,7 +68,7 @@ def _check_components(cfg: DictConfig) -> None:
     from torchtune import config  # takes seconds
     from torchtune.config._errors import ConfigError, InstantiationError
 
-    from torchtune_adaptive.stock.components import check_components
+    from torchtune_adaptive.stock.checks import check_components
 
     for name, block in cfg.items():
         component = block.get("_component_", "") if isinstance(block, DictConfig) else ""

@@ -19,9 +19,9 @@ from torch.utils.collect_env import get_nvidia_driver_version, run
 from torchtune.models.llama3 import llama3
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
+from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.files import check_writable, writing
-from torchtune_adaptive.memory.out_of_memory import free_memory
 from torchtune_adaptive.plan.overhead import Calibration
 from torchtune_adaptive.text import format_bytes
 

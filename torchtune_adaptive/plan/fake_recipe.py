@@ -30,9 +30,8 @@ from torchtune import config
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import DoRALinear
 
-from torchtune_adaptive.batch.row_format import PreferenceRows, Row
+from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.memory.phases import Phases
 from torchtune_adaptive.plan.cuda_stand_ins import OffloadedActivations
 from torchtune_adaptive.plan.fake_model import layers_limited_to, make_fake
 from torchtune_adaptive.plan.host_figures import host_figures
@@ -40,9 +39,10 @@ from torchtune_adaptive.plan.optimizer_stand_ins import stand_in_for_optimizer
 from torchtune_adaptive.plan.running_modules import RunningModules
 from torchtune_adaptive.plan.step_progress import StepProgress
 from torchtune_adaptive.plan.trace import CUDA_GRANULARITY_BYTES, ON_HOST, Mark, StepTrace
-from torchtune_adaptive.recipe import AdaptiveRecipe
 from torchtune_adaptive.stock.configs import method_of, resolved
-from torchtune_adaptive.stock.own_files import adaptive_name
+from torchtune_adaptive.stock.installed import adaptive_name
+from torchtune_adaptive.stock.recipe import AdaptiveRecipe
+from torchtune_adaptive.training.batch.row_format import PreferenceRows, Row
 from torchtune_adaptive.training.train_step import TrainStep
 
 # The stock recipes of these methods shard the trained model without `custom_sharded_layers`.

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtune_adaptive.memory.operations import local_part, plain_parts
+from torchtune_adaptive.engine.memory.operations import local_part, plain_parts
 from torchtune_adaptive.plan.host_memory import pinned_bytes
 
 _CONVERTING = "torchtune.training.FullModelHFCheckpointer"

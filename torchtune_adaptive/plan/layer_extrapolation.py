@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import groupby
 
-from torchtune_adaptive.memory.timeline import Timeline
+from torchtune_adaptive.engine.memory.timeline import Timeline
 
 
 def extrapolate_layers(few: Timeline, more: Timeline, *, layers: tuple[int, int], num_layers: int) -> Timeline | None:

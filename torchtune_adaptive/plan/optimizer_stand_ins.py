@@ -11,8 +11,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from torchtune_adaptive.engine.memory.operations import local_part
 from torchtune_adaptive.errors import InputError, quote
-from torchtune_adaptive.memory.operations import local_part
 from torchtune_adaptive.plan.host_memory import pinned_bytes
 
 _BITSANDBYTES = re.compile(r"bitsandbytes\.optim\.(Paged)?([A-Z][A-Za-z]*?)(8bit|32bit)?")

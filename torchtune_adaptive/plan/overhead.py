@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from torchtune_adaptive.errors import InputError, quote, reason_of, require_integer
+from torchtune_adaptive.errors import InputError, is_number, quote, reason_of, require_integer
 from torchtune_adaptive.files import write_whole
 
 _MIB = 2**20
@@ -240,4 +240,4 @@ class Overhead:
 
 
 def _is_amount(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+    return is_number(value) and 0 <= value <= sys.float_info.max

@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.batch.rank_shares import check_samples_per_step, most_rows
+from torchtune_adaptive.engine.search.strategies import NO_BOUND, binary_search, round_down_to_power_of_two
 from torchtune_adaptive.errors import require_integer
 from torchtune_adaptive.plan.client import trace
 from torchtune_adaptive.plan.host_memory import HostPlan, Launch, plan_host
 from torchtune_adaptive.plan.overhead import Calibration, Overhead
 from torchtune_adaptive.plan.step_peaks import StepPeaks, TracedStep
-from torchtune_adaptive.search.strategies import NO_BOUND, binary_search, round_down_to_power_of_two
 from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.training.batch.rank_shares import check_samples_per_step, largest_share
 
 # Row lengths to plan if neither the user nor the config gives any.
 USUAL_SEQ_LENS = (2048, 4096, 8192)
@@ -249,7 +249,7 @@ class _LengthPlanner:
         if settings.max_batch_size is not None:
             bounds.append(settings.max_batch_size)
         if settings.global_batch_size is not None:
-            bounds.append(most_rows(settings.global_batch_size, ranks=self._world_size))
+            bounds.append(largest_share(settings.global_batch_size, ranks=self._world_size))
         batch_size = max(1, min(bounds))
         return round_down_to_power_of_two(batch_size) if settings.power_of_two else batch_size
 

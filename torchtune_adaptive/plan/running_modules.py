@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from torchtune_adaptive.checkpoints.tensors import without_wrappers
+from torchtune_adaptive.training.checkpoints.tensors import without_wrappers
 
 _AUTOGRAD: Any = torch.autograd
 WHOLE_MODEL = "model"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.cache import user_cache_folder
 from torchtune_adaptive.errors import InputError, quote
 from torchtune_adaptive.files import check_writable, write_whole, writing
+from torchtune_adaptive.plan.cache import user_cache_folder
 from torchtune_adaptive.plan.client import trace_events
 from torchtune_adaptive.plan.peak_modules import modules_text
 from torchtune_adaptive.plan.plan import Plan, SizePlan, as_traced

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torchtune_adaptive.memory.timeline import (
+from torchtune_adaptive.engine.memory.timeline import (
     Forecast,
     Line,
     Timeline,

@@ -7,11 +7,11 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.batch.limits import halvings
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.client import trace
 from torchtune_adaptive.plan.plan import Card, LengthPlan, Trace, plan
 from torchtune_adaptive.stock.configs import is_lora, resolved
+from torchtune_adaptive.training.batch.limits import halvings
 
 _MOST_RANKS = 512
 _SHORTEST_ROWS = 512

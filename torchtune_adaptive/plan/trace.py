@@ -7,9 +7,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.utils._pytree import tree_leaves
 
-from torchtune_adaptive.memory.operations import plain_parts
-from torchtune_adaptive.memory.storages import Storages, WatchOperations
-from torchtune_adaptive.memory.timeline import Timeline
+from torchtune_adaptive.engine.memory.operations import plain_parts
+from torchtune_adaptive.engine.memory.storages import Storages, WatchOperations
+from torchtune_adaptive.engine.memory.timeline import Timeline
 from torchtune_adaptive.plan.compiled_graph import running_code
 from torchtune_adaptive.plan.running_modules import RunningModules
 from torchtune_adaptive.plan.step_events import (

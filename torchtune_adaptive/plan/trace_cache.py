@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.cache import KeptFiles, Question
+from torchtune_adaptive.plan.cache import KeptFiles, Question
 from torchtune_adaptive.plan.plan import Trace
 from torchtune_adaptive.plan.step_events import StepEvents
 from torchtune_adaptive.plan.step_peaks import TracedStep

@@ -20,10 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
-from torchtune_adaptive.batch.row_format import check_row_length
+from torchtune_adaptive.engine.memory.timeline import Timeline, sum_of_timelines
+from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES
 from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.files import write_whole
-from torchtune_adaptive.memory.timeline import Timeline, sum_of_timelines
 from torchtune_adaptive.plan.calibration import make_trainer
 from torchtune_adaptive.plan.fake_recipe import FakeRecipe
 from torchtune_adaptive.plan.host_memory import HostFigures
@@ -32,8 +32,8 @@ from torchtune_adaptive.plan.step_events import StepEvents
 from torchtune_adaptive.plan.step_peaks import StepLines, StepPeaks, TracedStep
 from torchtune_adaptive.plan.step_progress import StepProgress
 from torchtune_adaptive.plan.trace import CUDA_GRANULARITY_BYTES, StepTrace
-from torchtune_adaptive.search.strategies import SMALL_BATCH_SIZES
-from torchtune_adaptive.stock.set_up import setting_up
+from torchtune_adaptive.stock.load import setting_up
+from torchtune_adaptive.training.batch.row_format import check_row_length
 
 # The first and the last layer differ from those between, and in some models every second layer differs from its
 # neighbours.

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDE_INCHES, NARROW_INCHES = 10.0, 4.0
-INK, SOFT, LINE, PAPER = "#1b1f24", "#57606a", "#d8dee4", "#ffffff"
+_INCHES = 8.0  # wide
+# On a paper of its own, a picture is legible on a light page and on a dark one.
+_INK, _SOFT, _LINE, _PAPER = "#1b1f24", "#57606a", "#d8dee4", "#ffffff"
 # Okabe and Ito's colours, which the colour-blind can tell apart.
-BLUE, _ORANGE, _GREEN, _RED, _PINK, _GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#999999"
+_BLUE, _ORANGE, _GREEN, _RED, _PINK, _GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#999999"
 _PHASES = {
     "": ("before forward", _GREY, "v"),
-    "forward": ("forward", BLUE, "o"),
+    "forward": ("forward", _BLUE, "o"),
     "loss": ("loss", _ORANGE, "s"),
     "backward": ("backward", _RED, "^"),
     "clip": ("clip", _PINK, "D"),
@@ -30,9 +31,9 @@ _FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-ser
 _STYLE: Any = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, and is wide: what has room in it has room in other fonts
     "font.size": 9,
-    "axes.edgecolor": SOFT,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
+    "axes.edgecolor": _SOFT,
+    "axes.labelcolor": _INK,
+    "axes.titlecolor": _INK,
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
@@ -42,21 +43,20 @@ _STYLE: Any = {
     "axes.spines.right": False,
     "axes.formatter.useoffset": False,
     "axes.formatter.limits": (-3, 6),
-    "grid.color": LINE,
+    "grid.color": _LINE,
     "grid.linewidth": 0.6,
     "legend.frameon": False,
-    "legend.labelcolor": INK,
+    "legend.labelcolor": _INK,
     "legend.handlelength": 1.7,
     "legend.columnspacing": 1.4,
-    "text.color": INK,
-    "xtick.color": SOFT,
-    "ytick.color": SOFT,
+    "text.color": _INK,
+    "xtick.color": _SOFT,
+    "ytick.color": _SOFT,
     "svg.fonttype": "none",
     "svg.hashsalt": "torchtune_adaptive",
 }
 _PEAK = "peak_memory_bytes"
 _MOST_POINTS = 1000  # of a line
-_PNG_DPI = 160
 _LEAST_GAP = 0.2  # between ticks, as part of the axis
 
 
@@ -65,26 +65,23 @@ class Picture:
     """A picture.
 
     Attributes:
-        name: of its files, without the ending.
+        name: of its file, without the ending.
         title: a heading.
-        draw: makes the figure, of a width in inches.
+        draw: makes the figure.
     """
 
     name: str
     title: str
-    draw: Callable[[float], "Figure"]
+    draw: Callable[[], "Figure"]
 
-    def svg(self, width: float = WIDE_INCHES) -> str:
+    def svg(self) -> str:
         """As SVG, with text that stays text."""
-        content = io.StringIO()
-        _save(self.draw, width, content, format="svg", metadata={"Date": None, "Creator": None})
-        return content.getvalue().replace("'DejaVu Sans'", _FONT)
+        import matplotlib as mpl
 
-    def png(self) -> bytes:
-        """As PNG."""
-        content = io.BytesIO()
-        _save(self.draw, WIDE_INCHES, content, format="png", dpi=_PNG_DPI, metadata={"Software": None})
-        return content.getvalue()
+        content = io.StringIO()
+        with mpl.rc_context(_STYLE):
+            self.draw().savefig(content, facecolor=_PAPER, format="svg", metadata={"Date": None, "Creator": None})
+        return content.getvalue().replace("'DejaVu Sans'", _FONT)
 
 
 def pictures(run: Run) -> list[Picture]:
@@ -111,17 +108,10 @@ def pictures(run: Run) -> list[Picture]:
     return found
 
 
-def _save(draw: Callable[[float], "Figure"], width: float, content: Any, **options: Any) -> None:
-    import matplotlib as mpl
-
-    with mpl.rc_context(_STYLE):
-        draw(width).savefig(content, facecolor=PAPER, **options)
-
-
-def _figure(width: float, height: float) -> "Figure":
+def _figure(height: float) -> "Figure":
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(_INCHES, height), layout="constrained")
 
 
 class _Search:
@@ -134,8 +124,8 @@ class _Search:
         self._unit, self._unit_bytes = byte_unit(highest)
         self._probes = sorted(self._result.probes, key=lambda probe: probe.batch_size)
 
-    def figure(self, width: float) -> "Figure":
-        figure = _figure(width, 4.6)
+    def figure(self) -> "Figure":
+        figure = _figure(4.6)
         axes = figure.add_subplot()
         self._draw_phases(axes)
         self._draw_peaks(axes)
@@ -154,13 +144,13 @@ class _Search:
             _tick_integers(axes)
         result = self._result
         axes.set_title(f"{result.strategy}: {result.exact_batch_size} fits, {result.batch_size} is used")
-        figure.legend(loc="outside upper left", ncols=max(2, int(width / 1.65)))
+        figure.legend(loc="outside upper left", ncols=4)
         return figure
 
     def _draw_phases(self, axes: "Axes") -> None:
         phases = dict.fromkeys(phase for probe in self._probes for phase in probe.phase_peak_bytes)
         for place, phase in enumerate(phases):
-            label, colour, marker = _PHASES.get(phase, (phase, SOFT, "."))
+            label, colour, marker = _PHASES.get(phase, (phase, _SOFT, "."))
             there = [probe for probe in self._probes if phase in probe.phase_peak_bytes]
             points = [(probe.batch_size, probe.phase_peak_bytes[phase] / self._unit_bytes) for probe in there]
             fitting = [point for point, probe in zip(points, there, strict=True) if probe.fits]
@@ -184,19 +174,19 @@ class _Search:
                 (probe.batch_size, probe.peak_bytes / self._unit_bytes) for probe in self._probes if probe.fits is fits
             ]
             if points:
-                axes.plot(*_columns(points), color=INK, linestyle="none", **style)
+                axes.plot(*_columns(points), color=_INK, linestyle="none", **style)
 
     def _draw_limits(self, axes: "Axes") -> None:
         result = self._result
         limits = {"limit": (result.memory_limit_bytes, "-"), "usable": (result.usable_bytes, "--")}
         for label, (num_bytes, style) in limits.items():
             label = f"{label} ({format_bytes(num_bytes)})"
-            axes.axhline(num_bytes / self._unit_bytes, color=INK, linestyle=style, linewidth=1.2, label=label)
+            axes.axhline(num_bytes / self._unit_bytes, color=_INK, linestyle=style, linewidth=1.2, label=label)
 
     def _draw_forecast(self, axes: "Axes") -> None:
         points = [(size, num_bytes / self._unit_bytes) for size, num_bytes in self._result.forecast]
         if points:
-            axes.plot(*_columns(points), color=SOFT, linestyle=":", linewidth=1.8, label="forecast of the peak")
+            axes.plot(*_columns(points), color=_SOFT, linestyle=":", linewidth=1.8, label="forecast of the peak")
 
 
 @dataclass(frozen=True)
@@ -239,8 +229,8 @@ class _Steps:
         )
         self._panels = [panel for panel in wanted if run.column(panel.column)]
 
-    def figure(self, width: float) -> "Figure":
-        figure = _figure(width, 0.7 + 1.25 * len(self._panels))
+    def figure(self) -> "Figure":
+        figure = _figure(0.7 + 1.25 * len(self._panels))
         panels: Any = figure.subplots(len(self._panels), sharex=True, squeeze=False)[:, 0]
         for panel, axes in zip(self._panels, panels, strict=True):
             self._draw(panel, axes)
@@ -249,7 +239,7 @@ class _Steps:
         figure.align_ylabels(panels)
         handles = self._draw_events(panels)
         if handles:
-            figure.legend(handles=handles, loc="outside upper left", ncols=max(2, int(width / 1.6)))
+            figure.legend(handles=handles, loc="outside upper left", ncols=4)
         return figure
 
     def _draw(self, panel: _Panel, axes: "Axes") -> None:
@@ -258,9 +248,9 @@ class _Steps:
         points = _thinned(points, keep=max if panel.column == _PEAK else None)
         marker = "." if len(points) < 3 else ""
         style: Any = "steps-post" if panel.is_held else "default"
-        axes.plot(*_columns(points), color=BLUE, linewidth=1.3, marker=marker, drawstyle=style)
+        axes.plot(*_columns(points), color=_BLUE, linewidth=1.3, marker=marker, drawstyle=style)
         if panel.column == _PEAK and self._limit_bytes is not None:
-            axes.axhline(self._limit_bytes / panel.per_unit, color=INK, linewidth=1.2)
+            axes.axhline(self._limit_bytes / panel.per_unit, color=_INK, linewidth=1.2)
             axes.set_ylim(top=max(axes.get_ylim()[1], 1.15 * self._limit_bytes / panel.per_unit))
         if panel.from_zero:
             axes.set_ylim(bottom=0)
@@ -283,12 +273,12 @@ class _Steps:
         saved = [event.step for event in self._run.of_kind("checkpoint")]
         if saved:
             at_the_bottom = panels[-1].get_xaxis_transform()
-            options: dict[str, Any] = {"color": SOFT, "marker": "^", "markersize": 6, "linestyle": "none"}
+            options: dict[str, Any] = {"color": _SOFT, "marker": "^", "markersize": 6, "linestyle": "none"}
             panels[-1].plot(saved, [0.04] * len(saved), transform=at_the_bottom, clip_on=False, zorder=3, **options)
             handles.append(Line2D([], [], label="checkpoint", **options))
         if self._limit_bytes is not None and any(panel.column == _PEAK for panel in self._panels):
             label = f"memory limit ({format_bytes(self._limit_bytes)})"
-            handles.append(Line2D([], [], color=INK, linewidth=1.2, label=label))
+            handles.append(Line2D([], [], color=_INK, linewidth=1.2, label=label))
         return handles
 
     def _vertical_lines(self) -> Iterator[tuple[str, list[int], str, str]]:

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtune_adaptive.engine.search.tables import probe_table
 from torchtune_adaptive.report.read import MemoryShortage, Run, Search
-from torchtune_adaptive.search.tables import probe_table
 from torchtune_adaptive.text import count_text, format_bytes, ranks_text
 
 _LONGEST_LIST = 12  # of sentences of one kind
@@ -23,8 +23,8 @@ class Section:
 
 def story(run: Run) -> list[Section]:
     """What is known of the run, in the order in which it happened."""
-    sections = [_search(search, run) for search in run.searches]
-    if run.search_only_at is not None:
+    sections = [_search(search) for search in run.searches]
+    if run.is_search_only:
         return [*sections, Section("Training", ["None: the run ended after its search."])]
     if not sections:
         sections.append(Section("Search", ["No search for a batch size is recorded."]))
@@ -46,7 +46,7 @@ def story_text(run: Run) -> str:
     return "\n\n".join(parts)
 
 
-def _search(search: Search, run: Run) -> Section:
+def _search(search: Search) -> Section:
     result = search.result
     rows = "" if search.seq_len is None else f" Probes had rows of {search.seq_len:,} tokens."
     all_tried = ", which is all that may be tried" if result.exact_batch_size == result.bound else ""
@@ -59,9 +59,9 @@ def _search(search: Search, run: Run) -> Section:
         f"{count_text(len(result.probes), 'probe')} in {sum(probe.seconds for probe in result.probes):.1f} s,"
         f" {failed or 'none'} of them out of memory. Figures are those of rank 0.",
     ]
-    lines += [f"{name}: {value}" for name, value in (run.chosen or {}).items()]
-    if run.rates:
-        rates = ", ".join(f"{rate:,.0f} at {size}" for size, rate in sorted(run.rates.items()))
+    lines += [f"{name}: {value}" for name, value in search.chosen.items()]
+    if search.rates:
+        rates = ", ".join(f"{rate:,.0f} at {size}" for size, rate in sorted(search.rates.items()))
         lines.append(f"Tokens per second, timed by batch size: {rates}.")
     return Section(f"Search: {search.of}" if search.of else "Search", lines, probe_table(result))
 
@@ -69,10 +69,11 @@ def _search(search: Search, run: Run) -> Section:
 def _sizes(run: Run) -> Iterator[str]:
     short_in = {shortage.step for shortage in run.shortages}
     for entry in run.history:
-        if entry.get("step") in short_in and entry["reason"].startswith("micro-batch"):
+        if entry["step"] in short_in and entry["reason"].startswith("micro-batch"):
             continue  # listed under "Out of memory"
-        where = f"step {entry['step']}" if "step" in entry else f"epoch {entry['epoch']}"
-        size = f"{entry['samples_per_step']} samples per optimizer step: " if "samples_per_step" in entry else ""
+        is_of_epoch = "samples_per_step" in entry
+        where = f"epoch {entry['epoch']}" if is_of_epoch else f"step {entry['step']}"
+        size = f"{entry['samples_per_step']} samples per optimizer step: " if is_of_epoch else ""
         yield f"{where}: {size}{entry['reason'].removeprefix(f'{where}: ')}"
 
 
@@ -116,9 +117,11 @@ def _training(run: Run) -> Iterator[str]:
 def _how_far(run: Run) -> str:
     ends = [one for one in run.events if one.name in ("started", "resumed", "ended")]
     last = max([0, *(one["step"] for one in run.steps), *(one.step for one in run.events)])
-    every = run.last_value("log_every_n_steps") or 1
-    logged = "each is logged" if every == 1 else f"every {every}th is logged"
-    done = f"{count_text(last, 'optimizer step')}; {logged}."
+    done = f"{count_text(last, 'optimizer step')}."
+    if run.steps:
+        every = run.last_value("log_every_n_steps") or 1
+        logged = "each is logged" if every == 1 else f"one in {every} is logged"
+        done = f"{done[:-1]}; {logged}."
     if not ends:
         return done if run.steps else "Training is not recorded."
     if ends[-1].name != "ended":

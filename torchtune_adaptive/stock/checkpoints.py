@@ -5,7 +5,6 @@ import copy
 import logging
 import os
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,9 @@ from safetensors import SafetensorError
 from torchtune import training, utils
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
 
-from torchtune_adaptive.checkpoints.folder import (
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.errors import CheckpointError, InputError, quote, reason_of
+from torchtune_adaptive.training.checkpoints.folder import (
     RECIPE_STATE_NAME,
     STATE_NAME,
     Checkpoint,
@@ -24,9 +25,7 @@ from torchtune_adaptive.checkpoints.folder import (
     read_checkpoint,
     write_state,
 )
-from torchtune_adaptive.checkpoints.resume import IsLast, find_checkpoint
-from torchtune_adaptive.distributed.consensus import Consensus
-from torchtune_adaptive.errors import CheckpointError, InputError, quote, reason_of
+from torchtune_adaptive.training.checkpoints.resume import IsLast, find_checkpoint
 from torchtune_adaptive.training.run_state import AdaptiveState
 
 log = utils.get_logger("DEBUG")
@@ -124,24 +123,6 @@ class WholeCheckpointer:
         log.info(f"Checkpoint saved to {path}")
 
 
-class LastCheckpointer:
-    """Delays the save of ``checkpointer`` until ``save_now``, so that another checkpointer can save first."""
-
-    def __init__(self, checkpointer: WholeCheckpointer) -> None:
-        self._checkpointer = checkpointer
-        self._save: Callable[[], None] | None = None
-
-    def save_checkpoint(self, *args: Any, **options: Any) -> None:
-        """Keep the arguments for ``save_now``."""
-        self._save = partial(self._checkpointer.save_checkpoint, *args, **options)
-
-    def save_now(self) -> None:
-        """Save, and drop the kept arguments."""
-        assert self._save is not None, "`save_checkpoint` comes first"
-        self._save()
-        self._save = None
-
-
 class WholeCheckpointClient(CheckpointClient):
     """torchtune's checkpoint client, which saves by ``checkpointer``."""
 
@@ -164,7 +145,8 @@ def checkpoint_folder(cfg: DictConfig, checkpointer: str = "checkpointer") -> Ch
     Raises:
         InputError: it is not a path.
     """
-    path = (cfg.get(checkpointer) or {}).get("output_dir", cfg.get("output_dir"))
+    block = cfg.get(checkpointer)
+    path = (block if isinstance(block, DictConfig) else {}).get("output_dir", cfg.get("output_dir"))
     if not isinstance(path, str | Path) or not str(path):
         raise InputError(f"`{checkpointer}.output_dir` must be a folder, but is {quote(path)} instead.")
     return CheckpointFolder(path)
@@ -184,34 +166,13 @@ def resuming(cfg: DictConfig, checkpoint: Checkpoint | None) -> DictConfig:
     if cfg.get("enable_async_checkpointing", False):
         return changed  # torchtune finds the latest checkpoint itself
     path = checkpoint.path.absolute()
-    models = _model_files(path)
+    models = model_files(path)
     if checkpoint.recipe_state is not None:
         OmegaConf.update(changed, "checkpointer.recipe_checkpoint", str(checkpoint.recipe_state.absolute()))
     if any(path.glob(f"{_ADAPTER}*")):
         OmegaConf.update(changed, "checkpointer.adapter_checkpoint", str(path / f"{_ADAPTER}.pt"))
     elif models:
         OmegaConf.update(changed, "checkpointer.checkpoint_files", models, merge=False)
-    return changed
-
-
-def resuming_with_value_model(cfg: DictConfig, checkpoint: Checkpoint | None) -> DictConfig:
-    """As ``resuming``, for a policy with a separate value model.
-
-    Raises:
-        InputError: the value model of that epoch does not exist.
-    """
-    changed = resuming(cfg, checkpoint)
-    if checkpoint is not None and not checkpoint.is_of_step:
-        beside = os.path.relpath(cfg.value_checkpointer.output_dir, cfg.checkpointer.output_dir)
-        path = (checkpoint.path.absolute().parent / beside / checkpoint.path.name).resolve()
-        if not path.is_dir():
-            raise InputError(
-                "`resume_from_checkpoint` must be a checkpoint whose value model exists, but for"
-                f" {str(checkpoint.path)!r} there is no {str(path)!r}."
-            )
-        if (path / STATE_NAME).exists():
-            read_checkpoint(path)  # refuses an incomplete one
-        OmegaConf.update(changed, "value_checkpointer.checkpoint_files", _model_files(path), merge=False)
     return changed
 
 
@@ -265,7 +226,7 @@ def _background_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, 0, state, epochs_run, path / ".metadata")
 
 
-def _model_files(path: Path) -> list[str]:
+def model_files(path: Path) -> list[str]:
     """The files of the whole model's weights in the folder ``path``."""
     files = sorted(one for one in path.iterdir() if one.suffix in _WEIGHTS and one.name != RECIPE_STATE_NAME)
     return [str(one) for one in files if not one.name.startswith(_ADAPTER)]

@@ -9,8 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_adaptive.errors import InputError, quote, reason_of
-from torchtune_adaptive.stock.installed import stock_config_path
-from torchtune_adaptive.stock.own_files import config_dir
+from torchtune_adaptive.stock.installed import config_dir, stock_config_path
 
 # Stock recipes with an adaptive version, without "_distributed" and "_single_device".
 Method: TypeAlias = Literal[
@@ -112,7 +111,7 @@ def flattened(cfg: DictConfig) -> dict[str, Any]:
 
 def is_lora(cfg: DictConfig) -> bool:
     """Whether ``cfg`` is for LoRA finetuning instead of full finetuning."""
-    return "lora_attn_modules" in cfg.model
+    return isinstance(cfg.model, DictConfig) and "lora_attn_modules" in cfg.model
 
 
 def is_ppo(cfg: DictConfig) -> bool:

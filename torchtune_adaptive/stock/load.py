@@ -1,26 +1,33 @@
-"""Load a stock recipe of the installed torchtune from its file. torchtune prevents imports of its ``recipes`` package.
+"""Load a stock recipe of the installed torchtune from its file, and set it up.
 
-The loaded module is a private copy, in which three names are replaced. Some functions of ``training`` fail on the CPU
-or with one rank. ``init_process_group`` would start the group a second time. ``swap_lora_linear_with_qat`` uses a class
-that torchao has renamed.
+torchtune prevents imports of its ``recipes`` package. The loaded module is a private copy, in which three names are
+replaced. Some functions of ``training`` fail on the CPU or with one rank. ``init_process_group`` would start the group
+a second time. ``swap_lora_linear_with_qat`` uses a class that torchao has renamed.
 """
 
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import version
 from itertools import chain, count
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchao.quantization.qat import FakeQuantizeConfig
-from torchtune import training
+from torchtune import config, training
 from torchtune.training.memory import OptimizerInBackwardWrapper
 from torchtune.training.quantization import swap_lora_linear_with_qat
 
+from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.stock.installed import module_from_file, recipe_dir
 
 SUPPORTED_TORCHTUNE = "0.6.1"
@@ -47,6 +54,58 @@ def start_process_group(backend: str) -> None:
     """Start the default process group with ``backend``, unless there is one."""
     if not dist.is_initialized():
         dist.init_process_group(backend)
+
+
+@contextmanager
+def setting_up() -> Iterator[None]:
+    """Context: any error becomes an ``InputError`` for the config, because its components can be any code.
+
+    Raises:
+        InputError: the set-up failed; the message has the error and its place in the code.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        refusal = _cannot_set_up(error)
+        _free_quietly(error)
+        raise refusal from error
+
+
+def with_samples(data: Any) -> Any:
+    """``data``, which is a data loader, or a sampler and a data loader.
+
+    Raises:
+        InputError: there are no samples, with which torchtune would end at once.
+    """
+    loader = data[-1] if isinstance(data, tuple) else data
+    if len(loader.dataset) == 0:
+        raise InputError("`dataset` must have samples, but has 0.")
+    return data
+
+
+def _cannot_set_up(error: Exception) -> InputError:
+    """The error for the user, with the place in the code, and the block that torchtune was creating, if any."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    reason = f"{reason_of(error)} ({Path(place.filename).name}, line {place.lineno})"
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if frame.f_code is config.instantiate.__code__:  # only here: `f_locals` would keep what other frames hold
+            block = frame.f_locals["config"]
+            if isinstance(block, DictConfig):
+                values, name = quote(OmegaConf.to_container(block)), block._get_full_key(None)
+                return InputError(f"`{name}` must be one that can be created, but failed with {values}: {reason}.")
+            break
+    return InputError(f"The config must be one that its recipe can set up, but failed: {reason}.")
+
+
+def _free_quietly(error: Exception) -> None:
+    """Free the objects that ``error`` holds. Python would print errors in ``__del__`` of incomplete components."""
+    printing, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        traceback.clear_frames(error.__traceback__)
+    finally:
+        sys.unraisablehook = printing
 
 
 class _TrainingAnywhere:

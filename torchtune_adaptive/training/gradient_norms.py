@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtune_adaptive.batch.noise_scale import GradientNorms
-from torchtune_adaptive.batch.rank_shares import small_samples
+from torchtune_adaptive.training.batch.noise_scale import GradientNorms
+from torchtune_adaptive.training.batch.rank_shares import small_samples
 
 
 def own_norm_squared(model: nn.Module) -> torch.Tensor:

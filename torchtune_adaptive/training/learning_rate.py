@@ -3,11 +3,16 @@
 The linear rule (Goyal et al. 2017, https://arxiv.org/abs/1706.02677) keeps the contribution of a sample. It is for
 plain SGD far below the gradient noise scale. The square root rule (Krizhevsky 2014, https://arxiv.org/abs/1404.5997)
 keeps the gradient noise of a step, and is the rule for Adam (Malladi et al. 2022, https://arxiv.org/abs/2205.10343).
+
+A schedule such as torchtune's cosine is built once, for the run's first number of steps per epoch. When the batch size
+changes, an epoch has fewer or more optimizer steps. Each of them then advances the schedule by more or less than one
+step. Warm-up and decay keep their fractions of the training, and the rate does not jump when the batch size changes.
 """
 
 import copy
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +20,32 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import LearningRateScaling
-from torchtune_adaptive.training.horizon import Horizon
 
 # (number of training steps, index of the last epoch) -> a scheduler; the arguments of `_setup_lr_scheduler`.
 BuildScheduler = Callable[[int, int], Any]
+
+
+@dataclass(frozen=True)
+class EpochStart:
+    """The last change of the steps per epoch, which ``epoch`` (0-based) began with, at step ``step``."""
+
+    epoch: int
+    step: int
+    steps_per_epoch: int
+
+    def schedule_step(self, step: int, *, schedule_steps: int) -> int | float:
+        """The step of a schedule that was built for ``schedule_steps`` per epoch at optimizer step ``step``.
+
+        An integer if it is a whole number.
+
+        >>> start = EpochStart(epoch=2, step=200, steps_per_epoch=50)
+        >>> [start.schedule_step(step, schedule_steps=100) for step in (200, 225, 250)]
+        [200, 250, 300]
+        """
+        # One exact fraction, rounded once, so that a run resumed at another epoch gets the same bits.
+        epochs = self.epoch * self.steps_per_epoch + (step - self.step)  # of steps_per_epoch each
+        whole, rest = divmod(epochs * schedule_steps, self.steps_per_epoch)
+        return whole if rest == 0 else epochs * schedule_steps / self.steps_per_epoch
 
 
 class LearningRate:
@@ -51,7 +78,7 @@ class LearningRate:
         self._rule: LearningRateScaling = rule
         self._reference_samples = reference_samples
         self._schedule_steps = schedule_steps
-        self._horizon: Horizon | None = None
+        self._epoch_start: EpochStart | None = None
         self._scale = 1.0
 
     def begin(self, *, epoch: int, step: int, steps_per_epoch: int, grows: bool, epoch_steps: int = 0) -> None:
@@ -65,8 +92,7 @@ class LearningRate:
         Raises:
             InputError: the scheduler cannot be evaluated at any position, but must be.
         """
-        self._horizon = Horizon(self._schedule_steps)
-        self._horizon.change(epoch=epoch, step=step - epoch_steps, steps_per_epoch=steps_per_epoch)
+        self._epoch_start = EpochStart(epoch, step - epoch_steps, steps_per_epoch)
         follows = grows or self._rule != "none" or steps_per_epoch != self._schedule_steps
         if follows:
             check_follows(self._scheduler)
@@ -81,8 +107,7 @@ class LearningRate:
 
     def change(self, *, epoch: int, step: int, steps_per_epoch: int) -> None:
         """Set ``steps_per_epoch`` from optimizer step ``step`` on, the first one of ``epoch``."""
-        assert self._horizon is not None, "`begin` comes first"
-        self._horizon.change(epoch=epoch, step=step, steps_per_epoch=steps_per_epoch)
+        self._epoch_start = EpochStart(epoch, step, steps_per_epoch)
 
     def scale(self, samples: int) -> str:
         """Scale the rate to a step of ``samples`` over all ranks. Returns a text for the log, "" without a change."""
@@ -112,19 +137,19 @@ class LearningRate:
     def _make_scheduler(self, done: int, *, following_from: int | None) -> Any:
         """The schedule after ``done`` of its steps.
 
-        If it follows the batch size, it counts the run's optimizer steps from ``following_from`` on, and the horizon
-        maps each of them to the schedule. Otherwise it counts its own steps.
+        If it follows the batch size, it counts the run's optimizer steps from ``following_from`` on, and each of them
+        is mapped to the schedule. Otherwise it counts its own steps.
         """
         scheduler = self._build(self._total_epochs * self._schedule_steps, done - 1)
         if following_from is not None:
-            scheduler.lr_lambdas = [self._at_place(rate) for rate in scheduler.lr_lambdas]
+            scheduler.lr_lambdas = [self._on_schedule(rate) for rate in scheduler.lr_lambdas]
             scheduler.last_epoch = following_from
         return scheduler
 
-    def _at_place(self, rate: Callable[[Any], float]) -> Callable[[int], float]:
+    def _on_schedule(self, rate: Callable[[Any], float]) -> Callable[[int], float]:
         def rate_at(step: int) -> float:
-            assert self._horizon is not None
-            return self._scale * rate(self._horizon.schedule_step(step))
+            assert self._epoch_start is not None, "`begin` comes first"
+            return self._scale * rate(self._epoch_start.schedule_step(step, schedule_steps=self._schedule_steps))
 
         return rate_at
 

@@ -17,38 +17,32 @@ from torchtune.training.lr_schedulers import get_lr
 
 from torchtune_adaptive.training.objectives import Loss
 
+_LEAKS_HOST_MEMORY = ("2.10.", "2.11.")  # versions of torch; delete when the oldest that is allowed is later
+
 
 class Stepping(ABC):
     """The interface of a train step to the optimizers of ``model``, the trained one.
 
     Attributes:
+        model: the trained model.
+        optimizers: all of them.
         accumulates: whether a step may have several micro-steps.
     """
 
     accumulates = True
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._model = model
-        self._optimizers = tuple(optimizers)
-
-    @property
-    def model(self) -> nn.Module:
-        """The trained model."""
-        return self._model
-
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """All optimizers."""
-        return self._optimizers
+        self.model = model
+        self.optimizers = tuple(optimizers)
 
     @property
     def learning_rate(self) -> float:
         """The learning rate of the first optimizer."""
-        return get_lr(self._optimizers[0])
+        return get_lr(self.optimizers[0])
 
     def zero_grad(self) -> None:
         """Drop gradients."""
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     @abstractmethod
@@ -93,14 +87,14 @@ class OptimizerStep(Stepping):
 
     def normalize(self, weight: torch.Tensor) -> torch.Tensor | None:
         # FSDP2 divides gradients by the number of ranks; this multiplies them back.
-        training.scale_grads(self._model, self._ranks / weight)
+        training.scale_grads(self.model, self._ranks / weight)
         if self._max_grad_norm is None:
             return None
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm=self._max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=self._max_grad_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def step(self) -> None:
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.step()
         self.zero_grad()
 
@@ -133,6 +127,22 @@ class OptimizerInBackward(Stepping):
 
     def step(self) -> None:
         """Nothing is left to do."""
+
+
+def leak_warning(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """A sentence about host memory that steps of a sharded model leak with this version of torch; "" if none is known.
+
+    The source of the versions: https://github.com/pytorch/pytorch/issues/181761, and our own measurements in
+    ``benchmarks/results/host_growth_cpu.md``.
+    """
+    parameters = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
+    is_sharded = any(isinstance(one, DTensor) for one in parameters)
+    if not is_sharded or not torch.__version__.startswith(_LEAKS_HOST_MEMORY):
+        return ""
+    return (
+        f"torch {torch.__version__} leaks host memory in each optimizer step of a sharded model; torch 2.9.1 and 2.12.1"
+        " do not (https://github.com/pytorch/pytorch/issues/181761)."
+    )
 
 
 def divisor(weight: torch.Tensor) -> torch.Tensor:

@@ -28,11 +28,11 @@ class AdaptiveState:
         left_over: positions of a rank's samples in its order of the last epoch that the next epoch uses first.
         padding: tokens without and with padding on rank 0 since padding was last logged.
         dataset_samples, ranks, memory_limit_bytes: those of the run; the lowest limit of the ranks, None without one.
-        rank_states: each rank's random generators, and the length of its longest row so far.
         optimizer: the optimizers' options and non-tensor state.
         config: the run's config, by dotted keys.
         schedule: the state of a measured schedule, or of the user's function if it has a ``state_dict``.
-        history: the history in the report.
+        rank_states: each rank's random generators, and the length of its longest row so far. They are tensors, in a
+            file of their own, which is read only to resume.
     """
 
     epochs_run: int
@@ -51,11 +51,10 @@ class AdaptiveState:
     dataset_samples: int
     ranks: int
     memory_limit_bytes: int | None
-    rank_states: list[dict[str, Any]]
     optimizer: dict[str, Any]
     config: dict[str, Any]
     schedule: Any = None
-    history: list[dict[str, Any]] = field(default_factory=list)
+    rank_states: list[dict[str, Any]] = field(default_factory=list, compare=False)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "AdaptiveState":

@@ -1,13 +1,13 @@
 """Where a run starts: with the batch size of the search or the config, or at the saved position."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from torchtune_adaptive.batch.growth import BatchGrowth
-from torchtune_adaptive.batch.loader import StepLoader
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.search.sizes import Sizes
-from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.training.batch.growth import BatchGrowth
+from torchtune_adaptive.training.batch.loader import StepLoader
 from torchtune_adaptive.training.run_state import AdaptiveState
+from torchtune_adaptive.training.sizes import Sizes
 
 
 @dataclass(frozen=True)
@@ -16,25 +16,24 @@ class StartingPoint:
 
     Attributes:
         batch_size: the current batch size.
-        largest_batch_size: the largest size to which it may grow.
         steps_done: optimizer steps done.
         schedule_steps: steps per epoch for which the learning rate schedule is built.
         epoch_steps: the part of ``steps_done`` in the current epoch.
     """
 
     batch_size: int
-    largest_batch_size: int
     steps_done: int
     schedule_steps: int
     epoch_steps: int = 0
 
 
 def starting_point(
-    settings: AdaptiveSettings,
     loader: StepLoader,
     growth: BatchGrowth,
     sizes: Sizes,
     *,
+    uses_largest: bool,
+    growth_limit: int | Literal["memory", "none"],
     epochs_run: int,
     saved: AdaptiveState | None,
 ) -> StartingPoint:
@@ -42,26 +41,26 @@ def starting_point(
 
     Args:
         loader: the loader as configured; its batch size is not changed.
-        growth: its maximum is set here.
+        growth: its maximum is set here, by ``growth_limit``.
+        uses_largest: start with the size that a search has found, unless the batch is global.
         epochs_run: epochs done before a resume.
         saved: the saved state, None if a stock recipe wrote the checkpoint.
     Raises:
         InputError: the config's batch size does not fit, or the function returns an invalid answer.
     """
-    chooses = settings.use_maximum_batch_size and not loader.is_global
+    chooses = uses_largest and not loader.is_global
     first = sizes.fitting_rows if chooses and sizes.fitting_rows is not None else loader.batch_size
-    largest = _largest_batch_size(settings, loader, sizes, first)
-    growth.set_maximum(largest)
+    growth.set_maximum(_largest_batch_size(loader, sizes, first, grows=growth.grows, limit=growth_limit))
     planned = growth.sizes(first)
     if saved is None:
         present = planned[epochs_run - 1] if epochs_run else first
         steps_done = sum(map(loader.steps_per_epoch_at, planned[:epochs_run]))
-        return StartingPoint(present, largest, steps_done, loader.steps_per_epoch_at(first))
-    follows = (growth.grows or settings.use_maximum_batch_size) and saved.is_global == loader.is_global
+        return StartingPoint(present, steps_done, loader.steps_per_epoch_at(first))
+    follows = (growth.grows or uses_largest) and saved.is_global == loader.is_global
     last_epoch = epochs_run if saved.epoch_samples else epochs_run - 1
     present = saved.batch_size if follows else planned[last_epoch]
     epoch_steps = saved.epoch_samples // loader.samples_per_step_at(present)
-    return StartingPoint(present, largest, saved.global_step, saved.schedule_steps, epoch_steps)
+    return StartingPoint(present, saved.global_step, saved.schedule_steps, epoch_steps)
 
 
 def changed_batch(samples: int, in_config: int, *, lr_scaling: str, accumulates: bool) -> str:
@@ -82,14 +81,16 @@ def changed_batch(samples: int, in_config: int, *, lr_scaling: str, accumulates:
     return f"{text}." if lr_scaling != "none" else f"{text}, adaptive.lr_scaling adjusts the learning rate."
 
 
-def _largest_batch_size(settings: AdaptiveSettings, loader: StepLoader, sizes: Sizes, first: int) -> int:
+def _largest_batch_size(
+    loader: StepLoader, sizes: Sizes, first: int, *, grows: bool, limit: int | Literal["memory", "none"]
+) -> int:
     """The largest batch size that may be reached from ``first``."""
-    limit, largest, result = settings.growth_limit, loader.largest_batch_size, sizes.result
+    largest, result = loader.largest_batch_size, sizes.result
     if limit != "memory":
         return min(limit, largest) if isinstance(limit, int) else largest
     if result is None:
         return largest
-    if settings.batch_increase_function is not None and first > result.exact_batch_size:
+    if grows and first > result.exact_batch_size:
         at_bound = result.exact_batch_size == result.bound
         what = "that the data set and max_batch_size allow" if at_bound else "that fits"
         raise InputError(

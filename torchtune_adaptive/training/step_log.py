@@ -1,82 +1,91 @@
-"""The log of optimizer steps."""
+"""What rank 0 logs while a run trains: the figures of steps, what happened in them, and a summary at the end."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torchtune import training
+from torchtune import training, utils
 
-from torchtune_adaptive.batch.growth import BatchGrowth
-from torchtune_adaptive.batch.loader import StepLoader
-from torchtune_adaptive.memory.resident import anonymous_bytes
-from torchtune_adaptive.training.oom_retry import OomRetry
-from torchtune_adaptive.training.run_events import RunEvents
+from torchtune_adaptive.engine.memory.resident import anonymous_bytes
+from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
+from torchtune_adaptive.engine.recovery.step import RecoverableStep
+from torchtune_adaptive.engine.search.strategies import SearchResult
+from torchtune_adaptive.text import count_text, format_bytes
+from torchtune_adaptive.training.batch.growth import BatchGrowth
+from torchtune_adaptive.training.batch.loader import StepLoader
+from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
+from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.step_figures import StepResult
+from torchtune_adaptive.training.summary import arrows, log_rows, summary_text
 from torchtune_adaptive.training.train_step import TrainStep
 
+log = utils.get_logger("DEBUG")
 
-@dataclass(frozen=True)
-class StepTotals:
-    """Totals over the steps that this process has trained: tokens of all ranks, the peak memory of this rank."""
+_MEMORY_EVENTS = {MemoryPressure.OUT_OF_MEMORY: "out of memory", MemoryPressure.THRASHING: "thrashing"}
 
-    steps: int = 0
-    num_tokens: int = 0
-    seconds: float = 0.0
-    peak_bytes: int = 0
 
-    def plus(self, num_tokens: int, seconds: float) -> "StepTotals":
-        """With one step more."""
-        return replace(
-            self, steps=self.steps + 1, num_tokens=self.num_tokens + num_tokens, seconds=self.seconds + seconds
-        )
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    """What is logged beside the figures of a step.
+
+    Attributes:
+        every_steps: figures are logged of every n-th step.
+        device: whose own memory statistics are logged; None: they are not.
+        ranks: number of ranks over which tokens are counted.
+        memory_limit_bytes: the lowest limit of all ranks; None without a limit.
+        found: the search's result; None without a search.
+        logs: where the metric logger writes; None if it is not known.
+    """
+
+    every_steps: int = 1
+    device: torch.device | None = None
+    ranks: int = 1
+    memory_limit_bytes: int | None = None
+    found: SearchResult | None = None
+    logs: str | None = None
 
 
 class StepLog:
-    """Writes the figures of every n-th optimizer step to torchtune's metric logger and to the journal, on rank 0.
+    """Writes the figures of steps to torchtune's metric logger and to the run's log, and events to the latter.
 
     Args:
         metric_logger: None on the other ranks, which log nothing.
-        every_steps: n.
-        ranks: number of ranks over which tokens are counted.
-        with_memory_stats: log the device's own memory statistics too.
+        checkpoints: those that this process has finished, in order, with their steps; later ones are appended to it.
     """
 
     def __init__(
         self,
         metric_logger: Any,
+        run_log: RunLog,
         step: TrainStep,
-        retry: OomRetry,
+        recoverable: RecoverableStep[Any],
+        micro_batches: MicroBatcher,
         loader: StepLoader,
         growth: BatchGrowth,
-        events: RunEvents,
         *,
-        every_steps: int,
-        device: torch.device,
-        ranks: int,
-        with_memory_stats: bool,
+        checkpoints: Sequence[tuple[Path, int]],
+        options: LogOptions,
     ) -> None:
         self._metric_logger = metric_logger
+        self._run_log = run_log
         self._step = step
-        self._retry = retry
+        self._recoverable = recoverable
+        self._micro_batches = micro_batches
         self._loader = loader
         self._growth = growth
-        self._events = events
-        self._every_steps = every_steps
-        self._device = device
-        self._ranks = ranks
-        self._with_memory_stats = with_memory_stats
-        self._totals = StepTotals()
+        self._checkpoints = checkpoints
+        self._options = options
+        self._num_memory_events = 0
+        self._num_checkpoints = 0
+        # Of all steps that this process has trained; tokens are those of all ranks.
+        self._steps, self._num_tokens, self._seconds = 0, 0, 0.0
 
     @property
     def writes(self) -> bool:
         """Whether this rank logs."""
         return self._metric_logger is not None
-
-    @property
-    def totals(self) -> StepTotals:
-        """So far; zeros on ranks that do not log."""
-        meter = self._step.meter
-        return self._totals if meter is None else replace(self._totals, peak_bytes=meter.peak_bytes)
 
     def write(self, step: int, result: StepResult, *, epoch: int, seconds: float) -> None:
         """Log ``result`` of step number ``step``, from 1, which took ``seconds``, if this rank logs this step.
@@ -85,31 +94,95 @@ class StepLog:
         """
         if not self.writes:
             return
-        self._events.look()
-        self._totals = self._totals.plus(result.num_tokens, seconds)
-        if step % self._every_steps:
+        self._write_events()
+        self._steps += 1
+        self._num_tokens += result.num_tokens
+        self._seconds += seconds
+        if step % self._options.every_steps:
             return
-        limit = self._retry.micro_batches.limit
-        metrics: dict[str, Any] = {
+        figures = self._figures(result, seconds=seconds)
+        self._metric_logger.log_dict(figures, step=step)
+        self._run_log.append(step=step, epoch=epoch, seconds=seconds, **figures)
+
+    def finish(self, how: str, *, step: int, epochs_run: int) -> None:
+        """Log a summary of the run.
+
+        Args:
+            how: the run has ended: "complete" or "ended by a signal".
+            step, epochs_run: optimizer steps and epochs done.
+        """
+        if not self.writes:
+            return
+        self._write_events()
+        self._run_log.append(event="ended", step=step, epoch=epochs_run, how=how)
+        log.info(summary_text(how, step=step, epochs_run=epochs_run, rows=self._summary_rows()))
+
+    def _figures(self, result: StepResult, *, seconds: float) -> dict[str, Any]:
+        limit, options = self._micro_batches.limit, self._options
+        figures: dict[str, Any] = {
             "loss": result.loss,
             "lr": self._step.learning_rate,
-            "tokens_per_second_per_gpu": result.num_tokens / (seconds * self._ranks),
+            "tokens_per_second_per_gpu": result.num_tokens / (seconds * options.ranks),
             "global_batch_size": self._loader.samples_per_step,
             limit.key: limit.size,
-            "padding": self._retry.micro_batches.take_padding(),
-            "oom_retries": self._retry.retries,
+            "padding": self._micro_batches.take_padding(),
+            "oom_retries": self._recoverable.retries,
         }
-        metrics |= result.metrics | self._growth.figures()
+        figures |= result.metrics | self._growth.figures()
         if not self._loader.is_global:
-            metrics["batch_size"] = self._loader.batch_size
+            figures["batch_size"] = self._loader.batch_size
         if result.grad_norm is not None:
-            metrics["grad_norm"] = result.grad_norm
+            figures["grad_norm"] = result.grad_norm
         if (host_bytes := anonymous_bytes()) is not None:
-            metrics["host_memory_bytes"] = host_bytes
+            figures["host_memory_bytes"] = host_bytes
         if (meter := self._step.meter) is not None:
-            metrics["peak_memory_bytes"] = meter.peak_bytes
-        if self._with_memory_stats:
+            figures["peak_memory_bytes"] = meter.peak_bytes
+        if options.device is not None:
             # torchtune's recipes reset the device's own peaks here. They are the user's, and do not end with a step.
-            metrics |= training.get_memory_stats(device=self._device, reset_stats=False)
-        self._metric_logger.log_dict(metrics, step=step)
-        self._events.journal.append(step=step, epoch=epoch, seconds=seconds, **metrics)
+            figures |= training.get_memory_stats(device=options.device, reset_stats=False)
+        return figures
+
+    def _write_events(self) -> None:
+        """Write what has happened since the last call: out-of-memory errors, and finished checkpoints."""
+        events = self._recoverable.events[self._num_memory_events :]
+        self._num_memory_events += len(events)
+        for event in events:
+            names = ("step", "phase", "figures", "error", "before", "after", "unit")
+            values = {name: getattr(event, name) for name in names}
+            self._run_log.append(event=_MEMORY_EVENTS[event.pressure], ranks=list(event.ranks), **values)
+        finished = self._checkpoints[self._num_checkpoints :]  # also those written in the background
+        self._num_checkpoints += len(finished)
+        for path, step in finished:
+            self._run_log.append(event="checkpoint", step=step, path=str(path))
+
+    def _summary_rows(self) -> dict[str, str | None]:
+        loader, retries, found = self._loader, self._recoverable.retries, self._options.found
+        sizes = [entry["batch_size"] for entry in self._run_log.history] + [loader.batch_size]
+        micro_batch = f"at most {self._micro_batches.limit} per rank"
+        if found is not None:
+            micro_batch += f" (found {found.exact_batch_size}, used {found.batch_size}, by {found.strategy})"
+        return {
+            loader.key: f"{arrows(sizes)}, {loader.samples_per_step} samples per optimizer step",
+            "micro-batch": micro_batch,
+            "out of memory": f"{count_text(retries, 'time')}, run again in smaller micro-batches"
+            if retries
+            else "never",
+            "throughput": self._throughput(),
+            "peak memory": self._peak(),
+            "last checkpoint": str(self._checkpoints[-1][0]) if self._checkpoints else "none",
+            "metrics": self._options.logs,
+            **(log_rows(self._run_log.path) if self._run_log.is_open else {}),
+        }
+
+    def _throughput(self) -> str | None:
+        if not self._seconds:
+            return None
+        rate = self._num_tokens / self._seconds / self._options.ranks
+        return f"{rate:,.0f} tokens/s per rank, mean of {count_text(self._steps, 'step')} in {self._seconds:,.1f} s"
+
+    def _peak(self) -> str:
+        meter, limit_bytes = self._step.meter, self._options.memory_limit_bytes
+        if meter is None or not meter.peak_bytes:
+            return "not measured (no limit)"  # on a CPU, where it would only cost time
+        of = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
+        return f"{format_bytes(meter.peak_bytes)}{of} on rank 0"

@@ -13,9 +13,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torchtune import utils
 
-from torchtune_adaptive.batch.row_format import Row
-from torchtune_adaptive.memory.meter import MemoryMeter
-from torchtune_adaptive.memory.phases import Phases
+from torchtune_adaptive.engine.memory.meter import MemoryMeter
+from torchtune_adaptive.engine.memory.out_of_memory import (
+    comes_from_out_of_memory,
+    free_memory,
+    is_out_of_memory_in_collective,
+)
+from torchtune_adaptive.engine.memory.phases import Phases
+from torchtune_adaptive.training.batch.micro_batches import MicroBatch
+from torchtune_adaptive.training.batch.row_format import Row
 from torchtune_adaptive.training.gradient_norms import own_norm_squared
 from torchtune_adaptive.training.objectives import Objective
 from torchtune_adaptive.training.optimizers import Stepping, divisor, sum_over_ranks
@@ -50,6 +56,7 @@ class TrainStep:
         self._phases = phases
         self._meter = meter
         self._stop_requested = stop_requested
+        self._has_finished_one = False
 
     @property
     def learning_rate(self) -> float:
@@ -66,33 +73,57 @@ class TrainStep:
         """The context in which the device's memory is metered, if there is a meter."""
         return contextlib.nullcontext() if self._meter is None else self._meter
 
-    @property
-    def phase(self) -> str:
-        """The current or last phase of a step: forward, loss, backward, clip or optimizer."""
-        return self._phases.now
-
     def zero_grad(self) -> None:
         """Drop gradients."""
         self._stepping.zero_grad()
 
-    def micro_step(self, rows: Sequence[Row]) -> StepSums:
-        """Forward pass, loss and backward pass of one micro-batch. With FSDP2 a collective."""
+    def micro_step(self, micro_batch: MicroBatch) -> StepSums:
+        """Forward pass, loss and backward pass of one micro-batch. With FSDP2 a collective.
+
+        The last micro-step of a small batch also measures the accumulated gradient.
+        """
         self._phases.enter("forward")
-        loss = self._objective(self._batch(rows))  # hooks enter the phase "loss" after the forward pass
+        loss = self._objective(self._batch(micro_batch.rows))  # hooks enter the phase "loss" after the forward pass
         self._phases.enter("backward")
         self._stepping.backward(loss)
-        return StepSums.of(loss)
-
-    def micro_step_of_small_batch(self, rows: Sequence[Row], *, is_last: bool) -> StepSums:
-        """As ``micro_step``. The last micro-step of the small batch also measures the accumulated gradient."""
-        sums = self.micro_step(rows)
+        sums = StepSums.of(loss)
+        del loss  # only the sums outlive the backward pass
+        if not micro_batch.is_small:
+            return sums
         norm_squared = torch.zeros((), dtype=torch.float64, device=sums.loss.device)
-        if is_last:
+        if micro_batch.ends_small:
             norm_squared = own_norm_squared(self._stepping.model).to(norm_squared)
         return replace(sums, small_batch=torch.stack((norm_squared, sums.weight.double())))
 
     def finish(self, sums: StepSums) -> StepFigures:
-        """Normalize gradients by the weight of all ranks, clip them, and step the optimizers. A collective."""
+        """Normalize gradients by the weight of all ranks, clip them, and step the optimizers. A collective.
+
+        Raises:
+            RuntimeError: out of memory after all ranks had agreed that the micro-steps succeeded.
+        """
+        creates_state = not self._has_finished_one and not any(one.state for one in self._stepping.optimizers)
+        if creates_state:
+            self._free_cache()
+        try:
+            figures = self._finish(sums)
+        except Exception as error:
+            if not comes_from_out_of_memory(error) and not is_out_of_memory_in_collective(error):
+                raise
+            raise RuntimeError(
+                f"out of memory in phase {self._phases.now!r}, when parameters and optimizer state may be half updated:"
+                " the run must end, and may resume from its last checkpoint; an 8-bit optimizer, LoRA or more ranks"
+                " would need less"
+            ) from error
+        if creates_state:
+            self._free_cache()
+        self._has_finished_one = True
+        return figures
+
+    def __call__(self, micro_batches: Sequence[Sequence[Row]]) -> StepFigures:
+        """A whole step over ``micro_batches``, without recovery: a probe. A collective."""
+        return self._finish(functools.reduce(operator.add, map(self.micro_step, map(MicroBatch, micro_batches))))
+
+    def _finish(self, sums: StepSums) -> StepFigures:
         self._phases.enter("clip")
         values = self._sum_over_ranks(sums)
         weight = divisor(values[1]).to(sums.weight.dtype)
@@ -109,9 +140,10 @@ class TrainStep:
         names = (*sums.metrics, "grad_norm") if norm is not None else tuple(sums.metrics)
         return StepFigures(torch.cat(parts), names)
 
-    def __call__(self, micro_batches: Sequence[Sequence[Row]]) -> StepFigures:
-        """A whole step over ``micro_batches``, without recovery: a probe. A collective."""
-        return self.finish(functools.reduce(operator.add, map(self.micro_step, micro_batches)))
+    def _free_cache(self) -> None:
+        """Free what CUDA's allocator has cached, so that optimizer state and activations never share a block of it."""
+        if self._device.type == "cuda":
+            free_memory(self._device)
 
     def _batch(self, rows: Sequence[Row]) -> Any:
         if self._meter is None:

@@ -1,0 +1,1 @@
+"""What benchmarks share with tests: ranks, tiny recipes, and launched runs."""

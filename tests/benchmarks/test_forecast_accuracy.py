@@ -1,0 +1,188 @@
+"""The memory of a step that is forecast from fake tensors equals that of real steps, to the byte."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.forecast_accuracy import (
+    DRAWN_WORLD_SIZES,
+    LIMITS,
+    MARGIN,
+    MOST_ROWS,
+    Case,
+    Comparison,
+    Truth,
+    config_of,
+    draw_cases,
+    forecast,
+    limit_for,
+    searched,
+    step_probes,
+    write_checkpoint,
+)
+from benchmarks.live import live_recipe, workload_of
+from benchmarks.support.ranks import run_on_ranks
+from torchtune_adaptive.engine.search.strategies import Probe, SearchResult, usable_bytes
+from torchtune_adaptive.plan.step_peaks import TracedStep
+from torchtune_adaptive.settings import STRATEGIES
+
+RANKS = 2
+SIZES = (1, 5, 9)
+PHASES = ["forward", "loss", "backward", "clip", "optimizer"]
+CHUNKED = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss", "num_output_chunks": 3}
+FULL: dict[str, Any] = {
+    "model": {
+        "_component_": "torchtune.models.llama2.llama2",
+        "vocab_size": 2049,
+        "num_layers": 10,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "embed_dim": 40,
+        "intermediate_dim": 94,
+        "max_seq_len": 64,
+    },
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-4, "fused": True},
+    "loss": CHUNKED,
+}
+LORA: dict[str, Any] = {
+    "model": {
+        "_component_": "torchtune.models.qwen2.lora_qwen2",
+        "vocab_size": 2048,
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "embed_dim": 24,
+        "intermediate_dim": 70,
+        "max_seq_len": 64,
+        "tie_word_embeddings": True,
+        "lora_attn_modules": ["q_proj", "v_proj"],
+        "apply_lora_to_mlp": True,
+        "lora_rank": 5,
+        "lora_alpha": 16,
+        "lora_dropout": 0.1,
+    },
+    "optimizer": {"_component_": "torch.optim.SGD", "lr": 1e-4, "momentum": 0.9, "foreach": True},
+    "loss": {"_component_": "torch.nn.CrossEntropyLoss"},
+    "dtype": "bf16",
+    "gradient_accumulation_steps": 2,
+    "enable_activation_checkpointing": True,
+}
+CASES = {  # a row of the first is so short that gradients, which gloo copies to reduce them, decide the peak
+    "full": Case(number=0, kind="full", world_size=RANKS, seq_len=9, options=FULL, rows=5),
+    "lora": Case(number=1, kind="lora", world_size=RANKS, seq_len=33, options=LORA, rows=5),
+}
+
+
+def _probe(rank: int, tiny_dir: Path, directory: Path) -> dict[str, list[Probe]]:
+    """Real steps of every case."""
+    recipes = {kind: live_recipe(config_of(case, tiny_dir, directory)) for kind, case in CASES.items()}
+    return {kind: step_probes(one, workload_of(one), SIZES, limit_bytes=None) for kind, one in recipes.items()}
+
+
+@pytest.fixture(scope="module")
+def forecasts_and_steps(
+    tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, TracedStep | str], list[dict[str, list[Probe]]]]:
+    """By kind: the forecasts, and the real steps of each rank."""
+    directory = tmp_path_factory.mktemp("forecast")
+    configs = {kind: config_of(case, tiny_dir, directory) for kind, case in CASES.items()}
+    with ThreadPoolExecutor() as pool:
+        forecasts = pool.map(forecast, CASES.values(), configs.values())
+        for cfg in configs.values():
+            write_checkpoint(cfg)
+        steps = run_on_ranks(_probe, RANKS, tiny_dir, directory)
+        return dict(zip(CASES, forecasts, strict=True)), steps
+
+
+def _search(rank: int, tiny_dir: Path, directory: Path) -> int:
+    recipe = live_recipe(config_of(CASES["full"], tiny_dir, directory))
+    return searched(recipe, workload_of(recipe), STRATEGIES[0], 1 << 30).exact_batch_size
+
+
+@pytest.mark.exhaustive
+def test_searches_go_as_far_as_the_benchmark_compares(tiny_dir: Path, tmp_path: Path) -> None:
+    assert config_of(CASES["full"], tiny_dir, tmp_path).batch_size < MOST_ROWS
+    write_checkpoint(config_of(CASES["full"], tiny_dir, tmp_path))
+    assert run_on_ranks(_search, RANKS, tiny_dir, tmp_path) == [MOST_ROWS] * RANKS
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", CASES)
+def test_every_phase_of_a_step_needs_what_was_forecast_to_the_byte(kind: str, forecasts_and_steps: Any) -> None:
+    forecasts, (first, _) = forecasts_and_steps
+    (peaks,) = forecasts[kind].peaks
+    assert [probe.batch_size for probe in first[kind]] == list(SIZES)
+    assert len({probe.peak_bytes for probe in first[kind]}) == len(SIZES)
+    for probe in first[kind]:
+        forecast_of_phases = peaks.phases(probe.batch_size)
+        assert list(forecast_of_phases) == PHASES
+        assert {phase: probe.phase_peak_bytes[phase] for phase in PHASES} == forecast_of_phases
+        assert peaks.peak_bytes(probe.batch_size) == probe.peak_bytes
+
+
+@pytest.mark.exhaustive
+def test_many_layers_are_forecast_from_few(forecasts_and_steps: Any) -> None:
+    forecasts, _ = forecasts_and_steps
+    assert max(forecasts["full"].traced_layers) < forecasts["full"].num_layers == FULL["model"]["num_layers"]
+
+
+@pytest.mark.exhaustive
+def test_no_rank_needs_more_than_the_first_one(forecasts_and_steps: Any) -> None:
+    _, (first, second) = forecasts_and_steps
+    for kind in CASES:
+        assert all(theirs.peak_bytes <= ours.peak_bytes for ours, theirs in zip(first[kind], second[kind], strict=True))
+
+
+@pytest.mark.exhaustive
+def test_the_benchmark_reports_every_miss(forecasts_and_steps: Any) -> None:
+    forecasts, (first, second) = forecasts_and_steps
+    limit_bytes = limit_for(int(forecasts["lora"].peaks[0].peak_bytes(5)))
+
+    def misses(*, made: Any = forecasts["lora"], found: int = 5, more_bytes: int = 0, **peaks_of_5: float) -> str:
+        """The misses, with the peaks at 5 rows multiplied by a factor for each rank."""
+        searches = {strategy: _result(strategy, found, limit_bytes) for strategy in STRATEGIES}
+        seen: list[Truth] = []
+        for name, probes in (("first", first["lora"]), ("second", second["lora"])):
+            one, five, nine = probes
+            five = replace(five, peak_bytes=int(five.peak_bytes * peaks_of_5.get(name, 1)))
+            seen.append(Truth(limit_bytes + more_bytes, (one, five), nine, searches))
+        return "; ".join(Comparison(CASES["lora"], made, seen).misses())
+
+    assert misses() == ""
+    assert misses(first=1.002) == "peak 0.200% off at the largest size"
+    assert misses(found=4) == "searches found [4, 4, 4] instead of 5"
+    assert misses(more_bytes=-10) == "forecast 4 rows instead of 5"
+    assert misses(second=2) == "ranks [1] were above rank 0"
+    assert misses(made="no forecast: ...") == "no forecast: ..."
+
+
+def _result(strategy: str, found: int, limit_bytes: int) -> SearchResult:
+    return SearchResult(
+        strategy=strategy,
+        exact_batch_size=found,
+        batch_size=found,
+        bound=64,
+        memory_limit_bytes=limit_bytes,
+        margin=MARGIN,
+        world_size=RANKS,
+        probes=(),
+    )
+
+
+def test_a_limit_leaves_what_is_wanted_after_the_margin() -> None:
+    assert [usable_bytes(limit_for(wanted), MARGIN) for wanted in range(10**9, 10**9 + 50)] == list(
+        range(10**9, 10**9 + 50)
+    )
+
+
+def test_drawn_cases_depend_on_the_seed_and_more_cases_begin_with_the_fewer() -> None:
+    assert draw_cases(7, 40)[:9] == draw_cases(7, 9)
+    assert draw_cases(7, 9) != draw_cases(8, 9)
+    drawn = draw_cases(0, 32)
+    assert {case.limit for case in drawn} == set(LIMITS)
+    assert {case.kind for case in drawn} == set(CASES)
+    assert {case.world_size for case in drawn} == set(DRAWN_WORLD_SIZES)
+    assert all(case.name for case in drawn)

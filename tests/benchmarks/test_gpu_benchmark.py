@@ -1,0 +1,123 @@
+"""The measurements for a GPU, as far as they can be tested without one."""
+
+import argparse
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import gpu
+from benchmarks.on_gpu.random_recipe import live_random_recipe, logged, random_config
+from benchmarks.on_gpu.random_rows import PlainTokenizer, RandomRows
+from benchmarks.on_gpu.stage import Section, Stage, stage_for
+from benchmarks.on_gpu.staged import StagedReduceScatter, stage_collectives
+from benchmarks.support.ranks import run_on_ranks
+from benchmarks.support.recipe_runs import local_parameters
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return stage_for(tmp_path, seconds=60.0)
+
+
+def _train(stage: Stage, kind: str, **options: Any) -> tuple[list[float], dict[str, Any]]:
+    cfg = random_config(stage, f"tiny/{kind}", num_rows=12, batch_size=3, epochs=1, max_steps_per_epoch=2)
+    recipe = live_random_recipe(cfg, **options)
+    recipe.train()
+    return [step["loss"] for step in logged(recipe)], local_parameters(recipe._model)
+
+
+def _train_staged_and_not(rank: int, directory: Path) -> tuple[list[float], float]:
+    """Losses, and the largest difference of parameters between staged and plain collectives."""
+    stage = stage_for(directory, seconds=60.0)
+    losses, parameters = _train(stage, "full")
+    staged_losses, staged_parameters = _train(stage, "full", shard=stage_collectives)
+    assert staged_losses == pytest.approx(losses, rel=1e-6)
+    apart = [(parameters[name] - value).abs().max().item() for name, value in staged_parameters.items()]
+    return losses, max(apart)
+
+
+def test_collectives_staged_on_the_host_train_as_fsdp2s_own(tmp_path: Path) -> None:
+    (losses, apart), (_, apart_on_peer) = run_on_ranks(_train_staged_and_not, 2, tmp_path)
+    assert len(losses) == 2
+    assert max(apart, apart_on_peer) < 1e-6
+
+
+def test_a_staged_reduction_that_is_no_sum_is_refused() -> None:
+    no_group: Any = None
+    with pytest.raises(NotImplementedError, match="SUM or AVG"):
+        StagedReduceScatter()(torch.empty(1), torch.empty(2), no_group, dist.ReduceOp.MAX)
+
+
+def test_rows_have_one_length_or_random_or_rising_lengths_up_to_the_maximum() -> None:
+    tokenizer = PlainTokenizer(max_seq_len=64)
+    alike = RandomRows(tokenizer, num_rows=50, vocab_size=1000)
+    differing = RandomRows(tokenizer, num_rows=50, vocab_size=1000, lengths="random")
+    assert {len(row["tokens"]) for row in alike} == {64}
+    lengths = {len(row["tokens"]) for row in differing}
+    assert max(lengths) == 64
+    assert len(lengths) > 10
+    rising = [len(row["tokens"]) for row in RandomRows(tokenizer, num_rows=50, vocab_size=1000, lengths="rising")]
+    assert rising == sorted(rising)
+    assert (rising[0], rising[-1]) == (52, 64)
+    assert alike[3] == RandomRows(tokenizer, num_rows=50, vocab_size=1000)[3] != alike[4]
+
+
+@pytest.mark.parametrize("ignores", ["", "trap '' TERM; "], ids=["ends on SIGTERM", "ignores it"])
+def test_a_part_that_does_not_end_is_killed_with_its_child_processes(
+    ignores: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu, "_GRACE_S", 0.3)
+    monkeypatch.setattr(gpu, "_ENDING_S", 0.5)
+    _play_instead(monkeypatch, f"({ignores}exec sleep 100) & echo $! > {tmp_path}/started; wait")
+    result = gpu._play("loop", tmp_path, seconds=0.3)
+    assert result["ended"].startswith("killed")
+    started = int((tmp_path / "started").read_text())
+    deadline = time.monotonic() + 10.0  # the system may take a moment to remove it
+    while Path(f"/proc/{started}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{started}").exists()
+
+
+def test_a_part_that_fails_is_reported_and_keeps_its_sections(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "loop.json").write_text('[{"title": "so far"}]')
+    _play_instead(monkeypatch, "exit 3")
+    result = gpu._play("loop", tmp_path, seconds=5.0)
+    assert result["ended"] == "failed with exit status 3"
+    assert result["sections"] == [{"title": "so far"}]
+
+
+def test_a_part_without_time_is_not_begun(tmp_path: Path) -> None:
+    assert gpu._play("loop", tmp_path, seconds=-1.0)["ended"] == "not started: no time was left"
+
+
+def test_results_name_what_failed_and_that_no_gpu_was_measured(tmp_path: Path) -> None:
+    section = asdict(Section(title="Sizes", header=["a"], rows=[["1"]], text=["b"], data=[]))
+    results = [
+        {"part": "sizes", "ended": "done", "seconds": 1.0, "sections": [section]},
+        {"part": "loop", "ended": "failed with exit status 3", "seconds": 1.0, "sections": []},
+    ]
+    gpu._write(results, tmp_path / "found", seconds=2.0, gpu=None, commit_name="abc")
+    written = (tmp_path / "found.md").read_text()
+    assert "No GPU was measured" in written
+    assert "commit abc" in written
+    assert "| a |\n| --- |\n| 1 |" in written
+    assert "failed with exit status 3" in written
+
+
+def test_an_unknown_part_is_refused() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="'sises'"):
+        gpu._parts("loop,sises")
+
+
+def test_a_part_sees_how_much_time_is_left(stage: Stage) -> None:
+    assert 50 < stage.seconds_left <= 60
+    assert replace(stage, deadline=time.monotonic() - 1).seconds_left < 0
+
+
+def _play_instead(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    monkeypatch.setattr(gpu, "_command", lambda *_: ["/bin/sh", "-c", script])

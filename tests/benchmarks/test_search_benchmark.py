@@ -1,0 +1,294 @@
+"""The benchmark against peers: its card, comparison of states, the RFC's sketches and this package's contestants."""
+
+import gc
+import json
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import search
+from benchmarks.peers.card import CpuCard, card_on
+from benchmarks.peers.data import IGNORED, Rows, padded
+from benchmarks.peers.ours import exhaustive
+from benchmarks.peers.report import Measured, document
+from benchmarks.peers.rfc import bisect, difference, halve_chunks, halving
+from benchmarks.peers.state import changed, state_of
+from benchmarks.peers.task import Task
+from benchmarks.peers.watch import Attempts, Found
+from torchtune_adaptive.engine.memory.devices import meter_for
+
+CPU = torch.device("cpu")
+KIB = 1024
+LIMIT_BYTES = 5 << 20
+OURS = [name for name in search.CONTESTANTS if name.startswith("ours")]
+
+
+@pytest.fixture(autouse=True)
+def keep_clocks_apart() -> Iterator[None]:
+    """Removes the clocks of contestants from the garbage collector, where they stay until their process ends."""
+    callbacks = list(gc.callbacks)
+    yield
+    gc.callbacks[:] = callbacks
+
+
+def small_task(limit_bytes: int) -> Task:
+    return Task(CPU, limit_bytes, Rows([8, 16, 12, 16]))
+
+
+# ---- the card
+
+
+def test_the_card_fails_as_cuda_does_and_counts_its_failures() -> None:
+    card = CpuCard(64 * KIB)
+    with card:
+        kept = torch.zeros(4 * KIB)
+        for failures in (1, 2):
+            with pytest.raises(torch.OutOfMemoryError) as raised:
+                torch.zeros(16 * KIB)
+            assert len(raised.value.args) == 1
+            assert re.match(r"CUDA out of memory\. Tried to allocate 0\.06 MiB\. GPU 0 has", str(raised.value))
+            assert card.ooms == failures
+        torch.zeros(8 * KIB)
+    assert card.live_bytes == kept.nbytes
+
+
+def test_an_output_that_failed_takes_no_memory_while_its_error_is_handled() -> None:
+    card = CpuCard(64 * KIB)
+    with card:
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            torch.zeros(32 * KIB)
+        assert raised.tb is not None
+        assert card.live_bytes == 0
+        torch.zeros(15 * KIB)  # as in a peer's own clean-up
+    assert card.ooms == 1
+
+
+def test_an_in_place_operation_that_fails_keeps_the_values() -> None:
+    card = CpuCard(64 * KIB)
+    values = torch.zeros(32 * KIB)
+    with card, pytest.raises(torch.OutOfMemoryError):
+        values.add_(1)
+    assert values.sum() == 32 * KIB
+
+
+def test_batches_are_on_the_host_until_they_are_placed() -> None:
+    task = small_task(1 << 20)
+    with task.card:
+        batch = task.collate(task.rows.worst(3))
+        assert task.card.live_bytes == 0
+        placed = task.card.place(batch)
+        assert task.card.live_bytes == sum(values.nbytes for values in placed.values()) == 2 * 3 * 16 * 8
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_card_and_meter_agree_to_the_byte_on_what_fits(rows: int) -> None:
+    task = small_task(1 << 30)
+    model = task.new_model()
+    optimizer = task.new_optimizer(model)
+    batch = task.collate(task.rows.worst(rows))
+    task.train_step(model, optimizer, batch)
+    meter = meter_for(CPU, model, [optimizer])
+    meter.count(batch)
+    with meter:
+        task.train_step(model, optimizer, batch)
+
+    def fits(limit_bytes: int) -> bool:
+        card = card_on(CPU, limit_bytes)
+        card.hold(model, optimizer)
+        try:
+            with card:
+                task.train_step(model, optimizer, card.place(batch))
+        except torch.OutOfMemoryError:
+            optimizer.zero_grad()
+        return card.ooms == 0
+
+    assert [fits(meter.peak_bytes), fits(meter.peak_bytes - 1)] == [True, False]
+
+
+# ---- what is compared
+
+
+def _touch_parameters(model: nn.Module, _: Any) -> None:
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] += 1
+
+
+def _touch_buffers(model: nn.Module, _: Any) -> None:
+    next(model.buffers()).view(-1)[0] += 1
+
+
+def _touch_optimizer(_: Any, optimizer: torch.optim.Optimizer) -> None:
+    next(iter(optimizer.state.values()))["exp_avg"].view(-1)[0] += 1
+
+
+TOUCHES: dict[str, Callable[[Any, Any], object]] = {
+    "parameters": _touch_parameters,
+    "buffers": _touch_buffers,
+    "optimizer": _touch_optimizer,
+    "torch RNG": lambda *_: torch.rand(1),
+    "Python RNG": lambda *_: random.random(),
+    "NumPy RNG": lambda *_: np.random.rand(),
+}
+
+
+@pytest.mark.parametrize("part", TOUCHES)
+def test_a_change_is_found_in_its_part_and_in_no_other(part: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.rand(3, 2)).sum().backward()
+    optimizer.step()
+    before = state_of(model, optimizer)
+    assert changed(before, state_of(model, optimizer)) == []
+    TOUCHES[part](model, optimizer)
+    assert changed(before, state_of(model, optimizer)) == [part]
+
+
+def test_an_optimizer_that_has_stepped_differs_from_none() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = state_of(model, None)
+    assert changed(before, state_of(model, optimizer)) == []
+    model(torch.rand(3, 2)).sum().backward()
+    optimizer.step()
+    assert changed(before, state_of(model, optimizer)) == ["parameters", "optimizer", "torch RNG"]
+
+
+def test_a_search_by_training_is_over_when_its_last_attempt_begins() -> None:
+    task = small_task(1 << 30)
+    model = task.new_model()
+    optimizer = task.new_optimizer(model)
+    attempts = Attempts(task)
+    for size in (8, 4, 2):
+        attempts.begin(size, model, optimizer)
+        task.train_step(model, optimizer, task.take(0, 1)) if size == 4 else torch.rand(1)
+    found = attempts.found()
+    assert (found.size, found.steps, found.survives) == (2, 1, "yes, started over 1 x in mid-training")
+    assert found.changed == ["parameters", "optimizer", "torch RNG"]
+
+
+def test_steps_that_search_again_are_reported() -> None:
+    attempts = Attempts(small_task(1 << 30))
+    assert attempts.found_by_first([16, 16], [5, 0]).survives == "yes"
+    survives = attempts.found_by_first([16, 16, 8], [5, 0, 1]).survives
+    assert survives == "yes, with 1 OOMs in 1 of its steps, down to 8"
+
+
+def test_rows_are_padded_to_the_longest_and_predict_the_next_token() -> None:
+    batch = padded([np.array([5, 6, 7], dtype=np.int16), np.array([8, 9], dtype=np.int16)])
+    assert batch["tokens"].tolist() == [[5, 6, 7], [8, 9, 0]]
+    assert batch["labels"].tolist() == [[6, 7, IGNORED], [9, IGNORED, IGNORED]]
+
+
+# ---- contestants
+
+
+@pytest.mark.parametrize("largest", [1, 2, 33, 99_999])
+def test_the_sketch_that_bisects_finds_what_fits(largest: int) -> None:
+    asked: list[int] = []
+
+    def is_oom(size: int) -> bool:
+        asked.append(size)
+        return size > largest
+
+    assert bisect(is_oom, most=100_000) == largest
+    assert asked[0] == 50_000
+
+
+def test_the_sketch_that_halves_begins_each_attempt_with_the_same_random_numbers() -> None:
+    asked: list[int] = []
+    drawn: list[float] = []
+
+    def run(chunk_size: int) -> None:
+        asked.append(chunk_size)
+        drawn.append(torch.rand(1).item() + random.random() + np.random.rand())
+        if chunk_size > 33:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    assert halve_chunks(run, chunk_size=128) == 32
+    assert asked == [128, 64, 32]
+    assert drawn == [drawn[0]] * 3
+
+
+@pytest.fixture(scope="module")
+def exact() -> int:
+    """What exhaustive search finds under ``LIMIT_BYTES``."""
+    found = exhaustive(small_task(LIMIT_BYTES))
+    assert found.steps >= 3 * found.size
+    return found.size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OURS)
+def test_the_packages_contestants_find_the_exact_size_and_the_default_one_row_less(name: str, exact: int) -> None:
+    found = search.CONTESTANTS[name](small_task(LIMIT_BYTES))
+    if name.startswith(search.DEFAULT):
+        assert found.size == exact - 1
+    else:
+        assert found.size == exact
+    assert (found.changed, found.survives, found.error) == ([], "yes", "")
+    assert found.steps > 1
+    assert (found.ooms > 0) == ("binary" in name or "decrease" in name)
+    assert 0 < found.gc_seconds < found.seconds
+
+
+@pytest.mark.slow
+def test_the_sketch_that_halves_runs_as_a_contestant(monkeypatch: pytest.MonkeyPatch, exact: int) -> None:
+    monkeypatch.setattr("benchmarks.peers.rfc.STEPS", 2)
+    found = halving(small_task(LIMIT_BYTES))
+    assert found.size == 1 << (exact.bit_length() - 1)
+    assert found.ooms == 7 - (exact.bit_length() - 1)
+    assert (found.changed, found.steps, found.survives) == ([], 0, "yes")
+
+
+def test_the_sketch_by_difference_runs_as_a_contestant_and_finds_too_much(exact: int) -> None:
+    found = difference(small_task(LIMIT_BYTES))
+    assert found.size > exact
+    assert (found.changed, found.steps, found.ooms) == (["torch RNG"], 0, 0)
+    assert found.survives.startswith("OOM at step")
+
+
+# ---- the program
+
+
+def test_without_the_peers_it_says_how_to_get_them_and_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["search"])
+    monkeypatch.setattr(search, "find_spec", lambda name: None if name == "toma" else object())
+    monkeypatch.setattr(search, "_measured", lambda *_, **__: pytest.fail("it began to work"))
+    with pytest.raises(SystemExit) as ended:
+        search.main()
+    assert "of which toma must be installed" in str(ended.value.code)
+
+
+def test_a_contestant_that_fails_leaves_its_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(_: Task) -> Found:
+        raise ValueError("no\nnever")
+
+    monkeypatch.setitem(search.CONTESTANTS, "stubborn", refuse)
+    case = search.Case("small", "1GiB", lambda: Rows([16]))
+    search._be_one_process("stubborn", search.CPU, case, tmp_path / "found.json")
+    assert Found(**json.loads((tmp_path / "found.json").read_text())) == Found(error="ValueError: no")
+
+
+def test_the_document_shows_all_rounds_and_all_failures() -> None:
+    mine = Found(size=25, steps=4, seconds=2.0, gc_seconds=1.5, survives="yes")
+    other = replace(mine, size=30, steps=2, ooms=7, seconds=1.0, changed=["parameters", "torch RNG"])
+    found = {
+        "ours": [mine, replace(mine, seconds=4.0), replace(mine, seconds=3.0)],
+        "quick": [other, other, replace(other, size=31, survives="OOM at step 2")],
+        "broken": [mine, Found(error="RuntimeError: a | b"), mine],
+    }
+    case = Measured("rows", "1GiB", found, exact=Found(size=26))
+    lines = document([case], place="CPU", geometry={"width": 8}, default="ours", provenance="by a test")
+    assert "| ours | 25 | 26 | 4 | 0 | 3.00 [2.00, 4.00] | 1.50 | 1.0 | nothing | yes |" in lines
+    quick = "| 30 / 31 | 26 | 2 | 7 | 1.00 [1.00, 1.00] | 1.50 | 0.3 | parameters, torch RNG | yes / OOM at step 2 |"
+    assert f"| quick {quick}" in lines
+    assert "| broken | **failed** | 26 |  |  |  |  |  |  | RuntimeError: a / b |" in lines

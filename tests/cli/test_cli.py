@@ -1,0 +1,516 @@
+"""`tune-adaptive` with a fake in place of the worker process: what it prints, and what it refuses."""
+
+import errno
+import json
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.plan.test_calibration import FakeCard, traced
+from tests.plan.test_plan import CALIBRATION, GIB, MIB, peaks, step_of, tables
+from tests.support.step_events import EVENTS
+from torchtune_adaptive.cli.main import main
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan import calibration, client
+from torchtune_adaptive.plan.gpus import memory_of
+from torchtune_adaptive.plan.host_memory import HostFigures
+from torchtune_adaptive.plan.overhead import Calibration
+
+FULL = ("plan", "--config", "tiny/full")
+CUDA = ("device=cuda", "adaptive.memory_limit=null")  # as the stock configs are
+
+
+class FakeTracing:
+    """A fake worker process: for any config, a step that holds ``held_gib`` and 2 MiB for each token.
+
+    The events of any step are ``EVENTS``.
+
+    Remembers its requests. If ``refuses`` is set, it raises that sentence instead.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.held_gib = 2
+        self.host = HostFigures()
+        self.refuses: str | None = None
+
+    def __call__(self, request: dict[str, Any], **_: object) -> dict[str, Any]:
+        self.requests.append(request)
+        if self.refuses is not None:
+            raise InputError(self.refuses)
+        if "config" not in request:
+            return {"peak_bytes": traced(**request)}
+        if "seq_lens" not in request:
+            events = replace(EVENTS, batch_size=request["batch_size"], seq_len=request["seq_len"])
+            return events.as_json()
+        lengths = (
+            peaks(seq_len, held_bytes=self.held_gib * GIB, bytes_per_row=2 * MIB * seq_len)
+            for seq_len in request["seq_lens"]
+        )
+        return step_of(*lengths, host=self.host).as_json()
+
+    @property
+    def only(self) -> dict[str, Any]:
+        (request,) = self.requests
+        return request
+
+
+class Ended(NamedTuple):
+    """Exit status and output of the program."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def tracing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeTracing:
+    """Replaces the worker process; the rest of the program is real, and its cache of traces is empty."""
+    fake = FakeTracing()
+    monkeypatch.setattr(client, "_run_worker", fake)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return fake
+
+
+class Program:
+    """Runs ``tune-adaptive`` in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> Ended:
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        out, err = self._capsys.readouterr()
+        if isinstance(end.value.code, str):  # which the interpreter prints as it ends
+            return Ended(1, out, f"{err}{end.value.code}\n")
+        return Ended(end.value.code or 0, out, err)
+
+
+@pytest.fixture
+def program(capsys: pytest.CaptureFixture[str]) -> Program:
+    return Program(capsys)
+
+
+# ---- plan
+
+
+def test_a_plan_is_printed_as_tables(program: Program, tracing: FakeTracing) -> None:
+    ended = program(*FULL, "--memory", "80GiB", "--seq-len", "1024,4096", "adaptive.power_of_two=False")
+    assert (ended.status, ended.err) == (0, "")
+    assert ended.out.startswith("tiny/full: ")
+    sizes = tables(ended.out)[0]
+    # the step holds 2 GiB, and the config's limit is 512 MiB
+    assert [row[:4] for row in sizes[1:]] == [["1024", "0", "0", "(1)"], ["4096", "0", "0", "(1)"]]
+    assert tracing.requests[0]["seq_lens"] == [1024, 4096]
+
+
+def test_a_plan_for_a_cpu_adds_nothing_to_the_trace(program: Program, tracing: FakeTracing) -> None:
+    ended = program(*FULL, "--memory", "10GiB", "--seq-len", "1024", "~adaptive.memory_limit", "adaptive.margin=0")
+    assert tables(ended.out)[0][1][:5] == ["1024", "4", "4", "4", "4,096"]
+    assert "Nothing fits" not in ended.out
+    assert len(tracing.requests) == 1
+
+
+def test_batches_that_are_asked_for_are_planned_from_the_same_trace(program: Program, tracing: FakeTracing) -> None:
+    arguments = (*FULL, "--memory", "80GiB", "--seq-len", "1024", "--batch-size", "1,40", *CUDA)
+    asked = tables(program(*arguments).out)[1]
+    assert [row[1:3] for row in asked] == [["batch", "fits"], ["1", "yes"], ["40", "no"]]
+    content = json.loads(program(*arguments, "--json").out)
+    assert [size["batch_size"] for size in content["lengths"][0]["asked"]] == [1, 40]
+    assert len(tracing.requests) == 1  # the second command reuses it
+
+
+def test_several_gpus_and_numbers_of_ranks_are_a_table_with_sentences_on_the_least_that_fits(
+    program: Program, tracing: FakeTracing
+) -> None:
+    tracing.held_gib = 20
+    memory = ("--memory", "16GiB,80GiB,H100", "--nproc_per_node", "1,2")
+    ended = program(*FULL, *memory, "--seq-len", "1024,65536", *CUDA)
+    assert ended.status == 0
+    (header, *rows), *_ = tables(ended.out)
+    assert header == ["GPU", "ranks", "1024 tokens per row", "65536 tokens per row", "host memory"]
+    assert [row[:2] for row in rows] == [[name, ranks] for name in ("16GiB", "80GiB", "H100") for ranks in "12"]
+    assert [row[3] for row in rows] == ["none"] * 6
+    assert [row[2] == "none" for row in rows] == [True, True, False, False, False, False]
+    largest = json.loads(program(*FULL, "--memory", "80GiB", "--seq-len", "1024", "--json", *CUDA).out)["lengths"][0]
+    assert rows[2][2] == f"{largest['exact_batch_size']} ({largest['batch_size']})"
+    assert "\nRows of 1024 tokens need at least 1 rank of 80GiB, or 1 rank of H100.\n" in ended.out
+    assert "\nRows of 65536 tokens do not fit on any of these.\n" in ended.out
+    assert [row[4] for row in rows] == ["1.4 GiB", "2.8 GiB"] * 3
+    assert "\nHost memory: a machine's peak, with all ranks on it.\n" in ended.out
+    added = ended.out.splitlines()[-2:]
+    assert [line.partition(": ")[0] for line in added] == ["- on 1 rank", "- on 2 ranks"]  # several ranks need NCCL
+    assert ["10% for fragmentation" in line for line in added] == [True, False]
+    assert [request["world_size"] for request in tracing.requests] == [1, 2, 1]  # once for all GPUs
+    asked = tables(program(*FULL, *memory, "--seq-len", "1024", "--batch-size", "1,99", *CUDA).out)[0]
+    assert [row[2] for row in asked[1:]] == ["1 no, 99 no"] * 2 + ["1 yes, 99 no"] * 4
+    content = json.loads(program(*FULL, *memory, "--json", *CUDA).out)
+    assert [(one["memory"], one["world_size"]) for one in content] == [
+        (name, ranks) for name in ("16GiB", "80GiB", "H100") for ranks in (1, 2)
+    ]
+
+
+def test_gpus_whose_overheads_differ_on_the_same_ranks_are_named(program: Program, tracing: FakeTracing) -> None:
+    ended = program(*FULL, "--memory", "H100,H200,MI300X", "--nproc_per_node", "1,4,8", "--seq-len", "1024", *CUDA)
+    added = [line.partition(": ")[::2] for line in ended.out.splitlines()[-3:]]
+    assert [where for where, _ in added] == [
+        "- on 1 rank",
+        "- on 4, 8 ranks of H100, H200",
+        "- on 4, 8 ranks of MI300X",
+    ]
+    assert [said.partition(" outside")[0] for _, said in added] == ["1.2 GiB", "1.8 GiB", "7.2 GiB"]
+
+
+def test_what_if_compares_changes_at_the_configs_own_batch(program: Program, tracing: FakeTracing) -> None:
+    ended = program(*FULL, "--memory", "80GiB", "--seq-len", "1024,2048", "--what-if", *CUDA, "batch_size=3")
+    assert "\nWith a batch of 3 rows of 1024 tokens, in GiB:\n" in ended.out
+    assert {"LoRA", "as it is", "2 ranks"} <= {row[0] for row in tables(ended.out)[-1]}
+    content = json.loads(program(*FULL, "--memory", "80GiB", "--what-if", "--json", *CUDA).out)
+    assert content["what_if"][0]["change"] == "as it is"
+    tracing.requests.clear()
+    refused = program(*FULL, "--memory", "80GiB,H100", "--what-if", *CUDA)
+    assert (
+        refused.err
+        == "tune-adaptive plan: `--what-if` must be left out with several GPUs or numbers of ranks, but is given.\n"
+    )
+    assert tracing.requests == []
+
+
+STEP = (*FULL, "--memory", "80GiB", "--seq-len", "1024,2048,512", *CUDA)
+
+
+@pytest.mark.parametrize(("asked", "batch_size"), [([], 16), (["--batch-size", "7"], 7), (["--batch-size", "3,7"], 16)])
+def test_one_whole_step_is_traced_with_the_longest_rows_and_the_requested_or_the_planned_batch(
+    asked: list[str], batch_size: int, program: Program, tracing: FakeTracing
+) -> None:
+    arguments = (*STEP, *asked, "--modules", "adaptive.growth_limit=none", "gradient_accumulation_steps=1")
+    content = json.loads(program(*arguments, "--json").out)
+    assert len(tracing.requests) == 2
+    step = tracing.requests[1]
+    assert (step["world_size"], step["batch_size"], step["seq_len"]) == (1, batch_size, 2048)
+    assert step["config"]["gradient_accumulation_steps"] == 2  # as the plan is traced
+    if not asked:
+        assert content["lengths"][1]["batch_size"] == batch_size
+    assert (content["step"]["batch_size"], content["step"]["seq_len"]) == (batch_size, 2048)
+    assert content["step"]["modules"][0]["module"] == "layers.*.mlp.w1"
+    printed = program(*arguments)
+    assert f"\nA batch of {batch_size} rows of 2048 tokens has its peak of 20.0 MiB in loss, " in printed.out
+    assert ["loss", "1", "8.00", "-", "-", "8.00"] in tables(printed.out)[-1]
+
+
+def test_no_whole_step_is_traced_unless_requested(program: Program, tracing: FakeTracing) -> None:
+    assert json.loads(program(*STEP, "--json").out)["step"] is None
+    assert len(tracing.requests) == 1
+
+
+@pytest.mark.parametrize("prints_json", [False, True])
+def test_a_snapshot_and_a_picture_are_written(
+    prints_json: bool, program: Program, tracing: FakeTracing, tmp_path: Path
+) -> None:
+    snapshot, picture, web_page = (tmp_path / "new" / name for name in ("step.pickle", "step.svg", "step.html"))
+    arguments = (*STEP, "--snapshot", str(snapshot), "--plot", str(picture), *(["--json"] if prints_json else []))
+    ended = program(*arguments)
+    assert (ended.status, ended.err) == (0, "")
+    assert pickle.loads(snapshot.read_bytes())["segments"][0]["total_size"] == 20 * MIB
+    assert picture.read_text().startswith("<svg ")
+    assert "tiny/full: memory of one train step" in picture.read_text()
+    assert "80.0 GiB" in picture.read_text()
+    if prints_json:
+        assert json.loads(ended.out)["step"]["peak_bytes"] == 20 * MIB
+    else:
+        assert ended.out.endswith(
+            f"\n\nAllocations of the step written to {snapshot}; view them at https://pytorch.org/memory_viz.\n\n"
+            f"Plot of the step written to {picture}.\n"
+        )
+    program(*STEP, "--plot", str(web_page))
+    assert web_page.read_text().startswith("<!doctype html>")
+    assert sorted(path.name for path in snapshot.parent.iterdir()) == ["step.html", "step.pickle", "step.svg"]
+
+
+def test_a_table_and_a_picture_say_that_parameters_are_on_the_host(
+    program: Program, tracing: FakeTracing, tmp_path: Path
+) -> None:
+    tracing.host = HostFigures(offloaded_weights=200 * GIB, offloaded=700 * GIB)
+    said = "Parameters, gradients and optimizer state are in host memory."
+    table = program(*FULL, "--memory", "80GiB", "--nproc_per_node", "2,4", "--seq-len", "1024", *CUDA).out
+    assert [row[3] for row in tables(table)[0]] == ["host memory", "1402.8 GiB", "2805.6 GiB"]
+    assert f"a machine's peak, with all ranks on it. {said}\n" in table
+    picture = tmp_path / "step.svg"
+    program(*STEP, "--nproc_per_node", "2", "--plot", str(picture))
+    assert said in picture.read_text()
+
+
+def test_a_file_that_can_no_longer_be_written_is_refused_in_one_sentence(
+    program: Program, tracing: FakeTracing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "step.svg"
+    path.write_text("former")
+    monkeypatch.setattr(os, "fsync", full)
+    ended = program(*STEP, "--plot", str(path))
+    assert ended.status == 1
+    wanted = f"`--plot` must be a file that can be written, but is {str(path)!r}: No space left on device."
+    assert ended.err == f"tune-adaptive plan: {wanted}\n"
+    assert path.read_text() == "former"
+
+
+@pytest.mark.parametrize("option", [["--modules"], ["--snapshot", "step.pickle"], ["--plot", "step.svg"]])
+def test_options_for_a_step_are_refused_for_a_table(option: list[str], program: Program, tracing: FakeTracing) -> None:
+    ended = program(*FULL, "--memory", "80GiB,H100", *option, *CUDA)
+    assert_refused(
+        ended, tracing, f"`{option[0]}` must be left out with several GPUs or numbers of ranks, but is given."
+    )
+
+
+@pytest.mark.parametrize("wrong", ["0", "2,x", "1,,2"])
+def test_batches_that_are_not_positive_integers_are_refused(program: Program, tracing: FakeTracing, wrong: str) -> None:
+    ended = program(*FULL, "--memory", "80GiB", "--batch-size", wrong)
+    assert ended.status == 1
+    assert ended.err.startswith("tune-adaptive plan: `--batch-size` must be ")
+    assert tracing.requests == []
+
+
+def test_ranks_of_all_machines_are_planned_with_the_overrides(program: Program, tracing: FakeTracing) -> None:
+    machines = ("--nproc_per_node", "4", "--nnodes", "2")
+    ended = program(*FULL, "--memory", "H100", *machines, *CUDA, "batch_size=7", "--json")
+    content = json.loads(ended.out)
+    assert (content["world_size"], content["host"]["ranks"]) == (8, 4)
+    assert tracing.only["world_size"] == 8
+    assert tracing.only["config"]["batch_size"] == 7
+    assert tracing.only["shows_progress"] is True
+
+
+def test_the_order_of_overrides_and_options_does_not_matter(program: Program, tracing: FakeTracing) -> None:
+    """As for `tune run`."""
+    last = program(*FULL, "--memory", "H100", *CUDA, "batch_size=7")
+    mixed = program("plan", CUDA[0], "--config", "tiny/full", CUDA[1], "--memory", "H100", "batch_size=7")
+    assert (mixed, last.status) == (last, 0)
+    assert len(tracing.requests) == 1  # of both
+
+
+def test_a_gpu_is_known_by_its_name(program: Program, tracing: FakeTracing) -> None:
+    content = json.loads(program(*FULL, "--memory", "NVIDIA A100-SXM4-80GB", *CUDA, "--json").out)
+    assert content["memory_bytes"] == memory_of("A100 80GB")
+
+
+def test_an_amd_gpu_has_its_own_figures(program: Program, tracing: FakeTracing) -> None:
+    amd, size = (
+        json.loads(program(*FULL, "--memory", memory, "--nproc_per_node", "8", *CUDA, "--json").out)
+        for memory in ("MI300X", f"{memory_of('MI300X') // 2**20}MiB")
+    )
+    assert amd["overhead"]["outside_bytes"] > 3 * size["overhead"]["outside_bytes"]
+
+
+def test_without_memory_the_configs_limit_is_taken(program: Program, tracing: FakeTracing) -> None:
+    content = json.loads(program(*FULL, "adaptive.memory_limit=3GiB", "--json").out)
+    assert content["memory_bytes"] == 3 * GIB
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seq_lens"),
+    [
+        (["adaptive.seq_len=300"], [300]),
+        ([], [256]),  # the tokenizer's max_seq_len
+        (["~tokenizer.max_seq_len"], [512]),  # the model's, which is shorter than what is usual
+        (["tokenizer.max_seq_len=null", "model.max_seq_len=4096"], [2048, 4096]),
+        (["tokenizer.max_seq_len=null", "model.max_seq_len=131072"], [2048, 4096, 8192]),
+        (["tokenizer.max_seq_len=null", "~model.max_seq_len"], [2048, 4096, 8192]),
+    ],
+)
+def test_without_seq_len_lengths_are_those_of_the_config_else_the_usual_ones(
+    overrides: Sequence[str], seq_lens: list[int], program: Program, tracing: FakeTracing
+) -> None:
+    program(*FULL, "--memory", "H100", *CUDA, *overrides)
+    assert tracing.only["seq_lens"] == seq_lens
+
+
+def test_with_json_nothing_else_is_printed(program: Program, tracing: FakeTracing) -> None:
+    ended = program(*FULL, "--memory", "H100", *CUDA, "--json")
+    content = json.loads(ended.out)
+    assert (ended.status, ended.err) == (0, "")
+    assert content["lengths"][0]["exact_batch_size"] > 0
+    assert content["suggestions"] == []
+
+
+def test_a_calibration_changes_what_fits(program: Program, tracing: FakeTracing, tmp_path: Path) -> None:
+    CALIBRATION.write(tmp_path / "h100.json")
+    usual = json.loads(program(*FULL, "--memory", "H100", *CUDA, "--json").out)
+    measured = program(*FULL, "--memory", "H100", "--calibration", str(tmp_path / "h100.json"), *CUDA, "--json")
+    content = json.loads(measured.out)
+    assert "calibrated on H100" in content["overhead"]["source"]
+    assert content["lengths"][0]["exact_batch_size"] < usual["lengths"][0]["exact_batch_size"]
+
+
+def test_where_nothing_fits_suggestions_follow(program: Program, tracing: FakeTracing) -> None:
+    ended = program(*FULL, "--memory", "10GiB", "--seq-len", "8192,16384", *CUDA)
+    assert ended.status == 0
+    plan, _, after = ended.out.partition("\nNothing fits. Changes that need less memory, with 8192 tokens per row:\n")
+    assert len(tables(plan)[0]) == 3
+    changes = [line.removeprefix("- ").partition(": ")[0] for line in after.splitlines()]
+    assert changes == [
+        "enable_activation_checkpointing=True",
+        "LoRA and checkpointing",
+        "512 ranks",
+        "rows of 2048 tokens",
+    ]
+    assert after.splitlines()[-1] == "- rows of 2048 tokens: largest batch_size 1 (rows of 2048 tokens)"
+    first, *others = tracing.requests
+    assert first["seq_lens"] == [8192, 16384]
+    assert {tuple(request["seq_lens"]) for request in others} == {(8192,), (4096,), (2048,)}
+
+
+def test_suggestions_are_part_of_the_json(program: Program, tracing: FakeTracing) -> None:
+    content = json.loads(program(*FULL, "--memory", "10GiB", "--seq-len", "8192", *CUDA, "--json").out)
+    assert [suggestion["change"] for suggestion in content["suggestions"]][-1] == "rows of 2048 tokens"
+    assert content["suggestions"][-1]["length"]["exact_batch_size"] == 1
+
+
+def test_a_refusal_of_the_worker_is_printed(program: Program, tracing: FakeTracing) -> None:
+    tracing.refuses = "`model` must be a text model, but is an image instead."
+    ended = program(*FULL, "--memory", "H100", *CUDA)
+    assert ended == Ended(1, "", f"tune-adaptive plan: {tracing.refuses}\n")
+
+
+# ---- what is refused
+
+OF_OTHER_RECIPES = {
+    "mistral/7B_full_ppo_low_memory": "`loss` must be one of finetuning, distillation or DPO, but is ",
+    "generation": "The config must be a training config, with `model`, `optimizer` and `loss`, but has no `optimizer`.",
+    "quantization": "but has no `optimizer`.",
+    "eleuther_evaluation": "but has no `optimizer`.",
+    "llama2/7B_full_early_exit": "`--config` must be the name or path of a config, but is ",  # torchtune left it out
+}
+MEMORY = ("--memory", "80GiB")
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "unknown GPU": (["--memory", "H1000"], "but is 'H1000' instead; did you mean `H100 80GB`"),
+    "unreadable memory": (["--memory", "80bananas"], "`memory` must be a size like 80GiB or one of"),
+    "a size without unit": (["--memory", "80"], "but is '80' instead"),
+    "no size": (["--memory", ""], "but is '' instead"),
+    "a GPU of several sizes": (["--memory", "A100"], "as in A100 40GB or A100 80GB, but is 'A100' instead."),
+    "missing memory": (["~adaptive.memory_limit"], "`--memory` must be a GPU's name or a size"),
+    "memory_limit refers to nothing": (["adaptive.memory_limit=${nosuchkey}"], "nosuchkey"),
+    "no ranks": ([*MEMORY, "--nproc_per_node", "0"], "`--nproc_per_node` must be at least 1, but is 0 instead."),
+    "negative ranks": (
+        [*MEMORY, "--nproc_per_node", "-2"],
+        "`--nproc_per_node` must be at least 1, but is -2 instead.",
+    ),
+    "ranks in words": ([*MEMORY, "--nproc_per_node", "eight"], "`--nproc_per_node` must be an integer, but is 'eight'"),
+    "no machines": ([*MEMORY, "--nnodes", "0"], "`--nnodes` must be at least 1, but is 0 instead."),
+    "one of two lengths": ([*MEMORY, "--seq-len", "4096,-1"], "`--seq-len` must be at least 1, but is -1 instead."),
+    "rows in words": ([*MEMORY, "--seq-len", "4k"], "`--seq-len` must be an integer, but is '4k' instead."),
+    "empty length": ([*MEMORY, "--seq-len", ""], "`--seq-len` must be an integer, but is '' instead."),
+    "config's own length": ([*MEMORY, "tokenizer.max_seq_len=4k"], "`tokenizer.max_seq_len` must be an integer"),
+    "model's length in words": (
+        [*MEMORY, "~tokenizer.max_seq_len", "model.max_seq_len=4k"],
+        "`model.max_seq_len` must be an integer, but is '4k' instead.",
+    ),
+    "model's length below zero": (
+        [*MEMORY, "~tokenizer.max_seq_len", "model.max_seq_len=-5"],
+        "`model.max_seq_len` must be at least 1, but is -5 instead.",
+    ),
+    "length refers to nothing": ([*MEMORY, "tokenizer.max_seq_len=${nosuchkey}"], "nosuchkey"),
+    "override without value": ([*MEMORY, "batch_size"], "must have the form key=value, but is 'batch_size' instead."),
+    "block as a value": ([*MEMORY, "adaptive=5"], "`adaptive` must be a mapping, but is 5 instead."),
+    "misspelt key": ([*MEMORY, "adaptive.margn=0.1"], "did you mean `adaptive.margin`?"),
+    "no accumulation": ([*MEMORY, "gradient_accumulation_steps=0"], "`gradient_accumulation_steps` must be at least 1"),
+    "accumulation in words": ([*MEMORY, "gradient_accumulation_steps=many"], "but is 'many' instead."),
+    "what would be saved, without a batch": (
+        [*MEMORY, "--what-if", "~batch_size"],
+        "`batch_size` must be an integer, but is None instead.",
+    ),
+    "calibration missing": (
+        [*MEMORY, *CUDA, "--calibration", "no_such.json"],
+        "`calibration` must be a readable file, but is 'no_such.json'",
+    ),
+    "a plot of another ending": (
+        [*MEMORY, "--plot", "step.png"],
+        "`--plot` must be a file that ends in .svg or .html, but is 'step.png' instead.",
+    ),
+    "a snapshot of another ending": (
+        [*MEMORY, "--snapshot", "step.json"],
+        "`--snapshot` must be a file that ends in .pickle, but is 'step.json' instead.",
+    ),
+    "a plot below a file": (
+        [*MEMORY, "--plot", f"{__file__}/new/step.svg"],
+        f"`--plot` must be a file that can be written, but is '{__file__}/new/step.svg': Not a directory.",
+    ),
+    "calibration of nothing for a CPU": ([*MEMORY, "--calibration", "no_such.json"], "'no_such.json'"),
+}
+
+
+def assert_refused(ended: Ended, tracing: FakeTracing, sentence: str) -> None:
+    """The program ended with exactly this sentence on standard error, before anything was traced."""
+    assert sentence in ended.err
+    assert ended.err.startswith("tune-adaptive ")
+    assert ended.err.count("\n") == 1
+    assert ended.err.rstrip()[-1] in ".?"
+    assert (ended.status, ended.out, tracing.requests) == (1, "", [])
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_a_bad_value_is_refused_in_one_sentence_before_anything_is_traced(
+    case: str, program: Program, tracing: FakeTracing
+) -> None:
+    arguments, sentence = REFUSED[case]
+    assert_refused(program(*FULL, *arguments), tracing, sentence)
+
+
+@pytest.mark.parametrize("name", OF_OTHER_RECIPES)
+def test_a_config_of_another_recipe_is_refused(name: str, program: Program, tracing: FakeTracing) -> None:
+    assert_refused(program("plan", "--config", name, *MEMORY), tracing, OF_OTHER_RECIPES[name])
+
+
+# ---- calibrate
+
+
+@pytest.mark.parametrize("name", ["", "no/file"])
+def test_a_calibration_that_cannot_be_written_is_refused(
+    name: str, program: Program, tracing: FakeTracing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "no").touch()
+    monkeypatch.setattr(calibration, "_cuda_card", lambda _: FakeCard())
+    ended = program("calibrate", "--output", str(tmp_path / name))
+    assert_refused(ended, tracing, f"`output` must be a file that can be written, but is '{tmp_path / name}': ")
+
+
+def test_a_calibration_without_cuda_is_refused(
+    program: Program, tracing: FakeTracing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ended = program("calibrate", "--output", str(tmp_path / "card.json"))
+    assert_refused(ended, tracing, "must run on a machine with CUDA, but this one has no CUDA device.")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("index", ["-1", "first"])
+def test_a_device_index_that_is_not_a_natural_number_is_refused(
+    index: str, program: Program, tracing: FakeTracing, tmp_path: Path
+) -> None:
+    ended = program("calibrate", "--output", str(tmp_path / "card.json"), "--device-index", index)
+    assert_refused(ended, tracing, "`device_index` must be ")
+    assert index in ended.err
+
+
+def test_a_calibration_prints_its_figures_and_its_file(
+    program: Program, tracing: FakeTracing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[int] = []
+
+    def card_of(index: int) -> FakeCard:
+        asked.append(index)
+        return FakeCard()
+
+    monkeypatch.setattr(calibration, "_cuda_card", card_of)
+    path = tmp_path / "card.json"
+    ended = program("calibrate", "--output", str(path), "--device-index", "3")
+    assert (ended.status, ended.err, asked) == (0, "", [3])
+    assert ended.out == f"Calibration of fake written to {path}: {Calibration.read(path)}\n"

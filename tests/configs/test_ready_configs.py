@@ -1,0 +1,92 @@
+"""Each shipped config is accepted by all its readers, has components that take its arguments, and can be planned."""
+
+import re
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, ListConfig
+from torchtune._recipe_registry import get_all_recipes
+from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
+
+from torchtune_adaptive.cli.validate import _check_components, _recipes_for
+from torchtune_adaptive.plan.worker import trace_events
+from torchtune_adaptive.stock.checks import check_config
+from torchtune_adaptive.stock.configs import load_config, resolved
+from torchtune_adaptive.stock.installed import config_dir, configs_by_recipe, recipe_files
+
+PATHS = {path.relative_to(config_dir()).with_suffix("").as_posix(): path for path in config_dir().rglob("*.yaml")}
+STOCK = {config.name for recipe in get_all_recipes() for config in recipe.configs}
+each = pytest.mark.parametrize("name", sorted(PATHS))
+
+
+def ranks_of(path: Path) -> int:
+    """Ranks of the launch in the config's first lines."""
+    found = re.search(r"--nproc_per_node (\d+) adaptive_", path.read_text())
+    return int(found[1]) if found else 1
+
+
+def test_no_name_equals_one_of_torchtunes() -> None:
+    assert PATHS.keys() & STOCK == set()
+
+
+@each
+def test_a_config_is_accepted_and_belongs_to_the_recipe_that_it_names(name: str) -> None:
+    cfg = load_config(name)
+    settings = check_config(cfg, ranks=ranks_of(PATHS[name]))
+    assert settings.searches == (not name.startswith("tiny/"))
+    assert (settings.global_batch_size or 0) % ranks_of(PATHS[name]) == 0
+    (recipe,) = [recipe for recipe, configs in configs_by_recipe().items() if name in configs]
+    assert recipe in recipe_files()
+    assert recipe in _recipes_for(cfg, settings)
+    assert f"{recipe} --config {name}\n" in PATHS[name].read_text()
+    _check_components(DictConfig(resolved(cfg)))
+
+
+@pytest.fixture
+def shallow_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llamas of one layer, for a quick trace."""
+    for family in ("llama3_1", "llama3_2"):
+        builders: Any = import_module(f"torchtune.models.{family}._model_builders")
+        for builder in (family, f"lora_{family}"):
+            shallow = partial(_with_one_layer, getattr(builders, builder))
+            monkeypatch.setattr(builders, builder, shallow)
+
+
+def _with_one_layer(build: Any, **arguments: Any) -> Any:
+    return build(**arguments | {"num_layers": 1})
+
+
+@pytest.mark.filterwarnings("ignore")  # as in the process that usually traces
+@each
+def test_a_config_can_be_planned(name: str, shallow_models: None) -> None:
+    cfg = DictConfig(resolved(load_config(name)))
+    step = trace_events(cfg, world_size=ranks_of(PATHS[name]), batch_size=2, seq_len=64)
+    assert step.peak_bytes > 0
+
+
+def checkpoint_files(checkpointer: DictConfig) -> list[str]:
+    files = checkpointer.checkpoint_files
+    if isinstance(files, ListConfig):
+        return [str(file) for file in files]
+    return FormattedCheckpointFiles.from_dict(dict(files)).build_checkpoint_filenames()
+
+
+@pytest.mark.parametrize("name", sorted(name for name in PATHS if name.removeprefix("adaptive/") in STOCK))
+def test_models_and_files_are_those_of_torchtunes_config(name: str) -> None:
+    ours, theirs = load_config(name), load_config(name.removeprefix("adaptive/"))
+    for key in ("model", "teacher_model", "tokenizer"):
+        assert (ours.get(key) or {}).get("_component_") == (theirs.get(key) or {}).get("_component_")
+    for key in ("checkpointer", "ref_checkpointer", "teacher_checkpointer"):
+        if key in theirs:
+            assert ours[key]._component_ == theirs[key]._component_
+            assert checkpoint_files(ours[key]) == checkpoint_files(theirs[key])
+
+
+@pytest.mark.parametrize("name", ["tiny/full", "tiny/lora"])
+def test_one_override_is_enough_to_search_on_a_cpu(name: str) -> None:
+    settings = check_config(load_config(name, ["use_maximum_batch_size=True"]), ranks=2)
+    assert settings.searches
+    assert settings.memory_limit_bytes is not None

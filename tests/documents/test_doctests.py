@@ -1,0 +1,28 @@
+"""The examples in docstrings have the results that they show."""
+
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+import torchtune_adaptive
+
+PACKAGE = Path(torchtune_adaptive.__file__).parent
+MODULES_WITH_EXAMPLES = sorted(
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py")
+    if ">>> " in path.read_text()
+)
+
+
+@pytest.mark.parametrize("module", MODULES_WITH_EXAMPLES)
+def test_examples_have_the_results_that_they_show(module: str) -> None:
+    ran = doctest.testmod(importlib.import_module(module))
+    assert ran.attempted > 0, "an example must be in a docstring that is found"
+    assert ran.failed == 0
+
+
+def test_examples_are_found() -> None:
+    some = ("errors", "settings", "text", "engine.search.strategies", "training.batch.increase_function")
+    assert {f"torchtune_adaptive.{name}" for name in some} <= set(MODULES_WITH_EXAMPLES)

@@ -1,0 +1,278 @@
+"""The documents are right: links lead somewhere, programs run, commands and configs are accepted, keys exist."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch.distributed as dist
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from scripts.site_pages import file_linked, link_targets
+from tests.support.document_commands import (
+    PageCommands,
+    WrongCommand,
+    commands,
+    is_whole,
+    unknown_command,
+)
+from tests.support.document_names import document_names
+from tests.support.documents import DOCUMENTS, OUTPUT, REPOSITORY, Block, anchors, blocks, inline_code, name_of
+from torchtune_adaptive.settings import BLOCK_KEYS, AdaptiveSettings
+
+LANGUAGES = {"bash", "python", "yaml", "json", *OUTPUT}
+# Written by a run, or for a user to choose; `adaptive.lock` is a file.
+NOT_IN_THE_REPOSITORY = {"demo_output", "site"}
+FILES_LIKE_KEYS = {"lock"}
+# The changelog describes earlier versions.
+PRESENT = [document for document in DOCUMENTS if document.name != "CHANGELOG.md"]
+documents = pytest.mark.parametrize("document", PRESENT, ids=name_of)
+
+
+# ---- links and paths
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_every_link_leads_to_a_file_and_a_heading_of_it(document: Path) -> None:
+    assert broken_links(name_of(document), document.read_text()) == []
+
+
+def broken_links(name: str, text: str) -> list[str]:
+    broken = []
+    for target in link_targets(text):
+        path, _, anchor = target.partition("#")
+        linked = file_linked(name, path) if path else name
+        if re.match(r"\w+:", target):
+            continue
+        if linked is None or (anchor and anchor not in anchors(REPOSITORY / linked)):
+            broken.append(target)
+    return broken
+
+
+def test_broken_links_are_found() -> None:
+    text = "[a](design.md) [b](gone.md) [c](design.md#packages) [d](design.md#gone) [e](https://x.org) `[f](gone)`"
+    assert broken_links("docs/evidence.md", text) == ["gone.md", "design.md#gone"]
+
+
+def repository_paths(text: str) -> set[str]:
+    """Backticked words that look like paths of this repository, by their first folder or their ending."""
+    entries = {entry.name for entry in REPOSITORY.iterdir()} - NOT_IN_THE_REPOSITORY
+    words = re.findall(r"`([\w.\-/]+)`", text)
+    return {
+        word
+        for word in words
+        if ("/" in word and word.split("/")[0] in entries) or re.search(r"\w\.(py|md|yaml)$", word)
+    }
+
+
+@documents
+def test_every_path_named_in_a_document_exists(document: Path) -> None:
+    named = repository_paths(document.read_text(encoding="utf-8"))
+    folders = (REPOSITORY, document.parent)
+    assert sorted(path for path in named if not any((folder / path).exists() for folder in folders)) == []
+
+
+def test_paths_are_recognised_in_a_document() -> None:
+    text = "`scripts/demo`, `configs/tiny/full.yaml`, `README.md`, `gone.py` but not `tiny/full` or `a / b`"
+    assert repository_paths(text) == {"scripts/demo", "configs/tiny/full.yaml", "README.md", "gone.py"}
+
+
+# ---- keys
+
+
+@documents
+def test_every_key_of_the_block_adaptive_that_is_named_exists(document: Path) -> None:
+    named = set(re.findall(r"\badaptive\.(\w+)\b(?!/)", document.read_text()))
+    assert named - set(BLOCK_KEYS) - FILES_LIKE_KEYS == set()
+
+
+# ---- blocks
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("document", [one for one in PRESENT if blocks(one, "python")], ids=name_of)
+def test_the_python_of_a_document_runs(document: Path, process_group: None) -> None:
+    names = document_names()
+    for block in blocks(document, "python"):
+        exec(compile("\n" * block.line + block.text, str(document), "exec"), names)
+
+
+@documents
+def test_the_yaml_of_a_document_has_keys_and_values_that_are_accepted(document: Path) -> None:
+    for block in blocks(document, "yaml"):
+        content = yaml.safe_load(block.text)
+        assert isinstance(content, dict), block
+        AdaptiveSettings.from_cfg(OmegaConf.create(content))
+
+
+@documents
+def test_the_json_of_a_document_can_be_read(document: Path) -> None:
+    for block in blocks(document, "json"):
+        json.loads(block.text)
+
+
+# ---- commands
+
+
+@pytest.fixture
+def bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake of the package that optimizers of some stock configs need."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
+
+
+@pytest.mark.parametrize("document", [one for one in PRESENT if blocks(one, "bash")], ids=name_of)
+def test_the_commands_of_a_document_would_be_accepted(document: Path, bitsandbytes: None) -> None:
+    page = PageCommands()
+    for block in blocks(document, "bash"):
+        for words in commands(block.text):
+            try:
+                page.check(words)
+            except WrongCommand as wrong:
+                pytest.fail(f"{block}: {shlex.join(words)}: {wrong}")
+
+
+@documents
+def test_a_command_within_a_sentence_would_be_accepted(document: Path, bitsandbytes: None) -> None:
+    assert list(filter(unknown_command, inline_code(document))) == []
+    for code in filter(is_whole, inline_code(document)):
+        for words in commands(code):
+            try:
+                PageCommands().check(words)
+            except WrongCommand as wrong:
+                pytest.fail(f"{name_of(document)}: {code}: {wrong}")
+
+
+FULL = "tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config"
+SINGLE = "adaptive_lora_finetune_single_device --config llama3_1/8B_lora_single_device"
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (f"{FULL} tiny/gone", "`--config` must be the name or path of a config, but is 'tiny/gone'."),
+        (f"{FULL} tiny/full adaptive.margn=0.1", "did you mean `adaptive.margin`?"),
+        (f"{FULL} tiny/full epochs=0", "`epochs` must be at least 1, but is 0 instead."),
+        (f"{FULL} tiny/full use_maximum_batch_size=True compile=True", "`compile` must be False"),
+        (f"{FULL} tiny/lora", "does not train by tiny/lora, which is for lora_finetune"),
+        (f"{FULL} tiny/full output_dir=${{gone}}", "gone"),
+        ("tune run full_finetune_distributed --config my_config.yaml adaptive.margn=0.1", "`adaptive.margin`"),
+        (f"tune run --nproc_per_node 2 {SINGLE}", "is for one process"),
+        ("tune run adaptive_gone --config tiny/full", "there is no recipe adaptive_gone"),
+        ("tune run adaptive_full_finetune_distributed", "`--config` is missing"),
+        ("tune run --gone 2 adaptive_full_finetune_distributed --config tiny/full", "does not take --gone"),
+        ("tune gone", "cannot read gone"),
+        ("tune cp gone mine.yaml", "but is 'gone'."),
+        ("tune-adaptive plan --memory H100", "cannot read plan"),
+        ("tune-adaptive plan --config tiny/full --seq-len 4k", "`--seq-len` must be an integer, but is '4k' instead."),
+        ("tune-adaptive plan --config tiny/full --memory H1000", "but is 'H1000' instead"),
+        ("tune-adaptive plan --config tiny/full --gone", "does not take --gone"),
+        ("tune-adaptive validate tiny/full adaptive.seq_len=0", "`adaptive.seq_len` must be at least 1"),
+        ("pip install gone", "is neither this project nor something that it needs"),
+        ("pip install '.[gone]'", "pyproject.toml has no extra gone"),
+        ("make gone", "the Makefile has no target gone"),
+        ("python -m torchtune_adaptive.gone", "there is no module torchtune_adaptive.gone"),
+        ("python examples/gone.py", "there is no file 'examples/gone.py'"),
+        ("rm -rf /", "no check is for `rm`"),
+    ],
+)
+def test_a_wrong_command_is_found(line: str, why: str) -> None:
+    (words,) = commands(line)
+    with pytest.raises(WrongCommand) as wrong:
+        PageCommands().check(words)
+    assert why in str(wrong.value)
+
+
+# ---- commands that are run
+
+
+def output_after(block: Block) -> str:
+    """The output that a document shows for ``block``: the block of output after it, in the same section."""
+    following = [one for one in blocks(block.document) if one.line > block.line][:1]
+    return "".join(one.text for one in following if one.language in OUTPUT and one.heading == block.heading)
+
+
+def missing_lines(shown: str, printed: str) -> list[str]:
+    """The lines of ``shown`` that ``printed`` lacks in this order; numbers may differ, and ``...`` matches anything."""
+
+    def shape(line: str) -> str:
+        return re.sub(r"\s+", " ", re.sub(r"-{2,}", "--", re.sub(r"\d[\d.,]*", "#", line))).strip()
+
+    left = iter([shape(line) for line in re.split(r"[\r\n]+", printed)])
+    patterns = {
+        line: ".*".join(map(re.escape, shape(line).split("..."))) for line in shown.splitlines() if line.strip()
+    }
+    return [line for line, pattern in patterns.items() if not any(re.search(pattern, one) for one in left)]
+
+
+def test_output_is_compared_without_its_numbers() -> None:
+    printed = "INFO: batch 7  of 128.0 MiB\rline 2\n| --- | 0.5 |\n"
+    assert missing_lines("batch 12 of 64.5 MiB\n\n| ------ | 1 |", printed) == []
+    assert missing_lines("batch 12 of ... MiB", printed) == []
+    assert missing_lines("line 2\nbatch 12 of 64.5 MiB", printed) == ["batch 12 of 64.5 MiB"]
+    assert missing_lines("rows 12", printed) == ["rows 12"]
+
+
+class Shell:
+    """Runs commands of a document in their own folder, which also replaces `/tmp`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self._environment["PYTHONPATH"] = os.pathsep.join(str(REPOSITORY / name) for name in ("", "recipes"))
+        self._environment["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+
+    def here(self, text: str) -> str:
+        return text.replace("/tmp/", f"{self._folder}/")
+
+    def run(self, words: Sequence[str], cfg: DictConfig | None) -> str:
+        """Run a command, which trains by ``cfg`` if that is given, and return what it prints."""
+        places = {} if cfg is None else {name: cfg[name] for name in ("tiny_dir", "output_dir")}
+        given = {word.partition("=")[0] for word in words}
+        moved = [f"{name}={place}" for name, place in places.items() if name not in given]
+        ran = subprocess.run(
+            [self.here(word) for word in (*words, *moved)],
+            cwd=self._folder,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        assert ran.returncode == 0, f"{shlex.join(words)}: {ran.stdout[-3000:]}"
+        return ran.stdout
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("document", [one for one in PRESENT if blocks(one, "bash")], ids=name_of)
+def test_the_commands_of_a_document_do_what_it_shows(
+    document: Path, tiny_dir: Path, bitsandbytes: None, tmp_path: Path
+) -> None:
+    """Runs the commands that need no GPU, no download and no large model, in their order."""
+    page, shell = PageCommands(), Shell(tmp_path)
+    for block in blocks(document, "bash"):
+        printed: list[str] = []
+        for words in commands(block.text):
+            page.check(words)
+            if page.runs:
+                assets = None if page.cfg is None else Path(shell.here(page.cfg.tiny_dir))
+                if assets is not None and not assets.exists():
+                    assets.symlink_to(tiny_dir)
+                printed.append(shell.run(words, page.cfg))
+                print(f"{block}: ran {shlex.join(words)}")
+        if page.runs:
+            assert missing_lines(output_after(block), "\n".join(printed)) == [], block

@@ -1,0 +1,345 @@
+"""After an error, examples train as if that step had started with smaller micro-batches, and as their libraries do."""
+
+import contextlib
+import io
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.support.ranks import run_on_ranks
+from examples import fsdp2_loop, titan_style
+from tests.support.faults import same_bits
+from torchtune_adaptive import InputError, MemoryEvent, RecoverableStep
+from torchtune_adaptive.engine.memory.operations import plain_parts
+from torchtune_adaptive.engine.recovery.micro_batches import Slices
+from torchtune_adaptive.testing import Fault, wrap_micro_steps
+
+# `transformers` takes seconds to import: only the ranks that use it import it.
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROGRAMS = sorted(EXAMPLES.glob("[a-z]*.py"))
+STEPS = 4
+Outcome = tuple[list[torch.Tensor], list[Any]]  # parameters and events
+
+
+class Faults:
+    """Runs micro-steps of 4 samples; in steps 2 and 3 the second one fails on the last rank."""
+
+    def __init__(self) -> None:
+        self.slices = Slices(4)
+        self._step = 0
+        self._num_operations = 0  # of a micro-step
+
+    def __call__(self, number: int, run: Callable[[], Any]) -> Any:
+        self._step += number == 0
+        if number != 1:
+            return run()
+        in_forward, in_backward = self._num_operations // 4, self._num_operations * 3 // 4
+        last_rank = dist.get_world_size() - 1 if dist.is_initialized() else 0
+        with Fault({2: in_forward, 3: in_backward}.get(self._step), ranks=[last_rank]) as fault:
+            result = run()
+        self._num_operations = fault.count
+        return result
+
+
+class Told:
+    """Runs micro-steps of 4 samples, of 2 from step 2 on, and of 1 from step 3 on."""
+
+    def __init__(self) -> None:
+        self.slices = Slices(4)
+        self._step = 0
+
+    def __call__(self, number: int, run: Callable[[], Any]) -> Any:
+        self._step += number == 0
+        if number == 0 and self._step in (1, 2):  # the samples of this step are already cut
+            self.slices.resize(self.slices.size // 2)
+        return run()
+
+
+def _outcome(model: Any, events: Iterable[MemoryEvent]) -> Outcome:
+    parameters = [part.clone() for parameter in model.parameters() for part in plain_parts(parameter.detach())]
+    return parameters, [(event.step, event.ranks, event.phase, event.before, event.after) for event in events]
+
+
+def _by_loop(program: Any, around: Any) -> Outcome:
+    model = program.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    micro_step = partial(program.micro_step, model)
+    step = RecoverableStep(model, micro_step, micro_batch_size=around.slices, optimizer=optimizer)
+    wrap_micro_steps(step, around)
+    program.train(model, optimizer, step, STEPS)
+    return _outcome(model, step.events)
+
+
+def _by_titan(around: Any) -> Outcome:
+    trainer = titan_style.Trainer(titan_style.Config(micro_batch_size=around.slices))
+    wrap_micro_steps(trainer.forward_backward, around)
+    data_iterator = trainer.batches()
+    for _ in range(STEPS):
+        trainer.train_step(data_iterator)
+    return _outcome(trainer.model, trainer.forward_backward.events)
+
+
+def _trainer(kind: str, model_path: Path, *, batch_size: int = 8, accumulation: int = 1, **options: Any) -> Any:
+    """A Trainer or an AdaptiveTrainer, with a learning rate at which a wrong gradient shows."""
+    from examples import transformers_trainer as program
+
+    arguments: dict[str, Any] = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+    arguments |= {"max_steps": STEPS, "optim": "sgd", "learning_rate": 0.5, "use_cpu": True, "disable_tqdm": True}
+    args = program.TrainingArguments(
+        str(model_path / "out"), report_to=[], save_strategy="no", logging_steps=1, **arguments
+    )
+    data = [{"input_ids": [(7 * row + column) % 64 for column in range(2 + row % 15)]} for row in range(64)]
+    model = program.load_model(model_path, args.world_size)
+    return getattr(program, kind)(model, args, train_dataset=data, data_collator=program.collate, **options)
+
+
+def _by_trainer(model_path: Path, around: Any) -> Outcome:
+    trainer = _trainer("AdaptiveTrainer", model_path, micro_batch_size=around.slices)
+    make_step = trainer.make_step
+
+    def make_wrapped_step(*args: Any) -> Any:
+        step = make_step(*args)
+        wrap_micro_steps(step, around)
+        return step
+
+    with mock.patch.object(trainer, "make_step", make_wrapped_step):
+        trainer.train()
+    return _outcome(trainer.model, trainer.step.events)
+
+
+def _beside_stock(model_path: Path, **options: Any) -> dict[str, Any]:
+    """How AdaptiveTrainer differs from Trainer after a few steps on the same samples."""
+    stock = _trainer("Trainer", model_path, batch_size=4, accumulation=2)
+    ours = _trainer("AdaptiveTrainer", model_path, **options)
+    start = _outcome(stock.model, ())[0]
+    for trainer in (stock, ours):
+        trainer.train()
+    (of_stock, _), (of_ours, _) = _outcome(stock.model, ()), _outcome(ours.model, ())
+    logged = [[(logs.get("loss"), logs.get("grad_norm")) for logs in one.state.log_history] for one in (stock, ours)]
+    return {  # by parameter, and by step
+        "moved": [(one - other).abs().max().item() for one, other in zip(of_stock, start, strict=True)],
+        "apart": [(one - other).abs().max().item() for one, other in zip(of_stock, of_ours, strict=True)],
+        "logged": [figures[:STEPS] for figures in logged],
+        "micro-batch": ours.step.micro_batch_size,
+    }
+
+
+def _compared(trained: Callable[[Any], Outcome]) -> dict[str, Any]:
+    (parameters, events), (told, no_events) = trained(Faults()), trained(Told())
+    return {"same": same_bits(parameters, told), "events": events, "events when told": no_events}
+
+
+@contextlib.contextmanager
+def _gradient_norms() -> Iterator[list[float]]:
+    """Collects the norms of the gradients that are clipped."""
+    norms: list[float] = []
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def clip_and_note(parameters: Any, max_norm: float) -> Any:
+        norm: Any = clip(parameters, max_norm)
+        norms.append(norm.full_tensor().item())
+        return norm
+
+    with mock.patch("torch.nn.utils.clip_grad_norm_", clip_and_note):
+        yield norms
+
+
+def _of_all_ranks(samples: Callable[[], list[Any]]) -> list[Any]:
+    found = []
+    for rank in range(dist.get_world_size()):
+        with mock.patch.object(dist, "get_rank", return_value=rank):
+            found += samples()
+    return found
+
+
+def _norms_by_loop(program: Any) -> tuple[float, float]:
+    """The gradient's norm in the first step, and that of the mean loss over all ranks' tokens in one process."""
+    model = program.make_model().eval()  # without dropout
+    step = RecoverableStep(model, partial(program.micro_step, model), micro_batch_size=4)
+    with _gradient_norms() as norms:
+        program.train(model, torch.optim.SGD(model.parameters(), lr=0.0), step, 1)
+    with mock.patch.object(program, "fully_shard"):
+        whole = program.make_model().eval()
+    samples = _of_all_ranks(lambda: program.make_samples(0))
+    program.micro_step(whole, samples)
+    num_tokens = sum(len(sample) - 1 for sample in samples)  # a text's first token is not predicted
+    return norms[0], torch.nn.utils.get_total_norm([one.grad / num_tokens for one in whole.parameters()]).item()
+
+
+def _norms_by_titan() -> tuple[float, float]:
+    """As ``_norms_by_loop``."""
+    trainer = titan_style.Trainer(titan_style.Config())
+    trainer.model.eval()
+    with _gradient_norms() as norms:
+        trainer.train_step(trainer.batches())
+    with mock.patch.object(titan_style, "fully_shard"):
+        whole = titan_style.Trainer(titan_style.Config()).model.eval()
+    batches = _of_all_ranks(lambda: list(itertools.islice(trainer.batches(), 2)))
+    inputs, labels = (torch.cat([batch[name] for batch in batches]).flatten() for name in ("inputs", "labels"))
+    torch.nn.functional.cross_entropy(whole(inputs), labels).backward()
+    return norms[0], torch.nn.utils.get_total_norm(
+        [one.grad for one in whole.parameters() if one.grad is not None]
+    ).item()
+
+
+def _searched_by_loop() -> dict[str, Any]:
+    model = fsdp2_loop.make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = _outcome(model, ())[0]
+    size = fsdp2_loop.find_micro_batch_size(model, optimizer)
+    return {"size": size, "unchanged": same_bits(before, _outcome(model, ())[0])}
+
+
+def _refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def _on_two_ranks(rank: int, directory: Path) -> dict[str, Any]:
+    results: dict[str, Any] = {"fsdp2_loop": _compared(partial(_by_loop, fsdp2_loop))}
+    results["titan_style"] = _compared(_by_titan)
+    results["search"] = _searched_by_loop()
+    results["norms"] = [_norms_by_loop(fsdp2_loop), _norms_by_titan()]
+
+    from examples import transformers_loop, transformers_trainer
+
+    results["transformers_loop"] = _compared(partial(_by_loop, transformers_loop))
+    results["norms"].append(_norms_by_loop(transformers_loop))
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    if rank == 0:
+        for name, dropout in (("dropout", 0.1), ("exact", 0.0)):
+            config = transformers_trainer.LlamaConfig(**sizes, num_attention_heads=2, attention_dropout=dropout)
+            transformers_trainer.LlamaForCausalLM(config).save_pretrained(directory / name)
+    dist.barrier()
+    as_torchrun = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    with mock.patch.dict(os.environ, as_torchrun):
+        results["transformers_trainer"] = _compared(partial(_by_trainer, directory / "dropout"))
+        results["beside stock"] = _beside_stock(directory / "exact", micro_batch_size=4)
+        with mock.patch("examples.transformers_trainer.DistributedConfig", return_value=None):  # so not sharded
+            results["refused"] = _refused(_trainer("AdaptiveTrainer", directory / "exact", micro_batch_size=4).train)
+    dist.destroy_process_group()
+    return results | (_alone(directory) if rank == 0 else {})
+
+
+def _alone(directory: Path) -> dict[str, Any]:
+    """Trials on one rank, after the process group is destroyed."""
+    from examples import transformers_loop, transformers_search, transformers_trainer
+
+    results: dict[str, Any] = {"transformers_trainer alone": _compared(partial(_by_trainer, directory / "dropout"))}
+    results["beside stock alone"] = _beside_stock(directory / "exact", memory_limit="400KiB")
+    results["refused alone"] = _refused(lambda: _trainer("AdaptiveTrainer", directory / "exact", accumulation=2))
+    model = transformers_search.make_model()
+    results["limits"] = [_limit_of_trainer(cuda=cuda) for cuda in (False, True)]
+    results["found"] = transformers_search.find(model, torch.optim.AdamW(model.parameters()), "20MiB")
+    printed = io.StringIO()
+    with mock.patch("tempfile.tempdir", str(directory)), contextlib.redirect_stdout(printed):
+        for program in (fsdp2_loop, titan_style, transformers_loop, transformers_search, transformers_trainer):
+            program.main()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    return results | {"printed": printed.getvalue()}
+
+
+def _limit_of_trainer(*, cuda: bool) -> str | None:
+    """The memory limit that the program sets on a machine with or without CUDA."""
+    from examples import transformers_trainer as program
+
+    fakes = {
+        "AdaptiveTrainer": mock.Mock(),
+        "TrainingArguments": lambda path, **options: mock.Mock(process_index=1, **options),
+        "load_model": mock.Mock(),
+    }
+    with mock.patch("torch.cuda.is_available", return_value=cuda), mock.patch.multiple(program, **fakes):
+        program.main()
+    return fakes["AdaptiveTrainer"].call_args.kwargs["memory_limit"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """All trials, by rank: once, because each process takes seconds to import ``transformers``."""
+    return run_on_ranks(_on_two_ranks, 2, tmp_path_factory.mktemp("examples"))
+
+
+@pytest.mark.parametrize("program", ["fsdp2_loop", "titan_style", "transformers_loop", "transformers_trainer"])
+def test_after_an_error_on_one_rank_two_ranks_train_as_with_smaller_micro_batches(
+    results: list[dict[str, Any]], program: str
+) -> None:
+    events = [(2, (1,), "forward", 4, 2), (3, (1,), "backward", 2, 1)]
+    for rank in results:
+        assert rank[program] == {"same": True, "events": events, "events when told": []}
+
+
+def test_after_an_error_one_process_with_trainer_trains_as_with_smaller_micro_batches(
+    results: list[dict[str, Any]],
+) -> None:
+    events = [(2, (0,), "forward", 4, 2), (3, (0,), "backward", 2, 1)]
+    assert results[0]["transformers_trainer alone"] == {"same": True, "events": events, "events when told": []}
+
+
+def test_gradients_are_those_of_the_mean_over_all_ranks_tokens(results: list[dict[str, Any]]) -> None:
+    for norm, expected in results[0]["norms"] + results[1]["norms"]:
+        assert norm == pytest.approx(expected, rel=1e-5)
+
+
+def test_adaptive_trainer_trains_as_trainer_does(results: list[dict[str, Any]]) -> None:
+    """Not bit for bit: sums have another order. Parameters are up to about 1, and float32 then rounds by 6e-8."""
+    for compared in (results[0]["beside stock"], results[1]["beside stock"], results[0]["beside stock alone"]):
+        print(f"apart {max(compared['apart']):.1e}, moved {min(compared['moved']):.1e} to {max(compared['moved']):.1e}")
+        assert max(compared["apart"]) < 1e-6
+        assert min(compared["moved"]) > 2e-5
+        ours, theirs = compared["logged"]
+        assert ours == [pytest.approx(figures, rel=1e-6) for figures in theirs]
+    assert results[0]["beside stock"]["micro-batch"] == 4
+    assert results[0]["beside stock alone"]["micro-batch"] == 5  # found under a limit of memory
+
+
+def test_adaptive_trainer_refuses_what_it_cannot_recover(results: list[dict[str, Any]]) -> None:
+    assert "must not be wrapped, as by DDP" in results[0]["refused"]
+    assert "`gradient_accumulation_steps` must be 1" in results[0]["refused alone"]
+
+
+def test_a_search_finds_the_same_on_every_rank_and_changes_nothing(results: list[dict[str, Any]]) -> None:
+    assert [rank["search"] for rank in results] == [{"size": 4, "unchanged": True}] * 2
+
+
+def test_a_search_with_padding_finds_the_largest_batch(results: list[dict[str, Any]]) -> None:
+    found = results[0]["found"]
+    two, three, *_, last = found.probes
+    usable_bytes = found.memory_limit_bytes * (1 - found.margin)
+    assert last.batch_size == found.batch_size
+    assert last.peak_bytes <= usable_bytes < last.peak_bytes + (three.peak_bytes - two.peak_bytes)
+
+
+def test_every_program_runs_as_a_script(results: list[dict[str, Any]]) -> None:
+    printed = results[0]["printed"]
+    assert printed.count("micro-batch") == 10  # five steps of each loop
+    assert printed.count("tensor(") == 5
+    assert printed.count("grad_norm") == 5
+    assert "batch size 48" in printed
+
+
+def test_the_trainer_has_a_memory_limit_of_its_own_only_on_a_cpu(results: list[dict[str, Any]]) -> None:
+    assert results[0]["limits"] == ["1MiB", None]
+
+
+def test_the_readme_names_every_program() -> None:
+    named = re.findall(r"^\| \[`(\w+\.py)`\]\(\1\) \|", (EXAMPLES / "README.md").read_text(), flags=re.MULTILINE)
+    assert sorted(named) == [path.name for path in PROGRAMS]
+
+
+def test_the_requirements_are_those_of_the_tests_or_older() -> None:
+    pins = dict(re.findall(r'"(transformers|accelerate)==([\d.]+)"', (EXAMPLES.parent / "pyproject.toml").read_text()))
+    bounds = dict(re.findall(r"^(\w+)>=([\d.]+)$", (EXAMPLES / "requirements.txt").read_text(), flags=re.MULTILINE))
+    assert bounds == pins

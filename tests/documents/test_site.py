@@ -1,0 +1,53 @@
+"""The site builds without a warning and loads nothing from other sites; generated pages match the package."""
+
+import doctest
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+from scripts import reference
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site as `make docs` builds it: a warning ends the build."""
+    folder = tmp_path_factory.mktemp("site")
+    config = load_config(str(REPOSITORY / "mkdocs.yml"), site_dir=str(folder))
+    assert config.strict
+    build(config)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_has_every_document_and_what_they_link_to(site: Path) -> None:
+    documents = {path.relative_to(REPOSITORY / "docs") for path in (REPOSITORY / "docs").rglob("*.md")}
+    pages = {path.relative_to(site) for path in site.rglob("*.html")}
+    assert {path.with_suffix(".html") for path in documents} <= pages
+    elsewhere = {"index", "CONTRIBUTING", "benchmarks/results/search_cpu", "examples/index", "examples/fsdp2_loop.py"}
+    assert {Path(f"{name}.html") for name in elsewhere} <= pages
+    assert 'href="benchmarks/results/checkpoints_cpu.html"' in (site / "checkpoints.html").read_text()
+    assert "RecoverableStep" in (site / "examples" / "fsdp2_loop.py.html").read_text()
+
+
+def test_a_page_of_the_site_loads_nothing_from_other_sites(site: Path) -> None:
+    loaded = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?(https?:|//)[^>]*>")
+    assert [found[0] for page in site.rglob("*.html") for found in loaded.finditer(page.read_text())] == []
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse writes its help in another way")
+@pytest.mark.parametrize("page", reference.PAGES, ids=lambda page: page.name)
+def test_a_generated_page_matches_the_package(page: Path) -> None:
+    assert page.read_text() == reference.PAGES[page](), "run `make reference`"
+
+
+@pytest.mark.parametrize("module", ["scripts.reference", "scripts.site_pages", "tests.support.document_commands"])
+def test_examples_in_docstrings_of_the_scripts_are_right(module: str) -> None:
+    ran = doctest.testmod(importlib.import_module(module))
+    assert (ran.attempted > 0, ran.failed) == (True, 0)

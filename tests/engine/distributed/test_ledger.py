@@ -1,0 +1,623 @@
+"""The ledger records all collectives of a micro-step, and a rank that failed can replay the rest of them."""
+
+import math
+import random
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import Shard
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.support.ranks import run_on_ranks
+from tests.support.faults import WIDTH, ShardedTrainee, change_fsdp_settings, fsdp_settings, same_bits
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.fsdp_state import (
+    CannotRecordError,
+    Communicators,
+    communicators,
+    reset_after_failure,
+)
+from torchtune_adaptive.engine.distributed.ledger import CollectiveInDoubtError, Ledger
+from torchtune_adaptive.engine.memory.out_of_memory import free_memory
+from torchtune_adaptive.engine.memory.phases import Phases
+from torchtune_adaptive.engine.recovery.attempts import Recovery
+from torchtune_adaptive.engine.recovery.rehearsal import rehearse
+from torchtune_adaptive.engine.recovery.watch import PressureWatch
+from torchtune_adaptive.errors import CannotRecoverError, NothingFitsError
+from torchtune_adaptive.testing import Fault, out_of_memory
+
+CPU = torch.device("cpu")
+POINTS = 12  # how many operations of a micro-step are made to fail, evenly spread
+KINDS = {
+    "c10d::_allgather_base_": "all-gather",
+    "c10d::_reduce_scatter_base_": "reduce-scatter",
+    "c10d::allreduce_": "all-reduce",
+}
+
+
+def micro_step(model: nn.Module, rows: int = 4) -> float:
+    """Forward and backward on this rank's own samples; returns the loss."""
+    inputs = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    loss = model(inputs).square().mean()
+    loss.backward()
+    return loss.item()
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Copies of this rank's gradients, which are then set to None."""
+    found: list[Any] = [parameter.grad for parameter in model.parameters()]
+    copies = [gradient.to_local().clone() for gradient in found]
+    model.zero_grad(set_to_none=True)
+    return copies
+
+
+def ledger_of(model: nn.Module) -> Ledger:
+    """A ledger whose template is a micro-step of ``model``."""
+    ledger = Ledger(model, CPU)
+    micro_step(model)  # the first one does lazy set-up
+    ledger.begin()
+    micro_step(model)
+    ledger.template = ledger.issued
+    model.zero_grad(set_to_none=True)
+    return ledger
+
+
+def loss_under(fault: Fault, model: nn.Module) -> float | None:
+    """The loss of a micro-step; None if ``fault`` struck. The model is then reset."""
+    loss: float | None = None
+    try:
+        with fault:
+            loss = micro_step(model)
+    except torch.OutOfMemoryError:
+        pass
+    if loss is None:
+        reset_after_failure(model)
+        free_memory(CPU)
+    return loss
+
+
+def refusal(ledger: Ledger) -> str:
+    """Why the ledger does not replay the rest; "none" if it does."""
+    try:
+        ledger.replay_rest()
+    except CollectiveInDoubtError as error:
+        return str(error)
+    return "none"
+
+
+# ---- models sharded in several ways, on two ranks and four; every function is a collective
+
+
+def recorded_and_issued(model: nn.Module) -> list[list[tuple[str, int | None]]]:
+    """The collectives of a micro-step by the ledger, and by the profiler, which sees those inside operations too.
+
+    Each with its number of elements on this rank, except all-reduce, where the profiler does not record it.
+    """
+    ledger = ledger_of(model)
+    ledger.begin()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        micro_step(model)
+    events = [event for event in profiler.events() or [] if event.name.startswith("c10d::")]
+    events.sort(key=lambda event: event.time_range.start)
+    numels = [[math.prod(shape) for shape in event.input_shapes[:2] if shape] for event in events]
+    issued = [(KINDS[event.name], min(sizes, default=None)) for event, sizes in zip(events, numels, strict=True)]
+    recorded = [(one.kind, None if one.kind == "all-reduce" else one.numel) for one in ledger.issued]
+    return [recorded, issued]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A micro-step in which one rank failed at an operation and replayed the rest, and the next micro-step."""
+
+    place: int
+    agrees: bool
+    loss_right: bool
+    next_gradients_right: bool
+
+
+def one_rank_fails(model: nn.Module) -> list[Trial]:
+    ledger = ledger_of(model)
+    loss = micro_step(model)
+    expected = gradients(model)
+    with Fault(None) as operations:
+        micro_step(model)
+    model.zero_grad(set_to_none=True)
+    trials = []
+    for index, place in enumerate(range(0, operations.count, operations.count // POINTS)):
+        failing = index % dist.get_world_size()
+        ledger.begin()
+        loss_here = loss_under(Fault(place, ranks=[failing]), model)
+        if loss_here is None:
+            ledger.replay_rest()
+        agrees, loss_right = ledger.agrees, loss_here == (None if dist.get_rank() == failing else loss)
+        model.zero_grad(set_to_none=True)
+        micro_step(model)
+        trials.append(Trial(place, agrees, loss_right, same_bits(gradients(model), expected)))
+    return trials
+
+
+def sharded(mesh: DeviceMesh, *, reshard_after_forward: bool | int = True) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, 4))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def hsdp(*mesh_shape: int) -> nn.Module:
+    return sharded(init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")))
+
+
+MODELS: dict[int, dict[str, Callable[[], nn.Module]]] = {
+    2: {"sharded": lambda: ShardedTrainee().model},
+    4: {
+        "HSDP": lambda: hsdp(2, 2),
+        "partly freed": lambda: sharded(init_device_mesh("cpu", (4,)), reshard_after_forward=2),
+    },
+}
+
+
+def play_models() -> dict[str, dict[str, Any]]:
+    return {
+        name: {"recorded and issued": recorded_and_issued(make()), "one rank fails": one_rank_fails(make())}
+        for name, make in MODELS[dist.get_world_size()].items()
+    }
+
+
+def with_another_division_on_one_rank(rank: int) -> str:
+    model: Any = hsdp(2, 2)
+    if rank == 1:
+        model.set_gradient_divide_factor(3.0)
+    return Scenarios(rank).rehearse(model)
+
+
+def play_on_four(rank: int) -> dict[str, Any]:
+    return {"models": play_models(), "with_another_division_on_one_rank": with_another_division_on_one_rank(rank)}
+
+
+# ---- one model on two ranks
+
+
+def rehearsed(
+    model: nn.Module,
+    micro_steps: Sequence[Callable[[], object]],
+    *,
+    consensus: Consensus | None = None,
+    release: Callable[[], object] = lambda: None,
+) -> Recovery:
+    watch = PressureWatch(consensus or Consensus(), None, Phases([], None))
+    return rehearse([micro_steps], model=model, device=CPU, watch=watch, release=release)
+
+
+class Scenarios:
+    """Every method is a collective."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.consensus = Consensus()
+
+    def rehearse(self, model: nn.Module, *micro_steps: Callable[[], object]) -> str:
+        """The outcome of a rehearsal: "recovery", "out of memory", or the reason why there is no recovery."""
+        steps = micro_steps or (lambda: micro_step(model, 2), lambda: micro_step(model, 3))
+        before = communicators_of(model)
+        outcome = "recovery"
+        try:
+            rehearsed(model, steps, consensus=self.consensus)
+        except NothingFitsError:
+            outcome = "out of memory"
+        except CannotRecoverError as error:
+            outcome = str(error).removeprefix("An out-of-memory error in training will end the run: ").rstrip(".")
+        assert outcome == "recovery" or communicators_of(model) == before, "not put back"
+        return outcome
+
+    def a_rehearsal_restores_all_state(self) -> dict[str, bool]:
+        trainee = ShardedTrainee()
+        model = trainee.model
+        model.register_buffer("seen", torch.zeros(2))
+        model.register_buffer("constant", torch.ones(2))
+        seen, constant = model.get_buffer("seen"), model.get_buffer("constant")
+
+        def draw_and_count(*_: Any) -> None:
+            seen.add_(torch.rand(2) + random.random() + np.random.rand())
+
+        def generators() -> tuple[Any, ...]:
+            return random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
+
+        model.register_forward_pre_hook(draw_and_count)
+        micro_step(model)
+        before = [*trainee.state(), seen.clone(), constant.clone()], generators()
+        steps = [lambda: micro_step(model, 2), lambda: micro_step(model, 3)]
+        recovery = rehearsed(model, steps, consensus=self.consensus)
+        found = {
+            "tensors as before": same_bits([*trainee.state(), seen, constant], before[0]),
+            "generators as before": generators() == before[1],
+            "no gradients": all(parameter.grad is None for parameter in model.parameters()),
+        }
+        restore = recovery.keep()
+        micro_step(model)
+        constant.fill_(7)
+        counted = seen.clone()
+        restore()
+        found["changing buffer kept"] = not torch.equal(counted, seen) and torch.equal(seen, before[0][-2])
+        found["other buffer not kept"] = constant.tolist() == [7, 7]
+        return found
+
+    def with_a_collective_of_its_own(self) -> str:
+        model = ShardedTrainee().model
+
+        def step() -> None:
+            micro_step(model)
+            dist.all_reduce(torch.zeros(1))
+
+        return self.rehearse(model, step, step)
+
+    def with_other_collectives_for_the_second_batch(self) -> str:
+        model = ShardedTrainee().model
+
+        def step() -> None:
+            model(torch.zeros(2, WIDTH))
+            micro_step(model)
+
+        return self.rehearse(model, lambda: micro_step(model), step)
+
+    def with_a_setting_that_the_first_micro_step_changes_for_good(self) -> str:
+        model: Any = ShardedTrainee().model
+
+        def step() -> None:
+            micro_step(model)
+            model.set_reshard_after_forward(False)
+
+        return self.rehearse(model, step, step)
+
+    def with_a_setting_that_a_failed_micro_step_has_changed(self) -> list[Any]:
+        """The outcome and FSDP2's settings after the first rehearsal of a new model, and those of another model."""
+        model: Any = ShardedTrainee(warm_steps=0).model
+        other = ShardedTrainee().model
+
+        def step() -> None:
+            micro_step(model)
+            change_fsdp_settings(model)
+            out_of_memory()
+
+        outcome = self.rehearse(model, step, step)
+        return [outcome, fsdp_settings(model), fsdp_settings(other)]
+
+    def with_ranks_that_take_the_layers_in_different_order(self) -> str:
+        """The layers have equal sizes, so no rank hangs, but each computes with the parameters of the other layer."""
+        model = ShardedTrainee().model
+        if self.rank == 1:
+            take_layers_in_turned_order(model)
+        return self.rehearse(model)
+
+    def with_parameters_that_are_not_sharded(self) -> str:
+        return self.rehearse(hsdp(2, 1))
+
+    def with_several_meshes(self) -> str:
+        """The outcome, or why it cannot be tested."""
+        if not hasattr(_fsdp_common, "ShardPlacementResult"):
+            return "torch < 2.13"
+        other = _fsdp_common.FSDPMeshInfo(group_mesh(), shard_mesh_dim=0)
+        model = nn.Linear(WIDTH, WIDTH)
+        elsewhere = _fsdp_common.ShardPlacementResult(Shard(0), other)
+        fully_shard(model, mesh=group_mesh(), shard_placement_fn=lambda one: elsewhere if one is model.bias else None)
+        return self.rehearse(model)
+
+    def out_of_memory_on_one_rank(self) -> list[Any]:
+        """The outcomes of these rehearsals, whether they restore all state, and the outcome of the next one."""
+        trainee = ShardedTrainee()
+        model = trainee.model
+        before, random_state, own = trainee.state(), torch.get_rng_state(), communicators(model)
+        found = []
+        for place in (0, 60, 120):
+            fault = Fault(place, ranks=[place // 60 % 2])
+
+            def step(fault: Fault = fault) -> None:
+                torch.rand(1)
+                with fault:
+                    micro_step(model)
+
+            found.append(self.rehearse(model, step, step))
+        as_before = same_bits(trainee.state(), before) and torch.equal(torch.get_rng_state(), random_state)
+        return [found, as_before and communicators(model) == own, self.rehearse(model)]
+
+    def another_error_on_one_rank(self) -> str:
+        model = ShardedTrainee().model
+
+        def strike() -> None:
+            raise ValueError("not of memory")
+
+        def step() -> None:
+            with Fault(60, ranks=[1], strike=strike):
+                micro_step(model)
+
+        try:
+            return self.rehearse(model, step, step)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    def a_collective_fails_in_itself(self) -> list[Any]:
+        """Why the rest is not replayed, for each failed collective and afterwards; whether the next loss is right."""
+        model = ShardedTrainee().model
+        ledger = ledger_of(model)
+        loss = micro_step(model)
+        refusals = []
+        for place in range(len(ledger.template)):
+            ledger.begin()
+            loss_under(Fault(place, kind="collective"), model)
+            assert ledger.issued == ledger.template[:place]
+            refusals.append(refusal(ledger))
+        ledger.begin()
+        loss_under(Fault(0), model)
+        next_refusal = refusal(ledger)
+        return [refusals, next_refusal, micro_step(model) == loss]
+
+    def other_collectives_than_in_the_template(self) -> list[str]:
+        """Why the rest is not replayed after too many micro-steps, and after layers in another order."""
+        model = ShardedTrainee().model
+        ledger = ledger_of(model)
+        ledger.begin()
+        micro_step(model)
+        micro_step(model)
+        refusals = [refusal(ledger)]
+        take_layers_in_turned_order(model)
+        ledger.begin()
+        loss_under(Fault(60), model)
+        assert 0 < len(ledger.issued) < len(ledger.template)
+        return [*refusals, refusal(ledger)]
+
+    def a_replayed_collective_fails(self) -> list[str]:
+        """The refusals if it has no memory for its buffer, and if it differs from the one in the template."""
+        model = ShardedTrainee().model
+        ledger = ledger_of(model)
+        ledger.begin()
+        with Fault(2, kind="all-gather allocation"):
+            refusals = [refusal(ledger)]
+        reset_after_failure(model)
+        first, *rest = ledger.template
+        ledger.template = [first._replace(numel=first.numel + 1), *rest]
+        ledger.begin()
+        return [*refusals, refusal(ledger)]
+
+    def all_gather_allocations(self) -> list[Any]:
+        """How many all-gathers a micro-step has, and how many were issued before each allocation that failed."""
+        model = ShardedTrainee().model
+        ledger = ledger_of(model)
+        number = [one.kind for one in ledger.template].count("all-gather")
+        issued = []
+        with Fault(None, kind="all-gather allocation") as allocations:
+            micro_step(model)
+        for place in range(allocations.count):
+            ledger.begin()
+            fault = Fault(place, ranks=[place % 2], kind="all-gather allocation")
+            if loss_under(fault, model) is None:
+                issued.append([one.kind for one in ledger.issued].count("all-gather"))
+                ledger.replay_rest()
+            else:
+                issued.append(place)
+            assert ledger.agrees
+        return [number, issued]
+
+    def collectives_by_a_fault(self) -> list[int]:
+        """The number of collectives in a micro-step, counted by a fault and in the template."""
+        model = ShardedTrainee().model
+        ledger = ledger_of(model)
+        with Fault(None, kind="collective") as collectives:
+            micro_step(model)
+        return [collectives.count, len(ledger.template)]
+
+
+def group_mesh() -> DeviceMesh:
+    """A mesh of all ranks, with its own group."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    return DeviceMesh.from_group(group, "cpu")
+
+
+def communicators_of(model: nn.Module) -> list[Communicators] | None:
+    """The communicators of ``model``; None if they cannot be recorded."""
+    try:
+        return communicators(model)
+    except CannotRecordError:
+        return None
+
+
+def take_layers_in_turned_order(model: Any) -> None:
+    model.forward = lambda inputs: model[3](model[2](model[0](model[1](inputs))))
+
+
+def play_on_two(rank: int) -> dict[str, Any]:
+    scenarios = Scenarios(rank)
+    names = [name for name in vars(Scenarios) if not name.startswith("_") and name != "rehearse"]
+    return {"models": play_models()} | {name: getattr(scenarios, name)() for name in names}
+
+
+@pytest.fixture(scope="module")
+def on_two() -> list[dict[str, Any]]:
+    return run_on_ranks(play_on_two, 2)
+
+
+@pytest.fixture(scope="module")
+def on_four() -> list[dict[str, Any]]:
+    return run_on_ranks(play_on_four, 4)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+def models(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """The findings with each model on each rank."""
+    played = request.getfixturevalue("on_two" if request.param == 2 else "on_four")
+    return {f"{name}, rank {rank}": found for rank, one in enumerate(played) for name, found in one["models"].items()}
+
+
+# ---- recording and replaying
+
+
+def test_the_ledger_records_what_was_issued(models: dict[str, dict[str, Any]]) -> None:
+    for name, found in models.items():
+        recorded, issued = found["recorded and issued"]
+        assert len(recorded) > 6, name
+        assert recorded == issued, name
+
+
+def test_a_rank_that_failed_anywhere_issues_the_rest_as_its_peers_do(models: dict[str, dict[str, Any]]) -> None:
+    for name, found in models.items():
+        trials = found["one rank fails"]
+        assert len(trials) >= POINTS, name
+        assert [trial for trial in trials if not trial.agrees] == [], name
+
+
+def test_the_peers_of_a_rank_that_failed_compute_with_the_real_parameters(models: dict[str, dict[str, Any]]) -> None:
+    for name, found in models.items():
+        assert [trial for trial in found["one rank fails"] if not trial.loss_right] == [], name
+
+
+def test_after_a_replay_the_next_micro_step_is_right(models: dict[str, dict[str, Any]]) -> None:
+    for name, found in models.items():
+        assert [trial for trial in found["one rank fails"] if not trial.next_gradients_right] == [], name
+
+
+def test_after_a_collective_that_itself_failed_nothing_is_replayed(on_two: list[dict[str, Any]]) -> None:
+    for ranks in on_two:
+        refusals, next_refusal, next_loss_right = ranks["a_collective_fails_in_itself"]
+        assert len(refusals) > 6
+        assert set(refusals) == {"a collective itself failed, so that it is unknown whether it was issued"}
+        assert next_refusal == "none"
+        assert next_loss_right
+
+
+def test_after_other_collectives_than_in_the_template_nothing_is_replayed(on_two: list[dict[str, Any]]) -> None:
+    expected = "the issued collectives are not the first ones of the rehearsal"
+    assert [ranks["other_collectives_than_in_the_template"] for ranks in on_two] == [[expected] * 2] * 2
+
+
+def test_a_collective_that_cannot_be_replayed_is_named(on_two: list[dict[str, Any]]) -> None:
+    for ranks in on_two:
+        no_memory, another = ranks["a_replayed_collective_fails"]
+        assert "all-gather" in no_memory
+        assert "failed: CUDA out of memory" in no_memory
+        assert another.endswith("all-gather was not issued as in the rehearsal")
+
+
+# ---- faults on collectives
+
+
+def test_a_fault_of_an_all_gathers_allocation_strikes_before_each_all_gather_and_nowhere_else(
+    on_two: list[dict[str, Any]],
+) -> None:
+    for ranks in on_two:
+        number, issued = ranks["all_gather_allocations"]
+        assert number > 3
+        assert issued == list(range(number))
+
+
+def test_a_fault_counts_every_collective(on_two: list[dict[str, Any]]) -> None:
+    for ranks in on_two:
+        counted, recorded = ranks["collectives_by_a_fault"]
+        assert counted == recorded > 6
+
+
+# ---- rehearsals
+
+
+def test_a_rehearsal_gives_a_recovery_and_restores_all_state(on_two: list[dict[str, Any]]) -> None:
+    for ranks in on_two:
+        assert [what for what, holds in ranks["a_rehearsal_restores_all_state"].items() if not holds] == []
+
+
+@pytest.mark.parametrize(
+    ("scenario", "reason"),
+    [
+        ("with_a_collective_of_its_own", "a micro-step issues 9 collectives, but FSDP2 only 8 of them"),
+        ("with_other_collectives_for_the_second_batch", "micro-steps on different batches issue different collectives"),
+        (
+            "with_ranks_that_take_the_layers_in_different_order",
+            "ranks issue different collectives in a micro-step",
+        ),
+        ("with_parameters_that_are_not_sharded", "parameters are replicated without being sharded"),
+        ("with_several_meshes", "a module of type FSDPLinear is sharded over several meshes"),
+    ],
+)
+def test_all_ranks_have_the_same_reason_why_there_is_no_recovery(
+    on_two: list[dict[str, Any]], scenario: str, reason: str
+) -> None:
+    reasons = [ranks[scenario] for ranks in on_two]
+    if reasons == ["torch < 2.13"] * 2:
+        pytest.skip("a module can be sharded over several meshes from torch 2.13 on")
+    assert reasons == [reasons[0]] * 2
+    assert reasons[0].startswith(reason)
+
+
+def test_if_one_rank_cannot_record_a_model_no_rank_records_it(on_four: list[dict[str, Any]]) -> None:
+    expected = "HSDP divides gradients in a way that is not its default"
+    assert [ranks["with_another_division_on_one_rank"] for ranks in on_four] == [expected] * 4
+
+
+def test_a_setting_that_the_first_micro_step_changes_for_good_does_not_prevent_recovery(
+    on_two: list[dict[str, Any]],
+) -> None:
+    assert [ranks["with_a_setting_that_the_first_micro_step_changes_for_good"] for ranks in on_two] == ["recovery"] * 2
+
+
+def test_a_rehearsal_that_ran_out_of_memory_restores_fsdps_settings(on_two: list[dict[str, Any]]) -> None:
+    for ranks in on_two:
+        outcome, settings, expected = ranks["with_a_setting_that_a_failed_micro_step_has_changed"]
+        assert outcome == "out of memory"
+        assert settings == expected
+
+
+def test_all_ranks_learn_of_a_rehearsal_that_ran_out_of_memory_on_one(on_two: list[dict[str, Any]]) -> None:
+    for ranks in on_two:
+        outcomes, as_before, next_one = ranks["out_of_memory_on_one_rank"]
+        assert outcomes == ["out of memory"] * 3
+        assert as_before
+        assert next_one == "recovery"
+
+
+def test_another_error_in_a_rehearsal_is_raised_unchanged_and_stops_the_peer(on_two: list[dict[str, Any]]) -> None:
+    assert [ranks["another_error_on_one_rank"] for ranks in on_two] == [
+        "RuntimeError: another rank failed during a probe; see its own error message",
+        "ValueError: not of memory",
+    ]
+
+
+def test_without_fsdp_there_are_no_collectives_to_replay() -> None:
+    model = nn.Linear(WIDTH, 4)
+    ledger = Ledger(model, CPU)
+    ledger.begin()
+    model(torch.zeros(2, WIDTH)).sum().backward()
+    assert len(ledger.issued) == 0
+    assert ledger.agrees
+    ledger.replay_rest()
+    model.zero_grad(set_to_none=True)
+    steps = [lambda: model(torch.zeros(1, WIDTH)).sum().backward()] * 2
+    rehearsed(model, steps)
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rehearsal_frees_what_micro_steps_left_outside_the_model(fails: bool) -> None:
+    model = nn.Linear(WIDTH, 4)
+    kept: list[torch.Tensor] = []
+    watched: list[weakref.ref[torch.Tensor]] = []
+
+    def step() -> None:
+        kept.append(model(torch.zeros(2, WIDTH)))
+        watched.append(weakref.ref(kept[-1]))
+        if fails:
+            raise torch.OutOfMemoryError("injected")
+
+    with pytest.raises(NothingFitsError) if fails else nullcontext():
+        rehearsed(model, [step, step], release=kept.clear)
+    assert [reference() for reference in watched] == [None] * (1 if fails else 2)

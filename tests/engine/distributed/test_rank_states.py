@@ -1,0 +1,159 @@
+"""Random generators draw the same after a round trip through a file, and each rank gets its own states again."""
+
+import io
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves
+
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.rank_states import RankStates
+from torchtune_adaptive.engine.distributed.snapshot import RandomStates
+
+CPU = torch.device("cpu")
+
+
+class Rank(Consensus):
+    """One rank of several; ``others`` are the values of the other ranks."""
+
+    def __init__(self, rank: int, *others: Any) -> None:
+        super().__init__()
+        self._of, self._others = rank, others
+
+    @property
+    def rank(self) -> int:
+        return self._of
+
+    def from_all_ranks(self, value: Any) -> list[Any]:
+        values = list(self._others)
+        values.insert(self._of, value)
+        return values
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    random.gauss(0, 1)  # each keeps a second normal number for the next time
+    np.random.normal()
+    torch.randn(1)
+
+
+def draws() -> list[float]:
+    return [
+        *(random.random(), random.gauss(0, 1), random.randint(0, 10**9)),
+        *(np.random.random(), np.random.normal(), int(np.random.randint(0, 10**9))),
+        *(torch.rand(()).item(), torch.randn(()).item(), *torch.randperm(5).tolist()),
+    ]
+
+
+def through_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def same(one: Any, other: Any) -> bool:
+    leaves, others = (tree_leaves(value) for value in (one, other))
+    pairs = zip(leaves, others, strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+def states_of(consensus: Consensus | None = None) -> RankStates:
+    return RankStates(consensus or Consensus(), CPU)
+
+
+def test_python_numpy_and_torch_draw_the_same_after_a_file() -> None:
+    seed_all(3)
+    saved = through_file(states_of().now())
+    expected = draws()
+    seed_all(4)
+    assert draws() != expected
+    resumed = states_of()
+    resumed.load(saved)
+    resumed.restore()
+    assert draws() == expected
+
+
+def test_a_loaded_state_is_saved_unchanged() -> None:
+    seed_all(3)
+    saved = through_file(states_of().now(longest_row_tokens=7))
+    resumed = states_of()
+    assert same(resumed.load(saved), saved[0])
+    seed_all(4)
+    assert same(resumed.now(longest_row_tokens=7), saved)  # before it is restored, too
+    resumed.restore()
+    assert same(resumed.now(longest_row_tokens=7), saved)
+
+
+def test_loading_leaves_generators_alone_and_they_are_restored_once() -> None:
+    seed_all(3)
+    saved = states_of().now()
+    resumed = states_of()
+    seed_all(4)
+    resumed.load(saved)
+    drawn = draws()
+    seed_all(4)
+    assert drawn == draws()
+    resumed.restore()
+    first = draws()
+    resumed.restore()
+    assert draws() != first
+    states_of().restore()  # of a run that was not resumed
+
+
+def test_saving_draws_nothing() -> None:
+    seed_all(3)
+    expected = draws()
+    seed_all(3)
+    states_of().now()
+    assert draws() == expected
+
+
+def test_each_rank_gets_its_own_state() -> None:
+    seed_all(1)
+    first = states_of().now(longest_row_tokens=10)[0]
+    expected_first = draws()
+    seed_all(2)
+    saved = through_file(states_of(Rank(1, first)).now(longest_row_tokens=20))
+    expected_second = draws()
+    assert [one["longest_row_tokens"] for one in saved] == [10, 20]
+    for rank, (length, expected) in enumerate(((10, expected_first), (20, expected_second))):
+        resumed = states_of(Rank(rank, first))
+        own = resumed.load(saved)
+        assert own is not None
+        assert own["longest_row_tokens"] == length
+        resumed.restore()
+        assert draws() == expected
+
+
+def test_an_additional_rank_keeps_its_generators_and_has_no_saved_state() -> None:
+    seed_all(1)
+    saved = through_file(states_of().now())
+    seed_all(2)
+    expected = draws()
+    seed_all(2)
+    resumed = states_of(Rank(1, saved[0]))
+    assert resumed.load(saved) is None
+    resumed.restore()
+    assert draws() == expected
+
+
+def test_generators_that_a_state_lacks_are_left_alone() -> None:
+    """For example, a state saved without NumPy."""
+    seed_all(3)
+    saved = RandomStates(CPU).state_dict()
+    del saved["numpy"]
+    expected = draws()
+    seed_all(4)
+    states = RandomStates(CPU)
+    of_numpy = [np.random.random() for _ in range(3)]
+    states.load_state_dict(saved)
+    states.restore()
+    after = draws()
+    assert after[:3] == expected[:3]
+    assert after[3] == of_numpy[0]
+    assert after[6:] == expected[6:]

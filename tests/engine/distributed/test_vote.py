@@ -1,0 +1,274 @@
+"""When any rank runs out of memory at any operation, all ranks know, none hangs, and the next step is right."""
+
+import gc
+import traceback
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.support.ranks import run_on_ranks
+from tests.support.faults import FailsAt, ShardedTrainee, same_bits
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.snapshot import restore_on_exit
+from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
+from torchtune_adaptive.engine.memory.out_of_memory import free_memory
+
+CPU = torch.device("cpu")
+POINTS = {2: 30, 4: 9}  # by number of ranks: how many operations of a step are made to fail, evenly spread
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A train step in which each rank of ``points`` fails at its operation."""
+
+    points: dict[int, int]
+    outcome: str
+    as_before: bool
+    next_step_right: bool
+
+
+class Scenarios:
+    """Faults in train steps of a model sharded over all ranks. Every method is a collective."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.world_size = dist.get_world_size()
+        self.consensus = Consensus()
+        self.trainee = ShardedTrainee()
+        self.before = self.trainee.state()
+        with restore_on_exit(self.trainee.model, [self.trainee.optimizer]):
+            self.trainee.step()
+            self.after_a_step = self.trainee.state()
+
+    def operations(self) -> int:
+        """How many operations a step has."""
+        counting = FailsAt(None)
+        with restore_on_exit(self.trainee.model, [self.trainee.optimizer]), counting:
+            self.trainee.step()
+        return counting.operations
+
+    def trial(self, points: dict[int, int], *, error: Exception | None = None) -> Trial:
+        """A step with faults, then one without, which must be as if nothing had happened."""
+        model, optimizer = self.trainee.model, self.trainee.optimizer
+
+        def work() -> None:
+            with FailsAt(points.get(self.rank), error):
+                self.trainee.step()
+
+        with restore_on_exit(model, [optimizer]):
+            try:
+                outcome = run_with_votes(work, self.consensus).name
+            except Exception as failure:
+                outcome = f"{type(failure).__name__}: {failure}"
+        free_memory(CPU)
+        as_before = same_bits(self.trainee.state(), self.before)
+        with restore_on_exit(model, [optimizer]):
+            self.trainee.step()
+            next_step_right = same_bits(self.trainee.state(), self.after_a_step)
+        return Trial(points, outcome, as_before, next_step_right)
+
+    def one_rank_fails(self) -> list[Trial]:
+        operations = self.operations()
+        spread = range(0, operations, operations // POINTS[self.world_size])
+        return [self.trial({index % self.world_size: point}) for index, point in enumerate(spread)]
+
+    def one_rank_fails_everywhere(self) -> list[Trial]:
+        return [self.trial({point % self.world_size: point}) for point in range(self.operations())]
+
+    def two_ranks_fail(self) -> list[Trial]:
+        operations = self.operations()
+        spread = [operations * index // 5 for index in range(1, 5)][:: self.world_size // 2]
+        return [self.trial({0: one, self.world_size - 1: other}) for one in spread for other in spread]
+
+    def other_errors(self) -> list[Trial]:
+        operations = self.operations()
+        failing = self.world_size - 1
+        return [
+            self.trial({failing: point}, error=ValueError("not of memory"))
+            for point in range(0, operations, operations // 5)
+        ]
+
+    def votes_and_collectives(self) -> tuple[int, int]:
+        """How often the ranks voted during a step, and how many collectives such a step issues."""
+        votes: list[int] = []
+
+        class Counting(Consensus):
+            def max_over_ranks(self, number: int) -> int:
+                votes.append(number)
+                return super().max_over_ranks(number)
+
+        consensus = Counting()
+        with restore_on_exit(self.trainee.model, [self.trainee.optimizer]):
+            run_with_votes(self.trainee.step, consensus)
+            with profile(
+                activities=[ProfilerActivity.CPU]
+            ) as recorded:  # sees collectives inside operations, unlike any torch mode
+                self.trainee.step()
+        issued = [event.name for event in recorded.events() or [] if event.name.startswith("c10d::")]
+        return len(votes) - 1, len(issued)  # without the vote at the end
+
+    def a_failure_before_clipping(self) -> str:
+        """Rank 1 fails after backward; the others' next collective is inside an operation on DTensors."""
+        trainee = ShardedTrainee(timeout_s=2.0)
+
+        def work() -> None:
+            trainee.model(torch.ones(2, 8)).sum().backward()
+            if self.rank == 1:
+                raise torch.OutOfMemoryError("before clipping")
+            torch.nn.utils.clip_grad_norm_(trainee.model.parameters(), 1.0)
+
+        return run_with_votes(work, self.consensus).name
+
+
+def play(rank: int) -> dict[str, Any]:
+    """All scenarios on this rank."""
+    scenarios = Scenarios(rank)
+    played: dict[str, Any] = {
+        "one rank fails": scenarios.one_rank_fails(),
+        "two ranks fail": scenarios.two_ranks_fail(),
+        "other errors": scenarios.other_errors(),
+        "votes and collectives": scenarios.votes_and_collectives(),
+    }
+    try:
+        played["before clipping"] = scenarios.a_failure_before_clipping()
+    except Exception:
+        played["before clipping"] = traceback.format_exc()
+    return played
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+def played(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_on_ranks(play, request.param)
+
+
+def test_all_ranks_learn_that_one_ran_out_of_memory_wherever_it_did(played: list[dict[str, Any]]) -> None:
+    for ranks in played:
+        trials = ranks["one rank fails"]
+        assert len(trials) >= POINTS[len(played)]
+        assert [trial for trial in trials if trial.outcome != "OUT_OF_MEMORY"] == []
+
+
+def test_all_ranks_learn_of_it_when_two_ran_out_of_memory_at_different_places(played: list[dict[str, Any]]) -> None:
+    for ranks in played:
+        assert [trial for trial in ranks["two ranks fail"] if trial.outcome != "OUT_OF_MEMORY"] == []
+
+
+def test_another_error_is_raised_unchanged_and_stops_the_peers(played: list[dict[str, Any]]) -> None:
+    *peers, failing = played
+    assert {trial.outcome for trial in failing["other errors"]} == {"ValueError: not of memory"}
+    for ranks in peers:
+        outcomes = {trial.outcome for trial in ranks["other errors"]}
+        assert outcomes == {"RuntimeError: another rank failed during a probe; see its own error message"}
+
+
+@pytest.mark.parametrize("scenario", ["one rank fails", "two ranks fail", "other errors"])
+def test_after_a_failure_nothing_has_changed_and_the_next_step_is_right(
+    played: list[dict[str, Any]], scenario: str
+) -> None:
+    for ranks in played:
+        assert [trial for trial in ranks[scenario] if not trial.as_before] == []
+        assert [trial for trial in ranks[scenario] if not trial.next_step_right] == []
+
+
+def test_there_is_a_vote_before_every_collective(played: list[dict[str, Any]]) -> None:
+    for ranks in played:
+        votes, collectives = ranks["votes and collectives"]
+        assert collectives > 6
+        assert votes >= collectives
+
+
+def test_no_rank_waits_in_a_collective_inside_an_operation_on_dtensors(played: list[dict[str, Any]]) -> None:
+    assert [ranks["before clipping"] for ranks in played] == ["OUT_OF_MEMORY"] * len(played)
+
+
+def play_without_reset_iter_state(rank: int) -> list[Trial]:
+    """One rank fails, with FSDP as in torch before 2.13."""
+    if hasattr(FSDPModule, "reset_iter_state"):
+        del FSDPModule.reset_iter_state
+    return Scenarios(rank).one_rank_fails()
+
+
+def test_fsdp_is_reset_without_its_own_method_too() -> None:
+    for trials in run_on_ranks(play_without_reset_iter_state, 2):
+        assert len(trials) >= POINTS[2]
+        assert [trial for trial in trials if not (trial.as_before and trial.next_step_right)] == []
+
+
+def play_everywhere(rank: int) -> list[Trial]:
+    return Scenarios(rank).one_rank_fails_everywhere()
+
+
+@pytest.mark.exhaustive
+def test_whichever_operation_fails_all_ranks_learn_of_it_and_continue() -> None:
+    for trials in run_on_ranks(play_everywhere, 2):
+        assert len(trials) > 300
+        assert {(trial.outcome, trial.as_before, trial.next_step_right) for trial in trials} == {
+            ("OUT_OF_MEMORY", True, True)
+        }
+
+
+# ---- one process
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("injected")
+
+
+def test_without_peers_the_outcome_is_that_of_this_process() -> None:
+    done: list[str] = []
+    assert run_with_votes(lambda: done.append("done"), Consensus()) is Outcome.DONE
+    assert done == ["done"]
+    assert run_with_votes(out_of_memory, Consensus()) is Outcome.OUT_OF_MEMORY
+
+
+def test_without_peers_another_error_is_raised() -> None:
+    def fail() -> None:
+        raise ValueError("not of memory")
+
+    with pytest.raises(ValueError, match="not of memory"):
+        run_with_votes(fail, Consensus())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_without_peers_a_request_to_stop_is_raised(error: type[BaseException]) -> None:
+    def stop() -> None:
+        raise error
+
+    with pytest.raises(error):
+        run_with_votes(stop, Consensus())
+
+
+def test_after_a_failure_nothing_refers_to_its_tensors() -> None:
+    alive: list[weakref.ref[Any]] = []
+
+    def fail() -> None:
+        activations = nn.Linear(2, 2)(torch.ones(2, 2))
+        alive.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("injected")
+
+    def run(work: Callable[[], None]) -> Outcome:
+        return run_with_votes(work, Consensus())
+
+    assert run(fail) is Outcome.OUT_OF_MEMORY
+    gc.collect()
+    assert [reference() for reference in alive] == [None]
+
+
+def test_out_of_memory_behind_an_error_of_a_context_that_could_not_close_is_out_of_memory() -> None:
+    """torchtune's activation offloading raises its own error when an exception leaves it."""
+
+    def work() -> None:
+        try:
+            out_of_memory()
+        finally:
+            raise RuntimeError("INTERNAL ASSERT FAILED")
+
+    assert run_with_votes(work, Consensus()) is Outcome.OUT_OF_MEMORY

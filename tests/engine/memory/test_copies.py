@@ -1,0 +1,221 @@
+"""Copies of tensors restore their bytes; if the file on disk fails, the copies are kept in memory."""
+
+import errno
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtune_adaptive.engine.memory import copies
+from torchtune_adaptive.engine.memory.copies import Copies
+
+MIB = 2**20
+
+TENSORS: dict[str, Callable[[], torch.Tensor]] = {
+    "contiguous": lambda: torch.randn(3, 5),
+    "transposed": lambda: torch.randn(3, 5).t(),
+    "every second column": lambda: torch.randn(3, 10)[:, ::2],
+    "a scalar": lambda: torch.tensor(1.5),
+    "empty": lambda: torch.empty(0),
+    "bfloat16": lambda: torch.randn(7).bfloat16(),
+    "float8": lambda: torch.randn(7).to(torch.float8_e4m3fn),
+    "complex": lambda: torch.randn(7, dtype=torch.complex64),
+    "conjugated": lambda: torch.randn(7, dtype=torch.complex64).conj(),
+    "booleans": lambda: torch.tensor([True, False, True]),
+    "NaN and minus zero": lambda: torch.tensor([float("nan"), -0.0]),
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_SMALLEST_FILE_BYTES", 1)
+    copies._log_memory.cache_clear()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of temporary files, which counts as a disk even if it is in memory."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(copies._TensorFile, "is_in_memory", False)
+    return tmp_path
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that belongs to no file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def assert_kept_in_memory(caplog: pytest.LogCaptureFixture, reason: str) -> None:
+    """Tensors of 32, 56 and 8 bytes are restored, and one line says why their copies are not on disk."""
+    tensors = [torch.randn(8), torch.randn(14), torch.randn(2)]
+    before = list(map(bits, tensors))
+    with caplog.at_level(logging.WARNING), Copies(tensors) as kept:
+        restores = [kept.copy(tensor) for tensor in tensors]
+        for tensor, restore in zip(tensors, restores, strict=True):
+            tensor.zero_()
+            restore()
+    assert list(map(bits, tensors)) == before
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "in memory instead of on disk" in line
+    assert reason in line
+
+
+@pytest.mark.parametrize("in_file", [True, False], ids=["in a file", "in memory"])
+@pytest.mark.parametrize("kind", TENSORS)
+def test_a_copy_restores_every_bit(kind: str, in_file: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path if in_file else tmp_path / "gone"))
+    tensor = TENSORS[kind]()
+    before = bits(tensor)
+    with Copies([tensor]) as kept:
+        restore = kept.copy(tensor)
+        for _ in range(2):
+            tensor.zero_()
+            restore()
+            assert bits(tensor) == before
+
+
+@pytest.mark.parametrize("in_file", [True, False], ids=["in a file", "in memory"])
+def test_a_tensor_whose_memory_has_moved_is_restored_where_it_is(
+    in_file: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """FSDP2 moves parameters that it pads in the first forward, with torch 2.9 at least."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path if in_file else tmp_path / "gone"))
+    weight = torch.nn.Parameter(torch.randn(5))
+    before = bits(weight.detach())
+    with Copies([weight]) as kept:
+        restore = kept.copy(weight)
+        weight.data = torch.zeros(5)
+        restore()
+    assert bits(weight.detach()) == before
+
+
+def test_several_tensors_are_restored_in_any_order() -> None:
+    tensors = [torch.randn(size) for size in (1, 1000, 3)]
+    before = list(map(bits, tensors))
+    with Copies(tensors) as kept:
+        restores = [kept.copy(tensor) for tensor in tensors]
+        for tensor in tensors:
+            tensor.zero_()
+        for restore in reversed(restores):
+            restore()
+    assert list(map(bits, tensors)) == before
+
+
+def test_copies_of_cpu_tensors_need_no_host_memory(folder: Path) -> None:
+    tensor = torch.ones(64 * MIB, dtype=torch.uint8)
+    before = anonymous_bytes()
+    with Copies([tensor]) as kept:
+        restore = kept.copy(tensor)
+        assert anonymous_bytes() - before < 16 * MIB
+        restore()
+    assert list(folder.iterdir()) == []
+
+
+def test_the_file_has_no_name_while_it_is_used(folder: Path) -> None:
+    tensor = torch.ones(8)
+    with Copies([tensor]) as kept:
+        kept.copy(tensor)
+        assert kept._file is not None
+        assert list(folder.iterdir()) == []
+
+
+def test_a_graph_that_used_a_restored_tensor_is_refused_as_after_any_write() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    with Copies([weight]) as kept:
+        restore = kept.copy(weight)
+        loss = weight.square().sum()
+        restore()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_without_a_writable_folder_copies_are_in_memory_and_a_warning_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    assert_kept_in_memory(caplog, "No such file or directory")
+
+
+def test_a_folder_without_space_is_not_written_to(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, folder: Path
+) -> None:
+    def no_room(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room, raising=False)
+    monkeypatch.setattr(os, "pwrite", None)  # which would fail
+    assert_kept_in_memory(caplog, "No space left on device")
+
+
+def test_the_space_is_allocated_at_once(folder: Path) -> None:
+    tensors = [torch.ones(1000), torch.ones(24)]
+    with Copies(tensors) as kept:
+        assert kept._file is not None
+        assert os.fstat(kept._file._file.fileno()).st_size == 4096
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no folder that lies in memory")
+def test_a_folder_in_memory_is_used_and_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
+    assert_kept_in_memory(caplog, "/dev/shm is a tmpfs")
+
+
+def test_a_disk_that_gets_full_while_it_is_written_leaves_the_rest_in_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, folder: Path
+) -> None:
+    write, room = os.pwrite, [40]
+
+    def write_while_there_is_room(descriptor: int, values: memoryview, offset: int) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = write(descriptor, values[: room[0]], offset)
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr(os, "pwrite", write_while_there_is_room)
+    assert_kept_in_memory(caplog, "No space left on device")
+
+
+def test_a_file_cut_short_by_another_is_an_error(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    tensor = torch.ones(8)
+    with Copies([tensor]) as kept:
+        restore = kept.copy(tensor)
+        monkeypatch.setattr(os, "preadv", lambda *_: 0)
+        with pytest.raises(OSError, match="no longer in its file"):
+            restore()
+
+
+def test_a_short_read_is_continued(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    tensor, read = torch.randn(100), os.preadv
+    before = bits(tensor)
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: read(file, [buffers[0][:7]], offset))
+    with Copies([tensor]) as kept:
+        restore = kept.copy(tensor)
+        tensor.zero_()
+        restore()
+    assert bits(tensor) == before
+
+
+def test_a_few_bytes_are_kept_in_memory_without_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(copies, "_SMALLEST_FILE_BYTES", 33)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    tensor = torch.ones(8)
+    with caplog.at_level(logging.WARNING), Copies([tensor]) as kept:
+        restore = kept.copy(tensor)
+        tensor.zero_()
+        restore()
+    assert tensor.tolist() == [1.0] * 8
+    assert not caplog.records

@@ -1,0 +1,469 @@
+"""The CUDA meter, tested with a fake of the caching allocator."""
+
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.support.toys import search_options
+from tests.training.test_step_log import RESULT, Parts
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.memory.cuda_meter import CudaMeter
+from torchtune_adaptive.engine.memory.phases import Phases
+from torchtune_adaptive.engine.memory.timeline import Forecast
+from torchtune_adaptive.engine.recovery.watch import PressureWatch
+from torchtune_adaptive.engine.search.find import search
+from torchtune_adaptive.engine.search.workload import Workload
+
+DEVICE = torch.device("cuda:0")
+TOTAL = 100_000
+
+
+class FakeCuda(TorchDispatchMode):
+    """A fake caching allocator whose statistics ``torch.cuda`` returns.
+
+    While it is active, each operation on CPU tensors allocates ``workspace_bytes`` while it runs, and memory for its
+    outputs until they are freed. Freed memory stays reserved. If an allocation would exceed the limit, the cache is
+    freed first (a retry). If that is not enough, the allocation runs out of memory.
+    """
+
+    def __init__(self, *, total_bytes: int = TOTAL, outside_bytes: int = 0) -> None:
+        super().__init__()
+        self.total_bytes, self.outside_bytes = total_bytes, outside_bytes
+        self.workspace_bytes = 0
+        self.fraction = 1.0
+        self.fractions: list[float] = []
+        self.allocated = self.reserved = 0
+        self.allocated_peak = self.reserved_peak = 0
+        self.retries = self.peak_resets = 0
+        self._seen: set[int] = set()
+
+    def take(self, nbytes: int) -> None:
+        allowed = min(int(self.fraction * self.total_bytes), self.total_bytes - self.outside_bytes)
+        if max(self.reserved, self.allocated + nbytes) > allowed and self.allocated + nbytes > self.reserved:
+            self.retries += 1
+            self.empty_cache()
+        if self.allocated + nbytes > max(allowed, self.reserved):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        self.allocated += nbytes
+        self.reserved = max(self.reserved, self.allocated)
+        self.allocated_peak = max(self.allocated_peak, self.allocated)
+        self.reserved_peak = max(self.reserved_peak, self.reserved)
+
+    def give(self, nbytes: int) -> None:
+        self.allocated -= nbytes
+
+    def empty_cache(self) -> None:
+        self.reserved = self.allocated
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.take(self.workspace_bytes)
+        try:
+            outputs = func(*args, **(kwargs or {}))
+        finally:
+            self.give(self.workspace_bytes)
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor):
+                self._own(tensor.untyped_storage())
+        return outputs
+
+    def _own(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key not in self._seen:
+            self._seen.add(key)
+            self.take(nbytes)
+            weakref.finalize(storage, self._disown, key, nbytes)
+
+    def _disown(self, key: int, nbytes: int) -> None:
+        self._seen.remove(key)
+        self.give(nbytes)
+
+    # ---- what torch.cuda returns
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return self.total_bytes - self.outside_bytes - self.reserved, self.total_bytes
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return self.reserved
+
+    def memory_stats(self, device: torch.device) -> dict[str, int]:
+        return {
+            "allocated_bytes.all.current": self.allocated,
+            "allocated_bytes.all.peak": self.allocated_peak,
+            "num_alloc_retries": self.retries,
+            "reserved_bytes.all.current": self.reserved,
+            "reserved_bytes.all.peak": self.reserved_peak,
+        }
+
+    def memory_stats_as_nested_dict(self, device: torch.device) -> dict[str, int]:
+        return {"num_alloc_retries": self.memory_stats(device)["num_alloc_retries"]}
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.peak_resets += 1
+        self.allocated_peak, self.reserved_peak = self.allocated, self.reserved
+
+    def get_per_process_memory_fraction(self, device: torch.device) -> float:
+        assert device.index is not None  # torch refuses a device without index
+        return self.fraction
+
+    def set_per_process_memory_fraction(self, fraction: float, device: torch.device) -> None:
+        assert device.index is not None
+        assert isinstance(fraction, float)  # torch raises a TypeError for an int
+        assert 0 <= fraction <= 1
+        self.fraction = fraction
+        self.fractions.append(fraction)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    for name in (
+        "mem_get_info",
+        "memory_reserved",
+        "memory_stats",
+        "memory_stats_as_nested_dict",
+        "reset_peak_memory_stats",
+        "get_per_process_memory_fraction",
+        "set_per_process_memory_fraction",
+    ):
+        assert hasattr(torch.cuda, name)
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    return fake
+
+
+@pytest.fixture
+def meter(cuda: FakeCuda) -> CudaMeter:
+    made = CudaMeter(DEVICE)
+    made.reset()
+    return made
+
+
+# ---- available bytes
+
+
+def test_memory_outside_the_allocator_is_not_available(cuda: FakeCuda, meter: CudaMeter) -> None:
+    cuda.outside_bytes = 30_000
+    cuda.take(20_000)
+    cuda.give(15_000)
+    assert meter.available_bytes == 70_000  # free, cached and used by this process
+
+
+# ---- the limit
+
+
+def test_the_limit_is_the_allocators_own_only_while_metering(cuda: FakeCuda, meter: CudaMeter) -> None:
+    meter.set_limit(25_000)
+    assert cuda.fraction == 1.0
+    with meter:
+        assert cuda.fraction == 0.25
+    assert cuda.fractions == [0.25, 1.0]
+
+
+def test_the_fraction_set_before_is_restored_also_after_an_exception(cuda: FakeCuda, meter: CudaMeter) -> None:
+    cuda.fraction = 0.75
+    meter.set_limit(25_000)
+    meter.start_timeline()
+
+    def run_out() -> None:
+        with meter:
+            cuda.take(25_001)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run_out()
+    assert cuda.fraction == 0.75
+    torch.zeros(1)  # no dispatch mode is left behind
+    assert len(meter.stop_timeline(1).operations) == 0
+
+
+def test_without_a_limit_the_fraction_is_left_alone(cuda: FakeCuda, meter: CudaMeter) -> None:
+    with meter:
+        cuda.take(TOTAL)
+    assert cuda.fractions == []
+
+
+def test_a_limit_above_the_card_asks_for_all_of_it(cuda: FakeCuda, meter: CudaMeter) -> None:
+    meter.set_limit(3 * TOTAL)
+    with meter:
+        assert cuda.fraction == 1.0
+
+
+def test_a_fraction_above_one_is_none_at_all(cuda: FakeCuda, meter: CudaMeter) -> None:
+    cuda.fraction = 214748364.8  # of the backend cudaMallocAsync without a limit
+    meter.set_limit(25_000)
+    with meter:
+        assert cuda.fraction == 0.25
+    assert cuda.fraction == 1.0
+
+
+def test_a_limit_never_raises_the_fraction_set_by_the_user(cuda: FakeCuda, meter: CudaMeter) -> None:
+    cuda.fraction = 0.5
+    meter.set_limit(90_000)
+    with meter:
+        assert cuda.fraction == 0.5
+
+
+# ---- peaks
+
+
+def test_the_peak_is_of_reserved_bytes_and_phases_of_allocated_bytes(cuda: FakeCuda, meter: CudaMeter) -> None:
+    with meter:
+        meter.enter_phase("forward")
+        cuda.take(1000)
+        cuda.give(800)
+        meter.enter_phase("backward")
+        cuda.take(300)
+        cuda.give(400)
+        meter.enter_phase("optimizer")
+        cuda.take(50)
+    assert meter.phase_peak_bytes == {"": 0, "forward": 1000, "backward": 500, "optimizer": 150}
+    assert meter.peak_bytes == 1000
+    assert meter.phase_peak_bytes["optimizer"] == 150  # reading changes nothing
+
+
+def test_a_phase_entered_again_keeps_its_highest_peak(cuda: FakeCuda, meter: CudaMeter) -> None:
+    for taken in (500, 700, 600):
+        meter.enter_phase("forward")
+        cuda.take(taken)
+        cuda.give(taken)
+        meter.enter_phase("backward")
+    assert meter.phase_peak_bytes == {"": 0, "forward": 700, "backward": 0}
+
+
+def test_the_reserved_peak_survives_the_resets_between_phases(cuda: FakeCuda, meter: CudaMeter) -> None:
+    cuda.take(5000)
+    cuda.give(5000)
+    meter.enter_phase("forward")
+    cuda.empty_cache()
+    meter.enter_phase("backward")
+    cuda.take(100)
+    assert meter.peak_bytes == 5000
+
+
+def test_reset_forgets_peaks_phases_and_retries(cuda: FakeCuda, meter: CudaMeter) -> None:
+    meter.enter_phase("forward")
+    cuda.take(5000)
+    cuda.give(4000)
+    cuda.retries = 3
+    assert meter.allocator_retries == 3
+    meter.reset()
+    cuda.empty_cache()
+    meter.reset()
+    assert meter.allocator_retries == 0
+    assert meter.peak_bytes == 1000
+    assert meter.phase_peak_bytes == {"": 1000}
+    cuda.retries += 1
+    assert meter.allocator_retries == 1
+
+
+def test_a_meter_that_is_not_exact_leaves_the_devices_own_peaks_alone(cuda: FakeCuda) -> None:
+    meter = CudaMeter(DEVICE, exact=False)
+    resets = cuda.peak_resets
+    with meter:
+        meter.enter_phase("forward")
+        cuda.take(900)
+        cuda.give(900)
+        meter.enter_phase("backward")
+        cuda.take(100)
+    assert meter.peak_bytes == 900
+    assert cuda.peak_resets == resets
+    assert cuda.memory_stats(DEVICE)["allocated_bytes.all.peak"] == 900
+
+
+def take_and_give(cuda: FakeCuda, nbytes: int) -> None:
+    """A step that needs ``nbytes`` of the fake card, and leaves nothing."""
+    cuda.take(nbytes)
+    cuda.give(nbytes)
+    cuda.empty_cache()
+
+
+def test_training_leaves_the_devices_own_peaks_alone(cuda: FakeCuda) -> None:
+    """They are the user's: for example ``torch.cuda.max_memory_allocated`` after some steps."""
+    meter = CudaMeter(DEVICE, exact=False)
+    watch = PressureWatch(Consensus(), meter, Phases([], meter))
+    parts = Parts(meter=meter)
+    log = parts.log()
+    for step, nbytes in enumerate([5000, 900], start=1):
+        take_and_give(cuda, nbytes)
+        log.write(step, RESULT, epoch=0, seconds=1.0)
+        watch.reset()  # as after a change of the micro-batch
+    assert cuda.peak_resets == 0
+    assert {step: figures["peak_memory_bytes"] for step, figures in parts.logger.steps.items()} == {1: 5000, 2: 5000}
+    assert meter.peak_bytes == 5000
+
+
+def test_the_peak_of_training_contains_no_probe_before_or_within_it(cuda: FakeCuda) -> None:
+    meter = CudaMeter(DEVICE, exact=False)
+    with meter.exactly():
+        take_and_give(cuda, 70_000)
+    assert meter.peak_bytes == 0
+    take_and_give(cuda, 900)
+    with meter.exactly():
+        meter.reset()  # each probe does
+        take_and_give(cuda, 80_000)
+    assert meter.peak_bytes == 900
+    take_and_give(cuda, 1000)
+    assert meter.peak_bytes == 1000
+
+
+def test_an_allocator_without_statistics_yet_has_no_peaks(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})  # what torch gives before its first use
+    meter = CudaMeter(DEVICE)
+    meter.reset()
+    assert (meter.peak_bytes, meter.allocator_retries, meter.phase_peak_bytes) == (0, 0, {"": 0})
+
+
+class EndedError(Exception):
+    """Ends a block that measures."""
+
+
+def resets_at_a_phase(cuda: FakeCuda, meter: CudaMeter) -> bool:
+    """Whether the meter resets the device's own peaks at a phase: only an exact one does."""
+    resets = cuda.peak_resets
+    meter.enter_phase("probe")
+    return cuda.peak_resets > resets
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+def test_exactly_restores_limit_and_exactness_also_after_an_exception(cuda: FakeCuda, exact: bool, fails: bool) -> None:
+    meter = CudaMeter(DEVICE, exact=exact)
+    meter.set_limit(70_000)
+    inside: list[bool] = []
+
+    def measure() -> None:
+        with meter.exactly():
+            inside.append(resets_at_a_phase(cuda, meter))
+            meter.set_limit(25_000)
+            if fails:
+                raise EndedError
+
+    with pytest.raises(EndedError) if fails else nullcontext():
+        measure()
+    assert inside == [True]
+    assert meter.limit_bytes == 70_000
+    assert resets_at_a_phase(cuda, meter) is exact
+
+
+# ---- timelines
+
+
+def test_a_timeline_has_every_operations_peak_including_the_workspace_of_its_kernel(
+    cuda: FakeCuda, meter: CudaMeter
+) -> None:
+    meter.start_timeline()
+    with cuda, meter:
+        kept = torch.zeros(10)  # 40 bytes
+        cuda.workspace_bytes = 500
+        kept.add_(1)
+        cuda.workspace_bytes = 0
+        torch.cat([kept, kept])
+        kept.mul_(2)
+    timeline = meter.stop_timeline(2)
+    assert timeline.operations == ("aten.zeros.default", "aten.add_.Tensor", "aten.cat.default", "aten.mul_.Tensor")
+    # The result of `cat` was freed after it returned, so it still counts towards the peak of `mul_`.
+    assert timeline.live_bytes == (40, 540, 120, 120)
+    assert meter.peak_bytes == 540
+
+
+def test_operations_are_only_recorded_between_start_and_stop(cuda: FakeCuda, meter: CudaMeter) -> None:
+    with meter:
+        torch.zeros(1)
+    meter.start_timeline()
+    assert meter.stop_timeline(2).operations == ()
+    with meter:
+        torch.zeros(1)
+    assert meter.stop_timeline(2).operations == ()
+
+
+def test_two_timelines_forecast_the_allocated_peak_of_a_larger_step(cuda: FakeCuda, meter: CudaMeter) -> None:
+    def step(batch_size: int) -> None:
+        model.zero_grad(set_to_none=True)
+        model(torch.ones(batch_size, 8)).square().sum().backward()
+
+    def timeline_of(batch_size: int):
+        cuda.empty_cache()
+        meter.reset()
+        meter.start_timeline()
+        with cuda, meter:
+            step(batch_size)
+        return meter.stop_timeline(batch_size)
+
+    torch.manual_seed(0)
+    with cuda:
+        model = nn.Linear(8, 8)
+        step(1)
+    forecast = Forecast.from_timelines(timeline_of(2), timeline_of(3))
+    assert forecast is not None
+    assert forecast.peak_bytes(40) == max(timeline_of(40).live_bytes)
+
+
+# ---- a search with the meter
+
+
+class Trainee:
+    """A model whose step takes 1000 bytes of the fake card for each row."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.model = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(self, batch: torch.Tensor) -> None:
+        needed = 1000 * len(batch)
+        self.cuda.take(needed)
+        self.cuda.give(needed)
+
+    def search(self, meter: CudaMeter, limit_bytes: int) -> Any:
+        workload = Workload(
+            train_step=self.step,
+            model=self.model,
+            optimizers=[self.optimizer],
+            device=torch.device("cpu"),
+            meter=meter,
+            consensus=Consensus(),
+        )
+        options = search_options(memory_limit_bytes=limit_bytes, strategy="binary_search")
+        return search(workload, torch.ones, options, start=1, bound=1000)
+
+
+@pytest.fixture
+def freeing(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search frees the fake card's cache, although its model is on the CPU."""
+    monkeypatch.setattr("torchtune_adaptive.engine.search.workload.free_memory", lambda device: cuda.empty_cache())
+
+
+@pytest.mark.usefixtures("freeing")
+def test_a_search_finds_what_fits_below_the_limit_and_restores_the_card(cuda: FakeCuda, meter: CudaMeter) -> None:
+    cuda.take(2500)  # the model
+    cuda.empty_cache()
+    found = Trainee(cuda).search(meter, limit_bytes=40_000)
+    assert found.exact_batch_size == 37
+    assert [probe.peak_bytes for probe in found.probes if probe.fits and probe.batch_size == 37] == [39_500]
+    assert cuda.fraction == 1.0
+    assert cuda.allocated == 2500
+
+
+@pytest.mark.usefixtures("freeing")
+def test_a_size_at_which_the_allocator_had_to_free_its_cache_does_not_fit(cuda: FakeCuda, meter: CudaMeter) -> None:
+    """It would run, but slowly: every step would free the cache and wait for the device."""
+
+    class Flushing(Trainee):
+        def step(self, batch: torch.Tensor) -> None:
+            super().step(batch)
+            self.cuda.retries += len(batch) > 11
+
+    found = Flushing(cuda).search(meter, limit_bytes=40_000)
+    assert found.exact_batch_size == 11
+    assert [probe.peak_bytes for probe in found.probes if probe.batch_size == 12] == [12_000]
+
+
+@pytest.mark.usefixtures("freeing")
+def test_a_cache_left_full_by_loading_the_model_does_not_make_the_search_fail(cuda: FakeCuda, meter: CudaMeter) -> None:
+    cuda.take(50_000)  # a whole checkpoint
+    cuda.give(47_500)  # of which this rank keeps its shard
+    assert Trainee(cuda).search(meter, limit_bytes=40_000).exact_batch_size == 37

@@ -1,0 +1,217 @@
+"""Envelope and largest batch size, compared with brute force."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from torchtune_adaptive.engine.memory.timeline import (
+    Forecast,
+    Line,
+    Timeline,
+    lines_between,
+    operation_lines,
+    sum_of,
+    sum_of_timelines,
+    upper_envelope,
+)
+
+MOST_ROWS = 300
+SIZES = range(MOST_ROWS + 1)
+properties = settings(derandomize=True, deadline=None, max_examples=200)
+
+# Few different values, so that equal slopes, equal intercepts and lines through one point do occur.
+any_lines = st.lists(
+    st.builds(Line, st.integers(-20, 20) | st.integers(-(10**9), 10**9), st.integers(-6, 6) | st.integers(0, 10**7)),
+    min_size=1,
+    max_size=12,
+)
+growing_or_constant = st.builds(
+    Line, st.integers(0, 60) | st.integers(0, 10**9), st.integers(0, 6) | st.integers(0, 10**7)
+)
+
+
+def timeline(batch_size: int, lines: list[Line]) -> Timeline:
+    """The timeline that a meter would record, with one operation per line."""
+    operations = tuple(f"operation {index}" for index in range(len(lines)))
+    return Timeline(batch_size, operations, tuple(int(line.at(batch_size)) for line in lines))
+
+
+def forecast_of(lines: list[Line], sizes: tuple[int, int] = (2, 3)) -> Forecast:
+    forecast = Forecast.from_timelines(timeline(sizes[0], lines), timeline(sizes[1], lines))
+    assert forecast is not None
+    return forecast
+
+
+def highest(lines: list[Line], batch_size: float) -> float:
+    return max(line.at(batch_size) for line in lines)
+
+
+@properties
+@given(any_lines)
+def test_the_envelope_is_the_highest_line_at_every_size(lines: list[Line]) -> None:
+    envelope = list(upper_envelope(lines))
+    assert [highest(envelope, size) for size in SIZES] == [highest(lines, size) for size in SIZES]
+
+
+@properties
+@given(any_lines)
+def test_every_line_of_the_envelope_is_one_of_the_lines_and_they_rise_steeper_and_steeper(lines: list[Line]) -> None:
+    envelope = upper_envelope(lines)
+    slopes = [line.slope_bytes for line in envelope]
+    intercepts = [line.intercept_bytes for line in envelope]
+    assert set(envelope) <= set(lines)
+    assert slopes == sorted(set(slopes))
+    assert intercepts == sorted(set(intercepts), reverse=True)
+
+
+@properties
+@given(any_lines)
+def test_no_line_of_the_envelope_could_be_left_out(lines: list[Line]) -> None:
+    envelope = upper_envelope(lines)
+    assume(len(envelope) > 1)
+    crossings = [
+        (flat.intercept_bytes - steep.intercept_bytes) / (steep.slope_bytes - flat.slope_bytes)
+        for flat, steep in itertools.pairwise(envelope)
+    ]
+    assert crossings == sorted(crossings)
+    assert crossings[0] > 0
+
+
+@properties
+@given(any_lines, st.sampled_from([(2, 3), (2, 4), (1, 9)]))
+def test_two_timelines_give_the_peak_at_every_other_size(lines: list[Line], sizes: tuple[int, int]) -> None:
+    forecast = forecast_of(lines, sizes)
+    assert [forecast.peak_bytes(size) for size in SIZES] == [highest(lines, size) for size in SIZES]
+
+
+@properties
+@given(
+    st.lists(growing_or_constant, min_size=1, max_size=12),
+    st.integers(0, 2000) | st.integers(0, 4 * 10**9),
+)
+def test_the_largest_size_is_that_of_exhaustive_search(lines: list[Line], limit_bytes: int) -> None:
+    found = forecast_of(lines).largest_batch_size(limit_bytes)
+    fitting = [size for size in SIZES if highest(lines, size) <= limit_bytes]
+    if found is None:
+        assert fitting == list(SIZES)
+        assert all(line.slope_bytes == 0 for line in lines)
+    else:
+        assert min(found, MOST_ROWS) == max(fitting, default=0)
+
+
+def test_where_two_operations_take_turns_the_peak_is_forecast_and_not_a_line_through_two_peaks() -> None:
+    optimizer, loss = Line(1000, 0), Line(100, 50)
+    forecast = forecast_of([optimizer, loss])
+    assert forecast.peak_bytes(2) == forecast.peak_bytes(3) == 1000
+    assert forecast.peak_bytes(100) == 5100
+    assert forecast.largest_batch_size(2000) == 38
+
+
+@pytest.mark.parametrize(
+    "operations", [("mm", "sum"), ("mm", "add", "sum"), ("mm", "mul"), ()], ids=["fewer", "more", "other", "none"]
+)
+def test_steps_with_different_operations_give_no_forecast(operations: tuple[str, ...]) -> None:
+    small = Timeline(2, ("mm", "add"), (10, 20))
+    large = Timeline(3, operations, tuple(range(len(operations))))
+    assert Forecast.from_timelines(small, large) is None
+
+
+def test_memory_that_does_not_grow_bounds_nothing() -> None:
+    assert forecast_of([Line(10, 0), Line(30, 0)]).largest_batch_size(30) is None
+
+
+def test_memory_above_the_limit_at_any_size_fits_nothing() -> None:
+    assert forecast_of([Line(10, 0), Line(31, 0)]).largest_batch_size(30) == 0
+    assert forecast_of([Line(31, 0), Line(1, 2)]).largest_batch_size(30) == 0
+
+
+def test_the_limit_itself_may_be_reached() -> None:
+    assert forecast_of([Line(10, 5)]).largest_batch_size(30) == 4
+    assert forecast_of([Line(10, 5)]).largest_batch_size(29) == 3
+    assert forecast_of([Line(10, 5)]).largest_batch_size(29.999) == 3
+
+
+def test_an_operation_whose_memory_falls_does_not_hide_the_size_that_fits() -> None:
+    """A smaller size can take more, for example when a kernel picks a larger workspace for it."""
+    falling, growing = Line(36, -3), Line(20, 1)
+    fitting = [size for size in SIZES if highest([falling, growing], size) <= 30]
+    assert forecast_of([falling, growing]).largest_batch_size(30) == max(fitting) == 10
+
+
+@properties
+@given(st.lists(growing_or_constant, min_size=1, max_size=12), st.integers(0, 4 * 10**9))
+def test_what_fits_without_a_row_reaches_the_limit_at_the_crossing(lines: list[Line], limit_bytes: int) -> None:
+    crossing = forecast_of(lines).crossing(limit_bytes)
+    assert (crossing is None) == all(line.slope_bytes == 0 for line in lines)
+    if crossing is not None and highest(lines, 0) <= limit_bytes:
+        assert crossing >= 0
+        assert highest(lines, crossing) == pytest.approx(limit_bytes, rel=1e-9)
+
+
+@properties
+@given(st.lists(growing_or_constant, min_size=1, max_size=12), st.integers(0, 4 * 10**9))
+def test_the_largest_size_is_the_crossing_rounded_down_to_whole_rows(lines: list[Line], limit_bytes: int) -> None:
+    forecast = forecast_of(lines)
+    crossing, largest = forecast.crossing(limit_bytes), forecast.largest_batch_size(limit_bytes)
+    if crossing is not None and largest:
+        assert largest == math.floor(crossing)
+
+
+# ---- lines and timelines of several kinds of bytes
+
+
+@properties
+@given(any_lines, st.sampled_from([(2, 3), (2, 4), (1, 9)]))
+def test_two_timelines_give_each_operation_its_own_line_in_order(lines: list[Line], sizes: tuple[int, int]) -> None:
+    assert operation_lines(timeline(sizes[0], lines), timeline(sizes[1], lines)) == lines
+
+
+def test_steps_with_different_operations_give_no_lines() -> None:
+    assert operation_lines(Timeline(2, ("mm", "add"), (10, 20)), Timeline(3, ("mm", "mul"), (10, 20))) is None
+
+
+@properties
+@given(any_lines)
+def test_the_line_of_all_kinds_is_their_sum_at_every_size(lines: list[Line]) -> None:
+    total = sum_of(iter(lines))
+    assert [total.at(size) for size in SIZES] == [sum(line.at(size) for line in lines) for size in SIZES]
+
+
+@properties
+@given(st.lists(st.lists(st.integers(-(10**12), 10**12), min_size=3, max_size=3), min_size=1, max_size=6))
+def test_the_timeline_of_all_kinds_is_their_sum_at_every_operation(kinds: list[list[int]]) -> None:
+    operations, phases = ("mm", "add", "mm"), ("forward", "forward", "backward")
+    together = sum_of_timelines(iter([Timeline(7, operations, tuple(live), phases) for live in kinds]))
+    live_bytes = tuple(sum(live[place] for live in kinds) for place in range(3))
+    assert together == Timeline(7, operations, live_bytes, phases)
+
+
+@properties
+@given(st.lists(any_lines.filter(lambda lines: len(lines) >= 2).map(lambda lines: lines[:2]), min_size=1, max_size=4))
+def test_the_lines_of_all_kinds_together_are_those_of_their_timelines_together(kinds: list[list[Line]]) -> None:
+    small, large = (sum_of_timelines(timeline(size, lines) for lines in kinds) for size in (2, 3))
+    assert operation_lines(small, large) == [sum_of(operation) for operation in zip(*kinds, strict=True)]
+
+
+@properties
+@given(
+    st.lists(st.tuples(*[st.integers(0, 10**5)] * 4), min_size=1, max_size=5),
+    st.lists(st.integers(1, 10**5), min_size=3, max_size=3, unique=True),
+)
+def test_the_lines_at_two_lengths_of_rows_give_those_at_any_other(
+    figures: list[tuple[int, int, int, int]], lengths: list[int]
+) -> None:
+    """Some bytes grow with the tokens of a row, some with their square."""
+
+    def lines_at(s: int) -> list[Line]:
+        return [Line(c + e * s**2, a * s + d * s**2) for c, e, a, d in figures]
+
+    wanted, one, other = lengths
+    forecast = lines_between(wanted, (one, lines_at(one)), (other, lines_at(other)))
+    scale = max(lengths) ** 2  # terms that cancel can be larger than the result by this factor
+    for line, true, (c, e, a, d) in zip(forecast, lines_at(wanted), figures, strict=True):
+        assert line.intercept_bytes == pytest.approx(true.intercept_bytes, abs=1e-12 * (c + e * scale))
+        assert line.slope_bytes == pytest.approx(true.slope_bytes, abs=1e-12 * (a + d * scale) * max(lengths))

@@ -1,0 +1,608 @@
+"""The CPU meter agrees with the allocator, runs out of memory deterministically, and does not change results."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
+from torchtune.modules import TransformerSelfAttentionLayer
+from torchtune.training import set_activation_checkpointing
+
+from benchmarks.support.allocator import rises_by_events
+from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.engine.memory.devices import meter_for
+from torchtune_adaptive.engine.memory.meter import device_memory_bytes
+from torchtune_adaptive.engine.memory.out_of_memory import free_memory
+from torchtune_adaptive.engine.memory.timeline import Forecast, Timeline
+from torchtune_adaptive.errors import InputError
+
+CPU = torch.device("cpu")
+VOCAB, LENGTH = 320, 32
+SIZES: dict[str, Any] = {"vocab_size": VOCAB, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64}
+SIZES |= {"max_seq_len": LENGTH, "intermediate_dim": 128}
+
+
+class Trainee:
+    """A small Llama whose optimizer has its state, as in a probe after the warm-up step."""
+
+    def __init__(self, *, checkpointing: bool = False, lora: bool = False, **optimizer_options: Any) -> None:
+        torch.manual_seed(0)
+        if lora:
+            self.model: nn.Module = lora_llama3_2(["q_proj", "v_proj"], lora_rank=4, lora_alpha=8, **SIZES)
+        else:
+            self.model = llama3_2(**SIZES)
+        if checkpointing:
+            set_activation_checkpointing(self.model, auto_wrap_policy={TransformerSelfAttentionLayer})
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, **optimizer_options)
+        self.step(self.batch(1))
+
+    @staticmethod
+    def batch(batch_size: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(batch_size)
+        return torch.randint(0, VOCAB, (batch_size, LENGTH), generator=generator)
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.model(tokens).reshape(-1, VOCAB), tokens.reshape(-1))
+
+    def step(self, tokens: torch.Tensor, enter_phase: Callable[[str], None] = lambda _: None) -> None:
+        enter_phase("forward")
+        loss = self.loss(tokens)
+        enter_phase("backward")
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        enter_phase("optimizer")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def meter(self, *counted: torch.Tensor) -> CpuMeter:
+        """A meter that counts the tensors of the trainee, and ``counted``."""
+        meter = meter_for(CPU, self.model, [self.optimizer])
+        assert isinstance(meter, CpuMeter)
+        meter.count(counted)
+        meter.reset()
+        return meter
+
+    def timeline(self, batch_size: int) -> tuple[Timeline, int]:
+        """The timeline of a step, and its peak by the meter."""
+        tokens = self.batch(batch_size)
+        meter = self.meter(tokens)
+        meter.start_timeline()
+        with meter:
+            self.step(tokens)
+        return meter.stop_timeline(batch_size), meter.peak_bytes
+
+
+TRAINEES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "checkpointing": {"checkpointing": True},
+    "lora": {"lora": True},
+}
+
+
+@pytest.fixture(scope="module", params=TRAINEES.values(), ids=list(TRAINEES))
+def trainee(request: pytest.FixtureRequest) -> Trainee:
+    return Trainee(**request.param)
+
+
+# ---- what is counted
+
+
+def test_live_bytes_return_to_their_start_after_a_train_step(trainee: Trainee) -> None:
+    tokens = trainee.batch(3)
+    meter = trainee.meter(tokens)
+    before = meter.live_bytes
+    with meter:
+        trainee.step(tokens)
+        trainee.step(tokens)
+    assert meter.live_bytes == before
+    assert meter.peak_bytes > before
+
+
+def test_the_peak_agrees_with_the_allocators_own_events(trainee: Trainee) -> None:
+    tokens = trainee.batch(4)
+    meter = trainee.meter(tokens)
+    before = meter.live_bytes
+    with meter:
+        trainee.step(tokens)
+    _, rises = rises_by_events(lambda: trainee.step(tokens))
+    assert meter.peak_bytes - before == pytest.approx(max(rises), rel=1e-3)
+
+
+def test_what_model_and_optimizer_hold_is_counted_once() -> None:
+    trainee = Trainee()
+    held = [*trainee.model.parameters(), *trainee.model.buffers()]
+    held += [value for values in trainee.optimizer.state.values() for value in values.values()]
+    sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
+    meter = trainee.meter()
+    assert meter.live_bytes == sum(sizes.values())
+    meter.count([held, {"again": tuple(held)}])
+    assert meter.live_bytes == sum(sizes.values())
+
+
+def test_existing_gradients_are_counted() -> None:
+    trainee = Trainee()
+    without = trainee.meter().live_bytes
+    trainee.loss(trainee.batch(1)).backward()
+    assert trainee.meter().live_bytes == without + sum(p.numel() * 4 for p in trainee.model.parameters())
+
+
+def test_views_are_not_counted_again() -> None:
+    meter = CpuMeter()
+    with meter:
+        whole = torch.zeros(100, 10)
+        views = [whole.view(10, 100), whole[3:], whole.t(), whole.detach(), whole.expand(5, 100, 10), whole.add_(1)]
+    assert meter.live_bytes == meter.peak_bytes == 4000
+    del whole
+    assert meter.live_bytes == 4000
+    del views
+    assert meter.live_bytes == 0
+    assert meter.peak_bytes == 4000
+
+
+def test_a_storage_freed_outside_the_meter_is_no_longer_counted() -> None:
+    meter = CpuMeter()
+    with meter:
+        made = torch.zeros(250)
+    assert meter.live_bytes == 1000
+    del made
+    assert meter.live_bytes == 0
+
+
+def test_a_storage_freed_by_another_thread_at_the_same_time_is_no_longer_counted() -> None:
+    """The threads of gloo release the tensors of a collective while the step continues."""
+
+    class OtherThreadsTurn(dict[int, Any]):
+        def pop(self, *args: Any) -> Any:
+            found = super().pop(*args)
+            elsewhere.clear()
+            return found
+
+    meter = CpuMeter()
+    here, elsewhere = [torch.zeros(10)], [torch.zeros(10)]
+    meter.count([here, elsewhere])
+    meter._storages._seen = OtherThreadsTurn(meter._storages._seen)
+    here.clear()
+    assert (elsewhere, meter.live_bytes) == ([], 0)
+
+
+def test_a_tensor_made_outside_is_counted_once_an_operation_returns_it() -> None:
+    meter = CpuMeter()
+    outside = torch.zeros(250)
+    with meter:
+        outside.sum()
+        assert meter.live_bytes == 0
+        inside = outside.view(25, 10)[0]
+    assert meter.live_bytes == 1000  # the whole storage, once
+    del outside, inside
+    assert meter.live_bytes == 0
+
+
+def test_reset_forgets_the_peak_but_not_live_bytes() -> None:
+    meter = CpuMeter()
+    with meter:
+        kept = torch.zeros(25)
+        torch.zeros(1000)
+    assert meter.peak_bytes == 4100
+    meter.reset()
+    assert meter.peak_bytes == meter.live_bytes == kept.nbytes
+    assert meter.phase_peak_bytes == {}
+
+
+def test_each_phase_has_its_own_peak_in_the_order_they_were_entered() -> None:
+    meter = CpuMeter()
+    with meter:
+        meter.enter_phase("forward")
+        kept = torch.zeros(100)
+        torch.zeros(1000)
+        meter.enter_phase("backward")
+        torch.zeros(50)
+        meter.enter_phase("idle")
+        meter.enter_phase("forward")
+        torch.zeros(500)
+    assert meter.phase_peak_bytes == {"forward": 4400, "backward": 600, "idle": 400}
+    assert list(meter.phase_peak_bytes) == ["forward", "backward", "idle"]
+    assert meter.live_bytes == kept.nbytes
+
+
+def test_the_peak_of_a_step_is_the_peak_of_its_phases(trainee: Trainee) -> None:
+    tokens = trainee.batch(3)
+    meter = trainee.meter(tokens)
+    with meter:
+        trainee.step(tokens, meter.enter_phase)
+    assert list(meter.phase_peak_bytes) == ["forward", "backward", "optimizer"]
+    assert max(meter.phase_peak_bytes.values()) == meter.peak_bytes
+
+
+# ---- resizing
+
+
+def test_a_storage_that_is_resized_is_counted_at_its_new_size() -> None:
+    meter = CpuMeter()
+    with meter:
+        tensor = torch.zeros(100)
+        tensor.untyped_storage().resize_(1000)
+        assert meter.live_bytes == 1000
+        tensor.untyped_storage().resize_(0)
+        assert meter.live_bytes == 0
+    assert meter.peak_bytes == 1000
+
+
+def test_a_resize_outside_the_meter_is_counted_on_entry() -> None:
+    meter = CpuMeter()
+    tensor = torch.zeros(100)
+    meter.count(tensor)
+    tensor.untyped_storage().resize_(2000)
+    with meter:
+        pass
+    assert meter.live_bytes == 2000
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_patch_of_resize_is_removed(fails: bool) -> None:
+    resize_outside = torch.UntypedStorage.resize_
+    meter = CpuMeter()
+
+    def watch() -> None:
+        with meter:
+            with meter:
+                torch.zeros(1)
+            if fails:
+                raise ValueError("in mid-step")
+
+    if fails:
+        with pytest.raises(ValueError, match="in mid-step"):
+            watch()
+    else:
+        watch()
+    assert torch.UntypedStorage.resize_ is resize_outside
+
+
+def test_a_resize_above_the_limit_runs_out_of_memory_and_removes_the_patch() -> None:
+    resize_outside = torch.UntypedStorage.resize_
+    meter = CpuMeter()
+    meter.set_limit(1000)
+    tensor = torch.zeros(100)
+    meter.count(tensor)
+
+    def grow() -> None:
+        with meter:
+            tensor.untyped_storage().resize_(1001)
+
+    with pytest.raises(torch.OutOfMemoryError, match="resize_"):
+        grow()
+    assert torch.UntypedStorage.resize_ is resize_outside
+
+
+# ---- retries
+
+
+def test_each_rise_above_the_caches_limit_is_a_retry() -> None:
+    meter = CpuMeter()
+    meter.cache_limit_bytes = 1000
+    retries = []
+    with meter:
+        for sizes in ([250], [251], [100, 200], [251, 10], [10]):  # of 4-byte elements, which are alive together
+            held = [torch.zeros(size) for size in sizes]
+            retries.append(meter.total_retries)
+            del held
+            torch.zeros(1)
+    assert retries == [0, 1, 2, 3, 3]
+
+
+def test_reset_forgets_the_retries_so_far_but_not_their_total() -> None:
+    meter = CpuMeter()
+    meter.cache_limit_bytes = 1000
+    with meter:
+        for expected in (1, 2):
+            torch.zeros(300)
+            torch.zeros(1)
+            assert meter.allocator_retries == meter.total_retries == expected
+        meter.reset()
+        assert (meter.allocator_retries, meter.total_retries) == (0, 2)
+        torch.zeros(300)
+    assert (meter.allocator_retries, meter.total_retries) == (1, 3)
+
+
+def test_without_a_cache_there_are_no_retries() -> None:
+    meter = CpuMeter()
+    with meter:
+        torch.zeros(10**6)
+    assert (meter.cache_limit_bytes, meter.allocator_retries, meter.total_retries) == (None, 0, 0)
+
+
+def test_a_retry_is_not_a_failure_and_a_failure_is_not_a_retry() -> None:
+    meter = CpuMeter()
+    meter.set_limit(1000)
+    with pytest.raises(torch.OutOfMemoryError, match="CPU meter out of memory"), meter:
+        torch.zeros(300)
+    assert meter.total_retries == 0
+    meter.cache_limit_bytes = 500
+    with meter:
+        torch.zeros(200)
+    assert meter.total_retries == 1
+
+
+# ---- the limit
+
+
+def run_until_out_of_memory(trainee: Trainee, limit_bytes: int) -> tuple[str, int]:
+    """The error's text and the number of operations until it."""
+    tokens = trainee.batch(3)
+    meter = trainee.meter(tokens)
+    meter.set_limit(limit_bytes)
+    meter.start_timeline()
+    text = ""
+    try:
+        with meter:
+            trainee.step(tokens, meter.enter_phase)
+    except torch.OutOfMemoryError as error:
+        text = str(error)
+    trainee.optimizer.zero_grad(set_to_none=True)
+    free_memory(CPU)
+    return text, len(meter.stop_timeline(3).operations)
+
+
+def test_the_limit_is_crossed_at_the_same_operation_in_every_run() -> None:
+    trainee = Trainee()
+    first, last = trainee.meter().live_bytes, trainee.timeline(3)[1]
+    for limit_bytes in range(first, last, (last - first) // 4):
+        text, operations = run_until_out_of_memory(trainee, limit_bytes)
+        assert "CPU meter out of memory" in text
+        assert run_until_out_of_memory(trainee, limit_bytes) == (text, operations)
+
+
+def test_a_step_runs_out_of_memory_exactly_if_its_peak_is_above_the_limit() -> None:
+    trainee = Trainee()
+    peak_bytes = trainee.timeline(3)[1]
+    assert run_until_out_of_memory(trainee, peak_bytes)[0] == ""
+    assert run_until_out_of_memory(trainee, peak_bytes - 1)[0] != ""
+
+
+def test_after_running_out_of_memory_live_bytes_return_to_their_start() -> None:
+    trainee = Trainee()
+    tokens = trainee.batch(3)
+    meter = trainee.meter(tokens)
+    before = meter.live_bytes
+    for limit_bytes in range(before + 1, trainee.timeline(3)[1], 700_000):
+        meter.set_limit(limit_bytes)
+        failed = False
+        try:
+            with meter:
+                trainee.step(tokens)
+        except torch.OutOfMemoryError:
+            failed = True
+        trainee.optimizer.zero_grad(set_to_none=True)
+        free_memory(CPU)
+        assert failed
+        assert meter.live_bytes == before
+
+
+def test_the_error_names_the_operation_the_phase_and_the_bytes() -> None:
+    meter = CpuMeter()
+    meter.set_limit(1024)
+    meter.enter_phase("forward")
+
+    def allocate() -> None:
+        with meter:
+            torch.zeros(512)
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        allocate()
+    assert str(caught.value) == (
+        "CPU meter out of memory: 2.0 KiB live after aten.zeros.default in phase 'forward', limit 1.0 KiB"
+    )
+
+
+@pytest.mark.parametrize(("exact", "peak"), [(True, 2048), (False, 400)])
+def test_in_training_an_allocation_that_fails_is_no_part_of_the_peak(exact: bool, peak: int) -> None:
+    """As on a GPU. A probe shows by its peak that the size was too large."""
+    meter = CpuMeter(exact=exact)
+    meter.set_limit(1024)
+
+    def allocate() -> None:
+        with meter:
+            torch.zeros(100)
+            torch.zeros(512)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        allocate()
+    assert meter.peak_bytes == peak
+
+
+def test_the_limit_holds_only_while_metering() -> None:
+    meter = CpuMeter()
+    meter.set_limit(10)
+    torch.zeros(1000)
+    meter.set_limit(None)
+    with meter:
+        torch.zeros(1000)
+    assert meter.peak_bytes == 4000
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_exactly_restores_limit_and_exactness_after_running_out_of_memory(
+    exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    naps: list[float] = []
+    monkeypatch.setattr("torchtune_adaptive.engine.memory.cpu_meter.time.sleep", naps.append)
+    meter = CpuMeter(exact=exact)
+    meter.set_limit(None)
+
+    def run_out_of_memory() -> None:
+        with meter.exactly(), meter:
+            meter.set_limit(10)
+            torch.zeros(1000)
+
+    with pytest.raises(torch.OutOfMemoryError, match="CPU meter out of memory"):
+        run_out_of_memory()
+    assert meter.limit_bytes is None
+    naps.clear()
+    with meter:
+        meter.after_operation(torch.ops.c10d.allreduce_.default, (), ())
+        torch.zeros(1000)
+    assert len(naps) == exact  # only an exact meter waits for the thread of a collective
+
+
+# ---- timelines
+
+
+def test_two_small_steps_forecast_the_peak_of_a_larger_one_exactly(trainee: Trainee) -> None:
+    (small, _), (large, _), (_, peak_bytes) = (trainee.timeline(size) for size in (2, 3, 7))
+    assert small.operations == large.operations
+    forecast = Forecast.from_timelines(small, large)
+    assert forecast is not None
+    assert forecast.peak_bytes(7) == peak_bytes
+    assert forecast.largest_batch_size(peak_bytes) == 7
+    assert forecast.largest_batch_size(peak_bytes - 1) == 6
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(batch_size=st.integers(2, 24), width=st.integers(1, 40), depth=st.integers(1, 3), seed=st.integers(0, 100))
+def test_the_forecast_is_exact_for_any_small_network(batch_size: int, width: int, depth: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = nn.Sequential(*[layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())])
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=bool(seed % 2))
+
+    def metered(size: int) -> tuple[Timeline, int]:
+        meter = meter_for(CPU, model, [optimizer])
+        batch = torch.ones(size, width)
+        meter.count(batch)
+        meter.reset()
+        meter.start_timeline()
+        with meter:
+            model(batch).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return meter.stop_timeline(size), meter.peak_bytes
+
+    metered(1)
+    forecast = Forecast.from_timelines(metered(2)[0], metered(3)[0])
+    assert forecast is not None
+    assert forecast.peak_bytes(batch_size) == metered(batch_size)[1]
+
+
+def test_a_timeline_has_live_bytes_after_every_operation() -> None:
+    meter = CpuMeter()
+    torch.zeros(5)
+    meter.start_timeline()
+    with meter:
+        kept = torch.zeros(10)
+        kept.add_(1)
+        torch.cat([kept, kept])
+    timeline = meter.stop_timeline(4)
+    assert timeline == Timeline(4, ("aten.zeros.default", "aten.add_.Tensor", "aten.cat.default"), (40, 40, 120))
+    assert meter.stop_timeline(4) == Timeline(4, (), ())
+
+
+# ---- tensors that are not plain
+
+
+def test_both_tensors_inside_a_wrapper_are_counted() -> None:
+    meter = CpuMeter()
+    with meter:
+        wrapper = TwoTensor(torch.ones(10), torch.ones(10))
+        doubled = wrapper * 2
+    assert meter.live_bytes == 4 * 40
+    assert isinstance(doubled, TwoTensor)
+    again = CpuMeter()
+    again.count([wrapper])
+    assert again.live_bytes == 2 * 40
+
+
+def test_a_subclass_without_a_dispatch_of_its_own_is_counted() -> None:
+    class Named(torch.Tensor):
+        pass
+
+    meter = CpuMeter()
+    with meter:
+        named = torch.ones(10).as_subclass(Named)
+        doubled = named * 2
+    assert isinstance(doubled, Named)
+    assert meter.live_bytes == 80
+
+
+def test_a_frozen_nf4_layer_trains_under_the_meter_and_is_counted_small() -> None:
+    from torchtune.modules.low_precision import FrozenNF4Linear
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128, bias=False), FrozenNF4Linear(128, 128, bias=False, dtype=torch.float32))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    meter = meter_for(CPU, model, [optimizer])
+    assert isinstance(meter, CpuMeter)
+    plain_bytes = 128 * 128 * 4
+    assert plain_bytes < meter.live_bytes < 1.5 * plain_bytes  # 4 bits a weight, with scales and tables
+    before = meter.live_bytes
+    with meter:
+        model(torch.ones(3, 128)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    assert meter.live_bytes == before
+    assert meter.peak_bytes >= before + plain_bytes  # the layer's weights, unpacked for its product
+
+
+def test_tensors_without_memory_are_not_counted() -> None:
+    meter = CpuMeter()
+    with meter:
+        on_meta = torch.zeros(1000, device="meta") + 1
+        with FakeTensorMode():
+            fake = torch.zeros(1000) + 1
+    assert (on_meta.shape, fake.shape) == ((1000,), (1000,))
+    assert meter.peak_bytes == 0
+
+
+def test_only_dense_tensors_on_the_cpu_are_counted() -> None:
+    dense, on_meta = torch.zeros(10), torch.zeros(10, device="meta")
+    sparse = torch.eye(10).to_sparse()  # has no storage of its own
+    meter = CpuMeter()
+    meter.count([dense, on_meta, sparse])
+    assert meter.live_bytes == dense.nbytes
+
+
+# ---- no effect on results
+
+
+def test_metering_changes_no_bit_of_loss_or_gradients(trainee: Trainee) -> None:
+    def loss_and_gradients() -> list[torch.Tensor]:
+        trainee.optimizer.zero_grad(set_to_none=True)
+        loss = trainee.loss(tokens)
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in trainee.model.parameters() if p.grad is not None)]
+
+    tokens = trainee.batch(3)
+    without = loss_and_gradients()
+    with trainee.meter():
+        metered = loss_and_gradients()
+    trainee.optimizer.zero_grad(set_to_none=True)
+    assert len(metered) == len(without) > 1
+    assert all(torch.equal(one, other) for one, other in zip(metered, without, strict=True))
+
+
+# ---- which meter
+
+
+def test_a_device_that_is_neither_cpu_nor_cuda_has_no_meter() -> None:
+    meta = torch.device("meta")
+    model = nn.Linear(2, 2, device=meta)
+    sentence = "`device` must be the CPU or CUDA for its memory to be metered, but is 'meta' instead"
+    with pytest.raises(InputError, match=sentence):
+        meter_for(meta, model, [torch.optim.SGD(model.parameters())])
+    with pytest.raises(InputError, match=sentence):
+        device_memory_bytes(meta)
+
+
+def test_the_cpu_has_the_memory_of_the_machine() -> None:
+    with open("/proc/meminfo") as meminfo:
+        total_kib = int(next(line for line in meminfo if line.startswith("MemTotal")).split()[1])
+    assert device_memory_bytes(CPU) == pytest.approx(total_kib * 1024, rel=0.02)
+    assert CpuMeter().available_bytes == device_memory_bytes(CPU)

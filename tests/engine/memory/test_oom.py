@@ -1,0 +1,309 @@
+"""Out-of-memory errors are recognised, and the tensors of a failed step are freed."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtune_adaptive.engine.memory import out_of_memory
+from torchtune_adaptive.engine.memory.out_of_memory import (
+    comes_from_out_of_memory,
+    errors_behind,
+    free_memory,
+    is_out_of_memory,
+    is_out_of_memory_in_collective,
+    only_new_garbage,
+)
+
+CPU = torch.device("cpu")
+
+# As the backends print them, with the surrounding text.
+OUT_OF_MEMORY_TEXTS = (
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB",
+    'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/CUDACachingAllocator.cpp":1407',
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+    "Failed to CUDA calloc 42 bytes",
+    "HIP out of memory. Tried to allocate 2.00 GiB",
+    "XPU out of memory. Tried to allocate 2.00 GiB",
+    "MPS backend out of memory (MPS allocated: 17.00 GB, other allocations: 1.00 GB)",
+    "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate",
+    "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to allocate",
+)
+OTHER_TEXTS = (
+    "mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)",
+    "CUDA error: device-side assert triggered",
+    "CUDA error: an illegal memory access was encountered",
+    "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx(handle)`",
+    "cuDNN error: CUDNN_STATUS_BAD_PARAM",
+    'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/PeerToPeerAccess.cpp":30',
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer",
+    "Trying to backward through the graph a second time",
+    "out of memory",
+    "",
+)
+COLLECTIVE_TEXTS = (
+    "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version 2.27.3\nCUDA out of memory.",
+    "NCCL Error 1: unhandled cuda error. Last error: Failed to CUDA calloc 8388608 bytes",
+    "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+)
+OTHER_COLLECTIVE_TEXTS = (
+    "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error, NCCL version 2.27.3",
+    "NCCL communicator was aborted on rank 1.",
+    "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer",
+)
+
+
+@pytest.mark.parametrize("text", OUT_OF_MEMORY_TEXTS)
+def test_a_runtime_error_with_a_backends_text_is_out_of_memory(text: str) -> None:
+    assert is_out_of_memory(RuntimeError(text))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("anything"), torch.cuda.OutOfMemoryError(), MemoryError()])
+def test_the_types_for_out_of_memory_count_whatever_their_text(error: BaseException) -> None:
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("text", OTHER_TEXTS)
+def test_any_other_runtime_error_is_not_out_of_memory(text: str) -> None:
+    assert not is_out_of_memory(RuntimeError(text))
+
+
+@pytest.mark.parametrize("text", OUT_OF_MEMORY_TEXTS)
+@pytest.mark.parametrize("kind", [ValueError, KeyError, OSError, AssertionError])
+def test_a_text_in_an_error_of_another_type_does_not_count(kind: type[Exception], text: str) -> None:
+    assert not is_out_of_memory(kind(text))
+
+
+@pytest.mark.parametrize("text", [*COLLECTIVE_TEXTS, *OUT_OF_MEMORY_TEXTS])
+def test_errors_of_the_collective_library_never_count(text: str) -> None:
+    assert not is_out_of_memory(dist.DistBackendError(text))
+    assert not is_out_of_memory(RuntimeError(f"NCCL error: {text}"))
+
+
+@pytest.mark.parametrize("text", [*COLLECTIVE_TEXTS, *OUT_OF_MEMORY_TEXTS])
+def test_the_collective_library_itself_can_run_out_of_memory(text: str) -> None:
+    assert is_out_of_memory_in_collective(dist.DistBackendError(text))
+    assert is_out_of_memory_in_collective(RuntimeError(f"NCCL error: {text}"))
+
+
+@pytest.mark.parametrize("text", OTHER_COLLECTIVE_TEXTS)
+def test_another_error_of_the_collective_library_is_not_out_of_memory(text: str) -> None:
+    assert not is_out_of_memory_in_collective(dist.DistBackendError(text))
+    assert not is_out_of_memory(dist.DistBackendError(text))
+
+
+@pytest.mark.parametrize("text", [*OUT_OF_MEMORY_TEXTS, *OTHER_TEXTS])
+def test_out_of_memory_elsewhere_is_not_of_the_collective_library(text: str) -> None:
+    assert not is_out_of_memory_in_collective(RuntimeError(text))
+    assert not is_out_of_memory_in_collective(torch.OutOfMemoryError(text))
+
+
+def chain(*errors: BaseException) -> BaseException:
+    """The last of ``errors``, each raised while the one before it was being handled."""
+    *before, last = errors
+    try:
+        try:
+            if before:
+                raise chain(*before)
+        finally:
+            raise last
+    except BaseException as error:
+        return error
+
+
+def test_errors_behind_an_error_are_all_that_were_being_handled() -> None:
+    errors = [torch.OutOfMemoryError("first"), KeyError("second"), RuntimeError("third")]
+    assert list(errors_behind(chain(*errors))) == errors[::-1]
+    assert list(errors_behind(errors[0])) == errors[:1]
+    assert list(errors_behind(None)) == []
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        [torch.OutOfMemoryError("alone")],
+        [RuntimeError(OUT_OF_MEMORY_TEXTS[0])],
+        [torch.OutOfMemoryError("first"), RuntimeError("INTERNAL ASSERT FAILED")],
+        [torch.OutOfMemoryError("first"), KeyError("second"), RuntimeError("third")],
+        [ValueError("first"), torch.OutOfMemoryError("second")],
+    ],
+)
+def test_an_error_comes_from_out_of_memory_if_any_behind_it_is(errors: list[BaseException]) -> None:
+    assert comes_from_out_of_memory(chain(*errors))
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        [RuntimeError("INTERNAL ASSERT FAILED")],
+        [ValueError("first"), RuntimeError("second")],
+        [dist.DistBackendError(COLLECTIVE_TEXTS[0]), RuntimeError("second")],
+    ],
+)
+def test_an_error_does_not_come_from_out_of_memory_if_none_behind_it_is(errors: list[BaseException]) -> None:
+    assert not comes_from_out_of_memory(chain(*errors))
+
+
+def test_an_error_that_hides_the_one_before_it_still_comes_from_it() -> None:
+    caught: list[bool] = []
+    try:
+        try:
+            raise torch.OutOfMemoryError("first")
+        except torch.OutOfMemoryError:
+            raise RuntimeError("second") from None
+    except RuntimeError as error:
+        caught.append(comes_from_out_of_memory(error))
+    assert caught == [True]
+
+
+def test_an_error_of_the_cpu_allocator_is_out_of_memory() -> None:
+    caught: list[BaseException] = []
+    try:
+        torch.empty(2**62, dtype=torch.int8)
+    except RuntimeError as error:
+        caught.append(error)
+    assert [is_out_of_memory(error) for error in caught] == [True]
+
+
+# ---- what stays alive
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(values)
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise torch.OutOfMemoryError("in backward")
+
+
+def fail_in_forward(watched: list[weakref.ref[torch.Tensor]]) -> None:
+    activations = torch.ones(4, 4, requires_grad=True) * 2
+    watched.append(weakref.ref(activations))
+    raise torch.OutOfMemoryError("in forward")
+
+
+def fail_in_backward(watched: list[weakref.ref[torch.Tensor]]) -> None:
+    """Two branches meet at the loss. One fails while the task of the other, with its gradient, is in the queue."""
+    model = nn.Linear(4, 4)
+    left, right = model(torch.ones(3, 4)), model(torch.ones(3, 4)).exp()
+    loss = FailsInBackward.apply(left.tanh()).sum() + right.tanh().sum()
+    watched += [weakref.ref(tensor) for tensor in (left, right, loss, model.weight)]
+    loss.backward()
+
+
+def fails(work: Callable[[list[weakref.ref[torch.Tensor]]], None]) -> list[weakref.ref[torch.Tensor]]:
+    """The tensors of a failed ``work``, as the caller sees them after leaving the ``except`` block."""
+    watched: list[weakref.ref[torch.Tensor]] = []
+    failed = False
+    try:
+        work(watched)
+    except torch.OutOfMemoryError:
+        failed = True
+    assert failed
+    return watched
+
+
+@pytest.mark.parametrize("work", [fail_in_forward, fail_in_backward])
+def test_nothing_of_a_failed_step_is_alive_after_freeing(work: Callable[[Any], None]) -> None:
+    watched = fails(work)
+    free_memory(CPU)
+    assert watched
+    assert [reference() for reference in watched if reference() is not None] == []
+
+
+def test_within_the_except_block_nothing_is_freed() -> None:
+    watched: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+    try:
+        fail_in_forward(watched)
+    except torch.OutOfMemoryError:
+        free_memory(CPU)
+        alive += [reference() is not None for reference in watched]
+    assert alive == [True]
+
+
+def test_without_a_new_backward_the_queue_of_the_failed_one_keeps_the_graph_alive() -> None:
+    """The reason for the backward pass in ``free_memory``, which can be deleted when this test fails."""
+    watched = fails(fail_in_backward)
+    gc.collect()
+    assert any(reference() is not None for reference in watched)
+    free_memory(CPU)
+    assert all(reference() is None for reference in watched)
+
+
+@pytest.fixture
+def nothing_is_frozen() -> Iterator[None]:
+    """As in a process that has not called ``gc.freeze``."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_is_frozen")
+def test_only_new_garbage_is_searched_and_all_of_it_is_freed() -> None:
+    old = [[] for _ in range(1000)]
+    with only_new_garbage():
+        assert gc.get_freeze_count() > len(old)
+        watched = fails(fail_in_backward)
+        free_memory(CPU)
+    assert [reference() for reference in watched if reference() is not None] == []
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("nothing_is_frozen")
+def test_all_objects_are_searched_again_after_an_error() -> None:
+    with pytest.raises(KeyError), only_new_garbage():
+        raise KeyError
+    assert gc.get_freeze_count() == 0
+
+
+def test_objects_frozen_by_other_code_stay_frozen() -> None:
+    kept = [[]]
+    gc.freeze()
+    with only_new_garbage():
+        assert is_frozen(kept)
+    assert is_frozen(kept)
+
+
+def is_frozen(value: object) -> bool:
+    """This looks for the object itself, because the number of frozen objects may change at any time."""
+    return not any(one is value for one in gc.get_objects())
+
+
+def test_a_cache_is_emptied_only_after_the_device_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With expandable segments, the allocator itself waits for one stream only."""
+    calls: list[str] = []
+    module = SimpleNamespace(
+        synchronize=lambda device: calls.append(f"waited for {device}"), empty_cache=lambda: calls.append("emptied")
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    out_of_memory._collect(torch.device("cuda", 1))
+    assert calls == ["waited for cuda:1", "emptied"]
+
+
+def test_freeing_leaves_the_random_generator_alone() -> None:
+    before = torch.get_rng_state()
+    free_memory(CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_memory_is_freed_also_where_gradients_are_off(mode: Callable[[], Any]) -> None:
+    with mode():
+        watched = fails(fail_in_forward)
+        free_memory(CPU)
+        assert not torch.is_grad_enabled()
+    assert all(reference() is None for reference in watched)

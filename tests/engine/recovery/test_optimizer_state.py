@@ -1,0 +1,211 @@
+"""An optimizer whose state was made before training trains to the same bits as one that made it at its first step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+
+from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state
+from torchtune_adaptive.testing import Fault
+
+STEPS = 5
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "amsgrad": {"amsgrad": True},
+    "amsgrad, fused": {"amsgrad": True, "fused": True},
+    "rate a tensor": {"lr": torch.tensor(0.1)},
+    "rate a tensor, fused": {"lr": torch.tensor(0.1), "fused": True},
+    "weight decay": {"weight_decay": 0.3},
+    "weight decay, foreach": {"weight_decay": 0.3, "foreach": True},
+    "maximize": {"maximize": True, "weight_decay": 0.3},
+}
+
+
+class Trainee:
+    """Parameters with zeros of both signs, one of them frozen, in two groups; the same values every time."""
+
+    def __init__(
+        self,
+        kind: Callable[..., torch.optim.Optimizer] = AdamW,
+        *,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.parameters = [nn.Parameter(self.values(size).to(dtype)) for size in (5, 7, 3, 4)]
+        self.frozen = self.parameters[1].requires_grad_(False)
+        self.trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        groups = [{"params": self.parameters[:2]}, {"params": self.parameters[2:], "betas": (0.5, 0.7)}]
+        self.optimizer = kind(groups, **({"lr": 0.1} | options))
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    @staticmethod
+    def values(size: int) -> torch.Tensor:
+        return torch.cat([torch.tensor([0.0, -0.0]), torch.randn(size)])
+
+    def bits(self) -> list[list[int]]:
+        """The parameters' bits, which differ between 0.0 and -0.0, unlike their values."""
+        return [parameter.detach().view(BITS[parameter.dtype]).tolist() for parameter in self.parameters]
+
+    def train(self) -> list[list[list[int]]]:
+        """The parameters' bits after each of some steps."""
+        generator = torch.Generator().manual_seed(1)
+        found = []
+        for _ in range(STEPS):
+            for parameter in self.trained:
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            found.append(self.bits())
+        return found
+
+    def has_its_rates(self) -> bool:
+        """Whether the rates are the objects that they were, with their values."""
+        groups = self.optimizer.param_groups
+        return all(
+            group["lr"] is rate and float(rate) == pytest.approx(0.1)
+            for group, rate in zip(groups, self.rates, strict=True)
+        )
+
+    def has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.parameters)
+
+
+@pytest.fixture(params=OPTIONS.values(), ids=list(OPTIONS))
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return request.param
+
+
+@pytest.fixture(params=[Adam, AdamW])
+def kind(request: pytest.FixtureRequest) -> type[torch.optim.Optimizer]:
+    return request.param
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def test_all_trained_parameters_have_the_state_from_before_a_first_step(kind: Any, options: dict[str, Any]) -> None:
+    trainee, stepped = Trainee(kind, **options), Trainee(kind, **options)
+    allocate_state(trainee.optimizer)
+    stepped.train()
+    state = trainee.optimizer.state
+    assert [id(parameter) for parameter in state] == [id(parameter) for parameter in trainee.trained]
+    expected = [set(values) for values in stepped.optimizer.state.values()]
+    assert [set(values) for values in state.values()] == expected
+    assert all(value.count_nonzero() == 0 for values in state.values() for value in values.values())
+
+
+def test_making_the_state_changes_nothing_else_and_later_steps_are_the_same(
+    kind: Any, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    untouched, prepared = Trainee(kind, dtype=dtype, **options), Trainee(kind, dtype=dtype, **options)
+    before = prepared.bits()
+    assert allocate_state(prepared.optimizer)
+    assert prepared.bits() == before
+    assert not prepared.has_gradients()
+    assert prepared.has_its_rates()
+    trained = untouched.train()
+    assert prepared.train() == trained
+    assert trained[0] != before
+
+
+def test_a_later_step_makes_no_more_state() -> None:
+    trainee = Trainee()
+    allocate_state(trainee.optimizer)
+    places = [value.data_ptr() for values in trainee.optimizer.state.values() for value in values.values()]
+    trainee.train()
+    state = trainee.optimizer.state
+    assert [value.data_ptr() for values in state.values() for value in values.values()] == places
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_a_scheduler_does_not_learn_of_the_step(has_stepped: bool) -> None:
+    """The scheduler's wrapper of ``step`` sets a flag, by which it detects that it is stepped too early."""
+    trainee = Trainee()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(trainee.optimizer, lambda step: 1 / (1 + step))
+    if has_stepped:
+        trainee.train()
+        trainee.optimizer.state.clear()
+    before = vars(trainee.optimizer).get("_opt_called")
+    assert allocate_state(trainee.optimizer)
+    assert vars(trainee.optimizer).get("_opt_called") is before is (True if has_stepped else None)
+    assert scheduler.get_last_lr() == [group["lr"] for group in trainee.optimizer.param_groups] == [0.1, 0.1]
+
+
+# ---- what is left alone
+
+
+class OwnAdamW(AdamW):
+    """A subclass, which may behave differently."""
+
+
+def sgd(groups: Any, *, lr: float) -> torch.optim.Optimizer:
+    for group in groups:
+        group.pop("betas", None)
+    return SGD(groups, lr=lr, momentum=0.9)
+
+
+def adamw_with_eps_zero_in_one_group(groups: Any, *, lr: float) -> torch.optim.Optimizer:
+    return AdamW([groups[0], {**groups[1], "eps": 0.0}], lr=lr)
+
+
+@pytest.mark.parametrize("kind", [sgd, OwnAdamW, adamw_with_eps_zero_in_one_group])
+def test_an_optimizer_that_might_be_changed_is_left_alone(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    trainee = Trainee(kind)
+    before, versions = trainee.bits(), [parameter._version for parameter in trainee.parameters]
+    assert not allocate_state(trainee.optimizer)
+    assert len(trainee.optimizer.state) == 0
+    assert trainee.bits() == before
+    assert [parameter._version for parameter in trainee.parameters] == versions
+    assert trainee.has_its_rates()
+
+
+def test_an_optimizer_that_has_state_is_left_alone() -> None:
+    trainee = Trainee()
+    trainee.train()
+    state = [value for values in trainee.optimizer.state.values() for value in values.values()]
+    before, versions = trainee.bits(), [value._version for value in state]
+    assert not allocate_state(trainee.optimizer)
+    assert trainee.bits() == before
+    assert [value._version for value in state] == versions
+
+
+@pytest.mark.parametrize(("dtype", "eps"), [(torch.float16, 1e-8), (torch.float32, 1e-50)], ids=["float16", "tiny"])
+def test_parameters_stay_if_eps_is_zero_in_their_own_type(dtype: torch.dtype, eps: float) -> None:
+    trainee = Trainee(dtype=dtype, eps=eps)
+    before = trainee.bits()
+    allocate_state(trainee.optimizer)
+    assert trainee.bits() == before
+
+
+# ---- out of memory half way
+
+
+def places_of_operations(options: dict[str, Any]) -> range:
+    trainee = Trainee(**options)
+    with Fault(None) as operations:
+        allocate_state(trainee.optimizer)
+    return range(operations.count)
+
+
+def test_out_of_memory_half_way_leaves_nothing_behind(options: dict[str, Any]) -> None:
+    before, trained = Trainee(**options).bits(), Trainee(**options).train()
+    places = places_of_operations(options)
+    assert len(places) > 10
+    for place in places:
+        trainee = Trainee(**options)
+        with pytest.raises(torch.OutOfMemoryError, match="on purpose"), Fault(place):
+            allocate_state(trainee.optimizer)
+        assert len(trainee.optimizer.state) == 0
+        assert not trainee.has_gradients()
+        assert trainee.has_its_rates()
+        assert trainee.bits() == before
+        assert trainee.train() == trained

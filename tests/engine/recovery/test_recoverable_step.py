@@ -1,0 +1,494 @@
+"""``RecoverableStep`` as a custom training loop uses it, in one process and on two ranks."""
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.support.ranks import run_alone, run_on_ranks
+from tests.support.documents import REPOSITORY, blocks
+from tests.support.faults import same_bits, under
+from tests.support.recovery_trials import ROWS, Case, Trials
+from torchtune_adaptive import (
+    CannotRecoverError,
+    InputError,
+    MemoryEvent,
+    NothingFitsError,
+    RecoverableStep,
+    find_max_batch_size,
+)
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
+from torchtune_adaptive.engine.recovery.micro_batches import Slices
+from torchtune_adaptive.testing import Fault, out_of_memory, wrap_micro_steps
+
+FAULT = "OutOfMemoryError: CUDA out of memory (a fault on purpose)"
+PAGE = REPOSITORY / "docs" / "recoverable_step.md"
+SAMPLES = torch.arange(32.0).reshape(8, 4) / 32
+
+
+class Toy:
+    """A model with dropout and a step of its own.
+
+    Attributes:
+        sizes: samples of each micro-batch.
+        events: the memory events so far.
+    """
+
+    def __init__(self, micro_batch_size: Any = 4, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.sizes: list[int] = []
+        self.events: list[MemoryEvent] = []
+        options = {"on_event": self.events.append} | options
+        self.step = RecoverableStep(self.model, self._micro_step, micro_batch_size=micro_batch_size, **options)
+
+    def _micro_step(self, samples: torch.Tensor) -> tuple[torch.Tensor, int]:
+        self.sizes.append(len(samples))
+        loss_sum = self.model(samples).square().sum()
+        loss_sum.backward()
+        return loss_sum.detach(), len(samples)
+
+    def failing(self, *numbers: int, place: int = 0, strike: Callable[[], object] = out_of_memory) -> "Toy":
+        """Return this toy; from now on, micro-steps with these numbers fail."""
+
+        def around(number: int, run: Callable[[], Any]) -> Any:
+            with Fault(place if number in numbers else None, strike=strike):
+                return run()
+
+        wrap_micro_steps(self.step, around)
+        return self
+
+    def gradients(self, samples: Any = SAMPLES) -> list[torch.Tensor]:
+        """The gradients of one step; the model's own are then cleared."""
+        torch.manual_seed(1)
+        self.step(samples)
+        gradients = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+        self.model.zero_grad()
+        return gradients
+
+
+# ---- one process
+
+
+def test_the_sums_of_a_step_are_those_of_its_micro_steps() -> None:
+    toy = Toy(3)
+    loss_sum, num_samples = toy.step(SAMPLES)
+    assert num_samples == 8
+    assert loss_sum.shape == ()
+    assert toy.sizes[2:] == [3, 3, 2]  # after a rehearsal
+    assert toy.step.recovers
+    assert toy.events == []
+
+
+@pytest.mark.parametrize(("place", "phase"), [(0, "forward"), (9, "loss"), (25, "backward")])
+def test_after_an_error_the_step_is_run_again_in_halves_with_the_same_random_numbers(place: int, phase: str) -> None:
+    toy = Toy(4).failing(1, place=place)
+    gradients = toy.gradients()
+    assert toy.events[0].phase == phase
+    assert toy.sizes[2:] == [4, 4, 2, 2, 2, 2]
+    assert toy.step.micro_batch_size == 2
+    assert same_bits(gradients, Toy(2).gradients())
+
+
+def test_an_event_says_what_happened_as_an_object_and_as_a_line() -> None:
+    toy = Toy(4)
+    toy.gradients()
+    toy.failing(1, place=25).gradients()
+    event = MemoryEvent(2, MemoryPressure.OUT_OF_MEMORY, (0,), "backward", "not metered", FAULT, 4, 2, "samples")
+    assert toy.events == list(toy.step.events) == [event]
+    assert str(event) == (
+        f"micro-batch 4 -> 2 samples: in step 2 rank 0 ran out of memory in backward (not metered: {FAULT})"
+    )
+
+
+def test_a_step_is_run_again_after_an_error_while_a_batch_is_made() -> None:
+    toy = Toy(4)
+    wrap_micro_steps(toy.step, lambda number, run: out_of_memory() if number == 1 else run())
+    toy.gradients()
+    assert toy.events[0].after == 2
+
+
+def test_without_a_handler_an_event_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    Toy(4, on_event=None).failing(0).gradients()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert caplog.records[0].getMessage().startswith("micro-batch 4 -> 2 samples: in step 1 rank 0 ran out of memory")
+
+
+def test_a_single_sample_that_does_not_fit_ends_the_training_with_one_sentence() -> None:
+    toy = Toy(2)
+    toy.gradients()
+    with pytest.raises(NothingFitsError, match="a single row per micro-step must fit, but in step 2 rank 0 ran out"):
+        toy.failing(0, 4).gradients()
+    assert all(parameter.grad is None for parameter in toy.model.parameters())
+
+
+def test_another_error_passes() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("on purpose")
+
+    with pytest.raises(ZeroDivisionError):
+        Toy(4).failing(1, place=3, strike=fail).gradients()
+
+
+def test_gradients_must_be_none_before_a_step() -> None:
+    toy = Toy(4)
+    toy.step(SAMPLES)
+    with pytest.raises(InputError, match="Gradients must be None before a step"):
+        toy.step(SAMPLES)
+    toy.model.zero_grad()
+    toy.step(SAMPLES)
+
+
+def test_a_step_without_samples_is_refused_as_the_first_and_as_a_later_one() -> None:
+    toy = Toy(4)
+    for _ in range(2):
+        with pytest.raises(InputError, match="must have samples"):
+            toy.step(SAMPLES[:0])
+        toy.gradients()
+
+
+@pytest.mark.parametrize("size", [0, 2.5, "4", True], ids=repr)
+def test_a_bad_micro_batch_size_is_quoted(size: Any) -> None:
+    with pytest.raises(InputError, match=f"`micro_batch_size` must be .*, but is {size!r}"):
+        Toy(size)
+
+
+def test_results_may_be_tensors_numbers_tuples_objects_or_nothing() -> None:
+    model = nn.Linear(1, 1)
+    for result, total in ((2, 6), (torch.ones(2), [3.0, 3.0]), ((1, (2.0, None)), (3, (6.0, None))), (None, None)):
+        step = RecoverableStep(model, lambda rows, result=result: result, micro_batch_size=1)
+        summed: Any = step([1, 2, 3])
+        assert (summed.tolist() if isinstance(summed, torch.Tensor) else summed) == total
+
+
+def test_samples_may_be_a_list_a_tensor_or_columns_of_one_length() -> None:
+    columns = {"tokens": SAMPLES, "names": list("abcdefgh")}
+    assert [(len(part["tokens"]), part["names"]) for part in Slices(3).cut(columns)] == [
+        (3, ["a", "b", "c"]),
+        (3, ["d", "e", "f"]),
+        (2, ["g", "h"]),
+    ]
+    for bad in ({"tokens": SAMPLES, "names": ["a"]}, {"tokens": SAMPLES, "step": 3}, 7, {}):
+        with pytest.raises(InputError, match=r"`samples` must be .* of one length, but is"):
+            Slices(3).cut(bad)
+
+
+def test_the_micro_batch_is_halved_from_what_the_step_had() -> None:
+    toy = Toy(100).failing(0)
+    toy.gradients(SAMPLES[:5])
+    assert toy.sizes[2:] == [5, 2, 2, 1]
+    assert (toy.events[0].before, toy.events[0].after) == (100, 2)
+
+
+def test_a_disabled_step_runs_micro_steps_and_lets_errors_pass() -> None:
+    toy = Toy(4)
+    expected = toy.gradients()
+    toy.step.disable()
+    assert not toy.step.recovers
+    assert same_bits(toy.gradients(), expected)
+    with pytest.raises(torch.OutOfMemoryError):
+        toy.failing(0).gradients()
+    with pytest.raises(InputError, match="must have samples, but has none"):
+        toy.step([])
+
+
+def test_a_limit_of_memory_holds_for_micro_steps_on_a_cpu() -> None:
+    model = nn.Sequential(nn.Linear(4, 1000), nn.Linear(1000, 1))  # with gradients and optimizer state 96 KB
+    optimizer = torch.optim.AdamW(model.parameters())
+    told: list[MemoryEvent] = []
+    options: Any = {"optimizer": optimizer, "memory_limit": "400KiB", "on_event": told.append}
+    step = RecoverableStep(model, lambda rows: model(rows).sum().backward(), micro_batch_size=64, **options)
+    samples = torch.ones(64, 4)  # 256 KB of activations, and as much of their gradients
+    step(samples)
+    (event,) = told
+    assert (event.before, event.after) == (64, 32)
+    assert event.figures.endswith("limit 400.0 KiB")
+    assert event.phase in ("forward", "backward")
+    optimizer.step()
+    optimizer.zero_grad()
+    step(samples)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "sentence"), [("much", "`memory_limit` must be a size like 80GiB"), ("900TiB", "must be at most what")]
+)
+def test_a_bad_limit_is_refused(limit: str, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        Toy(4, memory_limit=limit)
+
+
+def test_the_optimizers_state_is_there_after_the_rehearsal() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = RecoverableStep(model, lambda rows: model(rows).sum().backward(), micro_batch_size=2, optimizer=optimizer)
+    before = [parameter.clone() for parameter in model.parameters()]
+    step.rehearse(SAMPLES)
+    assert len(optimizer.state) == 2
+    assert same_bits(before, [parameter.detach() for parameter in model.parameters()])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_closed_step_leaves_no_hooks() -> None:
+    toy = Toy(4)
+    toy.gradients()
+    hooks: Any = toy.model
+    assert hooks._forward_hooks
+    toy.step.close()
+    assert not hooks._forward_hooks
+    assert not hooks._forward_pre_hooks
+
+
+def test_neither_a_recoverable_step_nor_the_search_needs_torchtune() -> None:
+    program = """
+import sys
+sys.modules.update(torchtune=None, torchao=None)
+import torch
+from torchtune_adaptive import RecoverableStep, find_max_batch_size
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train_step(batch):
+    model(batch).sum().backward()
+    optimizer.step()
+def make_batch(n):
+    return torch.ones(n, 8)
+found = find_max_batch_size(train_step, make_batch, model=model, optimizer=optimizer, memory_limit="64KiB")
+step = RecoverableStep(model, lambda rows: model(rows).sum().backward(), micro_batch_size=found.batch_size)
+step(make_batch(3))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# ---- two ranks
+
+
+def _sentence(call: Callable[[], object], kind: type[Exception] = InputError) -> str:
+    with pytest.raises(kind) as raised:
+        call()
+    return str(raised.value)
+
+
+def _mistakes(rank: int) -> dict[str, str]:
+    """The messages on this rank for mistakes; after each of them the same model continues to train."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    fully_shard(model)
+
+    def micro_step(samples: torch.Tensor) -> int:
+        model(samples).sum().backward()
+        return len(samples)
+
+    def train(step: RecoverableStep[int]) -> None:
+        assert step(SAMPLES) == 8
+        model.zero_grad()
+
+    sizes = RecoverableStep(model, micro_step, micro_batch_size=2 + rank)
+    told = {"sizes": _sentence(lambda: sizes(SAMPLES))}
+    step = RecoverableStep(model, micro_step, micro_batch_size=2)
+    told["none at first"] = _sentence(lambda: step(SAMPLES[: 4 * rank]))
+    train(step)
+    for name, samples in {"fewer": (4, 8), "one": (8, 2), "none": (0, 4), "none and one": (1, 0), "no": (0, 0)}.items():
+        told[name] = _sentence(partial(step, SAMPLES[: samples[rank]]))
+        train(step)
+    wrap_micro_steps(step, lambda number, run: out_of_memory() if rank == 0 else run())
+    told["out of memory and fewer"] = _sentence(lambda: step(SAMPLES[: 4 + 4 * rank]))
+    told["nothing fits"] = _sentence(lambda: step(SAMPLES[:1]), NothingFitsError)
+    wrap_micro_steps(step, None)
+    train(step)
+    replicated = DistributedDataParallel(nn.Linear(4, 1))
+    copies = RecoverableStep(replicated, lambda samples: replicated(samples).sum().backward(), micro_batch_size=2)
+    told["replicated"] = _sentence(lambda: copies(SAMPLES), CannotRecoverError)
+    return told
+
+
+def test_two_ranks_get_the_same_sentence_for_a_mistake_and_continue() -> None:
+    first, second = run_on_ranks(_mistakes, 2)
+    assert first == second
+    assert first["sizes"] == "`micro_batch_size` must be the same on every rank, but is 2 on one and 3 on another."
+    assert "has none on some" in first["none at first"]
+    assert first["fewer"] == "Every rank must have the same number of micro-steps, but one has 2 and another has 4."
+    assert "one has 1 and another has 4" in first["one"]
+    assert "one has 0 and another has 2" in first["none"]
+    assert "one has 0 and another has 1" in first["none and one"]
+    assert first["no"] == "An optimizer step must have samples, but has none."
+    assert first["out of memory and fewer"] == first["fewer"]
+    assert "a single row per micro-step must fit, but in step 13 rank 0 ran out of memory" in first["nothing fits"]
+    assert first["replicated"] == (
+        "An out-of-memory error in training will end the run:"
+        " the model is in a DistributedDataParallel, not sharded by `fully_shard` (FSDP2)."
+    )
+
+
+def _events(rank: int) -> tuple[list[MemoryEvent], list[bool]]:
+    trials = Trials(Case())
+    trials.run(ROWS, {0: Fault(300, ranks=[1])})
+    events = list(trials.events)
+    trials.recoverable.close()
+    units: list[Any] = [one for one in trials.model.modules() if isinstance(one, FSDPModule)]
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
+    return events, ["Recorded" in type(group._reduce_scatter_comm).__name__ for group in groups]
+
+
+def test_events_are_equal_on_both_ranks_and_name_the_one_that_failed() -> None:
+    (first, recorded), (second, recorded_by_peer) = run_on_ranks(_events, 2)
+    assert first == second
+    (event,) = first
+    assert (event.step, event.ranks, event.before, event.after) == (1, (1,), 2, 1)
+    assert len(recorded) > 1
+    assert not any(recorded + recorded_by_peer)
+
+
+class _Chunked(nn.Module):
+    """Its loss calls the first layer again, in two chunks, and meanwhile neither frees nor reduces this layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        group = dist.new_group(timeout=timedelta(seconds=10))  # a hang ends soon
+        assert isinstance(group, dist.ProcessGroup)
+        mesh = DeviceMesh.from_group(group, "cpu")
+        self.shared: Any = nn.Linear(4, 4)
+        self.layers = nn.Sequential(nn.Tanh(), nn.Dropout(0.1), nn.Linear(4, 4))
+        for module in (self.shared, self.layers, self):
+            fully_shard(module, mesh=mesh)
+
+    def forward(self, samples: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.shared(samples))
+
+    def micro_step(self, samples: torch.Tensor) -> torch.Tensor:
+        hidden = self(samples)  # [B, S, D]
+        leaf, loss_sum = hidden.detach().requires_grad_(), torch.zeros(())
+        self.shared.set_reshard_after_forward(False)
+        self.shared.set_reshard_after_backward(False)
+        self.shared.set_requires_gradient_sync(False)
+        for is_last, chunk in enumerate(leaf.chunk(2, dim=1)):
+            if is_last:
+                self.shared.set_requires_gradient_sync(True)
+            loss = self.shared(chunk).square().sum()
+            loss.backward()
+            loss_sum += loss.detach()
+        self.shared.set_reshard_after_forward(True)
+        self.shared.set_reshard_after_backward(True)
+        self.shared.reshard()
+        hidden.backward(leaf.grad)
+        return loss_sum
+
+
+def _faults_in_a_chunked_loss(rank: int) -> tuple[int, list[int]]:
+    """How many faults struck, and the places of those after which the gradients were wrong."""
+    model, slices = _Chunked(), Slices(2)
+    step = RecoverableStep(model, model.micro_step, micro_batch_size=slices)
+    samples = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(rank))
+    step.rehearse(samples)
+
+    def gradients(size: int, fault: Fault, number: int = 0) -> list[torch.Tensor]:
+        slices.resize(size)
+        wrap_micro_steps(step, partial(under, {number: fault}))
+        torch.manual_seed(rank)
+        step(samples)
+        found: list[Any] = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        return [gradient.to_local() for gradient in found]
+
+    expected = gradients(1, never := Fault(None))
+    struck, wrong = 0, []
+    for place in range(0, never.count, 5):
+        fault = Fault(place, ranks=[place % 2])
+        if not same_bits(gradients(2, fault, number=place // 2 % 2), expected):
+            wrong.append(place)
+        struck += step.micro_batch_size == 1
+    return struck, wrong
+
+
+def test_settings_of_fsdp_that_a_failed_micro_step_has_changed_are_restored() -> None:
+    for struck, wrong in run_on_ranks(_faults_in_a_chunked_loss, 2):
+        assert struck > 20
+        assert wrong == []
+
+
+def _trainers_of_a_larger_program(rank: int) -> dict[str, Any]:
+    """What ranks 1 and 2 of three find and do. Rank 0 does not train; rank 1 is in another group with it."""
+    plane = DeviceMesh("cpu", [[1], [2]], mesh_dim_names=("replicate", "shard"))
+    other: Any = dist.new_group([0, 1])
+    group = dist.new_group([1, 2], timeout=timedelta(seconds=10))
+    if rank == 0:
+        return {}
+    assert isinstance(group, dist.ProcessGroup)
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+
+    def micro_step(samples: torch.Tensor) -> int:
+        model(samples).square().sum().backward()
+        return len(samples)
+
+    def gradients(size: int, fault: Fault) -> list[torch.Tensor]:
+        step = RecoverableStep(model, micro_step, micro_batch_size=size)
+        step.rehearse(SAMPLES)
+        wrap_micro_steps(step, partial(under, {1: fault}))
+        assert step(SAMPLES + rank) == 8
+        found = [parameter.grad.to_local() for parameter in model.parameters()]
+        model.zero_grad()
+        events.extend(step.events)
+        step.close()
+        return found
+
+    events: list[MemoryEvent] = []
+    told, recovered = gradients(2, Fault(None)), gradients(4, Fault(9, ranks=[2]))
+    options: Any = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "memory_limit": "64KiB"}
+    found = find_max_batch_size(micro_step, lambda size: torch.ones(size, 4), **options)
+    hybrid: Any = fully_shard(nn.Linear(4, 4), mesh=plane)
+    refused = partial(RecoverableStep, model, micro_step, micro_batch_size=2, process_group=other)
+    return {
+        "same bits": same_bits(recovered, told),
+        "events": [(event.ranks, event.before, event.after) for event in events],
+        "world size": found.world_size,
+        "hybrid": Consensus.of(hybrid).ranks,
+        "lacks a rank": _sentence(refused) if rank == 1 else "",
+    }
+
+
+def test_only_the_ranks_that_train_take_part() -> None:
+    _, *trainers = run_on_ranks(_trainers_of_a_larger_program, 3, timeout_s=120)
+    for found in trainers:
+        assert found["same bits"]
+        assert found["events"] == [((2,), 4, 2)]
+        assert found["world size"] == 2
+        assert found["hybrid"] == (1, 2)
+    assert trainers[0]["lacks a rank"] == (
+        "`process_group` must have every rank of the model's mesh ([1, 2]), but has [0, 1] instead."
+    )
+
+
+# ---- the page
+
+
+def _page_prints(*_: int) -> str:
+    """What the first program of the page prints."""
+    (program, *_rest), printed = blocks(PAGE, "python"), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(program.text, str(program), "exec"), {})
+    return " ".join(printed.getvalue().split())
+
+
+def test_the_program_of_the_page_recovers_on_one_device_and_prints_what_the_page_says() -> None:
+    assert run_alone(_page_prints) == " ".join(blocks(PAGE, "text")[0].text.split())
+
+
+def test_the_program_of_the_page_recovers_on_two_ranks() -> None:
+    for printed in run_on_ranks(_page_prints, 2):
+        assert re.search(r"micro-batch (\d+) -> (\d+) samples: in step 1 .* micro-batches of \2 samples$", printed)

@@ -1,0 +1,324 @@
+"""When any rank runs out of memory at any operation of a step, no rank hangs, and the result is still right."""
+
+import logging
+from functools import partial
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from benchmarks.support.ranks import DEVICE, run_on_ranks
+from tests.support.recovery_trials import CPU, ROWS, Case, Tally, Trials, every
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.ledger import CollectiveInDoubtError, Ledger
+from torchtune_adaptive.engine.memory.phases import Phases
+from torchtune_adaptive.engine.recovery.attempts import Attempt, MemoryPressure, Recovery
+from torchtune_adaptive.engine.recovery.rehearsal import rehearse
+from torchtune_adaptive.engine.recovery.watch import PressureWatch
+from torchtune_adaptive.testing import Fault
+
+CASES = [
+    Case(),
+    Case(checkpointing=True, accumulation=2),
+    Case(reshard_after_forward=False, lora=True),
+    Case(checkpointing=True, bf16=True, lora=True),
+]
+RESETS_ITSELF = hasattr(FSDPModule, "reset_iter_state")
+GRID = [
+    Case(reshard, checkpointing=checkpointing, accumulation=accumulation, lora=lora, bf16=bf16, layers=1)
+    for reshard, checkpointing, accumulation, lora, bf16 in product(
+        (True, False), (False, True), (1, 2), (False, True), (False, True)
+    )
+]
+
+
+def _tallies(case: Case, patterns: str, stride: int, *kinds: Any) -> dict[str, Tally]:
+    """A fault at every ``stride``-th place, for each of ``patterns`` and ``kinds``, in alternating micro-steps."""
+    trials = Trials(case)
+    tallies = {}
+    for kind, micro_step, pattern in product(kinds or ["operation"], range(case.accumulation), patterns.split()):
+        points = every(trials.operations(micro_step, kind=kind), pattern, stride)[micro_step :: case.accumulation]
+        tallies[f"{case}, {kind}, micro-step {micro_step}, {pattern}"] = trials.tally(points, micro_step, kind=kind)
+    return tallies
+
+
+def _assert_clean(ranks: list[dict[str, Tally]], *, points: int) -> None:
+    print("\n".join(f"{name}: {tally.points} points, {tally.struck} struck" for name, tally in ranks[0].items()))
+    for tallies in ranks:
+        assert {name: tally for name, tally in tallies.items() if not tally.is_clean} == {}
+        assert all(tally.struck == tally.points for tally in tallies.values())
+    assert sum(tally.points for tally in ranks[0].values()) >= points
+
+
+# ---- two ranks
+
+
+def _a_few_faults(rank: int) -> dict[str, Tally]:
+    tallies = {}
+    for case in CASES:
+        tallies |= _tallies(case, "turns", 149)
+    return (
+        tallies
+        | _tallies(CASES[0], "turns", 13, "storage growth")
+        | _tallies(CASES[0], "turns", 1, "all-gather allocation")
+    )
+
+
+def test_whichever_operation_fails_the_result_is_that_of_a_run_with_the_smaller_micro_batches() -> None:
+    _assert_clean(run_on_ranks(_a_few_faults, 2), points=40 if DEVICE == "cpu" else 39)
+
+
+def _without_parts(rank: int) -> dict[str, Any]:
+    """The same faults with a part of recovery disabled. The faults that break the process group come last."""
+    trials = Trials(Case())
+    points = every(trials.operations(0), "0", 29)
+
+    def as_documented(model: Any) -> None:
+        model.reset_iter_state()
+        trials.optimizer.zero_grad(set_to_none=True)
+
+    tally = Tally()
+    if RESETS_ITSELF:
+        with mock.patch("torchtune_adaptive.engine.recovery.attempts.reset_after_failure", as_documented):
+            tally = trials.tally(points)
+    drifted = _drifted()
+    hung = [_hangs(place) for place in (5, 400, 700)]  # in forward, in the loss, in backward
+    return {"hung": hung, "by reset_iter_state alone": tally, "drifted": drifted}
+
+
+def _hangs(place: int) -> bool:
+    """Whether this rank hangs waiting for rank 0, which has failed and issues no more collectives."""
+    trials = Trials(Case(timeout_s=2.0))
+    with mock.patch.object(Ledger, "replay_rest"):
+        try:
+            trials.attempt(trials.windows[0], ROWS, {0: Fault(place, ranks=[0])})
+        except RuntimeError as error:
+            trials.consensus.max_over_ranks(MemoryPressure.NONE)  # the failed rank waits for this
+            return "imed out" in str(error)
+    return False
+
+
+def _drifted() -> list[str]:
+    """A model whose collectives change after the rehearsal, and then an error at the same place on both ranks."""
+    trials = Trials(Case())
+    assert trials.recovery
+    trials.model.set_reshard_after_forward(False)
+    logged = []
+    with mock.patch.object(logging.Logger, "warning", lambda logger, text: logged.append(text)):
+        for _ in range(2):
+            trials.attempt(trials.windows[0], ROWS, {})
+        try:
+            trials.attempt(trials.windows[0], ROWS, {0: Fault(5)})
+        except CollectiveInDoubtError as error:
+            logged.append(str(error))
+    return logged
+
+
+@pytest.fixture(scope="module")
+def without_parts() -> list[dict[str, Any]]:
+    return run_on_ranks(_without_parts, 2)
+
+
+def test_without_the_replay_the_peers_hang(without_parts: list[dict[str, Any]]) -> None:
+    assert without_parts[1]["hung"] == [True, True, True]
+
+
+@pytest.mark.skipif(not RESETS_ITSELF, reason="FSDP2 has no `reset_iter_state` before torch 2.13")
+def test_with_reset_iter_state_alone_parameters_are_wrong_and_memory_is_kept(
+    without_parts: list[dict[str, Any]],
+) -> None:
+    tallies = [parts["by reset_iter_state alone"] for parts in without_parts]
+    for tally in tallies:
+        print(f"{tally.struck} faults, {len(tally.wrong)} results wrong, {len(tally.left_behind)} states left behind")
+    assert all(tally.struck > 20 for tally in tallies)
+    assert all(len(tally.wrong) >= 5 for tally in tallies)
+    assert any(tally.left_behind for tally in tallies)
+
+
+def test_a_change_of_collectives_is_logged_once_and_an_error_then_ends_the_run(
+    without_parts: list[dict[str, Any]],
+) -> None:
+    for parts in without_parts:
+        warning, error = parts["drifted"]
+        assert warning == (
+            "Micro-steps no longer issue the collectives of the rehearsal:"
+            " from now on an out-of-memory error ends the run. A likely cause is gradient accumulation by"
+            " `set_requires_gradient_sync(False)`: leave it on, so that every micro-step reduces its gradients."
+        )
+        assert "micro-steps no longer issue the collectives of the rehearsal" in error
+        assert "a fault on purpose" in error
+
+
+# ---- four ranks
+
+
+def _on_four_ranks(rank: int) -> tuple[dict[str, Tally], str]:
+    tallies = (
+        _tallies(Case(), "all 0", 199)
+        | _tallies(Case(hsdp=True, bf16=True), "all turns", 199)
+        | _tallies(Case(reshard_after_forward=2, checkpointing=True), "turns", 199)
+    )
+    return tallies, _fails_after_an_all_reduce(Trials(Case(hsdp=True, layers=1)))
+
+
+def _fails_after_an_all_reduce(trials: Trials) -> str:
+    """The error on this rank when all ranks run out of memory in HSDP's all-reduce, after it was issued."""
+    all_reduce = dist.all_reduce
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        all_reduce(*args, **kwargs)
+        raise torch.OutOfMemoryError("within the all-reduce")
+
+    micro_steps, recovery = [partial(trials.micro_step, trials.windows[0][0])], trials.recovery
+    with mock.patch.object(dist, "all_reduce", failing), pytest.raises(CollectiveInDoubtError) as raised:
+        recovery.attempt(micro_steps, is_thrashing=lambda: False)
+    return str(raised.value)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[tuple[dict[str, Tally], str]]:
+    return run_on_ranks(_on_four_ranks, 4)
+
+
+def test_four_ranks_and_hsdp_recover_too(four_ranks: list[tuple[dict[str, Tally], str]]) -> None:
+    _assert_clean([tallies for tallies, _ in four_ranks], points=16)
+
+
+def test_an_error_within_an_all_reduce_of_hsdp_is_in_doubt(four_ranks: list[tuple[dict[str, Tally], str]]) -> None:
+    for _, sentence in four_ranks:
+        assert "it is unknown whether it was issued" in sentence
+        assert "within the all-reduce" in sentence
+
+
+# ---- memory pressure
+
+
+def _pressures(rank: int) -> list[Attempt[int]]:
+    """Two attempts in which rank 1 is thrashing; in the second one, rank 0 also runs out of memory."""
+    recovery = _alone(nn.Linear(4, 4))
+    micro_step = _fail(torch.OutOfMemoryError("too much")) if rank == 0 else lambda: 1
+    return [
+        recovery.attempt([lambda: 1], is_thrashing=lambda: rank == 1),
+        recovery.attempt([micro_step], is_thrashing=lambda: rank == 1),
+    ]
+
+
+def test_all_ranks_know_the_worst_pressure_and_each_knows_its_own() -> None:
+    none, thrashing, out_of_memory = MemoryPressure
+    assert run_on_ranks(_pressures, 2) == [
+        [Attempt(1, thrashing, none, None), Attempt(None, out_of_memory, out_of_memory, "OutOfMemoryError: too much")],
+        [Attempt(1, thrashing, thrashing, None), Attempt(None, out_of_memory, thrashing, None)],
+    ]
+
+
+# ---- every operation
+
+
+def _everywhere(rank: int, cases: list[Case], patterns: str, stride: int) -> dict[str, Tally]:
+    tallies = {}
+    for case in cases:
+        tallies |= _tallies(case, patterns, stride)
+    return tallies
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_every_operation_of_every_configuration_may_fail(case: Case) -> None:
+    _assert_clean(run_on_ranks(_everywhere, 2, [case], "turns", 1, timeout_s=1200), points=400)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("pattern", ["0", "1", "both"])
+def test_every_operation_may_fail_on_either_rank_and_on_both(pattern: str) -> None:
+    _assert_clean(run_on_ranks(_everywhere, 2, [Case()], pattern, 1, timeout_s=1200), points=800)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", [Case(), Case(hsdp=True), Case(hsdp=True, bf16=True, accumulation=2)], ids=str)
+def test_four_ranks_recover_at_many_operations(case: Case) -> None:
+    _assert_clean(run_on_ranks(_everywhere, 4, [case], "0 all", 13, timeout_s=1200), points=100)
+
+
+# ---- one process
+
+
+def _alone(model: nn.Module, consensus: Consensus | None = None) -> Recovery:
+    rows = [torch.ones(1, 4), torch.ones(2, 4)]
+    micro_steps = [lambda batch=batch: model(batch).sum().backward() for batch in rows]
+    return _rehearsed(model, micro_steps, consensus)
+
+
+def _rehearsed(model: nn.Module, micro_steps: Any, consensus: Consensus | None = None) -> Recovery:
+    watch = PressureWatch(consensus or Consensus(), None, Phases([], None))
+    return rehearse([micro_steps], model=model, device=CPU, watch=watch)
+
+
+def _fail(error: Exception) -> Any:
+    def micro_step() -> Any:
+        raise error
+
+    return micro_step
+
+
+def test_alone_a_later_micro_step_out_of_memory_discards_the_whole_step_and_its_gradients() -> None:
+    model = nn.Linear(4, 4)
+    recovery = _alone(model)
+    ran = []
+
+    def good() -> int:
+        ran.append(1)
+        model(torch.ones(1, 4)).sum().backward()
+        return 1
+
+    micro_steps = [good, _fail(torch.OutOfMemoryError("too much")), good]
+    attempt = recovery.attempt(micro_steps, is_thrashing=lambda: True)
+    assert (attempt.result, attempt.pressure, attempt.own_pressure) == (None, *[MemoryPressure.OUT_OF_MEMORY] * 2)
+    assert attempt.error == "OutOfMemoryError: too much"
+    assert ran == [1]
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("is_even", "micro_steps", "exchanges"), [(True, 1, 1), (True, 3, 1), (False, 1, 1), (False, 3, 2)]
+)
+def test_ranks_exchange_once_or_twice_in_a_step(is_even: bool, micro_steps: int, exchanges: int) -> None:
+    with mock.patch.object(consensus := Consensus(), "begin_max", wraps=consensus.begin_max) as begin_max:
+        recovery = _alone(nn.Linear(4, 4), consensus)
+        begin_max.reset_mock()
+        asked: list[int] = []
+        attempt = recovery.attempt([lambda: 1] * micro_steps, is_thrashing=lambda: not asked.append(1), is_even=is_even)
+    assert (attempt.result, attempt.pressure, attempt.error) == (micro_steps, MemoryPressure.THRASHING, None)
+    assert begin_max.call_count == exchanges
+    assert len(asked) == 1  # each call counts as a step
+
+
+def test_alone_another_error_comes_through() -> None:
+    with pytest.raises(ValueError, match="not of memory"):
+        _alone(nn.Linear(4, 4)).attempt([_fail(ValueError("not of memory"))], is_thrashing=lambda: False)
+
+
+def test_out_of_memory_in_the_collective_library_is_named_and_ends_the_run() -> None:
+    error = RuntimeError("NCCL error in: ProcessGroupNCCL.cpp, Cuda failure 2 'out of memory'")
+    with pytest.raises(CollectiveInDoubtError, match="out of memory inside a collective") as raised:
+        _alone(nn.Linear(4, 4)).attempt([_fail(error)], is_thrashing=lambda: False)
+    assert "Cuda failure 2" in str(raised.value)
+
+
+def test_random_states_and_changing_buffers_are_restored_before_a_step_is_run_again() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.Dropout())
+    micro_steps = [lambda rows=rows: model(torch.randn(rows, 4)).sum().backward() for rows in (2, 3)]
+    before = [buffer.clone() for buffer in model.buffers()]
+    recovery = _rehearsed(model, micro_steps)
+    assert all(map(torch.equal, model.buffers(), before))
+    random_state = torch.get_rng_state()
+    restore = recovery.keep()
+    micro_steps[0]()
+    assert not all(map(torch.equal, model.buffers(), before))
+    restore()
+    assert all(map(torch.equal, model.buffers(), before))
+    assert torch.equal(torch.get_rng_state(), random_state)

@@ -1,0 +1,587 @@
+"""The public function on plain PyTorch loops finds what exhaustive search finds on all ranks and restores all state."""
+
+import gc
+import math
+import random
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.support.ranks import run_on_ranks
+from tests.support.faults import ShardedTrainee, change_fsdp_settings, fsdp_settings, same_bits
+from torchtune_adaptive import InputError, NothingFitsError, SearchResult, find_max_batch_size
+from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.engine.memory.devices import meter_for
+from torchtune_adaptive.engine.memory.meter import device_memory_bytes
+from torchtune_adaptive.engine.search.options import Strategy
+
+CPU = torch.device("cpu")
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+MOST_ROWS = 64
+
+
+class Loop:
+    """A training loop: a model, an optimizer, a step and batches."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def make_batch(self, batch_size: int) -> Any:
+        raise NotImplementedError
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def train_step(self, batch: Any) -> None:
+        self.loss(batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def find(self, memory_limit: int | str | None, **options: Any) -> SearchResult:
+        options = {"max_batch_size": MOST_ROWS, "margin": 0.0} | options
+        return find_max_batch_size(
+            self.train_step,
+            self.make_batch,
+            model=self.model,
+            optimizer=self.optimizer,
+            memory_limit=memory_limit,
+            **options,
+        )
+
+    def state(self) -> list[torch.Tensor]:
+        """Everything a search might change, as tensors."""
+        leaves = tree_leaves([self.model.state_dict(), self.optimizer.state_dict()])
+        numbers = [leaf for leaf in leaves if isinstance(leaf, int | float)] + list(random.getstate()[1])
+        tensors = [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return [*tensors, torch.tensor(numbers, dtype=torch.float64), torch.get_rng_state()]
+
+
+class Perceptron(Loop):
+    """A model with dropout, so that steps draw random numbers; Adam's state is created in the first step."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.BatchNorm1d(64), nn.Linear(64, 4))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def make_batch(self, batch_size: int) -> dict[str, torch.Tensor]:
+        return {"inputs": torch.ones(batch_size, 16), "targets": torch.zeros(batch_size, dtype=torch.long)}
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if len(batch["inputs"]) == 1:
+            batch = {name: values.repeat_interleave(2, dim=0) for name, values in batch.items()}  # BatchNorm needs two
+        return F.cross_entropy(self.model(batch["inputs"]), batch["targets"])
+
+
+class Llama(Loop):
+    def __init__(self) -> None:
+        from torchtune.models.llama3_2 import llama3_2
+
+        torch.manual_seed(0)
+        self.model = llama3_2(
+            vocab_size=128,
+            num_layers=2,
+            num_heads=2,
+            num_kv_heads=1,
+            embed_dim=32,
+            max_seq_len=32,
+            intermediate_dim=64,
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
+
+    def make_batch(self, batch_size: int) -> torch.Tensor:
+        return torch.zeros(batch_size, 32, dtype=torch.long)
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.model(batch).reshape(-1, 128), batch.reshape(-1))
+
+
+class Stairs(Loop):
+    """A step that rounds the rows of its batch up to an even number."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(16, 4)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def make_batch(self, batch_size: int) -> int:
+        return batch_size
+
+    def loss(self, batch: int) -> torch.Tensor:
+        inputs = torch.ones(-(-batch // 2) * 2, 16)
+        activations = [self.model(inputs).tanh() for _ in range(4)]
+        return torch.stack([values.sum() for values in activations]).sum()
+
+    def peak(self, batch_size: int) -> int:
+        meter = meter_for(CPU, self.model, [self.optimizer])
+        with meter:
+            self.train_step(batch_size)
+        return meter.peak_bytes
+
+
+def peaks_of(loop: Loop) -> list[int]:
+    """The peak of a step, by number of rows (0 for no rows), once the optimizer has its state."""
+    loop.train_step(loop.make_batch(1))
+    peaks = [0]
+    for batch_size in range(1, MOST_ROWS + 1):
+        meter = meter_for(CPU, loop.model, [loop.optimizer])
+        batch = loop.make_batch(batch_size)
+        meter.count(batch)
+        with meter:
+            loop.train_step(batch)
+        peaks.append(meter.peak_bytes)
+    return peaks
+
+
+@pytest.fixture(scope="module", params=[Perceptron, Llama])
+def measured(request: pytest.FixtureRequest) -> tuple[type[Loop], list[int]]:
+    """A loop and the peaks of its steps."""
+    return request.param, peaks_of(request.param())
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request: pytest.FixtureRequest) -> Strategy:
+    return request.param
+
+
+# ---- what is found
+
+
+@pytest.mark.parametrize("rows", [1, 5, MOST_ROWS])
+def test_every_strategy_finds_what_exhaustive_search_finds(
+    measured: tuple[type[Loop], list[int]], strategy: Strategy, rows: int
+) -> None:
+    make_loop, peaks = measured
+    for limit_bytes in (peaks[rows], peaks[rows] + 1000):
+        largest = max(size for size in range(MOST_ROWS + 1) if peaks[size] <= limit_bytes)
+        found = make_loop().find(limit_bytes, strategy=strategy)
+        assert found.exact_batch_size == found.batch_size == largest
+
+
+def test_linear_extrapolation_takes_three_probes_and_no_failure(measured: tuple[type[Loop], list[int]]) -> None:
+    make_loop, peaks = measured
+    found = make_loop().find(peaks[47], strategy="linear_extrapolation")
+    assert [(probe.batch_size, probe.fits) for probe in found.probes] == [(2, True), (3, True), (47, True)]
+
+
+def test_probes_show_which_sizes_were_tried_and_their_peaks(
+    measured: tuple[type[Loop], list[int]], strategy: Strategy
+) -> None:
+    make_loop, peaks = measured
+    limit_bytes = peaks[20] + 10
+    found = make_loop().find(limit_bytes, strategy=strategy)
+    assert found.exact_batch_size in [probe.batch_size for probe in found.probes if probe.fits]
+    for probe in found.probes:
+        assert probe.fits == (probe.batch_size <= 20)
+        assert probe.seconds > 0
+        if probe.fits:
+            assert probe.peak_bytes == peaks[probe.batch_size]
+            assert list(probe.phase_peak_bytes)[-3:] == ["forward", "backward", "optimizer"]
+            assert max(probe.phase_peak_bytes.values()) == probe.peak_bytes
+        else:
+            assert probe.peak_bytes > limit_bytes
+    assert (found.strategy, found.world_size, found.bound) == (strategy, 1, MOST_ROWS)
+
+
+@pytest.mark.parametrize("margin", [0.05, 0.3])
+def test_the_margin_is_kept_free(measured: tuple[type[Loop], list[int]], strategy: Strategy, margin: float) -> None:
+    make_loop, peaks = measured
+    limit_bytes = math.ceil((peaks[17] + 10) / (1 - margin))
+    found = make_loop().find(limit_bytes, strategy=strategy, margin=margin)
+    assert found.exact_batch_size == 17
+    assert (found.memory_limit_bytes, found.margin) == (limit_bytes, margin)
+
+
+@pytest.mark.parametrize(("rows", "rounded"), [(1, 1), (31, 16), (32, 32)])
+def test_a_power_of_two_is_at_or_below_what_fits_and_has_been_tried(
+    measured: tuple[type[Loop], list[int]], strategy: Strategy, rows: int, rounded: int
+) -> None:
+    make_loop, peaks = measured
+    found = make_loop().find(peaks[rows], strategy=strategy, power_of_two=True)
+    assert (found.exact_batch_size, found.batch_size) == (rows, rounded)
+    assert rounded in [probe.batch_size for probe in found.probes if probe.fits]
+
+
+def test_the_bound_is_found_where_everything_fits(strategy: Strategy) -> None:
+    found = Perceptron().find("1GiB", strategy=strategy, max_batch_size=37)
+    assert found.exact_batch_size == found.bound == 37
+
+
+def test_a_step_whose_memory_does_not_grow_ends_the_search(strategy: Strategy) -> None:
+    loop = Perceptron()
+    loop.make_batch = lambda batch_size: Perceptron().make_batch(2)
+    assert loop.find("1GiB", strategy=strategy, max_batch_size=1000).exact_batch_size == 1000
+
+
+@pytest.mark.parametrize("strategy", ["linear_extrapolation", "binary_search"])
+def test_without_a_bound_only_memory_limits_the_search(
+    measured: tuple[type[Loop], list[int]], strategy: Strategy
+) -> None:
+    make_loop, peaks = measured
+    assert make_loop().find(peaks[50], strategy=strategy, max_batch_size=None).exact_batch_size == 50
+
+
+@pytest.mark.parametrize("limit_bytes", [5_000, 10_000, 14_000])
+def test_a_step_that_rounds_its_rows_up_is_searched_exactly(strategy: Strategy, limit_bytes: int) -> None:
+    """Memory is a staircase: two small steps make it look twice as steep as it is."""
+    stairs = Stairs()
+    largest = max(size for size in range(1, 101) if stairs.peak(size) <= limit_bytes)
+    assert 10 < largest < 100
+    assert stairs.find(limit_bytes, strategy=strategy, max_batch_size=100).exact_batch_size == largest
+
+
+def test_a_model_that_cannot_train_on_one_row_can_be_searched() -> None:
+    loop = Perceptron()
+    loop.loss = lambda batch: F.cross_entropy(loop.model(batch["inputs"]), batch["targets"])
+    assert loop.find("1GiB").exact_batch_size == MOST_ROWS
+
+
+# ---- state is restored
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
+def test_a_search_restores_all_state(measured: tuple[type[Loop], list[int]], strategy: Strategy, warm: bool) -> None:
+    make_loop, peaks = measured
+    loop = make_loop()
+    if warm:
+        loop.train_step(loop.make_batch(2))
+    before = loop.state()
+    found = loop.find(peaks[40], strategy=strategy)
+    assert found.exact_batch_size == 40
+    assert same_bits(loop.state(), before)
+    assert all(parameter.grad is None for parameter in loop.model.parameters())
+    assert hooks_of(loop) == 0
+
+
+@pytest.mark.parametrize("place", ["train_step", "make_batch"])
+def test_another_error_is_raised_and_all_state_is_restored(strategy: Strategy, place: str) -> None:
+    loop = Perceptron()
+    before = loop.state()
+    resize = torch.UntypedStorage.resize_
+    attempts: list[Any] = []
+    works = getattr(loop, place)
+
+    def break_down(argument: Any) -> Any:
+        attempts.append(argument)
+        if len(attempts) == 2:
+            loop.loss(Perceptron().make_batch(2)).backward()
+            raise ValueError("the user's own mistake")
+        return works(argument)
+
+    setattr(loop, place, break_down)
+    with pytest.raises(ValueError, match="the user's own mistake"):
+        loop.find("1GiB", strategy=strategy)
+    assert same_bits(loop.state(), before)
+    assert all(parameter.grad is None for parameter in loop.model.parameters())
+    assert hooks_of(loop) == 0
+    assert torch.UntypedStorage.resize_ is resize
+
+
+def hooks_of(loop: Loop) -> int:
+    hooks: list[dict[int, Any]] = [loop.model._forward_hooks, loop.model._forward_pre_hooks]
+    return sum(len(registered) for registered in [*hooks, loop.optimizer._optimizer_step_pre_hooks])
+
+
+# ---- what is refused
+
+
+def test_if_nothing_fits_the_error_has_the_figures(measured: tuple[type[Loop], list[int]], strategy: Strategy) -> None:
+    make_loop, peaks = measured
+    loop = make_loop()
+    before = loop.state()
+    with pytest.raises(NothingFitsError) as caught:
+        loop.find(peaks[1] // 2, strategy=strategy, margin=0.5)
+    assert "not even one row fits: its step ran out of memory at" in str(caught.value)
+    assert f"{peaks[1] // 4 / 1024:.1f} KiB usable (limit {peaks[1] // 2 / 1024:.1f} KiB, margin 0.5)" in (
+        str(caught.value)
+    )
+    assert "\n" not in str(caught.value)
+    assert same_bits(loop.state(), before)
+
+
+def test_nothing_fits_one_byte_below_the_smallest_step(
+    measured: tuple[type[Loop], list[int]], strategy: Strategy
+) -> None:
+    make_loop, peaks = measured
+    with pytest.raises(NothingFitsError):
+        make_loop().find(peaks[1] - 1, strategy=strategy)
+
+
+# The sentences of options that are also keys of a config are compared in tests/test_settings.py.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown strategy": ({"strategy": "binary"}, "`strategy` must"),
+    "margin 1": ({"margin": 1.0}, "`margin` must"),
+    "limit unreadable": ({"memory_limit": "80 gigs"}, "`memory_limit` must be a size .*, but is '80 gigs' instead"),
+    "limit missing on the CPU": ({"memory_limit": None}, "`memory_limit` must be given for a search on the CPU"),
+    "limit above the device": (
+        {"memory_limit": device_memory_bytes(CPU) + 1},
+        "`memory_limit` must be at most what the device has",
+    ),
+    "bound 0": ({"max_batch_size": 0}, "`max_batch_size` must"),
+    "no bound to decrease from": (
+        {"strategy": "decrease_until_oom", "max_batch_size": None},
+        "`max_batch_size` must be a number for strategy 'decrease_until_oom', but is None instead",
+    ),
+    "power_of_two a number": ({"power_of_two": 1}, "`power_of_two` must"),
+}
+
+
+@pytest.mark.parametrize(("options", "sentence"), REFUSED.values(), ids=list(REFUSED))
+def test_bad_arguments_are_refused_before_any_step(options: dict[str, Any], sentence: str) -> None:
+    loop = Perceptron()
+    steps: list[Any] = []
+    loop.train_step = lambda batch: steps.append(batch)
+    with pytest.raises(InputError, match=sentence):
+        loop.find(**({"memory_limit": "1MiB"} | options))
+    assert steps == []
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    loop = Perceptron()
+    loop.model = nn.Identity()
+    with pytest.raises(InputError, match="`model` must have parameters, but has none"):
+        loop.find("1MiB")
+
+
+# ---- on two ranks
+
+
+def sharded_find(rank: int, trainee: ShardedTrainee, limit_bytes: int, **options: Any) -> SearchResult:
+    return find_max_batch_size(
+        trainee.train,
+        trainee.batch,
+        model=trainee.model,
+        optimizer=trainee.optimizer,
+        memory_limit=limit_bytes,
+        margin=0.0,
+        **options,
+    )
+
+
+def on_unequal_ranks(rank: int, limits: tuple[int, int]) -> dict[str, Any]:
+    """What every strategy finds if rank 1 has less memory, and the peaks of all steps on this rank."""
+    trainee = ShardedTrainee(warm_steps=0)
+    before = trainee.state()
+    found: dict[str, Any] = {}
+    for strategy in STRATEGIES:
+        result = sharded_find(rank, trainee, limits[rank], strategy=strategy, max_batch_size=MOST_ROWS)
+        found[strategy] = (result, same_bits(trainee.state(), before))
+    outcomes: list[str] = []
+    for limit_bytes in ((limits[0], 100), (100, limits[1])):
+        try:
+            sharded_find(rank, trainee, limit_bytes[rank])
+        except NothingFitsError as error:
+            outcomes.append(str(error))
+    found["nothing fits on one rank"] = outcomes
+    found["settings"] = fails_while_settings_are_changed()
+    found["failing on rank 1"] = fails_on_rank_1(rank, trainee, limits[rank])
+    found["without a trace"] = same_bits(trainee.state(), before)
+    trainee.step()
+    peaks = [0]
+    for batch_size in range(1, MOST_ROWS + 1):
+        meter = meter_for(CPU, trainee.model, [trainee.optimizer])
+        assert isinstance(meter, CpuMeter)
+        batch = trainee.batch(batch_size)
+        meter.count(batch)
+        with meter:
+            trainee.train(batch)
+        peaks.append(meter.peak_bytes)
+    found["peaks"] = peaks
+    return found
+
+
+def fails_while_settings_are_changed() -> list[Any]:
+    """FSDP2's settings after each forward pass of a search whose large steps leave them changed, and at its end."""
+    trainee, found = ShardedTrainee(warm_steps=0), []
+
+    def train(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        trainee.train(batch)
+        found.append(fsdp_settings(trainee.model))
+        if len(batch[0]) > 4:
+            change_fsdp_settings(trainee.model)
+            raise torch.OutOfMemoryError("on purpose")
+
+    options: Any = {"memory_limit": "1MiB", "strategy": "binary_search"}
+    find_max_batch_size(train, trainee.batch, model=trainee.model, optimizer=trainee.optimizer, **options)
+    return [*found, fsdp_settings(trainee.model)]
+
+
+def fails_on_rank_1(rank: int, trainee: ShardedTrainee, limit_bytes: int) -> str:
+    """Search with a train step that fails on rank 1 alone, at the third batch; returns the error."""
+    train: Callable[[Any], Any] = trainee.train
+    batches: list[Any] = []
+
+    def break_down(batch: Any) -> Any:
+        batches.append(batch)
+        if rank == 1 and len(batches) == 3:
+            raise ValueError("the user's own mistake")
+        return train(batch)
+
+    trainee.train = break_down
+    try:
+        sharded_find(rank, trainee, limit_bytes)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        trainee.train = train
+    return "found"
+
+
+LIMITS = (28_000, 18_000)
+
+
+@pytest.fixture(scope="module")
+def on_ranks() -> list[dict[str, Any]]:
+    return run_on_ranks(on_unequal_ranks, 2, LIMITS)
+
+
+def test_both_ranks_find_the_maximum_of_the_rank_with_less_memory(on_ranks: list[dict[str, Any]]) -> None:
+    peaks = on_ranks[1]["peaks"]
+    largest = max(size for size in range(len(peaks)) if peaks[size] <= LIMITS[1])
+    assert 10 < largest < 100
+    assert on_ranks[0]["peaks"][largest + 1] <= LIMITS[0]  # rank 0 alone would find more
+    for strategy in STRATEGIES:
+        assert [ranks[strategy][0].exact_batch_size for ranks in on_ranks] == [largest, largest]
+
+
+def test_a_search_on_ranks_restores_all_state(on_ranks: list[dict[str, Any]]) -> None:
+    assert all(ranks[strategy][1] for ranks in on_ranks for strategy in STRATEGIES)
+    assert all(ranks["without a trace"] for ranks in on_ranks)
+
+
+def test_ranks_try_the_same_sizes_and_each_sees_its_own_peak(on_ranks: list[dict[str, Any]]) -> None:
+    for strategy in STRATEGIES:
+        results = [ranks[strategy][0] for ranks in on_ranks]
+        tried = [[(probe.batch_size, probe.fits) for probe in result.probes] for result in results]
+        assert tried[0] == tried[1]
+        assert [result.memory_limit_bytes for result in results] == [min(LIMITS)] * 2
+        for ranks, result in zip(on_ranks, results, strict=True):
+            fitting = [probe for probe in result.probes if probe.fits]
+            assert [probe.peak_bytes for probe in fitting] == [ranks["peaks"][probe.batch_size] for probe in fitting]
+
+
+def test_nothing_fits_on_any_rank_if_nothing_fits_on_one(on_ranks: list[dict[str, Any]]) -> None:
+    for ranks in on_ranks:
+        assert len(ranks["nothing fits on one rank"]) == 2
+        assert all("not even one row fits" in text for text in ranks["nothing fits on one rank"])
+        assert all("of 100 B usable (limit 100 B, margin 0)" in text for text in ranks["nothing fits on one rank"])
+
+
+def test_settings_of_fsdp_that_a_failed_step_has_changed_are_restored(on_ranks: list[dict[str, Any]]) -> None:
+    for ranks in on_ranks:
+        first, *rest = ranks["settings"]
+        assert len(rest) > 4
+        assert rest == [first] * len(rest)
+
+
+def test_an_error_on_one_rank_ends_the_search_on_all(on_ranks: list[dict[str, Any]]) -> None:
+    assert on_ranks[1]["failing on rank 1"] == "ValueError: the user's own mistake"
+    assert on_ranks[0]["failing on rank 1"].startswith("RuntimeError: another rank failed during a probe")
+
+
+# ---- faults during a search
+
+
+@pytest.mark.parametrize("share", [1.1, 1.6, 2.3, 2.6, 3.0, 3.5, 4.1])
+def test_out_of_memory_while_the_optimizer_creates_its_state_means_that_nothing_fits(share: float) -> None:
+    """AdamW takes a state that is only partly created for a complete one."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train_step(batch: torch.Tensor) -> None:
+        model(batch).square().sum().backward()
+        optimizer.step()
+
+    limit_bytes = int(share * sum(parameter.nbytes for parameter in model.parameters()))
+    with pytest.raises(NothingFitsError):
+        find_max_batch_size(
+            train_step, lambda n: torch.ones(n, 64), model=model, optimizer=optimizer, memory_limit=limit_bytes
+        )
+    assert len(optimizer.state) == 0
+
+
+def test_one_row_is_found_if_two_rows_fail_while_the_state_is_created() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    held: list[torch.Tensor] = []
+
+    def train_step(batch: torch.Tensor) -> None:
+        held.clear()
+        model(batch).square().sum().backward()
+        held.append(torch.zeros(len(batch), 1000))  # 4000 bytes a row, while the optimizer makes its state
+        optimizer.step()
+        held.clear()
+
+    found = find_max_batch_size(
+        train_step,
+        lambda n: torch.ones(n, 8),
+        model=model,
+        optimizer=optimizer,
+        memory_limit=4 * sum(parameter.nbytes for parameter in model.parameters()) + 4000 + 2000,
+        margin=0.0,
+        max_batch_size=4,
+        strategy="binary_search",
+    )
+    assert found.exact_batch_size == 1
+
+
+def test_a_first_step_at_a_size_with_other_operations_does_not_prevent_the_forecast() -> None:
+    """As with compilation: the small sizes are run once more, and a forecast is made."""
+    loop = Perceptron()
+    seen: set[int] = set()
+    train_step = loop.train_step
+
+    def tuning_step(batch: dict[str, torch.Tensor]) -> None:
+        size = len(batch["inputs"])
+        if size == 3 and size not in seen:
+            torch.zeros(1).add(1)
+        seen.add(size)
+        train_step(batch)
+
+    loop.train_step = tuning_step
+    found = loop.find("1MiB", strategy="linear_extrapolation")
+    assert [probe.batch_size for probe in found.probes[:4]] == [2, 3, 2, 3]
+    assert len(found.probes) <= 6
+    assert all(probe.fits for probe in found.probes)
+
+
+def test_steps_that_always_run_different_operations_are_searched_without_a_forecast_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop = Perceptron()
+    train_step = loop.train_step
+
+    def step_with_an_operation_per_row(batch: dict[str, torch.Tensor]) -> None:
+        for row in batch["inputs"]:
+            row.sum()
+        train_step(batch)
+
+    loop.train_step = step_with_an_operation_per_row
+    found = loop.find("64KiB", strategy="linear_extrapolation")
+    assert [probe.batch_size for probe in found.probes[:5]] == [2, 3, 2, 3, 6]
+    assert found.exact_batch_size == loop.find("64KiB", strategy="binary_search").exact_batch_size > 6
+    assert caplog.text.count("ran different operations: no forecast, the search doubles and bisects") == 1
+
+
+def test_probes_look_for_garbage_only_among_their_own_objects() -> None:
+    frozen: list[int] = []
+
+    class Watching(Perceptron):
+        def train_step(self, batch: Any) -> None:
+            frozen.append(gc.get_freeze_count())
+            super().train_step(batch)
+
+    gc.unfreeze()
+    gc.collect()
+    frozen_by_python = gc.get_freeze_count()  # its immortal objects in 3.12, else none
+    try:
+        Watching().find("1MiB")
+        assert min(frozen) > 10_000
+        assert gc.get_freeze_count() == frozen_by_python
+    finally:
+        gc.freeze()  # as other tests expect

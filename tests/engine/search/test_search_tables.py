@@ -1,0 +1,114 @@
+"""The tables and the summary of a search: columns align, missing figures are blank, and conditions are named."""
+
+from typing import Any
+
+from torchtune_adaptive.engine.search.strategies import Probe, SearchResult
+from torchtune_adaptive.engine.search.tables import length_table, probe_table, rate_table, summary
+
+PROBES = (
+    Probe(
+        batch_size=2,
+        fits=True,
+        peak_bytes=3 * 2**20,
+        phase_peak_bytes={"": 10, "forward": 2**20, "backward": 3 * 2**20, "optimizer": 2**21},
+        seconds=0.25,
+    ),
+    Probe(
+        batch_size=1000,
+        fits=False,
+        peak_bytes=123 * 2**20,
+        phase_peak_bytes={"": 10, "forward": 123 * 2**20},
+        seconds=12.0,
+    ),
+)
+
+
+def result_of(**changes: Any) -> SearchResult:
+    figures: dict[str, Any] = {
+        "strategy": "binary_search",
+        "exact_batch_size": 2,
+        "batch_size": 2,
+        "bound": 4096,
+        "memory_limit_bytes": 100 * 2**20,
+        "margin": 0.05,
+        "world_size": 2,
+        "probes": PROBES,
+    }
+    return SearchResult(**(figures | changes))
+
+
+# ---- probes
+
+
+def test_the_columns_of_the_table_align() -> None:
+    header, rule, *rows = probe_table(result_of()).splitlines()
+    assert len(rows) == len(PROBES)
+    assert {len(line) for line in (header, rule, *rows)} == {len(header)}
+    ends = [index for index, (mark, following) in enumerate(zip(rule, rule[1:] + " ", strict=True)) if mark > following]
+    assert len(ends) == 8
+    for line in (header, *rows):
+        assert all(line[index + 1 : index + 3].strip() == "" for index in ends[:-1])  # the gap after each column
+    assert all(header[index] != " " for index in ends)  # right-aligned
+
+
+def test_the_table_has_a_column_for_each_phase_and_the_figures_of_each_probe() -> None:
+    header, _, first, _ = (line.split() for line in probe_table(result_of()).splitlines())
+    assert header == ["batch_size", "forward", "backward", "optimizer", "peak", "usable", "fits", "seconds"]
+    assert first == ["2", "1.0", "MiB", "3.0", "MiB", "2.0", "MiB", "3.0", "MiB", "95.0", "MiB", "yes", "0.25"]
+
+
+def test_a_phase_that_was_not_reached_is_a_blank_cell() -> None:
+    header, _, _, failed = probe_table(result_of()).splitlines()
+    for phase in ("backward", "optimizer"):
+        end = header.index(phase) + len(phase)
+        assert failed[end - 9 : end].strip() == ""
+    assert failed.split() == ["1000", "123.0", "MiB", "123.0", "MiB", "95.0", "MiB", "no", "12.00"]
+
+
+def test_a_phase_that_only_a_later_probe_reached_has_its_column() -> None:
+    table = probe_table(result_of(probes=PROBES[::-1]))
+    header, _, first, second = table.splitlines()
+    assert header.split()[:4] == ["batch_size", "forward", "backward", "optimizer"]
+    assert [first.split()[0], second.split()[0]] == ["1000", "2"]
+
+
+def test_a_table_without_probes_has_only_its_header() -> None:
+    header, rule = probe_table(result_of(probes=())).splitlines()
+    assert header.split() == ["batch_size", "peak", "usable", "fits", "seconds"]
+    assert len(header) == len(rule)
+
+
+# ---- lengths and rates
+
+
+def test_the_table_of_lengths_has_a_line_for_each_probe_with_its_tokens() -> None:
+    header, _, *rows = length_table([(256, PROBES[0]), (16, PROBES[1])]).splitlines()
+    assert header.split() == ["rows", "of", "rows", "tokens", "peak", "fits", "seconds"]
+    assert [row.split() for row in rows] == [
+        ["256", "2", "512", "3.0", "MiB", "yes", "0.25"],
+        ["16", "1000", "16000", "123.0", "MiB", "no", "12.00"],
+    ]
+
+
+def test_the_table_of_rates_is_sorted_by_size_and_marks_the_chosen_one() -> None:
+    header, _, *rows = rate_table({16: 1000.0, 4: 600.4, 8: 985.6}, chosen=8).splitlines()
+    assert header.split() == ["batch_size", "tokens/s", "of", "best", "chosen"]
+    assert [row.split() for row in rows] == [
+        ["4", "600", "60.0%", "-"],
+        ["8", "986", "98.6%", "yes"],
+        ["16", "1000", "100.0%", "-"],
+    ]
+
+
+# ---- the summary
+
+
+def test_the_summary_says_in_one_line_what_was_found_under_which_conditions() -> None:
+    assert summary(result_of(), 128) == (
+        "binary_search: largest batch_size that fits 2, used 2 (rows of 128 tokens, limit 100.0 MiB per rank,"
+        " margin 0.05, 2 ranks, 2 probes, 1 out of memory)"
+    )
+
+
+def test_the_summary_says_if_the_search_was_stopped_by_its_bound() -> None:
+    assert "fits 2, the largest size allowed, used 2" in summary(result_of(bound=2), 128)

@@ -1,0 +1,244 @@
+"""A step of each method, planned with fake tensors, needs exactly the bytes that real steps are metered at."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+from torch import nn
+
+from benchmarks.support.ranks import run_alone, run_on_ranks
+from benchmarks.support.recipe_runs import (
+    SHALLOW,
+    adaptive_recipe,
+    metered_step,
+    set_up,
+    shallow_assets,
+    tiny_config,
+    without_saving,
+)
+from torchtune_adaptive.cli.main import main
+from torchtune_adaptive.engine.search.probe import Prober
+from torchtune_adaptive.engine.search.strategies import Probe
+from torchtune_adaptive.engine.search.workload import Workload
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.step_peaks import StepPeaks, TracedStep
+from torchtune_adaptive.plan.worker import StepTracer, trace_config
+from torchtune_adaptive.training.sizes import probe_batch
+
+SEQ_LEN = 40
+SIZES = (1, 2, 5)
+PHASES = ["forward", "loss", "backward", "clip", "optimizer"]
+ONE_DEVICE, METHODS = ["lora_kd_single"], ["full_dpo"]
+# These are planned like those above, except for some parts. On one rank nothing is sharded, as on one device.
+OTHERS = ["full", "lora", "lora_dpo", "lora_kd", "full_qat", "lora_qat"]
+OTHERS_ON_ONE_DEVICE = ["full_single", "lora_single", "lora_dpo_single"]
+GROUPS = (ONE_DEVICE, METHODS, OTHERS, OTHERS_ON_ONE_DEVICE)
+RARE = [(kind, 2) for kind in OTHERS] + [(kind, 1) for kind in METHODS + OTHERS + OTHERS_ON_ONE_DEVICE]
+CASES: list[Any] = [(kind, 2) for kind in METHODS] + [(kind, 1) for kind in ONE_DEVICE]
+CASES += [pytest.param(*case, marks=pytest.mark.exhaustive) for case in RARE]
+DEEP = {
+    "model__num_layers": 10,
+    "model__embed_dim": 32,
+    "model__intermediate_dim": 64,
+    "gradient_accumulation_steps": 1,
+}
+NO_QAT = "torchtune.training.quantization.Int8DynActInt4WeightQuantizer"
+
+
+def _config(kind: str, tiny_dir: Path, **overrides: Any) -> DictConfig:
+    common = SHALLOW | {
+        "gradient_accumulation_steps": 2,
+        "enable_activation_checkpointing": kind in ("full_dpo", "lora_kd"),
+        "custom_sharded_layers": ["tok_embeddings", "output"],
+        "adaptive": {"oom_recovery": False},
+    }
+    if kind == "lora_kd_single":  # of the stock recipes for distillation, only this one clips
+        common["clip_grad_norm"] = 1.0
+    return tiny_config(kind, tiny_dir, tiny_dir.with_name("planned"), **common | overrides)
+
+
+def _probes(kind: str, tiny_dir: Path) -> list[Probe]:
+    """Real steps of the recipe at ``SIZES``, metered exactly. A collective."""
+    recipe: Any = set_up(without_saving(adaptive_recipe(kind)), _config(kind, tiny_dir))
+    step, meter = metered_step(recipe)
+    workload = Workload(
+        train_step=step,
+        model=nn.ModuleList(recipe.models()),
+        optimizers=recipe.stepping().optimizers,
+        device=recipe._device,
+        meter=meter,
+        consensus=recipe._consensus,
+    )
+    row = recipe.row_format().stretched(recipe.trainer.loader.dataset[0], SEQ_LEN)
+    prober = Prober(workload, lambda rows: probe_batch(row, rows, micro_steps=2), meter=meter, forecasts=False)
+    with meter.exactly(), workload.restored() as restore_optimizers:
+        prober.warm_up(2, after_failure=restore_optimizers)
+        for size in SIZES:
+            prober.fits(size)
+    return prober.probes
+
+
+def _probes_of_all(_: int, kinds: list[str], tiny_dir: Path) -> dict[str, list[Probe]]:
+    return {kind: _probes(kind, tiny_dir) for kind in kinds}
+
+
+def _plans_of_all(_: int, kinds: list[str], ranks: int, tiny_dir: Path) -> dict[str, TracedStep]:
+    return {kind: trace_config(_config(kind, tiny_dir), world_size=ranks, seq_lens=[SEQ_LEN]) for kind in kinds}
+
+
+def _group_of(kind: str) -> int:
+    """The index of the group of kinds that share processes with ``kind``."""
+    return next(place for place, kinds in enumerate(GROUPS) if kind in kinds)
+
+
+@pytest.fixture(scope="module")
+def metered(tiny_dir: Path) -> Any:
+    """A function from kind and number of ranks to the probes of rank 0."""
+    directory = shallow_assets(tiny_dir)
+
+    @functools.cache
+    def probes(group: int, ranks: int) -> dict[str, list[Probe]]:
+        kinds = GROUPS[group]
+        if kinds[0].endswith("_single"):
+            return run_alone(_probes_of_all, 0, kinds, directory)
+        return run_on_ranks(_probes_of_all, ranks, kinds, directory)[0]
+
+    return lambda kind, ranks: probes(_group_of(kind), ranks)[kind]
+
+
+@pytest.fixture(scope="module")
+def planned(tiny_dir: Path) -> Any:
+    """A function from kind and number of ranks to the plan."""
+
+    @functools.cache
+    def plans(group: int, ranks: int) -> dict[str, TracedStep]:
+        return run_on_ranks(_plans_of_all, 1, GROUPS[group], ranks, tiny_dir)[0]
+
+    return lambda kind, ranks: plans(_group_of(kind), ranks)[kind]
+
+
+@pytest.mark.parametrize(("kind", "ranks"), CASES)
+def test_every_phase_of_a_step_needs_what_was_planned_to_the_byte(
+    kind: str, ranks: int, metered: Any, planned: Any
+) -> None:
+    peaks: StepPeaks = planned(kind, ranks).peaks[0]
+    # One rank is planned as one device, where the stock teacher requires gradients, so its projections hold more.
+    excepted = {"forward"} if (kind, ranks) == ("lora_kd", 1) else set()
+    assert [probe.batch_size for probe in metered(kind, ranks)] == list(SIZES)
+    for probe in metered(kind, ranks):
+        phases = peaks.phases(probe.batch_size)
+        assert list(phases) == PHASES
+        assert all(phases[phase] == probe.phase_peak_bytes[phase] for phase in set(PHASES) - excepted)
+        assert all(phases[phase] >= probe.phase_peak_bytes[phase] for phase in excepted)
+        assert peaks.peak_bytes(probe.batch_size) == probe.peak_bytes
+
+
+@pytest.mark.parametrize(("kind", "ranks"), CASES)
+def test_a_reference_and_a_teacher_are_counted_as_frozen_models(kind: str, ranks: int, planned: Any) -> None:
+    step: TracedStep = planned(kind, ranks)
+    frozen, trained = step.num_frozen_parameters, step.num_parameters - step.num_frozen_parameters
+    kinds = [step.peaks[0].moment(2, phase).at(2) for phase in PHASES]
+    if kind == "full_dpo":
+        assert frozen == trained
+        assert all(one["frozen models"] == one["parameters"] for one in kinds)
+    elif kind.startswith("lora_kd"):  # the teacher has more layers
+        assert frozen > trained
+        assert all(one["frozen models"] > one["parameters"] for one in kinds)
+    else:
+        assert frozen == 0
+        assert not any("frozen models" in one for one in kinds)
+
+
+@pytest.mark.parametrize(("kind", "ranks"), CASES)
+def test_a_row_of_dpo_has_two_sequences(kind: str, ranks: int, planned: Any) -> None:
+    assert planned(kind, ranks).sequences == (2 if "dpo" in kind else 1)
+
+
+@pytest.mark.exhaustive
+def test_a_stock_config_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--config", "llama3_1/8B_full_dpo", "--nproc_per_node", "8", "--memory", "H100"]
+    with pytest.raises(SystemExit) as end:
+        main([*words, "--seq-len", "128", "gradient_accumulation_steps=1"])
+    printed = capsys.readouterr().out
+    assert end.value.code == 0
+    assert printed.startswith("llama3_1/8B_full_dpo: 8.03 B parameters in 32 layers")
+    assert printed.splitlines()[0].endswith("; 8.03 B in a frozen model")
+    assert "frozen models" in printed
+
+
+# ---- many layers
+
+DEEPER = ("full_dpo", "full_qat")
+
+
+def _deep_plans(_: int, tiny_dir: Path) -> dict[str, Any]:
+    """Which layers are traced; peaks and figures of the whole models from these layers, and from all."""
+    found: dict[str, Any] = {}
+    for kind in (*DEEPER, "lora_kd"):
+        tracer = StepTracer(_config(kind, tiny_dir, **DEEP), world_size=2)
+        layers = tracer.layers_to_trace(SEQ_LEN)
+        ways = [layers, (tracer.num_layers,)] if kind in DEEPER else []
+        found[kind] = (
+            layers,
+            [
+                (tracer.peaks([SEQ_LEN], one)[0].phases(7), tracer.figures(one), tracer.host_figures(one))
+                for one in ways
+            ],
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def deep_plans(tiny_dir: Path) -> dict[str, Any]:
+    return run_on_ranks(_deep_plans, 1, tiny_dir)[0]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", DEEPER)
+def test_many_layers_are_planned_from_few(kind: str, deep_plans: Any) -> None:
+    layers, (from_few, whole) = deep_plans[kind]
+    assert layers == (4, 6)
+    assert from_few == whole
+
+
+@pytest.mark.exhaustive
+def test_models_of_different_depths_are_traced_whole(deep_plans: Any) -> None:
+    assert deep_plans["lora_kd"] == ((10,), [])
+
+
+# ---- what is refused
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "`kd_loss` must have as many chunks as `loss` (8), but has 3 instead.": (
+        "lora_kd",
+        {"kd_loss__num_output_chunks": 3},
+    ),
+    "`teacher_model` must be a text model": (
+        "lora_kd",
+        {"teacher_model": {"_component_": "tests.support.fake_models.of_images"}},
+    ),
+    "Rows must have at most the model's max_seq_len (32 tokens), but have 40.": (
+        "lora_kd",
+        {"teacher_model__max_seq_len": 32},
+    ),
+    "`optimizer_in_bwd` must be False": ("full_dpo", {"optimizer_in_bwd": True}),
+    "The config must be one that its recipe can set up": ("full_qat", {"quantizer": {"_component_": NO_QAT}}),
+}
+
+
+def _refusals(_: int, tiny_dir: Path) -> list[str]:
+    said = []
+    for kind, overrides in REFUSED.values():
+        try:
+            trace_config(_config(kind, tiny_dir, **overrides), world_size=1, seq_lens=[SEQ_LEN])
+        except InputError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_config_that_cannot_be_planned_is_refused_with_the_reason(tiny_dir: Path) -> None:
+    said = run_on_ranks(_refusals, 1, tiny_dir)[0]
+    assert len(said) == len(REFUSED)
+    assert all(one.startswith(sentence) for one, sentence in zip(said, REFUSED, strict=True)), said

@@ -1,0 +1,244 @@
+"""PPO: the sizes found are those that fit in a metered run of torchtune's own loop, and nothing else changes."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torchtune.modules import KVCache, attention
+
+from benchmarks.support.ppo_runs import (
+    ANSWERS_PER_STEP,
+    LIMIT_BYTES,
+    PROMPT_TOKENS,
+    logged_steps,
+    ppo_assets,
+    ppo_config,
+)
+from benchmarks.support.ranks import run_alone
+from benchmarks.support.recipe_runs import local_parameters, same_bits
+from tests.support.run_logs import events_in
+from torchtune_adaptive.engine.memory.devices import meter_for
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.ppo import recipe as ppo
+from torchtune_adaptive.settings import STRATEGIES
+
+SEARCHING = {"use_maximum_batch_size": True, "adaptive": {"memory_limit": LIMIT_BYTES, "margin": 0.0}}
+# torchtune cuts texts to one token less than the tokenizer's length, and keeps the labels with the prompts.
+TOKEN_BYTES, LABEL_BYTES = 20_000 * ANSWERS_PER_STEP, 8 * ANSWERS_PER_STEP * PROMPT_TOKENS
+
+
+def _recipe(cfg: DictConfig, *, stock: bool = False) -> Any:
+    recipe = (ppo.StockRecipe if stock else ppo.AdaptivePPOFullFinetuneRecipeSingleDevice)(cfg)
+    recipe.save_checkpoint = lambda *_, **__: None
+    recipe.setup(cfg)
+    return recipe
+
+
+def _models(recipe: Any) -> nn.ModuleList:
+    return nn.ModuleList([recipe._policy_model, recipe._value_model, recipe._ref_policy_model, recipe._reward_model])
+
+
+def _told(generated: int, trained: int) -> dict[str, int]:
+    """The keys of torchtune that set the sizes that a search would find."""
+    return {"forward_batch_size": generated, "gradient_accumulation_steps": ANSWERS_PER_STEP // trained}
+
+
+def _peak_bytes(cfg: DictConfig) -> int:
+    """The metered peak of torchtune's own loop."""
+    recipe = _recipe(cfg, stock=True)
+    meter = meter_for(recipe._device, _models(recipe), [recipe._optimizer])
+    meter.reset()
+    with meter:
+        recipe.train()
+    return meter.peak_bytes
+
+
+def _trained(cfg: DictConfig, *, stock: bool = False) -> tuple[list[dict[str, float]], dict[str, Any], tuple[int, int]]:
+    """What was logged, the weights of all four models, and the sizes used."""
+    recipe = _recipe(cfg, stock=stock)
+    recipe.train()
+    sizes = recipe._forward_batch_size, recipe._ppo_backward_batch_size
+    return logged_steps(), local_parameters(_models(recipe)), sizes
+
+
+def _search(assets: Path, output_dir: Path, strategies: tuple[str, ...]) -> dict[str, Any]:
+    found = {}
+    for strategy in strategies:
+        _recipe(ppo_config(assets, output_dir, **SEARCHING, adaptive__strategy=strategy))
+        searches = {one["of"]: one for one in events_in(output_dir, "search")}
+        sizes = {name: size for one in searches.values() for name, size in one["chosen"].items()}
+        found[strategy] = sizes | {"searches": searches}
+    steps, parameters, sizes = _trained(ppo_config(assets, output_dir, **SEARCHING))
+    told_steps, told_parameters, _ = _trained(ppo_config(assets, output_dir, **_told(6, 2)), stock=True)
+    peaks = {told: _peak_bytes(ppo_config(assets, output_dir, **_told(*told))) for told in ((12, 1), (1, 2), (1, 3))}
+    return {
+        "found": found,
+        "used": sizes,
+        "steps": (steps, told_steps),
+        "parameters equal": same_bits(parameters, told_parameters),
+        "peaks": peaks,
+    }
+
+
+@pytest.fixture(scope="module")
+def assets(tiny_dir: Path) -> Path:
+    return ppo_assets(tiny_dir)
+
+
+@pytest.fixture(scope="module")
+def searched(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_alone(_search, assets, tmp_path_factory.mktemp("ppo"), ("binary_search",))
+
+
+def test_a_search_finds_what_torchtunes_own_loop_fits(searched: dict[str, Any]) -> None:
+    _check_sizes(searched)
+    probes = searched["found"]["binary_search"]["searches"]["trained"]["probes"]
+    (probe_bytes,) = [probe["peak_bytes"] for probe in probes if probe["batch_size"] == 2]
+    assert -LABEL_BYTES <= probe_bytes - searched["peaks"][1, 2] <= TOKEN_BYTES
+    assert searched["peaks"][1, 2] <= LIMIT_BYTES < searched["peaks"][1, 3]
+    assert searched["peaks"][12, 1] > LIMIT_BYTES
+
+
+def _check_sizes(searched: dict[str, Any]) -> None:
+    for report in searched["found"].values():
+        assert {key: report[key] for key in _told(6, 2)} == _told(6, 2)
+
+
+@pytest.mark.exhaustive
+def test_every_strategy_finds_the_same_sizes(assets: Path, tmp_path: Path) -> None:
+    found = run_alone(_search, assets, tmp_path, STRATEGIES)
+    assert list(found["found"]) == list(STRATEGIES)
+    _check_sizes(found)
+
+
+def test_a_search_restores_all_state_and_training_equals_the_stock_recipe_with_those_sizes(
+    searched: dict[str, Any],
+) -> None:
+    assert searched["used"] == (6, 2)
+    steps, told = searched["steps"]
+    assert len(told) == 2
+    assert steps == told
+    assert searched["parameters equal"]
+
+
+def _search_in_backward(assets: Path, output_dir: Path) -> dict[str, Any]:
+    options = {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1}
+    roomy = SEARCHING | {"adaptive": {"memory_limit": "64MiB"}}
+    steps, parameters, sizes = _trained(ppo_config(assets, output_dir, **options, **roomy))
+    told_steps, told_parameters, _ = _trained(
+        ppo_config(assets, output_dir, **options, forward_batch_size=12), stock=True
+    )
+    cfg = ppo_config(assets, output_dir, **options, **SEARCHING)
+    refusing = ppo.AdaptivePPOFullFinetuneRecipeSingleDevice(cfg)
+    with pytest.raises(InputError) as refused:
+        refusing.setup(cfg)
+    recipe = _recipe(ppo_config(assets, output_dir, **options))
+    trained = [*recipe._policy_model.parameters(), *recipe._value_model.parameters()]
+    return {
+        "saved": (len(recipe._optim_ckpt_wrapper.state_dict()), len(trained)),
+        "used": sizes,
+        "steps": (steps, told_steps),
+        "parameters equal": same_bits(parameters, told_parameters),
+        "refused": str(refused.value),
+        "sizes after the refusal": (refusing._forward_batch_size, refusing._ppo_backward_batch_size),
+    }
+
+
+def test_optimizers_that_step_in_backward_are_restored_and_need_a_step_that_fits_at_once(
+    assets: Path, tmp_path: Path
+) -> None:
+    found = run_alone(_search_in_backward, assets, tmp_path)
+    assert found["used"] == (12, 12)
+    assert found["saved"] == (42, 42)
+    steps, told = found["steps"]
+    assert steps == told
+    assert found["parameters equal"]
+    assert found["refused"] == (
+        "`ppo_batch_size` must be at most 4, which fit at once, if `optimizer_in_bwd` is True, but is 12 instead."
+    )
+    assert found["sizes after the refusal"] == (2, 12)  # those of the config
+
+
+def _out_of_memory_among_caches(assets: Path, output_dir: Path) -> bool:
+    """Whether a turn that ran out of memory while making the second layer's cache left a cache."""
+    recipe = _recipe(ppo_config(assets, output_dir, max_generated_tokens=2))
+    prompts = torch.ones(1, 4, dtype=torch.long)
+    made: list[KVCache] = []
+
+    def cache(*args: Any, **kwargs: Any) -> KVCache:
+        if made:
+            raise torch.OutOfMemoryError("no room for a cache")
+        made.append(KVCache(*args, **kwargs))
+        return made[0]
+
+    with mock.patch.object(attention, "KVCache", cache), pytest.raises(torch.OutOfMemoryError):
+        recipe.generate_trajectory(prompts)
+    was_left = recipe._policy_model.caches_are_setup()
+    recipe._release()
+    recipe._use(1, 1)
+    recipe.generate_trajectory(prompts)  # fails if there is a cache already
+    return was_left
+
+
+def test_a_cache_that_a_failed_turn_left_is_dropped(assets: Path, tmp_path: Path) -> None:
+    assert run_alone(_out_of_memory_among_caches, assets, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("adaptive", "sentence"),
+    [
+        ({"global_batch_size": 8}, "`adaptive.global_batch_size` must be null for PPO, but is 8 instead."),
+        ({"lr_scaling": "sqrt"}, "`adaptive.lr_scaling` must be none for PPO, but is 'sqrt' instead."),
+    ],
+)
+def test_settings_of_the_adaptive_training_loop_are_refused(
+    adaptive: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError) as refused:
+        ppo.AdaptivePPOFullFinetuneRecipeSingleDevice(ppo_config(tmp_path, tmp_path, adaptive=adaptive))
+    assert str(refused.value) == sentence
+
+
+# Keys, values that are refused, and the beginning of the message.
+REFUSED = [
+    ("num_steps", None, "`num_steps` must be an integer, but is None instead."),
+    ("checkpointer__output_dir", "", "`checkpointer.output_dir` must be a folder, but is '' instead."),
+    ("value_checkpointer__output_dir", None, "`value_checkpointer.output_dir` must be a folder, but is None instead."),
+    (
+        "value_checkpointer__output_dir",
+        "${output_dir}/value/..",
+        "`value_checkpointer.output_dir` must differ from the policy's folder, whose checkpoints have the same"
+        " names, but is '",
+    ),
+    ("dataset__split", "train[:4]", "`batch_size` must be at most 4, the prompts of `dataset`, but is 12 instead."),
+    ("dataset__data_files", "/no/such", "`dataset` must be one that can be created, but failed with {"),
+    ("dataset__column", "nope", "`dataset` must have samples, but loading the first one failed: KeyError: 'nope'."),
+    (
+        "policy_model",
+        "x",
+        "The config must be one that its recipe can set up, but failed: ValueError: ",
+    ),
+    ("tokenizer__max_seq_len", "x", "`tokenizer.max_seq_len` must be a number, but is 'x' instead."),
+    ("max_generated_tokens", 1000, "Rows must have at most the model's max_seq_len (512 tokens), but have 1095."),
+]
+
+
+def _refusals(assets: Path, output_dir: Path) -> list[str]:
+    found = []
+    for key, value, _ in REFUSED:
+        with pytest.raises(InputError) as refused:
+            _recipe(ppo_config(assets, output_dir, **{key: value})).train()
+        found.append(str(refused.value))
+    return found
+
+
+def test_values_that_cannot_work_are_refused_in_one_sentence(assets: Path, tmp_path: Path) -> None:
+    found = run_alone(_refusals, assets, tmp_path)
+    assert [text[: len(sentence)] for text, (*_, sentence) in zip(found, REFUSED, strict=True)] == [
+        sentence for *_, sentence in REFUSED
+    ]
+    assert all("\n" not in text and text[-1] == "." for text in found)

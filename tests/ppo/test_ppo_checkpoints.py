@@ -1,0 +1,365 @@
+"""PPO resumes from any checkpoint as if it had never stopped, with both models from the same one."""
+
+import errno
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from benchmarks.support.crash_runs import Case, Reference, Setup, reference_of, strike
+from benchmarks.support.ppo_runs import ANSWERS, LIMIT_BYTES, PROMPT_TOKENS, logged_steps, ppo_assets, ppo_config
+from benchmarks.support.ranks import run_alone
+from benchmarks.support.recipe_runs import RecordingLogger, local_parameters, same_bits
+from tests.support.run_logs import events_in
+from torchtune_adaptive.errors import InputError, RunEnded
+from torchtune_adaptive.ppo import recipe as ppo
+from torchtune_adaptive.training.checkpoints.folder import CheckpointFolder
+from torchtune_adaptive.training.run_state import AdaptiveState
+from torchtune_adaptive.training.signals import STATUS_STOPPED
+
+Recipe: Any = ppo.AdaptivePPOFullFinetuneRecipeSingleDevice
+# An epoch has two turns of four optimizer steps; the run ends after the first turn of the third epoch.
+TURNS = 5
+RUN: dict[str, Any] = {
+    "dataset__split": "train[:28]",
+    "num_steps": TURNS * ANSWERS,
+    "ppo_epochs": 2,
+    "ppo_batch_size": 6,
+    "gradient_accumulation_steps": 2,
+    "max_generated_tokens": 4,
+    "tokenizer__max_seq_len": 24,
+    "forward_batch_size": 6,
+    "resume_from_checkpoint": "auto",
+}
+FINISH = CheckpointFolder.finish
+IN_BACKWARD = {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1}
+
+
+class _KilledError(Exception):
+    """Simulates the sudden end of a process."""
+
+
+@dataclass
+class Outcome:
+    """What a run has logged, its last weights, and the checkpoint that it resumed from."""
+
+    steps: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+    resumed_from: str | None
+    sizes: tuple[int, int]
+
+    def continues_as(self, whole: "Outcome", *, after_turns: int) -> bool:
+        return self.steps == whole.steps[after_turns:] and same_bits(self.weights, whole.weights)
+
+
+def killed_in(turn: int) -> Any:
+    """A recipe that dies in a turn, counted from 0."""
+
+    class Killed(Recipe):
+        def generate_trajectory_batched(self, *args: Any) -> Any:
+            if self._steps_run == turn:
+                raise _KilledError
+            return super().generate_trajectory_batched(*args)
+
+    return Killed
+
+
+def killed_after_epoch(epoch: int, *, policy_is_saved: bool) -> Any:
+    """A recipe that dies after an epoch is saved, or after its value model is saved but before its policy is."""
+
+    class Killed(Recipe):
+        def save_checkpoint(self, saved_epoch: int, is_intermediate_checkpoint: bool = False) -> None:
+            dies = saved_epoch == epoch
+            if dies and not policy_is_saved:
+                with mock.patch.object(self._policy_checkpointer, "save_now", side_effect=_KilledError):
+                    super().save_checkpoint(saved_epoch, is_intermediate_checkpoint)
+            super().save_checkpoint(saved_epoch, is_intermediate_checkpoint)
+            if dies:
+                raise _KilledError
+
+    return Killed
+
+
+def asked_to_end_in(turn: int) -> Any:
+    """A recipe that is asked to end in a turn, as by SIGTERM."""
+
+    class Asked(Recipe):
+        def generate_trajectory_batched(self, *args: Any) -> Any:
+            if self._steps_run == turn:
+                self._stop_request._make(0, None)
+            return super().generate_trajectory_batched(*args)
+
+    return Asked
+
+
+def trained(recipe_class: Any, cfg: DictConfig) -> Outcome:
+    """The outcome of a run, also of one that is killed."""
+    recipe = recipe_class(cfg)
+    recipe.setup(cfg)
+    try:
+        recipe.train()
+    except _KilledError:
+        pass
+    finally:
+        recipe._steps.wait()  # otherwise two runs in this process would write and remove the same files
+        recipe._folder._lock.release()  # as at the end of its process
+    weights = local_parameters(nn.ModuleList([recipe._policy_model, recipe._value_model]))
+    resumed_from = recipe._resumed and recipe._resumed.path.name
+    return Outcome(logged_steps(), weights, resumed_from, (recipe._forward_batch_size, recipe._ppo_backward_batch_size))
+
+
+# ---- runs resume bit for bit
+
+# By name: what ends the run, the run's keys, the checkpoint that it resumes from, and the turns that are in it.
+CASES: dict[str, tuple[Any, dict[str, Any], str, int]] = {
+    "within an epoch": (killed_in(1), {"adaptive__save_every_n_steps": 4}, "step_4", 1),
+    "in the background": (
+        killed_in(3),
+        {"adaptive": {"save_every_n_steps": 4, "save_in_background": True, "keep_last_n_checkpoints": 2}},
+        "step_12",
+        3,
+    ),
+    "a turn after the last checkpoint": (killed_in(3), {"adaptive__save_every_n_steps": 16}, "epoch_0", 2),
+    "at an epoch's end, before it is saved": (
+        killed_after_epoch(1, policy_is_saved=False),
+        {"adaptive__save_every_n_steps": 4},
+        "step_16",
+        4,
+    ),
+    "after an epoch": (killed_after_epoch(1, policy_is_saved=True), {}, "epoch_1", 4),
+    "between the value model and the policy": (killed_after_epoch(1, policy_is_saved=False), {}, "epoch_0", 2),
+}
+LEAST_ALIKE = ["within an epoch", "at an epoch's end, before it is saved", "between the value model and the policy"]
+
+
+def _resumed(assets: Path, output_dir: Path, names: list[str], keys: dict[str, Any]) -> dict[str, Any]:
+    whole = trained(Recipe, ppo_config(assets, output_dir / "whole", **RUN | keys))
+    found = {}
+    for number, name in enumerate(names):
+        killed, saves, *_ = CASES[name]
+        cfg = ppo_config(assets, output_dir / str(number), **RUN | keys | saves)
+        before = trained(killed, cfg)
+        after = trained(Recipe, cfg)
+        turns = TURNS - len(after.steps)
+        found[name] = {
+            "resumed from": after.resumed_from,
+            "turns": turns,
+            "equal": before.steps == whole.steps[: len(before.steps)] and after.continues_as(whole, after_turns=turns),
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def assets(tiny_dir: Path) -> Path:
+    return ppo_assets(tiny_dir)
+
+
+@pytest.fixture(scope="module")
+def resumed(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_alone(_resumed, assets, tmp_path_factory.mktemp("resumed"), LEAST_ALIKE, {})
+
+
+@pytest.mark.parametrize("name", LEAST_ALIKE)
+def test_a_resumed_run_equals_an_uninterrupted_one(resumed: dict[str, Any], name: str) -> None:
+    *_, checkpoint, turns = CASES[name]
+    assert resumed[name] == {"resumed from": checkpoint, "turns": turns, "equal": True}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("keys", [{}, IN_BACKWARD], ids=["step after backward", "step in backward"])
+def test_a_run_resumes_from_every_checkpoint(keys: dict[str, Any], assets: Path, tmp_path: Path) -> None:
+    found = run_alone(_resumed, assets, tmp_path, list(CASES), keys)
+    for name, (*_, checkpoint, turns) in CASES.items():
+        assert found[name] == {"resumed from": checkpoint, "turns": turns, "equal": True}, name
+
+
+def _asked_to_end(assets: Path, output_dir: Path) -> dict[str, Any]:
+    """A run with a search is asked to end, and is resumed, also with more memory."""
+    adaptive: dict[str, Any] = {"memory_limit": LIMIT_BYTES, "margin": 0.0}
+    searched = {**RUN, "num_steps": 2 * ANSWERS, "tokenizer__max_seq_len": PROMPT_TOKENS, "max_generated_tokens": 8}
+    searched |= {"use_maximum_batch_size": True, "adaptive": adaptive}
+    whole = trained(Recipe, ppo_config(assets, output_dir / "whole", **searched))
+    cfg = ppo_config(assets, output_dir / "part", **searched)
+    with pytest.raises(RunEnded) as end:
+        trained(asked_to_end_in(0), cfg)
+    shutil.copytree(output_dir / "part", output_dir / "roomy")
+    with mock.patch.object(Recipe, "_find_sizes", side_effect=AssertionError("a search")):
+        after = trained(Recipe, cfg)
+    adaptive["memory_limit"] = "96MiB"
+    roomy = trained(Recipe, ppo_config(assets, output_dir / "roomy", **searched))
+    return {
+        "end": (end.value.status, str(end.value)),
+        "resumed from": (after.resumed_from, roomy.resumed_from),
+        "sizes": (whole.sizes, after.sizes, roomy.sizes),
+        "equal": after.continues_as(whole, after_turns=1),
+        "searches": [len(events_in(output_dir / name, "search")) for name in ("whole", "part")],
+    }
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_is_asked_to_end_saves_its_turn_and_resumes_with_the_same_sizes(
+    assets: Path, tmp_path: Path
+) -> None:
+    found = run_alone(_asked_to_end, assets, tmp_path)
+    status, sentence = found["end"]
+    assert status == STATUS_STOPPED
+    assert sentence.startswith("a signal ended the run after step 4, and a checkpoint is saved")
+    assert found["resumed from"] == ("step_4", "step_4")
+    assert found["sizes"] == ((6, 2), (6, 2), (12, 6))
+    assert found["equal"]
+    assert found["searches"] == [2, 2]
+
+
+# ---- killed
+
+
+@dataclass(frozen=True)
+class PpoSetup(Setup):
+    """PPO with a turn of one optimizer step, by the config at ``path``."""
+
+    path: str = ""
+
+    @property
+    def recipe(self) -> str:
+        return "adaptive_ppo_full_finetune_single_device"
+
+    @property
+    def config(self) -> str:
+        return self.path
+
+    @property
+    def epochs(self) -> int:
+        return 4
+
+
+@pytest.fixture(scope="module")
+def ppo_setup(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> PpoSetup:
+    """Twelve turns, three an epoch, of which every second one is saved."""
+    keys = RUN | {"dataset__split": "train[:40]", "num_steps": 12 * ANSWERS, "ppo_epochs": 1, "ppo_batch_size": ANSWERS}
+    cfg = ppo_config(assets, Path("${output_dir}"), **keys)
+    cfg.output_dir = "/"  # the command line has another
+    path = tmp_path_factory.mktemp("config") / "ppo.yaml"
+    OmegaConf.save(cfg, path)
+    return PpoSetup("PPO", "ppo", 1, {"adaptive.save_every_n_steps": 2}, path=str(path))
+
+
+@pytest.fixture(scope="module")
+def whole(ppo_setup: PpoSetup, assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    reference = reference_of(ppo_setup, assets, tmp_path_factory.mktemp("whole"))
+    assert [step["step"] for step in reference.steps] == list(range(1, 13))
+    assert sorted(Path(file).parts[0] for file in reference.weights) == ["epoch_3", "value"]
+    return reference
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+@pytest.mark.parametrize("writing", ["", "step", "epoch"])
+@pytest.mark.parametrize("number", range(3))
+def test_a_run_killed_at_any_moment_resumes_as_if_it_had_not_been(
+    number: int, writing: str, ppo_setup: PpoSetup, whole: Reference, assets: Path, tmp_path: Path
+) -> None:
+    assert strike(Case(number, ppo_setup, writing, strikes=1 + number % 2), whole, assets, tmp_path).problems == []
+
+
+# ---- checkpoints that cannot be saved or resumed from
+
+
+def _bad_days(assets: Path, output_dir: Path) -> dict[str, Any]:
+    keys = RUN | {"num_steps": 3 * ANSWERS}  # an epoch of two turns, and one turn
+    cfg = ppo_config(assets, output_dir, **keys)
+    found: dict[str, Any] = {}
+
+    with mock.patch.object(CheckpointFolder, "finish", _no_space_for_values):
+        trained(killed_in(2), cfg)
+    found["without a value model"] = trained(killed_in(0), cfg).resumed_from
+
+    shutil.rmtree(output_dir)
+    trained(killed_in(2), cfg)
+    found["refused"] = {
+        key: _refusal(ppo_config(assets, output_dir, **keys | {key: value}))
+        for key, value in (("batch_size", 6), ("ppo_batch_size", 12), ("ppo_epochs", 1))
+    }
+    (output_dir / "value" / "epoch_0").rename(output_dir / "value" / "elsewhere")
+    found["refused"]["value model"] = _refusal(cfg)
+    (output_dir / "value" / "elsewhere").rename(output_dir / "value" / "epoch_0")
+    trained(asked_to_end_in(2), cfg)  # in its last turn, so the run is complete all the same
+    with pytest.raises(RunEnded) as end:
+        Recipe(cfg)
+    found["complete"] = end.value.status, str(end.value)
+    return found
+
+
+def _no_space_for_values(folder: CheckpointFolder, name: str, state: AdaptiveState) -> Path:
+    if folder.path.name == "value":
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return FINISH(folder, name, state)
+
+
+def _refusal(cfg: DictConfig) -> str:
+    with pytest.raises(InputError) as refused:
+        Recipe(cfg).setup(cfg)
+    return str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def bad_days(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    output_dir = tmp_path_factory.mktemp("bad") / "out"
+    return run_alone(_bad_days, assets, output_dir), output_dir
+
+
+def test_an_epoch_whose_value_model_cannot_be_saved_is_not_saved(bad_days: tuple[dict[str, Any], Path]) -> None:
+    found, _ = bad_days
+    assert found["without a value model"] is None
+
+
+def test_another_kind_of_turn_or_a_missing_value_model_is_refused(bad_days: tuple[dict[str, Any], Path]) -> None:
+    found, output_dir = bad_days
+    path, values = output_dir / "epoch_0", output_dir / "value" / "epoch_0"
+    assert found["refused"] == {
+        "batch_size": "`batch_size` must be 12 as in the checkpoint, but is 6 instead.",
+        "ppo_batch_size": "`ppo_batch_size` must be 6 as in the checkpoint, but is 12 instead.",
+        "ppo_epochs": "`ppo_epochs` must be 2 as in the checkpoint, but is 1 instead.",
+        "value model": "`resume_from_checkpoint` must be a checkpoint whose value model exists, but for"
+        f" '{path}' there is no '{values}'.",
+    }
+
+
+def test_a_run_that_has_trained_all_turns_is_over(bad_days: tuple[dict[str, Any], Path]) -> None:
+    found, output_dir = bad_days
+    assert found["complete"] == (0, f"The run is complete: {output_dir / 'epoch_1'} is its last checkpoint.")
+
+
+def _of_stock(assets: Path, output_dir: Path) -> tuple[str | None, list[float], list[float]]:
+    """A run of torchtune's own recipe that the adaptive one resumes: the checkpoint, and the steps that each logs."""
+    keys = RUN | {"num_steps": 3 * ANSWERS, "resume_from_checkpoint": False}
+    cfg = ppo_config(assets, output_dir, **keys)
+    stock = ppo.StockRecipe(cfg)
+    stock.setup(cfg)
+    with mock.patch.object(stock, "generate_trajectory_batched", _until(stock, turn=2)), pytest.raises(_KilledError):
+        stock.train()
+    before = [step["step"] for step in RecordingLogger.last.steps]
+    after = trained(Recipe, ppo_config(assets, output_dir, **keys | {"resume_from_checkpoint": True}))
+    return after.resumed_from, before, [step["step"] for step in after.steps]
+
+
+def _until(recipe: Any, *, turn: int) -> Callable[..., Any]:
+    generate = recipe.generate_trajectory_batched
+
+    def generated(*args: Any) -> Any:
+        if recipe._steps_run == turn:
+            raise _KilledError
+        return generate(*args)
+
+    return generated
+
+
+def test_a_run_resumes_from_a_checkpoint_of_torchtunes_own_recipe(assets: Path, tmp_path: Path) -> None:
+    assert run_alone(_of_stock, assets, tmp_path) == ("epoch_0", [4, 8], [12])

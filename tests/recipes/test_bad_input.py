@@ -1,0 +1,209 @@
+"""Each bad input is refused by all ranks with one sentence that quotes it, before any training."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.support.ranks import run_on_ranks
+from benchmarks.support.recipe_runs import (
+    SHALLOW,
+    RecordingLogger,
+    adaptive_recipe,
+    set_up,
+    shallow_assets,
+    tiny_config,
+)
+from tests.recipes.test_tune_run import tune_run
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.settings import named_by_path
+
+SEARCH = "use_maximum_batch_size=True"
+GROW = "batch_increase_function="
+FUNCTION = "`batch_increase_function` must "
+CASES: dict[str, tuple[list[str], str]] = {
+    "misspelt key": ([SEARCH, "adaptive.margn=0.1"], "but is 'margn' instead; did you mean `adaptive.margin`?"),
+    "margin above one": ([SEARCH, "adaptive.margin=1.5"], "`adaptive.margin` must be in [0, 1), but is 1.5 instead."),
+    "limit above the device": (
+        [SEARCH, "adaptive.memory_limit=900TiB"],
+        "`adaptive.memory_limit` must be at most what the device",
+    ),
+    "CPU search without limit": (
+        [SEARCH, "adaptive.memory_limit=null"],
+        "`adaptive.memory_limit` must be given for a search on",
+    ),
+    "function not importable": ([GROW + "no_such_module.grow"], FUNCTION + "be importable, but 'no_such_module.grow'"),
+    "function that raises": (
+        [GROW + "tests.support.growth_functions.raises_late"],
+        "ZeroDivisionError: division by zero.",
+    ),
+    "function giving a float": (
+        [GROW + "tests.support.growth_functions.gives_float"],
+        "gives_float returned 0.5 at epoch 0",
+    ),
+    "tensor parallelism": (
+        [SEARCH, "tensor_parallel_dim=2"],
+        "`tensor_parallel_dim` must be 1 for a batch size search, but is 2 instead.",
+    ),
+    "data below one batch": (["batch_size=64", "dataset.split=train[:100]"], "64 rows * 1 micro-steps * 2 ranks = 128"),
+    "data below one row a micro-step": (
+        [SEARCH, "gradient_accumulation_steps=64", "dataset.split=train[:100]"],
+        "`dataset` must fill an optimizer step (1 rows * 64 micro-steps * 2 ranks = 128 samples per optimizer step),"
+        " but has 100 samples.",
+    ),
+    "data set without samples": (
+        ["dataset._component_=benchmarks.support.recipe_runs.no_samples"],
+        "must have samples, but has 0.",
+    ),
+    "empty split": (["dataset.split=train[:0]"], "`dataset` must be one that can be created, but failed with {"),
+    "empty data file": (
+        ["dataset.data_files=EMPTY_FILE"],
+        "`dataset` must be one that can be created, but failed with {",
+    ),
+    "no data file": (["dataset.data_files=/no/such.json"], "FileNotFoundError: Unable to find"),
+    "samples of another method": (
+        [
+            "dataset._component_=torchtune.datasets.preference_dataset",
+            "dataset.data_files=${tiny_dir}/preferences.json",
+        ],
+        "must have samples with tokens, labels, but its first one has chosen_input_ids, chosen_labels, rejected_input",
+    ),
+    "column that is not there": (
+        ["dataset.column_map={input: nope, output: output}"],
+        "`dataset` must have samples, but loading the first one failed: KeyError: 'nope'.",
+    ),
+    "no checkpoint": (
+        ["checkpointer.checkpoint_dir=/no/such"],
+        "`checkpointer.checkpoint_dir` must exist, but is '/no/such' instead.",
+    ),
+    "loss of another method": (
+        ["loss._component_=torchtune.rlhf.loss.DPOLoss"],
+        "can set up, but failed: AttributeError: 'DPOLoss' object has no attribute 'ignore_index' (",
+    ),
+    "no rows": (
+        ["batch_size=two"],
+        "batch_size should be a positive integer value, but got batch_size=two (",
+    ),
+    "rows beyond the model": (
+        [SEARCH, "tokenizer.max_seq_len=600"],
+        "max_seq_len (512 tokens), but have 600; set `tokenizer.max_seq_len` to 512 or less.",
+    ),
+    "probes beyond the model": (
+        [SEARCH, "adaptive.seq_len=513"],
+        "max_seq_len (512 tokens), but have 513; set `adaptive.seq_len` to 512 or less.",
+    ),
+    "start above the maximum": (
+        [GROW + "tests.support.growth_functions.gives_two", "batch_size=64", "adaptive.memory_limit=44MiB"],
+        "`batch_size` must be at most the largest that fits (3), but is 64 instead.",
+    ),
+    "nothing fits": ([SEARCH, "adaptive.memory_limit=9MiB"], "not even one row fits: its step ran out of memory at"),
+    "start above the bound": (
+        [GROW + "tests.support.growth_functions.gives_two", "batch_size=8", "adaptive.max_batch_size=4"],
+        "at most the largest that the data set and max_batch_size allow (4), but is 8 instead.",
+    ),
+    "fewer samples than ranks": (
+        ["adaptive.global_batch_size=1"],
+        "`adaptive.global_batch_size` must be at least the number of ranks (2), but is 1 instead.",
+    ),
+    "data below a global batch": (
+        ["adaptive.global_batch_size=401"],
+        "`dataset` must fill an optimizer step (401 samples per optimizer step on 2 ranks), but has 400 samples.",
+    ),
+    "search on data below a global batch": (
+        [SEARCH, "adaptive.global_batch_size=401", "adaptive.max_batch_size=1"],
+        "but has 400 samples.",
+    ),
+    "global batch in backward": (
+        ["adaptive.global_batch_size=8", "optimizer_in_bwd=True", "clip_grad_norm=null"],
+        "`optimizer_in_bwd` must be False with `adaptive.global_batch_size` 8, but is True instead.",
+    ),
+    "tokens of packs": (
+        ["adaptive.max_tokens_per_micro_batch=512", "dataset.packed=True"],
+        "`dataset.packed` must be False for `adaptive.max_tokens_per_micro_batch`,",
+    ),
+    "sample above the tokens": (
+        ["adaptive.max_tokens_per_micro_batch=128"],
+        "`adaptive.max_tokens_per_micro_batch` must be at least every sample's length, but is 128, and sample ",
+    ),
+    "checkpoints in the background": (
+        ["enable_async_checkpointing=True"],
+        "`enable_async_checkpointing` must be False on 2 CPU ranks,",
+    ),
+    "misspelt key of torchtune": (["epoch=5"], "but is 'epoch' instead; did you mean `epochs`?"),
+    "no epochs": (["epochs=-1"], "`epochs` must be at least 1, but is -1 instead."),
+    "no tokenizer": (["tokenizer.path=/no/such"], "`tokenizer.path` must exist, but is '/no/such' instead."),
+    "learning rate in words": (["optimizer.lr=fast"], "`optimizer.lr` must be a number, but is 'fast' instead."),
+    "values that an optimizer refuses": (
+        ["optimizer.betas=[2, 3]"],
+        "`optimizer` must be one that can be created, but failed with {",
+    ),
+    "component of no module": (
+        ["loss._component_=nonsense.Foo"],
+        "`loss` must be one that can be created, but failed with {'_component_': 'nonsense.Foo'}: InstantiationError",
+    ),
+    "state that cannot be saved": (
+        [GROW + "tests.support.growth_functions.UNSAVABLE"],
+        "`batch_increase_function.state_dict()` must return JSON values, but fails: TypeError",
+    ),
+}
+
+
+def _with_empty_file(overrides: list[str], directory: Path) -> list[str]:
+    (directory / "empty.json").write_text("")
+    return [override.replace("EMPTY_FILE", str(directory / "empty.json")) for override in overrides]
+
+
+def _answers(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, str]:
+    """The refusal of each case on this rank; no set-up may succeed."""
+    from omegaconf import OmegaConf
+
+    answers: dict[str, str] = {}
+    for name, (overrides, _) in CASES.items():
+        cfg: Any = tiny_config("full", tiny_dir, output_dir, **SHALLOW)
+        cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(_with_empty_file(overrides, output_dir)))
+        RecordingLogger()
+        try:
+            with named_by_path():
+                set_up(adaptive_recipe("full"), cfg)
+        except InputError as error:
+            answers[name] = str(error)
+        assert RecordingLogger.last.steps == [], "no step may be taken before a refusal"
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return run_on_ranks(_answers, 2, shallow_assets(tiny_dir), tmp_path_factory.mktemp("bad_input"))
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_bad_input_is_refused_by_every_rank_with_one_sentence(case: str, answers: list[dict[str, str]]) -> None:
+    expected = CASES[case][1]
+    assert expected in answers[0].get(case, "not refused")
+    assert answers[0][case] == answers[1][case]
+    assert "\n" not in answers[0][case]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_bad_input_ends_tune_run_with_its_sentence_printed_once(case: str, tiny_dir: Path, tmp_path: Path) -> None:
+    overrides, expected = CASES[case]
+    run = tune_run(
+        "--nproc_per_node",
+        "2",
+        "adaptive_full_finetune_distributed",
+        "--config",
+        "tiny/full",
+        f"tiny_dir={shallow_assets(tiny_dir)}",
+        *(f"{key.replace('__', '.')}={value}" for key, value in SHALLOW.items()),
+        f"output_dir={tmp_path / 'out'}",
+        *_with_empty_file(overrides, tmp_path),
+        directory=tmp_path,
+    )
+    assert run.returncode != 0
+    (said,) = re.findall("adaptive_full_finetune_distributed: .*", run.stderr)  # also behind a progress bar
+    assert expected in said
+    assert expected in run.stderr.splitlines()[-2]  # torchrun's report, and below it a line of "="
+    assert "|Loss: " not in run.stderr
+    print(said)

@@ -1,0 +1,193 @@
+"""Training is the same for every cut of a step into micro-batches and every number of ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from benchmarks.support.ranks import run_on_ranks
+from benchmarks.support.recipe_runs import (
+    SHALLOW,
+    adaptive_recipe,
+    finished,
+    shallow_assets,
+    tiny_config,
+    without_saving,
+)
+from tests.support.growth_functions import Recording
+from torchtune_adaptive.testing import Fault, faults_in
+
+# By name: overrides for steps of `rows` rows on each of two ranks, and faults by optimizer step and micro-step.
+WAYS: dict[str, tuple[Any, dict[tuple[int, int], Fault]]] = {
+    "at once": (lambda rows: {"batch_size": rows}, {}),
+    "in quarters": (lambda rows: {"batch_size": rows // 4}, {}),
+    "single rows": (lambda rows: {"batch_size": 1}, {}),
+    "not a multiple": (lambda rows: {"batch_size": rows // 3}, {}),
+    "stock keys": (
+        lambda rows: {
+            "batch_size": rows // 4,
+            "gradient_accumulation_steps": 4,
+            "adaptive__global_batch_size": None,
+        },
+        {},
+    ),
+    "tokens": (lambda rows: {"adaptive__max_tokens_per_micro_batch": 3 * 64}, {}),
+    "out of memory": (lambda rows: {"batch_size": rows}, {(0, 0): Fault(200, ranks=[1])}),
+    "tokens, out of memory": (
+        lambda rows: {"adaptive__max_tokens_per_micro_batch": 8 * 64},
+        {(0, 1): Fault(200, ranks=[0]), (1, 0): Fault(500, ranks=[1])},
+    ),
+}
+# Rows per rank and step, and the number of steps (at most three per epoch).
+SIZES = [pytest.param(16, 2, id="small"), pytest.param(64, 21, marks=pytest.mark.exhaustive, id="whole")]
+
+
+def _keeping_first_gradient(recipe_class: Any, kept: dict[str, torch.Tensor]) -> Any:
+    """The recipe, which stores the gradients of its first step, summed over tokens, in ``kept``."""
+
+    class Keeping(recipe_class):
+        def stepping(self) -> Any:
+            stepping = super().stepping()
+            normalize = stepping.normalize
+
+            def keep_and_normalize(weight: torch.Tensor) -> Any:
+                for name, parameter in self._model.named_parameters():
+                    if parameter.grad is not None and name not in kept:
+                        gradient = parameter.grad
+                        kept[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+                return normalize(weight)
+
+            stepping.normalize = keep_and_normalize
+            return stepping
+
+    return Keeping
+
+
+def _train(
+    rank: int, tiny_dir: Path, output_dir: Path, ways: list[str], rows: int, num_steps: int, **options: Any
+) -> dict[str, Any]:
+    found = {}
+    for way in ways:
+        overrides, faults = WAYS[way]
+        common: dict[str, Any] = SHALLOW | {
+            "adaptive__memory_limit": None,
+            "adaptive__oom_recovery": bool(faults),
+            "adaptive__global_batch_size": 2 * rows,
+            "max_steps_per_epoch": min(num_steps, 3),
+            "epochs": num_steps // min(num_steps, 3),
+            "tokenizer__max_seq_len": 64,
+            "lr_scheduler__num_warmup_steps": 2,
+        }
+        cfg = tiny_config("full", tiny_dir, output_dir / way.replace(" ", "_"), **common | overrides(rows) | options)
+        gradient: dict[str, torch.Tensor] = {}
+        recipe_class = _keeping_first_gradient(without_saving(adaptive_recipe("full")), gradient)
+        with faults_in(recipe_class, faults):
+            steps, _, recipe = finished(recipe_class, cfg)
+        found[way] = {
+            "gradient": torch.cat([one.flatten() for one in gradient.values()]),
+            "losses": [step["loss"] for step in steps],
+            "retries": recipe.trainer.recoverable.retries,
+            "struck": any(fault.has_struck for fault in faults.values()),
+        }
+    return found
+
+
+def _farthest(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max() / one.abs().max())
+
+
+@pytest.mark.parametrize(("rows", "num_steps"), SIZES)
+def test_every_cut_has_the_same_gradient_and_the_same_losses(
+    rows: int, num_steps: int, tiny_dir: Path, tmp_path: Path
+) -> None:
+    ranks = run_on_ranks(_train, 2, shallow_assets(tiny_dir), tmp_path, list(WAYS), rows, num_steps, timeout_s=3600)
+    runs, expected = ranks[0], ranks[0]["at once"]
+    assert len(expected["losses"]) == num_steps
+    gaps = {}
+    for way, run in runs.items():
+        losses = zip(run["losses"], expected["losses"], strict=True)
+        gradient_gap = _farthest(expected["gradient"], run["gradient"])
+        gaps[way] = gradient_gap, max(abs(mine / theirs - 1) for mine, theirs in losses)
+        print(f"{way}: gradient {gaps[way][0]:.1e}, losses {gaps[way][1]:.1e}")
+    assert max(gap for both in gaps.values() for gap in both) < 1e-5
+    assert gaps["single rows"][0] > 0  # the cut does differ
+    assert {way: run["retries"] for way, run in runs.items() if run["retries"]} == {
+        "out of memory": 1,
+        "tokens, out of memory": 2,
+    }
+    assert [runs[way]["struck"] or ranks[1][way]["struck"] for way in ("out of memory", "tokens, out of memory")] == [
+        True,
+        True,
+    ]
+
+
+def _train_on_every_token(rank: int, tiny_dir: Path, output_dir: Path, ways: list[str]) -> dict[str, Any]:
+    return _train(rank, tiny_dir, output_dir, ways, 16, 1, dataset__train_on_input=True)
+
+
+def test_every_cut_trains_the_same_also_where_the_first_token_of_a_row_is_not_masked(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    """Nothing predicts that token. If it counted, a row would weigh more the shorter its micro-batch's rows are."""
+    at_once, *others = ways = ["at once", "in quarters", "tokens"]
+    runs = run_on_ranks(_train_on_every_token, 2, shallow_assets(tiny_dir), tmp_path, ways)[0]
+    for way in others:
+        assert _farthest(runs[at_once]["gradient"], runs[way]["gradient"]) < 1e-5, way
+        assert runs[way]["losses"] == pytest.approx(runs[at_once]["losses"], rel=1e-5)
+
+
+def _train_anywhere(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    """Steps of 31 samples, which 3 ranks do not divide, cut by rows and by tokens; and measured gradients."""
+
+    def steps_of(**overrides: Any) -> list[dict[str, float]]:
+        common: dict[str, Any] = SHALLOW | {
+            "batch_size": 4,
+            "max_steps_per_epoch": 3,
+            "epochs": 1,
+            "tokenizer__max_seq_len": 64,
+        }
+        cfg = tiny_config("full", tiny_dir, output_dir, **common | overrides)
+        return finished(without_saving(adaptive_recipe("full")), cfg)[0]
+
+    measuring: dict[str, Any] = {"batch_increase_function": {"_component_": "tests.support.growth_functions.Recording"}}
+    limit = {"memory_limit": "256MiB", "max_batch_size": 4}
+    measured = {}
+    for name, settings in (("rows", limit), ("tokens", limit | {"max_tokens_per_micro_batch": 100})):
+        norms = [step["grad_norm"] for step in steps_of(adaptive=settings, **measuring)]
+        measured[name] = norms, Recording.last.seen
+    return {
+        "rows": [step["loss"] for step in steps_of(adaptive={"global_batch_size": 31})],
+        "tokens": [
+            step["loss"] for step in steps_of(adaptive={"global_batch_size": 31, "max_tokens_per_micro_batch": 300})
+        ],
+        "measured": measured,
+        "first halves": [step["grad_norm"] for step in steps_of(batch_size=2, adaptive={"memory_limit": None})],
+    }
+
+
+@pytest.fixture(scope="module")
+def anywhere(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """The results of rank 0, by the number of ranks."""
+    output_dir = tmp_path_factory.mktemp("anywhere")
+    return {ranks: run_on_ranks(_train_anywhere, ranks, shallow_assets(tiny_dir), output_dir)[0] for ranks in (1, 3)}
+
+
+@pytest.mark.parametrize("cut", ["rows", "tokens"])
+def test_a_global_batch_is_the_same_on_one_rank_and_on_three(cut: str, anywhere: dict[int, dict[str, Any]]) -> None:
+    assert len(anywhere[1][cut]) == 3
+    assert anywhere[3][cut] == pytest.approx(anywhere[1][cut], rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("cut", ["rows", "tokens"])
+def test_measured_norms_are_those_of_the_step_and_of_its_first_half(
+    cut: str, ranks: int, anywhere: dict[int, dict[str, Any]]
+) -> None:
+    """The first half of the first step's samples is the first step of a run with half the batch."""
+    norms, seen = anywhere[ranks]["measured"][cut]
+    assert [one.norm_squared**0.5 for one in seen] == pytest.approx(norms, rel=1e-5)
+    assert [(one.small_samples, one.samples) for one in seen] == [(2 * ranks, 4 * ranks)] * 3
+    assert seen[0].small_norm_squared ** 0.5 == pytest.approx(anywhere[ranks]["first halves"][0], rel=1e-5)
+    assert seen[0].small_norm_squared != pytest.approx(seen[0].norm_squared, rel=1e-2)

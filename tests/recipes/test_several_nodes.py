@@ -1,0 +1,181 @@
+"""Two launchers, as on two machines, search and train together; when one ends, the other does not wait."""
+
+import json
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.support.crash_runs import Launch, Setup, finished, last_weights, launched, step_difference
+from tests.support.run_logs import events_in
+from torchtune_adaptive.training.checkpoints.folder import CheckpointFolder
+
+SHORT = {"epochs": 1, "max_steps_per_epoch": 4, "tokenizer.max_seq_len": 128}
+MIB64, MIB128 = {"adaptive.memory_limit": "64MiB"}, {"adaptive.memory_limit": "128MiB"}
+# Long enough for a busy machine. Without this package's watch a node would wait for ten to thirty minutes.
+QUICKLY_S = 60.0
+
+
+def setup(overrides: dict[str, object], *, ranks: int = 1) -> Setup:
+    return Setup("nodes", "full", ranks, SHORT | overrides, is_distributed=True)
+
+
+@contextmanager
+def two_nodes(
+    assets: Path, directory: Path, each: Sequence[dict[str, object]], *, ranks: int = 1, **options: Any
+) -> Iterator[list[Launch]]:
+    """Launches on two nodes with the overrides of ``each``; the first node hosts torchrun's rendezvous."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with ExitStack() as stack:
+        launches = []
+        for node, overrides in enumerate(each):
+            given = ["--nnodes", "2", "--nproc_per_node", str(ranks), "--rdzv_backend", "c10d", "--rdzv_id", "7"]
+            given += ["--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_conf", f"is_host={node == 0}"]
+            one = launched(setup(overrides), assets, directory, options=given, **options)
+            launches.append(stack.enter_context(one))
+        yield launches
+
+
+def said(run: Launch, recipe: str = "adaptive_full_finetune_distributed") -> list[str]:
+    """The sentences that the recipe ended with."""
+    return re.findall(rf"{recipe}: (.*)", run.output)  # also after a progress bar on the same line
+
+
+def ends(runs: Sequence[Launch]) -> list[int]:
+    return [run.wait() for run in runs]
+
+
+REFUSED = "`adaptive.margin` must be in [0, 1), but is 2 instead."
+BAD: dict[str, object] = {"adaptive.margin": 2}
+
+
+@pytest.mark.exhaustive
+def test_a_value_that_one_node_refuses_ends_both_with_one_sentence_each(tiny_dir: Path, tmp_path: Path) -> None:
+    """The node that hosts the rendezvous has the valid config: torchrun alone would leave it waiting."""
+    with two_nodes(tiny_dir, tmp_path, [{}, BAD]) as runs:
+        assert ends(runs) == [1, 1]
+    sentences = [said(run) for run in runs]
+    assert [len(one) for one in sentences] == [1, 1]
+    assert sentences[1] == [REFUSED]
+    assert sentences[0][0].endswith(f"({socket.gethostname()}) has ended the run: {REFUSED}")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("each", [[BAD, BAD], [BAD, {}]])
+def test_a_refused_value_is_reported_once_per_node(
+    each: list[dict[str, object]], tiny_dir: Path, tmp_path: Path
+) -> None:
+    with two_nodes(tiny_dir, tmp_path, each, ranks=2) as runs:
+        assert ends(runs) == [1, 1]
+    sentences = [said(run) for run in runs]
+    assert [len(one) for one in sentences] == [1, 1]
+    assert all(REFUSED in one for (one,) in sentences)
+
+
+@pytest.mark.exhaustive
+def test_configs_that_differ_are_refused_on_both_nodes(tiny_dir: Path, tmp_path: Path) -> None:
+    with two_nodes(tiny_dir, tmp_path, [{"optimizer.lr": 0.001}, {"optimizer.lr": 0.5}]) as runs:
+        assert ends(runs) == [1, 1]
+    assert [len(said(run)) for run in runs] == [1, 1]
+    assert all(said(run)[0].startswith("`optimizer.lr` must be the same on all ranks") for run in runs)
+
+
+@pytest.mark.exhaustive
+def test_nodes_search_and_train_together_with_the_lowest_memory_limit(tiny_dir: Path, tmp_path: Path) -> None:
+    search: dict[str, object] = {"use_maximum_batch_size": True}
+    with two_nodes(tiny_dir, tmp_path / "two", [search | MIB128, search | MIB64], ranks=2) as runs:
+        assert ends(runs) == [0, 0], runs[0].output[-3000:]
+    alone = finished(setup(search | MIB64, ranks=4), tiny_dir, tmp_path / "one")
+    two, one = (events_in(run.out, "search")[0] for run in (runs[0], alone))
+    for name in ("batch_size", "exact_batch_size", "memory_limit_bytes", "world_size"):
+        assert two[name] == one[name], name
+    assert len(alone.steps) == 4
+    assert step_difference(alone.steps, runs[0].steps) == ""
+    theirs, ours = last_weights(alone.out, 1), last_weights(runs[0].out, 1)
+    assert theirs.keys() == ours.keys() != set()
+    for place, tensors in theirs.items():
+        assert all(torch.equal(value, ours[place][name]) for name, value in tensors.items())
+
+
+@pytest.mark.exhaustive
+def test_when_a_rank_of_one_node_runs_out_of_memory_all_ranks_halve(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = {"kind": "full", "strike": "out_of_memory", "faults": [[1, 0, 3, 40]]}
+    monkeypatch.setenv("FAULTY_RECIPE", json.dumps(plan))
+    with two_nodes(tiny_dir, tmp_path, [{}, {}], ranks=2, recipe="faulty_recipe") as runs:
+        assert ends(runs) == [0, 0], runs[0].output[-3000:]
+    assert [step["oom_retries"] for step in runs[0].steps] == [0, 1, 1, 1]
+    assert [step["micro_batch_size"] for step in runs[0].steps] == [4, 2, 2, 2]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("killed", [0, 1])
+def test_when_a_node_is_killed_the_other_ends_and_both_resume_later(
+    killed: int, tiny_dir: Path, tmp_path: Path
+) -> None:
+    each: list[dict[str, object]] = [{"adaptive.save_every_n_steps": 1}] * 2
+    with two_nodes(tiny_dir, tmp_path, each, ranks=2, holds=[3]) as runs:
+        runs[0].wait_for_step(3)
+        victim, other = runs[killed], runs[1 - killed]
+        for run in runs:
+            assert len(run.processes) == 3
+        victim.kill()
+        started = time.monotonic()
+        assert other.wait() == 1
+        assert time.monotonic() - started < QUICKLY_S
+    (sentence,) = said(other)
+    assert sentence.endswith("is gone; its own output says why.")
+    assert [one.path.name for one in CheckpointFolder(runs[0].out).checkpoints()] == ["step_1", "step_2"]
+    with two_nodes(tiny_dir, tmp_path, each, ranks=2) as again:
+        assert ends(again) == [0, 0], again[0].output[-3000:]
+    assert "step_2" in {run.resumed_from for run in again}
+    assert again[0].step == 4
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("killed", [0, 1])
+def test_when_only_a_launcher_is_killed_all_ranks_save(killed: int, tiny_dir: Path, tmp_path: Path) -> None:
+    """Also the one that hosts torchrun's rendezvous and store."""
+    with two_nodes(tiny_dir, tmp_path, [{}, {}], holds=[2]) as runs:
+        runs[0].wait_for_step(2)
+        for run in runs:
+            assert len(run.processes) == 2
+        runs[killed].send(signal.SIGKILL)
+        runs[0].release(2)
+        assert runs[killed].wait() == -signal.SIGKILL
+        assert runs[1 - killed].wait() == 1
+    assert [one.path.name for one in CheckpointFolder(runs[0].out).checkpoints()] == ["step_3"]
+
+
+@pytest.mark.exhaustive
+def test_when_one_of_several_ranks_of_a_node_is_killed_both_nodes_say_which_node_it_was(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    with two_nodes(tiny_dir, tmp_path, [{}, {}], ranks=2, holds=[2]) as runs:
+        runs[0].wait_for_step(2)
+        *_, rank = runs[1].processes
+        rank.send(signal.SIGKILL)
+        runs[0].release(2)
+        assert ends(runs) == [1, 1]
+    sentence = f"node 1 ({socket.gethostname()}) has lost a process; its own output says why."
+    assert [said(run) for run in runs] == [[sentence], [sentence]]
+
+
+@pytest.mark.exhaustive
+def test_nodes_without_a_shared_folder_are_refused_if_they_are_to_save_steps(tiny_dir: Path, tmp_path: Path) -> None:
+    each: list[dict[str, object]] = [
+        {"adaptive.save_every_n_steps": 1, "output_dir": str(tmp_path / name)} for name in ("here", "there")
+    ]
+    with two_nodes(tiny_dir, tmp_path, each) as runs:
+        assert ends(runs) == [1, 1]
+    assert [len(said(run)) for run in runs] == [1, 1]
+    assert all(said(run)[0].startswith("`adaptive.save_every_n_steps` must be null") for run in runs)

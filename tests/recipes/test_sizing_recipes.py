@@ -1,0 +1,119 @@
+"""How a recipe uses the sizes that a search finds: as rows, as tokens, as the fastest size, and beyond memory."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from benchmarks.support.ranks import run_on_ranks
+from benchmarks.support.recipe_runs import (
+    SHALLOW,
+    adaptive_recipe,
+    set_up,
+    shallow_assets,
+    tiny_config,
+    trained,
+    without_saving,
+)
+from torchtune_adaptive.training import sizes
+from torchtune_adaptive.training.batch.growth import BatchGrowth
+from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
+
+UNEQUAL = ("40MiB", "80MiB")  # rank 0's limit, the lower one, counts for both
+DOUBLING = {"_component_": "torchtune_adaptive.schedule.geometric"}
+RATES = {4: 1000.0, 2: 985.0, 1: 500.0}
+SEARCHED = {"use_maximum_batch_size": True}
+SET_UPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rows of a global batch": (SEARCHED, {"global_batch_size": 50}),
+    "a window that fits at once": (SEARCHED, {"global_batch_size": 10}),
+    "rows of a global batch as given": ({"batch_size": 3}, {"global_batch_size": 50}),
+    "fastest that grows": (SEARCHED | {"batch_increase_function": DOUBLING}, {"objective": "throughput"}),
+    "beyond memory": ({"batch_increase_function": DOUBLING, "batch_size": 20}, {"growth_limit": "none"}),
+    "up to a number": ({"batch_increase_function": DOUBLING, "batch_size": 20}, {"growth_limit": 33}),
+    "tokens": (SEARCHED, {"max_tokens_per_micro_batch": "auto", "global_batch_size": 60}),
+    "tokens, no forecast": (
+        SEARCHED,
+        {"max_tokens_per_micro_batch": "auto", "global_batch_size": 60, "strategy": "binary_search"},
+    ),
+}
+
+
+def _rates(workload: Any, make_batch: Any, timed: Sequence[int], **_: Any) -> Mapping[int, float]:
+    return {size: RATES[size] for size in timed}
+
+
+def _size_all(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, dict[str, Any]]:
+    found = {}
+    recipe_class = without_saving(adaptive_recipe("full"))
+    common: dict[str, Any] = SHALLOW | {"tokenizer__max_seq_len": 128, "epochs": 1}
+    with (
+        mock.patch.object(sizes, "tokens_per_second", _rates),
+        mock.patch.object(
+            BatchGrowth, "set_maximum", autospec=True, side_effect=BatchGrowth.set_maximum
+        ) as set_maximum,
+    ):
+        for name, (keys, settings) in SET_UPS.items():
+            adaptive = {"memory_limit": UNEQUAL[rank], "oom_recovery": name == "tokens"} | settings
+            recipe = set_up(
+                recipe_class, tiny_config("full", tiny_dir, output_dir, **common, **keys, adaptive=adaptive)
+            )
+            trainer = recipe.trainer
+            found[name] = {
+                "batch": trainer.loader.batch_size,
+                "limit": trainer.micro_batches.limit,
+                "exact": None if trainer.sizes.result is None else trainer.sizes.result.exact_batch_size,
+                "maximum": set_maximum.call_args.args[1],
+                "steps": trainer.loader.steps_per_epoch,
+            }
+            if name == "tokens":
+                steps, _ = trained(recipe)
+                found["trained"] = {"retries": trainer.recoverable.retries, "steps": len(steps)}
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    return run_on_ranks(_size_all, 2, shallow_assets(tiny_dir), tmp_path_factory.mktemp("sizing"))
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "limit", "exact", "maximum"),
+    [
+        ("rows of a global batch", 50, RowLimit(4), 6, 4),
+        ("a window that fits at once", 10, RowLimit(5), 5, 4),  # a rank has 5 rows of a step
+        ("rows of a global batch as given", 50, RowLimit(3), None, 400),
+        ("fastest that grows", 2, RowLimit(2), 6, 4),
+        ("beyond memory", 20, RowLimit(4), 6, 200),
+        ("up to a number", 20, RowLimit(4), 6, 33),
+    ],
+)
+def test_batch_and_micro_batch_are_what_was_asked_for(
+    name: str,
+    batch: int,
+    limit: MicroBatchLimit,
+    exact: int | None,
+    maximum: int,
+    ranks: list[dict[str, dict[str, Any]]],
+) -> None:
+    """Six rows of 128 tokens fit on rank 0; each rank has 200 of the 400 samples."""
+    for rank in ranks:
+        assert (rank[name]["batch"], rank[name]["limit"]) == (batch, limit)
+        assert (rank[name]["exact"], rank[name]["maximum"]) == (exact, maximum)
+        samples = batch if "global" in name or "window" in name else 2 * batch
+        assert rank[name]["steps"] == 400 // samples
+
+
+def test_the_token_budget_is_that_of_the_lowest_limit_and_exceeds_whole_rows(
+    ranks: list[dict[str, dict[str, Any]]],
+) -> None:
+    limits = [rank["tokens"]["limit"] for rank in ranks]
+    assert limits[0] == limits[1]
+    assert isinstance(limits[0], TokenLimit)
+    assert 6 * 128 < limits[0].size < 7 * 128
+    assert [rank["tokens, no forecast"]["limit"] for rank in ranks] == [TokenLimit(6 * 128)] * 2
+
+
+def test_training_by_the_token_budget_stays_within_memory(ranks: list[dict[str, dict[str, Any]]]) -> None:
+    assert ranks[0]["trained"] == {"retries": 0, "steps": 400 // 60}

@@ -1,0 +1,520 @@
+"""What is refused of a config before its recipe is set up, and what torchtune's own set-up refuses."""
+
+import logging
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torchtune.modules.model_fusion import DeepFusionModel, EarlyFusionModel
+
+from benchmarks.support.recipe_runs import SHALLOW, adaptive_recipe, shallow_assets, tiny_config
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.launch import check_first, filter_messages
+from torchtune_adaptive.settings import AdaptiveSettings, named_by_path
+from torchtune_adaptive.stock.checks import (
+    check_components,
+    check_device,
+    check_input_files,
+    check_model,
+    check_options,
+    check_run,
+    check_top_level_keys,
+    why_unrecoverable,
+)
+from torchtune_adaptive.stock.installed import config_dir, recipe_dir
+from torchtune_adaptive.training.batch.noise_scale import gradient_noise_scale
+
+STOCK_CONFIGS = sorted((recipe_dir() / "configs").rglob("*.yaml"))
+CONFIGS = [*STOCK_CONFIGS, *sorted(config_dir().rglob("*.yaml"))]
+
+
+def refusal(check: Any, content: dict[str, Any]) -> str:
+    with pytest.raises(InputError) as refused:
+        check(OmegaConf.create(content))
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def every_config() -> list[DictConfig]:
+    configs = [OmegaConf.load(path) for path in CONFIGS]
+    return [cfg for cfg in configs if isinstance(cfg, DictConfig)]
+
+
+# ---- without torch
+
+
+def test_what_is_checked_first_needs_no_torch() -> None:
+    code = "import sys, torchtune_adaptive.launch, torchtune_adaptive.cli.main; print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_a_rank_of_one_node_refuses_a_value_before_it_imports_torch(
+    nodes: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On several nodes the launch refuses it, which notifies the others."""
+    monkeypatch.setattr("sys.argv", ["recipe", "--config", "tiny/full", "adaptive.margin=2"])
+    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    if nodes == "2":
+        check_first()
+        return
+    with pytest.raises(SystemExit) as end:
+        check_first()
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "recipe: `adaptive.margin` must be in [0, 1), but is 2 instead.\n"
+
+
+def test_help_is_left_to_torchtune() -> None:
+    check_run(["--config", "tiny/full", "--help"], ranks=1)
+
+
+def test_a_key_of_ours_is_named_by_its_path_in_the_config() -> None:
+    class OwnError(InputError): ...
+
+    with pytest.raises(OwnError) as refused, named_by_path(), named_by_path():
+        raise OwnError("`seq_len` must be 1 with `batch_size`, but is `adaptive.seq_len` or tokenizer.seq_len.")
+    assert str(refused.value) == (
+        "`adaptive.seq_len` must be 1 with `batch_size`, but is `adaptive.seq_len` or tokenizer.seq_len."
+    )
+
+
+# ---- keys
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("epoch", "epochs"),
+        ("Epochs", "epochs"),
+        ("max_step_per_epoch", "max_steps_per_epoch"),
+        ("gradient_accumulation_step", "gradient_accumulation_steps"),
+        ("batch-size", "batch_size"),
+        ("optimiser", "optimizer"),
+        ("datasets_", "dataset"),
+        ("fsdp_cpu_ofload", "fsdp_cpu_offload"),
+        ("cudnn_determinstic_mode", "cudnn_deterministic_mode"),  # which only recipes name, and no config
+    ],
+)
+def test_a_misspelt_key_is_refused_with_what_is_meant(key: str, meant: str) -> None:
+    sentence = f"A top-level key must be one that the recipe reads, but is '{key}' instead; did you mean `{meant}`?"
+    assert refusal(check_top_level_keys, {key: 1}) == sentence
+
+
+@pytest.mark.parametrize("key", ["my_dir", "run_name", "seq_len", "max_seq_len", "batch_size_val", "eval_dataset"])
+def test_a_key_of_the_users_own_passes(key: str) -> None:
+    check_top_level_keys(OmegaConf.create({key: 1}))
+
+
+@pytest.mark.parametrize("use", ["${epoch}", "a/${epoch}/b", "${oc.decode:${epoch}}", "${..epoch}", "${epoch.sub}"])
+def test_a_key_that_the_config_interpolates_passes(use: str) -> None:
+    check_top_level_keys(OmegaConf.create({"epoch": 3, "tokenizer": {"path": use}}))
+
+
+def test_the_keys_of_every_config_pass() -> None:
+    configs = every_config()
+    assert len(configs) > 150
+    for cfg in configs:
+        check_top_level_keys(cfg)
+
+
+# ---- files
+
+
+def test_a_file_that_is_missing_is_named_by_its_key(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").touch()
+    block = {"_component_": "torchtune.training.FullModelTorchTuneCheckpointer", "checkpoint_dir": str(tmp_path)}
+    block |= {"checkpoint_files": ["model.pt"], "output_dir": "/no/such", "recipe_checkpoint": None}
+    check_input_files(OmegaConf.create({"teacher_checkpointer": block}))
+    missing = {"teacher_checkpointer": block | {"checkpoint_dir": "/no/such"}}
+    sentence = "`teacher_checkpointer.checkpoint_dir` must exist, but is '/no/such' instead."
+    assert refusal(check_input_files, missing) == sentence
+    assert refusal(check_input_files, {"checkpointer": block | {"checkpoint_files": ["model.pt", "b.pt"]}}) == (
+        f"`checkpointer.checkpoint_files` must be files of '{tmp_path}', but 'b.pt' is not one."
+    )
+    tokenizer = {"_component_": "torchtune.models.qwen2.qwen2_tokenizer", "path": str(tmp_path), "merges_file": "/x/y"}
+    sentence = "`tokenizer.merges_file` must exist, but is '/x/y' instead."
+    assert refusal(check_input_files, {"tokenizer": tokenizer, "resume_from_checkpoint": True}) == sentence
+    # A run that resumes need not have the files that the first run began with.
+    check_input_files(OmegaConf.create(missing | {"resume_from_checkpoint": True}))
+    # The user's own component may read a name on a hub, and a data set's source may be one.
+    own = {"tokenizer": {"_component_": "my.tokenizer", "path": "hub/name"}, "dataset": {"source": "hub/name"}}
+    check_input_files(OmegaConf.create(own))
+
+
+def test_the_rule_for_paths_finds_every_local_path_of_the_stock_configs() -> None:
+    """Each of their inputs is below /tmp, and none is on this machine."""
+    blocks = 0
+    for cfg in every_config():
+        for name, block in cfg.items():
+            is_read = str(name).endswith(("tokenizer", "checkpointer")) and "_component_" in (block or {})
+            paths = [key for key in block if str(block[key]).startswith("/tmp/")] if is_read else []
+            for path in {*paths} - {"output_dir"}:
+                blocks += 1
+                others = {key: block[key] for key in block if key not in paths or key == path}
+                others = {key: f"{value}_" if key == path else value for key, value in others.items()}
+                assert f"`{name}.{path}` must exist" in refusal(check_input_files, {str(name): others})
+    assert blocks > 200
+
+
+# ---- the device
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_device_that_this_machine_lacks_is_refused(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    if count == 0:
+        assert refusal(check_device, {"device": "cuda"}) == (
+            "`device` must be cpu or one that this machine has, but is 'cuda' and torch sees no CUDA device."
+        )
+        return
+    check_device(OmegaConf.create({"device": "cuda"}))
+    check_device(OmegaConf.create({"device": "cuda:1"}))
+    sentence = "`device` must be one of the 2 that this machine has, but is 'cuda:7' instead."
+    assert refusal(check_device, {"device": "cuda:7"}) == sentence
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    check_device(OmegaConf.create({"device": "cuda"}))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    sentence = "`--nproc_per_node` must be at most 2, the CUDA devices of this machine, but is 3 instead."
+    assert refusal(check_device, {"device": "cuda"}) == sentence
+
+
+@pytest.mark.parametrize("device", ["xpu", "xpu:0", "meta", "vulkan"])
+def test_another_device_that_torch_knows_is_refused_where_there_is_none(device: str) -> None:
+    name = device.partition(":")[0]
+    assert refusal(check_device, {"device": device}) == (
+        f"`device` must be cpu or one that this machine has, but is {device!r} and torch sees no {name} device."
+    )
+
+
+@pytest.mark.parametrize("device", ["gpu", "npu", 3.5, ""])
+def test_a_device_that_torch_does_not_know_is_refused(device: Any) -> None:
+    sentence = f"`device` must be one that torch knows, as cpu or cuda, but is {device!r} instead."
+    assert refusal(check_device, {"device": device}) == sentence
+
+
+def test_the_cpu_and_torchtunes_choice_pass() -> None:
+    for content in ({"device": "cpu"}, {"device": None}, {}):
+        check_device(OmegaConf.create(content))
+
+
+# ---- components and their values
+
+ADAMW = "torch.optim.AdamW"
+
+
+class OfUser:
+    """A component whose annotations cannot be evaluated."""
+
+    def __init__(self, size: "NoSuchType", ratio=0.5, mode=0, **others) -> None: ...  # noqa: F821  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("block", "sentence"),
+    [
+        ({"_component_": ADAMW, "lr": "fast"}, "`block.lr` must be a number, but is 'fast' instead."),
+        ({"_component_": ADAMW, "weight_decay": [1]}, "`block.weight_decay` must be a number, but is [1] instead."),
+        ({"_component_": ADAMW, "fused": "yes"}, "`block.fused` must be True or False, but is 'yes' instead."),
+        (
+            {"_component_": "torchtune.training.get_cosine_schedule_with_warmup", "num_warmup_steps": "x"},
+            "`block.num_warmup_steps` must be a number, but is 'x' instead.",
+        ),
+        (
+            {"_component_": "torchao.optim.AdamW8bit", "lr": "fast"},  # without annotations
+            "`block.lr` must be a number, but is 'fast' instead.",
+        ),
+        (
+            {"_component_": "tests.stock.test_checks.OfUser", "ratio": "x"},
+            "`block.ratio` must be a number, but is 'x' instead.",
+        ),
+    ],
+)
+def test_a_value_that_a_component_does_not_take_is_refused(block: dict[str, Any], sentence: str) -> None:
+    assert refusal(check_components, {"block": block}) == sentence
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"_component_": ADAMW, "lr": 1e-3, "weight_decay": 0, "fused": None, "betas": [0.9, 0.99]},
+        {"_component_": "tests.stock.test_checks.OfUser", "size": "x", "mode": "fast", "other": 1},
+        {"lr": "fast"},
+        {"_component_": "torch.optim.Nonsense", "lr": "fast"},  # which the set-up refuses, as the next
+        {"_component_": ADAMW, "weight_decy": 1},
+        None,
+        3,
+    ],
+)
+def test_a_value_that_a_component_may_take_passes(block: Any) -> None:
+    check_components(OmegaConf.create({"block": block}))
+
+
+@pytest.mark.filterwarnings("ignore:The import path:DeprecationWarning")  # torchtune's, of its own phi4
+def test_the_values_of_every_config_pass() -> None:
+    for cfg in every_config():
+        check_components(cfg)
+
+
+# ---- messages of other libraries
+
+
+def test_two_messages_that_concern_no_user_are_filtered_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        filter_messages()
+        for module in ("torchdata.stateful_dataloader", "mine"):
+            for text in ("'set_vital' is deprecated, please do not call", "'other' is deprecated"):
+                warnings.warn_explicit(text, UserWarning, "file.py", 1, module=module)
+    messages = [str(one.message) for one in caught]
+    assert messages == [
+        "'other' is deprecated",
+        "'set_vital' is deprecated, please do not call",
+        "'other' is deprecated",
+    ]
+    log = logging.getLogger("torchao")
+    log.warning("Skipping import of cpp extensions due to incompatible torch version 2.13 for torchao version 0.15")
+    log.warning("Something else")
+    assert caplog.messages == ["Something else"]
+
+
+# ---- options
+
+SEARCHES: dict[str, Any] = {"use_maximum_batch_size": True}
+
+
+def check_option(config: dict[str, Any], *, ranks: int = 1, **settings: Any) -> None:
+    check_options(OmegaConf.create({"device": "cuda"} | config), AdaptiveSettings(**settings), ranks=ranks)
+
+
+def refusal_of(config: dict[str, Any], *, ranks: int = 1, **settings: Any) -> str:
+    with pytest.raises(InputError) as refused:
+        check_option(config, ranks=ranks, **settings)
+    return str(refused.value)
+
+
+# ---- searches
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            {"tensor_parallel_dim": 2},
+            "`tensor_parallel_dim` must be 1 for a batch size search, but is 2 instead.",
+        ),
+        (
+            {"compile": True, "device": "cpu"},
+            "`compile` must be False for a search on the CPU, where the memory of compiled code cannot be measured,"
+            " but is True instead.",
+        ),
+    ],
+)
+def test_options_that_a_search_cannot_measure_or_undo_are_refused_only_with_a_search(
+    config: dict[str, Any], sentence: str
+) -> None:
+    assert refusal_of(config, **SEARCHES) == sentence
+    assert refusal_of(config, batch_increase_function=lambda epoch, size: 1) == sentence
+    check_option(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"optimizer_in_bwd": False, "tensor_parallel_dim": 1, "compile": False, "enable_async_checkpointing": False},
+        {"compile": True, "device": "cuda:1"},
+        {"compile": False, "device": "cpu"},
+        {"optimizer_in_bwd": True},
+    ],
+)
+def test_other_options_pass(config: dict[str, Any]) -> None:
+    check_option(config, **SEARCHES)
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"fake_quant_after_n_steps": -1}, "`fake_quant_after_n_steps` must be at least 0, but is -1 instead."),
+        ({"fake_quant_after_n_steps": "x"}, "`fake_quant_after_n_steps` must be an integer, but is 'x' instead."),
+        ({"gradient_accumulation_steps": 1.5}, "`gradient_accumulation_steps` must be an integer, but is 1.5 instead."),
+        ({"gradient_accumulation_steps": -1}, "`gradient_accumulation_steps` must be at least 1, but is -1 instead."),
+        ({"log_every_n_steps": None}, "`log_every_n_steps` must be an integer, but is None instead."),
+        ({"log_every_n_steps": 0}, "`log_every_n_steps` must be at least 1, but is 0 instead."),
+        ({"clip_grad_norm": "abc"}, "`clip_grad_norm` must be a number, inf or null, but is 'abc' instead."),
+        ({"kd_ratio": 1.5}, "`kd_ratio` must be in [0, 1], but is 1.5 instead."),
+        ({"kd_ratio": True}, "`kd_ratio` must be in [0, 1], but is True instead."),
+        ({"kd_ratio": "half"}, "`kd_ratio` must be in [0, 1], but is 'half' instead."),
+        ({"optimizer": None}, "`optimizer` must be a mapping, but is None instead."),
+        ({"compile": "yes"}, "`compile` must be True or False, but is 'yes' instead."),
+        ({"shuffle": [1]}, "`shuffle` must be True or False, but is [1] instead."),
+    ],
+)
+def test_values_of_stock_keys_are_checked(config: dict[str, Any], sentence: str) -> None:
+    assert refusal_of(config) == sentence
+
+
+def test_null_and_the_bounds_are_accepted() -> None:
+    check_option({"gradient_accumulation_steps": 1, "fake_quant_after_n_steps": None, "kd_ratio": 0})
+    check_option({"clip_grad_norm": 1.0})
+    check_option({"clip_grad_norm": "inf"})
+    check_option({"clip_grad_norm": float("inf")})
+    check_option({"fake_quant_after_n_steps": 0, "kd_ratio": 1, "compile": None, "shuffle": 1})
+
+
+@pytest.mark.parametrize("name", ["epochs", "max_steps_per_epoch", "log_every_n_steps"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_run_without_a_step_is_refused(name: str, value: int) -> None:
+    assert refusal_of({name: value}) == f"`{name}` must be at least 1, but is {value} instead."
+    check_option({"epochs": 1, "max_steps_per_epoch": None})
+
+
+# ---- steps within backward
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("global_batch_size", 8), ("max_tokens_per_micro_batch", 512), ("growth_limit", "none"), ("lr_scaling", "sqrt")],
+)
+def test_steps_within_backward_cannot_be_cut_or_scaled(name: str, value: Any) -> None:
+    assert refusal_of({"optimizer_in_bwd": True}, **{name: value}) == (
+        f"`optimizer_in_bwd` must be False with `{name}` {value}, but is True instead."
+    )
+    check_option({"optimizer_in_bwd": False}, **{name: value})
+    check_option({}, **{name: value})
+
+
+def test_steps_within_backward_cannot_measure_the_gradients_of_half_a_batch() -> None:
+    growing: dict[str, Any] = {"batch_increase_function": gradient_noise_scale()}
+    assert refusal_of({"optimizer_in_bwd": True}, **growing) == (
+        "`optimizer_in_bwd` must be False with a `batch_increase_function` that measures gradients,"
+        " but is True instead."
+    )
+    check_option({"optimizer_in_bwd": False}, **growing)
+
+
+# ---- packages, a CPU, and images
+
+
+def test_an_optimizer_of_a_package_that_is_not_installed_is_refused() -> None:
+    config = {"optimizer": {"_component_": "no_such_package.optim.PagedAdamW8bit"}}
+    assert refusal_of(config) == (
+        "`optimizer` must be of an installed package, but is 'no_such_package.optim.PagedAdamW8bit' instead."
+    )
+    for component in (
+        "torch.optim.AdamW",
+        "torchao.optim.AdamW8bit",
+        "tests.support.recipe_runs.adamw_with_tensor_rate",
+    ):
+        check_option({"optimizer": {"_component_": component}})
+
+
+def test_an_optimizer_of_a_file_in_the_working_directory_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_optimizers.py").touch()
+    config = {"optimizer": {"_component_": "my_optimizers.Mine"}}
+    assert "my_optimizers.Mine" in refusal_of(config)
+    monkeypatch.chdir(tmp_path)
+    check_option(config)
+
+
+def test_offloading_from_a_cpu_is_refused() -> None:
+    sentence = "`fsdp_cpu_offload` must be False on a CPU, which has no other memory, but is True instead."
+    assert refusal_of({"device": "cpu", "fsdp_cpu_offload": True}) == sentence
+    check_option({"device": "cpu", "fsdp_cpu_offload": False})
+    check_option({"device": "cuda", "fsdp_cpu_offload": True})
+
+
+@pytest.mark.parametrize("kind", [DeepFusionModel, EarlyFusionModel])
+def test_a_model_of_images_is_trained_but_not_searched(kind: Any) -> None:
+    model, searches = kind.__new__(kind), AdaptiveSettings(use_maximum_batch_size=True)
+    with pytest.raises(
+        InputError, match=rf"`model` must be a text model .*, but is a {kind.__name__} instead"
+    ) as refused:
+        check_model(model, searches)
+    assert "\n" not in str(refused.value)
+    check_model(model, AdaptiveSettings())
+    check_model(nn.Linear(1, 1), searches)
+
+
+# ---- checkpoints in the background
+
+
+def test_saving_in_the_background_is_refused_on_several_cpu_ranks_alone() -> None:
+    saves = {"enable_async_checkpointing": True}
+    assert refusal_of(saves | {"device": "cpu"}, ranks=3) == (
+        "`enable_async_checkpointing` must be False on 3 CPU ranks, whose collectives in the background would mix"
+        " with those of training, but is True instead."
+    )
+    check_option(saves | {"device": "cpu"}, ranks=1)
+    check_option(saves, ranks=3)
+    check_option({"enable_async_checkpointing": False, "device": "cpu"}, ranks=3)
+    check_option({"device": "cpu"}, ranks=3)
+
+
+# ---- recovery
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"device": "cpu"}, ""),
+        ({"device": "cuda"}, ""),
+        ({"device": "cuda:3"}, ""),
+        ({"device": "cuda", "optimizer_in_bwd": False, "tensor_parallel_dim": 1}, ""),
+        (
+            {"device": "cuda", "optimizer_in_bwd": True},
+            "with `optimizer_in_bwd` parameters change before the ranks can agree on a step",
+        ),
+        (
+            {"device": "cuda", "tensor_parallel_dim": 2},
+            "with `tensor_parallel_dim` above 1 collectives depend on the batch",
+        ),
+        ({"device": "xpu:0"}, "it supports the CPU and CUDA, not `device` xpu:0"),
+        ({"device": "mps"}, "it supports the CPU and CUDA, not `device` mps"),
+    ],
+)
+def test_the_reason_why_a_config_cannot_recover_is_named(config: dict[str, Any], reason: str) -> None:
+    assert why_unrecoverable(OmegaConf.create(config)) == reason
+
+
+# ---- what torchtune's set-up refuses, so that no check of ours is needed
+
+IN_SET_UP = {
+    "batch_size=0": "batch_size should be a positive integer value, but got batch_size=0",
+    "batch_size=2.5": "but got batch_size=2.5",
+    "batch_size=two": "but got batch_size=two",
+    "seed=x": "TypeError",
+    "seed=-1": "Invalid seed value provided: -1",
+    "checkpointer=x": "instantiate only supports DictConfigs, got <class 'str'>",
+    "loss=null": "'NoneType' object has no attribute 'ignore_index'",
+    "metric_logger=x": "instantiate only supports DictConfigs, got <class 'str'>",
+    "model=x": "instantiate only supports DictConfigs, got <class 'str'>",
+    "tokenizer=x": "instantiate only supports DictConfigs, got <class 'str'>",
+    "enable_activation_offloading=True": "enable_activation_offloading should only be True when training on CUDA",
+    "optimizer._component_=torch.optim.Nonsense": "Error loading 'torch.optim.Nonsense'",
+    "optimizer.weight_decy=1": "unexpected keyword argument 'weight_decy'",
+    "dataset.data_files=/no/such.json": "`dataset` must be one that can be created, but failed with",
+    "dataset.split=train[:0]": 'ValueError: Instruction "train[:0]" corresponds to no data!',
+}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's
+@pytest.mark.parametrize("override", IN_SET_UP)
+def test_torchtunes_set_up_refuses_a_value_before_training(override: str, tiny_dir: Path, tmp_path: Path) -> None:
+    cfg = tiny_config("full_single", shallow_assets(tiny_dir), tmp_path, **SHALLOW, device="cpu")
+    cfg: Any = OmegaConf.merge(cfg, OmegaConf.from_dotlist([override]))
+    with pytest.raises(InputError) as refused:
+        adaptive_recipe("full_single")(cfg=cfg).setup(cfg=cfg)
+    assert IN_SET_UP[override] in str(refused.value)
+    assert "\n" not in str(refused.value)

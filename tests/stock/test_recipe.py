@@ -1,0 +1,67 @@
+"""How the adapter uses a stock recipe's attributes where it makes its own decisions."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.stock.recipe import AdaptiveRecipe
+from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep
+
+
+def stock(**attributes: Any) -> Any:
+    """Attributes of a set-up stock recipe, with the adapter's defaults."""
+    defaults = {name: value for name, value in vars(AdaptiveRecipe).items() if not callable(value)}
+    return SimpleNamespace(**defaults | {"_device": torch.device("cuda")} | attributes)
+
+
+PROFILED = {"profiler_wait_steps": 5, "profiler_warmup_steps": 3, "profiler_active_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("attributes", "steps"),
+    [
+        ({"profiler_profile_memory": True} | PROFILED, range(9, 12)),
+        ({"profiler_profile_memory": False}, None),
+        ({"profiler_profile_memory": True, "_device": torch.device("cpu")} | PROFILED, None),
+        ({"_is_rank_zero": False}, None),
+    ],
+    ids=["the active ones and one more", "not asked for", "on a CPU", "not on other ranks"],
+)
+def test_memory_is_recorded_in_the_profilers_active_steps(attributes: dict[str, Any], steps: range | None) -> None:
+    assert AdaptiveRecipe._memory_steps(stock(**attributes)) == steps
+
+
+def test_optimizers_step_as_the_stock_recipe_has_them() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    after = AdaptiveRecipe.stepping(stock(_model=model, _optimizer=optimizer, _clip_grad_norm="1.5"))
+    assert isinstance(after, OptimizerStep)
+    assert list(after.optimizers) == [optimizer]
+    wrapper = SimpleNamespace(optim_map={"weight": optimizer})
+    within = AdaptiveRecipe.stepping(stock(_model=model, _optimizer_in_bwd=True, _optim_ckpt_wrapper=wrapper))
+    assert isinstance(within, OptimizerInBackward)
+    assert list(within.optimizers) == [optimizer]
+
+
+class _Data:
+    def __init__(self, **_: Any) -> None: ...
+
+    def _setup_data(self, answer: Any) -> Any:
+        return answer
+
+
+class _Recipe(AdaptiveRecipe, _Data): ...
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda loader: loader, lambda loader: (None, loader)], ids=["a loader", "and sampler"]
+)
+def test_an_empty_data_set_is_refused_and_another_is_passed_on(wrap: Any) -> None:
+    recipe = _Recipe.__new__(_Recipe)
+    full = wrap(SimpleNamespace(dataset=[1]))
+    assert recipe._setup_data(full) is full
+    with pytest.raises(InputError, match="`dataset` must have samples, but has 0"):
+        recipe._setup_data(wrap(SimpleNamespace(dataset=[])))

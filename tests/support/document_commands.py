@@ -1,0 +1,322 @@
+"""Reads the command lines of documents as their programs do, and checks them as far as possible without a run."""
+
+import argparse
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+
+from omegaconf import DictConfig
+from torchtune._cli.tune import TuneCLIParser
+from torchtune._recipe_registry import get_all_recipes
+
+from tests.support.documents import REPOSITORY
+from torchtune_adaptive.cli.arguments import integers
+from torchtune_adaptive.cli.main import _parser
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.gpus import memory_of
+from torchtune_adaptive.ppo.checks import check_turns
+from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.stock.checks import check_options
+from torchtune_adaptive.stock.configs import load_config, method_of, resolved
+
+_OUTPUT_KEPT = re.compile(r"\w+=\$\(.*\)")
+# An assignment, or a command that starts another one, with its options.
+_BEFORE_A_COMMAND = re.compile(r"[A-Za-z_]\w*=.*|exec|srun|time|-.*|\d+", re.DOTALL)
+_OF_THE_SHELL = ("cat", "cd", "echo", "export", "ls", "mkdir", "tail")
+_OF_TORCHTUNE = ("cat", "cp", "download", "ls", "run", "validate")
+# Packages that torchtune's models, optimizers and loggers need, but that it does not install.
+_FOR_TORCHTUNE = ("bitsandbytes", "comet-ml", "mlflow", "tensorboard", "torchvision", "wandb")
+_PPO = "adaptive_ppo_full_finetune_single_device"
+_OWN_RECIPES = {path.stem for path in (REPOSITORY / "recipes").glob("*.py")}
+
+
+class WrongCommand(Exception):
+    """A command line that a reader must not copy; the message says why."""
+
+
+def commands(script: str) -> Iterator[list[str]]:
+    """The words of each command of a shell script, without assignments before it.
+
+    >>> list(commands("A=1 tune ls && make test  # both"))
+    [['tune', 'ls'], ['make', 'test']]
+    """
+    for line in script.replace("\\\n", " ").splitlines():
+        if _OUTPUT_KEPT.fullmatch(line):
+            continue
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in (*lexer, ";"):
+            if set(word) <= set(";&|"):
+                if words:
+                    yield words
+                words = []
+            elif words or not _BEFORE_A_COMMAND.fullmatch(word):
+                words.append(word)
+
+
+def looks_like_a_command(line: str) -> bool:
+    """Whether a line that is not marked as a command is one of those that documents show."""
+    return re.match(r"\$ |(tune|tune-adaptive|make|pip|torchrun|python -m) [a-z.\-][\w.\-/]*( |$)", line) is not None
+
+
+def unknown_command(code: str) -> bool:
+    """Whether ``code`` names a command that ``tune`` or ``tune-adaptive`` does not have.
+
+    >>> unknown_command("tune-adaptive plan"), unknown_command("tune-adaptive plam")
+    (False, True)
+    """
+    named = re.fullmatch(r"tune(-adaptive)? ([a-z]+)( .*)?", code)
+    return named is not None and named[2] not in {*_OF_TORCHTUNE, *(_own_commands() if named[1] else ())}
+
+
+def is_whole(code: str) -> bool:
+    """Whether code within a sentence is a command to type, rather than a part of one.
+
+    >>> [is_whole(code) for code in ("make test", "tune run", "tune run x --config y", "tune-adaptive plan --json")]
+    [True, False, True, False]
+    """
+    if "..." in code or re.fullmatch(r"tune(-adaptive)? \w+", code):
+        return False
+    needs_config = code.startswith(("tune run", "tune-adaptive plan", "tune-adaptive run", "tune-adaptive search"))
+    return looks_like_a_command(code) and (" --config " in code or not needs_config)
+
+
+@dataclass
+class PageCommands:
+    """Checks the commands of one document, in their order.
+
+    A file whose name begins with ``my_`` is the reader's own: a copy, if an earlier command has made it.
+
+    Attributes:
+        copies: the files that commands have written, by the recipe or config that each is made from.
+        output_dirs: where runs that can be run here have written.
+        runs: whether the command checked last can be run here: without a GPU, a download, or a large model.
+        cfg: the config of a tiny model with which the command checked last trains; None if there is none.
+    """
+
+    copies: dict[str, str] = field(default_factory=dict)
+    output_dirs: set[str] = field(default_factory=set)
+    runs: bool = False
+    cfg: DictConfig | None = None
+
+    def check(self, words: Sequence[str]) -> None:
+        """Check one command.
+
+        Raises:
+            WrongCommand: its program would refuse it, or there is no check for that program.
+        """
+        checks: dict[str, Callable[[list[str]], None]] = {
+            "make": self._make,
+            "pip": self._pip,
+            "python": self._python,
+            "python3": self._python,
+            "torchrun": self._torchrun,
+            "tune": self._tune,
+            "tune-adaptive": self._tune_adaptive,
+            "git": self._git,
+            **dict.fromkeys(_OF_THE_SHELL, self._shell),
+        }
+        program, *arguments = words
+        if program not in checks:
+            raise WrongCommand(f"no check is for `{program}`")
+        self.runs, self.cfg = False, None
+        if program in ("tune", "tune-adaptive") and not {"--help", "--version"}.isdisjoint(arguments):
+            self.runs = True
+            return
+        try:
+            checks[program](arguments)
+        except InputError as refusal:
+            raise WrongCommand(str(refusal)) from refusal
+
+    def _tune(self, arguments: list[str]) -> None:
+        command, *rest = arguments
+        _parsed(_torchtunes_parser(), arguments)
+        named = [word for word in rest if not word.startswith("-")]
+        if command == "run":
+            self._run(arguments)
+        elif command == "cp":
+            source, destination = named
+            if source not in _recipes():
+                self._config(source, [])
+            self.copies[_plain(destination)] = source
+        elif command in ("cat", "validate"):
+            self._config(named[-1], [])
+        is_there = not any(_is_readers(self._original(word)) for word in named)
+        self.runs = self.cfg is not None if command == "run" else command != "download" and is_there
+
+    def _tune_adaptive(self, arguments: list[str]) -> None:
+        command, *rest = arguments
+        if command == "validate":
+            self._config(rest[0], rest[1:])
+            self.runs = not _is_readers(self._original(rest[0]))
+        elif command == "search":
+            self._run(["run", *rest])
+            self.runs = self.cfg is not None
+        elif command in _OF_TORCHTUNE:
+            self._tune(arguments)
+        else:
+            parsed, others = _parsed(_parser(), arguments, allows_others=True)
+            if others and ("overrides" not in parsed or any(other.startswith("-") for other in others)):
+                raise WrongCommand(f"`tune-adaptive {command}` does not take {' '.join(others)}")
+            if "config" in parsed:
+                method_of(self._config(parsed.config, [*parsed.overrides, *others]))
+            if command == "plan":
+                _check_plan(parsed)
+            plans = command == "plan" and parsed.calibration is None
+            self.runs = plans or not self.output_dirs.isdisjoint(rest)
+
+    def _run(self, arguments: list[str]) -> None:
+        """Check a recipe with its config and overrides, as the recipe itself does before it is set up."""
+        launch, _ = _parsed(_torchtunes_parser(), arguments)
+        recipe, recipe_arguments = self._original(launch.recipe), list(launch.recipe_args)
+        if recipe not in _recipes() and not _is_readers(recipe):
+            raise WrongCommand(f"there is no recipe {recipe}")
+        if "--config" not in recipe_arguments[:-1]:
+            raise WrongCommand("`--config` is missing")
+        place = recipe_arguments.index("--config")
+        name = self._original(recipe_arguments[place + 1])
+        cfg = self._config(name, [*recipe_arguments[:place], *recipe_arguments[place + 2 :]])
+        if recipe in _OWN_RECIPES and not _is_readers(name):
+            _check_recipe(recipe, name, cfg, ranks=_number(launch.nproc_per_node) * _number(launch.nnodes))
+        if name.startswith("tiny/"):
+            self.cfg = cfg
+            self.output_dirs.add(cfg.output_dir)
+        self.copies[f"{cfg.output_dir}/found.yaml"] = name  # which `tune-adaptive search` writes
+
+    def _config(self, name: str, overrides: Sequence[str]) -> DictConfig:
+        """The config, checked. The reader's own config counts as one of a tiny model."""
+        name = self._original(name)
+        cfg = load_config("tiny/full" if _is_readers(name) else name, overrides)
+        resolved(cfg)
+        AdaptiveSettings.from_cfg(cfg)
+        return cfg
+
+    def _original(self, name: str) -> str:
+        return self.copies.get(_plain(name), name)
+
+    def _make(self, arguments: list[str]) -> None:
+        targets = set(re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+        if wrong := [word for word in arguments if word not in targets and "=" not in word]:
+            raise WrongCommand(f"the Makefile has no target {wrong[0]}")
+
+    def _pip(self, arguments: list[str]) -> None:
+        command, *rest = arguments
+        if command != "install":
+            raise WrongCommand(f"no check is for `pip {command}`")
+        project = (REPOSITORY / "pyproject.toml").read_text()
+        required = project.partition("\ndependencies = [")[2].partition("\n]")[0]
+        known = {".", "torchtune-adaptive", *_FOR_TORCHTUNE}
+        known |= {_package(one) for one in re.findall(r'^ *"(.*?)"', required, re.MULTILINE)}
+        optional = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+        known_extras = re.findall(r"^([\w-]+) = \[", optional, re.MULTILINE)
+        for word in (word for word in rest if not word.startswith("-")):
+            package, extras = _package(word), re.findall(r"\[(.*)\]", word)
+            if package not in known and not (word.endswith(".txt") and (REPOSITORY / word).is_file()):
+                raise WrongCommand(f"`pip install {word}` is neither this project nor something that it needs")
+            for extra in ",".join(extras).split(",") if extras else ():
+                if extra not in known_extras:
+                    raise WrongCommand(f"pyproject.toml has no extra {extra}")
+
+    def _python(self, arguments: list[str]) -> None:
+        if arguments[0] == "-m":
+            if find_spec(arguments[1]) is None:
+                raise WrongCommand(f"there is no module {arguments[1]}")
+            self.runs = arguments[1] == "torchtune_adaptive.tiny"
+        else:
+            self._file(arguments[0])
+
+    def _torchrun(self, arguments: list[str]) -> None:
+        self._file(next((word for word in arguments if word.endswith(".py")), ""))
+
+    def _file(self, path: str) -> None:
+        if path != "examples/NAME.py" and not (REPOSITORY / path).is_file():
+            raise WrongCommand(f"there is no file {path!r}")
+
+    def _git(self, arguments: list[str]) -> None:
+        if arguments[0] != "clone":
+            raise WrongCommand(f"no check is for `git {arguments[0]}`")
+
+    def _shell(self, _: list[str]) -> None: ...
+
+
+def _check_plan(options: argparse.Namespace) -> None:
+    """Check the numbers and GPUs that are asked for.
+
+    Raises:
+        InputError: one is wrong.
+    """
+    for option in ("--seq-len", "--batch-size", "--nproc_per_node", "--nnodes"):
+        if (text := getattr(options, option.removeprefix("--").replace("-", "_"))) is not None:
+            integers(option, text)
+    for gpu in options.memory.split(",") if options.memory else ():
+        memory_of(gpu)
+
+
+def _check_recipe(recipe: str, config: str, cfg: DictConfig, *, ranks: int) -> None:
+    """Check that an adaptive recipe can train with a config, on ``ranks`` ranks.
+
+    Raises:
+        WrongCommand: it cannot.
+        InputError: an option is wrong.
+    """
+    if recipe == _PPO:
+        check_turns(cfg)
+        return
+    method = recipe.removeprefix("adaptive_").removesuffix("_distributed").removesuffix("_single_device")
+    if method_of(cfg) != method:
+        raise WrongCommand(f"{recipe} does not train by {config}, which is for {method_of(cfg)}")
+    check_options(cfg, AdaptiveSettings.from_cfg(cfg), ranks=ranks)
+    if recipe.endswith("_single_device") and ranks > 1:
+        raise WrongCommand(f"{recipe} is for one process, not for {ranks}")
+
+
+def _own_commands() -> set[str]:
+    return {name for one in _parser()._actions for name in one.choices or () if one.dest == "command"}
+
+
+@cache
+def _torchtunes_parser() -> argparse.ArgumentParser:
+    return TuneCLIParser()._parser
+
+
+def _recipes() -> set[str]:
+    return _OWN_RECIPES | {one.name for one in get_all_recipes()}
+
+
+def _plain(path: str) -> str:
+    return path.removeprefix("./")
+
+
+def _is_readers(name: str) -> bool:
+    return name.rpartition("/")[2].startswith("my_")
+
+
+def _number(text: str) -> int:
+    """The number at the start of ``text``, an option of torchrun; 2 if it is known only at the launch."""
+    found = re.match(r"\d+", text)
+    return 2 if found is None else int(found[0])
+
+
+def _package(requirement: str) -> str:
+    return re.split(r"[\[<>=!~ ]", requirement)[0].replace("_", "-") or requirement
+
+
+def _parsed(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], *, allows_others: bool = False
+) -> tuple[argparse.Namespace, list[str]]:
+    """What the parser reads.
+
+    Raises:
+        WrongCommand: it refuses.
+    """
+    try:
+        parsed, others = parser.parse_known_args(arguments)
+    except (SystemExit, argparse.ArgumentError) as refusal:
+        raise WrongCommand(f"{parser.prog} cannot read {shlex.join(arguments)}") from refusal
+    if others and not allows_others:
+        raise WrongCommand(f"{parser.prog} does not take {' '.join(others)}")
+    return parsed, others

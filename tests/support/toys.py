@@ -1,0 +1,66 @@
+"""Small stand-ins that several unit tests use."""
+
+from typing import Any
+
+from torchtune_adaptive.engine.search.options import SearchOptions
+from torchtune_adaptive.engine.search.strategies import SearchResult
+from torchtune_adaptive.training.batch.row_format import Row
+from torchtune_adaptive.training.run_state import AdaptiveState
+
+STATE = AdaptiveState(
+    epochs_run=2,
+    epoch_samples=0,
+    schedule_steps=25,
+    batch_size=8,
+    is_global=False,
+    reference_samples=16,
+    samples_per_step=32,
+    global_step=75,
+    micro_batch=None,
+    micro_batch_limit=8,
+    micro_batch_unit="rows",
+    left_over=(96, 100),
+    padding=(1000, 1200),
+    dataset_samples=400,
+    ranks=4,
+    memory_limit_bytes=1000,
+    rank_states=[{"longest_row_tokens": 512}] * 4,
+    optimizer={"groups": [[{"lr": 0.1}]], "numbers": {}},
+    config={"seed": 1, "optimizer.lr": 0.1},
+)
+
+
+class Samples:
+    """A data set of rows of given lengths; remembers which were read."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = lengths
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Row:
+        self.read.append(index)
+        return {"tokens": [1] * self.lengths[index], "labels": [1] * self.lengths[index]}
+
+
+def search_result(**changed: Any) -> SearchResult:
+    """What a search may have found: 13 rows fit, 8 are used."""
+    found: dict[str, Any] = {
+        "strategy": "binary_search",
+        "exact_batch_size": 13,
+        "batch_size": 8,
+        "bound": 100,
+        "memory_limit_bytes": 1000,
+        "margin": 0.05,
+        "world_size": 1,
+        "probes": (),
+    }
+    return SearchResult(**found | changed)
+
+
+def search_options(**changed: Any) -> SearchOptions:
+    """A search for the exact size that fits, without a margin."""
+    options: dict[str, Any] = {"strategy": "linear_extrapolation", "power_of_two": False, "margin": 0.0}
+    return SearchOptions(**options | changed)

@@ -1,0 +1,428 @@
+"""Each optimizer step has as many samples as its batch size gives; none is lost at an epoch's end or by a resume."""
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.training.batch.loader import GlobalStepLoader, StepLoader, check_fills_step
+from torchtune_adaptive.training.batch.row_format import Row, TokenRows
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
+
+
+def dataset_of(samples: int, *, longest: int | None = None) -> Any:
+    """Rows whose tokens are all their index in the data set; two tokens each, five at the index ``longest``."""
+    return [{"tokens": [place] * (5 if place == longest else 2)} for place in range(samples)]
+
+
+def loader_over(
+    dataset: Any,
+    *,
+    batch_size: int,
+    micro_steps: int = 1,
+    max_steps_per_epoch: int | None = None,
+    ranks: int = 1,
+    rank: int = 0,
+    shuffle: bool = False,
+) -> StepLoader:
+    sampler = StatefulDistributedSampler(dataset, ranks, rank, shuffle=shuffle, seed=3)
+    return StepLoader(
+        sampler,
+        TokenRows(-100),
+        batch_size=batch_size,
+        micro_steps=micro_steps,
+        max_steps_per_epoch=max_steps_per_epoch,
+    )
+
+
+def global_loader_over(
+    dataset: Any,
+    *,
+    batch_size: int,
+    max_steps_per_epoch: int | None = None,
+    ranks: int = 1,
+    rank: int = 0,
+    shuffle: bool = False,
+) -> GlobalStepLoader:
+    sampler = StatefulDistributedSampler(dataset, ranks, rank, shuffle=shuffle, seed=3)
+    return GlobalStepLoader(sampler, TokenRows(-100), batch_size=batch_size, max_steps_per_epoch=max_steps_per_epoch)
+
+
+def places(rows: list[Row]) -> list[int]:
+    return [row["tokens"][0] for row in rows]
+
+
+def steps_of(loader: StepLoader, epoch: int = 0) -> list[list[int]]:
+    """The indices of the samples of each step."""
+    return [places(samples.rows) for samples in loader.steps(epoch)]
+
+
+# ---- sizes
+
+
+def test_sizes_follow_from_batch_size_micro_steps_and_ranks() -> None:
+    loader = loader_over(dataset_of(40), batch_size=3, micro_steps=2, ranks=2)
+    assert (loader.key, loader.is_global, loader.ranks, loader.micro_steps) == ("batch_size", False, 2, 2)
+    assert (loader.batch_size, loader.samples_per_step, loader.rows_per_step, loader.rows_per_micro_step) == (
+        3,
+        12,
+        6,
+        3,
+    )
+    assert (loader.largest_batch_size, loader.steps_per_epoch) == (10, 3)  # 20 samples per rank
+    assert [loader.steps_per_epoch_at(size) for size in (1, 5, 10, 11)] == [10, 2, 1, 0]
+    assert loader.samples_per_step_at(5) == 20
+    loader.set_batch_size(4)
+    assert (loader.batch_size, loader.samples_per_step, loader.steps_per_epoch) == (4, 16, 2)
+    assert (loader.rows_per_micro_step, loader.data_loader.batch_size) == (4, 4)
+
+
+def test_sizes_of_a_global_batch_are_samples_over_all_ranks() -> None:
+    loaders = [global_loader_over(dataset_of(25), batch_size=10, ranks=4, rank=rank) for rank in range(4)]
+    assert [loader.data_loader.batch_size for loader in loaders] == [3, 3, 2, 2]
+    for loader in loaders:
+        assert (loader.key, loader.is_global, loader.ranks, loader.micro_steps) == ("global_batch_size", True, 4, 1)
+        assert (loader.batch_size, loader.samples_per_step) == (10, 10)
+        assert (loader.rows_per_step, loader.rows_per_micro_step) == (3, 3)
+        assert (loader.largest_batch_size, loader.steps_per_epoch) == (25, 2)
+        assert [loader.steps_per_epoch_at(size) for size in (4, 25, 26)] == [6, 1, 0]
+        loader.set_batch_size(5)
+    assert [loader.data_loader.batch_size for loader in loaders] == [2, 1, 1, 1]
+    assert {loader.rows_per_step for loader in loaders} == {2}
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    samples=st.integers(1, 60),
+    batch_size=st.integers(1, 9),
+    micro_steps=st.integers(1, 4),
+    ranks=st.integers(1, 4),
+    most=st.none() | st.integers(1, 5),
+)
+def test_an_epoch_has_the_promised_number_of_steps_and_each_the_promised_number_of_samples(
+    samples: int, batch_size: int, micro_steps: int, ranks: int, most: int | None
+) -> None:
+    options: dict[str, Any] = {"batch_size": batch_size, "max_steps_per_epoch": most, "ranks": ranks}
+    loader = loader_over(dataset_of(samples), micro_steps=micro_steps, **options)
+    steps = list(loader.steps(0))
+    assert len(steps) == loader.steps_per_epoch
+    for step in steps:
+        assert step.num_samples == loader.samples_per_step
+        assert len(step.rows) == step.largest_share == loader.rows_per_step
+    assert loader.steps_per_epoch_at(loader.largest_batch_size or 1) == (1 if loader.largest_batch_size else 0)
+    assert loader.steps_per_epoch_at(loader.largest_batch_size + 1) == 0
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(samples=st.integers(1, 60), ranks=st.integers(1, 4), more=st.integers(0, 9), shuffle=st.booleans())
+def test_a_global_batch_is_shared_out_over_the_ranks_without_repeating_a_sample(
+    samples: int, ranks: int, more: int, shuffle: bool
+) -> None:
+    size, dataset = ranks + more, dataset_of(samples)
+    loaders = [
+        global_loader_over(dataset, batch_size=size, ranks=ranks, rank=rank, shuffle=shuffle) for rank in range(ranks)
+    ]
+    steps = [list(loader.steps(1)) for loader in loaders]
+    assert [len(of_rank) for of_rank in steps] == [samples // size] * ranks
+    for of_ranks in zip(*steps, strict=True):
+        assert {step.num_samples for step in of_ranks} == {size}
+        assert {step.largest_share for step in of_ranks} == {max(len(step.rows) for step in of_ranks)}
+        assert sum(len(step.rows) for step in of_ranks) == size
+    taken = [place for of_rank in steps for step in of_rank for place in places(step.rows)]
+    assert len(set(taken)) == len(taken)
+    whole: Any = DistributedSampler(dataset, 1, 0, shuffle=shuffle, seed=3)
+    whole.set_epoch(1)
+    assert set(taken) == set(list(whole)[: len(taken)])
+
+
+def test_fewer_samples_than_ranks_are_refused() -> None:
+    with pytest.raises(InputError) as refused:
+        global_loader_over(dataset_of(8), batch_size=2, ranks=3)
+    assert str(refused.value) == ("`global_batch_size` must be at least the number of ranks (3), but is 2 instead.")
+
+
+# ---- one epoch after another
+
+
+def test_samples_left_over_at_an_epochs_end_begin_the_first_step_of_the_next_epoch() -> None:
+    loader = loader_over(dataset_of(17), batch_size=2, micro_steps=3, ranks=1)
+    assert steps_of(loader, 0) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]  # 12 to 15 are left, 16 fills no batch
+    first, second = loader.steps(1)
+    assert places(first.rows) == [12, 13, 14, 15, 0, 1, 2, 3, 4, 5]
+    assert (first.largest_share, first.num_samples) == (10, 10)
+    assert places(second.rows) == [6, 7, 8, 9, 10, 11]
+
+
+def test_left_over_samples_are_kept_when_the_batch_size_changes() -> None:
+    loader = loader_over(dataset_of(10), batch_size=2, micro_steps=2)
+    assert steps_of(loader, 0) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    loader.set_batch_size(3)
+    assert steps_of(loader, 1) == [[8, 9, 0, 1, 2, 3, 4, 5]]
+
+
+def test_a_bound_on_steps_ends_the_epoch_and_leaves_nothing_over() -> None:
+    loader = loader_over(dataset_of(20), batch_size=2, micro_steps=2, max_steps_per_epoch=2)
+    assert loader.steps_per_epoch == 2
+    assert steps_of(loader, 0) == steps_of(loader, 1) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert loader.state_dict()["left_over"] == (20, 20)
+    loader.set_batch_size(10)
+    assert loader.steps_per_epoch == 1
+
+
+def test_every_epoch_has_its_own_order() -> None:
+    loader = loader_over(dataset_of(12), batch_size=4, shuffle=True)
+    for epoch in (0, 1, 7):
+        sampler: Any = DistributedSampler(dataset_of(12), 1, 0, shuffle=True, seed=3)
+        sampler.set_epoch(epoch)
+        assert list(itertools.chain(*steps_of(loader, epoch))) == list(sampler)
+    assert steps_of(loader, 0) != steps_of(loader, 1)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(ranks=st.integers(1, 4), more=st.integers(0, 9))
+def test_both_halves_of_a_step_know_their_samples_over_all_ranks(ranks: int, more: int) -> None:
+    size = 2 * ranks + more
+    loaders = [global_loader_over(dataset_of(size), batch_size=size, ranks=ranks, rank=rank) for rank in range(ranks)]
+    steps = [next(loader.steps(0)) for loader in loaders]
+    for step in steps:
+        first, second = step.halves()
+        assert first.rows + second.rows == step.rows
+        assert len(first.rows) == (len(step.rows) + 1) // 2
+    for of_ranks in zip(*(step.halves() for step in steps), strict=True):
+        lengths = [len(half.rows) for half in of_ranks]
+        assert {(half.num_samples, half.largest_share) for half in of_ranks} == {(sum(lengths), max(lengths))}
+
+
+# ---- the longest row
+
+
+def test_the_longest_row_is_that_of_the_steps_given_so_far() -> None:
+    dataset = dataset_of(12, longest=5)
+    loader = loader_over(dataset, batch_size=2, micro_steps=2)
+    assert loader.longest_row is None
+    assert loader.longest_row_tokens == 0
+    steps = loader.steps(0)
+    next(steps)
+    assert loader.longest_row_tokens == 2
+    next(steps)
+    assert loader.longest_row is dataset[5]
+    next(steps)
+    assert loader.longest_row is dataset[5]
+    assert loader.longest_row_tokens == 5
+
+
+def test_rows_that_are_not_trained_with_do_not_count_as_the_longest() -> None:
+    """Rows that probes and dry runs read do not count, nor do left-over rows before their step."""
+    loader = loader_over(dataset_of(7, longest=5), batch_size=2, micro_steps=2)
+    assert len(loader.dataset[5]["tokens"]) == 5
+    steps_of(loader, 0)
+    assert loader.longest_row_tokens == 2
+    next(loader.steps(1))
+    assert loader.longest_row_tokens == 5
+
+
+def test_a_resumed_run_has_a_row_as_long_as_the_longest_it_was_trained_with() -> None:
+    loader = loader_over(dataset_of(12), batch_size=2)
+    loader.set_longest_row(5)
+    assert loader.longest_row_tokens == 5
+    row = loader.longest_row
+    assert row is not None
+    assert len(row["tokens"]) == 5
+    steps_of(loader)  # of two tokens each
+    assert loader.longest_row_tokens == 5
+    loader.set_longest_row(0)
+    assert (loader.longest_row, loader.longest_row_tokens) == (None, 0)
+
+
+# ---- descriptions
+
+
+def test_a_step_is_described_by_its_arithmetic() -> None:
+    loader = loader_over(dataset_of(40), batch_size=3, micro_steps=2, ranks=2)
+    assert loader.describe(4) == "4 rows * 2 micro-steps * 2 ranks = 16 samples per optimizer step"
+    assert global_loader_over(dataset_of(40), batch_size=3, ranks=2).describe(9) == (
+        "9 samples per optimizer step on 2 ranks"
+    )
+
+
+def test_a_data_set_that_fills_no_step_is_refused() -> None:
+    loader = loader_over(dataset_of(23), batch_size=3, micro_steps=2, ranks=2)
+    check_fills_step(loader, 6)
+    with pytest.raises(InputError) as refused:
+        check_fills_step(loader, 7)
+    assert str(refused.value) == (
+        "`dataset` must fill an optimizer step (7 rows * 2 micro-steps * 2 ranks = 28 samples per optimizer step),"
+        " but has 23 samples."
+    )
+    loader = global_loader_over(dataset_of(23), batch_size=3, ranks=2)
+    check_fills_step(loader, 23)
+    with pytest.raises(InputError) as refused:
+        check_fills_step(loader, 24)
+    assert str(refused.value) == (
+        "`dataset` must fill an optimizer step (24 samples per optimizer step on 2 ranks), but has 23 samples."
+    )
+
+
+# ---- state
+
+
+def test_the_state_has_the_sizes_and_left_over_samples_of_the_run() -> None:
+    loader = loader_over(dataset_of(17, longest=1), batch_size=2, micro_steps=3)
+    steps_of(loader, 0)
+    assert loader.state_dict() == {
+        "batch_size": 2,
+        "is_global": False,
+        "epoch_samples": 0,
+        "samples_per_step": 6,
+        "left_over": (12, 16),
+        "dataset_samples": 17,
+        "ranks": 1,
+    }
+    shared = global_loader_over(dataset_of(17), batch_size=5, ranks=2, rank=1)
+    steps_of(shared, 0)
+    assert shared.state_dict() == {
+        "batch_size": 5,
+        "is_global": True,
+        "epoch_samples": 0,
+        "samples_per_step": 5,
+        "left_over": (6, 6),
+        "dataset_samples": 17,
+        "ranks": 2,
+    }
+
+
+@pytest.mark.parametrize(("samples", "ranks"), [(40, 2), (42, 2), (40, 1)], ids=["same", "other data", "other ranks"])
+def test_a_run_on_other_data_or_ranks_drops_left_over_samples(samples: int, ranks: int) -> None:
+    loader = loader_over(dataset_of(40, longest=2), batch_size=2, micro_steps=3, ranks=2)
+    steps_of(loader, 0)
+    assert loader.state_dict()["left_over"] == (18, 20)
+    resumed = loader_over(dataset_of(samples), batch_size=1, ranks=ranks)
+    resumed.load_state_dict(loader.state_dict(), epoch=0)
+    assert len(next(resumed.steps(1)).rows) == (3 if (samples, ranks) == (40, 2) else 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_whose_batch_size_has_another_unit_drops_left_over_samples(rank: int) -> None:
+    """Otherwise its first step would have different numbers of rows, and so of micro-steps, on the ranks."""
+    loader = loader_over(dataset_of(40), batch_size=2, micro_steps=3, ranks=2, rank=rank)
+    steps_of(loader, 0)
+    resumed = global_loader_over(dataset_of(40), batch_size=5, ranks=2, rank=rank)
+    resumed.load_state_dict(loader.state_dict(), epoch=0)
+    first = next(resumed.steps(1))
+    assert (len(first.rows), first.largest_share, first.num_samples) == (3 - rank, 3, 5)
+
+
+# ---- within an epoch
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    is_global=st.booleans(),
+    more=st.integers(0, 40),
+    ranks=st.integers(1, 3),
+    shuffle=st.booleans(),
+    most=st.none() | st.integers(1, 3),
+    data=st.data(),
+)
+def test_a_run_resumed_after_any_step_has_the_steps_of_an_uninterrupted_one(
+    is_global: bool, more: int, ranks: int, shuffle: bool, most: int | None, data: st.DataObject
+) -> None:
+    """This holds for the epoch that it resumes in and for later ones; steps already done are not read again."""
+    size, micro_steps = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    options: dict[str, Any] = {"ranks": ranks, "shuffle": shuffle, "max_steps_per_epoch": most}
+    options["rank"] = data.draw(st.integers(0, ranks - 1))
+    dataset = dataset_of(size * micro_steps * ranks + more)
+
+    def make() -> StepLoader:
+        if is_global:
+            return global_loader_over(dataset, batch_size=size + ranks - 1, **options)
+        return loader_over(dataset, batch_size=size, micro_steps=micro_steps, **options)
+
+    whole = make()
+    expected = [steps_of(whole, epoch) for epoch in range(3)]
+    interrupted = make()
+    epoch = data.draw(st.integers(0, 1))
+    for before in range(epoch):
+        steps_of(interrupted, before)
+    done = data.draw(st.integers(0, len(expected[epoch])))  # 0: after the epoch before
+    steps = interrupted.steps(epoch)
+    taken = [places(next(steps).rows) for _ in range(done)]
+    assert interrupted.steps_done == done
+    state = interrupted.state_dict()
+    resumed = make()
+    resumed.load_state_dict(state, epoch=epoch - 1)
+    assert resumed.steps_done == done
+    assert resumed.state_dict() == state
+    assert taken + steps_of(resumed, epoch) == expected[epoch]
+    assert resumed.steps_done == 0
+    assert steps_of(resumed, epoch + 1) == expected[epoch + 1]
+
+
+def test_steps_done_counts_the_steps_given_within_an_epoch_and_is_zero_between_epochs() -> None:
+    loader = loader_over(dataset_of(17), batch_size=2, micro_steps=3, ranks=2)
+    assert (loader.steps_done, loader.state_dict()["epoch_samples"]) == (0, 0)
+    steps = loader.steps(0)
+    assert loader.steps_done == 0
+    next(steps)
+    assert (loader.steps_done, loader.state_dict()["epoch_samples"]) == (1, 12)
+    assert list(steps) == []
+    assert (loader.steps_done, loader.state_dict()["epoch_samples"]) == (0, 0)
+
+
+def test_after_its_last_step_an_epoch_ends_only_when_left_over_samples_are_read() -> None:
+    loader = loader_over(dataset_of(17), batch_size=2, micro_steps=3)
+    steps = loader.steps(0)
+    next(steps)
+    next(steps)
+    state = loader.state_dict()
+    assert (state["epoch_samples"], state["left_over"]) == (12, (16, 16))
+    resumed = loader_over(dataset_of(17), batch_size=2, micro_steps=3)
+    resumed.load_state_dict(state, epoch=-1)
+    assert steps_of(resumed, 0) == []
+    assert resumed.state_dict()["left_over"] == (12, 16)
+    assert steps_of(resumed, 1)[0] == [12, 13, 14, 15, 0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("ranks", "size", "first"), [(1, 4, 24), (2, 4, 24), (4, 3, 24), (1, 9, 18), (4, 5, 20)])
+def test_on_other_ranks_or_with_another_batch_size_a_run_resumes_where_one_of_its_own_steps_begins(
+    ranks: int, size: int, first: int
+) -> None:
+    """It resumes at sample 24 or earlier: no sample is skipped, and less than a step is trained twice."""
+    interrupted = [loader_over(dataset_of(96), batch_size=4, ranks=3, rank=rank, shuffle=True) for rank in range(3)]
+    before: set[int] = set()
+    for loader in interrupted:
+        steps = loader.steps(0)
+        before |= {*places(next(steps).rows), *places(next(steps).rows)}
+    state = interrupted[0].state_dict()
+    assert state["epoch_samples"] == len(before) == 24
+    after: list[int] = []
+    for rank in range(ranks):
+        resumed = loader_over(dataset_of(96), batch_size=size, ranks=ranks, rank=rank, shuffle=True)
+        resumed.load_state_dict(state, epoch=-1)
+        assert resumed.steps_done * resumed.samples_per_step == first
+        after += itertools.chain(*steps_of(resumed, 0))
+    sampler: Any = DistributedSampler(dataset_of(96), 1, 0, shuffle=True, seed=3)
+    order = list(sampler)
+    assert before == set(order[:24])
+    in_whole_steps = 96 // (ranks * size) * ranks * size
+    assert sorted(after) == sorted(order[first:in_whole_steps])
+
+
+def test_a_global_batch_resumes_at_the_same_sample_on_another_number_of_ranks() -> None:
+    interrupted = global_loader_over(dataset_of(50), batch_size=7, ranks=3, shuffle=True)
+    steps = interrupted.steps(0)
+    next(steps)
+    next(steps)
+    after: list[int] = []
+    for rank in range(2):
+        resumed = global_loader_over(dataset_of(50), batch_size=7, ranks=2, rank=rank, shuffle=True)
+        resumed.load_state_dict(interrupted.state_dict(), epoch=-1)
+        after += itertools.chain(*steps_of(resumed, 0))
+    sampler: Any = DistributedSampler(dataset_of(50), 1, 0, shuffle=True, seed=3)
+    assert sorted(after) == sorted(list(sampler)[14:49])

@@ -1,0 +1,258 @@
+"""A step is cut into the same number of micro-batches on every rank, within a limit that recovery may lower."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
+from torchtune_adaptive.training.batch.loader import StepSamples
+from torchtune_adaptive.training.batch.micro_batches import MicroBatch, MicroBatcher
+from torchtune_adaptive.training.batch.rank_shares import largest_share, rows_of_rank
+from torchtune_adaptive.training.batch.row_format import Row, TokenRows
+
+FIRST: Row = {"tokens": [-1], "labels": [-1]}  # of the data set; without weight it is a silent row
+
+
+class Unasked(Consensus):
+    """A consensus that must not be used, because each use is a collective."""
+
+    def _reduce(self, number: int, op: Any) -> int:
+        raise AssertionError("asked")
+
+
+class With(Consensus):
+    """One rank of several: the other ranks give ``others``, and the numbers that this rank gives are recorded."""
+
+    def __init__(self, *others: int) -> None:
+        super().__init__()
+        self.others = others
+        self.said: list[int] = []
+
+    def max_over_ranks(self, number: int) -> int:
+        self.said.append(number)
+        return max(number, *self.others)
+
+
+def batcher(limit: MicroBatchLimit, consensus: Consensus | None = None) -> MicroBatcher:
+    return MicroBatcher(limit, TokenRows(-100), consensus or Consensus(), [FIRST])
+
+
+def rows_of(*lengths: int) -> list[Row]:
+    """Rows of the given lengths; each token is the row's number."""
+    return [{"tokens": [number] * length, "labels": [number] * length} for number, length in enumerate(lengths)]
+
+
+def samples_of(*lengths: int, most: int | None = None) -> StepSamples:
+    return StepSamples(rows_of(*lengths), most or len(lengths), ranks=1)
+
+
+def names(micro_batches: list[MicroBatch]) -> list[list[int | str]]:
+    """The rows of each micro-batch by their numbers."""
+    silent = FIRST | {"labels": [-100]}
+    return [["silent" if row == silent else row["tokens"][0] for row in one.rows] for one in micro_batches]
+
+
+# ---- cutting
+
+
+def test_a_rank_with_fewer_rows_takes_as_many_micro_steps_without_communication() -> None:
+    asks_nobody = batcher(RowLimit(2), Unasked())
+    assert names(asks_nobody.cut(samples_of(1, 1, 1, most=5))) == [[0], [1], [2]]
+    assert names(asks_nobody.cut(samples_of(1, most=5))) == [[0], ["silent"], ["silent"]]
+
+
+def test_with_a_limit_in_tokens_the_ranks_agree_on_the_number_of_micro_batches() -> None:
+    peers = With(1, 4)
+    cut = batcher(TokenLimit(4), peers).cut(samples_of(2, 2, 4))
+    assert peers.said == [2]
+    assert names(cut) == [[2], [0], [1], ["silent"]]
+    peers = With(1)
+    assert len(batcher(TokenLimit(4), peers).cut(samples_of(4, 4, 4))) == 3
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(samples=st.integers(1, 40), ranks=st.integers(1, 6), size=st.integers(1, 12), data=st.data())
+def test_every_rank_has_the_same_number_of_micro_batches_and_every_row_is_in_one_of_them(
+    samples: int, ranks: int, size: int, data: st.DataObject
+) -> None:
+    most = largest_share(samples, ranks=ranks)
+    limit = data.draw(st.sampled_from([RowLimit(size), TokenLimit(4 * size)]))
+    lengths = [
+        data.draw(st.lists(st.integers(1, 9), min_size=rows, max_size=rows))
+        for rows in (rows_of_rank(samples, rank=rank, ranks=ranks) for rank in range(ranks))
+    ]
+    counts = [len(limit.cut(of_rank)) for of_rank in lengths]
+    cuts = [batcher(limit, With(*counts)).cut(StepSamples(rows_of(*of_rank), samples, ranks)) for of_rank in lengths]
+    assert len(set(map(len, cuts))) == 1
+    for of_rank, cut in zip(lengths, cuts, strict=True):
+        placed = [name for micro_batch in names(cut) for name in micro_batch if name != "silent"]
+        assert sorted(placed, key=int) == list(range(len(of_rank)))
+        assert all(micro_batch == ["silent"] or "silent" not in micro_batch for micro_batch in names(cut))
+        if isinstance(limit, RowLimit):
+            assert all(1 <= len(one.rows) <= size for one in cut)
+            assert len(cut) == math.ceil(most / size)
+
+
+# ---- padding
+
+
+def counted(batches: MicroBatcher) -> tuple[int, int]:
+    return batches.state_dict()["padding"]
+
+
+def test_tokens_are_counted_without_and_with_padding_and_silent_rows_are_not() -> None:
+    batches = batcher(RowLimit(2))
+    assert names(batches.cut(samples_of(3, 5, 2, most=7))) == [[0], [1], [2], ["silent"]]
+    batches.end_step()
+    assert counted(batches) == (10, 10)
+    batches.cut(samples_of(3, 5, 2))
+    batches.end_step()
+    assert counted(batches) == (20, 10 + 2 * 5 + 2)
+
+
+def test_padding_is_that_of_the_last_cut_of_each_step_since_it_was_last_taken() -> None:
+    batches = batcher(RowLimit(4))
+    samples = samples_of(1, 1, 1, 5)
+    batches.cut(samples)  # an attempt that ran out of memory
+    batches.reduce(samples)
+    batches.cut(samples)
+    batches.end_step()
+    assert batches.take_padding() == pytest.approx(1 - 8 / (2 * 1 + 2 * 5))
+    for lengths in ((1, 3), (2, 2), (1, 2)):
+        batches.cut(samples_of(*lengths))
+        batches.end_step()
+    assert batches.take_padding() == pytest.approx(1 - (4 + 4 + 3) / (6 + 4 + 4))
+
+
+# ---- measured steps
+
+
+def test_the_halves_of_a_measured_step_are_cut_separately_and_the_first_is_the_small_batch() -> None:
+    batches, samples = batcher(RowLimit(3)), samples_of(1, 1, 1, 1, 1, 1, 9)
+    cut = batches.cut(replace(samples, measured=True))
+    assert names(cut) == [[0, 1, 2], [3], [4, 5, 6]]
+    assert [(one.is_small, one.ends_small) for one in cut] == [(True, False), (True, True), (False, False)]
+    batches.end_step()
+    assert counted(batches) == (15, 3 + 1 + 27)
+    assert [len(one.rows) for one in batches.cut(samples)] == [3, 3, 1]
+
+
+@pytest.mark.parametrize(("share", "measured"), [(1, False), (2, True)])
+def test_a_step_is_measured_if_some_rank_has_two_rows(share: int, measured: bool) -> None:
+    cut = batcher(RowLimit(3)).cut(StepSamples(rows_of(1), num_samples=share, ranks=1, measured=True))
+    assert [one.is_small for one in cut] == ([True, False] if measured else [False])
+
+
+# ---- rehearsals
+
+
+@pytest.mark.parametrize(
+    ("limit", "sizes"), [(RowLimit(8), [[1, 2], [1, 1]]), (TokenLimit(8), [[1, 2], [1, 1]]), (RowLimit(1), [[1, 1]])]
+)
+def test_rehearsals_have_two_rows_and_then_one_within_the_limit(limit: MicroBatchLimit, sizes: list[list[int]]) -> None:
+    found = list(batcher(limit).rehearsals(rows_of(40, 40, 40)))
+    assert [[len(one.rows) for one in micro_batches] for micro_batches in found] == sizes
+    assert all(len({len(one.rows[0]["tokens"]) for one in micro_batches}) == 2 for micro_batches in found)  # shapes
+
+
+# ---- a limit that recovery lowers
+
+
+def test_a_limit_is_halved_and_set_back_and_the_largest_stays() -> None:
+    batches = batcher(RowLimit(13))
+    found = []
+    for _ in range(3):
+        batches.reduce(samples_of(1))
+        found.append(batches.limit)
+    assert found == [RowLimit(6), RowLimit(3), RowLimit(1)]
+    assert batches.largest == RowLimit(13)
+    batches.resize(12)
+    assert batches.limit == RowLimit(12)
+    batches.resize(13)
+    assert batches.limit == RowLimit(13)
+    assert batches.state_dict()["micro_batch"] is None
+
+
+def test_a_reduced_limit_stays_reduced_when_more_rows_are_asked_for() -> None:
+    batches = batcher(RowLimit(8))
+    batches.reduce(samples_of(1))
+    batches.set_largest(RowLimit(20))
+    assert (batches.limit, batches.largest) == (RowLimit(4), RowLimit(20))
+    batches.set_largest(RowLimit(3))
+    assert batches.limit == RowLimit(3)
+    batches.set_largest(RowLimit(9))
+    assert batches.limit == RowLimit(4)
+
+
+@pytest.mark.parametrize(
+    ("limit", "lengths", "can"),
+    [
+        (RowLimit(2), [1, 1], True),
+        (RowLimit(1), [1, 1], False),
+        (RowLimit(4), [7], False),
+        (TokenLimit(8), [3, 3], True),
+        (TokenLimit(8), [5, 5], False),  # each is alone already
+    ],
+)
+def test_a_lower_limit_helps_if_some_micro_batch_has_more_than_a_row(
+    limit: MicroBatchLimit, lengths: list[int], can: bool
+) -> None:
+    samples = samples_of(*lengths, most=len(lengths))
+    assert batcher(limit).can_reduce(samples) is can
+    assert batcher(limit, With(0)).can_reduce(samples) is can
+    assert batcher(limit, With(1)).can_reduce(samples) is True  # on another rank
+
+
+def test_rows_of_a_length_at_a_size() -> None:
+    (row,) = rows_of(10)
+    assert batcher(RowLimit(8)).rows_of(row, size=3) == 3
+    assert batcher(TokenLimit(80)).rows_of(row, size=35) == 3
+
+
+# ---- state
+
+
+def test_a_resumed_run_continues_with_the_reduced_limit() -> None:
+    batches, resumed = batcher(TokenLimit(80)), batcher(TokenLimit(80))
+    state = {"micro_batch": None, "micro_batch_limit": 80, "micro_batch_unit": "tokens", "padding": (0, 0)}
+    assert batches.state_dict() == state
+    resumed.load_state_dict(batches.state_dict())
+    assert resumed.limit == TokenLimit(80)
+    batches.reduce(samples_of(1))
+    assert batches.state_dict() == state | {"micro_batch": 40}
+    resumed.load_state_dict(batches.state_dict())
+    assert resumed.limit == TokenLimit(40)
+    assert resumed.state_dict() == batches.state_dict()
+
+
+def test_a_resumed_run_keeps_its_largest_limit_unless_the_state_has_none() -> None:
+    state, resumed = batcher(RowLimit(8)).state_dict(), batcher(RowLimit(13))
+    resumed.load_state_dict(state | {"micro_batch_limit": None})
+    assert resumed.largest == RowLimit(13)
+    resumed.load_state_dict(state)
+    assert resumed.largest == RowLimit(8)
+
+
+def test_a_saved_limit_in_another_unit_is_ignored() -> None:
+    batches, resumed = batcher(TokenLimit(8)), batcher(RowLimit(16))
+    batches.reduce(samples_of(1))
+    resumed.load_state_dict(batches.state_dict())
+    assert (resumed.limit, resumed.largest) == (RowLimit(16), RowLimit(16))
+
+
+def test_padding_counted_before_a_resume_is_included_after_it() -> None:
+    whole, resumed = batcher(RowLimit(4)), batcher(RowLimit(4))
+    whole.cut(samples_of(1, 5))
+    whole.end_step()
+    assert counted(whole) == (6, 10)
+    resumed.load_state_dict(whole.state_dict())
+    for batches in (whole, resumed):
+        batches.cut(samples_of(1, 1, 4))
+        batches.end_step()
+    assert resumed.take_padding() == whole.take_padding() == pytest.approx(1 - 12 / 22)
+    assert counted(resumed) == (0, 0)

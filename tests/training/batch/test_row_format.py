@@ -1,0 +1,268 @@
+"""The rows of a probe are as long as the longest that training can meet, and the data set is read once at most."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchtune.data import padded_collate_dpo, padded_collate_packed
+from torchtune.datasets import ConcatDataset, PackedDataset
+
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.training.batch.row_format import (
+    PreferenceRows,
+    Row,
+    TokenRows,
+    check_row_length,
+    check_unpacked,
+    is_packed,
+)
+
+ROWS = TokenRows(-100)
+
+
+class Samples:
+    """Rows of given lengths; remembers which were read."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = lengths
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.read.append(index)
+        length = self.lengths[index]
+        return {"tokens": list(range(1, length + 1)), "labels": [-100] * length, "more": "kept"}
+
+
+def packs_of(max_seq_len: int) -> Any:
+    dataset: Any = Samples(3, 4, 2, 5)
+    return PackedDataset(dataset, max_seq_len=max_seq_len)
+
+
+class OneOf(Consensus):
+    """One rank of several; ``others`` are the values of the other ranks."""
+
+    def __init__(self, rank: int, world_size: int, *others: Any) -> None:
+        super().__init__()
+        self._place = (rank, world_size)
+        self._others = others
+
+    @property
+    def rank(self) -> int:
+        return self._place[0]
+
+    @property
+    def world_size(self) -> int:
+        return self._place[1]
+
+    def max_over_ranks(self, number: int) -> int:
+        return max(number, *self._others)
+
+    def from_all_ranks(self, value: Any) -> list[Any]:
+        return [value, *self._others]
+
+
+# ---- the longest row
+
+
+def worst_case(
+    samples: Any,
+    *,
+    seq_len: int | None = None,
+    tokenizer_max_seq_len: int | None = None,
+    consensus: Consensus | None = None,
+) -> Row:
+    return ROWS.worst_case(
+        samples,
+        seq_len=seq_len,
+        tokenizer_max_seq_len=tokenizer_max_seq_len,
+        consensus=consensus or Consensus(),
+    )
+
+
+def test_the_length_asked_for_comes_first_then_the_tokenizers_then_the_longest_sample() -> None:
+    samples = Samples(3, 7, 5)
+    assert ROWS.num_tokens(worst_case(samples, seq_len=9, tokenizer_max_seq_len=6)) == 9
+    assert ROWS.num_tokens(worst_case(samples, tokenizer_max_seq_len=6)) == 6
+    assert samples.read == [0, 0]  # neither needs the data set to be read
+    assert ROWS.num_tokens(worst_case(samples)) == 7
+    assert samples.read == [0, 0, 0, 0, 1, 2]
+
+
+def test_a_row_is_repeated_or_cut_to_its_length_and_every_token_counts() -> None:
+    assert worst_case(Samples(3), seq_len=7) == {
+        "tokens": [1, 2, 3, 1, 2, 3, 1],
+        "labels": [1, 2, 3, 1, 2, 3, 1],
+        "more": "kept",
+    }
+    row = worst_case(Samples(3), seq_len=2)
+    assert row["tokens"] == row["labels"] == [1, 2]
+
+
+def test_each_rank_reads_its_share_and_knows_the_longest_of_all() -> None:
+    first, second = Samples(4, 9, 2, 3, 8), Samples(4, 9, 2, 3, 8)
+    assert len(worst_case(first, consensus=OneOf(0, 2, 9))["tokens"]) == 9
+    assert len(worst_case(second, consensus=OneOf(1, 2, 8))["tokens"]) == 9
+    assert (first.read, second.read) == ([0, 0, 2, 4], [0, 1, 3])  # row 0 is read first; the longest is made from it
+
+
+def test_a_pack_keeps_its_length() -> None:
+    packs = packs_of(8)
+    for dataset in (packs, ConcatDataset([packs, packs])):
+        row = worst_case(dataset, tokenizer_max_seq_len=99)
+        assert worst_case(dataset, seq_len=8).keys() == row.keys()
+        assert ROWS.num_tokens(row) == ROWS.num_tokens(ROWS.of_length(dataset, 5)) == 8
+        batch = padded_collate_packed([row] * 3)
+        assert tuple(batch["tokens"].shape) == (3, 8)
+        assert tuple(batch["mask"].shape) == (3, 8, 8)
+
+
+def test_another_length_than_the_packs_is_refused() -> None:
+    with pytest.raises(InputError) as refusal:
+        worst_case(packs_of(8), seq_len=4)
+    assert str(refusal.value) == "`seq_len` must be null or the packs' length (8), but is 4 instead."
+
+
+# ---- rows made from other rows
+
+
+def test_small_batches_differ_in_shape_and_keep_to_the_batch_size() -> None:
+    first, second = ({"tokens": [number] * 40, "labels": [number] * 40} for number in (1, 2))
+    both = [first, second]
+    assert [[len(row["tokens"]) for row in batch] for batch in ROWS.small_batches(both, 4)] == [[16], [24, 24]]
+    assert [[len(row["labels"]) for row in batch] for batch in ROWS.small_batches(both, 1)] == [[16], [24]]
+    assert [[row["tokens"][0] for row in batch] for batch in ROWS.small_batches(both, 2)] == [[1], [1, 2]]
+    assert [[row["tokens"][0] for row in batch] for batch in ROWS.small_batches(both, 1)] == [[1], [2]]
+    assert [len(batch) for batch in ROWS.small_batches([first], 2)] == [1, 2]
+
+
+def test_small_batches_leave_rows_of_another_kind_as_they_are() -> None:
+    assert [len(row["tokens"]) for batch in ROWS.small_batches(packs_of(64), 1) for row in batch] == [64, 64]
+    longer = {"tokens": [1] * 40, "labels": [1] * 40, "image": "of these tokens"}
+    assert ROWS.shortened(longer, 16) is longer
+    tensors = {"tokens": torch.ones(40), "labels": torch.ones(40)}
+    assert ROWS.shortened(tensors, 16) is tensors
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(tokens=st.lists(st.integers(0, 9), min_size=1, max_size=20), length=st.integers(1, 70), tensors=st.booleans())
+def test_a_stretched_row_repeats_its_row_up_to_its_length(tokens: list[int], length: int, tensors: bool) -> None:
+    row = {"tokens": torch.tensor(tokens) if tensors else tokens, "labels": [-100] * len(tokens), "more": "kept"}
+    stretched = ROWS.stretched(row, length)
+    assert stretched["tokens"] == stretched["labels"] == [tokens[place % len(tokens)] for place in range(length)]
+    assert stretched["tokens"] is not stretched["labels"]
+    assert stretched["more"] == "kept"
+    assert row["labels"] == [-100] * len(tokens)
+
+
+def test_a_silent_row_has_a_few_tokens_of_which_none_counts_and_its_source_is_unchanged() -> None:
+    row = {"tokens": list(range(40)), "labels": list(range(40)), "mask": [False] * 40}
+    assert ROWS.silent(row) == {"tokens": list(range(16)), "labels": [-100] * 16, "mask": [False] * 16}
+    assert row["labels"] == list(range(40))
+    assert TokenRows(-7).silent({"tokens": [1, 2], "labels": [1, 2]}) == {"tokens": [1, 2], "labels": [-7, -7]}
+
+
+def test_a_silent_pack_keeps_its_length() -> None:
+    pack = dict(packs_of(64)[0])
+    silent = ROWS.silent(pack)
+    assert padded_collate_packed([silent])["labels"].tolist() == [[-100] * 64]
+    assert silent["tokens"] is pack["tokens"]
+    assert silent["labels"].dtype == pack["labels"].dtype
+
+
+# ---- what is refused
+
+
+def test_samples_up_to_the_budget_pass_and_each_rank_reads_its_share_once() -> None:
+    samples = Samples(4, 8, 2, 3, 8)
+    for rank in range(2):
+        ROWS.check_lengths(samples, max_tokens=8, consensus=OneOf(rank, 2, None))
+    assert sorted(samples.read) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_first_sample_above_the_budget_is_refused_on_every_rank_whichever_has_found_it(rank: int) -> None:
+    found = [(6, 9), (4, 10), None]  # by rank: index and length of the first sample above the budget in its share
+    others = [one for other, one in enumerate(found) if other != rank]
+    with pytest.raises(InputError) as refusal:
+        ROWS.check_lengths(Samples(8, 1, 2, 3, 10, 5, 9), max_tokens=8, consensus=OneOf(rank, 3, *others))
+    assert str(refusal.value) == (
+        "`max_tokens_per_micro_batch` must be at least every sample's length, but is 8, and sample 4 has 10 tokens."
+    )
+
+
+def test_packs_cannot_be_grouped_by_length() -> None:
+    packs = packs_of(8)
+    unpacked: Any = ConcatDataset([Samples(1), Samples(2)])  # pyright: ignore[reportArgumentType]
+    assert [is_packed(one) for one in (packs, ConcatDataset([packs]), unpacked, Samples(1))] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    check_unpacked(unpacked)
+    with pytest.raises(InputError) as refusal:
+        check_unpacked(packs)
+    assert str(refusal.value) == (
+        "`dataset.packed` must be False for `max_tokens_per_micro_batch`, because packed rows have one length,"
+        " but is True instead."
+    )
+
+
+def test_rows_longer_than_the_model_has_positions_are_refused() -> None:
+    model: Any = torch.nn.Linear(1, 1)
+    check_row_length(10**6, model)  # the model has no limit
+    model.max_seq_len = 64
+    check_row_length(64, model)
+    with pytest.raises(InputError) as refusal:
+        check_row_length(65, model)
+    assert str(refusal.value) == "Rows must have at most the model's max_seq_len (64 tokens), but have 65."
+
+
+# ---- pairs of answers
+
+PAIRS = PreferenceRows()
+
+
+def pair(chosen: int, rejected: int) -> Row:
+    """A pair of answers with these numbers of tokens; the first half of each does not count."""
+    row: Row = {}
+    for name, length in (("chosen", chosen), ("rejected", rejected)):
+        tokens = list(range(1, length + 1))
+        row |= {f"{name}_input_ids": tokens, f"{name}_labels": [-100] * (length // 2) + tokens[length // 2 :]}
+    return row
+
+
+@pytest.mark.parametrize(("chosen", "rejected"), [(3, 9), (9, 3)])
+def test_a_pair_is_padded_to_its_longer_answer_and_has_two_rows(chosen: int, rejected: int) -> None:
+    row = pair(chosen, rejected)
+    assert (PAIRS.num_tokens(row), PAIRS.padded_tokens(row), PAIRS.own_tokens(row)) == (9, 18, 12)
+    tokens, _ = padded_collate_dpo([row])  # pyright: ignore[reportArgumentType]
+    assert tokens.numel() == PAIRS.padded_tokens(row)
+
+
+@pytest.mark.parametrize("length", [2, 9, 30])
+def test_a_stretched_pair_has_two_answers_of_that_length_that_count(length: int) -> None:
+    row = PAIRS.stretched(pair(3, 9), length)
+    assert set(row) == set(pair(1, 1))
+    assert {len(values) for values in row.values()} == {length}
+    assert row["chosen_labels"] == row["rejected_labels"] == row["chosen_input_ids"]
+    assert row["chosen_input_ids"][:9] == list(range(1, 10))[:length]
+
+
+def test_a_silent_pair_has_no_label() -> None:
+    row = PAIRS.silent(pair(9, 3))
+    assert set(row["chosen_labels"] + row["rejected_labels"]) == {-100}
+    assert len(row["chosen_labels"]) == len(row["chosen_input_ids"]) == 9
+
+
+def test_a_pair_above_the_token_budget_is_refused_with_the_tokens_of_both_rows() -> None:
+    dataset = [pair(3, 3), pair(9, 3)]
+    PAIRS.check_lengths(dataset, max_tokens=18, consensus=Consensus())
+    with pytest.raises(InputError, match="is 17, and sample 1 has 18 tokens"):
+        PAIRS.check_lengths(dataset, max_tokens=17, consensus=Consensus())

@@ -1,0 +1,449 @@
+"""A checkpoint is complete or not there, whatever fails while it is written, replaced or removed."""
+
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.toys import STATE
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.training.checkpoints import folder as folder_module
+from torchtune_adaptive.training.checkpoints.folder import (
+    RANK_STATES_NAME,
+    RECIPE_STATE_NAME,
+    STATE_NAME,
+    Checkpoint,
+    CheckpointFolder,
+    read_checkpoint,
+    write_state,
+)
+from torchtune_adaptive.training.run_state import AdaptiveState
+
+FILES = {"weights.bin": "weights", "more/of_rank_1.bin": "1", RECIPE_STATE_NAME: "moments"}
+
+
+def state_at(step: int) -> AdaptiveState:
+    return replace(STATE, global_step=step)
+
+
+def save(
+    folder: CheckpointFolder, name: str, files: dict[str, str] = FILES, *, state: AdaptiveState | None = None
+) -> Path:
+    """Write a checkpoint of ``files``; by default its state is at the step in its name."""
+    directory = folder.start(name)
+    for file, text in files.items():
+        (directory / file).parent.mkdir(exist_ok=True)
+        (directory / file).write_text(text)
+    return folder.finish(name, state or state_at(int(name.rpartition("_")[2])))
+
+
+def names(folder: CheckpointFolder) -> list[str]:
+    return [one.path.name for one in folder.checkpoints()]
+
+
+def contents(path: Path) -> dict[str, str]:
+    """The files of a checkpoint except its state."""
+    files = [one for one in path.rglob("*") if one.is_file() and one.name not in (STATE_NAME, RANK_STATES_NAME)]
+    return {one.relative_to(path).as_posix(): one.read_text() for one in files}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    (tmp_path / "run").mkdir()
+    return CheckpointFolder(tmp_path / "run")
+
+
+# ---- complete checkpoints
+
+
+def test_a_checkpoint_is_there_with_all_its_files_once_it_is_finished(folder: CheckpointFolder) -> None:
+    directory = folder.start("step_10")
+    (directory / "weights.bin").write_text("weights")
+    assert names(folder) == []
+    path = folder.finish("step_10", state_at(10))
+    assert path == folder.path / "step_10"
+    assert sorted(one.name for one in folder.path.iterdir()) == ["step_10"]
+    assert contents(path) == {"weights.bin": "weights"}
+    assert folder.checkpoints() == [Checkpoint(path, 1, state_at(10), 2)]
+
+
+def test_the_file_that_makes_a_checkpoint_complete_names_all_others_and_their_sizes(folder: CheckpointFolder) -> None:
+    path = save(folder, "step_10")
+    content = json.loads((path / STATE_NAME).read_text())
+    assert content.keys() == {"serial", "files", "state"}
+    sizes = {name: len(text) for name, text in FILES.items()}
+    assert content["files"] == sizes | {RANK_STATES_NAME: (path / RANK_STATES_NAME).stat().st_size}
+    assert AdaptiveState.from_json(content["state"]) == state_at(10)
+
+
+def test_a_checkpoint_has_its_epochs_and_its_kind(folder: CheckpointFolder) -> None:
+    save(folder, "step_10", {"weights.bin": "weights"})
+    save(folder, "epoch_1")
+    save(folder, "epoch_2", {"weights.bin": "weights"}, state=replace(STATE, epochs_run=3))
+    found = folder.checkpoints()
+    assert [one.is_of_step for one in found] == [True, False, False]
+    assert [one.can_resume for one in found] == [True, True, False]
+    assert [one.epochs_run for one in found] == [2, 2, 3]
+    assert [one.recipe_state for one in found] == [None, folder.path / "epoch_1" / RECIPE_STATE_NAME, None]
+
+
+def test_checkpoints_are_listed_in_the_order_in_which_they_were_written_also_by_another_process(
+    folder: CheckpointFolder,
+) -> None:
+    for name in ("step_9", "step_10", "epoch_0", "step_2"):
+        save(folder, name)
+    assert names(folder) == ["step_9", "step_10", "epoch_0", "step_2"]
+    another = CheckpointFolder(folder.path)
+    assert names(another) == ["step_9", "step_10", "epoch_0", "step_2"]
+    save(another, "step_1")
+    assert names(folder) == ["step_9", "step_10", "epoch_0", "step_2", "step_1"]
+
+
+def test_other_files_and_folders_are_not_listed(folder: CheckpointFolder) -> None:
+    save(folder, "step_1")
+    (folder.path / "epoch_7").mkdir()  # a stock recipe's
+    (folder.path / "step_x").mkdir()
+    shutil.copytree(folder.path / "step_1", folder.path / "step_1_copy")
+    (folder.path / "step_2").write_text("a file")
+    assert names(folder) == ["step_1"]
+
+
+def test_a_folder_that_is_not_there_has_no_checkpoints(tmp_path: Path) -> None:
+    assert CheckpointFolder(tmp_path / "none").checkpoints() == []
+
+
+# ---- unfinished checkpoints
+
+
+def test_an_unfinished_checkpoint_is_not_listed_and_can_be_removed(
+    folder: CheckpointFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(folder, "step_1")
+    (folder.start("step_2") / "weights.bin").write_text("half")
+    write_state(folder.unfinished("step_2"), state_at(2))
+    assert names(CheckpointFolder(folder.path)) == ["step_1"]
+    CheckpointFolder(folder.path).discard_unfinished()
+    assert caplog.messages == [f"Removed {folder.path}/unfinished_step_2, an incomplete checkpoint."]
+    assert [one.name for one in folder.path.iterdir()] == ["step_1"]
+
+
+def test_a_checkpoint_starts_empty_after_an_unfinished_attempt(folder: CheckpointFolder) -> None:
+    (folder.start("step_2") / "weights.bin").write_text("half")
+    assert folder.start("step_2") == folder.unfinished("step_2")
+    assert list(folder.unfinished("step_2").iterdir()) == []
+
+
+def test_discarding_one_attempt_keeps_the_others(folder: CheckpointFolder) -> None:
+    for name in ("step_1", "step_2"):
+        folder.start(name)
+    folder.discard("step_1")
+    folder.discard("step_3")  # never begun
+    assert [one.name for one in folder.path.iterdir()] == ["unfinished_step_2"]
+
+
+# ---- torn checkpoints
+
+
+def spoil(path: Path, how: str) -> None:
+    """Damage the checkpoint in ``path`` as an interrupted copy or a failing disk may do."""
+    if how == "cut short":
+        (path / "weights.bin").write_text("weigh")
+    elif how == "longer":
+        (path / "weights.bin").write_text("weights and more")
+    elif how == "missing":
+        (path / "more" / "of_rank_1.bin").unlink()
+    elif how == "a folder":
+        (path / "weights.bin").unlink()
+        (path / "weights.bin").mkdir()
+    else:
+        (path / RECIPE_STATE_NAME).write_text("")
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("cut short", "weights.bin must have 7 bytes for its checkpoint to be complete, but has 5."),
+        ("longer", "weights.bin must have 7 bytes for its checkpoint to be complete, but has 16."),
+        ("missing", "more/of_rank_1.bin must have 1 bytes for its checkpoint to be complete, but is missing."),
+        ("a folder", "weights.bin must have 7 bytes for its checkpoint to be complete, but is missing."),
+        ("empty", "recipe_state.pt must have 7 bytes for its checkpoint to be complete, but has 0."),
+    ],
+)
+def test_a_torn_checkpoint_is_skipped_and_the_reason_is_named(
+    how: str, sentence: str, folder: CheckpointFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(folder, "step_1")
+    path = save(folder, "epoch_2")
+    spoil(path, how)
+    assert names(folder) == ["step_1"]
+    assert caplog.messages == [f"Skipped checkpoint {path}. {path}/{sentence}"]
+    with pytest.raises(InputError) as refused:
+        read_checkpoint(path)
+    assert str(refused.value) == f"{path}/{sentence}"
+
+
+def test_a_checkpoint_is_complete_if_a_later_epoch_has_removed_its_recipe_state(folder: CheckpointFolder) -> None:
+    path = save(folder, "epoch_2")
+    (path / RECIPE_STATE_NAME).unlink()
+    (checkpoint,) = folder.checkpoints()
+    assert (checkpoint.recipe_state, checkpoint.can_resume) == (None, False)
+
+
+def test_a_checkpoint_may_have_files_that_were_added_later(folder: CheckpointFolder) -> None:
+    path = save(folder, "epoch_2")
+    (path / "notes.txt").write_text("the best one")
+    assert names(folder) == ["epoch_2"]
+
+
+STATE_CONTENTS: dict[str, bytes] = {
+    "empty": b"",
+    "cut short": b'{"serial": 1, "files": {',
+    "no JSON": b"\xff\xfe{}",
+    "a list": b"[1, 2]",
+    "null": b"null",
+    "no state": b'{"serial": 1, "files": {}}',
+    "no files": json.dumps({"serial": 1, "state": json.loads(json.dumps(vars(STATE)))}).encode(),
+    "another state": b'{"serial": 1, "files": {}, "state": {"epochs_run": 1}}',
+    "no serial": json.dumps({"serial": None, "files": {}, "state": json.loads(json.dumps(vars(STATE)))}).encode(),
+    "a list of files": json.dumps(
+        {"serial": 1, "files": ["weights.bin"], "state": json.loads(json.dumps(vars(STATE)))}
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("content", STATE_CONTENTS.values(), ids=list(STATE_CONTENTS))
+def test_a_state_that_no_run_wrote_is_refused_by_its_path(
+    content: bytes, folder: CheckpointFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save(folder, "step_1")
+    (path / STATE_NAME).write_bytes(content)
+    with pytest.raises(InputError) as refused:
+        read_checkpoint(path)
+    sentence = str(refused.value)
+    assert sentence.startswith(f"{path / STATE_NAME} must be a state file that a run wrote, but reading it failed: ")
+    assert sentence.endswith(".")
+    assert "\n" not in sentence
+    assert names(folder) == []
+    assert caplog.messages == [f"Skipped checkpoint {path}. {sentence}"]
+
+
+def test_a_folder_without_a_state_is_refused_by_its_path(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as refused:
+        read_checkpoint(tmp_path)
+    assert str(refused.value).startswith(
+        f"{tmp_path / STATE_NAME} must be a state file that a run wrote, but reading it failed: File"
+    )
+
+
+def test_a_state_alone_makes_a_folder_a_checkpoint_of_no_files(tmp_path: Path) -> None:
+    """As for checkpoints that torchtune writes in the background."""
+    write_state(tmp_path, STATE)
+    assert read_checkpoint(tmp_path).state == STATE
+
+
+# ---- the last checkpoints are kept
+
+
+def test_the_last_checkpoints_of_steps_are_kept_and_all_of_epochs(folder: CheckpointFolder) -> None:
+    for name in ("step_30", "epoch_0", "step_4", "step_5", "epoch_1"):
+        save(folder, name)
+    folder.prune(2)
+    assert names(folder) == ["epoch_0", "step_4", "step_5", "epoch_1"]
+    folder.prune(2)
+    assert len(names(folder)) == 4
+    folder.prune(1)
+    assert names(folder) == ["epoch_0", "step_5", "epoch_1"]
+    assert len(list(folder.path.iterdir())) == 3
+
+
+def test_checkpoints_are_kept_if_there_are_fewer_than_wanted(folder: CheckpointFolder) -> None:
+    save(folder, "step_1")
+    folder.prune(3)
+    assert names(folder) == ["step_1"]
+
+
+def test_a_partly_removed_checkpoint_is_not_listed(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("step_1", "step_2"):
+        save(folder, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", Fault(2, afterwards=True).around(os.unlink))
+        folder.prune(1)
+    assert names(folder) == ["step_2"]
+    assert caplog.messages == []
+    folder.discard_unfinished()
+    assert [one.name for one in folder.path.iterdir()] == ["step_2"]
+
+
+# ---- replaced checkpoints
+
+
+def test_a_checkpoint_replaces_one_of_its_name_and_is_the_latest(folder: CheckpointFolder) -> None:
+    for name in ("step_1", "step_2"):
+        save(folder, name)
+    save(folder, "step_1", {"other.bin": "other"})
+    assert names(folder) == ["step_2", "step_1"]
+    assert contents(folder.path / "step_1") == {"other.bin": "other"}
+    assert len(list(folder.path.iterdir())) == 2
+
+
+# ---- failures
+
+
+class Fault:
+    """Makes a function fail as on a full disk, in its call ``number`` alone or also afterwards."""
+
+    def __init__(self, number: int, *, afterwards: bool) -> None:
+        self.has_struck = False
+        self._number, self._afterwards = number, afterwards
+        self._calls = 0
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def fail(*args: Any, **options: Any) -> Any:
+            self._calls += 1
+            if self._calls == self._number or (self._afterwards and self._calls > self._number):
+                self.has_struck = True
+                raise OSError(28, "No space left on device")
+            return call(*args, **options)
+
+        return fail
+
+
+def attempts(
+    tmp_path: Path, owner: Any, name: str, act: Callable[[CheckpointFolder], object], *, afterwards: bool
+) -> Iterator[tuple[CheckpointFolder, bool]]:
+    """Run ``act`` on a folder of three checkpoints, with a fault in each call of ``owner.name``, then without one.
+
+    Yields the folder, and whether there was a fault.
+    """
+    for number in itertools.count(1):
+        folder = CheckpointFolder(tmp_path / str(number))
+        folder.path.mkdir()
+        for earlier in ("step_1", "step_2", "epoch_0"):
+            save(folder, earlier)
+        with pytest.MonkeyPatch.context() as patch:
+            fault = Fault(number, afterwards=afterwards)
+            patch.setattr(owner, name, fault.around(getattr(owner, name)))
+            try:
+                act(folder)
+            except OSError:
+                assert fault.has_struck
+        yield folder, fault.has_struck
+        if not fault.has_struck:
+            assert number > 1, "it was never called"
+            return
+
+
+def save_and_prune(folder: CheckpointFolder) -> None:
+    save(folder, "step_3")
+    folder.prune(2)
+
+
+CALLS = [(os, "fsync"), (Path, "rename"), (Path, "mkdir"), (folder_module, "write_whole")]
+ONCE_OR_ON = pytest.mark.parametrize("afterwards", [False, True], ids=["once", "from then on"])
+
+
+@ONCE_OR_ON
+@pytest.mark.parametrize(("owner", "name"), CALLS, ids=["fsync", "rename", "mkdir", "write_whole"])
+def test_after_a_failure_earlier_checkpoints_are_there_and_the_new_one_is_whole_or_missing(
+    owner: Any, name: str, afterwards: bool, tmp_path: Path
+) -> None:
+    for folder, has_failed in attempts(tmp_path, owner, name, save_and_prune, afterwards=afterwards):
+        found = names(CheckpointFolder(folder.path))
+        expected = [["step_1", "step_2", "epoch_0", *new] for new in ([], ["step_3"])]
+        assert found in (expected if has_failed else [["step_2", "epoch_0", "step_3"]])
+        assert all(contents(folder.path / one) == FILES for one in found)
+        save(folder, "step_4")  # the next attempt succeeds
+        assert names(folder) == [*found, "step_4"]
+
+
+@ONCE_OR_ON
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (os, "fsync"),
+        (Path, "rename"),
+        (folder_module, "write_whole"),
+    ],
+    ids=["fsync", "rename", "write_whole"],
+)
+def test_after_a_failure_a_replaced_checkpoint_is_either_the_old_or_the_new_one(
+    owner: Any, name: str, afterwards: bool, tmp_path: Path
+) -> None:
+    other = {"other.bin": "other"}
+    for folder, has_failed in attempts(
+        tmp_path, owner, name, lambda folder: save(folder, "step_1", other), afterwards=afterwards
+    ):
+        CheckpointFolder(folder.path).discard_unfinished()  # by the next run
+        assert sorted(names(CheckpointFolder(folder.path))) == ["epoch_0", "step_1", "step_2"]
+        assert contents(folder.path / "step_1") in ([FILES, other] if has_failed else [other])
+
+
+def test_files_and_their_names_are_on_the_disk_before_a_checkpoint_has_its_own_name(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def note_sync(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        own = [one for one in (STATE_NAME, RANK_STATES_NAME) if name.startswith(one)]  # before they are renamed
+        events.append(f"sync {own[0] if own else name}")
+        fsync(descriptor)
+
+    def note_rename(path: Path, target: Path) -> Path:
+        events.append(f"rename {path.name} {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    save(folder, "step_1")
+    renamed = events.index("rename unfinished_step_1 step_1")
+    before = {"unfinished_step_1", "weights.bin", "more", "of_rank_1.bin", RECIPE_STATE_NAME, RANK_STATES_NAME}
+    assert {event.removeprefix("sync ") for event in events[: renamed - 2]} == before
+    assert events[renamed - 2 :] == [
+        f"sync {STATE_NAME}",
+        "sync unfinished_step_1",
+        "rename unfinished_step_1 step_1",
+        "sync run",
+    ]
+
+
+def test_a_folder_that_has_vanished_is_not_created_again(folder: CheckpointFolder) -> None:
+    """As when a disk is no longer mounted: checkpoints must not go to the disk below."""
+    save(folder, "step_1")
+    folder.start("step_2")
+    shutil.rmtree(folder.path)
+    with pytest.raises(FileNotFoundError):
+        folder.finish("step_2", state_at(2))
+    with pytest.raises(FileNotFoundError):
+        folder.start("step_3")
+    assert not folder.path.exists()
+
+
+def test_the_free_space_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = CheckpointFolder(tmp_path / "run")
+    assert folder.describe_space() == f"no folder {tmp_path / 'run'}"
+    folder.path.mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5 * 2**30 if path.exists() else 0))
+    assert folder.describe_space() == f"5.0 GiB free in {folder.path}"
+
+
+def test_files_that_cannot_be_removed_are_left_without_an_error(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(folder, "step_1")
+    folder.start("step_2")
+    monkeypatch.setattr(os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
+    monkeypatch.setattr(os, "unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
+    folder.discard("step_2")
+    folder.discard_unfinished()
+    assert names(folder) == ["step_1"]

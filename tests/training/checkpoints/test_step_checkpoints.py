@@ -1,0 +1,601 @@
+"""All that training changes is saved after a step and loaded bit for bit, also on another number of ranks."""
+
+import itertools
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.tensor import DTensor
+
+from benchmarks.support.ranks import run_on_ranks
+from benchmarks.support.recipe_runs import same_bits
+from tests.support.faults import WIDTH, ShardedTrainee
+from tests.support.toys import STATE
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.training.checkpoints.folder import (
+    RANK_STATES_NAME,
+    STATE_NAME,
+    Checkpoint,
+    CheckpointFolder,
+    write_state,
+)
+from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints, step_checkpoints
+from torchtune_adaptive.training.checkpoints.tensors import TrainedTensors
+
+ADAMW = {"optimizer._component_": "torch.optim.AdamW", "optimizer.lr": 0.01}
+
+
+def steps_of(
+    folder: CheckpointFolder,
+    model: nn.Module,
+    *optimizers: torch.optim.Optimizer,
+    every_steps: int | None = None,
+    keep_last: int | None = None,
+    in_background: bool = False,
+) -> StepCheckpoints:
+    settings = AdaptiveSettings(
+        save_every_n_steps=every_steps, keep_last_n_checkpoints=keep_last, save_in_background=in_background
+    )
+    return step_checkpoints(folder, model, optimizers, settings, Consensus())
+
+
+class Run:
+    """A run in this process alone."""
+
+    def __init__(self, path: Path, *, width: int = 4, optimizer: Any = torch.optim.AdamW, **options: Any) -> None:
+        path.mkdir(exist_ok=True)
+        torch.manual_seed(0)
+        self.folder = CheckpointFolder(path)
+        self.folder.checkpoints()
+        self.model = nn.Sequential(nn.Linear(4, width), nn.GELU(), nn.Linear(width, 2))
+        self.optimizer: torch.optim.Optimizer = optimizer(self.model.parameters(), lr=0.01)
+        self.steps = steps_of(self.folder, self.model, self.optimizer, **options)
+
+    def train(self, steps: int) -> None:
+        for step in range(steps):
+            inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+            self.model(inputs).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def save(self, step: int, *, at_once: bool = False, config: dict[str, Any] = ADAMW) -> bool:
+        state = replace(STATE, global_step=step, optimizer=self.steps.options(), config=config)
+        return self.steps.save(state, at_once=at_once)
+
+    def load(self, *, config: dict[str, Any] = ADAMW) -> Any:
+        return self.steps.load(self.folder.checkpoints()[-1], config=config)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Copies of parameters and optimizer state."""
+        named = TrainedTensors(self.model, [self.optimizer], rank=0, ranks=1).tensors()
+        return {name: tensor.clone() for name, tensor in named.items()}
+
+    def names(self) -> list[str]:
+        return [one.path.name for one in CheckpointFolder(self.folder.path).checkpoints()]
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The messages of this package, without those of torch."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("torchtune")]
+
+
+def refusal(run: Run, **options: Any) -> str:
+    with pytest.raises(InputError) as refused:
+        run.load(**options)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+# ---- saved and loaded
+
+
+def test_a_loaded_checkpoint_has_the_saved_bits_and_trains_the_same(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(3)
+    assert run.save(3)
+    at_three = run.tensors()
+    run.train(2)
+    resumed = Run(tmp_path)
+    resumed.train(1)  # loading replaces this state
+    state = resumed.load()
+    assert state == replace(STATE, global_step=3, optimizer=state.optimizer, config=ADAMW)
+    assert same_bits(resumed.tensors(), at_three)
+    resumed.train(2)
+    assert same_bits(resumed.tensors(), run.tensors())
+
+
+def test_tensors_of_an_epochs_checkpoint_are_left_to_torchtune_and_its_state_is_taken(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    before = run.tensors()
+    assert run.steps.load(None, config=ADAMW) is None
+    epoch = Checkpoint(tmp_path / "epoch_1", 1, STATE, 2, tmp_path / "epoch_1" / "recipe_state.pt")
+    write_state(epoch.path, STATE)
+    loaded = run.steps.load(epoch, config={})
+    assert loaded == STATE
+    assert loaded is not None
+    assert loaded.rank_states == STATE.rank_states
+    assert run.steps.load(replace(epoch, state=None), config={}) is None
+    assert same_bits(run.tensors(), before)
+
+
+def test_an_optimizer_without_state_is_saved_too(tmp_path: Path) -> None:
+    run = Run(tmp_path, optimizer=torch.optim.SGD)
+    run.train(2)
+    assert run.save(2)
+    resumed = Run(tmp_path, optimizer=torch.optim.SGD)
+    resumed.load()
+    assert same_bits(resumed.tensors(), run.tensors())
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "steps", "expected"),
+    [(3, 1, [3, 6, 9]), (3, 2, [4, 6, 10]), (3, 5, [5, 10]), (None, 1, [])],
+    ids=["each step", "of two steps at once", "of five steps at once", "none"],
+)
+def test_the_steps_that_are_saved(tmp_path: Path, every_steps: int | None, steps: int, expected: list[int]) -> None:
+    run = Run(tmp_path, every_steps=every_steps)
+    for step in range(steps, 11, steps):
+        run.steps.after_steps(step, steps=steps, stop=False, state=lambda step=step: replace(STATE, global_step=step))
+    assert sorted(int(path.name.removeprefix("step_")) for path in tmp_path.glob("step_*")) == expected
+
+
+def test_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_last=2)
+    assert [run.save(step) for step in (1, 2, 3)] == [True] * 3
+    assert run.names() == ["step_2", "step_3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2", "step_3"]
+
+
+def test_saving_and_resuming_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path)
+    run.save(1)
+    run.load()
+    assert said(caplog) == [f"Checkpoint saved to {tmp_path}/step_1", f"Resuming from {tmp_path}/step_1"]
+
+
+# ---- options of the optimizer
+
+
+def test_options_of_the_optimizer_are_those_of_the_checkpoint_unless_the_config_has_changed_them(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path)
+    run.optimizer.param_groups[0].update(lr=0.5, weight_decay=0.25)
+    run.save(1)
+    same = Run(tmp_path)
+    same.load()
+    assert [same.optimizer.param_groups[0][key] for key in ("lr", "weight_decay")] == [0.5, 0.25]
+    changed = Run(tmp_path)
+    changed.load(config=ADAMW | {"optimizer.lr": 0.02, "batch_size": 7})
+    assert [changed.optimizer.param_groups[0][key] for key in ("lr", "weight_decay")] == [0.01, 0.25]
+
+
+def test_an_option_that_is_a_list_may_be_changed_by_the_config_too(tmp_path: Path) -> None:
+    betas = {"optimizer.betas.0": 0.9, "optimizer.betas.1": 0.95}
+    run = Run(tmp_path)
+    run.save(1, config=ADAMW | betas)
+    changed = Run(tmp_path)
+    changed.optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+    changed.load(config=ADAMW | betas | {"optimizer.betas.1": 0.99})
+    assert changed.optimizer.param_groups[0]["betas"] == (0.9, 0.99)
+
+
+# ---- in the background
+
+
+class Gate:
+    """Blocks every write until it is opened."""
+
+    def __init__(self) -> None:
+        self._is_open = threading.Event()
+        self._reached = threading.Event()
+
+    def before(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        def wait_and_write(*args: Any, **options: Any) -> Any:
+            self._reached.set()
+            assert self._is_open.wait(timeout=300)
+            return write(*args, **options)
+
+        return wait_and_write
+
+    def wait_until_reached(self) -> None:
+        assert self._reached.wait(timeout=300)
+
+    def open(self) -> None:
+        self._is_open.set()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate()
+    monkeypatch.setattr(FileSystemWriter, "write_data", gate.before(FileSystemWriter.write_data))
+    yield gate
+    gate.open()
+
+
+def test_in_the_background_the_state_of_the_step_is_written_while_training_continues(
+    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, in_background=True)
+    run.train(2)
+    at_two = run.tensors()
+    assert run.save(2)
+    gate.wait_until_reached()
+    run.train(3)
+    assert run.names() == []
+    assert said(caplog) == []
+    gate.open()
+    run.steps.wait()
+    assert said(caplog) == [f"Checkpoint saved to {tmp_path}/step_2"]
+    assert run.names() == ["step_2"]
+    run.steps.wait()  # there is nothing to wait for
+    resumed = Run(tmp_path)
+    resumed.load()
+    assert same_bits(resumed.tensors(), at_two)
+
+
+def test_a_checkpoint_waits_for_the_one_before_it_and_at_once_is_not_in_the_background(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, in_background=True, keep_last=1)
+    assert run.save(1)
+    assert run.save(2)
+    assert said(caplog) == [f"Checkpoint saved to {tmp_path}/step_1"]
+    assert run.save(3, at_once=True)
+    assert said(caplog) == [f"Checkpoint saved to {tmp_path}/step_{step}" for step in (1, 2, 3)]
+    assert run.names() == ["step_3"]
+
+
+# ---- what cannot be written
+
+
+@pytest.fixture
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3 * 2**20))
+
+
+class Fault:
+    """Makes call ``number`` of a function, counted from 1, fail as on a full disk."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._calls = 0
+
+    @property
+    def has_struck(self) -> bool:
+        return self._calls >= self._number
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def fail(*args: Any, **options: Any) -> Any:
+            self._calls += 1
+            if self._calls == self._number:
+                raise OSError(28, "No space left on device")
+            return call(*args, **options)
+
+        return fail
+
+
+def attempts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, owner: Any, name: str, **options: Any
+) -> Iterator[tuple[Run, bool, Fault]]:
+    """A run with a checkpoint, whether a second one was saved with a fault in each call in turn, and the fault."""
+    for number in itertools.count(1):
+        run = Run(tmp_path / str(number), every_steps=1, **options)
+        run.train(1)
+        run.save(1)
+        run.steps.wait()
+        run.train(1)
+        fault = Fault(number)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fault.around(getattr(owner, name)))
+            saved = run.save(2)
+            run.steps.wait()
+        yield run, saved, fault
+        if not fault.has_struck:
+            assert number > 1, "it was never called"
+            return
+
+
+@pytest.mark.usefixtures("little_room")
+@pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(os, "fsync"), (Path, "rename"), (Path, "mkdir"), (torch, "save"), (FileSystemWriter, "write_data")],
+    ids=["fsync", "rename", "mkdir", "torch.save", "write_data"],
+)
+def test_a_checkpoint_that_cannot_be_written_is_logged_and_earlier_ones_are_kept(
+    owner: Any,
+    name: str,
+    in_background: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for run, saved, fault in attempts(monkeypatch, tmp_path, owner, name, in_background=in_background):
+        messages = [message for message in said(caplog) if "step_2" in message]
+        if not in_background:
+            assert saved is not fault.has_struck
+        if fault.has_struck:
+            assert messages == [
+                "Checkpoint step_2 could not be saved: OSError: [Errno 28] No space left on device"
+                f" (3.0 MiB free in {run.folder.path}). Earlier checkpoints are kept; training continues and saves"
+                " again at the next checkpoint."
+            ]
+        assert run.names()[0] == "step_1"
+        assert len(run.names()) == 2 or fault.has_struck
+        resumed = Run(run.folder.path)
+        resumed.load()
+        assert run.save(3)
+        run.steps.wait()
+        assert run.names()[-1] == "step_3"
+        assert not list(run.folder.path.glob("unfinished_*"))
+        caplog.clear()
+
+
+@pytest.mark.usefixtures("little_room")
+def test_state_that_cannot_be_saved_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path)
+    run.optimizer.state[next(run.model.parameters())]["moments"] = [1]
+    assert not run.save(1)
+    assert said(caplog) == [
+        "Checkpoint step_1 could not be saved: the optimizer's moments is a list, neither a plain tensor nor a number"
+        f" (3.0 MiB free in {tmp_path}). Earlier checkpoints are kept; training continues."
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_folder_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path / "run")
+    (tmp_path / "run").rmdir()
+    assert not run.save(1)
+    (message,) = said(caplog)
+    assert message.startswith("Checkpoint step_1 could not be saved: FileNotFoundError: ")
+    assert f" (no folder {tmp_path / 'run'}). Earlier checkpoints " in message
+    assert not (tmp_path / "run").exists()
+
+
+# ---- what cannot be loaded
+
+
+def test_another_models_checkpoint_is_refused_with_the_first_tensor_that_differs(tmp_path: Path) -> None:
+    Run(tmp_path).save(1)
+    assert refusal(Run(tmp_path, width=6)) == (
+        "`resume_from_checkpoint` must be a checkpoint of this model, but in"
+        f" '{tmp_path}/step_1' 0.weight was [4, 4] and is [6, 4]."
+    )
+
+
+def test_another_optimizers_checkpoint_is_refused(tmp_path: Path) -> None:
+    Run(tmp_path).save(1)
+    other = Run(tmp_path, optimizer=torch.optim.SGD)
+    assert refusal(other, config={"optimizer._component_": "torch.optim.SGD"}) == (
+        "`optimizer._component_` must be torch.optim.AdamW as in the checkpoint, but is torch.optim.SGD instead."
+    )
+
+
+def test_another_optimizers_checkpoint_of_an_epoch_is_refused_as_well(tmp_path: Path) -> None:
+    """torchtune loads the state of any optimizer; the first step would then fail or be wrong."""
+    run = Run(tmp_path)
+    run.save(1)
+    (saved,) = run.folder.checkpoints()
+    epoch = replace(saved, path=saved.path.rename(saved.path.with_name("epoch_0")))
+    assert run.steps.load(epoch, config=ADAMW) == saved.state
+    with pytest.raises(InputError, match=r"must be torch\.optim\.AdamW as in the checkpoint, but is x instead"):
+        run.steps.load(epoch, config={"optimizer._component_": "x"})
+
+
+def test_a_checkpoint_of_one_optimizer_for_one_per_parameter_is_refused(tmp_path: Path) -> None:
+    """As where only the saved or only the resumed run has `optimizer_in_bwd`."""
+    run = Run(tmp_path)
+    run.train(1)
+    run.save(1)
+    other = Run(tmp_path)
+    optimizers = [torch.optim.AdamW([parameter], lr=0.01) for parameter in other.model.parameters()]
+    other.steps = steps_of(other.folder, other.model, *optimizers)
+    refusal(other)
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("how", ["garbage", "missing"])
+def test_a_damaged_file_is_refused_with_the_path_of_its_checkpoint(tmp_path: Path, file: str, how: str) -> None:
+    """After the checkpoint was listed, the file is removed, or overwritten with as many bytes."""
+    run = Run(tmp_path)
+    run.train(1)
+    run.save(1)
+    (checkpoint,) = run.folder.checkpoints()
+    path = checkpoint.path / file
+    if how == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(b"\xff" * path.stat().st_size)
+    with pytest.raises(InputError) as refused:
+        Run(tmp_path).steps.load(checkpoint, config=ADAMW)
+    sentence = str(refused.value)
+    assert sentence.startswith(f"{checkpoint.path} must be a readable checkpoint, but reading it failed: ")
+    assert sentence.endswith(".")
+    assert "\n" not in sentence
+
+
+def test_a_checkpoint_with_any_truncated_file_is_not_listed(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(1)
+    run.save(1)
+    path = tmp_path / "step_1"
+    files = [one.name for one in path.iterdir() if one.name != STATE_NAME]
+    assert sorted(files) == [".metadata", "__0_0.distcp", RANK_STATES_NAME]
+    for name in files:
+        content = (path / name).read_bytes()
+        (path / name).write_bytes(content[:-1])
+        assert run.names() == []
+        (path / name).write_bytes(content)
+    assert run.names() == ["step_1"]
+
+
+# ---- on several ranks
+
+
+class WithOwnState(torch.optim.SGD):
+    """An optimizer with a tensor on each rank that is not sharded with its parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            own = self.state[parameter].setdefault("own", torch.zeros(5 + dist.get_rank()))
+            own += 1 + dist.get_rank()
+        return super().step(closure)
+
+
+def local(trainee: ShardedTrainee) -> dict[str, torch.Tensor]:
+    """Copies of this rank's part of all saved tensors."""
+    named = TrainedTensors(trainee.model, [trainee.optimizer], rank=trainee.rank, ranks=dist.get_world_size()).tensors()
+    return {
+        name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone() for name, tensor in named.items()
+    }
+
+
+def whole(trainee: ShardedTrainee) -> dict[str, torch.Tensor]:
+    """All saved tensors, gathered from the ranks."""
+    named = TrainedTensors(trainee.model, [trainee.optimizer], rank=trainee.rank, ranks=dist.get_world_size()).tensors()
+    return {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone() for name, tensor in named.items()
+    }
+
+
+def save_of(steps: StepCheckpoints, step: int) -> bool:
+    return steps.save(replace(STATE, global_step=step, optimizer=steps.options(), config=ADAMW))
+
+
+def _save_on_two(rank: int, path: Path) -> dict[str, Any]:
+    folder = CheckpointFolder(path)
+    trainee = ShardedTrainee(warm_steps=2)
+    steps = steps_of(folder, trainee.model, trainee.optimizer, every_steps=1)
+    background = steps_of(folder, trainee.model, trainee.optimizer, every_steps=1, in_background=True)
+    saved = {"step 2": save_of(steps, 2)}
+    at_two = whole(trainee)
+    trainee.step(seed=2)
+    saved["step 3"] = save_of(background, 3)
+    losses = [trainee.step(seed=seed) for seed in (3, 4)]  # while the checkpoint is written
+    background.wait()
+    with pytest.MonkeyPatch.context() as patch:  # the disk of the second rank is full
+        if rank == 1:
+            patch.setattr(os, "fsync", Fault(1).around(os.fsync))
+        saved["step 4"] = save_of(steps, 4)
+    listed = [one.path.name for one in folder.checkpoints()] if rank == 0 else []
+    files = sorted(one.name for one in path.iterdir())
+    again = ShardedTrainee(warm_steps=1)
+    (checkpoint,) = Consensus().from_rank_zero([one for one in folder.checkpoints() if one.path.name == "step_3"])
+    loading = steps_of(folder, again.model, again.optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(FileSystemReader, "read_metadata", Fault(1).around(FileSystemReader.read_metadata))
+        with pytest.raises(InputError) as refused:
+            loading.load(checkpoint, config=ADAMW)
+    loading.load(checkpoint, config=ADAMW)
+    found = {
+        "refused": str(refused.value),
+        "saved": saved,
+        "listed": listed,
+        "files": files,
+        "at two": at_two,
+        "losses": (losses, [again.step(seed=seed) for seed in (3, 4)]),
+        "same": same_bits(whole(again), whole(trainee)),
+    }
+    return found | _own_state(folder)
+
+
+def _own_state(folder: CheckpointFolder) -> dict[str, Any]:
+    """Whether state of each rank alone is the same after saving and loading on the same ranks."""
+    trainee, again = ShardedTrainee(warm_steps=0), ShardedTrainee(warm_steps=0)
+    for one in (trainee, again):
+        one.optimizer = WithOwnState(one.model.parameters(), lr=0.1)
+    for seed in range(3):
+        trainee.step(seed=seed)
+    saved = save_of(steps_of(folder, trainee.model, trainee.optimizer), 10)
+    (checkpoint,) = Consensus().from_rank_zero([one for one in folder.checkpoints() if one.path.name == "step_10"])
+    steps_of(folder, again.model, again.optimizer).load(checkpoint, config=ADAMW)
+    return {"own": saved and same_bits(local(trainee), local(again))}
+
+
+def _load_on_four(rank: int, checkpoints: list[Checkpoint]) -> dict[str, Any]:
+    trainee = ShardedTrainee(warm_steps=1)
+    folder = CheckpointFolder(checkpoints[0].path.parent)
+    steps = steps_of(folder, trainee.model, trainee.optimizer)
+    steps.load(checkpoints[0], config=ADAMW)
+    loaded = whole(trainee)
+    with pytest.raises(InputError) as refused:
+        steps.load(checkpoints[1], config=ADAMW)
+    return {"whole": loaded, "refused": str(refused.value), "loss": trainee.step(seed=2)}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(path: Path) -> list[dict[str, Any]]:
+    return run_on_ranks(_save_on_two, 2, path)
+
+
+def test_two_ranks_save_at_once_and_in_the_background_what_they_then_load(two_ranks: list[dict[str, Any]]) -> None:
+    for rank in two_ranks:
+        assert rank["same"]
+        losses, again = rank["losses"]
+        assert again == losses
+
+
+def test_a_checkpoint_that_one_rank_cannot_write_is_saved_on_none(two_ranks: list[dict[str, Any]]) -> None:
+    assert [rank["saved"] for rank in two_ranks] == [{"step 2": True, "step 3": True, "step 4": False}] * 2
+    assert two_ranks[0]["listed"] == two_ranks[0]["files"] == ["step_2", "step_3"]
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_is_loaded_on_none(two_ranks: list[dict[str, Any]], path: Path) -> None:
+    sentence = (
+        f"{path}/step_3 must be a readable checkpoint, but reading it failed:"
+        " OSError: [Errno 28] No space left on device."
+    )
+    assert [rank["refused"] for rank in two_ranks] == [sentence] * 2
+
+
+def test_state_of_each_rank_alone_is_saved_and_loaded_by_each(two_ranks: list[dict[str, Any]]) -> None:
+    assert [rank["own"] for rank in two_ranks] == [True, True]
+
+
+def checkpoint_of(path: Path, step: int) -> Checkpoint:
+    (checkpoint,) = (one for one in CheckpointFolder(path).checkpoints() if one.path.name == f"step_{step}")
+    return checkpoint
+
+
+def test_four_ranks_load_what_two_have_saved_unless_it_has_state_of_each_rank_alone(
+    two_ranks: list[dict[str, Any]], path: Path
+) -> None:
+    ranks = run_on_ranks(_load_on_four, 4, [checkpoint_of(path, step) for step in (2, 10)])
+    for rank in ranks:
+        assert same_bits(rank["whole"], two_ranks[0]["at two"])
+        assert rank["refused"] == (
+            "`resume_from_checkpoint` must be a checkpoint of this model, but in"
+            f" '{path}/step_10' the optimizer's state is of 2 ranks."
+        )
+
+
+def test_one_process_without_sharding_loads_what_two_ranks_have_saved(
+    two_ranks: list[dict[str, Any]], path: Path
+) -> None:
+    layers = [nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2)]
+    model = nn.Sequential(*layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    steps_of(CheckpointFolder(path), model, optimizer).load(checkpoint_of(path, 2), config=ADAMW)
+    loaded = TrainedTensors(model, [optimizer], rank=0, ranks=1).tensors()
+    assert same_bits(loaded, two_ranks[0]["at two"])
+    assert optimizer.param_groups[0]["lr"] == 0.01

@@ -1,0 +1,424 @@
+"""A trainer built from a recipe's parts searches, trains, recovers, grows and resumes without a recipe."""
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+from torchtune.training import create_optim_in_bwd_wrapper
+
+from tests.support.run_logs import events_in
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.errors import InputError, RunEnded
+from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.testing import Fault, wrap_micro_steps
+from torchtune_adaptive.training.assembly import RecipeParts, build_trainer
+from torchtune_adaptive.training.batch.row_format import Row, TokenRows
+from torchtune_adaptive.training.checkpoints.folder import Checkpoint, CheckpointFolder, write_state
+from torchtune_adaptive.training.objectives import NextToken
+from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep
+from torchtune_adaptive.training.profiling import StepProfiler
+from torchtune_adaptive.training.run_log import LOG_NAME
+from torchtune_adaptive.training.run_state import AdaptiveState
+from torchtune_adaptive.training.trainer import Trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
+
+CPU = torch.device("cpu")
+VOCAB, WIDTH, IGNORED = 32, 16, -100
+LENGTHS = [3, 8, 5, 2, 7, 4, 6, 8, 2, 3, 5, 8]
+SEARCH: dict[str, Any] = {"use_maximum_batch_size": True, "memory_limit_bytes": 40_000, "margin": 0.0}
+
+
+class TinyModel(nn.Module):
+    max_seq_len = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.output = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.output(self.embedding(tokens))
+
+
+class Logger:
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def log_dict(self, metrics: dict[str, float], step: int) -> None:
+        self.steps.append(metrics | {"step": step})
+
+
+class NoProfiler:
+    def start(self) -> None: ...
+    def step(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+def collate(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    longest = max(len(row["tokens"]) for row in rows)
+    padded = [row["tokens"] + [0] * (longest - len(row["tokens"])) for row in rows]
+    labels = [row["labels"] + [IGNORED] * (longest - len(row["labels"])) for row in rows]
+    return {"tokens": torch.tensor(padded), "labels": torch.tensor(labels)}
+
+
+class Recipe:
+    """The parts that a recipe would provide.
+
+    Attributes:
+        saved: the epochs that were saved.
+        states: the states that were saved with them.
+    """
+
+    def __init__(self, directory: Path, *, epochs: range = range(2), makes_scheduler: Any = LambdaLR) -> None:
+        (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
+        self.model, self.logger = TinyModel(), Logger()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.saved: list[int] = []
+        self.states: list[AdaptiveState] = []
+        self._makes_scheduler = makes_scheduler
+        generator = torch.Generator().manual_seed(0)
+        tokens = [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+        dataset: Any = [{"tokens": row, "labels": row} for row in tokens]
+        loss = nn.CrossEntropyLoss(ignore_index=IGNORED)
+        self.parts = RecipeParts(
+            models=[self.model],
+            objective=NextToken(self.model, loss, nullcontext(), weight_depends_on_cut=False),
+            stepping=OptimizerStep(self.model, [self.optimizer], ranks=1, max_grad_norm=1.0),
+            release=lambda: None,
+            scheduler=self.build_scheduler(12, -1),
+            build_scheduler=self.build_scheduler,
+            sampler=StatefulDistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=0),
+            collate=collate,
+            row_format=TokenRows(IGNORED),
+            tokenizer_max_seq_len=8,
+            batch_size=2,
+            micro_steps=1,
+            max_steps_per_epoch=None,
+            epochs=epochs,
+            device=CPU,
+            ranks=1,
+            metric_logger=self.logger,
+            log_every_steps=1,
+            with_memory_stats=False,
+            profiler=StepProfiler(NoProfiler(), memory_steps=None),
+            output_dir=directory / "output",
+            checkpoints=CheckpointFolder(directory / "checkpoints"),
+            resumed=None,
+            cfg=OmegaConf.create({"optimizer": {"_component_": "torch.optim.AdamW"}}),
+            config={"optimizer._component_": "torch.optim.AdamW"},
+            why_unrecoverable="",
+            before_step=lambda step: None,
+            save=self._save,
+            stop_requested=lambda: False,
+        )
+
+    def _save(self, epoch: int, state: AdaptiveState) -> None:
+        self.saved.append(epoch)
+        self.states.append(state)
+
+    def resume_after(self, state: AdaptiveState) -> None:
+        """Resume the trainer from torchtune's checkpoint of an epoch, whose tensors are already loaded."""
+        path = self.parts.checkpoints.path / f"epoch_{state.epochs_run - 1}"
+        write_state(path, state)
+        self.parts = replace(self.parts, resumed=Checkpoint(path, 1, state, state.epochs_run, path))
+
+    def build_scheduler(self, num_training_steps: int, last_epoch: int) -> Any:
+        if self._makes_scheduler is StepLR:
+            return StepLR(self.optimizer, 1)
+        return LambdaLR(self.optimizer, lambda step: 1 - step / num_training_steps, last_epoch)
+
+    def trainer(self, **settings: Any) -> Trainer:
+        return build_trainer(self.parts, AdaptiveSettings(**settings), Consensus())
+
+
+def train(recipe: Recipe, **settings: Any) -> list[dict[str, float]]:
+    recipe.trainer(**settings).train()
+    return recipe.logger.steps
+
+
+def figures(steps: list[dict[str, float]], *names: str) -> list[tuple[float, ...]]:
+    return [tuple(step[name] for name in names) for step in steps]
+
+
+def same_weights(one: Recipe, other: Recipe) -> bool:
+    pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def history(directory: Path) -> list[dict[str, Any]]:
+    return events_in(directory / "output", "sizes")
+
+
+def test_with_torchtunes_keys_alone_a_run_trains_by_them_and_reports_only_steps(tmp_path: Path) -> None:
+    recipe = Recipe(tmp_path)
+    steps = train(recipe)
+    assert figures(steps, "step", "batch_size") == [(number, 2) for number in range(1, 13)]
+    assert [step["lr"] for step in steps] == pytest.approx([0.1 * (1 - number / 12) for number in range(1, 13)])
+    assert "peak_memory_bytes" not in steps[0]
+    assert recipe.saved == [0, 1]
+    assert [(state.epochs_run, state.global_step) for state in recipe.states] == [(1, 6), (2, 12)]
+    run_log = tmp_path / "output" / LOG_NAME
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "checkpoints", tmp_path / "output", run_log]
+
+
+def test_a_search_restores_all_state_and_training_uses_the_size_found(tmp_path: Path) -> None:
+    searched, given = Recipe(tmp_path / "searched"), Recipe(tmp_path / "given")
+    untouched = TinyModel()
+    torch.manual_seed(1)
+    random_state = torch.get_rng_state()
+    trainer = searched.trainer(**SEARCH)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    result = trainer.sizes.result
+    assert result is not None
+    assert 1 < result.batch_size < len(LENGTHS)
+    pairs = zip(searched.model.parameters(), untouched.parameters(), strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+    assert trainer.sizes.seq_len == 8
+    assert trainer.step.meter is not None
+    assert trainer.step.meter.limit_bytes == SEARCH["memory_limit_bytes"]
+    trainer.train()
+    scheduler = given.build_scheduler(2 * len(LENGTHS) // result.batch_size, -1)
+    given.parts = replace(given.parts, batch_size=result.batch_size, scheduler=scheduler)
+    steps = train(given)
+    names = ("step", "loss", "grad_norm", "batch_size")
+    assert figures(searched.logger.steps, *names) == figures(steps, *names)
+    assert same_weights(searched, given)
+    assert history(tmp_path / "searched") == [
+        {
+            "step": 1,
+            "epoch": 0,
+            "batch_size": result.batch_size,
+            "samples_per_step": result.batch_size,
+            "samples_per_step_in_config": 2,
+            "reason": "linear_extrapolation search",
+        }
+    ]
+
+
+CHANGED = "An optimizer step has {} samples, but had {} in the config: adaptive.global_batch_size={} keeps {}"
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_a_search_that_changes_the_batch_says_how_to_keep_it(
+    micro_steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = Recipe(tmp_path)
+    recipe.parts = replace(recipe.parts, micro_steps=micro_steps)
+    found = recipe.trainer(**SEARCH, max_batch_size=4).loader.batch_size
+    before, after = 2 * micro_steps, found * micro_steps
+    assert found > 2
+    (message,) = (one for one in caplog.messages if "in the config" in one)
+    changed = CHANGED.format(after, before, before, before)
+    assert message == f"{changed}, adaptive.lr_scaling adjusts the learning rate."
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_batch_size": 2}, {"global_batch_size": 6}], ids=["the config's size found", "a global batch"]
+)
+def test_a_search_that_keeps_the_batch_says_nothing_of_it(
+    settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = Recipe(tmp_path)
+    recipe.trainer(**SEARCH | settings)
+    assert not any("in the config" in message for message in caplog.messages)
+    assert "samples_per_step_in_config" not in history(tmp_path)[0]
+
+
+def test_a_run_recovers_from_an_error_unless_recovery_is_off_or_impossible(tmp_path: Path) -> None:
+    survivor, given = Recipe(tmp_path / "survivor"), Recipe(tmp_path / "given")
+    trainer = survivor.trainer()
+    fault = Fault(5)
+
+    def fails_once(number: int, run: Any) -> Any:
+        if trainer.global_step or number:
+            return run()
+        with fault:
+            return run()
+
+    wrap_micro_steps(trainer.recoverable, fails_once)
+    trainer.train()
+    assert fault.has_struck
+    assert figures(survivor.logger.steps, "micro_batch_size", "oom_retries")[0] == (1, 1)
+    smaller = given.trainer()
+    smaller.micro_batches.resize(1)
+    assert smaller.recoverable.recovers
+    smaller.train()
+    assert figures(survivor.logger.steps, "step", "loss") == figures(given.logger.steps, "step", "loss")
+    assert same_weights(survivor, given)
+    assert not Recipe(tmp_path / "off").trainer(oom_recovery=False).recoverable.recovers
+    cannot = Recipe(tmp_path / "cannot")
+    cannot.parts = replace(cannot.parts, why_unrecoverable="it is not built for this")
+    assert not cannot.trainer().recoverable.recovers
+
+
+def grows_by_two(epoch: int, current_batch_size: int) -> int:
+    return 2 if epoch else 0
+
+
+GROWTH: dict[str, Any] = {
+    "batch_increase_function": grows_by_two,
+    "growth_limit": 6,
+    "lr_scaling": "linear",
+    "memory_limit_bytes": 2**20,
+}
+
+
+def test_a_batch_grows_and_the_rate_follows_over_the_same_schedule(tmp_path: Path) -> None:
+    steps = train(Recipe(tmp_path, epochs=range(3)), **GROWTH)
+    assert [step["batch_size"] for step in steps] == [2] * 6 + [4] * 3 + [6] * 2
+    done = [number / 6 for number in range(1, 7)] + [1 + number / 3 for number in range(1, 4)] + [2.5, 3.0]
+    # Logged after the scheduler's step: the rate of the next step, scaled by the samples of this one.
+    expected = [0.1 * (1 - epochs / 3) * step["batch_size"] / 2 for epochs, step in zip(done, steps, strict=True)]
+    assert [step["lr"] for step in steps] == pytest.approx(expected, abs=1e-12)
+    assert [entry["epoch"] for entry in history(tmp_path)] == [0, 1, 2]
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+    whole = Recipe(tmp_path / "whole", epochs=range(3))
+    steps = train(whole, **GROWTH)
+    first = Recipe(tmp_path / "parts", epochs=range(3))
+    tensors: dict[str, Any] = {}
+
+    def save(epoch: int, state: AdaptiveState) -> None:
+        if epoch == 1:
+            raise InterruptedError
+        first.states.append(state)
+        tensors["model"] = copy.deepcopy(first.model.state_dict())
+        tensors["optimizer"] = copy.deepcopy(first.optimizer.state_dict())
+
+    first.parts = replace(first.parts, save=save)
+    with pytest.raises(InterruptedError):
+        train(first, **GROWTH)
+    second = Recipe(tmp_path / "parts", epochs=range(1, 3))
+    second.model.load_state_dict(tensors["model"])
+    second.optimizer.load_state_dict(tensors["optimizer"])
+    second.resume_after(first.states[0])
+    trainer = second.trainer(**GROWTH)
+    assert (trainer.epochs_run, trainer.global_step, trainer.loader.batch_size) == (1, 6, 2)
+    trainer.train()
+    names = ("step", "loss", "lr", "grad_norm", "batch_size")
+    assert figures(second.logger.steps, *names) == figures(steps[6:], *names)
+    assert same_weights(whole, second)
+    assert "config, resumed at epoch 1" in [entry["reason"] for entry in history(tmp_path / "parts")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [2, 6, 7, 9], ids=lambda step: f"step {step}")
+def test_a_run_resumed_from_a_step_equals_the_uninterrupted_one(step: int, tmp_path: Path) -> None:
+    """Step 6 is the last one of the first epoch, and after step 7 the batch has grown."""
+    whole = Recipe(tmp_path / "whole", epochs=range(3))
+    steps = train(whole, **GROWTH)
+    first = Recipe(tmp_path / "parts", epochs=range(3))
+    first.parts = replace(first.parts, stop_requested=lambda: len(first.logger.steps) + 1 == step)
+    with pytest.raises(RunEnded):
+        train(first, **GROWTH)
+    (checkpoint,) = first.parts.checkpoints.checkpoints()
+    assert checkpoint.path.name == f"step_{step}"
+    second = Recipe(tmp_path / "parts", epochs=range(checkpoint.epochs_run, 3))
+    torch.nn.init.zeros_(second.model.output.weight)  # the checkpoint has all weights
+    second.parts = replace(second.parts, resumed=checkpoint)
+    trainer = second.trainer(**GROWTH)
+    assert trainer.global_step == step
+    trainer.train()
+    names = ("step", "loss", "lr", "grad_norm", "batch_size")
+    assert figures(first.logger.steps + second.logger.steps, *names) == figures(steps, *names)
+    assert same_weights(whole, second)
+    assert second.states[-1].config == whole.states[-1].config
+    epoch, epoch_step = {2: (0, 2), 6: (0, 6), 7: (1, 1), 9: (1, 3)}[step]
+    reasons = [entry["reason"] for entry in history(tmp_path / "parts")]
+    assert f"config, resumed at epoch {epoch}, step {epoch_step}" in reasons
+    assert not any("resumed with changes" in reason for reason in reasons)
+
+
+def test_steps_are_saved_and_kept_as_the_settings_say(tmp_path: Path) -> None:
+    recipe = Recipe(tmp_path)
+    train(recipe, save_every_n_steps=3, keep_last_n_checkpoints=2)
+    assert [one.path.name for one in recipe.parts.checkpoints.checkpoints()] == ["step_9", "step_12"]
+    assert recipe.saved == [0, 1]
+
+
+def test_with_optimizers_in_backward_a_resumed_batch_that_no_longer_fits_is_refused(tmp_path: Path) -> None:
+    """Optimizers that step within backward would step once for each micro-batch."""
+    directory = tmp_path / "run"
+    first = Recipe(directory)
+    first.parts = replace(first.parts, epochs=range(1))
+    assert train(first, **SEARCH)[-1]["batch_size"] == 4
+
+    def resume(**settings: Any) -> None:
+        resumed = Recipe(directory, epochs=range(1, 2))
+        resumed.resume_after(first.states[0])
+        wrapper = create_optim_in_bwd_wrapper(resumed.model, {one: AdamW([one]) for one in resumed.model.parameters()})
+        stepping = OptimizerInBackward(resumed.model, wrapper, ranks=1, normalizes=True)
+        why = "steps in backward"
+        resumed.parts = replace(resumed.parts, stepping=stepping, scheduler=None, why_unrecoverable=why)
+        resumed.trainer(**SEARCH | settings)
+
+    resume()
+    with pytest.raises(InputError, match="to resume with a batch of 4 rows, of which 2 fit now, but is True instead"):
+        resume(memory_limit_bytes=14_000)
+
+
+def test_a_global_batch_is_cut_into_micro_batches(tmp_path: Path) -> None:
+    steps = train(Recipe(tmp_path), global_batch_size=5)
+    assert figures(steps, "global_batch_size", "micro_batch_size") == [(5, 2)] * 4
+    assert "batch_size" not in steps[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"global_batch_size": 13}, "`dataset` must fill an optimizer step (13 samples per optimizer step on 1 ranks)"),
+        (
+            GROWTH | SEARCH | {"growth_limit": "memory", "use_maximum_batch_size": False},
+            "the largest that fits (7), but is 8",
+        ),
+    ],
+    ids=["more samples than there are", "a start above what fits"],
+)
+def test_settings_that_conflict_are_refused_before_training(
+    settings: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    recipe = Recipe(tmp_path)
+    recipe.parts = replace(recipe.parts, batch_size=8)
+    with pytest.raises(InputError) as refusal:
+        recipe.trainer(**settings)
+    assert sentence in str(refusal.value)
+
+
+def bad_in_the_last_epoch(epoch: int, current_batch_size: int) -> int:
+    return -epoch
+
+
+def test_a_bad_answer_of_the_growth_function_is_refused_before_the_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(InputError) as refusal:
+        Recipe(tmp_path).trainer(**SEARCH, batch_increase_function=bad_in_the_last_epoch)
+    assert "returned -1 at epoch 1" in str(refusal.value)
+    assert "probes" not in capsys.readouterr().err
+
+
+def test_why_there_is_no_recovery_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recipe = Recipe(tmp_path)
+    recipe.parts = replace(recipe.parts, why_unrecoverable="it is not built for this")
+    recipe.trainer()
+    assert "An out-of-memory error in training will end the run: it is not built for this." in caplog.text
+
+
+def test_a_scheduler_that_cannot_follow_is_refused_with_growth_and_kept_without(tmp_path: Path) -> None:
+    recipe = Recipe(tmp_path, makes_scheduler=StepLR)
+    with pytest.raises(InputError) as refusal:
+        recipe.trainer(**GROWTH)
+    assert "`lr_scheduler` must create a torch.optim.lr_scheduler.LambdaLR" in str(refusal.value)
+    assert len(train(Recipe(tmp_path, makes_scheduler=StepLR))) == 12

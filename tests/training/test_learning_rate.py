@@ -1,0 +1,334 @@
+"""The learning rate is a function of the fraction of training done, for any steps per epoch, times a scale.
+
+Without changes it equals the scheduler's own rate, bit for bit. If the batch scales the rate, each step has the rate of
+its place on the schedule times the scale of its batch.
+"""
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.settings import LearningRateScaling
+from torchtune_adaptive.training.learning_rate import (
+    BuildScheduler,
+    EpochStart,
+    LearningRate,
+    check_follows,
+    scale_of,
+)
+
+RULES: tuple[LearningRateScaling, ...] = get_args(LearningRateScaling)
+EPOCHS, STEPS = 4, 10  # of the schedule
+NOT_LAMBDA = (
+    "`lr_scheduler` must create a torch.optim.lr_scheduler.LambdaLR if the batch size grows or the rate scales"
+    " with it, but creates a StepLR instead."
+)
+
+
+def optimizer_of(*rates: float, tensors: bool = False) -> torch.optim.Optimizer:
+    """An optimizer with a group for each rate, which is a number or a tensor."""
+    groups = [
+        {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": torch.tensor(rate) if tensors else rate}
+        for rate in rates
+    ]
+    return torch.optim.AdamW(groups, foreach=False)
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def decay_to_zero(optimizer: torch.optim.Optimizer) -> BuildScheduler:
+    """Like torchtune's `_setup_lr_scheduler`; linear over the steps for which it is built."""
+    return lambda steps, last: LambdaLR(optimizer, lambda step: 1 - step / steps, last_epoch=last)
+
+
+def of_steps(optimizer: torch.optim.Optimizer) -> BuildScheduler:
+    """A scheduler that cannot be asked for the rate between its steps."""
+    return lambda steps, last: StepLR(optimizer, step_size=STEPS, gamma=0.5, last_epoch=last)
+
+
+class Run:
+    """An optimizer that steps, and its rate."""
+
+    def __init__(
+        self,
+        *rates: float,
+        rule: LearningRateScaling = "none",
+        tensors: bool = False,
+        build: Callable[[torch.optim.Optimizer], BuildScheduler] | None = decay_to_zero,
+    ) -> None:
+        self.optimizer = optimizer_of(*(rates or (1.0,)), tensors=tensors)
+        make: BuildScheduler = (lambda steps, last: None) if build is None else build(self.optimizer)
+        self.rate = LearningRate(
+            make(EPOCHS * STEPS, -1),
+            [self.optimizer],
+            make,
+            total_epochs=EPOCHS,
+            schedule_steps=STEPS,
+            rule=rule,
+            reference_samples=16,
+        )
+
+    def begin(
+        self,
+        *,
+        epoch: int = 0,
+        step: int = 0,
+        epoch_steps: int = 0,
+        steps_per_epoch: int = STEPS,
+        grows: bool = True,
+    ) -> "Run":
+        self.rate.begin(epoch=epoch, step=step, epoch_steps=epoch_steps, steps_per_epoch=steps_per_epoch, grows=grows)
+        return self
+
+    def take(self, steps: int) -> list[list[float]]:
+        """The rates of the groups in each of the next steps."""
+        taken = []
+        for _ in range(steps):
+            taken.append(rates_of(self.optimizer))
+            self.optimizer.step()
+            self.rate.step()
+        return taken
+
+    def first(self, steps: int) -> list[float]:
+        """The rate of the first group in each of the next steps."""
+        return [rates[0] for rates in self.take(steps)]
+
+
+def plain_rates(steps: int) -> list[float]:
+    optimizer = optimizer_of(1.0)
+    scheduler = decay_to_zero(optimizer)(EPOCHS * STEPS, -1)
+    rates = []
+    for _ in range(steps):
+        rates += rates_of(optimizer)
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+# ---- the place on the schedule
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=12))
+def test_the_place_is_the_exact_fraction_of_training_and_an_int_where_it_is_whole(steps: list[int]) -> None:
+    """For any steps per epoch, whose first are those of the schedule: evenly within an epoch, without a jump."""
+    first_step, start = 0, EpochStart(0, 0, steps[0])
+    for epoch, steps_per_epoch in enumerate(steps):
+        resumed = EpochStart(epoch, first_step, steps_per_epoch)  # a run that is resumed here
+        if steps_per_epoch != start.steps_per_epoch:
+            start = resumed
+        for index in range(steps_per_epoch + 1):  # to the first of the next epoch
+            exact = steps[0] * (epoch + Fraction(index, steps_per_epoch))
+            place = start.schedule_step(first_step + index, schedule_steps=steps[0])
+            assert place == float(exact)
+            assert isinstance(place, int) is (exact.denominator == 1)
+            assert resumed.schedule_step(first_step + index, schedule_steps=steps[0]) == place
+        first_step += steps_per_epoch
+
+
+# ---- along the schedule
+
+
+def test_before_begin_is_called_the_scheduler_steps_unchanged() -> None:
+    assert Run().first(40) == plain_rates(40)
+
+
+@pytest.mark.parametrize("grows", [True, False], ids=["may grow", "stays"])
+def test_without_a_change_the_rates_are_the_same_bits(grows: bool) -> None:
+    assert Run().begin(grows=grows).first(40) == plain_rates(40)
+
+
+@pytest.mark.parametrize("grows", [True, False], ids=["may grow", "stays"])
+@pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
+def test_a_resumed_run_has_the_rates_of_an_uninterrupted_one(grows: bool, tensors: bool) -> None:
+    run = Run(tensors=tensors)
+    run.take(7)  # the saved optimizer is in the middle of the schedule when a recipe has loaded it
+    for epoch in (2, 1, 2):  # resumed again and again
+        run.begin(epoch=epoch, step=10 * epoch, grows=grows)
+        assert run.first(20) == pytest.approx(plain_rates(40)[10 * epoch :][:20], rel=1e-6)
+
+
+@pytest.mark.parametrize("grows", [True, False], ids=["may grow", "stays"])
+@pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
+@pytest.mark.parametrize("step", [1, 7, 10, 26, 39])
+def test_a_run_resumed_within_an_epoch_has_the_rates_of_an_uninterrupted_one(
+    step: int, grows: bool, tensors: bool
+) -> None:
+    run = Run(tensors=tensors)
+    run.take(3)
+    epoch, epoch_steps = divmod(step, STEPS)
+    run.begin(epoch=epoch, step=step, epoch_steps=epoch_steps, grows=grows)
+    rates = plain_rates(40)[step:]
+    assert run.first(40 - step) == (pytest.approx(rates, rel=1e-6) if tensors else rates)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_run_resumed_in_an_epoch_of_other_steps_keeps_its_place_on_the_schedule(rule: LearningRateScaling) -> None:
+    whole = Run(rule=rule).begin()
+    whole.take(20)
+    whole.rate.change(epoch=2, step=20, steps_per_epoch=5)
+    whole.rate.scale(32)
+    expected = whole.first(10)
+    resumed = Run(rule=rule).begin(epoch=2, step=23, epoch_steps=3, steps_per_epoch=5)
+    resumed.rate.scale(32)
+    assert resumed.first(7) == pytest.approx(expected[3:], rel=1e-6)
+
+
+def test_more_or_fewer_steps_per_epoch_go_along_the_schedule_slower_or_faster() -> None:
+    assert Run().begin(steps_per_epoch=5).first(20) == pytest.approx([1 - step / 20 for step in range(20)])
+    assert Run().begin(steps_per_epoch=20, grows=False).first(80) == pytest.approx([1 - s / 80 for s in range(80)])
+    resumed = Run().begin(epoch=2, step=33, steps_per_epoch=5, grows=False)
+    assert resumed.first(10) == pytest.approx([0.5 - step / 20 for step in range(10)])
+
+
+def test_half_the_steps_go_along_the_schedule_twice_as_fast_without_a_jump() -> None:
+    run = Run().begin()
+    assert run.first(20)[-1] == pytest.approx(0.525)
+    run.rate.change(epoch=2, step=20, steps_per_epoch=5)
+    assert run.first(11) == pytest.approx([0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05, 0.0])
+
+
+def test_without_a_scheduler_the_rate_is_constant() -> None:
+    run = Run(0.25, build=None).begin(steps_per_epoch=3)
+    run.rate.change(epoch=1, step=3, steps_per_epoch=2)
+    assert run.first(10) == [0.25] * 10
+
+
+# ---- schedulers that do not follow
+
+
+def test_any_scheduler_is_accepted_if_nothing_changes() -> None:
+    run = Run(build=of_steps).begin(grows=False)
+    assert run.first(20) == [1.0] * 10 + [0.5] * 10
+
+
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [("none", {"grows": True}), ("sqrt", {"grows": False}), ("none", {"grows": False, "steps_per_epoch": 5})],
+    ids=["the batch grows", "the rate scales", "the steps are others"],
+)
+def test_a_scheduler_that_cannot_be_asked_between_its_steps_is_refused(
+    rule: LearningRateScaling, options: dict[str, Any]
+) -> None:
+    run = Run(build=of_steps, rule=rule)
+    with pytest.raises(InputError) as refused:
+        run.begin(**options)
+    assert str(refused.value) == NOT_LAMBDA
+
+
+def test_a_scheduler_can_be_checked_by_itself() -> None:
+    check_follows(None)
+    check_follows(decay_to_zero(optimizer_of(1.0))(10, -1))
+    with pytest.raises(InputError) as refused:
+        check_follows(of_steps(optimizer_of(1.0))(10, -1))
+    assert str(refused.value) == NOT_LAMBDA
+
+
+# ---- scaled with the batch
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(samples=st.integers(1, 10**6), reference=st.integers(1, 10**6), times=st.integers(1, 1000))
+def test_a_rule_scales_with_the_ratio_of_samples_alone(samples: int, reference: int, times: int) -> None:
+    for rule, power in zip(RULES, (0, 0.5, 1), strict=True):
+        scale = scale_of(rule, samples=samples, reference_samples=reference)
+        assert scale == pytest.approx((samples / reference) ** power)
+        assert scale_of(rule, samples=times * samples, reference_samples=times * reference) == pytest.approx(scale)
+        assert scale_of(rule, samples=reference, reference_samples=reference) == 1
+
+
+@pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
+def test_every_step_has_the_rate_of_its_place_times_the_scale_of_its_batch(tensors: bool) -> None:
+    """Also the first step after a change, whose rate the scheduler had already set; groups keep their ratio."""
+    run = Run(1.0, 0.25, rule="sqrt", tensors=tensors).begin()
+    rates = [group["lr"] for group in run.optimizer.param_groups]
+    taken = run.take(20)
+    run.rate.change(epoch=2, step=20, steps_per_epoch=5)  # twice the samples: half the steps
+    run.rate.scale(32)
+    taken += run.take(10)
+    expected = [1 - step / 40 for step in range(20)] + [math.sqrt(2) * (1 - (20 + 2 * step) / 40) for step in range(10)]
+    assert [rates[0] for rates in taken] == pytest.approx(expected, rel=1e-6)
+    assert [rates[1] for rates in taken] == pytest.approx([0.25 * rate for rate in expected], rel=1e-6)
+    if tensors:  # compiled code or a graph refers to these tensors
+        assert all(group["lr"] is rate for group, rate in zip(run.optimizer.param_groups, rates, strict=True))
+
+
+def test_scaling_is_described_with_its_factor_and_reference() -> None:
+    assert Run(rule="sqrt").begin().rate.scale(64) == (
+        "learning rate * 2: sqrt scaling to 64 samples per optimizer step, from the config's 16"
+    )
+    assert Run(rule="linear").begin().rate.scale(4) == (
+        "learning rate * 0.25: linear scaling to 4 samples per optimizer step, from the config's 16"
+    )
+
+
+def test_without_a_rule_nothing_is_scaled_or_described() -> None:
+    run = Run().begin()
+    assert run.rate.scale(64) == ""
+    assert run.first(40) == plain_rates(40)
+
+
+@pytest.mark.parametrize("build", [None, decay_to_zero], ids=["no scheduler", "scheduler"])
+@pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
+def test_scaling_again_and_again_does_not_compound(build: Any, tensors: bool) -> None:
+    run = Run(0.1, 0.3, rule="linear", tensors=tensors, build=build).begin()
+    for samples in (32, 32, 8, 64):
+        run.rate.scale(samples)
+        assert rates_of(run.optimizer) == pytest.approx([0.1 * samples / 16, 0.3 * samples / 16])
+
+
+def test_without_a_scheduler_all_optimizers_are_scaled() -> None:
+    optimizers = [optimizer_of(0.1), optimizer_of(0.2)]
+    rate = LearningRate(
+        None,
+        optimizers,
+        lambda steps, last: None,
+        total_epochs=EPOCHS,
+        schedule_steps=STEPS,
+        rule="linear",
+        reference_samples=16,
+    )
+    rate.begin(epoch=0, step=0, steps_per_epoch=STEPS, grows=False)
+    rate.scale(32)
+    rate.step()
+    assert [rates_of(optimizer) for optimizer in optimizers] == [[0.2], [0.4]]
+
+
+def test_without_a_scheduler_the_configs_rate_is_saved_with_the_optimizer() -> None:
+    run, resumed = Run(0.1, rule="linear", build=None).begin(), Run(0.1, rule="linear", build=None)
+    run.rate.scale(32)
+    resumed.optimizer.load_state_dict(run.optimizer.state_dict())
+    resumed.begin(epoch=1, step=10).rate.scale(48)
+    assert rates_of(resumed.optimizer) == pytest.approx([0.3])
+
+
+def test_with_a_scheduler_a_resumed_run_is_scaled_from_the_configs_rate() -> None:
+    run, resumed = Run(0.1, rule="linear").begin(), Run(0.1, rule="linear")
+    run.rate.scale(32)
+    run.take(10)
+    resumed.optimizer.load_state_dict(run.optimizer.state_dict())
+    resumed.begin(epoch=1, step=10).rate.scale(48)
+    assert resumed.first(30) == pytest.approx([0.3 * (1 - step / 40) for step in range(10, 40)])
+
+
+# ---- state
+
+
+def test_a_resumed_run_keeps_the_schedule_and_the_batch_that_the_rate_was_chosen_for() -> None:
+    run = Run(rule="linear")
+    assert run.rate.state_dict() == {"schedule_steps": STEPS, "reference_samples": 16}
+    run.rate.load_state_dict({"schedule_steps": 20, "reference_samples": 64, "more": 1})
+    assert run.rate.state_dict() == {"schedule_steps": 20, "reference_samples": 64}
+    run.begin(epoch=1, step=5, steps_per_epoch=5)
+    assert run.rate.scale(32).startswith("learning rate * 0.5: ")
+    assert run.first(3) == pytest.approx([0.5 * (1 - place / 80) for place in (20, 24, 28)])

@@ -1,0 +1,303 @@
+"""One rank without sharding: LoRA equals the stock recipe bit for bit, NF4 models train. One device without ranks."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from adaptive_lora_finetune_distributed import refuse_quantized
+from torch.distributed.tensor import DTensor
+from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
+from torchtune import training
+
+from benchmarks.support.ranks import run_alone, run_on_ranks
+from benchmarks.support.recipe_runs import (
+    SHALLOW,
+    Step,
+    adaptive_recipe,
+    finished,
+    same_bits,
+    shallow_assets,
+    stock_recipe,
+    tiny_config,
+    without_saving,
+)
+from torchtune_adaptive.engine.memory.operations import plain_parts
+from torchtune_adaptive.engine.search.throughput import smallest_near_best
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.training.batch.limits import RowLimit, TokenLimit
+
+SHARDING = ("shard_model", "load_from_full_model_state_dict", "gather_cpu_state_dict")
+PLAIN = {
+    "LoRA": {"model__lora_dropout": 0.1, "clip_grad_norm": 0.05},
+    "DoRA": {"model__use_dora": True, "gradient_accumulation_steps": 2, "enable_activation_checkpointing": True},
+}
+COMMON: dict[str, Any] = {
+    "epochs": 1,
+    "dataset__split": "train[:32]",
+    "tokenizer__max_seq_len": 32,
+    "optimizer__lr": 1e-2,
+    "lr_scheduler__num_warmup_steps": 2,
+    "adaptive__memory_limit": None,
+}
+SEARCHED = {
+    "epochs": 2,
+    "enable_activation_checkpointing": True,
+    "use_maximum_batch_size": True,
+    "adaptive__memory_limit": "12MiB",
+}
+SQUEEZED = {"batch_size": 16, "adaptive__memory_limit": "12MiB"}
+TOLD = {"batch_size": 4, "gradient_accumulation_steps": 4}  # the micro-batches that fit in `SQUEEZED`
+
+
+def _figures(steps: list[Step]) -> list[tuple[float, ...]]:
+    return [tuple(step[name] for name in ("step", "loss", "lr", "grad_norm")) for step in steps]
+
+
+def _trained(recipe: Any) -> dict[str, torch.Tensor]:
+    """Copies of the parameters that the optimizer has moved."""
+    named = {name: value for name, value in recipe._model.named_parameters() if value in recipe._optimizer.state}
+    return {name: (p.to_local() if isinstance(p, DTensor) else p).detach().clone() for name, p in named.items()}
+
+
+def _is_base_of_checkpoint(recipe: Any, checkpoint: dict[str, torch.Tensor]) -> bool:
+    """Whether every frozen parameter equals the checkpoint's bit for bit, quantized where the model is."""
+    frozen = {name: p for name, p in recipe._model.named_parameters() if not p.requires_grad}
+    frozen = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in frozen.items()}
+    return frozen.keys() == checkpoint.keys() and all(
+        torch.equal(own, expected)
+        for name, p in frozen.items()
+        for own, expected in zip(
+            plain_parts(p),
+            plain_parts(to_nf4(checkpoint[name]) if isinstance(p, NF4Tensor) else checkpoint[name]),
+            strict=True,
+        )
+    )
+
+
+def _train_plain(case: dict[str, Any], tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    """Train with the stock recipe, which shards, and with the adaptive one."""
+    cfg = tiny_config("lora", tiny_dir, output_dir, **COMMON | case)
+    stock = stock_recipe("lora")
+    with mock.patch.multiple(
+        stock.train.__globals__["training"], **{name: getattr(training, name) for name in SHARDING}
+    ):
+        stock_steps, _, stock_run = finished(stock, cfg)
+    steps, _, run = finished(adaptive_recipe("lora"), cfg)
+    return {
+        "sharded": [any(isinstance(p, DTensor) for p in one._model.parameters()) for one in (stock_run, run)],
+        "steps": (_figures(stock_steps), _figures(steps)),
+        "same adapters": same_bits(_trained(stock_run), _trained(run)),
+        "base kept": _is_base_of_checkpoint(run, torch.load(tiny_dir / "model.pt")),
+    }
+
+
+def _train_quantized(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    """Runs with a search, resumed with another search, short of memory, and configured with what fits then."""
+
+    def run(directory: str, **overrides: Any) -> tuple[list[Step], Any]:
+        overrides = COMMON | {"model__quantize_base": True} | overrides
+        steps, _, recipe = finished(
+            adaptive_recipe("lora"), tiny_config("lora", tiny_dir, output_dir / directory, **overrides)
+        )
+        return steps, recipe
+
+    steps, recipe = run("searched", **SEARCHED)
+    saved = torch.load(output_dir / "searched" / "epoch_1" / "model-00001-of-00001.bin")
+    adapters = torch.load(output_dir / "searched" / "epoch_1" / "adapter_model.pt")
+    shutil.rmtree(output_dir / "searched" / "epoch_1")
+    resumed_steps, resumed = run("searched", **SEARCHED, resume_from_checkpoint=True)
+    # No trained tensor may be memory-mapped to the file it was loaded from: reading it would now kill this process.
+    (output_dir / "searched" / "epoch_0" / "adapter_model.pt").write_bytes(b"")
+    squeezed_steps, squeezed = run("squeezed", **SQUEEZED)
+    told_steps, told = run("told", **TOLD)
+    projection = recipe._model.layers[0].attn.q_proj
+    return {
+        "quantized": sum(isinstance(p, NF4Tensor) for p in recipe._model.parameters()),
+        "base kept": _is_base_of_checkpoint(recipe, torch.load(tiny_dir / "model.pt")),
+        "state": [name for name, p in recipe._model.named_parameters() if p in recipe._optimizer.state],
+        "found": recipe.trainer.sizes.result,
+        "steps": steps,
+        "resumed": resumed_steps,
+        "same when resumed": same_bits(_trained(recipe), _trained(resumed)),
+        "base": projection.weight.to(torch.float32),
+        "adapters": [adapters[f"layers.0.attn.q_proj.lora_{part}.weight"] for part in "ab"],
+        "saved": saved["layers.0.attn.q_proj.weight"],
+        "squeezed": squeezed_steps,
+        "told": told_steps,
+        "same when squeezed": same_bits(_trained(squeezed), _trained(told)),
+    }
+
+
+def _train_alone(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    plain = {name: _train_plain(case, tiny_dir, output_dir / name) for name, case in PLAIN.items()}
+    return plain | {"quantized": _train_quantized(tiny_dir, output_dir)}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    (outcome,) = run_on_ranks(_train_alone, 1, tiny_dir, tmp_path_factory.mktemp("one_rank"))
+    return outcome
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_without_shards_every_figure_and_every_adapter_equals_the_stock_recipe(
+    case: str, outcomes: dict[str, Any]
+) -> None:
+    outcome = outcomes[case]
+    assert outcome["sharded"] == [True, False]
+    stock_steps, steps = outcome["steps"]
+    assert len(stock_steps) >= 4
+    assert steps == stock_steps
+    assert outcome["same adapters"]
+
+
+@pytest.mark.parametrize("case", [*PLAIN, "quantized"])
+def test_training_and_saving_leave_the_base_as_the_checkpoint_has_it(case: str, outcomes: dict[str, Any]) -> None:
+    assert outcomes[case]["base kept"]
+
+
+def test_a_quantized_base_is_searched_and_trained_with_state_for_adapters_alone(outcomes: dict[str, Any]) -> None:
+    outcome = outcomes["quantized"]
+    assert outcome["quantized"] == 4 * 7  # layers, projections of each
+    assert outcome["found"].batch_size > 1
+    assert {step["batch_size"] for step in outcome["steps"]} == {outcome["found"].batch_size}
+    assert max(step["peak_memory_bytes"] for step in outcome["steps"]) <= outcome["found"].memory_limit_bytes
+    assert outcome["steps"][-1]["loss"] < outcome["steps"][0]["loss"] - 0.1
+    assert len(outcome["state"]) == 4 * 6 * 2
+    assert all("lora_" in name for name in outcome["state"])
+
+
+def test_a_quantized_checkpoint_holds_base_and_adapters_merged(outcomes: dict[str, Any]) -> None:
+    lora_a, lora_b = outcomes["quantized"]["adapters"]
+    merged = outcomes["quantized"]["base"] + 16 / 8 * lora_b @ lora_a
+    assert lora_b.abs().max() > 0
+    torch.testing.assert_close(outcomes["quantized"]["saved"], merged)
+
+
+def test_a_quantized_run_resumes_as_if_uninterrupted(outcomes: dict[str, Any]) -> None:
+    outcome = outcomes["quantized"]
+    resumed = _figures(outcome["resumed"])
+    assert len(resumed) == len(outcome["steps"]) // 2
+    assert resumed == _figures(outcome["steps"])[len(resumed) :]
+    assert outcome["same when resumed"]
+
+
+def test_a_quantized_run_recovers_from_out_of_memory_bit_for_bit(outcomes: dict[str, Any]) -> None:
+    outcome = outcomes["quantized"]
+    assert outcome["squeezed"][-1]["oom_retries"] >= 1
+    assert {step["micro_batch_size"] for step in outcome["squeezed"]} == {TOLD["batch_size"]}
+    assert _figures(outcome["squeezed"]) == _figures(outcome["told"])
+    assert outcome["same when squeezed"]
+
+
+def test_offloading_a_quantized_model_is_refused_in_one_sentence(tiny_dir: Path, tmp_path: Path) -> None:
+    refuse_quantized(tiny_config("lora", tiny_dir, tmp_path).model)
+    with pytest.raises(InputError, match="`fsdp_cpu_offload` must be False for a quantized model on one rank, but"):
+        refuse_quantized(tiny_config("lora", tiny_dir, tmp_path, model__quantize_base=True).model)
+
+
+# ---- on one device, without a process group
+
+# Six steps an epoch, of four rows.
+ON_ONE_DEVICE: dict[str, Any] = {"dataset__split": "train[:24]", "tokenizer__max_seq_len": 64, "optimizer__lr": 1e-2}
+ON_ONE_DEVICE |= SHALLOW
+UNMETERED: dict[str, Any] = ON_ONE_DEVICE | {"adaptive__memory_limit": None}
+
+
+def _run_alone(
+    kind: str, tiny_dir: Path, output_dir: Path, change: Any = without_saving, **overrides: Any
+) -> tuple[list[Step], dict[str, torch.Tensor], Any]:
+    """A finished run of the recipe, changed by ``change``."""
+    return finished(change(adaptive_recipe(kind)), tiny_config(kind, tiny_dir, output_dir, **overrides))
+
+
+def _save_on_device(tiny_dir: Path, output_dir: Path, **overrides: Any) -> dict[str, Any]:
+    """Two epochs of LoRA, with and without saving; and whether the first checkpoint has merged weights."""
+    runs = []
+    common: dict[str, Any] = UNMETERED | {"epochs": 2} | overrides
+    for change in (lambda recipe_class: recipe_class, without_saving):
+        steps, _, recipe = _run_alone("lora_single", tiny_dir, output_dir, change, **common)
+        runs.append(
+            (_figures(steps), _trained(recipe), _is_base_of_checkpoint(recipe, torch.load(tiny_dir / "model.pt")))
+        )
+    (steps, adapters, base_kept), (unsaved_steps, unsaved_adapters, _) = runs
+    name = "layers.0.attn.q_proj.weight"
+    saved = torch.load(output_dir / "epoch_0" / "model-00001-of-00001.bin")[name]
+    return {
+        "steps": (steps, unsaved_steps),
+        "adapters equal": same_bits(adapters, unsaved_adapters),
+        "base kept": base_kept,
+        "merged": not torch.equal(saved, torch.load(tiny_dir / "model.pt")[name]),
+    }
+
+
+def _size_on_device(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    """Runs on one device, each with one of the settings other than a search for rows."""
+    common = ON_ONE_DEVICE | {"epochs": 1}
+    ways: dict[str, dict[str, Any]] = {
+        "throughput": {"memory_limit": "32MiB", "max_batch_size": 4, "objective": "throughput"},
+        "global batch": {"memory_limit": None, "global_batch_size": 7},
+        "tokens": {"memory_limit": None, "global_batch_size": 7, "max_tokens_per_micro_batch": 100},
+        "tokens that fit": {"memory_limit": "28MiB", "global_batch_size": 7, "max_tokens_per_micro_batch": "auto"},
+    }
+    found = {}
+    for name, adaptive in ways.items():
+        searched = {"use_maximum_batch_size": True} if name == "throughput" else {"batch_size": 3}
+        steps, _, recipe = _run_alone("full_single", tiny_dir, output_dir, **common, **searched, adaptive=adaptive)
+        found[name] = {"steps": steps, "sizes": recipe.trainer.sizes, "limit": recipe.trainer.micro_batches.limit}
+    return found
+
+
+def _train_on_device(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    found = {
+        "saved": {
+            "plain": _save_on_device(tiny_dir, output_dir / "plain"),
+            "quantized": _save_on_device(tiny_dir, output_dir / "quantized", model__quantize_base=True),
+        },
+        "sized": _size_on_device(tiny_dir, output_dir / "sized"),
+    }
+    assert not dist.is_initialized()
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_device(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_alone(_train_on_device, shallow_assets(tiny_dir), tmp_path_factory.mktemp("one_device"))
+
+
+@pytest.mark.parametrize("base", ["plain", "quantized"])
+def test_on_one_device_saving_leaves_the_base_and_the_training_of_lora_as_they_are(
+    base: str, on_device: dict[str, Any]
+) -> None:
+    """The stock recipe merges the adapters into the weights that it trains, if these are on the CPU."""
+    outcome = on_device["saved"][base]
+    steps, unsaved = outcome["steps"]
+    assert len(unsaved) == 12
+    assert steps == unsaved
+    assert outcome["adapters equal"]
+    assert outcome["base kept"]
+    assert outcome["merged"]
+
+
+def test_on_one_device_the_fastest_of_the_sizes_that_fit_is_trained_with(on_device: dict[str, Any]) -> None:
+    outcome = on_device["sized"]["throughput"]
+    assert list(outcome["sizes"].tokens_per_second) == [4, 2, 1]
+    assert {step["batch_size"] for step in outcome["steps"]} == {outcome["sizes"].fitting_rows}
+    assert outcome["sizes"].fitting_rows == smallest_near_best(outcome["sizes"].tokens_per_second)
+
+
+def test_on_one_device_a_global_batch_is_the_same_however_it_is_cut(on_device: dict[str, Any]) -> None:
+    rows, tokens, that_fit = (on_device["sized"][name] for name in ("global batch", "tokens", "tokens that fit"))
+    assert (rows["limit"], tokens["limit"]) == (RowLimit(3), TokenLimit(100))
+    assert that_fit["limit"] == TokenLimit(that_fit["sizes"].token_budget)
+    assert that_fit["limit"].size >= 64
+    losses = [step["loss"] for step in rows["steps"]]
+    assert len(losses) == 24 // 7
+    for outcome in (rows, tokens, that_fit):
+        assert {step["global_batch_size"] for step in outcome["steps"]} == {7}
+        assert outcome["steps"][-1]["oom_retries"] == 0
+        assert [step["loss"] for step in outcome["steps"]] == pytest.approx(losses, rel=1e-5)

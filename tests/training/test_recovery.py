@@ -1,0 +1,449 @@
+"""A step that runs out of memory is run again in smaller micro-batches, and trains the same.
+
+The toy is a linear model. Its inputs are the first token of each row, and the row's number of tokens.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.faults import same_bits, under
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.fsdp_state import CannotRecordError
+from torchtune_adaptive.engine.memory import resident
+from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.engine.memory.phases import Phases
+from torchtune_adaptive.engine.memory.resident import RankMemory
+from torchtune_adaptive.engine.recovery import rehearsal
+from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
+from torchtune_adaptive.engine.recovery.events import MemoryEvent
+from torchtune_adaptive.engine.recovery.step import RecoverableStep
+from torchtune_adaptive.engine.recovery.watch import PressureWatch
+from torchtune_adaptive.engine.search import workload as workload_module
+from torchtune_adaptive.engine.search.workload import Workload
+from torchtune_adaptive.errors import NothingFitsError
+from torchtune_adaptive.testing import Fault, wrap_micro_steps
+from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
+from torchtune_adaptive.training.batch.loader import StepSamples
+from torchtune_adaptive.training.batch.micro_batches import MicroBatch, MicroBatcher
+from torchtune_adaptive.training.batch.row_format import Row, TokenRows
+from torchtune_adaptive.training.objectives import Loss
+from torchtune_adaptive.training.optimizers import OptimizerStep
+from torchtune_adaptive.training.recovery import larger_micro_batch, prepare_recovery
+from torchtune_adaptive.training.step_figures import StepSums
+from torchtune_adaptive.training.train_step import TrainStep
+
+CPU = torch.device("cpu")
+FAULT = "OutOfMemoryError: CUDA out of memory (a fault on purpose)"
+
+
+def rows_of(*lengths: int) -> list[Row]:
+    return [{"tokens": [number + 1] * length, "labels": []} for number, length in enumerate(lengths)]
+
+
+ROWS = rows_of(1, 3, 2, 1, 3, 2, 1, 1)
+
+
+class Beside(Consensus):
+    """This rank as the second of two, of which the first reports ``other``."""
+
+    def __init__(self, other: Any) -> None:
+        super().__init__()
+        self._other = other
+        self._ranks = (0, 1)
+
+    def from_all_ranks(self, value: Any) -> list[Any]:
+        return [self._other, value] if isinstance(value, tuple) else [value]
+
+
+class CachingMeter(CpuMeter):
+    """The meter of a device of 1 KiB, whose allocator has freed its cache ``retries`` times."""
+
+    retries = 0
+
+    @property
+    def total_retries(self) -> int:
+        return self.retries
+
+    @property
+    def available_bytes(self) -> int:
+        return 1024
+
+    @property
+    def peak_bytes(self) -> int:
+        return 512
+
+
+class Toy:
+    """A model, its step, and the recovery around it.
+
+    Attributes:
+        cuts: the rows of each micro-batch.
+        events: what happened where memory ran short.
+        tried: the rows of each micro-batch that was tried, by size; up to ``fitting`` fit.
+    """
+
+    def __init__(
+        self,
+        limit: MicroBatchLimit,
+        *,
+        recovers: bool = True,
+        why_not: str = "",
+        meter: CpuMeter | None = None,
+        consensus: Consensus | None = None,
+        fitting: int = 0,
+        steps_done: int = 0,
+        adam: bool = False,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(2, 1)
+        self.cuts: list[int] = []
+        self.events: list[MemoryEvent] = []
+        self.tried: dict[int, list[int]] = {}
+        self.fitting = fitting
+        phases, consensus = Phases([self.model], meter), consensus or Consensus()
+        optimizer: Any = torch.optim.AdamW if adam else partial(torch.optim.SGD, momentum=0.9)
+        self.optimizer = optimizer(self.model.parameters(), lr=0.01)
+        self.step = TrainStep(
+            self._objective,
+            OptimizerStep(self.model, [self.optimizer], ranks=1, max_grad_norm=None),
+            collate=self._collate,
+            device=CPU,
+            phases=phases,
+            meter=meter,
+        )
+        self.micro_batches = MicroBatcher(limit, TokenRows(-100), Consensus(), ROWS)
+        self.workload = Workload(
+            train_step=self.step,
+            model=self.model,
+            optimizers=[self.optimizer],
+            device=CPU,
+            meter=meter,
+            consensus=consensus,
+        )
+        self.watch = PressureWatch(consensus, meter, phases)
+        self.recoverable = RecoverableStep(
+            self.model,
+            self.step.micro_step,
+            micro_batch_size=self.micro_batches,
+            optimizer=self.optimizer,
+            on_event=self.events.append,
+            watch=self.watch,
+            steps_done=steps_done,
+        )
+        options: dict[str, Any] = {"optimizers": [self.optimizer], "watch": self.watch, "device": CPU}
+        prepare_recovery(self.recoverable, ROWS, is_wanted=recovers, why_not=why_not, **options)
+        self.cuts.clear()
+
+    def _objective(self, batch: torch.Tensor) -> Loss:
+        weight = torch.tensor(len(batch))
+        return Loss(self.model(batch).square().sum(), weight, weight)
+
+    def _collate(self, rows: Sequence[Row]) -> torch.Tensor:
+        self.cuts.append(len(rows))
+        return torch.tensor([[float(row["tokens"][0]), float(len(row["tokens"]))] for row in rows])
+
+    def failing_at(self, *numbers: int, phase: str = "forward") -> "Toy":
+        """Return this toy; from now on, micro-steps with these numbers run out of memory in ``phase``."""
+        wrap_micro_steps(self.recoverable, partial(under, {number: Fault(0, phase=phase) for number in numbers}))
+        return self
+
+    def sums(self, rows: list[Row] = ROWS, *, measured: bool = False) -> StepSums:
+        sums = self.recoverable(StepSamples(rows, len(rows), ranks=1, measured=measured))
+        self.micro_batches.end_step()
+        return sums
+
+    def train(self, rows: list[Row] = ROWS) -> list[torch.Tensor]:
+        """One optimizer step; the parameters after it."""
+        self.step.finish(self.sums(rows))
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    def try_larger(self, row: Row, rows_per_step: int) -> int | None:
+        return larger_micro_batch(
+            self.micro_batches,
+            row,
+            rows_per_step,
+            workload=self.workload,
+            watch=self.watch,
+            first_that_fits=self._first_that_fits,
+        )
+
+    def _first_that_fits(self, make_batch: Callable[[int], list[list[Row]]], sizes: Iterable[int]) -> int | None:
+        for size in sizes:
+            self.tried[size] = list(map(len, make_batch(size)))
+            if size <= self.fitting:
+                return size
+        return None
+
+
+# ---- out of memory
+
+
+@pytest.mark.parametrize(
+    ("number", "phase", "limit", "half"),
+    [
+        (0, "forward", RowLimit(4), RowLimit(2)),
+        (1, "loss", RowLimit(4), RowLimit(2)),
+        (1, "backward", RowLimit(4), RowLimit(2)),
+        (0, "backward", TokenLimit(24), TokenLimit(12)),
+    ],
+)
+def test_a_step_out_of_memory_is_run_again_in_halves_and_trains_the_same(
+    number: int, phase: str, limit: MicroBatchLimit, half: MicroBatchLimit
+) -> None:
+    toy, halved = Toy(limit).failing_at(number, phase=phase), Toy(half)
+    parameters = toy.train()
+    assert toy.micro_batches.limit == half
+    assert toy.recoverable.retries == 1
+    assert same_bits(parameters, halved.train())
+    torch.testing.assert_close(parameters, Toy(RowLimit(8)).train())
+    assert toy.cuts[number + 1 :] == halved.cuts
+    assert toy.micro_batches.take_padding() == halved.micro_batches.take_padding()  # the failed attempt is not counted
+
+
+def test_a_step_may_run_out_of_memory_again_and_again_and_the_next_one_begins_where_it_ended() -> None:
+    toy = Toy(RowLimit(8)).failing_at(0, 2, 5)
+    parameters = toy.train()
+    assert toy.recoverable.retries == 3
+    assert toy.cuts[-8:] == [1] * 8
+    assert same_bits(parameters, Toy(RowLimit(1)).train())
+    wrap_micro_steps(toy.recoverable, None)
+    toy.cuts.clear()
+    toy.train()
+    assert toy.cuts == [1] * 8
+
+
+@pytest.mark.parametrize(
+    ("other", "cause"),
+    [
+        (
+            (MemoryPressure.NONE, "optimizer", "peak 1, limit 2", None),
+            f"rank 1 ran out of memory in forward (not metered: {FAULT})",
+        ),
+        (
+            (MemoryPressure.THRASHING, "optimizer", "peak 1, limit 2", None),
+            f"rank 1 ran out of memory in forward (not metered: {FAULT})",
+        ),
+        (
+            (MemoryPressure.OUT_OF_MEMORY, "backward", "peak 1, limit 2", "x " * 150),
+            f"ranks 0, 1 ran out of memory in backward (peak 1, limit 2: {'x ' * 97}[...])",
+        ),
+    ],
+)
+def test_all_ranks_that_were_out_of_memory_are_named_with_the_figures_of_the_first(other: Any, cause: str) -> None:
+    toy = Toy(RowLimit(4), consensus=Beside(other), steps_done=6).failing_at(0)
+    toy.train()
+    assert list(map(str, toy.events)) == [f"micro-batch 4 -> 2 rows: in step 7 {cause}"]
+
+
+def test_a_meters_figures_are_named_and_it_is_not_reset() -> None:
+    meter = CachingMeter()
+    toy = Toy(RowLimit(4), meter=meter).failing_at(0)
+    meter.enter_phase("before")
+    with meter:
+        toy.train()
+    assert toy.events[0].figures == "peak 512 B, limit 1.0 KiB"
+    assert "before" in meter.phase_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("limit", "rows", "numbers"), [(RowLimit(2), ROWS, [0, 8]), (TokenLimit(3), rows_of(3, 2), [1])]
+)
+def test_where_a_single_row_does_not_fit_the_run_ends(
+    limit: MicroBatchLimit, rows: list[Row], numbers: list[int]
+) -> None:
+    toy = Toy(limit).failing_at(*numbers)
+    with pytest.raises(NothingFitsError):
+        toy.train(rows)
+    assert toy.recoverable.retries == len(numbers) - 1
+    assert toy.micro_batches.limit == limit.of_size(1 if len(numbers) > 1 else limit.size)
+    assert all(parameter.grad is None for parameter in toy.model.parameters())
+
+
+# ---- without recovery
+
+
+@pytest.mark.parametrize("options", [{"recovers": False}, {"why_not": "of a reason"}], ids=str)
+def test_without_recovery_steps_are_the_same_and_an_error_passes(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    toy, recovering = Toy(RowLimit(4), adam=True, **options), Toy(RowLimit(4), adam=True)
+    assert (toy.recoverable.recovers, recovering.recoverable.recovers) == (False, True)
+    assert len(toy.optimizer.state) == len(recovering.optimizer.state) == 2  # before the first step
+    assert caplog.messages == ["An out-of-memory error in training will end the run: of a reason."] * (
+        "why_not" in options
+    )
+    assert same_bits(toy.train(), recovering.train())
+    assert toy.micro_batches.take_padding() == recovering.micro_batches.take_padding() == pytest.approx(1 - 14 / 24)
+    with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
+        toy.failing_at(1).train()
+    assert (toy.micro_batches.limit, toy.recoverable.retries, toy.events) == (RowLimit(4), 0, [])
+
+
+def test_a_model_that_cannot_recover_trains_without_recovery(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise CannotRecordError("of a reason")
+
+    monkeypatch.setattr(rehearsal, "Ledger", refuse)
+    toy = Toy(RowLimit(4))
+    assert not toy.recoverable.recovers
+    assert caplog.messages == ["An out-of-memory error in training will end the run: of a reason."]
+    toy.train()
+
+
+# ---- the first step
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+@pytest.mark.parametrize(("limit", "sizes"), [(RowLimit(4), [2, 2, 2, 2]), (TokenLimit(12), [1] * 8)])
+def test_a_first_step_may_have_small_micro_batches(limit: MicroBatchLimit, sizes: list[int], recovers: bool) -> None:
+    toy, whole = Toy(limit, recovers=recovers), Toy(limit, recovers=recovers)
+    toy.micro_batches.start_small()
+    assert toy.micro_batches.limit == limit
+    torch.testing.assert_close(toy.train(), whole.train())
+    assert toy.cuts == sizes
+    toy.train()
+    assert toy.cuts[len(sizes) :] == whole.cuts
+
+
+def test_a_small_first_step_that_runs_out_of_memory_does_not_reduce_later_ones() -> None:
+    toy = Toy(RowLimit(4))
+    toy.micro_batches.start_small()
+    toy.failing_at(0).train()
+    assert toy.cuts == [2, *[1] * 8]
+    assert (toy.events[0].before, toy.events[0].after) == (2, 1)
+    wrap_micro_steps(toy.recoverable, None)
+    toy.train()
+    assert toy.cuts[9:] == [4, 4]
+
+
+# ---- slow for lack of memory
+
+
+def thrashing(toy: Toy, meter: CachingMeter, *retries: int) -> None:
+    """Train one step for each of ``retries``, in which the allocator frees its cache that many times."""
+    for count in retries:
+        meter.retries += count
+        toy.train()
+
+
+def test_after_two_steps_with_allocator_retries_the_next_ones_are_cut_in_halves() -> None:
+    meter = CachingMeter()
+    toy = Toy(RowLimit(4), meter=meter)
+    thrashing(toy, meter, 1, 0, 2, 1)
+    assert toy.cuts == [4] * 8
+    assert toy.micro_batches.limit == RowLimit(2)
+    assert toy.recoverable.retries == 0
+    assert list(map(str, toy.events)) == [
+        "micro-batch 4 -> 2 rows: in step 4 rank 0 had to free the allocator's cache in two steps in a row"
+        " (peak 512 B, limit 1.0 KiB)"
+    ]
+    thrashing(toy, meter, 1)  # the first step with retries since then
+    assert toy.micro_batches.limit == RowLimit(2)
+    thrashing(toy, meter, 1)
+    assert toy.micro_batches.limit == RowLimit(1)
+
+
+def test_a_step_with_allocator_retries_is_kept_and_trains_the_same() -> None:
+    meter = CachingMeter()
+    slow, plain = Toy(RowLimit(4), meter=meter), Toy(RowLimit(4))
+    thrashing(slow, meter, 1, 1)
+    plain.train()
+    plain.train()
+    assert slow.micro_batches.limit == RowLimit(2)
+    assert same_bits(list(slow.model.parameters()), list(plain.model.parameters()))
+    assert slow.micro_batches.take_padding() == plain.micro_batches.take_padding()
+
+
+def test_single_rows_stay_although_they_are_slow_which_is_an_event_once() -> None:
+    meter = CachingMeter()
+    toy = Toy(RowLimit(1), meter=meter)
+    thrashing(toy, meter, 1, 1, 1, 1, 1)
+    assert toy.micro_batches.limit == RowLimit(1)
+    (event,) = toy.events
+    assert str(event).startswith("micro-batch stays at a single row, although rank 0 had to free")
+
+
+# ---- measured steps
+
+
+@pytest.mark.parametrize("faults", [[], [0], [1], [3]], ids=str)
+def test_a_measured_step_has_the_gradient_norm_of_its_first_half(faults: list[int]) -> None:
+    toy = Toy(RowLimit(4)).failing_at(*faults)
+    sums = toy.sums(ROWS[:7], measured=True)
+    assert sums.weight.item() == 7
+    assert sums.small_batch is not None
+    norm_squared, weight = sums.small_batch.tolist()
+    assert weight == 4
+    toy.step.zero_grad()
+    toy.step.micro_step(MicroBatch(ROWS[:4]))
+    expected = sum(p.grad.double().square().sum().item() for p in toy.model.parameters() if p.grad is not None)
+    assert norm_squared == pytest.approx(expected)
+
+
+# ---- larger micro-batches again
+
+
+@pytest.mark.parametrize(
+    ("limit", "reduced", "fitting", "rows_per_step", "found", "tried"),
+    [
+        (RowLimit(24), 2, 6, 100, 6, {24: [24, 24], 12: [12, 12], 6: [6, 6]}),
+        (RowLimit(24), 4, 0, 100, None, {24: [24, 24], 12: [12, 12], 6: [6, 6]}),
+        (RowLimit(24), 2, 0, 10, None, {24: [10], 12: [10], 6: [6, 6], 3: [3, 3]}),  # no more rows than a step has
+        (TokenLimit(40), 20, 0, 100, None, {40: [13, 13]}),  # of three tokens
+        (RowLimit(24), 24, 24, 100, None, {}),  # never reduced
+    ],
+)
+def test_larger_micro_batches_are_tried_from_the_largest_down(
+    limit: MicroBatchLimit, reduced: int, fitting: int, rows_per_step: int, found: int | None, tried: Any
+) -> None:
+    toy = Toy(limit, fitting=fitting)
+    toy.micro_batches.resize(reduced)
+    (row,) = rows_of(3)
+    assert toy.try_larger(row, rows_per_step) == found
+    assert toy.tried == tried
+    assert toy.micro_batches.limit == limit.of_size(reduced)
+
+
+@pytest.mark.parametrize(("shared", "needed"), [(True, "2 ranks need 4.0"), (False, "1 rank needs 2.0")])
+def test_nothing_larger_is_tried_where_copies_do_not_fit_into_host_memory(
+    shared: bool, needed: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of one machine or two. Every rank decides by the figures of all."""
+
+    class OnOneMachine(Consensus):
+        def from_all_ranks(self, value: Any) -> list[Any]:
+            if not isinstance(value, RankMemory):
+                return [value]
+            return [RankMemory(value.machine if shared else "", 2 * 2**30, 2**30), value]
+
+    monkeypatch.setattr(workload_module, "bytes_of_copies", lambda *_: 2 * 2**30)
+    monkeypatch.setattr(resident, "available_bytes", lambda: 2**30)
+    toy = Toy(RowLimit(24), fitting=24, consensus=OnOneMachine())
+    toy.micro_batches.resize(2)
+    caplog.clear()
+    assert toy.try_larger(ROWS[0], 100) is None
+    assert toy.tried == {}
+    (message,) = caplog.messages
+    assert message == (
+        "micro-batch stays at 2 rows: to try a larger one, with copies of weights and optimizer state,"
+        f" {needed} GiB of host memory, of which at most 921.6 MiB are usable."
+    )
+
+
+@pytest.mark.parametrize("fitting", [0, 4])
+def test_allocator_retries_of_tries_and_of_steps_before_them_are_ignored(fitting: int) -> None:
+    meter = CachingMeter()
+    toy = Toy(RowLimit(4), meter=meter, fitting=fitting)
+    toy.micro_batches.resize(2)
+    thrashing(toy, meter, 1)
+    meter.retries += 5
+    toy.try_larger(ROWS[0], 8)
+    thrashing(toy, meter, 0, 1)
+    assert toy.events == []

@@ -1,0 +1,146 @@
+"""A state is the same after JSON, an invalid state is refused, and each change is named in one clause."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import pytest
+
+from tests.support import toys
+from torchtune_adaptive.training.batch.noise_scale import gradient_noise_scale
+from torchtune_adaptive.training.run_state import AdaptiveState
+
+STATE = replace(
+    toys.STATE,
+    memory_limit_bytes=80 * 2**30,
+    schedule={"trace": 0.1, "samples": [1, 2]},
+)
+DEFAULTS = {"schedule", "rank_states"}
+
+
+def through_json(state: AdaptiveState) -> Any:
+    return json.loads(json.dumps(asdict(state)))
+
+
+# ---- reading what was written
+
+
+@pytest.mark.parametrize("schedule", [None, {"trace": 0.1}, gradient_noise_scale().state_dict()])
+@pytest.mark.parametrize("micro_batch", [None, 3])
+def test_a_state_is_the_same_after_json(schedule: Any, micro_batch: int | None) -> None:
+    state = replace(STATE, schedule=schedule, micro_batch=micro_batch)
+    assert AdaptiveState.from_json(through_json(state)) == state
+
+
+def test_a_state_within_an_epoch_is_the_same_after_json() -> None:
+    state = replace(
+        STATE, epochs_run=0, epoch_samples=96, left_over=(100, 100), padding=(0, 0), memory_limit_bytes=None
+    )
+    assert AdaptiveState.from_json(through_json(state)) == state
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: None,
+        lambda state: [],
+        lambda state: "state",
+        lambda state: {},
+        lambda state: state | {"more": 1},
+        lambda state: {name: value for name, value in state.items() if name != "left_over"},
+        lambda state: {name: value for name, value in state.items() if name != "padding"},
+        lambda state: state | {"left_over": 96},
+        lambda state: state | {"left_over": None},
+        lambda state: state | {"padding": [1.5, 2]},
+        lambda state: state | {"padding": [1, 2, 3]},
+    ],
+    ids=[
+        *("null", "list", "text", "empty", "a key more", "no left_over", "no padding", "a number", "nothing left over"),
+        *("half a token", "three numbers of tokens"),
+    ],
+)
+def test_a_state_with_wrong_keys_is_refused(change: Callable[[dict[str, Any]], Any]) -> None:
+    with pytest.raises(TypeError):
+        AdaptiveState.from_json(change(through_json(STATE)))
+
+
+@pytest.mark.parametrize("name", [one.name for one in fields(AdaptiveState) if one.name not in DEFAULTS])
+def test_a_state_without_one_of_its_fields_is_refused(name: str) -> None:
+    content = through_json(STATE)
+    del content[name]
+    with pytest.raises(TypeError, match=name):
+        AdaptiveState.from_json(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("batch_size", "8"),
+        ("global_step", None),
+        ("epoch_samples", 1.5),
+        ("micro_batch_limit", None),
+        ("is_global", "no"),
+        ("left_over", [1]),
+        ("optimizer", []),
+        ("config", None),
+    ],
+)
+def test_a_field_of_a_wrong_type_is_refused_with_its_name_and_value(name: str, value: Any) -> None:
+    with pytest.raises(TypeError) as refused:
+        AdaptiveState.from_json(through_json(STATE) | {name: value})
+    shown = tuple(value) if name == "left_over" else value
+    assert str(refused.value) == f"{name} is {shown!r}"
+
+
+# ---- what has changed
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "clause"),
+    [
+        ("ranks", 2, "ranks 4 -> 2"),
+        ("dataset_samples", 300, "samples in the data set 400 -> 300"),
+        ("memory_limit_bytes", 1024, f"bytes of memory per rank {80 * 2**30} -> 1024"),
+        ("samples_per_step", 64, "samples per optimizer step 32 -> 64"),
+        ("config", {"seed": 2, "optimizer.lr": 0.1}, "seed 1 -> 2"),
+        ("config", {"seed": 1}, "optimizer.lr 0.1 -> None"),
+        ("config", {"seed": 1, "optimizer.lr": 0.1, "dtype": "bf16"}, "dtype None -> 'bf16'"),
+    ],
+)
+def test_each_change_is_named_in_one_clause(name: str, value: Any, clause: str) -> None:
+    assert STATE.changes(replace(STATE, **{name: value})) == [clause]
+
+
+def test_all_changes_are_named_but_not_the_progress_of_the_run() -> None:
+    config = {"seed": 2, "optimizer.lr": 0.2}
+    assert STATE.changes(replace(STATE, ranks=2, samples_per_step=16, config=config)) == [
+        "ranks 4 -> 2",
+        "samples per optimizer step 32 -> 16",
+        "optimizer.lr 0.1 -> 0.2",
+        "seed 1 -> 2",
+    ]
+    moved = replace(STATE, global_step=80, epochs_run=3, epoch_samples=32, left_over=(0, 0), rank_states=[])
+    assert STATE.changes(moved) == []
+    assert STATE.changes(replace(STATE, memory_limit_bytes=None)) == []  # unknown
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "output_dir",
+        "checkpointer.checkpoint_files.0",
+        "metric_logger.log_dir",
+        "log_every_n_steps",
+        "profiler.enabled",
+        "resume_from_checkpoint",
+    ],
+)
+def test_output_paths_and_logging_keys_are_not_changes(key: str) -> None:
+    assert STATE.changes(replace(STATE, config=STATE.config | {key: "other"})) == []
+
+
+def test_a_long_config_value_is_shortened() -> None:
+    (clause,) = STATE.changes(replace(STATE, config=STATE.config | {"prompt": "x" * 1000}))
+    assert clause.startswith("prompt None -> 'xxx")
+    assert len(clause) < 300

@@ -1,0 +1,385 @@
+"""Sizes are searched with the most that a train step can need: the longest rows, with gradients beside them.
+
+The device: each token of a micro-batch takes 10 bytes. From a step's second micro-batch on, gradients take 400.
+"""
+
+import gc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+from torchtune.datasets import PackedDataset
+
+from tests.support.toys import Samples, search_result
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.engine.search.workload import Workload
+from torchtune_adaptive.errors import InputError, NothingFitsError
+from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.training import sizes as sizes_module
+from torchtune_adaptive.training.assembly import size_options
+from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
+from torchtune_adaptive.training.batch.loader import GlobalStepLoader, StepLoader
+from torchtune_adaptive.training.batch.row_format import Row, TokenRows
+from torchtune_adaptive.training.sizes import SizeFinder, Sizes, probe_batch
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
+
+TOKEN_BYTES, GRADIENT_BYTES = 10, 400
+PLENTY_BYTES = 2**24
+MAXIMUM: dict[str, Any] = {"use_maximum_batch_size": True}
+GROWS: dict[str, Any] = {"batch_increase_function": lambda epoch, size: 1}
+AUTO: dict[str, Any] = {"max_tokens_per_micro_batch": "auto"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_garbage_collection() -> Iterator[None]:
+    """Each probe collects garbage; this is quick if the objects imported so far are frozen."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Device:
+    """Takes steps; ``tried`` has the number of micro-batches, the rows and their length of each."""
+
+    def __init__(self) -> None:
+        self.tried: list[tuple[int, int, int]] = []
+        self.model: Any = nn.Linear(1, 1)
+        self.workload = Workload(
+            train_step=self._train_step,
+            model=self.model,
+            optimizers=[],
+            device=torch.device("cpu"),
+            meter=CpuMeter(exact=False),
+            consensus=Consensus(),
+        )
+
+    def _train_step(self, micro_batches: Sequence[Sequence[Row]]) -> None:
+        first = micro_batches[0]
+        self.tried.append((len(micro_batches), len(first), len(first[0]["tokens"])))
+        gradients = None
+        for rows in micro_batches:
+            length = max(len(row["tokens"]) for row in rows)
+            activations = torch.empty(len(rows) * length * TOKEN_BYTES, dtype=torch.uint8)
+            if gradients is None:
+                del activations
+                gradients = torch.empty(GRADIENT_BYTES, dtype=torch.uint8)
+
+    def find(
+        self,
+        loader: StepLoader,
+        *,
+        wanted_rows: int = 4,
+        tokenizer_max_seq_len: int | None = None,
+        limit_bytes: int = PLENTY_BYTES,
+        **settings: Any,
+    ) -> Sizes:
+        options = {"margin": 0.0, "power_of_two": False, "memory_limit_bytes": limit_bytes} | settings
+        return SizeFinder(
+            self.workload,
+            loader,
+            TokenRows(-100),
+            size_options(AdaptiveSettings(**options)),
+            models=[self.model],
+            wanted_rows=wanted_rows,
+            tokenizer_max_seq_len=tokenizer_max_seq_len,
+        ).find()
+
+
+def loader_over(
+    dataset: Any, *, batch_size: int = 4, micro_steps: int = 1, ranks: int = 1, is_global: bool = False
+) -> StepLoader:
+    sampler = StatefulDistributedSampler(dataset, ranks, 0, shuffle=False)
+    options: dict[str, Any] = {"batch_size": batch_size, "max_steps_per_epoch": None}
+    if is_global:
+        return GlobalStepLoader(sampler, TokenRows(-100), **options)
+    return StepLoader(sampler, TokenRows(-100), micro_steps=micro_steps, **options)
+
+
+# ---- what is found
+
+
+def test_the_largest_micro_batch_of_the_longest_row_is_found_and_rounded() -> None:
+    device, loader = Device(), loader_over(Samples(3, 8, *[5] * 50))
+    found = device.find(loader, limit_bytes=1100, power_of_two=True, **MAXIMUM)
+    assert found.result is not None
+    assert (found.result.exact_batch_size, found.result.batch_size, found.fitting_rows) == (13, 8, 8)
+    assert (found.seq_len, found.probe_row) == (8, {"tokens": [1] * 8, "labels": [1] * 8})
+    assert (found.max_rows, found.token_budget, found.tokens_per_second) == (None, None, None)
+    assert {(micro_batches, length) for micro_batches, _, length in device.tried} == {(1, 8)}
+
+
+def test_probes_include_gradients_where_a_step_has_several_micro_batches() -> None:
+    device, loader = Device(), loader_over(Samples(*[8] * 400), micro_steps=3)
+    found = device.find(loader, limit_bytes=1100 + GRADIENT_BYTES, **MAXIMUM)
+    assert found.fitting_rows == 13
+    assert {micro_batches for micro_batches, _, _ in device.tried} == {2}
+
+
+def test_a_search_from_below_starts_at_the_configs_batch_size() -> None:
+    device, loader = Device(), loader_over(Samples(*[8] * 50))
+    device.find(loader, wanted_rows=5, limit_bytes=1100, strategy="binary_search", **MAXIMUM)
+    assert [rows for _, rows, _ in device.tried[1:4]] == [5, 10, 20]
+
+
+def test_where_not_even_a_row_fits_the_search_says_so() -> None:
+    with pytest.raises(NothingFitsError):
+        Device().find(loader_over(Samples(*[8] * 50)), limit_bytes=79, **MAXIMUM)
+
+
+def test_what_was_found_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    Device().find(loader_over(Samples(*[8] * 50)), limit_bytes=1100, **MAXIMUM)
+    (message,) = caplog.messages
+    assert message.startswith("Probes, with the figures of rank 0:\nbatch_size")
+    assert "linear_extrapolation: largest batch_size that fits 13, used 13 (rows of 8 tokens" in message
+
+
+def test_rows_of_probes_do_not_count_as_rows_of_training() -> None:
+    loader = loader_over(Samples(*[8] * 50))
+    Device().find(loader, limit_bytes=1100, **MAXIMUM)
+    assert loader.longest_row is None
+    assert loader.batch_size == 4
+
+
+# ---- the bound of a search
+
+
+@pytest.mark.parametrize(
+    ("settings", "loader", "bound"),
+    [
+        (MAXIMUM, {}, 120),
+        (MAXIMUM, {"micro_steps": 3}, 40),
+        (MAXIMUM, {"micro_steps": 3, "ranks": 2}, 20),
+        (MAXIMUM | {"max_batch_size": 7}, {}, 7),
+        (MAXIMUM | {"max_batch_size": 500}, {}, 120),
+        (GROWS, {"micro_steps": 3}, 40),
+        (AUTO, {"micro_steps": 3}, 12),
+        (AUTO | GROWS, {"micro_steps": 3}, 40),
+        (MAXIMUM | {"global_batch_size": 9}, {"batch_size": 9, "is_global": True}, 9),
+        (MAXIMUM | {"global_batch_size": 9}, {"batch_size": 9, "is_global": True, "ranks": 2}, 5),
+        (
+            GROWS | {"global_batch_size": 9, "growth_limit": 21},
+            {"batch_size": 9, "is_global": True, "ranks": 2},
+            11,
+        ),
+        (GROWS | {"global_batch_size": 9, "growth_limit": 5}, {"batch_size": 9, "is_global": True}, 9),
+        (GROWS | {"global_batch_size": 9, "growth_limit": 500}, {"batch_size": 9, "is_global": True}, 120),
+        (GROWS | {"global_batch_size": 9, "growth_limit": "none"}, {"batch_size": 9, "is_global": True}, 120),
+    ],
+)
+def test_no_more_rows_are_tried_than_a_micro_step_can_have(
+    settings: dict[str, Any], loader: dict[str, Any], bound: int
+) -> None:
+    device = Device()
+    found = device.find(loader_over(Samples(*[8] * 120), **loader), strategy="decrease_until_oom", **settings)
+    assert found.result is not None
+    assert found.result.bound == found.result.exact_batch_size == bound
+    assert max(rows for _, rows, _ in device.tried) == bound
+
+
+@pytest.mark.parametrize(
+    ("settings", "loader", "micro_batches", "of_all_rows"),
+    [
+        (MAXIMUM, {"micro_steps": 1}, 1, 1),
+        (MAXIMUM, {"micro_steps": 2}, 2, 2),
+        (MAXIMUM, {"micro_steps": 5}, 2, 2),
+        (MAXIMUM | {"growth_limit": "none"}, {"micro_steps": 1}, 2, 2),
+        (GROWS | {"growth_limit": 50}, {"micro_steps": 1}, 2, 2),
+        (AUTO, {"batch_size": 40, "micro_steps": 1}, 2, 2),
+        (MAXIMUM | {"max_tokens_per_micro_batch": 8000}, {"micro_steps": 1}, 2, 2),
+        (MAXIMUM | {"global_batch_size": 40}, {"batch_size": 40, "is_global": True, "ranks": 2}, 2, 1),
+    ],
+)
+def test_a_probe_has_a_second_micro_batch_where_training_may_have_one(
+    settings: dict[str, Any], loader: dict[str, Any], micro_batches: int, of_all_rows: int
+) -> None:
+    device = Device()
+    found = device.find(loader_over(Samples(*[8] * 120), **loader), strategy="binary_search", **settings)
+    assert found.result is not None
+    sizes = {rows for _, rows, _ in device.tried}
+    assert len(sizes) > 2
+    assert {rows: count for count, rows, _ in device.tried} == dict.fromkeys(sizes, micro_batches) | {
+        found.result.bound: of_all_rows
+    }
+
+
+def test_a_step_of_a_probe_has_two_micro_batches_at_most() -> None:
+    assert [len(probe_batch("row", 3, micro_steps=steps)) for steps in (1, 2, 3, 100)] == [1, 2, 2, 2]
+    assert probe_batch("row", 3, micro_steps=1) == [["row"] * 3]
+
+
+# ---- the longest row
+
+
+def test_rows_are_as_long_as_asked_for_or_as_the_tokenizer_makes_them() -> None:
+    device, samples = Device(), Samples(*[8] * 50)
+    assert device.find(loader_over(samples), seq_len=5, tokenizer_max_seq_len=20, **MAXIMUM).seq_len == 5
+    assert device.find(loader_over(samples), tokenizer_max_seq_len=20, **MAXIMUM).seq_len == 20
+
+
+def test_rows_shorter_than_the_tokenizer_allows_cause_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def warnings(**options: Any) -> list[str]:
+        caplog.clear()
+        Device().find(loader_over(Samples(*[8] * 50)), **options, **MAXIMUM)
+        return [message for message in caplog.messages if not message.startswith("Probes, with")]
+
+    assert warnings(seq_len=5, tokenizer_max_seq_len=20) == [
+        "Rows can have up to 20 tokens, but probes have 5: longer rows may not fit."
+    ]
+    assert warnings(seq_len=20, tokenizer_max_seq_len=20) == warnings(seq_len=5) == []
+
+
+def test_rows_longer_than_the_models_positions_are_refused() -> None:
+    device = Device()
+    device.model.max_seq_len = 16
+    device.find(loader_over(Samples(*[8] * 50)), tokenizer_max_seq_len=16, **MAXIMUM)
+    device.tried.clear()
+    with pytest.raises(InputError, match=r"max_seq_len \(16 tokens\), but have 17"):
+        device.find(loader_over(Samples(*[8] * 50)), tokenizer_max_seq_len=17, **MAXIMUM)
+    assert device.tried == []
+
+
+def test_data_too_few_for_a_step_of_single_rows_are_refused_before_anything_runs() -> None:
+    device = Device()
+    with pytest.raises(InputError, match="`dataset` must fill an optimizer step"):
+        device.find(loader_over(Samples(*[8] * 5), micro_steps=6), **MAXIMUM)
+    assert device.tried == []
+
+
+# ---- without a search
+
+
+def test_without_a_search_nothing_is_found_and_nothing_runs() -> None:
+    device, samples = Device(), Samples(*[8] * 50)
+    assert device.find(loader_over(samples)) == Sizes()
+    assert (device.tried, samples.read) == ([], [])
+
+
+def test_a_token_budget_of_the_config_is_checked_against_samples_that_may_be_longer() -> None:
+    device, samples = Device(), Samples(8, 9, 7)
+    assert device.find(loader_over(samples, batch_size=1), max_tokens_per_micro_batch=9) == Sizes(token_budget=9)
+    with pytest.raises(InputError, match="is 8, and sample 1 has 9 tokens"):
+        device.find(loader_over(samples, batch_size=1), max_tokens_per_micro_batch=8)
+    with pytest.raises(InputError, match="is 8, and sample 1 has 9 tokens"):
+        device.find(loader_over(samples, batch_size=1), max_tokens_per_micro_batch=8, tokenizer_max_seq_len=9)
+    samples.read.clear()
+    device.find(loader_over(samples, batch_size=1), max_tokens_per_micro_batch=8, tokenizer_max_seq_len=8)
+    assert samples.read == []
+
+
+@pytest.mark.parametrize("budget", [64, "auto"])
+def test_packs_have_no_token_budget(budget: Any) -> None:
+    samples: Any = Samples(*[3] * 50)
+    packs = loader_over(PackedDataset(samples, max_seq_len=8))
+    with pytest.raises(InputError, match=r"`dataset\.packed` must be False"):
+        Device().find(packs, max_tokens_per_micro_batch=budget)
+    assert Device().find(packs) == Sizes()
+
+
+@pytest.mark.parametrize(("settings", "max_rows"), [({}, 3), (GROWS | {"growth_limit": "none"}, 3), (MAXIMUM, None)])
+def test_a_global_batch_is_cut_by_the_configs_batch_size_unless_memory_decides(
+    settings: dict[str, Any], max_rows: int | None
+) -> None:
+    loader = loader_over(Samples(*[8] * 50), batch_size=10, is_global=True)
+    found = Device().find(loader, wanted_rows=3, global_batch_size=10, **settings)
+    assert found.max_rows == max_rows
+
+
+# ---- tokens
+
+
+def test_the_token_budget_of_the_longest_rows_is_exact_to_the_token(caplog: pytest.LogCaptureFixture) -> None:
+    device, loader = Device(), loader_over(Samples(*[32] * 50), batch_size=50)
+    found = device.find(loader, limit_bytes=10 * 1000 + GRADIENT_BYTES, **AUTO)
+    assert found.result is not None
+    assert (found.result.exact_batch_size, found.fitting_rows, found.token_budget) == (31, 31, 1000)  # 31.25 rows
+    assert {length for _, _, length in device.tried} == {32, 1000 // 32, 16}
+    assert max(rows for _, rows, _ in device.tried) == 50  # although 62 rows of 16 tokens would fill it
+    assert caplog.messages[-1].startswith("Probes of other row lengths:\nrows of")
+    assert caplog.messages[-1].endswith("token budget: 1000 tokens with padding")
+    assert str(found.limit(100)) == "1000 tokens"
+
+
+def test_shorter_rows_of_a_token_budget_may_be_more_than_the_largest_batch_size() -> None:
+    device, loader = Device(), loader_over(Samples(*[32] * 50), batch_size=50)
+    found = device.find(loader, limit_bytes=10 * 1000 + GRADIENT_BYTES, max_batch_size=20, **AUTO)
+    assert (found.fitting_rows, found.token_budget) == (20, 20 * 32)
+    assert {length: max(rows for _, rows, tried in device.tried if tried == length) for length in (32, 16)} == {
+        32: 20,
+        16: 40,
+    }
+
+
+@pytest.mark.parametrize(("strategy", "budget"), [("linear_extrapolation", 1000), ("binary_search", 31 * 32)])
+def test_a_token_budget_is_searched_exactly_although_the_rows_are_rounded(strategy: str, budget: int) -> None:
+    """Without a forecast the budget is a whole number of the longest rows."""
+
+    def tried_at_other_lengths(*, power_of_two: bool) -> list[tuple[int, int, int]]:
+        device, loader = Device(), loader_over(Samples(*[32] * 50), batch_size=50)
+        options: dict[str, Any] = {"strategy": strategy, "power_of_two": power_of_two} | AUTO
+        found = device.find(loader, limit_bytes=10 * 1000 + GRADIENT_BYTES, **options)
+        assert (found.fitting_rows, found.token_budget) == (16 if power_of_two else 31, budget)
+        return [one for one in device.tried if one[2] != 32]
+
+    assert tried_at_other_lengths(power_of_two=True) == tried_at_other_lengths(power_of_two=False)
+
+
+# ---- speed
+
+
+def test_the_smallest_size_that_is_as_fast_as_the_best_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: dict[str, Any] = {}
+
+    def tokens_per_second(workload: Any, make_batch: Any, sizes: Any, *, num_tokens: Any) -> dict[int, float]:
+        timed["shapes"] = {size: [len(rows) for rows in make_batch(size)] for size in sizes}
+        timed["num_tokens"] = {size: num_tokens(size) for size in sizes}
+        return {12: 1000.0, 6: 990.0, 3: 900.0, 1: 300.0}
+
+    monkeypatch.setattr(sizes_module, "tokens_per_second", tokens_per_second)
+    loader = loader_over(Samples(*[8] * 120), micro_steps=3)
+    found = Device().find(loader, max_batch_size=12, objective="throughput", **MAXIMUM)
+    assert timed["shapes"] == {12: [12, 12], 6: [6, 6], 3: [3, 3], 1: [1, 1]}
+    assert timed["num_tokens"] == {12: 2 * 12 * 8, 6: 2 * 6 * 8, 3: 2 * 3 * 8, 1: 2 * 8}
+    assert found.result is not None
+    assert (found.fitting_rows, found.result.batch_size) == (6, 12)
+    assert found.tokens_per_second == {12: 1000.0, 6: 990.0, 3: 900.0, 1: 300.0}
+    assert found.max_rows is None
+    shared = loader_over(Samples(*[8] * 120), batch_size=12, is_global=True)
+    found = Device().find(shared, objective="throughput", global_batch_size=12, **MAXIMUM)
+    assert (found.fitting_rows, found.max_rows) == (6, 6)
+
+
+# ---- limits
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "limit"),
+    [
+        (Sizes(), 32, RowLimit(32)),
+        (Sizes(max_rows=8), 32, RowLimit(8)),
+        (Sizes(max_rows=8), 5, RowLimit(5)),
+        (Sizes(result=search_result(), fitting_rows=8), 13, RowLimit(13)),
+        (Sizes(result=search_result(), fitting_rows=8), 14, RowLimit(8)),
+        (Sizes(result=search_result(), fitting_rows=4), 14, RowLimit(4)),
+        (
+            Sizes(result=search_result(), fitting_rows=8, max_rows=10),
+            20,
+            RowLimit(10),
+        ),
+        (Sizes(result=search_result(), fitting_rows=8, max_rows=16), 20, RowLimit(8)),
+        (Sizes(token_budget=512), 32, TokenLimit(512)),
+        (
+            Sizes(token_budget=512, max_rows=3, result=search_result()),
+            32,
+            TokenLimit(512),
+        ),
+    ],
+)
+def test_a_micro_batch_is_as_large_as_asked_for_where_that_fits(
+    sizes: Sizes, rows: int, limit: MicroBatchLimit
+) -> None:
+    assert sizes.limit(rows) == limit

@@ -1,0 +1,225 @@
+"""Every n-th step is logged on rank 0 with all of its figures."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torchtune import training
+
+from tests.support.run_logs import lines_in
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.memory import resident
+from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.engine.memory.meter import MemoryMeter
+from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
+from torchtune_adaptive.engine.recovery.events import MemoryEvent
+from torchtune_adaptive.training import step_log
+from torchtune_adaptive.training.batch.growth import BatchGrowth
+from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
+from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
+from torchtune_adaptive.training.batch.noise_scale import GradientNorms, gradient_noise_scale
+from torchtune_adaptive.training.batch.row_format import TokenRows
+from torchtune_adaptive.training.run_log import RunLog
+from torchtune_adaptive.training.step_figures import StepResult
+from torchtune_adaptive.training.step_log import LogOptions, StepLog
+
+RESULT = StepResult(loss=0.5, weight=30.0, num_tokens=1200, metrics={}, grad_norm=None)
+EVENT = MemoryEvent(7, MemoryPressure.OUT_OF_MEMORY, (1, 3), "backward", "peak 1 B, limit 2 B", "error", 8, 4, "rows")
+ALWAYS = {"loss", "lr", "tokens_per_second_per_gpu", "global_batch_size", "padding", "oom_retries", "host_memory_bytes"}
+
+
+class Logger:
+    """Keeps what is logged, by step."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, dict[str, float]] = {}
+
+    def log_dict(self, payload: dict[str, float], step: int) -> None:
+        self.steps[step] = payload
+
+
+class Parts:
+    """The parts that the log reads: the step, the retry with its micro-batches, the loader and the growth."""
+
+    def __init__(
+        self,
+        limit: MicroBatchLimit | None = None,
+        *,
+        is_global: bool = False,
+        meter: MemoryMeter | None = None,
+        schedule: Any = None,
+    ) -> None:
+        self.micro_batches = MicroBatcher(limit or RowLimit(8), TokenRows(-100), Consensus(), [])
+        self.step: Any = SimpleNamespace(learning_rate=0.01, meter=meter)
+        self.recoverable: Any = SimpleNamespace(retries=3, events=())
+        self.loader: Any = SimpleNamespace(samples_per_step=64, is_global=is_global, batch_size=16)
+        self.growth = BatchGrowth(schedule, total_epochs=1, consensus=Consensus())
+        self.logger = Logger()
+        self.run_log = RunLog("never begun", writes=False)
+        self.finished: list[tuple[Path, int]] = []
+
+    def set_padding(self, num_tokens: int) -> None:
+        """A step of ``num_tokens`` in 40 with padding."""
+        before, padded = self.micro_batches.state_dict()["padding"]
+        state = self.micro_batches.state_dict()
+        self.micro_batches.load_state_dict(state | {"padding": (before + num_tokens, padded + 40)})
+
+    def log(self, *, writes: bool = True, **options: Any) -> StepLog:
+        return StepLog(
+            self.logger if writes else None,
+            self.run_log,
+            self.step,
+            self.recoverable,
+            self.micro_batches,
+            self.loader,
+            self.growth,
+            checkpoints=self.finished,
+            options=LogOptions(**options),
+        )
+
+
+def test_a_step_is_logged_with_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts()
+    parts.micro_batches.resize(4)
+    parts.set_padding(30)
+    monkeypatch.setattr(step_log, "anonymous_bytes", lambda: 123_456_789)
+    parts.log(ranks=4).write(7, RESULT, epoch=0, seconds=1.5)
+    assert parts.logger.steps == {
+        7: {
+            "loss": 0.5,
+            "lr": 0.01,
+            "tokens_per_second_per_gpu": 1200 / 1.5 / 4,
+            "global_batch_size": 64,
+            "batch_size": 16,
+            "micro_batch_size": 4,
+            "padding": 0.25,
+            "oom_retries": 3,
+            "host_memory_bytes": 123_456_789,
+        }
+    }
+
+
+def test_host_memory_is_anonymous_memory_as_the_system_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = resident.anonymous_bytes()
+    assert before is not None
+    held = torch.ones(64 * 2**20, dtype=torch.uint8)
+    after = resident.anonymous_bytes()
+    assert after is not None
+    assert 60 * 2**20 < after - before < 68 * 2**20
+    del held
+    monkeypatch.setattr(resident, "_PROC", Path("/no such folder"))
+    assert resident.anonymous_bytes() is None
+
+
+def test_host_memory_is_not_logged_where_the_system_does_not_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_log, "anonymous_bytes", lambda: None)
+    parts = Parts()
+    parts.log().write(1, RESULT, epoch=0, seconds=1.0)
+    assert "host_memory_bytes" not in parts.logger.steps[1]
+
+
+def test_a_global_batch_in_tokens_is_logged_by_its_own_names() -> None:
+    parts = Parts(TokenLimit(4096), is_global=True)
+    parts.log().write(1, RESULT, epoch=0, seconds=1.0)
+    assert set(parts.logger.steps[1]) == ALWAYS | {"max_tokens_per_micro_batch"}
+    assert parts.logger.steps[1]["max_tokens_per_micro_batch"] == 4096
+
+
+def test_optional_figures_of_a_step_are_logged_where_it_has_them() -> None:
+    schedule = gradient_noise_scale(min_measurements=1)
+    schedule.observe(GradientNorms(small_samples=4, small_norm_squared=11.0, samples=8, norm_squared=6.0))
+    parts = Parts(schedule=schedule)
+    result = replace(RESULT, metrics={"accuracy": 0.75, "margin": 2.0}, grad_norm=0.0)
+    parts.log().write(1, result, epoch=0, seconds=1.0)
+    beside = {"accuracy": 0.75, "margin": 2.0, "grad_norm": 0.0, "gradient_noise_scale": 40.0}
+    logged = parts.logger.steps[1]
+    assert {name: logged[name] for name in logged.keys() - ALWAYS - {"batch_size", "micro_batch_size"}} == beside
+
+
+def test_every_nth_step_is_logged_with_the_padding_of_all_steps_since_the_last() -> None:
+    parts = Parts()
+    log = parts.log(every_steps=3)
+    for step, tokens in enumerate([10, 10, 40, 10, 20, 30], start=1):
+        parts.set_padding(tokens)
+        log.write(step, RESULT, epoch=0, seconds=1.0)
+    assert {step: logged["padding"] for step, logged in parts.logger.steps.items()} == {3: 0.5, 6: 0.5}
+
+
+def test_other_ranks_log_nothing() -> None:
+    parts = Parts()
+    silent = parts.log(writes=False)
+    silent.write(1, RESULT, epoch=0, seconds=1.0)
+    assert (silent.writes, parts.log().writes) == (False, True)
+    assert parts.logger.steps == {}
+
+
+def test_a_meters_peak_is_the_highest_so_far() -> None:
+    meter = CpuMeter()
+    parts = Parts(meter=meter)
+    log = parts.log(every_steps=2)
+    live = torch.empty(100, dtype=torch.uint8)
+    meter.count(live)
+    for step, size in enumerate([5000, 900, 800, 700], start=1):
+        with meter:
+            torch.empty(size, dtype=torch.uint8)
+        log.write(step, RESULT, epoch=0, seconds=1.0)
+    assert {step: logged["peak_memory_bytes"] for step, logged in parts.logger.steps.items()} == {2: 5100, 4: 5100}
+
+
+@pytest.mark.parametrize("asked_for", [True, False])
+def test_the_devices_own_memory_statistics_are_logged_if_asked_for(
+    monkeypatch: pytest.MonkeyPatch, asked_for: bool
+) -> None:
+    def get_memory_stats(device: torch.device, reset_stats: bool = True) -> dict[str, str]:
+        assert not reset_stats
+        return {"peak_memory_active": f"of {device}"}
+
+    monkeypatch.setattr(training, "get_memory_stats", get_memory_stats)
+    parts = Parts()
+    parts.log(device=torch.device("cpu") if asked_for else None).write(1, RESULT, epoch=0, seconds=1.0)
+    assert parts.logger.steps[1].get("peak_memory_active") == ("of cpu" if asked_for else None)
+
+
+def test_events_are_written_once_each_with_the_figures_of_the_shortage(tmp_path: Path) -> None:
+    parts = Parts()
+    parts.run_log = RunLog(tmp_path, writes=True)
+    parts.run_log.begin(step=0)
+    parts.recoverable.events = (EVENT,)
+    parts.finished += [(Path("x/step_3"), 3)]
+    log = parts.log(every_steps=100)
+    for step in (7, 8):
+        log.write(step, RESULT, epoch=0, seconds=1.0)
+    parts.finished += [(Path("x/step_9"), 9), (Path("x/epoch_0"), 9)]
+    parts.recoverable.events += (replace(EVENT, step=10, pressure=MemoryPressure.THRASHING, error=None),)
+    log.write(9, RESULT, epoch=0, seconds=1.0)
+    _, first, *others = lines_in(tmp_path)
+    assert first == {
+        "event": "out of memory",
+        "ranks": [1, 3],
+        "step": 7,
+        "phase": "backward",
+        "figures": "peak 1 B, limit 2 B",
+        "error": "error",
+        "before": 8,
+        "after": 4,
+        "unit": "rows",
+    }
+    assert [(line["event"], line["step"]) for line in others] == [
+        ("checkpoint", 3),
+        ("thrashing", 10),
+        ("checkpoint", 9),
+        ("checkpoint", 9),
+    ]
+
+
+def test_a_logged_step_is_recorded_with_the_names_of_the_metrics_and_its_epoch(tmp_path: Path) -> None:
+    parts = Parts()
+    parts.run_log = RunLog(tmp_path, writes=True)
+    parts.run_log.begin(step=0)
+    log = parts.log(every_steps=2)
+    log.write(1, RESULT, epoch=0, seconds=1.0)
+    log.write(2, RESULT, epoch=1, seconds=3.0)
+    assert lines_in(tmp_path)[1:] == [{"step": 2, "epoch": 1, "seconds": 3.0} | parts.logger.steps[2]]

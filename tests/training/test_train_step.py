@@ -1,0 +1,545 @@
+"""A step is the same however it is cut, is divided by the weight of its samples, and logs means.
+
+The toy: a row is ``{"x": number, "weight": 0 or 1}``, the model one weight w, the loss of a row w * x. So the gradient
+of a step is the mean x of the rows that count, whatever w is.
+"""
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torchtune.modules.loss import CEWithChunkedOutputLoss
+from torchtune.training import create_optim_in_bwd_wrapper, register_optim_in_bwd_hooks
+
+from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.engine.memory.meter import MemoryMeter
+from torchtune_adaptive.engine.memory.phases import Phases
+from torchtune_adaptive.stock.recipe import Activations
+from torchtune_adaptive.training import train_step as train_step_module
+from torchtune_adaptive.training.batch.micro_batches import MicroBatch
+from torchtune_adaptive.training.batch.row_format import Row
+from torchtune_adaptive.training.objectives import Loss, NextToken, Objective
+from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep, Stepping
+from torchtune_adaptive.training.step_figures import StepFigures, StepResult, StepSums
+from torchtune_adaptive.training.train_step import TrainStep
+
+CPU = torch.device("cpu")
+W, LR = 2.0, 0.5
+ROWS: list[Row] = [{"x": x, "weight": weight} for x, weight in ((1.0, 1), (2.0, 1), (30.0, 0), (9.0, 1), (4.0, 1))]
+MEAN_X = (1 + 2 + 9 + 4) / 4
+
+
+def toy_model() -> nn.Linear:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, W)
+    return model
+
+
+def toy_objective(model: nn.Module) -> Objective:
+    def objective(batch: dict[str, torch.Tensor]) -> Loss:
+        counts = batch["weight"] > 0  # [B]
+        losses = model(batch["x"][:, None]).squeeze(1)[counts]
+        weight = counts.sum()
+        metrics = {"mean_x": batch["x"][counts].sum(), "one": weight.double()}
+        return Loss(losses.sum(), weight, num_tokens=torch.tensor(10 * len(counts)), metrics=metrics)
+
+    return objective
+
+
+def collate(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor([row[name] for row in rows]) for name in ("x", "weight")}
+
+
+def step_of(
+    model: nn.Module,
+    *,
+    objective: Objective | None = None,
+    stepping: Stepping | None = None,
+    max_grad_norm: float | None = None,
+    meter: MemoryMeter | None = None,
+    collate: Any = collate,
+    device: torch.device = CPU,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> TrainStep:
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    return TrainStep(
+        objective or toy_objective(model),
+        stepping or OptimizerStep(model, [optimizer], ranks=1, max_grad_norm=max_grad_norm),
+        collate=collate,
+        device=device,
+        phases=Phases([model], meter),
+        meter=meter,
+        stop_requested=stop_requested,
+    )
+
+
+def cut(rows: Sequence[Row], places: Sequence[int]) -> list[Sequence[Row]]:
+    """``rows`` as micro-batches that end before ``places``."""
+    ends = sorted({place for place in places if 0 < place < len(rows)})
+    return [rows[first:end] for first, end in zip([0, *ends], [*ends, len(rows)], strict=True)]
+
+
+# ---- one step
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(places=st.lists(st.integers(1, len(ROWS) - 1)))
+def test_a_step_is_the_same_however_it_is_cut(places: list[int]) -> None:
+    model = toy_model()
+    result = step_of(model, max_grad_norm=100.0)(cut(ROWS, places)).read()
+    assert model.weight.item() == pytest.approx(W - LR * MEAN_X)
+    assert result == StepResult(
+        loss=pytest.approx(W * MEAN_X),  # pyright: ignore[reportArgumentType]
+        weight=4.0,
+        num_tokens=50,
+        metrics={"mean_x": pytest.approx(MEAN_X), "one": pytest.approx(1.0)},  # pyright: ignore[reportArgumentType]
+        grad_norm=pytest.approx(MEAN_X),  # pyright: ignore[reportArgumentType]
+    )
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("places", [[], [2, 3]], ids=["whole", "cut"])
+def test_a_micro_batch_without_weight_adds_nothing_even_if_its_mean_is_not_a_number(places: list[int]) -> None:
+    model = toy_model()
+
+    def objective(batch: dict[str, torch.Tensor]) -> Loss:
+        found = toy_objective(model)(batch)
+        nothing = torch.zeros(()) / found.weight  # NaN where nothing counts, else 0
+        metrics = {name: value + nothing for name, value in found.metrics.items()}
+        return Loss(found.total + nothing, found.weight, found.num_tokens, metrics)
+
+    result = step_of(model, objective=objective)(cut(ROWS, places)).read()
+    assert model.weight.item() == pytest.approx(W - LR * MEAN_X)
+    assert result.loss == pytest.approx(W * MEAN_X)
+    assert result.metrics == {"mean_x": pytest.approx(MEAN_X), "one": 1.0}
+    assert (result.weight, result.num_tokens) == (4, 50)
+
+
+def test_a_metric_named_loss_stands_for_the_loss() -> None:
+    model = toy_model()
+
+    def objective(batch: dict[str, torch.Tensor]) -> Loss:
+        found = toy_objective(model)(batch)
+        return Loss(found.total, found.weight, found.num_tokens, {"loss": 3.0 * found.weight, "x": found.weight})
+
+    result = step_of(model, objective=objective)(cut(ROWS, [1, 4])).read()
+    assert (result.loss, result.metrics) == (3.0, {"x": 1.0})
+    assert model.weight.item() == pytest.approx(W - LR * MEAN_X)
+
+
+def test_the_loss_is_rounded_as_torchtunes_is() -> None:
+    """torchtune divides a float by a tensor, which multiplies by the tensor's reciprocal."""
+    for total, weight in ((0.1, 3), (11.7, 49), (5.3, 41), (1e4, 7)):
+        sums = StepSums(torch.tensor(total), torch.tensor(weight), torch.tensor(1))
+        running_loss = torch.tensor(total).item()
+        assert step_of(toy_model()).finish(sums).read().loss == (running_loss / torch.tensor(weight)).item()
+
+
+def test_logged_values_do_not_keep_the_graph() -> None:
+    model = toy_model()
+    sums = step_of(model).micro_step(MicroBatch(ROWS))
+    assert [one.requires_grad for one in (sums.loss, *sums.metrics.values())] == [False, False, False]
+
+
+def test_the_weight_is_the_default_number_of_tokens() -> None:
+    model = toy_model()
+
+    def objective(batch: dict[str, torch.Tensor]) -> Loss:
+        found = toy_objective(model)(batch)
+        return Loss(found.total, found.weight)
+
+    assert step_of(model, objective=objective)(cut(ROWS, [1, 3])).read().num_tokens == 4
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 3.0, 4.5, 1000.0])
+def test_gradients_are_clipped_after_normalization_and_the_norm_is_that_before_clipping(max_norm: float) -> None:
+    model = toy_model()
+    result = step_of(model, max_grad_norm=max_norm)([ROWS]).read()
+    assert result.grad_norm == pytest.approx(MEAN_X)
+    assert model.weight.item() == pytest.approx(W - LR * min(MEAN_X, max_norm), rel=1e-5)
+
+
+def test_without_clipping_there_is_no_norm() -> None:
+    result = step_of(toy_model())([ROWS]).read()
+    assert result.grad_norm is None
+    assert set(result.metrics) == {"mean_x", "one"}
+
+
+def test_the_division_by_ranks_of_fsdp2_is_undone() -> None:
+    model = toy_model()
+    stepping = OptimizerStep(model, [torch.optim.SGD(model.parameters(), lr=LR)], ranks=4, max_grad_norm=None)
+    step_of(model, stepping=stepping)([ROWS])
+    assert model.weight.item() == pytest.approx(W - LR * 4 * MEAN_X)
+
+
+def test_phases_follow_each_other_in_every_micro_step_and_then_once() -> None:
+    class Noting(CpuMeter):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phases: list[str] = []
+
+        def enter_phase(self, name: str) -> None:
+            if self.phases[-1:] != [name]:
+                self.phases.append(name)
+            super().enter_phase(name)
+
+    meter = Noting()
+    step = step_of(toy_model(), meter=meter)
+    step(cut(ROWS, [2]))
+    assert meter.phases == ["forward", "loss", "backward"] * 2 + ["clip", "optimizer"]
+
+
+# ---- a request to end the run
+
+
+def test_a_request_to_end_is_read_when_the_step_is_finished_and_changes_no_figure() -> None:
+    asked = False
+    step = step_of(toy_model(), max_grad_norm=1.0, stop_requested=lambda: asked)
+    sums = step.micro_step(MicroBatch(ROWS))
+    asked = True
+    stopped = step.finish(sums).read()
+    assert stopped.stop is True
+    going_on = step_of(toy_model(), max_grad_norm=1.0)([ROWS]).read()
+    assert going_on.stop is False
+    assert stopped == replace(going_on, stop=True)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "stop"), [(False, 0, False), (False, 1, True), (True, 0, True), (True, 3, True)]
+)
+def test_every_rank_learns_of_a_request_by_the_sum_over_ranks(
+    own: bool, others: int, stop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the other ranks have no rows that count."""
+
+    def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+        of_others = torch.zeros_like(values)
+        of_others[3] = others
+        return values + of_others
+
+    monkeypatch.setattr(train_step_module, "sum_over_ranks", sum_over_ranks)
+    result = step_of(toy_model(), stop_requested=lambda: own)(cut(ROWS, [2])).read()
+    assert result.stop is stop
+    assert (result.loss, result.weight, result.num_tokens) == (pytest.approx(W * MEAN_X), 4, 50)
+    assert result.metrics == {"mean_x": pytest.approx(MEAN_X), "one": 1.0}
+
+
+def test_figures_are_read_in_their_order() -> None:
+    values = torch.tensor([0.5, 3.0, 40.0, 2.0, 7.0, 1.25, 8.0, 9.0], dtype=torch.float64)
+    assert StepFigures(values, ("x", "grad_norm")).read() == StepResult(
+        0.5, 3.0, 40, {"x": 7.0}, 1.25, measured=(8.0, 9.0), stop=True
+    )
+
+
+# ---- batches
+
+
+@pytest.mark.parametrize("kind", [tuple, dict])
+def test_a_batch_of_tensors_goes_to_the_device(kind: type) -> None:
+    """A tuple as for preference pairs; the meta device stands for any device other than the host."""
+    model = nn.Linear(1, 1, device="meta")
+    seen: list[Any] = []
+
+    def objective(batch: Any) -> Loss:
+        seen.extend(batch.values() if kind is dict else [batch[0], *batch[1], batch[2]])
+        weight = torch.ones((), device="meta")
+        return Loss(model(torch.zeros(5, 1, device="meta")).sum(), weight, weight)
+
+    def to_batch(rows: Sequence[Row]) -> Any:
+        xs = torch.tensor([[row["x"]] for row in rows])
+        return {"x": xs, "y": 2 * xs} if kind is dict else (xs, [2 * xs], "kept")
+
+    step = step_of(model, objective=objective, collate=to_batch, device=torch.device("meta"))
+    step.micro_step(MicroBatch(ROWS))
+    assert [(one.device.type, tuple(one.shape)) for one in seen[:2]] == [("meta", (5, 1))] * 2
+    assert seen[2:] == ["kept"] * (kind is tuple)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_meter_counts_the_batch_but_not_the_operations_that_make_it(count: int) -> None:
+    """Collating takes an operation per row, but a forecast needs the same operations for two sizes."""
+    model, meter = toy_model(), CpuMeter()
+    live_bytes: list[int] = []
+
+    def objective(batch: dict[str, torch.Tensor]) -> Loss:
+        live_bytes.append(meter.live_bytes)
+        weight = torch.tensor(1)
+        return Loss(model(batch["x"]).sum(), weight, weight)
+
+    def row_by_row(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        return {"x": torch.stack([torch.full((1,), row["x"]) for row in rows])}
+
+    step = step_of(model, objective=objective, collate=row_by_row, meter=meter)
+    with meter:
+        meter.start_timeline()
+        step.micro_step(MicroBatch(ROWS[:count]))
+        operations = meter.stop_timeline(count).operations
+    assert live_bytes == [count * 4]
+    assert any("sum" in name for name in operations)
+    assert not any("full" in name or "stack" in name or "cat" in name for name in operations)
+
+
+# ---- micro-steps of a small batch, whose gradient is measured
+
+
+def sums_of(loss: float, weight: int, *small_batch: float) -> StepSums:
+    small = torch.tensor(small_batch, dtype=torch.float64) if small_batch else None
+    metrics = {"x": torch.tensor(10 * loss)}
+    return StepSums(torch.tensor(loss), torch.tensor(weight), torch.tensor(2 * weight), metrics, small)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_micro_steps_add_up_whichever_of_them_are_of_the_small_batch(order: tuple[int, ...]) -> None:
+    sums = [sums_of(2.0, 3, 0.0, 3.0), sums_of(4.0, 5, 0.5, 5.0), sums_of(8.0, 7)]
+    total = functools.reduce(operator.add, (sums[place] for place in order))
+    assert total.num_tokens is not None
+    assert (total.loss.item(), total.weight.item(), total.num_tokens) == (14.0, 15, torch.tensor(30))
+    assert total.metrics["x"].item() == 140.0
+    assert total.small_batch is not None
+    assert total.small_batch.tolist() == [0.5, 8.0]
+    assert (sums[2] + sums[2]).small_batch is None
+
+
+def test_the_last_micro_step_of_the_small_batch_measures_the_gradient_so_far() -> None:
+    """The gradient includes this micro-step's backward, and nothing after it."""
+    step = step_of(toy_model(), max_grad_norm=1.0)
+    first = step.micro_step(MicroBatch(ROWS[:1], is_small=True))
+    last = step.micro_step(MicroBatch(ROWS[1:4], is_small=True, ends_small=True))
+    assert first.small_batch is not None
+    assert first.small_batch.tolist() == [0.0, 1.0]
+    assert last.small_batch is not None
+    assert last.small_batch.tolist() == [(1.0 + 2 + 9) ** 2, 2.0]
+    assert last.small_batch.dtype == torch.float64
+    result = step.finish(first + last + step.micro_step(MicroBatch(ROWS[4:]))).read()
+    assert result.measured == (144.0, 3.0, (1.0 + 2 + 9 + 4) ** 2)  # of sums, before they are normalized and clipped
+    assert result.grad_norm == pytest.approx(MEAN_X)
+    assert result.metrics == {"mean_x": pytest.approx(MEAN_X), "one": 1.0}
+
+
+# ---- when optimizers step
+
+
+def test_all_optimizers_step_and_the_rate_is_that_of_the_first() -> None:
+    model = nn.Linear(2, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    optimizers = [torch.optim.SGD([model.weight], lr=LR), torch.optim.SGD([model.bias], lr=0.25)]
+    stepping = OptimizerStep(model, optimizers, ranks=1, max_grad_norm=None)
+
+    def objective(batch: dict[str, torch.Tensor]) -> Loss:
+        weight = torch.tensor(len(batch["x"]))
+        return Loss(model(torch.stack((batch["x"], 2 * batch["x"]), dim=1)).sum(), weight, weight)
+
+    step = step_of(model, objective=objective, stepping=stepping)
+    mean_x = sum(row["x"] for row in ROWS) / len(ROWS)
+    step(cut(ROWS, [2]))
+    assert model.weight.tolist() == [pytest.approx([-LR * mean_x, -LR * 2 * mean_x])]
+    assert model.bias.item() == pytest.approx(-0.25)
+    assert (model.weight.grad, model.bias.grad) == (None, None)
+    assert step.learning_rate == LR
+
+
+def in_backward(model: nn.Module, *, normalizes: bool, ranks: int = 1) -> OptimizerInBackward:
+    optimizers: Any = {parameter: torch.optim.SGD([parameter], lr=LR) for parameter in model.parameters()}
+    register_optim_in_bwd_hooks(model, optimizers)
+    wrapper = create_optim_in_bwd_wrapper(model, optimizers)
+    return OptimizerInBackward(model, wrapper, ranks=ranks, normalizes=normalizes)
+
+
+@pytest.mark.parametrize("normalizes", [True, False], ids=["normalized", "as torchtune's single-device recipe"])
+def test_optimizers_step_within_backward_and_only_there(normalizes: bool) -> None:
+    model = toy_model()
+    stepping = in_backward(model, normalizes=normalizes)
+    step = step_of(model, stepping=stepping)
+    sums = step.micro_step(MicroBatch(ROWS))
+    expected = W - LR * (MEAN_X if normalizes else 4 * MEAN_X)
+    assert model.weight.item() == pytest.approx(expected)
+    result = step.finish(sums).read()
+    assert model.weight.item() == pytest.approx(expected)
+    assert (result.loss, result.weight, result.grad_norm) == (pytest.approx(W * MEAN_X), 4, None)
+    assert model.weight.grad is None
+
+
+def test_within_backward_too_the_division_by_ranks_is_undone() -> None:
+    model = toy_model()
+    step_of(model, stepping=in_backward(model, normalizes=True, ranks=4)).micro_step(MicroBatch(ROWS))
+    assert model.weight.item() == pytest.approx(W - LR * 4 * MEAN_X)
+
+
+def test_the_weight_that_normalizes_a_backward_is_not_changed() -> None:
+    model = toy_model()
+    weight = torch.tensor(4)
+    in_backward(model, normalizes=True).backward(Loss(model(torch.ones(1, 1)).sum(), weight, weight))
+    assert weight.item() == 4
+
+
+# ---- supervised finetuning
+
+VOCAB, IGNORED = 7, -100
+
+
+class ToyDecoder(nn.Module):
+    """Returns the logits of each token, whole or in chunks, as torchtune's models do."""
+
+    def __init__(self, chunks: int | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCAB, 4)
+        self.output = nn.Linear(4, VOCAB)
+        self.chunks = chunks
+        self.given: list[dict[str, torch.Tensor]] = []
+
+    def forward(self, tokens: torch.Tensor, **more: torch.Tensor) -> Any:
+        self.given.append(more)
+        hidden = self.embedding(tokens)  # [B, S, 4]
+        if self.chunks is None:
+            return self.output(hidden)
+        return [self.output(chunk) for chunk in hidden.chunk(self.chunks, dim=1)]
+
+
+TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 0, 0]])
+LABELS = torch.tensor([[1, 2, 3, 4, 5, 6], [IGNORED, 5, 4, 3, IGNORED, IGNORED]])
+
+
+def next_token(chunks: int | None, *, weight_depends_on_cut: bool, activations: Any = None) -> NextToken:
+    loss_fn: Any = CEWithChunkedOutputLoss(chunks) if chunks else nn.CrossEntropyLoss(ignore_index=IGNORED)
+    activations = activations or contextlib.nullcontext()
+    return NextToken(ToyDecoder(chunks), loss_fn, activations, weight_depends_on_cut=weight_depends_on_cut)
+
+
+@pytest.mark.parametrize("chunks", [None, 3], ids=["whole", "in chunks"])
+@pytest.mark.parametrize(("as_torchtune", "num_tokens"), [(True, 9), (False, 8)])
+def test_the_loss_is_that_of_each_token_given_those_before_it(
+    chunks: int | None, as_torchtune: bool, num_tokens: int
+) -> None:
+    objective = next_token(chunks, weight_depends_on_cut=as_torchtune)
+    found = objective({"tokens": TOKENS, "labels": LABELS})
+    logits = ToyDecoder(None)(TOKENS)[:, :-1]
+    mean = F.cross_entropy(logits.reshape(-1, VOCAB), LABELS[:, 1:].reshape(-1), ignore_index=IGNORED)
+    assert (found.weight.item(), found.num_tokens, found.metrics) == (num_tokens, None, {})  # the weight counts tokens
+    torch.testing.assert_close(found.total, mean * num_tokens)
+
+
+def collate_tokens(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in ("tokens", "labels")}
+
+
+TOKEN_ROWS: list[Row] = [{"tokens": tokens, "labels": labels} for tokens, labels in zip(TOKENS, LABELS, strict=True)]
+
+
+@pytest.mark.parametrize("chunks", [None, 3], ids=["whole", "in chunks"])
+def test_a_row_weighs_the_same_for_every_cut_unless_it_is_to_weigh_as_in_torchtune(chunks: int | None) -> None:
+    def losses(*, weight_depends_on_cut: bool) -> list[float]:
+        found = []
+        for places in ([], [1]):
+            objective = next_token(chunks, weight_depends_on_cut=weight_depends_on_cut)
+            step = step_of(toy_model(), objective=objective, collate=collate_tokens)
+            sums = [step.micro_step(MicroBatch(rows)) for rows in cut(TOKEN_ROWS, places)]
+            total = functools.reduce(operator.add, sums)
+            found.append(total.loss.item() / total.weight.item())
+        return found
+
+    whole, in_two = losses(weight_depends_on_cut=False)
+    assert in_two == pytest.approx(whole, rel=1e-6)
+    whole, in_two = losses(weight_depends_on_cut=True)
+    assert abs(in_two - whole) > 1e-3
+
+
+class MaskedMean(nn.Module):
+    """A user's own loss, which divides by the number of unmasked labels, also if there is none."""
+
+    ignore_index = IGNORED
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        mask = (labels != self.ignore_index).float()
+        losses = F.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+        return (losses * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("weight_depends_on_cut", [True, False])
+@pytest.mark.parametrize("labels", [[IGNORED] * 6, [3] + [IGNORED] * 5], ids=["none", "the first only"])
+def test_rows_that_predict_nothing_have_no_gradient_for_any_loss(
+    weight_depends_on_cut: bool, labels: list[int]
+) -> None:
+    """0 * NaN would make the whole step NaN. The backward pass still runs, for the collectives of FSDP2."""
+    model = ToyDecoder(None)
+    options: dict[str, Any] = {"weight_depends_on_cut": weight_depends_on_cut}
+    objective = NextToken(model, MaskedMean(), contextlib.nullcontext(), **options)
+    found = objective({"tokens": TOKENS[:1], "labels": torch.tensor([labels])})
+    assert (found.total.item(), found.weight.item()) == (0, 0)
+    found.total.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert gradients
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+def test_a_step_in_which_nothing_counts_changes_nothing() -> None:
+    model = toy_model()
+    result = step_of(model, max_grad_norm=1.0)([[ROWS[2]]]).read()
+    assert model.weight.item() == W
+    assert (result.loss, result.weight, result.grad_norm) == (0.0, 0.0, 0.0)
+    assert result.metrics == {"mean_x": 0.0, "one": 0.0}
+
+
+def test_the_model_gets_all_of_the_batch_except_the_labels() -> None:
+    model, loss_fn = ToyDecoder(None), nn.CrossEntropyLoss(ignore_index=IGNORED)
+    objective = NextToken(model, loss_fn, contextlib.nullcontext(), weight_depends_on_cut=True)
+    positions, mask = torch.arange(6), torch.ones(2, 6, 6)
+    objective({"tokens": TOKENS, "labels": LABELS, "input_pos": positions, "mask": mask})
+    assert model.given == [{"input_pos": positions, "mask": mask}]
+
+
+def test_only_forward_runs_in_the_context_of_activations() -> None:
+    now: list[str] = []
+
+    @contextlib.contextmanager
+    def activations() -> Iterator[None]:
+        now.append("begin")
+        yield
+        now.append("end")
+
+    model = ToyDecoder(None)
+    model.register_forward_hook(lambda *_: now.append("forward"))
+
+    class Noted(nn.CrossEntropyLoss):
+        def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            now.append("loss")
+            return super().forward(input, target)
+
+    loss_fn = Noted(ignore_index=IGNORED)
+    NextToken(model, loss_fn, activations(), weight_depends_on_cut=True)({"tokens": TOKENS, "labels": LABELS})
+    assert now == ["begin", "forward", "end", "loss"]
+
+
+class Once(contextlib.AbstractContextManager[None]):
+    """A context that cannot be used again after an error, as that of torchtune's activation offloading."""
+
+    failed = False
+
+    def __enter__(self) -> None:
+        assert not self.failed
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self.failed = kind is not None
+
+
+def test_a_context_that_a_failed_step_leaves_unusable_is_renewed() -> None:
+    activations = Activations(Once())
+    with activations:
+        pass
+    with pytest.raises(MemoryError), activations:
+        raise MemoryError
+    with pytest.raises(AssertionError), activations:
+        pass
+    activations.renew()
+    with activations:
+        pass

@@ -1,0 +1,864 @@
+"""The loop: epochs with growth between them, every figure that is logged, what is saved, and a resumed run.
+
+The toy: the model is one weight w, the loss of a row w * x where x is its first token. So the gradient of a step is the
+mean x of its rows, whatever w is, and all numbers are easy to calculate.
+"""
+
+import gc
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+from tests.support import growth_functions
+from tests.support.run_logs import events_in
+from tests.support.toys import search_result
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.rank_states import RankStates
+from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.engine.memory.phases import Phases
+from torchtune_adaptive.engine.progress import Bar
+from torchtune_adaptive.engine.recovery.step import RecoverableStep
+from torchtune_adaptive.engine.recovery.watch import PressureWatch
+from torchtune_adaptive.engine.search.workload import Workload
+from torchtune_adaptive.errors import CheckpointError, RunEnded
+from torchtune_adaptive.settings import LearningRateScaling
+from torchtune_adaptive.testing import Fault, wrap_micro_steps
+from torchtune_adaptive.training import step_log
+from torchtune_adaptive.training import trainer as trainer_module
+from torchtune_adaptive.training.batch.growth import BatchGrowth
+from torchtune_adaptive.training.batch.limits import RowLimit
+from torchtune_adaptive.training.batch.loader import GlobalStepLoader, StepLoader
+from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
+from torchtune_adaptive.training.batch.noise_scale import GradientNorms
+from torchtune_adaptive.training.batch.row_format import Row, TokenRows
+from torchtune_adaptive.training.checkpoints.saver import RunSaver
+from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
+from torchtune_adaptive.training.learning_rate import LearningRate
+from torchtune_adaptive.training.objectives import Loss
+from torchtune_adaptive.training.optimizers import OptimizerStep
+from torchtune_adaptive.training.profiling import StepProfiler
+from torchtune_adaptive.training.recovery import larger_micro_batch, prepare_recovery
+from torchtune_adaptive.training.run_log import RunLog
+from torchtune_adaptive.training.run_state import AdaptiveState
+from torchtune_adaptive.training.sizes import Sizes
+from torchtune_adaptive.training.step_log import LogOptions, StepLog
+from torchtune_adaptive.training.train_step import TrainStep
+from torchtune_adaptive.training.trainer import Trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
+
+CPU = torch.device("cpu")
+W, LR = 2.0, 0.25
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_garbage_collection() -> Iterator[None]:
+    """Each dry run collects garbage; this is quick if the objects imported so far are frozen."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def rows_of(*xs: float, lengths: Sequence[int] = ()) -> list[Row]:
+    return [{"tokens": [x] * length} for x, length in zip(xs, lengths or [1] * len(xs), strict=True)]
+
+
+TWELVE = rows_of(*range(12))
+
+
+def decisions(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The logged messages without the final summary."""
+    return [message for message in caplog.messages if "Run complete" not in message]
+
+
+class Recording(growth_functions.Recording):
+    """Records the norms of every second step, and saves their number."""
+
+    every_steps = 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": len(self.seen)}
+
+
+def adds_two_in_epoch_one(epoch: int, current_batch_size: int) -> int:
+    return 2 if epoch == 1 else 0
+
+
+class KeptSteps(StepCheckpoints):
+    """Replaces checkpoints of steps: keeps each state to be saved, and the weight at that time, by step."""
+
+    def __init__(self, weight: torch.Tensor, events: list[str], *, every_steps: int | None, succeeds: bool) -> None:
+        self.states: dict[int, AdaptiveState] = {}
+        self.weights: dict[int, float] = {}
+        self._weight = weight
+        self._events = events
+        self._every_steps = every_steps
+        self._succeeds = succeeds
+
+    def save(self, state: AdaptiveState, *, at_once: bool = False) -> bool:
+        step = state.global_step
+        self._events.append(f"save step {step}" + (" at once" if at_once else ""))
+        self.states[step], self.weights[step] = as_read(state), self._weight.item()
+        return self._succeeds
+
+    def wait(self) -> None:
+        self._events.append("wait")
+
+    def options(self) -> dict[str, Any]:
+        return {"groups": [[{"momentum": 0}]], "numbers": {}}
+
+
+def as_read(state: AdaptiveState) -> AdaptiveState:
+    """The state as it is read from a file."""
+    values = json.loads(json.dumps(asdict(replace(state, rank_states=[]))))
+    return replace(AdaptiveState.from_json(values), rank_states=state.rank_states)
+
+
+@dataclass
+class Toy:
+    """A trainer over ``dataset`` with all of its parts; no recipe, no config, no process group.
+
+    Attributes:
+        events: what was called, in order, with the argument.
+        logged: the figures of each step.
+        fitting: the largest micro-batch that fits where larger ones are tried again.
+        states: the states saved after epochs, by the number of epochs done.
+        stop_after: the optimizer step, from 1, in which a signal comes.
+    """
+
+    directory: Path
+    dataset: list[Row] = field(default_factory=lambda: TWELVE)
+    batch_size: int = 2
+    micro_steps: int = 1
+    shuffle: bool = False
+    global_batch_size: int | None = None
+    function: Any = None
+    maximum: int = 100
+    sizes: Sizes = field(default_factory=Sizes)
+    epochs: range = range(2)
+    steps_done: int = 0
+    saved: AdaptiveState | None = None
+    max_grad_norm: float | None = None
+    decays: bool = False
+    rule: LearningRateScaling = "none"
+    schedule_steps: int | None = None
+    every_steps: int = 1
+    ranks: int = 1
+    meter: CpuMeter | None = None
+    recovers: bool = False
+    fitting: int = 0
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.SGD
+    events: list[str] = field(default_factory=list)
+    logged: dict[int, dict[str, float]] = field(default_factory=dict)
+    on_before_step: Callable[[int], object] = lambda step: None
+    on_log: Callable[[], object] = lambda: None
+    on_save: Callable[[int], object] = lambda epoch: None
+    save_every_steps: int | None = None
+    saves_succeed: bool = True
+    stop_after: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    states: dict[int, AdaptiveState] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(self.model.weight, W)
+        make_optimizer: Any = self.optimizer_class
+        self.optimizer: torch.optim.Optimizer = make_optimizer(self.model.parameters(), lr=LR)
+        self.tried: list[tuple[int, int]] = []  # rows and their length
+        phases = Phases([self.model], self.meter)
+        self.step = TrainStep(
+            self._objective,
+            OptimizerStep(self.model, [self.optimizer], ranks=1, max_grad_norm=self.max_grad_norm),
+            collate=lambda rows: torch.tensor([[float(row["tokens"][0]), len(row["tokens"])] for row in rows]),
+            device=CPU,
+            phases=phases,
+            meter=self.meter,
+            stop_requested=lambda: self.trainer.global_step + 1 == self.stop_after,
+        )
+        self.loader = self._loader()
+        limit = self.sizes.limit(self.loader.rows_per_micro_step)
+        self.micro_batches = MicroBatcher(limit, TokenRows(-100), Consensus(), self.dataset)
+        workload = Workload(
+            train_step=self.step,
+            model=self.model,
+            optimizers=[self.optimizer],
+            device=CPU,
+            meter=self.meter,
+            consensus=Consensus(),
+        )
+        watch = PressureWatch(Consensus(), self.meter, phases)
+        self.recoverable = RecoverableStep(
+            self.model,
+            self.step.micro_step,
+            micro_batch_size=self.micro_batches,
+            optimizer=self.optimizer,
+            on_event=lambda event: self.trainer.note_event(event),
+            watch=watch,
+            steps_done=self.steps_done,
+        )
+        prepare_recovery(
+            self.recoverable,
+            TWELVE,
+            optimizers=[self.optimizer],
+            watch=watch,
+            device=CPU,
+            is_wanted=self.recovers,
+            why_not="",
+        )
+        growth = BatchGrowth(self.function, total_epochs=self.epochs.stop, consensus=Consensus())
+        growth.set_maximum(self.maximum)
+        self.record = RunLog(self.directory, writes=True)
+        self.record.begin(step=self.steps_done)
+        rate = self._rate()
+        self.step_log = StepLog(
+            SimpleNamespace(log_dict=self._log),
+            self.record,
+            self.step,
+            self.recoverable,
+            self.micro_batches,
+            self.loader,
+            growth,
+            checkpoints=(),
+            options=LogOptions(every_steps=self.every_steps, ranks=self.ranks),
+        )
+        steps: Any = KeptSteps(
+            self.model.weight, self.events, every_steps=self.save_every_steps, succeeds=self.saves_succeed
+        )
+        self.steps: KeptSteps = steps
+        self.saver = RunSaver(
+            self.loader,
+            self.micro_batches,
+            (rate, growth),
+            steps,
+            RankStates(Consensus(), CPU),
+            save_epoch=self._save,
+            config=self.config,
+            memory_limit_bytes=1000,
+        )
+        self.trainer = Trainer(
+            self.step,
+            self.recoverable,
+            self.micro_batches,
+            self.loader,
+            growth,
+            rate,
+            self.record,
+            self.step_log,
+            StepProfiler(
+                SimpleNamespace(**{name: partial(self.events.append, name) for name in ("start", "step", "stop")}),
+                memory_steps=None,
+            ),
+            self.saver,
+            sizes=self.sizes,
+            larger_micro_batch=partial(
+                larger_micro_batch,
+                self.micro_batches,
+                workload=workload,
+                watch=watch,
+                first_that_fits=self._first_that_fits,
+            ),
+            before_step=self._before_step,
+            epochs=self.epochs,
+            steps_done=self.steps_done,
+        )
+
+    def train(self) -> "Toy":
+        self.trainer.train()
+        return self
+
+    def state(self) -> AdaptiveState:
+        """The state as it would be saved now."""
+        return self.saver.state(epochs_run=self.trainer.epochs_run, step=self.trainer.global_step)
+
+    @property
+    def weight(self) -> float:
+        return self.model.weight.item()
+
+    def figures(self, name: str) -> list[float]:
+        """The logged figure of each step."""
+        return [figures[name] for figures in self.logged.values()]
+
+    def history(self) -> list[dict[str, Any]]:
+        """The decisions in the log on disk."""
+        return events_in(self.directory, "sizes")
+
+    def _objective(self, batch: torch.Tensor) -> Loss:
+        xs, lengths = batch[:, :1], batch[:, 1]  # [B, 1], [B]
+        metrics = {"twice_x": 2 * xs.sum()}
+        return Loss(self.model(xs).sum(), torch.tensor(len(batch)), lengths.sum(), metrics)
+
+    def _loader(self) -> StepLoader:
+        dataset: Any = self.dataset
+        sampler = StatefulDistributedSampler(dataset, 1, 0, shuffle=self.shuffle)
+        options: dict[str, Any] = {"max_steps_per_epoch": None}
+        if self.global_batch_size is not None:
+            return GlobalStepLoader(sampler, TokenRows(-100), batch_size=self.global_batch_size, **options)
+        options |= {"batch_size": self.batch_size, "micro_steps": self.micro_steps}
+        return StepLoader(sampler, TokenRows(-100), **options)
+
+    def _rate(self) -> LearningRate:
+        def build(steps: int, last: int) -> Any:
+            return LambdaLR(self.optimizer, lambda step: 1 - step / steps, last_epoch=last) if self.decays else None
+
+        schedule_steps = self.schedule_steps or self.loader.steps_per_epoch
+        rate = LearningRate(
+            build(1, -1),
+            [self.optimizer],
+            build,
+            total_epochs=self.epochs.stop,
+            schedule_steps=schedule_steps,
+            rule=self.rule,
+            reference_samples=self.loader.samples_per_step,
+        )
+        if self.saved is not None:
+            rate.load_state_dict(asdict(self.saved))
+        samples = 0 if self.saved is None else self.saved.epoch_samples
+        rate.begin(
+            epoch=self.epochs.start,
+            step=self.steps_done,
+            epoch_steps=samples // self.loader.samples_per_step,
+            steps_per_epoch=self.loader.steps_per_epoch,
+            grows=True,
+        )
+        return rate
+
+    def _first_that_fits(self, make_batch: Callable[[int], list[list[Row]]], sizes: Iterable[int]) -> int | None:
+        for size in sizes:
+            rows = make_batch(size)[0]
+            self.tried.append((len(rows), len(rows[0]["tokens"])))
+            if size <= self.fitting:
+                return size
+        return None
+
+    def _log(self, payload: dict[str, float], step: int) -> None:
+        self.logged[step] = payload
+        self.on_log()
+
+    def _before_step(self, step: int) -> None:
+        self.events.append(f"before {step}")
+        self.on_before_step(step)
+
+    def _save(self, epoch: int, state: AdaptiveState) -> None:
+        self.events.append(f"save {epoch}")
+        self.states[epoch + 1] = as_read(state)
+        self.on_save(epoch)
+
+
+# ---- the figures of a step
+
+
+@pytest.fixture(autouse=True)
+def steady_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that are compared log the same host memory."""
+    monkeypatch.setattr(step_log, "anonymous_bytes", lambda: 1234)
+
+
+def test_every_figure_that_is_logged_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps of 4 rows in micro-batches of 2; the last one has a row of three tokens beside one of one."""
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
+
+    def pass_time(seconds: float) -> None:
+        now.seconds += seconds
+
+    class Peak(CpuMeter):
+        @property
+        def peak_bytes(self) -> int:
+            return 4321
+
+    toy = Toy(
+        tmp_path,
+        rows_of(*range(12), lengths=[1] * 11 + [3]),
+        micro_steps=2,
+        epochs=range(1),
+        max_grad_norm=4.0,
+        ranks=5,
+        decays=True,
+        meter=Peak(),
+        on_before_step=lambda step: pass_time(step + 1.0),
+        on_log=lambda: pass_time(1000.0),  # not part of training
+    ).train()
+    always = {"global_batch_size": 4, "batch_size": 2, "micro_batch_size": 2, "oom_retries": 0}
+    always |= {"peak_memory_bytes": 4321, "host_memory_bytes": 1234}
+    weights = [W, W - LR * 1.5, W - LR * 1.5 - LR * 2 / 3 * 4.0]  # the second and third gradient are clipped to 4
+    assert toy.logged == {
+        step: always
+        | {
+            "loss": pytest.approx(weight * mean_x),
+            "lr": pytest.approx(LR * (1 - step / 3)),  # of the next step, as torchtune logs it
+            "tokens_per_second_per_gpu": pytest.approx(tokens / (step * 5)),
+            "padding": pytest.approx(padding),
+            "grad_norm": pytest.approx(mean_x),
+            "twice_x": pytest.approx(2 * mean_x),
+        }
+        for step, weight, mean_x, tokens, padding in (
+            (1, weights[0], 1.5, 4, 0.0),
+            (2, weights[1], 5.5, 4, 0.0),
+            (3, weights[2], 9.5, 6, 1 - 6 / 8),
+        )
+    }
+    assert toy.weight == pytest.approx(weights[2] - LR * 1 / 3 * 4.0)
+
+
+def test_only_steps_and_the_wait_for_their_samples_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step takes 2 s, and the wait for its samples 1 s; the log, the profiler and saving take very long."""
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
+
+    def pass_time(seconds: float, *_: object) -> None:
+        now.seconds += seconds
+
+    def steps(epoch: int) -> Iterator[Any]:
+        for samples in samples_of(epoch):
+            pass_time(1.0)
+            yield samples
+
+    toy = Toy(
+        tmp_path,
+        batch_size=4,
+        save_every_steps=1,
+        on_before_step=partial(pass_time, 2.0),
+        on_log=partial(pass_time, 1e3),
+        on_save=partial(pass_time, 1e4),
+    )
+    samples_of = toy.loader.steps
+    monkeypatch.setattr(toy.loader, "steps", steps)
+    for owner, name, seconds in (
+        (toy.trainer._profiler, "begin_step", 1e5),
+        (toy.trainer._profiler, "end_step", 1e6),
+        (toy.saver, "after_step", 1e7),
+    ):
+        monkeypatch.setattr(owner, name, lambda *_, seconds=seconds, **__: pass_time(seconds))
+    toy.train()
+    assert toy.figures("tokens_per_second_per_gpu") == [4 / 3] * 6
+    assert ", mean of 6 steps in 18.0 s\n" in caplog.text
+
+
+def test_only_the_steps_are_metered(tmp_path: Path) -> None:
+    events: list[str] = []
+
+    class Noting(CpuMeter):
+        def __enter__(self) -> "Noting":
+            events.append("metered")
+            super().__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            events.append("not metered")
+            super().__exit__(*error)
+
+    Toy(tmp_path, meter=Noting(), batch_size=6, epochs=range(1), events=events).train()
+    around = ["metered", "not metered", "step"]
+    assert events == ["start", "before 0", *around, "before 1", *around, "wait", "save 0", "stop"]
+
+
+# ---- epochs
+
+
+def test_epochs_follow_each_other_and_each_is_saved_with_its_state(tmp_path: Path) -> None:
+    seen: list[tuple[int, int, bool]] = []
+
+    def on_save(epoch: int) -> None:
+        seen.append((toy.trainer.epochs_run, toy.trainer.global_step, toy.states[epoch + 1] == toy.state()))
+
+    toy = Toy(tmp_path, batch_size=4, on_save=on_save)
+    toy.model.weight.grad = torch.full((1, 1), 1e6)  # a gradient left by a search is not used
+    toy.train()
+    steps = [["before 0", "step", "before 1", "step", "before 2", "step"]]
+    steps += [["before 3", "step", "before 4", "step", "before 5", "step"]]
+    assert toy.events == ["start", *steps[0], "wait", "save 0", *steps[1], "wait", "save 1", "stop"]
+    assert seen == [(1, 3, True), (2, 6, True)]
+    weight = W
+    for loss, mean_x in zip(toy.figures("loss"), [1.5, 5.5, 9.5] * 2, strict=True):
+        assert loss == pytest.approx(weight * mean_x)
+        weight -= LR * mean_x
+    assert toy.weight == pytest.approx(weight)
+
+
+def test_samples_left_over_begin_the_first_step_of_the_next_epoch(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, rows_of(*range(10)), micro_steps=2).train()
+    assert toy.figures("twice_x") == pytest.approx([2 * mean for mean in (1.5, 5.5, (8 + 9 + 0 + 1 + 2 + 3) / 6, 5.5)])
+    assert toy.state().left_over == (8, 10)
+
+
+def test_the_batch_grows_between_epochs_and_all_that_depends_on_it_follows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = Sizes(result=search_result(exact_batch_size=3, batch_size=2), fitting_rows=2)
+    toy = Toy(tmp_path, function=adds_two_in_epoch_one, epochs=range(3), decays=True, sizes=sizes).train()
+    assert toy.figures("batch_size") == [2] * 6 + [4] * 3 + [4] * 3
+    assert toy.figures("global_batch_size") == [2] * 6 + [4] * 6
+    assert toy.figures("micro_batch_size") == [2] * 12  # 4 rows do not fit
+    assert toy.figures("lr") == pytest.approx(
+        [LR * (1 - step / 18) for step in (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 18)]
+    )
+    reason = "epoch 1: increase of 2 granted, batch_size 2 -> 4"
+    assert toy.history() == [{"step": 7, "epoch": 1, "batch_size": 4, "samples_per_step": 4, "reason": reason}]
+    assert decisions(caplog) == [
+        reason,
+        f"batch_size 4 ({reason}): 4 rows * 1 micro-steps * 1 ranks = 4 samples per optimizer step,"
+        " in micro-steps of at most 2 rows per rank",
+    ]
+
+
+def test_the_rate_scales_with_a_batch_that_grows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    toy = Toy(tmp_path, function=adds_two_in_epoch_one, rule="linear").train()
+    assert toy.figures("lr") == [LR] * 6 + [2 * LR] * 3
+    assert "learning rate * 2: linear scaling to 4 samples per optimizer step, from the config's 2" in caplog.messages
+
+
+def test_an_increase_that_is_refused_is_logged_and_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    toy = Toy(tmp_path, function=adds_two_in_epoch_one, maximum=3).train()
+    assert toy.figures("batch_size") == [2] * 12
+    assert toy.record.history == []
+    assert decisions(caplog) == ["epoch 1: increase of 2 refused, 2 + 2 = 4 is above the maximum of 3"]
+
+
+def test_the_batch_size_is_noted_with_the_limit_of_micro_steps_where_that_differs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Toy(tmp_path).trainer.note_batch_size("config", epoch=0)
+    Toy(tmp_path, sizes=Sizes(token_budget=64)).trainer.note_batch_size("config", epoch=0)
+    shared = Toy(tmp_path, global_batch_size=6)
+    shared.trainer.note_batch_size("config", epoch=3)
+    assert decisions(caplog) == [
+        "batch_size 2 (config): 2 rows * 1 micro-steps * 1 ranks = 2 samples per optimizer step",
+        "batch_size 2 (config): 2 rows * 1 micro-steps * 1 ranks = 2 samples per optimizer step,"
+        " in micro-steps of at most 64 tokens per rank",
+        "global_batch_size 6 (config): 6 samples per optimizer step on 1 ranks,"
+        " in micro-steps of at most 6 rows per rank",
+    ]
+    assert shared.history() == [{"step": 1, "epoch": 3, "batch_size": 6, "samples_per_step": 6, "reason": "config"}]
+
+
+# ---- gradient noise
+
+
+def test_measured_steps_reach_the_schedule_with_the_norms_of_mean_gradients(tmp_path: Path) -> None:
+    schedule = Recording()
+    toy = Toy(tmp_path, function=schedule, batch_size=4, epochs=range(1)).train()
+    assert schedule.seen == [
+        GradientNorms(2, pytest.approx(0.5**2), 4, pytest.approx(1.5**2)),  # pyright: ignore[reportArgumentType]
+        GradientNorms(2, pytest.approx(8.5**2), 4, pytest.approx(9.5**2)),  # pyright: ignore[reportArgumentType]
+    ]
+    assert toy.figures("seen") == [1, 1, 2]
+    assert toy.figures("micro_batch_size") == [4, 4, 4]
+
+
+# ---- out of memory
+
+
+def fails_at(toy: Toy, step: int, number: int) -> None:
+    """Makes micro-step ``number`` of optimizer step ``step``, both from 0, run out of memory."""
+
+    def around(count: int, run: Callable[[], Any]) -> Any:
+        if (toy.trainer.global_step, count) != (step, number):
+            return run()
+        with Fault(0):
+            return run()
+
+    wrap_micro_steps(toy.recoverable, around)
+
+
+def test_a_step_that_runs_out_of_memory_is_noted_and_trains_the_same(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, batch_size=4, recovers=True)
+    fails_at(toy, step=4, number=0)
+    toy.train()
+    assert toy.weight == pytest.approx(W - LR * 2 * (1.5 + 5.5 + 9.5))
+    assert toy.figures("oom_retries") == [0] * 4 + [1, 1]
+    assert toy.figures("micro_batch_size") == [4] * 4 + [2, 2]
+    (entry,) = toy.history()
+    reason = entry.pop("reason")
+    assert entry == {"epoch": 1, "batch_size": 4, "step": 5, "micro_batch_size": 2}
+    assert reason.startswith("micro-batch 4 -> 2 rows: in step 5 rank 0 ran out of memory in forward (not metered: Out")
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes", "batch_size"),
+    [(None, [1, 1, 1, 2, 2, 2], 4), (adds_two_in_epoch_one, [1, 1, 1, 3, 3], 6)],
+    ids=["same batch", "grown batch"],
+)
+def test_larger_micro_batches_are_tried_again_at_an_epochs_start(
+    tmp_path: Path, function: Any, sizes: list[int], batch_size: int
+) -> None:
+    """Not before the first step, when the longest row is unknown."""
+    toy = Toy(tmp_path, batch_size=4, function=function, fitting=3)
+    toy.micro_batches.resize(1)
+    toy.train()
+    assert toy.figures("micro_batch_size") == sizes
+    assert toy.history()[-1] == {
+        "epoch": 1,
+        "batch_size": batch_size,
+        "step": 4,
+        "micro_batch_size": sizes[-1],
+        "reason": f"micro-batch 1 -> {sizes[-1]} rows: fits again at the start of epoch 1",
+    }
+
+
+def test_tries_use_the_row_of_the_probes_or_else_the_longest_row_of_training(tmp_path: Path) -> None:
+    dataset = rows_of(*range(12), lengths=[1] * 7 + [3] + [1] * 4)
+    toy = Toy(tmp_path, dataset, batch_size=4)
+    toy.micro_batches.resize(2)
+    assert toy.train().tried == [(4, 3)]
+    toy = Toy(tmp_path, dataset, batch_size=4, epochs=range(1), sizes=Sizes(probe_row={"tokens": [1] * 9}))
+    toy.micro_batches.resize(2)
+    assert toy.train().tried == [(4, 9)]
+
+
+class FailsIn(torch.optim.SGD):
+    """An optimizer that fails in its third step."""
+
+    steps = 0
+    error: Exception
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if self.steps == 3:
+            raise self.error
+        return super().step(closure)
+
+
+class OutOfMemory(FailsIn):
+    error = torch.OutOfMemoryError("CUDA out of memory")
+
+
+class OutOfMemoryInCollective(FailsIn):
+    error = torch.distributed.DistBackendError("NCCL error: Cuda failure 2 'out of memory'")
+
+
+class OtherError(FailsIn):
+    error = ZeroDivisionError("on purpose")
+
+
+@pytest.mark.parametrize("optimizer", [OutOfMemory, OutOfMemoryInCollective])
+def test_a_run_out_of_memory_in_the_optimizer_ends_with_what_to_do(tmp_path: Path, optimizer: type[FailsIn]) -> None:
+    toy = Toy(tmp_path, optimizer_class=optimizer, recovers=True)
+    with pytest.raises(RuntimeError) as caught:
+        toy.train()
+    assert str(caught.value) == (
+        "out of memory in phase 'optimizer', when parameters and optimizer state may be half updated: the run must end,"
+        " and may resume from its last checkpoint; an 8-bit optimizer, LoRA or more ranks would need less"
+    )
+    assert caught.value.__cause__ is optimizer.error
+    assert toy.trainer.global_step == 2
+
+
+def test_another_error_of_the_optimizer_is_not_taken_for_out_of_memory(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        Toy(tmp_path, optimizer_class=OtherError).train()
+
+
+# ---- a resumed run
+
+
+def going_on(directory: Path, epochs: range, **options: Any) -> Toy:
+    """A run with a growing batch, samples left over, and a decaying rate."""
+    options |= {"micro_steps": 2, "function": adds_two_in_epoch_one, "decays": True, "epochs": epochs}
+    return Toy(directory, rows_of(*range(11)), shuffle=True, **options)
+
+
+def copied(run: Toy, directory: Path) -> Path:
+    """A folder with the log of ``run``."""
+    return Path(shutil.copytree(run.directory, directory, dirs_exist_ok=True))
+
+
+def resumed_from(saved: AdaptiveState, weight: float, directory: Path, **options: Any) -> Toy:
+    resumed = going_on(
+        directory,
+        range(saved.epochs_run, 4),
+        batch_size=saved.batch_size,
+        steps_done=saved.global_step,
+        saved=saved,
+        **options,
+    )
+    nn.init.constant_(resumed.model.weight, weight)
+    resumed.trainer.load_state(saved)
+    assert resumed.state() == saved
+    return resumed
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that advances by a second whenever the loop reads it."""
+    seconds = itertools.count()
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_run_resumed_after_any_step_or_epoch_continues_as_if_it_had_never_ended(tmp_path: Path) -> None:
+    """With a growing batch, samples left over, a reduced micro-batch and a decaying rate."""
+    whole = going_on(tmp_path / "whole", range(4), save_every_steps=1)
+    whole.trainer.note_batch_size("config", epoch=0)
+    whole.micro_batches.resize(1)
+    weights: list[float] = []
+    whole.on_save = lambda epoch: weights.append(whole.weight)
+    whole.train()
+    assert [state.epoch_samples for state in whole.steps.states.values()] == [4, 8, 8, 8, 8]
+    saved = [(state, whole.steps.weights[step]) for step, state in whole.steps.states.items()]
+    saved += [(whole.states[epochs_run], weights[epochs_run - 1]) for epochs_run in (1, 2, 3)]
+    for state, weight in saved:
+        resumed = resumed_from(state, weight, copied(whole, tmp_path / "resumed")).train()
+        assert resumed.logged == {step: figures for step, figures in whole.logged.items() if step > state.global_step}
+        assert resumed.weight == whole.weight
+        assert resumed.state() == whole.state()
+        assert resumed.history() == whole.history()
+
+
+def test_random_draws_of_a_resumed_run_are_those_of_one_that_never_ended(tmp_path: Path) -> None:
+    """As for dropout; a data loader's iterator, made at the start of an epoch, draws from the same generator."""
+
+    def draws(toy: Toy) -> list[float]:
+        drawn: list[float] = []
+        toy.on_before_step = lambda step: drawn.append(torch.rand(()).item())
+        toy.train()
+        return drawn
+
+    torch.manual_seed(5)
+    whole = going_on(tmp_path / "whole", range(4), save_every_steps=1)
+    expected = draws(whole)
+    for step, saved in whole.steps.states.items():
+        torch.manual_seed(99)
+        assert draws(resumed_from(saved, 0.0, tmp_path / "resumed")) == expected[step:]
+    for epochs_run, saved in whole.states.items():
+        torch.manual_seed(99)
+        left = draws(resumed_from(saved, 0.0, tmp_path / "resumed")) if epochs_run < 4 else []
+        assert left == expected[saved.global_step :]
+
+
+def test_changes_since_the_checkpoint_are_logged_and_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved = Toy(tmp_path, epochs=range(1), config={"seed": 1}).train().state()
+    caplog.clear()
+    toy = Toy(tmp_path, rows_of(*range(15)), batch_size=3, epochs=range(1, 2), steps_done=6, config={"seed": 2})
+    toy.trainer.load_state(saved)
+    reason = "resumed with changes: samples in the data set 12 -> 15; samples per optimizer step 2 -> 3; seed 1 -> 2"
+    assert decisions(caplog) == [reason]
+    assert toy.history() == [{"step": 7, "epoch": 1, "batch_size": 3, "reason": reason}]
+    same = Toy(tmp_path, epochs=range(1, 2), steps_done=6, config={"seed": 1})
+    same.trainer.load_state(saved)
+    assert same.record.history == []
+
+
+@pytest.mark.parametrize(("seed", "limit"), [(1, 2), (2, 3)], ids=["as it was", "changed"])
+def test_micro_batches_are_cut_as_before_unless_something_has_changed(tmp_path: Path, seed: int, limit: int) -> None:
+    """Even if the search finds another size this time."""
+    before = Sizes(result=search_result(exact_batch_size=2, batch_size=2), fitting_rows=2)
+    after = Sizes(result=search_result(exact_batch_size=3, batch_size=3), fitting_rows=3)
+    saved = Toy(tmp_path, batch_size=4, sizes=before, epochs=range(1), config={"seed": 1}).train().state()
+    toy = Toy(tmp_path, batch_size=4, sizes=after, epochs=range(1, 2), steps_done=3, config={"seed": seed})
+    toy.trainer.load_state(saved)
+    assert toy.micro_batches.largest == RowLimit(limit)
+
+
+def test_the_longest_row_that_was_trained_with_is_known_to_a_resumed_run(tmp_path: Path) -> None:
+    dataset = rows_of(*range(12), lengths=[1] * 7 + [3] + [1] * 4)
+    saved = Toy(tmp_path, dataset, batch_size=4, epochs=range(1)).train().state()
+    resumed = Toy(tmp_path, dataset, batch_size=4, epochs=range(1, 2), steps_done=3)
+    resumed.trainer.load_state(saved)
+    assert resumed.loader.longest_row_tokens == 3
+
+
+# ---- checkpoints of steps
+
+
+def test_every_nth_step_is_saved_over_epochs_and_the_run_continues(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, batch_size=4, save_every_steps=2).train()
+    steps = [f"before {step}" for step in range(6)]
+    assert toy.events == [
+        *("start", steps[0], "step", steps[1], "step", "save step 2", steps[2], "step", "wait", "save 0"),
+        *(steps[3], "step", "save step 4", steps[4], "step", steps[5], "step", "save step 6", "wait", "save 1"),
+        "stop",
+    ]
+    assert [(one.epochs_run, one.epoch_samples) for one in toy.steps.states.values()] == [(0, 8), (1, 4), (1, 12)]
+
+
+def test_a_checkpoint_that_cannot_be_saved_does_not_end_the_run(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, batch_size=4, save_every_steps=1, saves_succeed=False).train()
+    assert list(toy.logged) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("save_every_steps", [None, 1, 4], ids=["only then", "each", "others"])
+def test_a_signal_ends_the_run_after_its_step_which_is_saved_at_once(
+    tmp_path: Path, save_every_steps: int | None
+) -> None:
+    toy = Toy(tmp_path, batch_size=4, stop_after=5, save_every_steps=save_every_steps)
+    with pytest.raises(RunEnded) as end:
+        toy.train()
+    assert end.value.status == 75
+    assert str(end.value) == (
+        "a signal ended the run after step 5, and a checkpoint is saved:"
+        " run the same command with `resume_from_checkpoint=True` to resume."
+    )
+    assert list(toy.logged) == [1, 2, 3, 4, 5]  # the figures of the step are logged first
+    assert toy.events[-3:] == ["step", "save step 5 at once", "stop"]
+    assert toy.events.count("save step 5") == 0
+    assert (toy.steps.states[5].epochs_run, toy.steps.states[5].epoch_samples) == (1, 8)
+    assert toy.steps.weights[5] == toy.weight == pytest.approx(W - LR * (1.5 + 5.5 + 9.5 + 1.5 + 5.5))
+
+
+def test_a_signal_whose_checkpoint_cannot_be_saved_ends_the_run_as_an_error(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, batch_size=4, stop_after=2, saves_succeed=False)
+    with pytest.raises(CheckpointError) as end:
+        toy.train()
+    assert str(end.value) == "a signal ended the run after step 2, but saving a checkpoint failed."
+    assert list(toy.logged) == [1, 2]
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError, KeyboardInterrupt])
+def test_however_a_run_ends_its_progress_bar_is_closed(
+    tmp_path: Path, error: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars: list[Bar] = []
+
+    def make_bar(**options: Any) -> Bar:
+        bars.append(Bar(**options))
+        return bars[-1]
+
+    def fail(step: int) -> None:
+        if error is not None and step == 1:
+            raise error
+
+    monkeypatch.setattr(trainer_module, "Bar", make_bar)
+    with pytest.raises(error or RunEnded):
+        Toy(tmp_path, batch_size=4, stop_after=2, on_before_step=fail).train()
+    (bar,) = bars
+    assert bar.disable  # a closed bar is disabled
+
+
+def test_within_an_epoch_no_increase_is_asked_for_again_and_no_size_is_tried(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def grows(epoch: int, current_batch_size: int) -> int:
+        asked.append(epoch)
+        return 2
+
+    options: dict[str, Any] = {"batch_size": 4, "function": grows, "maximum": 6, "fitting": 9}
+    whole = Toy(tmp_path, epochs=range(2), save_every_steps=1, **options)
+    whole.train()
+    assert asked == [0, 1]
+    asked.clear()
+    saved = whole.steps.states[1]
+    assert saved.batch_size == 6
+    options |= {"batch_size": 6, "steps_done": 1, "saved": saved}
+    resumed = Toy(tmp_path, epochs=range(2), **options)
+    resumed.trainer.load_state(saved)
+    resumed.micro_batches.resize(1)
+    resumed.train()
+    assert asked == [1]
+    assert resumed.figures("micro_batch_size") == [1, 6, 6]
+    assert resumed.tried == [(6, 1)]

@@ -1,1 +1,0 @@
-"""Checkpoints of a run: written atomically after any step, and found again by a resumed run."""

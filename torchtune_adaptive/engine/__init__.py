@@ -1,0 +1,1 @@
+"""What any PyTorch loop can use: memory, what ranks agree on, recovery, search. It imports torch alone."""

@@ -1,0 +1,200 @@
+"""Save and restore everything that train steps change, so that probes can run on the real model and optimizers.
+
+Trainable parameters (this rank's shards), buffers, optimizer state and random states are saved. A probe does
+not measure the memory of the copies: see ``Copies``. Frozen parameters are not saved, because nothing writes to them.
+"""
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states, reset_after_failure
+from torchtune_adaptive.engine.memory.copies import Copies, bytes_in_memory
+from torchtune_adaptive.engine.memory.operations import plain_parts
+
+
+@contextmanager
+def restore_on_exit(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Callable[[], None]]:
+    """Context: on exit, also after an exception, restore the state bit for bit and set gradients to None.
+
+    This covers parameters, buffers, FSDP2's settings, the state and options of all ``optimizers``, and the random
+    generators of Python, NumPy, the CPU and the CUDA devices. Not a collective: each rank saves and restores its own
+    state.
+
+    Yields a function that restores only the optimizers, for a step that failed while the optimizers created their
+    state. The next step would otherwise use the incomplete state.
+    """
+    tensors = _trained_tensors(model)
+    settings = KeptSettings(fsdp_states(model))
+    with Copies([*tensors, *_tensors_of(optimizers)]) as copies, keep_random_states():
+        restores = [copies.copy(tensor) for tensor in tensors]
+        saved_optimizers = [_SavedOptimizer(optimizer, copies) for optimizer in optimizers]
+
+        def restore_optimizers() -> None:
+            for saved in saved_optimizers:
+                saved.restore()
+
+        try:
+            yield restore_optimizers
+        finally:
+            reset_after_failure(model)
+            settings.restore()
+            for restore in restores:
+                restore()
+            restore_optimizers()
+
+
+def bytes_of_copies(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Host memory that ``restore_on_exit`` takes for this rank's copies, beside those in a file."""
+    return bytes_in_memory([*_trained_tensors(model), *_tensors_of(optimizers)])
+
+
+@contextmanager
+def keep_random_states(generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
+    """Context: on exit, restore the random generators of Python, NumPy, CPU and CUDA devices, and ``generators``."""
+    states = RandomStates(generators=generators)
+    try:
+        yield
+    finally:
+        states.restore()
+
+
+class RandomStates:
+    """The states of the random generators of Python, NumPy, the CPU and the CUDA devices.
+
+    Args:
+        device: save only this CUDA device. None: save all CUDA devices.
+        generators: further generators to save.
+    """
+
+    def __init__(self, device: torch.device | None = None, generators: Sequence[torch.Generator] = ()) -> None:
+        self._generators = tuple(generators)
+        self._generator_states = [one.get_state() for one in generators]
+        self._numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
+        self._python_state = random.getstate()
+        self._numpy_state = self._numpy_random.get_state() if self._numpy_random else None
+        self._cpu_state = torch.get_rng_state()
+        devices = range(torch.cuda.device_count()) if device is None else [device] if device.type == "cuda" else []
+        self._cuda_states = [(one, torch.cuda.get_rng_state(one)) for one in devices if torch.cuda.is_initialized()]
+
+    def restore(self) -> None:
+        """Restore the saved states."""
+        random.setstate(self._python_state)
+        if self._numpy_random:
+            self._numpy_random.set_state(self._numpy_state)
+        torch.set_rng_state(self._cpu_state)
+        for device, state in self._cuda_states:
+            torch.cuda.set_rng_state(state, device)
+        for generator, state in zip(self._generators, self._generator_states, strict=True):
+            generator.set_state(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states as tensors and plain values; of CUDA devices only the first saved one."""
+        version, words, gauss = self._python_state
+        saved: dict[str, Any] = {"python": [version, torch.tensor(words), gauss], "cpu": self._cpu_state}
+        if self._numpy_state is not None:
+            kind, keys, *rest = self._numpy_state
+            saved["numpy"] = [kind, torch.tensor(keys.tolist()), *rest]
+        if self._cuda_states:
+            saved["cuda"] = self._cuda_states[0][1]
+        return saved | {"generators": self._generator_states}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Load the states from ``state_dict``. Missing entries stay as they are."""
+        version, words, gauss = saved["python"]
+        self._python_state = (version, tuple(words.tolist()), gauss)
+        self._cpu_state = saved["cpu"]
+        if "numpy" in saved and self._numpy_random:
+            kind, keys, *rest = saved["numpy"]
+            self._numpy_state = (kind, keys.numpy(), *rest)
+        if "cuda" in saved:
+            self._cuda_states = [(device, saved["cuda"]) for device, _ in self._cuda_states[:1]]
+        if saved["generators"]:
+            self._generator_states = saved["generators"]
+
+
+class KeptTensors:
+    """Copies of tensors on the same device, for example of a model's buffers. Copying does not wait for the device."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._copies = [
+            (tensor, part.detach(), part.detach().clone()) for tensor in tensors for part in plain_parts(tensor)
+        ]
+
+    def changed(self) -> list[torch.Tensor]:
+        """Return the tensors that differ from their copies, or contain a NaN.
+
+        Version counters are no substitute: batch normalisation does not increase them.
+        """
+        changed = {id(tensor): tensor for tensor, part, copied in self._copies if not torch.equal(part, copied)}
+        return list(changed.values())
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the tensors from their copies."""
+        for _, part, copied in self._copies:
+            part.copy_(copied)
+
+
+class _SavedOptimizer:
+    """An optimizer's saved state and options. ``restore`` keeps the tensor objects, and removes new entries."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, copies: Copies) -> None:
+        self._optimizer = optimizer
+        self._state = {parameter: _save(values, copies) for parameter, values in optimizer.state.items()}
+        self._groups = [_save(_options(group), copies) for group in optimizer.param_groups]
+        # `step` sets this flag. Learning rate schedulers use it to warn when they are stepped before the optimizer.
+        self._stepped = vars(optimizer).get("_opt_called")
+
+    def restore(self) -> None:
+        state = self._optimizer.state
+        for parameter in list(state):
+            if parameter not in self._state:
+                del state[parameter]
+        for parameter, saved in self._state.items():
+            _restore(state[parameter], saved)
+        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+            _restore(group, saved, keep=("params",))
+        vars(self._optimizer).pop("_opt_called", None)
+        if self._stepped is not None:
+            vars(self._optimizer)["_opt_called"] = self._stepped
+
+
+def _trained_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """What training changes of a model."""
+    return [*(parameter for parameter in model.parameters() if parameter.requires_grad), *model.buffers()]
+
+
+def _tensors_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """The tensors in the optimizers' state and options."""
+    values = [values for optimizer in optimizers for values in (*optimizer.state.values(), *optimizer.param_groups)]
+    return [value for named in values for value in named.values() if isinstance(value, torch.Tensor)]
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _save(values: dict[str, Any], copies: Copies) -> dict[str, tuple[Any, Any]]:
+    """Return each value with its backup: a restoring function for a tensor, a deep copy for anything else."""
+    return {
+        name: (value, copies.copy(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value))
+        for name, value in values.items()
+    }
+
+
+def _restore(values: dict[str, Any], saved: dict[str, tuple[Any, Any]], keep: tuple[str, ...] = ()) -> None:
+    for name in [name for name in values if name not in saved and name not in keep]:
+        del values[name]
+    for name, (original, restorer) in saved.items():
+        if isinstance(original, torch.Tensor):
+            restorer()
+            values[name] = original
+        else:
+            values[name] = restorer

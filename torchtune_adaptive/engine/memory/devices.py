@@ -1,0 +1,84 @@
+"""Make the meter for a device, and check a memory limit against the device."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.engine.memory.cuda_meter import CudaMeter
+from torchtune_adaptive.engine.memory.meter import MemoryMeter, device_memory_bytes
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.text import format_bytes
+
+_NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # of torch, for debugging
+
+
+def meter_for(
+    device: torch.device, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, exact: bool = True
+) -> MemoryMeter:
+    """Make a meter for ``device``, on which ``model`` computes. It counts tensors of the model and the optimizers.
+
+    Raises:
+        InputError: the device is neither the CPU nor CUDA.
+    """
+    if device.type == "cuda":
+        return CudaMeter(device, exact=exact)
+    device_memory_bytes(device)  # refuses any device except the CPU
+    meter = CpuMeter(exact=exact)
+    parameters = list(model.parameters())
+    states = [list(values.values()) for optimizer in optimizers for values in optimizer.state.values()]
+    meter.count([parameters, [parameter.grad for parameter in parameters], list(model.buffers()), states])
+    return meter
+
+
+def computing_device(model: nn.Module) -> torch.device:
+    """The device on which ``model`` computes: that of its parameters, or with FSDP2's CPU offload the GPU.
+
+    Raises:
+        InputError: the model has no parameters.
+    """
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        raise InputError("`model` must have parameters, but has none.")
+    mesh_type = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
+    if mesh_type == parameter.device.type:
+        return parameter.device
+    return torch.device(mesh_type, torch.get_device_module(mesh_type).current_device())
+
+
+def check_limit(limit_bytes: int | None, device: torch.device) -> None:
+    """Check that ``device`` can have a memory limit of ``limit_bytes``.
+
+    Raises:
+        InputError: the limit is None on the CPU, or above the memory of the device, or CUDA's allocator is turned off.
+    """
+    device_bytes = device_memory_bytes(device)
+    uncached = os.environ.get(_NO_CACHING)
+    if device.type == "cuda" and uncached is not None:
+        raise InputError(
+            f"`{_NO_CACHING}` must not be set if memory is limited, which CUDA's caching allocator does,"
+            f" but is {uncached!r}."
+        )
+    if limit_bytes is None and device.type == "cpu":
+        raise InputError("`memory_limit` must be given for a search on the CPU, for example 512MiB, but is None.")
+    if limit_bytes is not None and limit_bytes > device_bytes:
+        raise InputError(
+            f"`memory_limit` must be at most what the device has ({format_bytes(device_bytes)}),"
+            f" but is {format_bytes(limit_bytes)} ({limit_bytes} bytes) instead."
+        )
+
+
+def describe_peak(meter: MemoryMeter | None) -> str:
+    """Peak and limit as text, for messages; "not metered" without a meter."""
+    if meter is None:
+        return "not metered"
+    limit_bytes = meter.limit_bytes or meter.available_bytes
+    return f"peak {format_bytes(meter.peak_bytes)}, limit {format_bytes(limit_bytes)}"
+
+
+def allowed_bytes(device: torch.device, limit_bytes: int | None) -> int | None:
+    """The memory of ``device`` that a run may use: the user's limit, else a GPU's whole memory, else None."""
+    return limit_bytes or (device_memory_bytes(device) if device.type == "cuda" else None)

@@ -1,0 +1,44 @@
+"""The phase that a train step is in: forward, loss, backward and so on."""
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from torchtune_adaptive.engine.memory.meter import MemoryMeter
+
+
+class Phases:
+    """Tracks the current phase of a train step, and reports it to a meter.
+
+    Forward hooks on the models enter "forward" and "loss". So the code that calls the models, such as a user's loss
+    function, does not have to report its phase. All other phases are entered by ``enter``.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], meter: MemoryMeter | None) -> None:
+        self._meter = meter
+        self._now = ""
+        self._handles: list[RemovableHandle] = []
+        for model in models:
+            # First of the pre-hooks and last of the hooks: FSDP2's own, which gather parameters, belong to "forward".
+            self._handles += [
+                model.register_forward_pre_hook(lambda *_: self.enter("forward"), prepend=True),
+                model.register_forward_hook(lambda *_: self.enter("loss")),
+            ]
+
+    @property
+    def now(self) -> str:
+        """The current phase, "" before the first one."""
+        return self._now
+
+    def enter(self, name: str) -> None:
+        """Start phase ``name``, for example "backward"."""
+        self._now = name
+        if self._meter is not None:
+            self._meter.enter_phase(name)
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

@@ -1,0 +1,1 @@
+"""Steps that run again in smaller micro-batches after an out-of-memory error."""

@@ -1,0 +1,263 @@
+"""Run the micro-steps of an optimizer step, and tell all ranks if one of them ran out of memory.
+
+A rank that runs out of memory cleans up. It then issues the remaining collectives of this micro-step and of the
+following ones without computing, while the other ranks continue. After the last micro-step, all ranks agree on the CPU
+whether the optimizer step may run.
+"""
+
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states, reset_after_failure
+from torchtune_adaptive.engine.distributed.ledger import CollectiveInDoubtError, Ledger
+from torchtune_adaptive.engine.distributed.snapshot import KeptTensors, RandomStates
+from torchtune_adaptive.engine.memory.out_of_memory import (
+    comes_from_out_of_memory,
+    errors_behind,
+    free_memory,
+    is_out_of_memory,
+    is_out_of_memory_in_collective,
+)
+from torchtune_adaptive.errors import InputError, reason_of
+
+log = logging.getLogger(__name__)
+
+NO_SAMPLES = "An optimizer step must have samples, but has none."
+
+Result = TypeVar("Result")
+
+
+class MemoryPressure(IntEnum):
+    """The memory pressure of a rank in the micro-steps of an optimizer step."""
+
+    NONE = 0
+    THRASHING = 1
+    OUT_OF_MEMORY = 2
+
+
+@dataclass
+class Attempt(Generic[Result]):
+    """The micro-steps of an optimizer step, as far as they have run, and their outcome.
+
+    Attributes:
+        result: the sum of this rank's results; None if any rank ran out of memory.
+        pressure: the highest of all ranks.
+        own_pressure: the pressure of this rank.
+        error: this rank's out-of-memory error in one line, if it had one.
+        in_backward: whether the error was raised in a backward pass.
+    """
+
+    result: Result | None = None
+    pressure: MemoryPressure = MemoryPressure.NONE
+    own_pressure: MemoryPressure = MemoryPressure.NONE
+    error: str | None = None
+    in_backward: bool = False
+
+
+class Recovery:
+    """Runs the micro-steps of one model on one rank, and keeps collectives aligned after an out-of-memory error.
+
+    Args:
+        ledger: attached to ``model``, with its template set.
+        changing_buffers: the buffers that a micro-step changes. ``keep`` saves them.
+        release: releases memory that an aborted micro-step holds outside ``model``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        consensus: Consensus,
+        ledger: Ledger,
+        changing_buffers: list[torch.Tensor],
+        release: Callable[[], object],
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._consensus = consensus
+        self._ledger = ledger
+        self._changing_buffers = changing_buffers
+        self._release = release
+        self._states = fsdp_states(model)
+        self._settings = KeptSettings(self._states)
+        self._is_in_step = True
+
+    def keep(self) -> Callable[[], None]:
+        """Save the random states and the changing buffers, and return a function that restores them."""
+        random_states, buffers = RandomStates(self._device), KeptTensors(self._changing_buffers)
+
+        def restore() -> None:
+            random_states.restore()
+            buffers.restore()
+
+        return restore
+
+    def attempt(
+        self,
+        micro_steps: Sequence[Callable[[], Result]],
+        *,
+        is_thrashing: Callable[[], bool],
+        is_even: bool = True,
+    ) -> Attempt[Result]:
+        """Run ``micro_steps`` on every rank, and agree on the outcome.
+
+        A collective; it adds one all-reduce on the CPU. If any rank ran out of memory, the gradients on all ranks are
+        None afterwards, FSDP2's settings are as before, and the model can run a new step.
+        Args:
+            is_thrashing: called on ranks that did not run out of memory.
+            is_even: whether all ranks are known to have equally many micro-steps. Otherwise ranks exchange their
+                numbers after the first micro-step, and need a second collective if a rank has several.
+        Raises:
+            CollectiveInDoubtError: this rank cannot issue the same collectives as its peers. It must exit, and the
+                launcher then ends the others.
+            InputError: some rank has fewer micro-steps than another, or none has any. Raised on every rank.
+        """
+        attempt = Attempt[Result]()
+        self._settings = KeptSettings(self._states)
+        if is_even:
+            self._run_all(micro_steps, attempt)
+            worst = self._consensus.max_over_ranks(_measure(attempt, is_thrashing))
+        else:
+            worst = self._run_and_compare(micro_steps, attempt, is_thrashing)
+        attempt.pressure = MemoryPressure(worst)
+        if attempt.pressure is MemoryPressure.OUT_OF_MEMORY:
+            attempt.result = None
+            self._clean()
+        return attempt
+
+    def _run_all(self, micro_steps: Sequence[Callable[[], Result]], attempt: Attempt[Result]) -> None:
+        """Run ``micro_steps``. After an error, only issue the collectives of the rest."""
+        for micro_step in micro_steps:
+            self._ledger.begin()
+            if attempt.error is None:
+                self._run(micro_step, attempt)
+            if attempt.error is not None:
+                self._replay_rest(attempt.error)
+            elif not self._ledger.agrees:
+                self._fall_out_of_step()
+
+    def _run_and_compare(
+        self,
+        micro_steps: Sequence[Callable[[], Result]],
+        attempt: Attempt[Result],
+        is_thrashing: Callable[[], bool],
+    ) -> int:
+        """Run ``micro_steps``, whose number may differ between ranks. Returns the highest pressure of all ranks.
+
+        Ranks compare their numbers after the first micro-step. Most often it is the only one, and no second exchange
+        is needed.
+        """
+        number = len(micro_steps)
+        if number:
+            self._run_all(micro_steps[:1], attempt)
+        else:
+            self._replay_another()
+        so_far = _measure(attempt, is_thrashing) if number == 1 else MemoryPressure.NONE
+        compared = self._consensus.begin_max(so_far, -number, number)
+        self._run_all(micro_steps[1:], attempt)
+        worst, negated_fewest, most = compared()
+        for _ in range(most - max(number, 1)):
+            self._replay_another()
+        if most > 1:
+            worst = self._consensus.max_over_ranks(so_far if number == 1 else _measure(attempt, is_thrashing))
+        if -negated_fewest != most or not most:
+            self._clean()
+            raise InputError(_uneven(-negated_fewest, most))
+        return worst
+
+    def _replay_another(self) -> None:
+        """Issue the collectives of a micro-step that this rank does not have; its peers would wait for them."""
+        self._ledger.begin()
+        self._clean_up_after("fewer micro-steps than on another rank")
+        self._replay_rest("fewer micro-steps than on another rank")
+
+    def _run(self, micro_step: Callable[[], Result], attempt: Attempt[Result]) -> None:
+        """Add the result of ``micro_step`` to ``attempt``, or clean up and keep the text of its error there.
+
+        Only the text is kept, because the error's traceback keeps all tensors alive.
+        """
+        try:
+            attempt.result = sum_of_results(attempt.result, micro_step())
+        except Exception as error:
+            if is_out_of_memory_in_collective(error):
+                raise CollectiveInDoubtError(
+                    f"out of memory inside a collective, so that it is unknown whether it was issued: {error}"
+                ) from error
+            if not comes_from_out_of_memory(error):
+                raise
+            attempt.error = reason_of(next(one for one in errors_behind(error) if is_out_of_memory(one)))
+            attempt.in_backward = _was_in_backward(error)
+        if attempt.error is not None:
+            self._clean_up_after(attempt.error)
+
+    def _clean(self) -> None:
+        """Undo everything that the failed step left. Must be called outside of any ``except`` block."""
+        self._release()
+        if self._device.type != "cpu":  # running collectives may use this memory; peers issue them too, so they end
+            torch.get_device_module(self._device).synchronize(self._device)
+        reset_after_failure(self._model)
+        self._settings.restore()
+        free_memory(self._device)
+
+    def _clean_up_after(self, error: str) -> None:
+        try:
+            self._clean()
+        except Exception as failure:
+            raise CollectiveInDoubtError(f"this rank could not clean up: {failure}; {error}") from failure
+
+    def _replay_rest(self, error: str) -> None:
+        if not self._is_in_step:
+            raise CollectiveInDoubtError(f"micro-steps no longer issue the collectives of the rehearsal; {error}")
+        try:
+            self._ledger.replay_rest()
+        except CollectiveInDoubtError as doubt:
+            raise CollectiveInDoubtError(
+                f"this rank cannot issue the collectives that the others wait for: {doubt}; {error}"
+            ) from doubt
+
+    def close(self) -> None:
+        """Restore the model's own communication functions."""
+        self._ledger.detach()
+
+    def _fall_out_of_step(self) -> None:
+        if self._is_in_step:
+            log.warning(
+                "Micro-steps no longer issue the collectives of the rehearsal:"
+                " from now on an out-of-memory error ends the run. A likely cause is gradient accumulation by"
+                " `set_requires_gradient_sync(False)`: leave it on, so that every micro-step reduces its gradients."
+            )
+        self._is_in_step = False
+
+
+def _measure(attempt: Attempt[Any], is_thrashing: Callable[[], bool]) -> MemoryPressure:
+    """Set and return the pressure of this rank. Call it once, after the last micro-step."""
+    is_out = attempt.error is not None
+    attempt.own_pressure = MemoryPressure.OUT_OF_MEMORY if is_out else MemoryPressure(is_thrashing())
+    return attempt.own_pressure
+
+
+def _was_in_backward(error: Exception) -> bool:
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in frames)
+
+
+def sum_of_results(one: Any, other: Any) -> Any:
+    """The sum of two results of micro-steps, elementwise for tuples; ``other`` if ``one`` is None."""
+    if isinstance(one, tuple):
+        return tuple(map(sum_of_results, one, other))
+    return other if one is None else one + other
+
+
+def _uneven(fewest: int, most: int) -> str:
+    if not most:
+        return NO_SAMPLES
+    return f"Every rank must have the same number of micro-steps, but one has {fewest} and another has {most}."

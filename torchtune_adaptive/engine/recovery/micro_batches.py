@@ -1,0 +1,120 @@
+"""How the samples of an optimizer step are cut into micro-batches."""
+
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from typing import Any, Protocol, runtime_checkable
+
+from torchtune_adaptive.errors import InputError, quote, require_integer
+
+_REHEARSED_SAMPLES = (2, 1)  # sizes for the second micro-batch of a rehearsal, if they fit
+
+
+@runtime_checkable
+class Cutter(Protocol):
+    """Cuts samples into micro-batches, and holds their largest size."""
+
+    @property
+    def is_even(self) -> bool:
+        """Whether ``cut`` returns equally many micro-batches on every rank, for any samples."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The present size of a micro-batch, equal on every rank."""
+        ...
+
+    @property
+    def unit(self) -> str:
+        """The unit of ``size``, for messages."""
+        ...
+
+    def cut(self, samples: Any) -> Sequence[Any]:
+        """The micro-batches of ``samples``. All ranks must call it together."""
+        ...
+
+    def can_reduce(self, samples: Any) -> bool:
+        """Whether ``samples`` can be cut into smaller micro-batches; equal on every rank. A collective."""
+        ...
+
+    def reduce(self, samples: Any) -> None:
+        """Halve the size, so that the next cut of ``samples`` has smaller micro-batches."""
+        ...
+
+    def rehearsals(self, samples: Any) -> Iterable[Sequence[Any]]:
+        """Small micro-batches for a rehearsal, of different shapes if possible; then others to try if memory runs out.
+
+        Their number is equal on every rank.
+        """
+        ...
+
+
+class Slices:
+    """Micro-batches of up to ``size`` consecutive samples.
+
+    Samples are a sequence, a tensor [samples, ...], or a dict of these, all of one length. Micro-batches have the same
+    type. Every rank must have the same number of samples.
+
+    >>> Slices(2).cut([3, 1, 4])
+    [[3, 1], [4]]
+    >>> Slices(2).cut({"tokens": [3, 1, 4], "name": "abc"})
+    [{'tokens': [3, 1], 'name': 'ab'}, {'tokens': [4], 'name': 'c'}]
+
+    Raises:
+        InputError: ``size`` is not an integer of at least 1.
+    """
+
+    is_even = False
+    unit = "samples"
+
+    def __init__(self, size: int) -> None:
+        self.resize(size)
+
+    @property
+    def size(self) -> int:
+        """The largest number of samples of a micro-batch now."""
+        return self._size
+
+    def cut(self, samples: Any) -> list[Any]:
+        """The micro-batches of ``samples``, in their order."""
+        return [_part(samples, start, start + self._size) for start in range(0, _length(samples), self._size)]
+
+    def can_reduce(self, samples: Any) -> bool:
+        """Whether a micro-batch has more than one sample."""
+        return min(self._size, _length(samples)) > 1
+
+    def reduce(self, samples: Any) -> None:
+        """Halve the size of the micro-batches into which ``samples`` are cut, rounded down.
+
+        >>> slices = Slices(32)
+        >>> slices.reduce([1, 2, 3, 4, 5])
+        >>> slices.size
+        2
+        """
+        self._size = min(self._size, _length(samples)) // 2
+
+    def resize(self, size: int) -> None:
+        """Set the size, the same on every rank."""
+        self._size = require_integer("micro_batch_size", size, minimum=1)
+
+    def rehearsals(self, samples: Any) -> list[list[Any]]:
+        """The first sample, then the first two; to try next, the first one twice. Nothing if there is no sample."""
+        most = min(self._size, _length(samples))
+        if not most:
+            return []
+        return [[_part(samples, 0, 1), _part(samples, 0, min(number, most))] for number in _REHEARSED_SAMPLES]
+
+
+def _part(samples: Any, start: int, stop: int) -> Any:
+    if isinstance(samples, Mapping):
+        return {name: values[start:stop] for name, values in samples.items()}
+    return samples[start:stop]
+
+
+def _length(samples: Any) -> int:
+    """The number of samples."""
+    columns = samples.values() if isinstance(samples, Mapping) else [samples]
+    lengths = {len(column) if isinstance(column, Sized) else None for column in columns}
+    if len(lengths) != 1 or None in lengths:
+        raise InputError(
+            f"`samples` must be a sequence, tensor or dict of these, of one length, but is {quote(samples)} instead."
+        )
+    return lengths.pop() or 0

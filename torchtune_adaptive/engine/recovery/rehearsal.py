@@ -1,0 +1,178 @@
+"""Run small micro-steps while memory is free, to learn the collectives that recovery must replay after a failure."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.fsdp_state import (
+    CannotRecordError,
+    KeptSettings,
+    fsdp_states,
+    reset_after_failure,
+)
+from torchtune_adaptive.engine.distributed.ledger import Collective, Ledger
+from torchtune_adaptive.engine.distributed.snapshot import KeptTensors, keep_random_states
+from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
+from torchtune_adaptive.engine.memory.operations import CountCollectives
+from torchtune_adaptive.engine.memory.out_of_memory import free_memory
+from torchtune_adaptive.engine.recovery.attempts import Recovery
+from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state
+from torchtune_adaptive.engine.recovery.watch import PressureWatch
+from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, CannotRecoverError, NothingFitsError
+
+MicroSteps = Sequence[Callable[[], object]]
+
+
+def allocate_states(optimizers: Sequence[torch.optim.Optimizer], watch: PressureWatch) -> None:
+    """Create the state of Adam and AdamW, so that its memory is in use before training. A collective.
+
+    Raises:
+        NothingFitsError: the state does not fit.
+    """
+
+    def allocate() -> None:
+        for optimizer in optimizers:
+            if allocate_state(optimizer) and watch.meter is not None:
+                watch.meter.count([list(values.values()) for values in optimizer.state.values()])
+
+    if run_with_votes(allocate, watch.consensus) is Outcome.OUT_OF_MEMORY:
+        raise NothingFitsError(
+            "the optimizer's state must fit beside model and gradients, but does not"
+            f" ({watch.figures()}); an 8-bit optimizer, LoRA or more ranks would need less."
+        )
+
+
+def rehearse(
+    tries: Iterable[MicroSteps],
+    *,
+    model: nn.Module,
+    device: torch.device,
+    watch: PressureWatch,
+    release: Callable[[], object] = lambda: None,
+) -> Recovery:
+    """Run the first micro-steps that fit, with a vote before each collective, and return a recovery for such steps.
+
+    A collective: all ranks must call it, and get the same kind of outcome. It restores random generators and buffers,
+    and sets gradients to None. Settings of FSDP2 that a micro-step has changed for good stay changed; the micro-steps
+    are therefore run once more before recovery is refused. The lazy set-up of FSDP2 and of the communicators then
+    happens while memory is free. If there is no recovery, the model's original communication functions are restored.
+    Args:
+        tries: forward and backward passes on batches of different shapes; then others to try if memory runs out.
+        release: releases memory that an aborted micro-step holds outside ``model``.
+
+    Raises:
+        CannotRecoverError: recovery is not possible for this model and these micro-steps.
+        NothingFitsError: none of the micro-steps fits.
+        RuntimeError: on another rank a micro-step failed with an error other than out of memory. That rank raises
+            its own error.
+    """
+    ledger = _attached_ledger(model, device, watch.consensus)
+    with ExitStack() as without_recovery:
+        without_recovery.callback(ledger.detach)
+        for micro_steps in tries:
+            found = _run(micro_steps, ledger, model, device, watch.consensus, release)
+            if found is not None and found.reason:  # the first micro-step may have changed FSDP2's settings for good
+                found = _run(micro_steps, ledger, model, device, watch.consensus, release)
+            if found is None:
+                continue
+            if found.reason:
+                raise _cannot_recover(found.reason)
+            without_recovery.pop_all()
+            ledger.template = found.template
+            buffers = found.changing_buffers
+            return Recovery(
+                model, device, consensus=watch.consensus, ledger=ledger, changing_buffers=buffers, release=release
+            )
+    raise NothingFitsError(
+        "the first rows of the data set must fit, but their forward or backward pass ran out of memory"
+        f" ({watch.figures()}); {NOTHING_FITS_ADVICE}."
+    )
+
+
+class _Found(NamedTuple):
+    """What micro-steps have shown. ``reason``: why recovery is not possible, "" if it is."""
+
+    reason: str
+    template: list[Collective]
+    changing_buffers: list[torch.Tensor]
+
+
+def _run(
+    micro_steps: MicroSteps,
+    ledger: Ledger,
+    model: nn.Module,
+    device: torch.device,
+    consensus: Consensus,
+    release: Callable[[], object],
+) -> _Found | None:
+    """Run ``micro_steps`` once; None if some rank ran out of memory. A collective."""
+    recorded: list[list[Collective]] = []  # FSDP2's collectives of each micro-step
+    num_issued: list[int] = []  # number of all collectives of each micro-step
+
+    def run_and_record() -> None:
+        for micro_step in micro_steps:
+            ledger.begin()
+            with CountCollectives() as counter:
+                micro_step()
+            recorded.append(ledger.issued)
+            num_issued.append(counter.issued)
+
+    settings, buffers = KeptSettings(fsdp_states(model)), KeptTensors(model.buffers())
+    with keep_random_states():
+        outcome = run_with_votes(run_and_record, consensus)
+    release()
+    changing_buffers = buffers.changed()
+    buffers.restore()
+    reset_after_failure(model)
+    free_memory(device)
+    if outcome is Outcome.OUT_OF_MEMORY:
+        settings.restore()
+        return None
+    reason = consensus.first_reason(_why_not_covered(recorded, num_issued))
+    if not reason and _differs_between_ranks(recorded[0], consensus):
+        reason = "ranks issue different collectives in a micro-step"
+    return _Found(reason, recorded[0], changing_buffers)
+
+
+def _attached_ledger(model: nn.Module, device: torch.device, consensus: Consensus) -> Ledger:
+    """A ledger on every rank. If one rank cannot attach it, none does, and all have its reason. A collective."""
+    ledger, reason = None, ""
+    try:
+        ledger = Ledger(model, device)
+    except CannotRecordError as error:
+        reason = str(error)
+    is_missing = consensus.any_rank(ledger is None)
+    if ledger is not None and not is_missing:
+        return ledger
+    if ledger is not None:
+        ledger.detach()
+    raise _cannot_recover(consensus.first_reason(reason))
+
+
+def _why_not_covered(recorded: list[list[Collective]], num_issued: list[int]) -> str:
+    """Why the collectives of the first micro-step do not describe those of every one on this rank, or ""."""
+    for of_all, of_fsdp in zip(num_issued, map(len, recorded), strict=True):
+        if of_all != of_fsdp:
+            return (
+                f"a micro-step issues {of_all} collectives, but FSDP2 only {of_fsdp} of them:"
+                " the others, for example of tensor or context parallelism, may depend on the batch"
+            )
+    if any(one != recorded[0] for one in recorded):
+        return "micro-steps on different batches issue different collectives"
+    return ""
+
+
+def _differs_between_ranks(template: list[Collective], consensus: Consensus) -> bool:
+    text = "\n".join(collective.description() for collective in template)
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    smallest, largest = consensus.min_and_max(digest)
+    return smallest != largest
+
+
+def _cannot_recover(reason: str) -> CannotRecoverError:
+    return CannotRecoverError(f"An out-of-memory error in training will end the run: {reason}.")

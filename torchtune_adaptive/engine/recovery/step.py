@@ -1,0 +1,246 @@
+"""``RecoverableStep``: a train step for any PyTorch loop that recovers from out-of-memory errors."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtune_adaptive.engine.memory.devices import computing_device
+from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, MemoryPressure, Recovery, sum_of_results
+from torchtune_adaptive.engine.recovery.events import MemoryEvent
+from torchtune_adaptive.engine.recovery.micro_batches import Cutter, Slices
+from torchtune_adaptive.engine.recovery.rehearsal import allocate_states, rehearse
+from torchtune_adaptive.engine.recovery.watch import PressureWatch
+from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError, NothingFitsError
+from torchtune_adaptive.text import parse_memory
+
+Sums = TypeVar("Sums")
+
+
+class RecoverableStep(Generic[Sums]):
+    """Runs the forward and backward passes of an optimizer step in micro-batches, and recovers from out of memory.
+
+    If any rank runs out of memory, all ranks drop their gradients, halve the micro-batch, and run the same samples
+    again with the same random numbers. No rank is left waiting in a collective. Works on one device and under FSDP2.
+    Args:
+        model: everything on the device; several models in an ``nn.ModuleList``. Under FSDP2 it must be sharded.
+        micro_step: forward pass, loss and backward pass of one micro-batch. It must not change anything else, because
+            it may run again. Under FSDP2 every micro-step must reduce its gradients: leave
+            ``set_requires_gradient_sync`` on, or recovery turns itself off with a warning. Its results are summed: a
+            tensor or number, a tuple of them, anything with ``+``, or None. Detach tensors, or they keep the graph
+            alive.
+        micro_batch_size: samples per micro-batch, the same on every rank; or an object that cuts micro-batches.
+        optimizer: the optimizer, or several. ``rehearse`` creates the state of Adam and AdamW, so that its memory is in
+            use before training.
+        release: frees what an interrupted ``micro_step`` keeps outside of the model, such as a list of activations.
+        on_event: called on every rank after a shortage of memory. The default logs a warning on the first rank.
+        process_group: the ranks that train the model. None: those of the mesh on which FSDP2 has sharded it, or all
+            ranks of the default group if it is not sharded. These ranks must create the object together, and no others.
+        memory_limit: memory that this rank may use in its micro-steps, in bytes or as text such as "80GiB". None: what
+            the device has. On a CPU, a limit makes micro-steps slow: each operation is watched.
+        watch: the memory watch of a larger program, which limits memory itself; None: create one.
+        steps_done: optimizer steps before the first one, for the numbers of steps in messages.
+    Raises:
+        InputError: an argument is invalid, or the model has no parameters.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> def micro_step(rows):
+    ...     loss_sum = model(torch.stack(rows)).square().sum()
+    ...     loss_sum.backward()
+    ...     return loss_sum.detach(), len(rows)
+    >>> step = RecoverableStep(model, micro_step, micro_batch_size=2)
+    >>> loss_sum, num_rows = step([torch.ones(2) for _ in range(5)])
+    >>> num_rows
+    5
+    >>> model.weight.grad is None
+    False
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        micro_step: Callable[[Any], Sums],
+        *,
+        micro_batch_size: int | Cutter,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        release: Callable[[], object] = lambda: None,
+        on_event: Callable[[MemoryEvent], object] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        memory_limit: int | str | None = None,
+        watch: PressureWatch | None = None,
+        steps_done: int = 0,
+    ) -> None:
+        self._model = model
+        self._micro_step = micro_step
+        self._cutter = micro_batch_size if isinstance(micro_batch_size, Cutter) else Slices(micro_batch_size)
+        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._release = release
+        self._device = computing_device(model)
+        self._owns_watch = watch is None
+        limit_bytes = None if memory_limit is None else parse_memory(memory_limit)
+        self._watch = watch or PressureWatch.of(
+            model, self._optimizers, self._device, process_group=process_group, limit_bytes=limit_bytes
+        )
+        self._on_event = on_event or self._watch.log
+        self._limited = self._watch.meter if limit_bytes is not None else None
+        self._recovery: Recovery | None = None
+        self._is_enabled = True
+        self._trained: list[nn.Parameter] = []
+        self._events: list[MemoryEvent] = []
+        self._number = steps_done
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The current size of a micro-batch."""
+        return self._cutter.size
+
+    @property
+    def events(self) -> tuple[MemoryEvent, ...]:
+        """All events so far, except those that ended the training."""
+        return tuple(self._events)
+
+    @property
+    def retries(self) -> int:
+        """How often a step ran out of memory and was run again."""
+        return sum(event.pressure is MemoryPressure.OUT_OF_MEMORY for event in self._events)
+
+    @property
+    def recovers(self) -> bool:
+        """Whether the step recovers from out-of-memory errors. False before ``rehearse`` and after ``disable``."""
+        return self._recovery is not None
+
+    def rehearse(self, samples: Any) -> None:
+        """Create the optimizers' state, and run two small micro-steps to learn their collectives.
+
+        It needs at least two samples to see whether the collectives depend on the batch. It restores model,
+        optimizers and random generators, and sets gradients to None. A collective: every rank must call it. If it has
+        not been called, the first step calls it with its own samples.
+        Raises:
+            CannotRecoverError: recovery is not possible for this model.
+            NothingFitsError: the optimizers' state or the smallest micro-step does not fit.
+            InputError: the micro-batch size is not the same on every rank, or some rank has no samples.
+        """
+        self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        _check_no_gradients(self._trained)
+        allocate_states(self._optimizers, self._watch)
+        rehearsals = list(self._cutter.rehearsals(samples))
+        self._check(has_samples=bool(rehearsals))
+        context = self._watch.meter or nullcontext()
+        self._recovery = rehearse(
+            [[partial(self._run, context, one) for one in micro_batches] for micro_batches in rehearsals],
+            model=self._model,
+            device=self._device,
+            watch=self._watch,
+            release=self._release,
+        )
+
+    def disable(self) -> None:
+        """Turn recovery off: there is no rehearsal, and an out-of-memory error is raised as it is."""
+        self._is_enabled = False
+        self._end_recovery()
+
+    def close(self) -> None:
+        """Restore the model's own communication functions. Every rank must call it."""
+        self._end_recovery()
+        if self._owns_watch:
+            self._watch.close()
+
+    def __call__(self, samples: Any) -> Sums:
+        """Run forward and backward passes over ``samples``, in smaller micro-batches if memory runs out.
+
+        Returns the sum of the results of ``micro_step``. Gradients are the sums over all micro-steps. A collective:
+        every rank must call it with the same number of samples.
+        Args:
+            samples: this rank's samples of the optimizer step: a sequence, a tensor [samples, ...], or a dict of these.
+        Raises:
+            NothingFitsError: a single sample does not fit. Raised on every rank, with the same message.
+            InputError: gradients are not None, or ranks have different numbers of samples.
+            CannotRecoverError: see ``rehearse``.
+            CollectiveInDoubtError: the error does not allow recovery; this process must end.
+        """
+        if self._is_enabled and self._recovery is None:
+            self.rehearse(samples)
+        self._number += 1
+        if self._limited is not None:
+            self._limited.count([list(values.values()) for one in self._optimizers for values in one.state.values()])
+        if self._recovery is None:
+            return _sum(self._micro_steps(samples))
+        _check_no_gradients(self._trained)
+        restore = self._recovery.keep()
+        while True:
+            is_even = self._cutter.is_even
+            attempt = self._recovery.attempt(
+                self._micro_steps(samples), is_thrashing=self._watch.is_thrashing, is_even=is_even
+            )
+            if attempt.pressure is not MemoryPressure.NONE:
+                self._reduce(attempt, samples)
+            if attempt.pressure is not MemoryPressure.OUT_OF_MEMORY:
+                return cast(Sums, attempt.result)
+            restore()
+
+    def _micro_steps(self, samples: Any) -> list[Callable[[], Sums]]:
+        context = self._limited or nullcontext()
+        return [partial(self._run, context, one) for one in self._cutter.cut(samples)]
+
+    def _run(self, context: AbstractContextManager[Any], micro_batch: Any) -> Sums:
+        with context:
+            self._watch.phases.enter("batch")
+            return self._micro_step(micro_batch)
+
+    def _reduce(self, attempt: Attempt[Sums], samples: Any) -> None:
+        """Halve the micro-batch, at once after an error, or from the next step on after thrashing. A collective.
+
+        Raises:
+            NothingFitsError: the attempt failed, and micro-batches are already single rows.
+        """
+        can_reduce = self._cutter.can_reduce(samples)
+        before = self._cutter.size
+        if can_reduce:
+            self._cutter.reduce(samples)
+        after, unit = self._cutter.size, self._cutter.unit
+        event = self._watch.event(attempt, step=self._number, before=before, after=after, unit=unit)
+        self._watch.reset()
+        if not can_reduce and attempt.pressure is MemoryPressure.OUT_OF_MEMORY:
+            raise NothingFitsError(
+                f"a single row per micro-step must fit, but in step {self._number} {event.cause};"
+                f" {NOTHING_FITS_ADVICE}."
+            )
+        if not can_reduce:
+            self._watch.stop()
+        self._events.append(event)
+        self._on_event(event)
+
+    def _check(self, *, has_samples: bool) -> None:
+        """Check the micro-batch size and the samples of all ranks. A collective."""
+        smallest, largest = self._watch.consensus.min_and_max(self._cutter.size)
+        if smallest != largest:
+            raise InputError(
+                f"`micro_batch_size` must be the same on every rank, but is {smallest} on one and {largest} on another."
+            )
+        if self._watch.consensus.any_rank(not has_samples):
+            raise InputError("An optimizer step must have samples on every rank, but has none on some.")
+
+    def _end_recovery(self) -> None:
+        if self._recovery is not None:
+            self._recovery.close()
+            self._recovery = None
+
+
+def _sum(runs: list[Callable[[], Sums]]) -> Sums:
+    """The sum of the results of ``runs``, without recovery."""
+    if not runs:
+        raise InputError(NO_SAMPLES)
+    return functools.reduce(sum_of_results, (run() for run in runs))
+
+
+def _check_no_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    if any(parameter.grad is not None for parameter in parameters):
+        raise InputError(
+            "Gradients must be None before a step, which may have to run again, but some are not: call"
+            " `optimizer.zero_grad()` after each optimizer step, and pass all samples of a step in one call."
+        )

@@ -1,0 +1,111 @@
+"""The memory pressure of this rank, and the phase of its step."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.memory.devices import check_limit, describe_peak, meter_for
+from torchtune_adaptive.engine.memory.meter import MemoryMeter
+from torchtune_adaptive.engine.memory.phases import Phases
+from torchtune_adaptive.engine.recovery.attempts import Attempt
+from torchtune_adaptive.engine.recovery.events import MemoryEvent
+
+log = logging.getLogger(__name__)
+
+_LONGEST_LIST = 3  # different figures of ranks in a message
+
+
+class PressureWatch:
+    """Watches the memory pressure of this rank, and describes what happened.
+
+    Args:
+        consensus: the agreement between the ranks that train together.
+        meter: the device's meter; None without one.
+        phases: the current phase of a step.
+    """
+
+    def __init__(self, consensus: Consensus, meter: MemoryMeter | None, phases: Phases) -> None:
+        self.consensus = consensus
+        self.meter = meter
+        self.phases = phases
+        self._counts_retries = meter is not None
+        self.reset()
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        device: torch.device,
+        *,
+        process_group: dist.ProcessGroup | None,
+        limit_bytes: int | None,
+    ) -> "PressureWatch":
+        """Create a watch on ``model``, with its own CPU process group, which ``close`` destroys.
+
+        A collective of the ranks that train the model: see ``Consensus.of``.
+        Args:
+            limit_bytes: the limit within ``with watch.meter:``. A CPU has no meter without one: it would cost time.
+        Raises:
+            InputError: the limit is above the memory of the device, or the device cannot have one.
+        """
+        meter = None
+        if limit_bytes is not None:
+            check_limit(limit_bytes, device)
+        if limit_bytes is not None or device.type == "cuda":
+            meter = meter_for(device, model, optimizers, exact=False)
+            meter.set_limit(limit_bytes)
+        return cls(Consensus.of(model, process_group), meter, Phases([model], meter))
+
+    def close(self) -> None:
+        """Destroy what ``of`` has created. Every rank must call it."""
+        self.phases.remove()
+        self.consensus.close()
+
+    def is_thrashing(self) -> bool:
+        """Whether the allocator had to free its cache in this step and the one before (the rule of Composer).
+
+        This raises no error, but is slow. Call it once per optimizer step.
+        """
+        retries, had_retries = self._retries(), self._had_retries
+        self._had_retries = retries > self._retries_before
+        self._retries_before = retries
+        return self._had_retries and had_retries
+
+    def reset(self) -> None:
+        """Ignore the allocator's retries so far, for example after a change of the micro-batch size."""
+        self._retries_before = self._retries()
+        self._had_retries = False
+
+    def stop(self) -> None:
+        """Ignore the allocator's retries from now on."""
+        self._counts_retries = False
+        self.reset()
+
+    def event(self, attempt: Attempt[Any], *, step: int, before: int, after: int, unit: str) -> MemoryEvent:
+        """The event of ``attempt``, equal on all ranks. A collective."""
+        phase = "backward" if attempt.in_backward else self.phases.now
+        mine = attempt.own_pressure, phase, describe_peak(self.meter), attempt.error
+        reports = zip(self.consensus.ranks, self.consensus.from_all_ranks(mine), strict=True)
+        ranks = {rank: figures for rank, (pressure, *figures) in reports if pressure is attempt.pressure}
+        phase, figures, error = next(iter(ranks.values()))
+        return MemoryEvent(step, attempt.pressure, tuple(ranks), phase, figures, error, before, after, unit)
+
+    def figures(self) -> str:
+        """Peaks and limits of the ranks as text, without duplicates. A collective."""
+        figures = self.consensus.from_all_ranks(describe_peak(self.meter))
+        return "; ".join(list(dict.fromkeys(figures))[:_LONGEST_LIST])
+
+    def log(self, event: MemoryEvent) -> None:
+        """Log ``event`` as a warning, on the first rank only."""
+        if self.consensus.rank == 0:
+            log.warning("%s", event)
+
+    def _retries(self) -> int:
+        """How often the allocator has freed its cache to make an allocation possible, since the process began."""
+        return self.meter.total_retries if self.meter is not None and self._counts_retries else 0

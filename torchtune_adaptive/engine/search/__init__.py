@@ -1,0 +1,1 @@
+"""The largest size that fits."""

@@ -1,0 +1,107 @@
+"""``find_max_batch_size``: the search for any PyTorch training loop."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.memory.devices import computing_device, meter_for
+from torchtune_adaptive.engine.memory.meter import MemoryMeter
+from torchtune_adaptive.engine.search.find import search
+from torchtune_adaptive.engine.search.options import SearchOptions, Strategy
+from torchtune_adaptive.engine.search.strategies import NO_BOUND, SMALL_BATCH_SIZES, SearchResult
+from torchtune_adaptive.engine.search.workload import Workload
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.text import parse_memory
+
+
+def find_max_batch_size(
+    train_step: Callable[[Any], object],
+    make_batch: Callable[[int], Any],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    memory_limit: int | str | None = None,
+    strategy: Strategy = "linear_extrapolation",
+    power_of_two: bool = False,
+    margin: float = 0.05,
+    max_batch_size: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> SearchResult:
+    """Finds the largest batch size whose train step fits into memory, for any PyTorch training loop.
+
+    It restores model, optimizer and random generators bit for bit, and sets gradients to None. The caller must protect
+    everything else that ``train_step`` changes, such as a learning rate schedule or a gradient scaler. All ranks that
+    train the model must call it with the same arguments; only ``memory_limit`` may differ. They get the same sizes,
+    the largest that fit on every rank.
+    Args:
+        train_step: a whole step on a batch: forward pass, loss, backward pass, optimizer step. If training uses
+            gradient accumulation, run the forward and backward pass twice: the second one needs more memory, because
+            gradients of the first one exist.
+        make_batch: ``make_batch(n)`` returns a worst-case batch of n samples, as long as any in training.
+        model: on the CPU or on CUDA; plain, FSDP2, or any other model whose ranks issue the same collectives.
+        optimizer: its state is created by a step of two samples before memory is measured.
+        memory_limit: memory that this rank may use, in bytes or as text such as "80GiB". None: all memory of the
+            device. Required on the CPU.
+        strategy: "linear_extrapolation", "binary_search" or "decrease_until_oom". The last needs ``max_batch_size``.
+        power_of_two: round the size down to a power of two.
+        margin: fraction of the limit that is kept free, in [0, 1).
+        max_batch_size: the largest size to try.
+        process_group: the ranks that train the model. None: those of the mesh on which FSDP2 has sharded it, or all
+            ranks of the default group if it is not sharded.
+    Raises:
+        InputError: an argument is invalid (a ``ValueError``).
+        NothingFitsError: a batch of one sample does not fit (an ``InputError``).
+
+    >>> model = torch.nn.Linear(8, 8)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> def train_step(batch):
+    ...     model(batch).sum().backward()
+    ...     optimizer.step()
+    >>> found = find_max_batch_size(
+    ...     train_step, lambda n: torch.ones(n, 8), model=model, optimizer=optimizer, memory_limit="64KiB", margin=0.0
+    ... )
+    >>> found.batch_size
+    1019
+    """
+    options = SearchOptions(
+        strategy=strategy,
+        power_of_two=power_of_two,
+        max_batch_size=max_batch_size,
+        memory_limit_bytes=None if memory_limit is None else parse_memory(memory_limit),
+        margin=margin,
+    )
+    if strategy == "decrease_until_oom" and max_batch_size is None:
+        raise InputError("`max_batch_size` must be a number for strategy 'decrease_until_oom', but is None instead.")
+    device = computing_device(model)
+    meter = meter_for(device, model, [optimizer])
+    with _phases_by_hooks(model, optimizer, meter), contextlib.closing(Consensus.of(model, process_group)) as consensus:
+        workload = Workload(
+            train_step=train_step,
+            model=model,
+            optimizers=[optimizer],
+            device=device,
+            meter=meter,
+            consensus=consensus,
+        )
+        return search(workload, make_batch, options, start=SMALL_BATCH_SIZES[0], bound=max_batch_size or NO_BOUND)
+
+
+@contextmanager
+def _phases_by_hooks(model: nn.Module, optimizer: torch.optim.Optimizer, meter: MemoryMeter) -> Iterator[None]:
+    """Mark the phases of the caller's train step: forward, backward (with the loss), optimizer."""
+    handles = [
+        model.register_forward_pre_hook(lambda *_: meter.enter_phase("forward")),
+        model.register_forward_hook(lambda *_: meter.enter_phase("backward")),
+        optimizer.register_step_pre_hook(lambda *_: meter.enter_phase("optimizer")),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

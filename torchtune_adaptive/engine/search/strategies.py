@@ -1,0 +1,158 @@
+"""Largest batch size for which a probe fits: three strategies and the rounding. Plain arithmetic, no torch.
+
+Every strategy takes ``fits``, a function that tries a batch size and returns whether it fits. It assumes that sizes
+above a failed one fail too. A strategy returns 0 if one row does not fit. Any other returned size has been tried. In a
+distributed run ``fits`` must return the same answer on every rank, so that all ranks try the same sizes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchtune_adaptive.text import count_text, format_bytes
+
+Fits = Callable[[int], bool]
+
+# Two small sizes determine every operation's line. Not 1: dimensions of size 1 have other strides and operations.
+SMALL_BATCH_SIZES = (2, 3)
+
+# The bound of an unbounded search, far above any batch. It ends a search if memory does not grow with the batch.
+NO_BOUND = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """The outcome of trying one batch size.
+
+    Attributes:
+        fits: whether the step fits on every rank.
+        peak_bytes, phase_peak_bytes: peaks of this rank, up to the point where it stopped.
+    """
+
+    batch_size: int
+    fits: bool
+    peak_bytes: int
+    phase_peak_bytes: dict[str, int]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """The result of a search.
+
+    Attributes:
+        exact_batch_size: the largest size that fits with the margin kept free.
+        batch_size: the size to use: the exact size, or the power of two at or below it.
+        bound: the largest size that the search would try.
+        memory_limit_bytes: the lowest limit of all ranks, before the margin is subtracted.
+        probes: in the order in which sizes were tried.
+        forecast_rows: the forecast size before it is rounded down to whole rows, the lowest of all ranks; None
+            without a forecast.
+        forecast: batch sizes with the peak that this rank's forecast gives them, in bytes; empty without one.
+    """
+
+    strategy: str
+    exact_batch_size: int
+    batch_size: int
+    bound: int
+    memory_limit_bytes: int
+    margin: float
+    world_size: int
+    probes: tuple[Probe, ...]
+    forecast_rows: float | None = None
+    forecast: tuple[tuple[int, int], ...] = ()
+
+    def __str__(self) -> str:
+        peaks = [probe.peak_bytes for probe in self.probes if probe.batch_size == self.batch_size]
+        peak = f"peak {format_bytes(peaks[-1])} of" if peaks else "limit"
+        return (
+            f"batch size {self.batch_size} (largest that fits: {self.exact_batch_size}),"
+            f" {peak} {format_bytes(self.memory_limit_bytes)} with margin {self.margin:g},"
+            f" {count_text(len(self.probes), 'probe')} by {self.strategy}"
+        )
+
+    @property
+    def usable_bytes(self) -> int:
+        """The bytes that probes of this rank were allowed to use."""
+        return usable_bytes(self.memory_limit_bytes, self.margin)
+
+
+def usable_bytes(limit_bytes: int, margin: float) -> int:
+    """The part of ``limit_bytes`` that may be used if the fraction ``margin`` of it is kept free."""
+    return int(limit_bytes * (1 - margin))
+
+
+def decrease_until_oom(fits: Fits, *, max_batch_size: int) -> int:
+    """Largest size in [1, max_batch_size] that fits, from above: halve until a size fits, then bisect."""
+    candidate, failed = max_batch_size, max_batch_size + 1
+    while candidate and not fits(candidate):
+        candidate, failed = candidate // 2, candidate
+    return _bisect(fits, fitted=candidate, failed=failed)
+
+
+def binary_search(fits: Fits, *, start: int, max_batch_size: int) -> int:
+    """Largest size in [1, max_batch_size] that fits, from below: double from ``start`` up to a failure, then bisect.
+
+    >>> binary_search(lambda size: size <= 37, start=4, max_batch_size=1000)
+    37
+    """
+    start = min(start, max_batch_size)
+    if not fits(start):
+        return _bisect(fits, fitted=0, failed=start)
+    return _doubling(fits, fitted=start, max_batch_size=max_batch_size)
+
+
+def linear_extrapolation(fits: Fits, forecast: Callable[[], int | None], *, max_batch_size: int) -> int:
+    """Largest size in [1, max_batch_size] that fits: two small sizes, a forecast, and a probe of the forecast size.
+
+    ``forecast()`` returns the largest size that should fit by all probes so far, or None if a forecast is not possible.
+    It is called again after each probe, until it returns no size above the largest one that fitted. If a forecast is
+    too high, the search steps down from the failure with doubling steps. Without a forecast the search bisects.
+    """
+    fitted, failed, stride = 0, max_batch_size + 1, 1
+    for size in SMALL_BATCH_SIZES:
+        if size < failed and fits(size):
+            fitted = size
+        else:
+            failed = min(size, failed)
+            break
+    while failed - fitted > 1:
+        candidate = forecast()
+        if candidate is not None and candidate <= fitted and fitted:
+            break
+        if candidate is None or candidate < 1:
+            candidate = 2 * fitted if failed > max_batch_size and fitted else (fitted + failed) // 2
+        elif candidate >= failed and failed <= max_batch_size:
+            candidate, stride = max(failed - stride, (fitted + failed) // 2), 2 * stride
+        if fits(candidate := min(candidate, failed - 1)):
+            fitted = candidate
+        else:
+            failed = candidate
+    return fitted
+
+
+def round_down_to_power_of_two(batch_size: int) -> int:
+    """Largest power of two that is at most ``batch_size`` (at least 1), as torchtune RFC 2199 proposes.
+
+    >>> [round_down_to_power_of_two(size) for size in (1, 2, 3, 37, 64)]
+    [1, 2, 2, 32, 64]
+    """
+    return 1 << (batch_size.bit_length() - 1)
+
+
+def _doubling(fits: Fits, *, fitted: int, max_batch_size: int) -> int:
+    """Largest size in [fitted, max_batch_size] that fits, if ``fitted`` does: double up to a failure, then bisect."""
+    failed = max_batch_size + 1
+    while (candidate := 2 * fitted) < failed:
+        if not fits(candidate):
+            failed = candidate
+            break
+        fitted = candidate
+    return _bisect(fits, fitted=fitted, failed=failed)
+
+
+def _bisect(fits: Fits, *, fitted: int, failed: int) -> int:
+    """Largest size in [fitted, failed) that fits, if ``fitted`` does (0 always does) and ``failed`` does not."""
+    while failed - fitted > 1:
+        middle = (fitted + failed) // 2
+        fitted, failed = (middle, failed) if fits(middle) else (fitted, middle)
+    return fitted

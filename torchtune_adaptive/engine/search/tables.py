@@ -1,0 +1,61 @@
+"""The results of a search as text tables for the log."""
+
+from collections.abc import Mapping, Sequence
+
+from torchtune_adaptive.engine.search.strategies import Probe, SearchResult
+from torchtune_adaptive.text import format_bytes, text_table
+
+
+def probe_table(result: SearchResult) -> str:
+    """The probes as a table with the figures of this rank, and a line with the sizes found.
+
+    Each phase has a column with its peak. A phase that a failed probe did not reach is blank.
+    """
+    phases = list(dict.fromkeys(phase for probe in result.probes for phase in probe.phase_peak_bytes if phase))
+    rows = [["batch_size", *phases, "peak", "usable", "fits", "seconds"]]
+    for probe in result.probes:
+        peaks = [_cell(probe.phase_peak_bytes.get(phase)) for phase in phases]
+        verdict = "yes" if probe.fits else "no"
+        figures = [format_bytes(probe.peak_bytes), format_bytes(result.usable_bytes), verdict, f"{probe.seconds:.2f}"]
+        rows.append([str(probe.batch_size), *peaks, *figures])
+    return text_table(rows)
+
+
+def length_table(tried: Sequence[tuple[int, Probe]]) -> str:
+    """The probes of several row lengths as a table with the figures of this rank."""
+    rows = [["rows of", "rows", "tokens", "peak", "fits", "seconds"]]
+    for length, probe in tried:
+        figures = [format_bytes(probe.peak_bytes), "yes" if probe.fits else "no", f"{probe.seconds:.2f}"]
+        rows.append([str(length), str(probe.batch_size), str(length * probe.batch_size), *figures])
+    return text_table(rows)
+
+
+def rate_table(rates: Mapping[int, float], *, chosen: int) -> str:
+    """Tokens per second of each size as a table that marks the chosen size.
+
+    >>> print(rate_table({8: 990.0, 16: 1000.0}, chosen=8))
+    batch_size  tokens/s  of best  chosen
+    ----------  --------  -------  ------
+             8       990    99.0%     yes
+            16      1000   100.0%       -
+    """
+    best = max(rates.values())
+    rows = [["batch_size", "tokens/s", "of best", "chosen"]]
+    for size, rate in sorted(rates.items()):
+        rows.append([str(size), f"{rate:.0f}", f"{rate / best:.1%}", "yes" if size == chosen else "-"])
+    return text_table(rows)
+
+
+def summary(result: SearchResult, seq_len: int) -> str:
+    """The sizes found and the conditions of the search, in one line."""
+    bounded = ", the largest size allowed" if result.exact_batch_size == result.bound else ""
+    return (
+        f"{result.strategy}: largest batch_size that fits {result.exact_batch_size}{bounded}, used {result.batch_size}"
+        f" (rows of {seq_len} tokens, limit {format_bytes(result.memory_limit_bytes)} per rank,"
+        f" margin {result.margin:g}, {result.world_size} ranks, {len(result.probes)} probes,"
+        f" {sum(not probe.fits for probe in result.probes)} out of memory)"
+    )
+
+
+def _cell(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else format_bytes(num_bytes)

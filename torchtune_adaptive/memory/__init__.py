@@ -1,1 +1,0 @@
-"""Measure and limit a device's memory, and recognise out-of-memory errors."""

@@ -1,0 +1,1 @@
+"""What only the recipe of PPO needs; nothing else imports it."""

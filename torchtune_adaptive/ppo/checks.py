@@ -1,0 +1,62 @@
+"""Options of a PPO run that torchtune reads only during training, and settings that its training loop cannot use."""
+
+from omegaconf import DictConfig, ListConfig
+
+from torchtune_adaptive.errors import InputError, as_integer, quote, require_integer
+from torchtune_adaptive.settings import AdaptiveSettings, named_by_path
+from torchtune_adaptive.stock.checks import check_config, check_flags, is_finite_number
+
+# Settings that only this package's training loop and its search support.
+_OF_OUR_TRAINING = (
+    "batch_increase_function",
+    "global_batch_size",
+    "max_tokens_per_micro_batch",
+    "lr_scaling",
+    "objective",
+)
+_FLAGS = ("enable_kv_cache", "penalise_no_eos", "whiten_rewards")
+_SIZES = ("batch_size", "forward_batch_size", "ppo_batch_size", "gradient_accumulation_steps")
+_SIZES += ("ppo_epochs", "num_steps", "max_generated_tokens")
+_NUMBERS = ("temperature", "kl_coeff", "gamma", "lmbda", "reward_penalty")
+
+
+@named_by_path()
+def check_ppo_config(cfg: DictConfig) -> AdaptiveSettings:
+    """The settings in ``cfg``, whose interpolations must be unresolved.
+
+    Raises:
+        InputError: a key or a value is refused, or the settings require more than PPO adapts: sizes of micro-batches.
+    """
+    settings = check_config(cfg, ranks=1)
+    _check_finds_sizes_only(settings)
+    check_turns(cfg)
+    return settings
+
+
+def _check_finds_sizes_only(settings: AdaptiveSettings) -> None:
+    defaults = AdaptiveSettings()
+    for name in _OF_OUR_TRAINING:
+        value, default = getattr(settings, name), getattr(defaults, name)
+        if value != default:
+            wanted_value = "null" if default is None else default
+            raise InputError(f"`{name}` must be {wanted_value} for PPO, but is {quote(value)} instead.")
+
+
+def check_turns(cfg: DictConfig) -> None:
+    """Check the options of a turn.
+
+    Raises:
+        InputError: a value is missing, or of another type.
+    """
+    check_flags(cfg, _FLAGS)
+    for name in _SIZES:
+        require_integer(name, cfg.get(name), minimum=1)
+    for name, minimum in (("min_response_length", 0), ("top_k", 1)):
+        if cfg.get(name) is not None:
+            require_integer(name, cfg[name], minimum=minimum)
+    for name in _NUMBERS:
+        if not is_finite_number(cfg.get(name)):
+            raise InputError(f"`{name}` must be a number, but is {quote(cfg.get(name))} instead.")
+    stops = cfg.get("stop_token_ids")
+    if stops and not (isinstance(stops, ListConfig) and all(as_integer(one) is not None for one in stops)):
+        raise InputError(f"`stop_token_ids` must be a list of integers, but is {quote(stops)} instead.")

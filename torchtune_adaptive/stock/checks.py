@@ -1,0 +1,353 @@
+"""Refuse a config before its set-up: values with which torchtune would fail late, or train otherwise than it says.
+
+What torchtune's own set-up refuses is left to it. The last part needs torch, whose import takes seconds.
+"""
+
+import difflib
+import inspect
+import math
+import os
+import re
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Any, get_args
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.errors import InputError, is_number, quote, require_integer
+from torchtune_adaptive.settings import CONFIG_KEYS, AdaptiveSettings, named_by_path, unread_key
+from torchtune_adaptive.stock.configs import config_of, resolved
+from torchtune_adaptive.stock.installed import adaptive_name, recipe_files, stock_recipe_files
+from torchtune_adaptive.training.batch.noise_scale import MeasuredSchedule
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@named_by_path()
+def check_config(cfg: DictConfig, *, ranks: int) -> AdaptiveSettings:
+    """The settings in ``cfg``, whose interpolations must be unresolved.
+
+    Raises:
+        InputError: a key or a value is refused.
+    """
+    check_top_level_keys(cfg)
+    settings = AdaptiveSettings.from_cfg(cfg)
+    check_options(cfg, settings, ranks=ranks)
+    return settings
+
+
+def check_run(arguments: Sequence[str], *, ranks: int) -> None:
+    """Check the config and the overrides in the ``arguments`` of a recipe, and the files that the run reads.
+
+    Raises:
+        InputError: a key or a value is refused, or a file does not exist.
+    """
+    cfg = config_of(arguments)
+    if cfg is not None:  # the user does not ask for help
+        check_config(cfg, ranks=ranks)
+        check_input_files(cfg)
+
+
+# ---- top-level keys
+
+# In a YAML file, a line that begins with a word and a colon; in a recipe, `cfg.seed` and `cfg.get("seed")`.
+_KEY = re.compile(r"""^(\w+):|\bcfg\.(?!get\b)(\w+)|\bcfg\.get\(\s*["'](\w+)""", re.MULTILINE)
+_INTERPOLATED = re.compile(r"\$\{\.*([^.:}\[\s]+)")
+_ALIKE = 0.85  # difflib's ratio: one letter more, less or different in a word of five; most other words are far below
+
+
+def check_top_level_keys(cfg: DictConfig) -> None:
+    """Refuse a top-level key that is almost one that an adaptive recipe reads. torchtune would ignore it.
+
+    A key that the config itself interpolates is the user's own. ``cfg`` must have its interpolations unresolved.
+
+    Raises:
+        InputError: a key resembles a known one.
+    """
+    ours = {key.path.partition(".")[0] for key in CONFIG_KEYS}
+    unknown = [key for key in map(str, cfg) if key not in ours | _stock_keys().keys()]
+    interpolated = set(_INTERPOLATED.findall(OmegaConf.to_yaml(cfg))) if unknown else set()
+    read = [*ours, *(key for key, is_read in _stock_keys().items() if is_read)]
+    for key in unknown:
+        nearest = difflib.get_close_matches(key.lower().replace("-", "_"), read, n=1, cutoff=_ALIKE)
+        if nearest and key not in interpolated:
+            raise unread_key(key, meant=nearest[0])
+
+
+@cache
+def _stock_keys() -> dict[str, bool]:
+    """Each top-level key of torchtune's recipes and configs, and whether it is one of a recipe that ours extend."""
+    keys: dict[str, bool] = {}
+    for recipe, paths in stock_recipe_files().items():
+        is_extended = adaptive_name(recipe) in recipe_files()
+        for path in paths:
+            for words in _KEY.findall(path.read_text(encoding="utf-8")):
+                key = "".join(words)  # one of the pattern's groups
+                keys[key] = keys.get(key, False) or is_extended
+    return keys
+
+
+# ---- torchtune's options, alone and with ours
+
+# Keys that torchtune uses as booleans without a check.
+_FLAGS = ("compile", "enable_activation_checkpointing", "enable_activation_offloading", "optimizer_in_bwd", "shuffle")
+# Minimum values of integers with which torchtune would train otherwise than they say, or fail after the set-up.
+_LEAST = {"epochs": 1, "log_every_n_steps": 1}
+_LEAST_OR_NULL = {"gradient_accumulation_steps": 1, "max_steps_per_epoch": 1, "fake_quant_after_n_steps": 0}
+
+
+def check_options(cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int) -> None:
+    """Check that a config's options mean what they say, and can be combined with the adaptive settings.
+
+    Raises:
+        InputError: they cannot; the message quotes the option.
+    """
+    check_flags(cfg, _FLAGS)
+    _check_numbers(cfg)
+    _check_optimizer(cfg)
+    on_cpu = str(cfg.get("device")).startswith("cpu")
+    if settings.searches:
+        _check_searchable(cfg, on_cpu=on_cpu)
+    if on_cpu and cfg.get("fsdp_cpu_offload", False):
+        raise InputError("`fsdp_cpu_offload` must be False on a CPU, which has no other memory, but is True instead.")
+    _check_steps_after_backward(cfg, settings)
+    if on_cpu and ranks > 1 and cfg.get("enable_async_checkpointing", False):
+        # torchtune runs them in the process group of training. On a GPU they use its CPU backend, which training does
+        # not.
+        raise InputError(
+            f"`enable_async_checkpointing` must be False on {ranks} CPU ranks, whose collectives in the background"
+            " would mix with those of training, but is True instead."
+        )
+
+
+def why_unrecoverable(cfg: DictConfig) -> str:
+    """Why training cannot recover from an out-of-memory error, as part of a sentence; "" if it can."""
+    if cfg.get("optimizer_in_bwd", False):
+        return "with `optimizer_in_bwd` parameters change before the ranks can agree on a step"
+    if cfg.get("tensor_parallel_dim", 1) > 1:
+        return "with `tensor_parallel_dim` above 1 collectives depend on the batch"
+    if str(cfg.device).partition(":")[0] not in ("cpu", "cuda"):
+        return f"it supports the CPU and CUDA, not `device` {cfg.device}"
+    return ""
+
+
+def check_flags(cfg: DictConfig, names: Sequence[str]) -> None:
+    """Refuse a value that is neither true nor false, such as "no", which Python takes for true.
+
+    Raises:
+        InputError: one of the ``names`` has such a value.
+    """
+    for name in names:
+        if cfg.get(name) not in (True, False, None):
+            raise InputError(f"`{name}` must be True or False, but is {quote(cfg[name])} instead.")
+
+
+def is_finite_number(value: object) -> bool:
+    """Whether ``value`` is a finite number. A bool is not one."""
+    return is_number(value) and math.isfinite(value)
+
+
+def _check_numbers(cfg: DictConfig) -> None:
+    for name, minimum in _LEAST.items():
+        require_integer(name, cfg.get(name, 1), minimum=minimum)
+    for name, minimum in _LEAST_OR_NULL.items():
+        if cfg.get(name) is not None:
+            require_integer(name, cfg[name], minimum=minimum)
+    clips_at = cfg.get("clip_grad_norm")
+    if not is_finite_number(clips_at) and clips_at not in (None, "inf", math.inf):
+        raise InputError(f"`clip_grad_norm` must be a number, inf or null, but is {quote(clips_at)} instead.")
+    ratio = cfg.get("kd_ratio", 0)
+    if not is_finite_number(ratio) or not 0 <= ratio <= 1:
+        raise InputError(f"`kd_ratio` must be in [0, 1], but is {quote(ratio)} instead.")
+
+
+def _check_optimizer(cfg: DictConfig) -> None:
+    """Refuse an optimizer of a package that is not installed: many stock configs use bitsandbytes.
+
+    torchtune would fail after it has loaded the model.
+    """
+    if "optimizer" in cfg and cfg.optimizer is None:
+        raise InputError("`optimizer` must be a mapping, but is None instead.")
+    component = str(OmegaConf.select(cfg, "optimizer._component_", default="torch"))
+    package = component.partition(".")[0]
+    if package not in sys.modules and PathFinder.find_spec(package, [*sys.path, os.getcwd()]) is None:
+        raise InputError(f"`optimizer` must be of an installed package, but is {quote(component)} instead.")
+
+
+def _check_searchable(cfg: DictConfig, *, on_cpu: bool) -> None:
+    """Refuse options with which a search cannot measure or undo a step."""
+    tensor_parallel_dim = cfg.get("tensor_parallel_dim", 1)
+    if tensor_parallel_dim > 1:
+        raise InputError(
+            f"`tensor_parallel_dim` must be 1 for a batch size search, but is {tensor_parallel_dim} instead."
+        )
+    if cfg.get("compile", False) and on_cpu:
+        raise InputError(
+            "`compile` must be False for a search on the CPU, where the memory of compiled code cannot be measured,"
+            " but is True instead."
+        )
+
+
+def _check_steps_after_backward(cfg: DictConfig, settings: AdaptiveSettings) -> None:
+    """With `optimizer_in_bwd`, refuse options that need several micro-steps or a scaled learning rate."""
+    if not cfg.get("optimizer_in_bwd", False):
+        return
+    defaults = AdaptiveSettings()
+    for name in ("global_batch_size", "max_tokens_per_micro_batch", "growth_limit", "lr_scaling"):
+        value = getattr(settings, name)
+        if value != getattr(defaults, name):
+            raise InputError(f"`optimizer_in_bwd` must be False with `{name}` {value}, but is True instead.")
+    if isinstance(settings.batch_increase_function, MeasuredSchedule):
+        raise InputError(
+            "`optimizer_in_bwd` must be False with a `batch_increase_function` that measures gradients,"
+            " but is True instead."
+        )
+
+
+# ---- files and folders that tokenizers and checkpointers read
+
+# torchtune's blocks and arguments of such names read a local path. `output_dir` is written to.
+_TOKENIZER, _CHECKPOINTER = "tokenizer", "checkpointer"
+_PATH = re.compile(r"(?!output_dir$)(.*_)?(path|file|dir)")
+
+
+def check_input_files(cfg: DictConfig) -> None:
+    """Refuse a path that does not exist, of torchtune's tokenizers, and of its checkpointers unless the run resumes.
+
+    Raises:
+        InputError: it does not exist; the sentence names its key.
+    """
+    kinds = (_TOKENIZER,) if cfg.get("resume_from_checkpoint", False) else (_TOKENIZER, _CHECKPOINTER)
+    for name, block in resolved(cfg).items():
+        if name.endswith(kinds) and isinstance(block, dict) and _is_of_torchtune(block):
+            _check_paths(name, block)
+
+
+def _is_of_torchtune(block: dict[str, Any]) -> bool:
+    return str(block.get("_component_")).startswith("torchtune.")
+
+
+def _check_paths(name: str, block: dict[str, Any]) -> None:
+    for key, value in block.items():
+        if _PATH.fullmatch(key) and isinstance(value, str) and not Path(value).exists():
+            raise InputError(f"`{name}.{key}` must exist, but is {quote(value)} instead.")
+    folder, files = block.get("checkpoint_dir"), block.get("checkpoint_files")
+    if not isinstance(folder, str) or not isinstance(files, list):
+        return  # torchtune also takes a mapping, which describes the files' names
+    for file in files:
+        if isinstance(file, str) and not Path(folder, file).exists():
+            raise InputError(
+                f"`{name}.checkpoint_files` must be files of {quote(folder)}, but {quote(file)} is not one."
+            )
+
+
+# ---- what needs torch: the device, components, the model
+
+
+def check_device(cfg: DictConfig) -> None:
+    """Refuse a device that this machine does not have. torchtune would train on the CPU instead of a missing GPU.
+
+    Raises:
+        InputError: it is no device, or this machine has no such device for this rank.
+    """
+    import torch
+
+    if cfg.get("device") is None:
+        return  # torchtune takes the best that there is
+    given = quote(cfg.device)
+    try:
+        device = torch.device(str(cfg.device))
+    except RuntimeError as error:  # torch has no device of that name
+        raise InputError(f"`device` must be one that torch knows, as cpu or cuda, but is {given} instead.") from error
+    if device.type == "cpu":
+        return
+    name = "CUDA" if device.type == "cuda" else device.type
+    try:
+        count = torch.get_device_module(device).device_count()
+    except (AttributeError, RuntimeError):  # torch has the name, but no module for it
+        count = 0
+    if count == 0:
+        raise InputError(
+            f"`device` must be cpu or one that this machine has, but is {given} and torch sees no {name} device."
+        )
+    if (device.index or 0) >= count:
+        raise InputError(f"`device` must be one of the {count} that this machine has, but is {given} instead.")
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if local_ranks > count:
+        raise InputError(
+            f"`--nproc_per_node` must be at most {count}, the {name} devices of this machine, but is {local_ranks}"
+            " instead."
+        )
+
+
+def check_components(cfg: DictConfig) -> None:
+    """Refuse a text for a component's argument that is a number or a flag. Some are used only in training.
+
+    A component that cannot be imported is left to torchtune's set-up.
+
+    Raises:
+        InputError: an argument has such a value.
+    """
+    from torchtune.config._utils import _get_component_from_path
+
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # as torchtune, before it creates a component
+    for name, block in resolved(cfg).items():
+        path = block.get("_component_") if isinstance(block, dict) else None
+        if not isinstance(path, str):
+            continue
+        try:
+            parameters = _parameters(_get_component_from_path(path))
+        except Exception:  # importing runs any code
+            continue
+        for key, value in block.items():
+            wanted = _wanted(parameters[key]) if key in parameters else ""
+            if wanted and isinstance(value, str | list | dict):
+                raise InputError(f"`{name}.{key}` must be {wanted}, but is {quote(value)} instead.")
+
+
+def _parameters(component: Any) -> dict[str, inspect.Parameter]:
+    """The parameters by name, with their annotations evaluated if that is possible; none if they cannot be read."""
+    for evaluates in (True, False):
+        try:
+            return dict(inspect.signature(component, eval_str=evaluates).parameters)
+        except Exception:  # an annotation can be any code; what is written in C may have no signature
+            continue
+    return {}
+
+
+def _wanted(parameter: inspect.Parameter) -> str:
+    """What a parameter takes, if it is clear: "a number" or "True or False"; otherwise "".
+
+    Of a parameter without an annotation, only a default like 1e-3 is clear.
+    """
+    from torch import Tensor
+
+    annotation = parameter.annotation
+    if annotation is parameter.empty:
+        return "a number" if isinstance(parameter.default, float) else ""
+    types = {*(get_args(annotation) or (annotation,))} - {NoneType, Tensor}
+    if types == {bool}:
+        return "True or False"
+    return "a number" if types and types <= {int, float} else ""
+
+
+def check_model(model: "nn.Module", settings: AdaptiveSettings) -> None:
+    """Check that a search can create the longest samples for ``model``.
+
+    Raises:
+        InputError: the model takes images.
+    """
+    from torchtune.modules.model_fusion import DeepFusionModel, EarlyFusionModel
+
+    for kind in (DeepFusionModel, EarlyFusionModel):
+        if settings.searches and isinstance(model, kind):
+            raise InputError(
+                "`model` must be a text model for a batch size search, whose probes have no images,"
+                f" but is a {kind.__name__} instead."
+            )

@@ -1,0 +1,256 @@
+"""The parts of a trainer from a stock recipe. Only this module and the recipes use torchtune's attribute names."""
+
+import contextlib
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import nn
+from torchtune import training
+
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.snapshot import KeptTensors
+from torchtune_adaptive.engine.memory.devices import check_limit
+from torchtune_adaptive.errors import reason_of
+from torchtune_adaptive.stock.checkpoints import WholeCheckpointer, checkpoint_folder, find_checkpoint_of, resuming
+from torchtune_adaptive.stock.checks import (
+    check_components,
+    check_config,
+    check_input_files,
+    check_model,
+    why_unrecoverable,
+)
+from torchtune_adaptive.stock.configs import flattened
+from torchtune_adaptive.stock.load import setting_up, with_samples
+from torchtune_adaptive.training.assembly import RecipeParts, build_trainer
+from torchtune_adaptive.training.batch.row_format import RowFormat, TokenRows
+from torchtune_adaptive.training.checkpoints.resume import find_for_all_ranks
+from torchtune_adaptive.training.metrics import TolerantLogger
+from torchtune_adaptive.training.objectives import NextToken, Objective
+from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep, Stepping
+from torchtune_adaptive.training.profiling import StepProfiler
+from torchtune_adaptive.training.run_state import AdaptiveState
+from torchtune_adaptive.training.same_config import check_same_config
+from torchtune_adaptive.training.signals import StopRequest
+
+
+class AdaptiveRecipe:
+    """Trains with the parts that a stock recipe has set up. The stock recipe is the next of a recipe's bases.
+
+    A recipe can override ``objective``, ``models``, ``row_format``, ``before_step`` and ``save_checkpoint`` for its
+    method. Attributes that some stock recipes lack have a default here.
+    Attributes:
+        trainer: the trainer, set by ``setup``.
+        on_several_ranks: whether the recipe uses a process group.
+    """
+
+    # Attributes that a stock recipe's set-up creates, by torchtune's names.
+    epochs_run: int
+    total_epochs: int
+    max_steps_per_epoch: int | None
+    global_step: int
+    profiler_wait_steps: int
+    profiler_warmup_steps: int
+    profiler_active_steps: int
+    save_checkpoint: Callable[..., None]
+    _checkpointer: Any
+    _device: torch.device
+    _model: nn.Module
+    _loss_fn: Any
+    _tokenizer: Any
+    _optimizer: torch.optim.Optimizer
+    _optim_ckpt_wrapper: Any
+    _setup_lr_scheduler: Callable[..., Any]
+    _dataloader: Any
+    _gradient_accumulation_steps: int
+    _metric_logger: Any
+    _log_every_n_steps: int
+    _log_peak_memory_stats: bool
+    _output_dir: str
+
+    # Attributes that some stock recipes lack.
+    on_several_ranks = True
+    world_size = 1
+    _is_rank_zero = True
+    _profiler: Any = training.DummyProfiler()
+    activations_handling_ctx: Any = contextlib.nullcontext()
+    profiler_profile_memory = False
+    _clip_grad_norm: Any = None
+    _lr_scheduler: Any = None
+    _optimizer_in_bwd = False
+    _normalizes_in_backward = True
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self._settings = check_config(cfg, ranks=dist.get_world_size() if dist.is_initialized() else 1)
+        check_components(cfg)
+        self._stop_request = StopRequest()
+        self._consensus = Consensus()
+        check_same_config(flattened(cfg), self._consensus)
+        self._folder = checkpoint_folder(cfg)
+        self._resumed = find_for_all_ranks(
+            lambda: find_checkpoint_of(cfg, self._folder, is_last=lambda one: one.epochs_run >= cfg.epochs),
+            self._consensus,
+        )
+        self._cfg = resuming(cfg, self._resumed)
+        check_input_files(self._cfg)
+        with setting_up():
+            super().__init__(cfg=self._cfg)  # pyright: ignore[reportCallIssue]
+        if self._settings.searches:
+            check_limit(self._settings.memory_limit_bytes, self._device)
+
+    def objective(self, *, as_stock: bool) -> Objective:
+        """The objective: forward pass and loss of a micro-batch.
+
+        Args:
+            as_stock: compute as the stock recipe does, even if the result depends on the cut into micro-batches.
+        """
+        return NextToken(self._model, self._loss_fn, self._activations, weight_depends_on_cut=as_stock)
+
+    def models(self) -> list[nn.Module]:
+        """Every model on the device, the trained one first."""
+        return [self._model]
+
+    def row_format(self) -> RowFormat:
+        """The format of samples."""
+        return TokenRows(self._loss_fn.ignore_index)
+
+    def keep_whole(self) -> WholeCheckpointer:
+        """Make checkpoints of epochs atomic, and return the checkpointer for that."""
+        self._checkpointer = WholeCheckpointer(self._checkpointer, self._folder)
+        return self._checkpointer
+
+    def before_step(self, step: int) -> None:
+        """Called before each optimizer step with the number of steps done."""
+
+    def setup(self, cfg: DictConfig) -> None:
+        """Set up as the stock recipe does, then build the trainer, which may run a batch size search. A collective."""
+        given, cfg = cfg, self._cfg
+        with setting_up():
+            super().setup(cfg)  # pyright: ignore[reportAttributeAccessIssue]
+        self._whole = self.keep_whole()
+        resumed = self._resumed
+        epochs_run = self.epochs_run if resumed is None else resumed.epochs_run
+        check_model(self._model, self._settings)
+        self._activations = self.activations_handling_ctx = Activations(self.activations_handling_ctx)
+        parts = RecipeParts(
+            models=self.models(),
+            objective=self.objective(as_stock=not self._settings.cuts_samples),
+            stepping=self.stepping(),
+            release=self._activations.renew,
+            scheduler=self._lr_scheduler,
+            build_scheduler=lambda steps, last: self._setup_lr_scheduler(
+                cfg_lr_scheduler=cfg.lr_scheduler, num_training_steps=steps, last_epoch=last
+            ),
+            sampler=self._dataloader.sampler,
+            collate=self._dataloader.collate_fn,
+            row_format=self.row_format(),
+            tokenizer_max_seq_len=getattr(self._tokenizer, "max_seq_len", None),
+            batch_size=cfg.batch_size,
+            micro_steps=self._gradient_accumulation_steps,
+            max_steps_per_epoch=self.max_steps_per_epoch,
+            epochs=range(epochs_run, self.total_epochs),
+            device=self._device,
+            ranks=self.world_size,
+            metric_logger=TolerantLogger(self._metric_logger) if self._is_rank_zero else None,
+            log_every_steps=self._log_every_n_steps,
+            with_memory_stats=self._log_peak_memory_stats,
+            profiler=StepProfiler(self._profiler, memory_steps=self._memory_steps()),
+            output_dir=Path(self._output_dir),
+            checkpoints=self._folder,
+            resumed=resumed,
+            cfg=given,
+            config=flattened(given),
+            why_unrecoverable=why_unrecoverable(cfg),
+            before_step=self.before_step,
+            save=self._save,
+            stop_requested=self._stop_request.is_made,
+        )
+        self.trainer = build_trainer(parts, self._settings, self._consensus)
+        if cfg.get("compile", False):
+            torch.compiler.reset()  # code compiled for probes would make the sizes of training dynamic
+
+    def listening(self) -> AbstractContextManager[None]:
+        """Context: after SIGTERM or SIGUSR1, ``train`` finishes its optimizer step, saves and ends."""
+        return self._stop_request.listening()
+
+    def train(self) -> None:
+        """Train for the remaining epochs, and save after each. A collective."""
+        if self._device.type != "cpu":
+            training.cleanup_before_training()
+        self.trainer.train()
+
+    def cleanup(self) -> None:
+        """Close the logger, release everything that uses the process group, and destroy the group. A collective."""
+        if self._is_rank_zero:
+            TolerantLogger(self._metric_logger).close()
+        has_group = dist.is_initialized()
+        if has_group:
+            dist.barrier()
+        vars(self).clear()  # the model's device mesh would keep the group's threads alive
+        gc.collect()
+        if has_group:
+            dist.destroy_process_group()
+
+    def _setup_data(self, *args: Any, **kwargs: Any) -> Any:
+        return with_samples(super()._setup_data(*args, **kwargs))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def stepping(self) -> Stepping:
+        """When and how the optimizers step."""
+        if self._optimizer_in_bwd:
+            normalizes = self._normalizes_in_backward
+            wrapper = self._optim_ckpt_wrapper
+            return OptimizerInBackward(self._model, wrapper, ranks=self.world_size, normalizes=normalizes)
+        max_norm = None if self._clip_grad_norm is None else float(self._clip_grad_norm)
+        return OptimizerStep(self._model, [self._optimizer], ranks=self.world_size, max_grad_norm=max_norm)
+
+    def _memory_steps(self) -> range | None:
+        """Steps with CUDA memory history in the profile: the active ones and one more, as in the stock recipe."""
+        if not self._is_rank_zero or self._device.type != "cuda" or not self.profiler_profile_memory:
+            return None
+        first = self.profiler_wait_steps + self.profiler_warmup_steps + 1
+        return range(first, first + self.profiler_active_steps + 1)
+
+    def _save(self, epoch: int, state: AdaptiveState) -> None:
+        """Save as the stock recipe does, with the trainer's progress in the stock attributes. A collective.
+
+        Raises:
+            CheckpointError: the last epoch's checkpoint cannot be written. After other epochs training continues.
+        """
+        self._whole.set_state(state)
+        self.epochs_run, self.global_step = self.trainer.epochs_run, self.trainer.global_step
+        self._dataloader = self.trainer.loader.data_loader
+        # On one CPU the stock LoRA recipes merge the adapters into the base weights, which training still uses.
+        is_merged = self._device.type == "cpu" and not self.on_several_ranks
+        base = KeptTensors(weight for weight in self._model.parameters() if is_merged and not weight.requires_grad)
+        try:
+            self.save_checkpoint(epoch=epoch)
+        except NotImplementedError as error:  # on all ranks: torch cannot gather the state of some optimizers
+            self._whole.give_up(reason_of(error))
+        base.restore()
+        self._whole.check_saved(self._consensus, is_last=epoch + 1 == self.total_epochs)
+
+
+class Activations:
+    """torchtune's context for the forward pass, which may offload activations; a failed step makes it unusable.
+
+    Args:
+        context: torchtune's context; it keeps a step's tensors while it offloads activations.
+    """
+
+    def __init__(self, context: AbstractContextManager[Any]) -> None:
+        self._context = context
+
+    def renew(self) -> None:
+        """Create the context again, and drop the tensors that it kept."""
+        self._context = type(self._context)()
+
+    def __enter__(self) -> Any:
+        return self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._context.__exit__(*error)

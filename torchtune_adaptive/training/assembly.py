@@ -1,0 +1,402 @@
+"""Build a trainer from a recipe's parts: find the sizes, prepare the recovery, resume from a saved state."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torchtune import utils
+
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.rank_states import RankStates
+from torchtune_adaptive.engine.distributed.snapshot import keep_random_states
+from torchtune_adaptive.engine.memory.devices import allowed_bytes, meter_for
+from torchtune_adaptive.engine.memory.meter import MemoryMeter
+from torchtune_adaptive.engine.memory.phases import Phases
+from torchtune_adaptive.engine.recovery.step import RecoverableStep
+from torchtune_adaptive.engine.recovery.watch import PressureWatch
+from torchtune_adaptive.engine.search.find import first_that_fits
+from torchtune_adaptive.engine.search.workload import Workload
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.training.batch.growth import BatchGrowth
+from torchtune_adaptive.training.batch.limits import MicroBatchLimit
+from torchtune_adaptive.training.batch.loader import GlobalStepLoader, StepLoader, check_fills_step
+from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
+from torchtune_adaptive.training.batch.row_format import Row, RowFormat
+from torchtune_adaptive.training.checkpoints.folder import Checkpoint, CheckpointFolder
+from torchtune_adaptive.training.checkpoints.saver import RunSaver, SaveEpoch
+from torchtune_adaptive.training.checkpoints.steps import step_checkpoints
+from torchtune_adaptive.training.found_config import end_search, found_values
+from torchtune_adaptive.training.learning_rate import BuildScheduler, LearningRate, check_follows
+from torchtune_adaptive.training.objectives import Objective
+from torchtune_adaptive.training.optimizers import Stepping, leak_warning
+from torchtune_adaptive.training.profiling import StepProfiler
+from torchtune_adaptive.training.recovery import larger_micro_batch, prepare_recovery
+from torchtune_adaptive.training.run_log import RunLog
+from torchtune_adaptive.training.run_state import AdaptiveState
+from torchtune_adaptive.training.sizes import SizeFinder, SizeOptions, Sizes
+from torchtune_adaptive.training.start import StartingPoint, changed_batch, starting_point
+from torchtune_adaptive.training.step_log import LogOptions, StepLog
+from torchtune_adaptive.training.train_step import TrainStep
+from torchtune_adaptive.training.trainer import Trainer
+
+log = utils.get_logger("DEBUG")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeParts:
+    """A recipe's parts for training. The trainer uses nothing else of a recipe.
+
+    Attributes:
+        models: all models on the device, the trained one first.
+        stepping: when and how the optimizers step.
+        release: frees memory that a failed step holds outside of the models.
+        scheduler: the learning rate's scheduler, None for a constant rate; ``build_scheduler`` creates it again.
+        sampler: this rank's sampler over the data set.
+        collate: makes a batch from a list of samples.
+        tokenizer_max_seq_len: length to which samples are truncated, None if they are not.
+        batch_size, micro_steps: the config's samples per rank and micro-step, and micro-steps per optimizer step.
+        epochs: the remaining epochs.
+        ranks: number of ranks over which the model is sharded and tokens are counted.
+        metric_logger: None on all ranks except rank 0.
+        checkpoints: the folder of checkpoints.
+        resumed: the checkpoint from which the run resumes; None for a new run.
+        cfg: the run's config as the user gave it.
+        config: its values by their dotted keys.
+        why_unrecoverable: why training cannot recover from an out-of-memory error; "" if it can.
+        before_step: called before each optimizer step with the number of steps done.
+        save: called after each epoch with the epoch and the state for a resumed run.
+        stop_requested: whether this rank was asked to end after its optimizer step.
+    """
+
+    models: Sequence[nn.Module]
+    objective: Objective
+    stepping: Stepping
+    release: Callable[[], object]
+    scheduler: Any
+    build_scheduler: BuildScheduler
+    sampler: Any
+    collate: Callable[[Sequence[Row]], Any]
+    row_format: RowFormat
+    tokenizer_max_seq_len: int | None
+    batch_size: int
+    micro_steps: int
+    max_steps_per_epoch: int | None
+    epochs: range
+    device: torch.device
+    ranks: int
+    metric_logger: Any
+    log_every_steps: int
+    with_memory_stats: bool
+    profiler: StepProfiler
+    output_dir: Path
+    checkpoints: CheckpointFolder
+    resumed: Checkpoint | None
+    cfg: DictConfig
+    config: Mapping[str, Any]
+    why_unrecoverable: str
+    before_step: Callable[[int], None]
+    save: SaveEpoch
+    stop_requested: Callable[[], bool]
+
+
+def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Consensus) -> Trainer:
+    """The trainer, with sizes by the settings, at the start of a run or where it resumes. A collective.
+
+    In order: what a step needs (meter, train step, loader), the saved state, the search for sizes, the batch size and
+    the position to start from, the preparation for out-of-memory errors, the learning rate, the run's files, and the
+    trainer of all these. Searches and rehearsals restore all state.
+
+    Raises:
+        InputError: data, settings and saved state do not match.
+        NothingFitsError: one row does not fit.
+        RunEnded: the settings ask only for the search; its result is written.
+    """
+    config, stepping = parts.config, parts.stepping
+    model = nn.ModuleList(parts.models)
+    meter = _make_meter(parts, settings, model)
+    phases = Phases(parts.models, meter)
+    step = TrainStep(
+        parts.objective,
+        stepping,
+        collate=parts.collate,
+        device=parts.device,
+        phases=phases,
+        meter=meter,
+        stop_requested=parts.stop_requested,
+    )
+    workload = Workload(
+        train_step=step,
+        model=model,
+        optimizers=stepping.optimizers,
+        device=parts.device,
+        meter=meter,
+        consensus=consensus,
+        release=parts.release,
+        state_comes_first=True,
+    )
+    loader = _make_loader(parts, settings.global_batch_size)
+    checkpoints = step_checkpoints(parts.checkpoints, stepping.model, stepping.optimizers, settings, consensus)
+    saved = checkpoints.load(parts.resumed, config=config)
+    growth = BatchGrowth(settings.batch_increase_function, total_epochs=parts.epochs.stop, consensus=consensus)
+    if growth.grows or settings.lr_scaling != "none":
+        check_follows(parts.scheduler)
+    with keep_random_states():  # the data set's transforms and the user's function may use them
+        parts.row_format.check_sample(loader.dataset)
+        growth.sizes(loader.batch_size)  # so that an invalid answer is found before the search
+        sizes = SizeFinder(
+            workload,
+            loader,
+            parts.row_format,
+            size_options(settings),
+            models=parts.models,
+            wanted_rows=parts.batch_size,
+            tokenizer_max_seq_len=parts.tokenizer_max_seq_len,
+        ).find()
+        if meter is not None:  # the limit and the peak of training
+            meter.set_limit(settings.memory_limit_bytes)
+            meter.reset()
+        start = starting_point(
+            loader,
+            growth,
+            sizes,
+            uses_largest=settings.use_maximum_batch_size,
+            growth_limit=settings.growth_limit,
+            epochs_run=parts.epochs.start,
+            saved=saved,
+        )
+        loader.set_batch_size(start.batch_size)
+        check_fills_step(loader, start.batch_size)
+        limit = sizes.limit(loader.rows_per_micro_step)
+        _check_fits_at_once(limit, loader.rows_per_micro_step, stepping)
+        micro_batches = MicroBatcher(limit, parts.row_format, consensus, loader.dataset)
+        watch = PressureWatch(consensus, meter, phases)
+        recoverable = RecoverableStep(
+            model,
+            step.micro_step,
+            micro_batch_size=micro_batches,
+            optimizer=stepping.optimizers,
+            release=parts.release,
+            on_event=lambda event: trainer.note_event(event),
+            watch=watch,
+            steps_done=start.steps_done,
+        )
+        prepare_recovery(
+            recoverable,
+            loader.dataset,
+            optimizers=stepping.optimizers,
+            watch=watch,
+            device=parts.device,
+            is_wanted=settings.oom_recovery,
+            why_not=parts.why_unrecoverable,
+        )
+        creates_state = stepping.accumulates and not any(optimizer.state for optimizer in stepping.optimizers)
+        # Without a search, training stays equal to torchtune's bit for bit. Only CUDA's allocator caches memory.
+        if creates_state and sizes.result is not None and parts.device.type == "cuda":
+            micro_batches.start_small()
+        rate = _make_rate(parts, settings, loader, start, saved, grows=growth.grows)
+        own_limit_bytes = allowed_bytes(parts.device, settings.memory_limit_bytes) or 0
+        memory_limit_bytes = consensus.min_over_ranks(own_limit_bytes) or None
+        run_log = RunLog(parts.output_dir, writes=parts.metric_logger is not None)
+        _begin(run_log, parts, settings, start, sizes, memory_limit_bytes=memory_limit_bytes)
+        options = LogOptions(
+            every_steps=parts.log_every_steps,
+            device=parts.device if parts.with_memory_stats else None,
+            ranks=parts.ranks,
+            memory_limit_bytes=memory_limit_bytes,
+            found=sizes.result,
+            logs=config.get("metric_logger.log_dir"),
+        )
+        step_log = StepLog(
+            parts.metric_logger,
+            run_log,
+            step,
+            recoverable,
+            micro_batches,
+            loader,
+            growth,
+            checkpoints=parts.checkpoints.finished,
+            options=options,
+        )
+        saver = RunSaver(
+            loader,
+            micro_batches,
+            (rate, growth),
+            checkpoints,
+            RankStates(consensus, parts.device),
+            save_epoch=parts.save,
+            config=config,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+        trainer = Trainer(
+            step,
+            recoverable,
+            micro_batches,
+            loader,
+            growth,
+            rate,
+            run_log,
+            step_log,
+            parts.profiler,
+            saver,
+            sizes=sizes,
+            larger_micro_batch=partial(
+                larger_micro_batch,
+                micro_batches,
+                workload=workload,
+                watch=watch,
+                first_that_fits=partial(first_that_fits, workload, options=settings.search_options),
+            ),
+            before_step=parts.before_step,
+            epochs=parts.epochs,
+            steps_done=start.steps_done,
+        )
+        if saved is not None:
+            trainer.load_state(saved)
+    if settings.decides:
+        _note_batch_size(trainer, parts, settings, start)
+    if consensus.rank == 0 and (leak := leak_warning(stepping.optimizers)):
+        log.warning(leak)
+    if settings.search_only:
+        found = found_values(settings, sizes, rows=loader.rows_per_micro_step)
+        end_search(parts.cfg, found, seq_len=sizes.seq_len, consensus=consensus)
+    return trainer
+
+
+def size_options(settings: AdaptiveSettings) -> SizeOptions:
+    """Which sizes a run with ``settings`` needs."""
+    return SizeOptions(
+        search=settings.search_options if settings.searches else None,
+        seq_len=settings.seq_len,
+        uses_largest=settings.use_maximum_batch_size,
+        uses_fastest=settings.objective == "throughput",
+        max_tokens=settings.max_tokens_per_micro_batch,
+        grows=settings.batch_increase_function is not None,
+        growth_limit=settings.growth_limit,
+    )
+
+
+def _make_meter(parts: RecipeParts, settings: AdaptiveSettings, models: nn.Module) -> MemoryMeter | None:
+    """The meter. None on a CPU without a limit, where it would only cost time."""
+    if parts.device.type != "cuda" and (parts.device.type != "cpu" or settings.memory_limit_bytes is None):
+        return None
+    return meter_for(parts.device, models, parts.stepping.optimizers, exact=False)
+
+
+def _make_loader(parts: RecipeParts, samples_per_step: int | None) -> StepLoader:
+    options: dict[str, Any] = {"max_steps_per_epoch": parts.max_steps_per_epoch}
+    if samples_per_step is not None:
+        return GlobalStepLoader(parts.sampler, parts.row_format, batch_size=samples_per_step, **options)
+    options |= {"batch_size": parts.batch_size, "micro_steps": parts.micro_steps}
+    return StepLoader(parts.sampler, parts.row_format, **options)
+
+
+def _check_fits_at_once(limit: MicroBatchLimit, rows: int, stepping: Stepping) -> None:
+    """Check that the optimizers do not step in each backward pass if a step of ``rows`` must be cut.
+
+    Raises:
+        InputError: the saved run's batch is larger than what fits now.
+    """
+    if not stepping.accumulates and limit.size < rows:
+        raise InputError(
+            f"`optimizer_in_bwd` must be False to resume with a batch of {rows} rows, of which {limit.size} fit"
+            " now, but is True instead."
+        )
+
+
+def _make_rate(
+    parts: RecipeParts,
+    settings: AdaptiveSettings,
+    loader: StepLoader,
+    start: StartingPoint,
+    saved: AdaptiveState | None,
+    *,
+    grows: bool,
+) -> LearningRate:
+    """The learning rate, at the step from which the run starts."""
+    optimizers = parts.stepping.optimizers if parts.scheduler is None else [parts.scheduler.optimizer]
+    rate = LearningRate(
+        parts.scheduler,
+        optimizers,
+        parts.build_scheduler,
+        total_epochs=parts.epochs.stop,
+        schedule_steps=start.schedule_steps,
+        rule=settings.lr_scaling,
+        reference_samples=_samples_in_config(parts, loader),
+    )
+    if saved is not None:
+        rate.load_state_dict(asdict(saved))
+    # Also in a resumed run, in which some of torchtune's recipes restart their schedule.
+    if settings.decides or settings.lr_scaling != "none" or parts.resumed is not None:
+        rate.begin(
+            epoch=parts.epochs.start,
+            step=start.steps_done,
+            epoch_steps=start.epoch_steps,
+            steps_per_epoch=loader.steps_per_epoch,
+            grows=grows,
+        )
+        if scaled := rate.scale(loader.samples_per_step):
+            utils.log_rank_zero(log, scaled)
+    return rate
+
+
+def _begin(
+    run_log: RunLog,
+    parts: RecipeParts,
+    settings: AdaptiveSettings,
+    start: StartingPoint,
+    sizes: Sizes,
+    *,
+    memory_limit_bytes: int | None,
+) -> None:
+    """Begin the run's log, with the result of its search."""
+    run_log.begin(
+        step=start.steps_done,
+        search_only=settings.search_only,
+        time=time.time(),
+        epoch=parts.epochs.start,
+        epochs=parts.epochs.stop,
+        ranks=parts.ranks,
+        log_every_n_steps=parts.log_every_steps,
+        memory_limit_bytes=memory_limit_bytes,
+        checkpoint=None if parts.resumed is None else str(parts.resumed.path),
+    )
+    if sizes.result is not None:
+        run_log.search(
+            sizes.result,
+            step=start.steps_done,
+            seq_len=sizes.seq_len,
+            chosen={} if sizes.token_budget is None else {"token_budget": sizes.token_budget},
+            tokens_per_second=sizes.tokens_per_second,
+        )
+
+
+def _note_batch_size(trainer: Trainer, parts: RecipeParts, settings: AdaptiveSettings, start: StartingPoint) -> None:
+    """Log and record where the first batch size comes from, and how a search has changed the batch of a new run."""
+    loader = trainer.loader
+    reason = f"{settings.strategy} search" if settings.use_maximum_batch_size else "config"
+    if parts.resumed is not None:
+        reason += f", resumed at epoch {parts.epochs.start}"
+    if start.epoch_steps:
+        reason += f", step {start.epoch_steps}"
+    samples, change = _samples_in_config(parts, loader), ""
+    if settings.use_maximum_batch_size and not loader.is_global and parts.resumed is None:
+        accumulates = parts.stepping.accumulates
+        change = changed_batch(
+            loader.samples_per_step, samples, lr_scaling=settings.lr_scaling, accumulates=accumulates
+        )
+    in_config = {"samples_per_step_in_config": samples} if change else {}
+    trainer.note_batch_size(reason, epoch=parts.epochs.start, **in_config)
+    if change:
+        utils.log_rank_zero(log, change)
+
+
+def _samples_in_config(parts: RecipeParts, loader: StepLoader) -> int:
+    """Samples of an optimizer step by torchtune's own keys."""
+    return parts.batch_size * parts.micro_steps * loader.ranks

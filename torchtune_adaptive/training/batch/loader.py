@@ -1,0 +1,250 @@
+"""The samples of each optimizer step, and the steps per epoch. The only owner of the batch size."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.training.batch.epoch_batches import EpochBatches
+from torchtune_adaptive.training.batch.rank_shares import (
+    check_samples_per_step,
+    largest_share,
+    rows_of_rank,
+    small_samples,
+)
+from torchtune_adaptive.training.batch.row_format import Row, RowFormat
+from torchtune_adaptive.training.batch.sampler import DealtSampler
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """The samples of one optimizer step, which are cut into micro-batches, and cut again if memory runs out.
+
+    Attributes:
+        rows: this rank's samples, in host memory.
+        num_samples: samples over all ranks, divided as ``rows_of_rank`` says.
+        ranks: number of ranks with different samples.
+        measured: whether the gradient norm of a small batch is measured, which is the first half.
+    """
+
+    rows: list[Row]
+    num_samples: int
+    ranks: int
+    measured: bool = False
+
+    @property
+    def largest_share(self) -> int:
+        """The largest number of samples on a rank."""
+        return largest_share(self.num_samples, ranks=self.ranks)
+
+    def halves(self) -> tuple["StepSamples", "StepSamples"]:
+        """The first and the second half of each rank's samples. The first half is larger if the number is odd.
+
+        >>> first, second = StepSamples([{"tokens": [1]}] * 3, num_samples=6, ranks=2).halves()
+        >>> (len(first.rows), first.num_samples), (len(second.rows), second.num_samples)
+        ((2, 4), (1, 2))
+        """
+        middle, small = (len(self.rows) + 1) // 2, small_samples(self.num_samples, ranks=self.ranks)
+        return (
+            StepSamples(self.rows[:middle], small, self.ranks),
+            StepSamples(self.rows[middle:], self.num_samples - small, self.ranks),
+        )
+
+
+class StepLoader:
+    """Yields the samples of each optimizer step, with torchtune's ``batch_size``: samples per rank and micro-step.
+
+    As in torchtune, micro-batches left over at an epoch's end are used in the first step of the next epoch.
+    Args:
+        sampler: this rank's ``DistributedSampler`` over the data set.
+        max_steps_per_epoch: the most optimizer steps per epoch; None: no bound.
+    Attributes:
+        dataset: the samples, by index.
+        ranks: number of ranks with different samples.
+        batch_size: the current batch size, in the unit of the config's key. ``set_batch_size`` changes it.
+        micro_steps: micro-steps per optimizer step, as long as they fit.
+        longest_row: the longest sample that training has used so far.
+    """
+
+    key = "batch_size"
+    is_global = False
+
+    def __init__(
+        self, sampler: Any, row_format: RowFormat, *, batch_size: int, micro_steps: int, max_steps_per_epoch: int | None
+    ) -> None:
+        self.dataset: Any = sampler.dataset
+        self.ranks: int = sampler.num_replicas
+        self.batch_size = batch_size
+        self.micro_steps = micro_steps
+        self.longest_row: Row | None = None
+        self._sampler = sampler
+        self._row_format = row_format
+        self._max_steps_per_epoch = max_steps_per_epoch
+        self._left_over: list[Row] = []
+        self._batches = EpochBatches(sampler, self._rows_per_batch(batch_size))
+
+    @property
+    def largest_batch_size(self) -> int:
+        """The batch size at which an epoch is a single optimizer step."""
+        return len(self._sampler) // self.micro_steps
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps per epoch."""
+        return self.steps_per_epoch_at(self.batch_size)
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of an optimizer step over all ranks."""
+        return self.samples_per_step_at(self.batch_size)
+
+    @property
+    def rows_per_step(self) -> int:
+        """The largest number of samples of an optimizer step on a rank."""
+        return largest_share(self.samples_per_step, ranks=self.ranks)
+
+    @property
+    def rows_per_micro_step(self) -> int:
+        """Samples of a micro-step, as long as they fit."""
+        return self.batch_size
+
+    @property
+    def longest_row_tokens(self) -> int:
+        """The length of the longest row; 0 before the first one."""
+        return 0 if self.longest_row is None else self._row_format.num_tokens(self.longest_row)
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps of the current epoch so far; 0 between epochs."""
+        return self._batches.done // self.micro_steps
+
+    @property
+    def data_loader(self) -> StatefulDataLoader:
+        """The current data loader, whose state is saved in torchtune's checkpoints."""
+        return self._batches.data_loader
+
+    def samples_per_step_at(self, batch_size: int) -> int:
+        """Samples of an optimizer step over all ranks, at another batch size."""
+        return batch_size * self.micro_steps * self.ranks
+
+    def steps_per_epoch_at(self, batch_size: int) -> int:
+        """Optimizer steps per epoch, at another batch size."""
+        steps = self.largest_batch_size // batch_size
+        return steps if self._max_steps_per_epoch is None else min(steps, self._max_steps_per_epoch)
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Set the batch size, between epochs."""
+        self.batch_size = batch_size
+        self._batches.set_rows(self._rows_per_batch(batch_size))
+
+    def steps(self, epoch: int) -> Iterator[StepSamples]:
+        """The samples of each remaining optimizer step of ``epoch``. The data loader's iterator is made at once."""
+        return self._steps(self._batches.begin(epoch))
+
+    def _steps(self, batches: Iterator[list[Row]]) -> Iterator[StepSamples]:
+        while self.steps_done != self._max_steps_per_epoch and (rows := next(batches, None)) is not None:
+            self._left_over += rows
+            if self._batches.done % self.micro_steps == 0:
+                rows, self._left_over = self._left_over, []
+                known = [] if self.longest_row is None else [self.longest_row]
+                self.longest_row = max([*known, *rows], key=self._row_format.num_tokens)
+                yield self._step_samples(rows)
+        self._batches.go_to(0)
+
+    def describe(self, batch_size: int) -> str:
+        """The size of an optimizer step as arithmetic, for the log."""
+        return (
+            f"{batch_size} rows * {self.micro_steps} micro-steps * {self.ranks} ranks"
+            f" = {self.samples_per_step_at(batch_size)} samples per optimizer step"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state for a resumed run. ``left_over`` are positions in a rank's order of the last epoch's samples."""
+        rows = self._batches.rows
+        end = len(self._sampler) // rows * rows
+        return {
+            "batch_size": self.batch_size,
+            "is_global": self.is_global,
+            "epoch_samples": self.steps_done * self.samples_per_step,
+            "samples_per_step": self.samples_per_step,
+            "left_over": (end - len(self._left_over), end),
+            "dataset_samples": len(self.dataset),
+            "ranks": self.ranks,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, epoch: int) -> None:
+        """Resume from ``state_dict``, saved after ``epoch`` or within the next one. The caller has set the batch size.
+
+        If the number of samples per step has changed, the run resumes at the last position where one of its steps
+        begins. Left-over samples are read again, unless the data, the number of ranks or the batch's unit changed.
+        """
+        self._batches.go_to(state["epoch_samples"] // self.samples_per_step * self.micro_steps)
+        is_alike = state["is_global"], state["dataset_samples"], state["ranks"]
+        if is_alike == (self.is_global, len(self.dataset), self.ranks):
+            self._left_over = [
+                self.dataset[index] for index in self._batches.indices(epoch)[slice(*state["left_over"])]
+            ]
+
+    def set_longest_row(self, num_tokens: int) -> None:
+        """Set the length of the longest row so far to ``num_tokens``; 0: no row yet."""
+        self.longest_row = self._row_format.of_length(self.dataset, num_tokens) if num_tokens else None
+
+    def _rows_per_batch(self, batch_size: int) -> int:
+        return batch_size
+
+    def _step_samples(self, rows: list[Row]) -> StepSamples:
+        return StepSamples(rows, num_samples=len(rows) * self.ranks, ranks=self.ranks)
+
+
+class GlobalStepLoader(StepLoader):
+    """A ``StepLoader`` whose batch size is ``adaptive.global_batch_size``: samples per step over all ranks.
+
+    The sampler's order, shuffling and seed are kept.
+    """
+
+    key = "global_batch_size"
+    is_global = True
+    _sampler: DealtSampler
+
+    def __init__(
+        self, sampler: Any, row_format: RowFormat, *, batch_size: int, max_steps_per_epoch: int | None
+    ) -> None:
+        check_samples_per_step(batch_size, ranks=sampler.num_replicas)
+        dealt = DealtSampler(sampler.dataset, sampler.num_replicas, sampler.rank, sampler.shuffle, sampler.seed)
+        super().__init__(
+            dealt, row_format, batch_size=batch_size, micro_steps=1, max_steps_per_epoch=max_steps_per_epoch
+        )
+
+    @property
+    def largest_batch_size(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def rows_per_micro_step(self) -> int:
+        return self.rows_per_step
+
+    def samples_per_step_at(self, batch_size: int) -> int:
+        return batch_size
+
+    def describe(self, batch_size: int) -> str:
+        return f"{batch_size} samples per optimizer step on {self.ranks} ranks"
+
+    def _rows_per_batch(self, batch_size: int) -> int:
+        self._sampler.set_samples_per_step(batch_size)
+        return rows_of_rank(batch_size, rank=self._sampler.rank, ranks=self.ranks)
+
+    def _step_samples(self, rows: list[Row]) -> StepSamples:
+        return StepSamples(rows, num_samples=self.batch_size, ranks=self.ranks)
+
+
+def check_fills_step(loader: StepLoader, batch_size: int) -> None:
+    """Check that the data set is large enough for an optimizer step of ``batch_size``.
+
+    Raises:
+        InputError: the data set is too small.
+    """
+    if loader.steps_per_epoch_at(batch_size) == 0:
+        described, samples = loader.describe(batch_size), len(loader.dataset)
+        raise InputError(f"`dataset` must fill an optimizer step ({described}), but has {samples} samples.")

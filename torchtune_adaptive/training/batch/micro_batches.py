@@ -1,0 +1,168 @@
+"""Cut an optimizer step's samples into equally many micro-batches on every rank, by a limit that can be lowered."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, spread
+from torchtune_adaptive.training.batch.loader import StepSamples
+from torchtune_adaptive.training.batch.row_format import Row, RowFormat
+
+_FEWEST = {"rows": 2, "tokens": 1}  # with a limit of one token, every row is a micro-batch of its own
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The rows of one micro-step. In measured steps, the first ones form the small batch, which ends with the last."""
+
+    rows: Sequence[Row]
+    is_small: bool = False
+    ends_small: bool = False
+
+
+class MicroBatcher:
+    """Cuts the samples of optimizer steps, as ``RecoverableStep`` asks, and owns the limit of a micro-batch.
+
+    Args:
+        largest: the limit before memory runs out.
+        dataset: its first sample, without weight in the loss, serves a rank with fewer rows than micro-steps.
+    """
+
+    is_even = True
+
+    def __init__(
+        self, largest: MicroBatchLimit, row_format: RowFormat, consensus: Consensus, dataset: Sequence[Row]
+    ) -> None:
+        self._largest = largest
+        self._row_format = row_format
+        self._consensus = consensus
+        self._dataset = dataset
+        self._reduced_size: int | None = None  # set once memory ran out
+        self._first_size: int | None = None  # in the first step of ``start_small``
+        self._step_tokens = (0, 0)  # of the last cut, without and with padding
+        self._num_tokens = self._num_padded_tokens = 0
+
+    @property
+    def largest(self) -> MicroBatchLimit:
+        """The limit before memory runs out."""
+        return self._largest
+
+    @property
+    def limit(self) -> MicroBatchLimit:
+        """The current limit, without regard to a small first step."""
+        return self._largest.of_size(min(self._largest.size, self._reduced_size or self._largest.size))
+
+    @property
+    def size(self) -> int:
+        """The size of the limit for this step."""
+        return self._step_limit.size
+
+    @property
+    def unit(self) -> str:
+        """The unit of ``size``."""
+        return self._largest.unit
+
+    def set_largest(self, largest: MicroBatchLimit) -> None:
+        """Set the largest limit, for example when the batch size grows. A reduced limit stays reduced."""
+        self._largest = largest
+
+    def resize(self, size: int) -> None:
+        """Set the current limit to ``size``, which must be at most the largest limit."""
+        self._reduced_size = None if size >= self._largest.size else size
+
+    def start_small(self) -> None:
+        """Cut the next step into the smallest micro-batches that a search tries.
+
+        For a step that creates the optimizers' state. It would otherwise lie within memory that an allocator has cached
+        for the activations of a large micro-batch, and could not be freed as a whole: later steps would find less
+        memory than a search did.
+        """
+        self._first_size = min(self.limit.size, _FEWEST[self.unit])
+
+    def end_step(self) -> None:
+        """Count the padding of the step's last cut, with which it succeeded. Later steps do not start small."""
+        self._num_tokens += self._step_tokens[0]
+        self._num_padded_tokens += self._step_tokens[1]
+        self._step_tokens = (0, 0)
+        self._first_size = None
+
+    def rows_of(self, row: Row, *, size: int) -> int:
+        """How many rows like ``row`` a micro-batch of limit ``size`` has."""
+        return self._largest.of_size(size).rows_of(self._row_format.padded_tokens(row))
+
+    def cut(self, samples: StepSamples) -> list[MicroBatch]:
+        """The micro-batches of ``samples`` by the current limit, equally many on every rank.
+
+        With a token limit this is a collective, in which the ranks agree on the number. With a row limit every rank
+        computes the number.
+        """
+        self._step_tokens = (0, 0)
+        if not samples.measured or samples.largest_share < 2:
+            return list(map(MicroBatch, self._cut(samples)))
+        small, rest = map(self._cut, samples.halves())
+        measured = [MicroBatch(rows, is_small=True, ends_small=rows is small[-1]) for rows in small]
+        return measured + list(map(MicroBatch, rest))
+
+    def can_reduce(self, samples: StepSamples) -> bool:
+        """Whether some rank has a micro-batch of more than one row, so that a lower limit helps. A collective."""
+        cuts = self._step_limit.cut(self._lengths(samples.rows))
+        return self._consensus.any_rank(any(len(rows) > 1 for rows in cuts))
+
+    def reduce(self, samples: StepSamples) -> None:
+        """Halve the current limit; only for this step, if it is one of ``start_small``."""
+        half = self.size // 2
+        if self._first_size is None:
+            self._reduced_size = half
+        else:
+            self._first_size = half
+
+    def rehearsals(self, samples: Sequence[Row]) -> Iterator[list[MicroBatch]]:
+        """Micro-batches of the first of ``samples``, of one row and of two; to try next, of one row each."""
+        for rows in range(min(2, self._largest.size), 0, -1):
+            yield list(map(MicroBatch, self._row_format.small_batches(samples, rows)))
+
+    def take_padding(self) -> float:
+        """The share of padding in this rank's micro-batches since the last call."""
+        share = 1 - self._num_tokens / max(self._num_padded_tokens, 1)
+        self._num_tokens = self._num_padded_tokens = 0
+        return share
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state for a resumed run: the reduced size (None if memory never ran out), limit, unit and padding."""
+        return {
+            "micro_batch": self._reduced_size,
+            "micro_batch_limit": self._largest.size,
+            "micro_batch_unit": self._largest.unit,
+            "padding": (self._num_tokens, self._num_padded_tokens),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state. A size in another unit is ignored. A limit of None leaves the limit as it is."""
+        self._num_tokens, self._num_padded_tokens = state["padding"]
+        if state["micro_batch_unit"] == self._largest.unit:
+            self._reduced_size = state["micro_batch"]
+            self._largest = self._largest.of_size(state["micro_batch_limit"] or self._largest.size)
+
+    @property
+    def _step_limit(self) -> MicroBatchLimit:
+        return self.limit if self._first_size is None else self._largest.of_size(self._first_size)
+
+    def _cut(self, samples: StepSamples) -> list[list[Row]]:
+        limit, rows = self._step_limit, samples.rows
+        lengths = self._lengths(rows)
+        cuts = limit.cut(lengths)
+        if isinstance(limit, RowLimit):
+            count = math.ceil(samples.largest_share / limit.size)
+        else:
+            count = self._consensus.max_over_ranks(len(cuts))
+        cuts = spread(cuts, count)
+        own, padded = self._step_tokens
+        own += sum(map(self._row_format.own_tokens, rows))
+        padded += sum(len(one) * max(lengths[index] for index in one) for one in cuts if one)
+        self._step_tokens = (own, padded)
+        return [[rows[index] for index in one] or [self._row_format.silent(self._dataset[0])] for one in cuts]
+
+    def _lengths(self, rows: list[Row]) -> list[int]:
+        return [self._row_format.padded_tokens(row) for row in rows]

@@ -1,0 +1,232 @@
+"""The format of samples: their length, and samples for probes. One class for each kind of data set."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.datasets import ConcatDataset, PackedDataset
+
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.progress import Bar
+from torchtune_adaptive.errors import InputError, reason_of
+
+Row: TypeAlias = dict[str, Any]
+
+_ANSWERS, _PARTS = ("chosen", "rejected"), ("input_ids", "labels")
+_REHEARSAL_TOKENS = (16, 24)  # row lengths of the two batches of a rehearsal, which must differ in shape
+
+
+class RowFormat(ABC):
+    """Describes a data set's samples. Has no state.
+
+    Attributes:
+        keys: the keys of every sample.
+        sequences: sequences per sample in a batch, all padded to the longest one.
+    """
+
+    keys: tuple[str, ...] = ()
+    sequences = 1
+
+    @abstractmethod
+    def num_tokens(self, row: Row) -> int:
+        """The length in tokens to which the sample pads its micro-batch."""
+
+    def padded_tokens(self, row: Row) -> int:
+        """Padded tokens of the sample in a micro-batch without longer samples."""
+        return self.sequences * self.num_tokens(row)
+
+    def own_tokens(self, row: Row) -> int:
+        """Tokens of the sample without padding."""
+        return self.num_tokens(row)
+
+    @abstractmethod
+    def stretched(self, row: Row, length: int) -> Row:
+        """The sample repeated or truncated to ``length`` tokens, all of which count in the loss."""
+
+    @abstractmethod
+    def shortened(self, row: Row, length: int) -> Row:
+        """The sample truncated to ``length`` tokens. Packed samples are returned as they are."""
+
+    @abstractmethod
+    def silent(self, row: Row) -> Row:
+        """A short sample without weight in the loss, for a rank without samples."""
+
+    def worst_case(
+        self, dataset: Any, *, seq_len: int | None, tokenizer_max_seq_len: int | None, consensus: Consensus
+    ) -> Row:
+        """A sample of the greatest length that can occur in training. A collective.
+
+        The length is ``seq_len`` if given, else the tokenizer's ``max_seq_len``, else the length of the longest sample,
+        for which the whole data set is read once. Packed samples have one length.
+        Raises:
+            InputError: ``seq_len`` differs from the length of packed samples.
+        """
+        row = dict(dataset[0])
+        if is_packed(dataset):
+            packed_len = self.num_tokens(row)
+            if seq_len not in (None, packed_len):
+                raise InputError(
+                    f"`seq_len` must be null or the packs' length ({packed_len}), but is {seq_len} instead."
+                )
+            return row
+        return self.stretched(row, seq_len or tokenizer_max_seq_len or self._longest_length(dataset, consensus))
+
+    def of_length(self, dataset: Any, length: int) -> Row:
+        """A sample of ``length`` tokens. For packed data it is the first one, because all have the same length."""
+        row = dict(dataset[0])
+        return row if is_packed(dataset) else self.stretched(row, length)
+
+    def check_sample(self, dataset: Any) -> None:
+        """Check that the first sample has this format.
+
+        Raises:
+            InputError: the first sample cannot be loaded, or has another format.
+        """
+        try:
+            row = dataset[0]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"`dataset` must have samples, but loading the first one failed: {reason_of(error)}."
+            ) from error
+        if not set(self.keys) <= set(row):
+            raise InputError(
+                f"`dataset` must have samples with {', '.join(self.keys)}, but its first one has {', '.join(row)}."
+            )
+
+    def check_lengths(self, dataset: Any, *, max_tokens: int, consensus: Consensus) -> None:
+        """Read the whole data set once, and check that no sample is longer than ``max_tokens``. A collective.
+
+        Raises:
+            InputError: a sample is longer. Raised on every rank, with the index and length of the first such sample.
+        """
+        lengths = self._lengths(dataset, consensus, task="checking samples against the token budget")
+        tokens = ((index, self.sequences * length) for index, length in lengths)
+        too_long = next(((index, number) for index, number in tokens if number > max_tokens), None)
+        found = [one for one in consensus.from_all_ranks(too_long) if one is not None]
+        if found:
+            index, length = min(found)
+            raise InputError(
+                f"`max_tokens_per_micro_batch` must be at least every sample's length, but is {max_tokens},"
+                f" and sample {index} has {length} tokens."
+            )
+
+    def small_batches(self, dataset: Any, batch_size: int) -> list[list[Row]]:
+        """Two batches of the first samples, of different shapes, each of at most ``batch_size`` rows.
+
+        Rows are truncated to a few tokens, unless they are packed.
+        """
+        first, second = dataset[0], dataset[min(1, len(dataset) - 1)]
+        small, large = _REHEARSAL_TOKENS
+        rows = [first, second] if batch_size > 1 else [second]
+        return [[self.shortened(first, small)], [self.shortened(row, large) for row in rows]]
+
+    def _longest_length(self, dataset: Any, consensus: Consensus) -> int:
+        lengths = self._lengths(dataset, consensus, task="finding the longest sample")
+        return consensus.max_over_ranks(max((length for _, length in lengths), default=0))
+
+    def _lengths(self, dataset: Any, consensus: Consensus, *, task: str) -> Iterator[tuple[int, int]]:
+        """Index and length of each sample of this rank's share."""
+        share = range(consensus.rank, len(dataset), consensus.world_size)
+        for index in Bar(share, desc=task, disable=consensus.rank != 0):
+            yield index, self.num_tokens(dataset[index])
+
+
+class TokenRows(RowFormat):
+    """Rows of ``tokens`` and ``labels``, for supervised finetuning.
+
+    Args:
+        ignore_index: the label of tokens that do not count in the loss.
+    """
+
+    keys = ("tokens", "labels")
+
+    def __init__(self, ignore_index: int) -> None:
+        self._ignore_index = ignore_index
+
+    def num_tokens(self, row: Row) -> int:
+        return len(row["tokens"])
+
+    def stretched(self, row: Row, length: int) -> Row:
+        tokens = _repeated(row["tokens"], length)
+        return row | {"tokens": tokens, "labels": list(tokens)}
+
+    def shortened(self, row: Row, length: int) -> Row:
+        can_be_cut = set(row) <= {"tokens", "labels", "mask"} and isinstance(row["tokens"], list)
+        return {name: values[:length] for name, values in row.items()} if can_be_cut else row
+
+    def silent(self, row: Row) -> Row:
+        short = self.shortened(row, _REHEARSAL_TOKENS[0])
+        labels = short["labels"]
+        if isinstance(labels, torch.Tensor):
+            return short | {"labels": torch.full_like(labels, self._ignore_index)}
+        return short | {"labels": [self._ignore_index] * len(labels)}
+
+
+class PreferenceRows(RowFormat):
+    """Pairs of a chosen and a rejected answer, for direct preference optimization."""
+
+    keys = tuple(f"{answer}_{part}" for answer in _ANSWERS for part in _PARTS)
+    sequences = 2
+
+    def num_tokens(self, row: Row) -> int:
+        return max(len(row["chosen_input_ids"]), len(row["rejected_input_ids"]))
+
+    def own_tokens(self, row: Row) -> int:
+        return sum(len(row[f"{answer}_input_ids"]) for answer in _ANSWERS)
+
+    def stretched(self, row: Row, length: int) -> Row:
+        longest = max(row["chosen_input_ids"], row["rejected_input_ids"], key=len)
+        tokens = _repeated(longest, length)
+        return {f"{answer}_{part}": list(tokens) for answer in _ANSWERS for part in _PARTS}
+
+    def shortened(self, row: Row, length: int) -> Row:
+        return {name: values[:length] for name, values in row.items()}
+
+    def silent(self, row: Row) -> Row:
+        short = self.shortened(row, _REHEARSAL_TOKENS[0])
+        masked = {f"{one}_labels": [CROSS_ENTROPY_IGNORE_IDX] * len(short[f"{one}_labels"]) for one in _ANSWERS}
+        return short | masked
+
+
+def is_packed(dataset: Any) -> bool:
+    """Whether the rows of ``dataset`` are packed, and so have one length."""
+    return isinstance(dataset, PackedDataset) or (isinstance(dataset, ConcatDataset) and dataset.packed)
+
+
+def check_unpacked(dataset: Any) -> None:
+    """Check that rows can be grouped by their lengths.
+
+    Raises:
+        InputError: ``dataset`` is packed.
+    """
+    if is_packed(dataset):
+        raise InputError(
+            "`dataset.packed` must be False for `max_tokens_per_micro_batch`, because packed rows have one length,"
+            " but is True instead."
+        )
+
+
+def check_row_length(seq_len: int, model: nn.Module, *, key: str = "") -> None:
+    """Check that ``model`` accepts rows of ``seq_len`` tokens.
+
+    Args:
+        key: the key of the config that decides the length; "" if there is none.
+
+    Raises:
+        InputError: the model's maximum length is below ``seq_len``.
+    """
+    longest = getattr(model, "max_seq_len", None)
+    if longest is not None and seq_len > longest:
+        advice = f"; set `{key}` to {longest} or less" if key else ""
+        raise InputError(
+            f"Rows must have at most the model's max_seq_len ({longest} tokens), but have {seq_len}{advice}."
+        )
+
+
+def _repeated(tokens: Sequence[int] | torch.Tensor, length: int) -> list[int]:
+    """``tokens``, repeated or truncated to ``length``."""
+    values = tokens.tolist() if isinstance(tokens, torch.Tensor) else list(tokens)
+    return (values * (length // max(len(values), 1) + 1))[:length]

@@ -1,0 +1,91 @@
+"""When a run is saved, what is saved, and what a resumed run restores."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torchtune_adaptive.engine.distributed.rank_states import RankStates
+from torchtune_adaptive.training.batch.loader import StepLoader
+from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
+from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
+from torchtune_adaptive.training.run_state import AdaptiveState
+
+SaveEpoch = Callable[[int, AdaptiveState], None]  # called with the finished epoch
+
+
+class RunSaver:
+    """Saves a run after optimizer steps and epochs.
+
+    Args:
+        others: parts with a ``state_dict`` and a ``load_state_dict``, beside loader and micro-batches.
+        save_epoch: saves after an epoch, as torchtune does.
+        config: the run's config, by dotted keys; a resumed run logs changes.
+        memory_limit_bytes: the lowest limit of all ranks, None without a limit.
+    """
+
+    def __init__(
+        self,
+        loader: StepLoader,
+        micro_batches: MicroBatcher,
+        others: Sequence[Any],
+        steps: StepCheckpoints,
+        rank_states: RankStates,
+        *,
+        save_epoch: SaveEpoch,
+        config: Mapping[str, Any],
+        memory_limit_bytes: int | None,
+    ) -> None:
+        self._loader = loader
+        self._micro_batches = micro_batches
+        self._others = tuple(others)
+        self._steps = steps
+        self._rank_states = rank_states
+        self._save_epoch = save_epoch
+        self._config = dict(config)
+        self._memory_limit_bytes = memory_limit_bytes
+
+    def state(self, *, epochs_run: int, step: int) -> AdaptiveState:
+        """The state of every part after ``epochs_run`` epochs and ``step`` optimizer steps. A collective."""
+        parts = (self._loader, self._micro_batches, *self._others)
+        return AdaptiveState(
+            epochs_run=epochs_run,
+            global_step=step,
+            rank_states=self._rank_states.now(longest_row_tokens=self._loader.longest_row_tokens),
+            optimizer=self._steps.options(),
+            config=self._config,
+            memory_limit_bytes=self._memory_limit_bytes,
+            **{name: value for part in parts for name, value in part.state_dict().items()},
+        )
+
+    def load(self, saved: AdaptiveState) -> list[str]:
+        """Restore a saved state. Returns the changes since then, as parts of a sentence. A collective.
+
+        Random generators are restored by ``restore_random``.
+        """
+        state = asdict(saved)
+        for part in self._others:
+            part.load_state_dict(state)
+        self._loader.load_state_dict(state, epoch=saved.epochs_run - 1)
+        if own := self._rank_states.load(saved.rank_states):
+            self._loader.set_longest_row(own["longest_row_tokens"])
+        changes = saved.changes(self.state(epochs_run=saved.epochs_run, step=saved.global_step))
+        # If nothing has changed, the saved micro-batch size is used, even if this search has found another one.
+        self._micro_batches.load_state_dict(state | ({"micro_batch_limit": None} if changes else {}))
+        return changes
+
+    def restore_random(self) -> None:
+        """Set the random generators to the saved states. Only the first call has an effect."""
+        self._rank_states.restore()
+
+    def after_step(self, *, epochs_run: int, step: int, stop: bool) -> None:
+        """As ``StepCheckpoints.after_steps``. A collective."""
+        self._steps.after_steps(step, stop=stop, state=lambda: self.state(epochs_run=epochs_run, step=step))
+
+    def after_epoch(self, epoch: int, *, step: int) -> None:
+        """Save after ``epoch``. A collective.
+
+        Raises:
+            CheckpointError: it was the last epoch, and its checkpoint cannot be saved.
+        """
+        self._steps.wait()
+        self._save_epoch(epoch, self.state(epochs_run=epoch + 1, step=step))

@@ -1,0 +1,342 @@
+"""Checkpoints after optimizer steps, by PyTorch's distributed checkpoints: each rank writes its own shards."""
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torchtune import utils
+
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded, reason_of
+from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.training.checkpoints.folder import Checkpoint, CheckpointFolder, read_rank_states
+from torchtune_adaptive.training.checkpoints.tensors import TrainedTensors
+from torchtune_adaptive.training.run_state import AdaptiveState
+from torchtune_adaptive.training.signals import STATUS_STOPPED
+
+log = utils.get_logger("DEBUG")
+
+Read = TypeVar("Read")
+
+_NOT_SHARED = "not every rank sees the folder of rank 0, which they must share"
+_LONGEST_WRITE = timedelta(hours=6)  # timeout of the process group that waits for files
+
+
+class StepCheckpoints:
+    """Writes and reads ``step_N`` folders. Creating it is a collective.
+
+    Args:
+        every_steps: optimizer steps between checkpoints; None: save only when the run is asked to end.
+        keep_last: number of checkpoints to keep; None: all.
+        in_background: copy tensors to host memory in the step, and write them while training continues.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        tensors: TrainedTensors,
+        consensus: Consensus,
+        *,
+        every_steps: int | None,
+        keep_last: int | None,
+        in_background: bool,
+    ) -> None:
+        self._folder = folder
+        self._tensors = tensors
+        self._consensus = consensus
+        self._every_steps = every_steps
+        self._keep_last = keep_last
+        self._in_background = in_background
+        self._group = _file_group() if consensus.world_size > 1 else None
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # DCP warns in a single process
+        self._pending: tuple[str, Future[Any]] | None = None
+
+    def after_steps(self, step: int, *, steps: int = 1, stop: bool, state: Callable[[], AdaptiveState]) -> None:
+        """Save if a checkpoint is due in the last ``steps`` steps. If ``stop``, save and end the run. A collective.
+
+        Args:
+            step: optimizer steps done.
+            state: returns the current state of the run; a collective.
+        Raises:
+            RunEnded: ``stop``, and the run is saved.
+            CheckpointError: ``stop``, but the run cannot be saved. Without ``stop`` training continues.
+        """
+        every = self._every_steps
+        is_due = every is not None and step // every > (step - steps) // every
+        if not stop and not is_due:
+            return
+        is_saved = self.save(state(), at_once=stop)
+        if not stop:
+            return
+        if not is_saved:
+            raise CheckpointError(f"a signal ended the run after step {step}, but saving a checkpoint failed.")
+        raise RunEnded(
+            f"a signal ended the run after step {step}, and a checkpoint is saved:"
+            " run the same command with `resume_from_checkpoint=True` to resume.",
+            STATUS_STOPPED,
+        )
+
+    def save(self, state: AdaptiveState, *, at_once: bool = False) -> bool:
+        """Save the current tensors with ``state``. Returns whether that succeeded. A collective.
+
+        In the background, without ``at_once``, it returns True, and logs the outcome later. If a checkpoint cannot be
+        written, earlier ones are kept.
+        """
+        self.wait()
+        name = f"step_{state.global_step}"
+        try:
+            self._start(name)
+            writer = _Writer(self._folder.unfinished(name), publish=lambda: self._publish(name, state))
+            options: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
+            options["no_dist"] = self._group is None
+            if self._in_background and not at_once:
+                future: Any = async_save(self._tensors.tensors(), **options)
+                self._pending = name, future
+                return True
+            save(self._tensors.tensors(), **options)
+        except (CheckpointException, CheckpointError) as error:
+            self._give_up(name, error)
+            return False
+        self._say_saved(name)
+        return True
+
+    def wait(self) -> None:
+        """Wait for a checkpoint that is written in the background. A collective if there is one."""
+        if self._pending is None:
+            return
+        name, future = self._pending
+        self._pending = None
+        try:
+            future.result()
+        except CheckpointException as error:
+            self._give_up(name, error)
+        else:
+            self._say_saved(name)
+
+    def load(self, checkpoint: Checkpoint | None, *, config: Mapping[str, Any]) -> AdaptiveState | None:
+        """Load the tensors of ``checkpoint``, if it is of a step, and return its state. A collective.
+
+        The number of ranks may differ from that of the checkpoint. Nothing is copied on the device. Optimizer options
+        that ``config`` changes are not loaded.
+        Raises:
+            InputError: the checkpoint is of another model, or not readable.
+        """
+        if checkpoint is None:
+            return None
+        path, state = checkpoint.path, checkpoint.state
+        utils.log_rank_zero(log, f"Resuming from {path}")
+        if state is None:  # torchtune's own, which it has already loaded
+            return None
+        _check_optimizer(state, config)
+        state = replace(state, rank_states=self._read(path, read_rank_states))
+        if not checkpoint.is_of_step:
+            return state
+        _check_groups(state, len(self._tensors.options()["groups"]))
+        saved = self._read(path, self._metadata)
+        try:
+            load(
+                self._tensors.allocate(saved),
+                storage_reader=FileSystemReader(path),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        except (CheckpointException, Exception) as error:  # the first is no Exception; a damaged file can raise any
+            raise InputError(_unreadable(path, error)) from error
+        keys = {*config, *state.config}
+        changed = [key for key in keys if key.startswith("optimizer.") and config.get(key) != state.config.get(key)]
+        self._tensors.load_options(state.optimizer, chosen=[key.split(".")[1] for key in changed])
+        return state
+
+    def options(self) -> dict[str, Any]:
+        """The part of the optimizers' state that is not tensors, for the saved state."""
+        return self._tensors.options()
+
+    def _read(self, path: Path, read: Callable[[Path], Read]) -> Read:
+        """What ``read`` reads of the checkpoint in ``path``. A collective, so that all ranks continue or none.
+
+        Raises:
+            InputError: some rank cannot read it.
+        """
+        found, failure = None, ""
+        try:
+            found = read(path)
+        except InputError as error:
+            failure = str(error)
+        except Exception as error:  # reading a damaged file can raise any error
+            failure = _unreadable(path, error)
+        if failure := self._consensus.first_reason(failure):
+            raise InputError(failure)
+        assert found is not None
+        return found
+
+    def _metadata(self, path: Path) -> Mapping[str, Any]:
+        """The metadata of the tensors in ``path``, by name.
+
+        Raises:
+            InputError: it is of another model. Any other error if it cannot be read.
+        """
+        saved = FileSystemReader(path).read_metadata().state_dict_metadata
+        if missing := self._tensors.missing(saved):
+            raise InputError(
+                f"`resume_from_checkpoint` must be a checkpoint of this model, but in {str(path)!r} {missing}."
+            )
+        return saved
+
+    def _start(self, name: str) -> None:
+        """Create the folder on rank 0, and check that every rank can see it.
+
+        Raises:
+            CheckpointError: it cannot be created, or some rank cannot see it. Raised on every rank.
+        """
+
+        failure = self._consensus.first_reason(self._tensors.unsavable())
+        if failure := failure or make_for_all_ranks(name, self._folder, self._consensus):
+            raise CheckpointError(failure)
+
+    def _publish(self, name: str, state: AdaptiveState) -> None:
+        """Called on rank 0 once all ranks have written."""
+        self._folder.finish(name, state)
+        if self._keep_last is not None:
+            try:
+                self._folder.prune(self._keep_last)
+            except OSError as error:
+                log.warning(f"Some older checkpoints could not be removed: {reason_of(error)}.")
+
+    def _give_up(self, name: str, error: BaseException) -> None:
+        if self._consensus.rank == 0:
+            space = self._folder.describe_space()
+            self._folder.discard(name)
+            again = " and saves again at the next checkpoint" if self._every_steps else ""
+            log.warning(
+                f"Checkpoint {name} could not be saved: {_first_reason(error)} ({space})."
+                f" Earlier checkpoints are kept; training continues{again}."
+            )
+
+    def _say_saved(self, name: str) -> None:
+        utils.log_rank_zero(log, f"Checkpoint saved to {self._folder.path / name}")
+
+
+def step_checkpoints(
+    folder: CheckpointFolder,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    settings: AdaptiveSettings,
+    consensus: Consensus,
+) -> StepCheckpoints:
+    """Step checkpoints by ``settings``, of all tensors that training changes. A collective.
+
+    Raises:
+        InputError: ranks save after steps, but do not share the folder.
+    """
+    checkpoints = StepCheckpoints(
+        folder,
+        TrainedTensors(model, optimizers, rank=consensus.rank, ranks=consensus.world_size),
+        consensus,
+        every_steps=settings.save_every_n_steps,
+        keep_last=settings.keep_last_n_checkpoints,
+        in_background=settings.save_in_background,
+    )
+    check_shared(folder, consensus, is_needed=settings.save_every_n_steps is not None)
+    return checkpoints
+
+
+def make_for_all_ranks(name: str, folder: CheckpointFolder, consensus: Consensus) -> str:
+    """Make the folder for the files of checkpoint ``name``; why not all ranks can write there, or "". A collective."""
+
+    def start() -> str:
+        try:
+            folder.start(name)
+        except OSError as error:
+            return reason_of(error)
+        return ""
+
+    failure = consensus.ask_rank_zero(start)
+    if not failure and consensus.any_rank(not folder.unfinished(name).is_dir()):
+        return _NOT_SHARED
+    return failure
+
+
+def check_shared(folder: CheckpointFolder, consensus: Consensus, *, is_needed: bool) -> None:
+    """Check that all ranks see ``folder``. A collective.
+
+    If they do not and it is not needed, a warning is logged.
+
+    Raises:
+        InputError: they do not, and ``is_needed``.
+    """
+    if consensus.world_size == 1:
+        return
+    name = consensus.from_rank_zero(f"shared_{uuid4().hex}")  # a new one: NFS remembers what was not there
+    failure = make_for_all_ranks(name, folder, consensus)
+    if consensus.rank == 0:
+        folder.discard(name)
+    if failure != _NOT_SHARED:  # any other is said where a checkpoint is saved
+        return
+    place = consensus.from_rank_zero(str(folder.path))
+    if is_needed:
+        raise InputError(
+            f"`adaptive.save_every_n_steps` must be null where nodes do not share `output_dir`, but {place!r} of rank 0"
+            " is not there on every rank."
+        )
+    utils.log_rank_zero(
+        log,
+        f"{place} is not shared by all nodes: epochs are saved on the node of rank 0 alone, and a run that is asked to"
+        " end cannot save.",
+        logging.WARNING,
+    )
+
+
+class _Writer(FileSystemWriter):
+    """Calls ``publish`` on rank 0 once every rank has written. Its error is raised on all ranks."""
+
+    def __init__(self, path: Path, *, publish: Callable[[], None]) -> None:
+        super().__init__(path)
+        self._publish = publish
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        super().finish(metadata, results)
+        self._publish()
+
+
+def _check_optimizer(state: AdaptiveState, config: Mapping[str, Any]) -> None:
+    key = "optimizer._component_"
+    if (saved := state.config.get(key)) != (wanted := config.get(key)):
+        raise InputError(f"`{key}` must be {saved} as in the checkpoint, but is {wanted} instead.")
+
+
+def _check_groups(state: AdaptiveState, number: int) -> None:
+    if (saved_number := len(state.optimizer["groups"])) != number:
+        raise InputError(
+            f"`optimizer_in_bwd` must be as in the checkpoint with {saved_number} optimizers, but there are {number}."
+        )
+
+
+def _unreadable(path: Path, error: BaseException) -> str:
+    return f"{path} must be a readable checkpoint, but reading it failed: {_first_reason(error)}."
+
+
+def _file_group() -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _first_reason(error: BaseException) -> str:
+    """The error of the first rank that failed."""
+    if isinstance(error, CheckpointException):
+        error, _ = next(iter(error.failures.values()))
+        return reason_of(error)
+    return reason_of(error)

@@ -1,0 +1,77 @@
+"""``found.yaml``: the config of a search with the sizes that it found, ready for `tune run`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.errors import InputError, RunEnded, quote, reason_of
+from torchtune_adaptive.files import write_whole
+from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.training.sizes import Sizes
+
+FOUND_NAME = "found.yaml"
+
+
+def found_values(settings: AdaptiveSettings, sizes: Sizes, *, rows: int) -> dict[str, Any]:
+    """What a search found, as values of a config's keys.
+
+    Args:
+        rows: the rows of a micro-step, before memory limits them.
+    """
+    values: dict[str, Any] = {}
+    if settings.max_tokens_per_micro_batch == "auto":
+        values["adaptive.max_tokens_per_micro_batch"] = sizes.token_budget
+    if settings.use_maximum_batch_size and settings.global_batch_size is None:
+        values["batch_size"] = sizes.fitting_rows
+    elif settings.use_maximum_batch_size and sizes.token_budget is None:
+        values["batch_size"] = sizes.limit(rows).size
+    if settings.objective == "throughput":
+        values["adaptive.objective"] = "memory"
+    return values
+
+
+def found_path(cfg: DictConfig) -> Path:
+    """Where a search with ``cfg`` writes the config with the sizes found."""
+    return Path(cfg.output_dir) / FOUND_NAME
+
+
+def end_search(cfg: DictConfig, values: Mapping[str, Any], *, seq_len: int | None, consensus: Consensus) -> NoReturn:
+    """Write ``cfg`` with ``values`` to its output directory on rank 0, and end the run. A collective.
+
+    Args:
+        seq_len: tokens of the rows that the search used; None if an earlier part of the run has found the sizes.
+
+    Raises:
+        RunEnded: it is written.
+        InputError: it cannot be written.
+    """
+    path = found_path(cfg)
+    found = ", ".join(f"{key} {value}" for key, value in values.items())
+    rows = "" if seq_len is None else f"rows of {seq_len} tokens, "
+    rests_on = f"{rows}{consensus.world_size} {'ranks' if consensus.world_size > 1 else 'rank'}"
+
+    def write() -> None:
+        header = f"# The sizes that a search found ({rests_on}): {found}\n"
+        try:
+            write_whole(path, header + OmegaConf.to_yaml(with_values(cfg, values)))
+        except OSError as error:
+            raise InputError(
+                f"`output_dir` must be a folder that can be written, but is {quote(cfg.output_dir)}:"
+                f" {reason_of(error)}."
+            ) from error
+
+    consensus.ask_rank_zero(write)
+    raise RunEnded(f"the search found {found} ({rests_on}); the config with it is {path}.", 0)
+
+
+def with_values(cfg: DictConfig, values: Mapping[str, Any]) -> DictConfig:
+    """A copy of ``cfg`` with ``values``, which trains without a search. Interpolations stay as they are."""
+    changed = cfg.copy()
+    OmegaConf.set_struct(changed, False)
+    for key, value in {"use_maximum_batch_size": False, **values}.items():
+        OmegaConf.update(changed, key, value)
+    (changed.get("adaptive") or {}).pop("search_only", None)
+    return changed

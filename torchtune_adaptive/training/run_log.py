@@ -1,0 +1,132 @@
+"""The log of a run: one file, to which rank 0 appends a line of JSON for each decision, logged step and event.
+
+Needs no torch, so that a report can be made where there is none.
+"""
+
+import json
+import math
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torchtune_adaptive.engine.search.strategies import SearchResult
+from torchtune_adaptive.errors import reason_of
+from torchtune_adaptive.files import write_whole
+
+LOG_NAME = "adaptive_log.jsonl"
+SEARCH_ONLY, SEARCH, SIZES = "search only", "search", "sizes"  # events that are read again
+
+
+class RunLog:
+    """Appends lines to the log in ``output_dir``. A crash can cut short only the last line.
+
+    If a line cannot be written, this is logged, the file is left alone from then on, and the run continues.
+
+    Args:
+        output_dir: the folder of the file; made by ``begin`` if it is not there.
+        writes: whether this process writes: rank 0.
+    """
+
+    def __init__(self, output_dir: str | Path, *, writes: bool) -> None:
+        self.path = Path(output_dir) / LOG_NAME
+        self.history: list[dict[str, Any]] = []  # an entry for each ``note``, also of the run that is resumed
+        self._writes = writes
+        self._descriptor: int | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether lines are written: from ``begin`` on, as long as they can be."""
+        return self._descriptor is not None
+
+    def begin(self, *, step: int, search_only: bool = False, **values: Any) -> None:
+        """Append the start of a run after ``step`` optimizer steps, with ``values``.
+
+        Later lines are dropped, because their steps are trained again; at step 0 all lines are. A run that ends after
+        its search (``search_only``) keeps the lines of the run before it.
+        """
+        if not self._writes:
+            return
+        try:
+            kept = _lines_up_to(math.inf if search_only else step, self.path) if step or search_only else []
+            write_whole(self.path, "".join(f"{line}\n" for line in kept))
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        except OSError as error:
+            self._give_up(error)
+            return
+        weakref.finalize(self, os.close, self._descriptor)
+        if not search_only:
+            decisions = [line for line in map(json.loads, kept) if line.get("event") == SIZES]
+            self.history = [{name: line[name] for name in line if name != "event"} for line in decisions]
+        self.append(event=SEARCH_ONLY if search_only else "resumed" if step else "started", step=step, **values)
+
+    def search(
+        self,
+        result: SearchResult,
+        *,
+        step: int,
+        seq_len: int | None,
+        of: str = "",
+        chosen: Mapping[str, int] | None = None,
+        tokens_per_second: Mapping[int, float] | None = None,
+    ) -> None:
+        """Append the result of a search.
+
+        Args:
+            step: optimizer steps done.
+            seq_len: tokens of a row.
+            of: what was searched for, "" in a run with one search.
+            chosen: other sizes that follow from it, by name.
+            tokens_per_second: the rate of each timed size.
+        """
+        more = {"of": of, "seq_len": seq_len, "chosen": chosen or {}, "tokens_per_second": tokens_per_second or {}}
+        self.append(event=SEARCH, step=step, **more, **asdict(result))
+
+    def note(self, reason: str, *, step: int, epoch: int, batch_size: int, **figures: int) -> None:
+        """Append a decision about sizes, which holds from step number ``step`` on, and add it to ``history``."""
+        entry = {"step": step, "epoch": epoch, "batch_size": batch_size} | figures | {"reason": reason}
+        self.history.append(entry)
+        self.append(event=SIZES, **entry)
+
+    def append(self, **values: Any) -> None:
+        """Append a line. A number that is not finite becomes null, which JSON can hold."""
+        if self._descriptor is None:
+            return
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
+        line = json.dumps(finite, separators=(",", ":"), default=float).encode() + b"\n"
+        try:
+            if (written := os.write(self._descriptor, line)) < len(line):
+                raise OSError(f"{written} of {len(line)} bytes written")
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        from torchtune import utils  # needs torch
+
+        self._descriptor = None  # closed with this object
+        utils.get_logger("DEBUG").warning(f"The run is no longer recorded in {self.path}: {reason_of(error)}")
+
+
+def _lines_up_to(step: float, path: Path) -> list[str]:
+    """The whole lines of ``path`` up to ``step``, without those of a search without training; none if it is not there.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    kept: list[str] = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        try:
+            values = json.loads(line)
+            is_kept = values["step"] <= step
+        except (ValueError, TypeError, KeyError):
+            continue  # cut short by a crash
+        if values.get("event") == SEARCH_ONLY:
+            break
+        if is_kept:
+            kept.append(line)
+    return kept

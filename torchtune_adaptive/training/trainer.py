@@ -1,0 +1,218 @@
+"""The training loop, independent of recipes."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from torchtune import utils
+
+from torchtune_adaptive.engine.progress import Bar
+from torchtune_adaptive.engine.recovery.events import MemoryEvent
+from torchtune_adaptive.engine.recovery.step import RecoverableStep
+from torchtune_adaptive.errors import RunEnded
+from torchtune_adaptive.training.batch.growth import BatchGrowth
+from torchtune_adaptive.training.batch.limits import RowLimit
+from torchtune_adaptive.training.batch.loader import StepLoader, StepSamples
+from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
+from torchtune_adaptive.training.batch.row_format import Row
+from torchtune_adaptive.training.checkpoints.saver import RunSaver
+from torchtune_adaptive.training.gradient_norms import gradient_norms
+from torchtune_adaptive.training.learning_rate import LearningRate
+from torchtune_adaptive.training.profiling import StepProfiler
+from torchtune_adaptive.training.run_log import RunLog
+from torchtune_adaptive.training.run_state import AdaptiveState
+from torchtune_adaptive.training.sizes import Sizes
+from torchtune_adaptive.training.step_figures import StepFigures, StepResult, StepSums
+from torchtune_adaptive.training.step_log import StepLog
+from torchtune_adaptive.training.train_step import TrainStep
+
+log = utils.get_logger("DEBUG")
+
+
+class Trainer:
+    """Trains epochs, with a batch that may grow and micro-batches that fit.
+
+    Args:
+        recoverable: runs ``step.micro_step`` on what ``micro_batches`` cuts.
+        sizes: the sizes that the search found.
+        larger_micro_batch: tries larger micro-batches of a row, given the rows of a step. Returns the new size, or
+            None.
+        before_step: called before each step with the number of optimizer steps done.
+        epochs: the remaining epochs.
+        steps_done: optimizer steps before them.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        recoverable: RecoverableStep[StepSums],
+        micro_batches: MicroBatcher,
+        loader: StepLoader,
+        growth: BatchGrowth,
+        rate: LearningRate,
+        record: RunLog,
+        step_log: StepLog,
+        profiler: StepProfiler,
+        saver: RunSaver,
+        *,
+        sizes: Sizes,
+        larger_micro_batch: Callable[[Row, int], int | None],
+        before_step: Callable[[int], None],
+        epochs: range,
+        steps_done: int,
+    ) -> None:
+        self.step = step
+        self.recoverable = recoverable
+        self.micro_batches = micro_batches
+        self.loader = loader
+        self.sizes = sizes
+        self.record = record
+        self._larger_micro_batch = larger_micro_batch
+        self._growth = growth
+        self._rate = rate
+        self._step_log = step_log
+        self._profiler = profiler
+        self._saver = saver
+        self._before_step = before_step
+        self._epochs = epochs
+        self._epochs_run = epochs.start
+        self._global_step = steps_done
+
+    @property
+    def epochs_run(self) -> int:
+        """Epochs done, including those before a resume."""
+        return self._epochs_run
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps done, including those before a resume."""
+        return self._global_step
+
+    def train(self) -> None:
+        """Train for the remaining epochs, save after each, and log a summary at the end. A collective.
+
+        Raises:
+            RunEnded: a signal has asked some rank to end, and the run is saved.
+            CheckpointError: a signal has asked some rank to end, but the run cannot be saved.
+        """
+        try:
+            self._train_epochs()
+        except RunEnded:
+            self._step_log.finish("ended by a signal", step=self._global_step, epochs_run=self._epochs_run)
+            raise
+        self._step_log.finish("complete", step=self._global_step, epochs_run=self._epochs_run)
+
+    def _train_epochs(self) -> None:
+        self.step.zero_grad()
+        with self._profiler.running():
+            for epoch in self._epochs:
+                if not self.loader.steps_done:  # otherwise the run resumes within this epoch
+                    self._saver.restore_random()
+                    self._grow(epoch)
+                    self._try_larger_micro_batches(epoch)
+                self._train_epoch(epoch)
+                self._epochs_run = epoch + 1
+                self._saver.after_epoch(epoch, step=self._global_step)
+
+    def load_state(self, saved: AdaptiveState) -> None:
+        """Resume from a saved state, and log what has changed since. A collective."""
+        if changes := self._saver.load(saved):
+            self.note(f"resumed with changes: {'; '.join(changes)}")
+
+    def note_batch_size(self, reason: str, *, epoch: int, **figures: int) -> None:
+        """Log the current batch size with its arithmetic and the reason, and add it to the record with ``figures``."""
+        size, loader = self.loader.batch_size, self.loader
+        utils.log_rank_zero(log, f"{loader.key} {size} ({reason}): {loader.describe(size)}{self._describe_cut()}")
+        samples, step = loader.samples_per_step, self._global_step + 1
+        self.record.note(reason, step=step, epoch=epoch, batch_size=size, samples_per_step=samples, **figures)
+
+    def note(self, reason: str, **figures: int) -> None:
+        """Log ``reason``, and add it to the record with ``figures``."""
+        utils.log_rank_zero(log, reason)
+        step, size = self._global_step + 1, self.loader.batch_size
+        self.record.note(reason, step=step, epoch=self._epochs_run, batch_size=size, **figures)
+
+    def _grow(self, epoch: int) -> None:
+        """Apply this epoch's increase; adapt data, steps per epoch, micro-batches and learning rate. A collective."""
+        growth = self._growth.next(epoch, self.loader.batch_size)
+        if growth is None:
+            return
+        if growth.increment:
+            utils.log_rank_zero(log, growth.reason)
+        if growth.granted:
+            self.loader.set_batch_size(growth.batch_size)
+            self.micro_batches.set_largest(self.sizes.limit(self.loader.rows_per_micro_step))
+            self._rate.change(epoch=epoch, step=self._global_step, steps_per_epoch=self.loader.steps_per_epoch)
+            if scaled := self._rate.scale(self.loader.samples_per_step):
+                utils.log_rank_zero(log, scaled)
+            self.note_batch_size(growth.reason, epoch=epoch)
+
+    def _try_larger_micro_batches(self, epoch: int) -> None:
+        """Try larger micro-batches again, if they were reduced. A collective."""
+        # Without a search use the longest row so far: finding the longest one might need the whole data set.
+        row = self.sizes.probe_row or self.loader.longest_row
+        if row is None:
+            return
+        before = self.micro_batches.limit.size
+        found = self._larger_micro_batch(row, self.loader.rows_per_step)
+        if found is not None:
+            self.micro_batches.resize(found)
+            limit = self.micro_batches.limit
+            self._note_micro_batch(f"micro-batch {before} -> {limit}: fits again at the start of epoch {epoch}")
+
+    def _train_epoch(self, epoch: int) -> None:
+        done = self.loader.steps_done
+        steps = self.loader.steps(epoch)
+        self._saver.restore_random()  # after the data loader's iterator is made, which draws a random number
+        with Bar(total=self.loader.steps_per_epoch, initial=done, disable=not self._step_log.writes) as progress:
+            asked = time.perf_counter()
+            for step, samples in enumerate(steps, start=done + 1):
+                waited_seconds = time.perf_counter() - asked
+                self._profiler.begin_step(epoch, step)
+                began = time.perf_counter()
+                self._before_step(self._global_step)
+                result = self._measured_step(samples)
+                self._global_step += 1
+                self._rate.step()
+                seconds = waited_seconds + time.perf_counter() - began
+                progress.update(1)
+                progress.set_description(f"{epoch + 1}|{self._global_step}|Loss: {result.loss}")
+                self._step_log.write(self._global_step, result, epoch=epoch, seconds=seconds)
+                self._profiler.end_step(epoch, step)
+                self._saver.after_step(epochs_run=epoch, step=self._global_step, stop=result.stop)
+                asked = time.perf_counter()  # a step includes the wait for its samples
+
+    def _measured_step(self, samples: StepSamples) -> StepResult:
+        """One optimizer step under the meter, which measures gradient norms if the growth needs them. A collective."""
+        with self.step.metered:
+            result = self.train_step(replace(samples, measured=self._growth.measures(self._global_step))).read()
+        self.micro_batches.end_step()
+        if result.measured:
+            ranks, num_samples = self.loader.ranks, samples.num_samples
+            self._growth.observe(
+                gradient_norms(result.measured, weight=result.weight, samples=num_samples, ranks=ranks)
+            )
+        return result
+
+    def train_step(self, samples: StepSamples) -> StepFigures:
+        """One optimizer step over ``samples``. A collective."""
+        sums = self.recoverable(samples)  # forward and backward in micro-batches; smaller ones if memory runs out
+        return self.step.finish(sums)  # one all-reduce, normalize, clip, optimizer
+
+    def note_event(self, event: MemoryEvent) -> None:
+        """Log a shortage of memory, and add it to the record if the micro-batch has changed."""
+        if event.after == event.before:
+            utils.log_rank_zero(log, str(event))
+        else:
+            self._note_micro_batch(str(event))
+
+    def _note_micro_batch(self, reason: str) -> None:
+        limit = self.micro_batches.limit
+        self.note(reason, **{limit.key: limit.size})
+
+    def _describe_cut(self) -> str:
+        """How an optimizer step is cut into micro-steps, if this does not follow from the batch size."""
+        largest = self.micro_batches.largest
+        if isinstance(largest, RowLimit) and not self.loader.is_global and largest.size >= self.loader.batch_size:
+            return ""
+        return f", in micro-steps of at most {largest} per rank"
