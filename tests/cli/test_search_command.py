@@ -208,19 +208,22 @@ def ended(*arguments: str) -> int | str | None:
 
 
 def test_the_last_line_is_the_command_that_trains_with_the_found_config(
-    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    launch: Launch, tmp_path: Path, tiny_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output_dir = tmp_path / "it's an output"
     torchrun = ["--nnodes", "1", "--nproc_per_node", "2", "--rdzv_conf", "join_timeout=9,a=b c"]
-    given = [RECIPE, "--config", "tiny/full", f"output_dir={output_dir}", "epochs=1"]
+    given = [RECIPE, "--config", "tiny/full", f"tiny_dir={tiny_dir}", f"output_dir={output_dir}", "epochs=1"]
     assert ended(*torchrun, *given) == 0
     assert launch.launched == [[*torchrun, *given, "use_maximum_batch_size=True", "adaptive.search_only=True"]]
     last = capsys.readouterr().out.splitlines()[-1]
     assert shlex.split(last) == ["tune", "run", *torchrun, RECIPE, "--config", str(output_dir / "found.yaml")]
 
 
-def test_a_token_budget_is_searched_for_instead_of_the_batch_size(launch: Launch, tmp_path: Path) -> None:
-    given = [RECIPE, "--config", "tiny/full", f"output_dir={tmp_path}", "adaptive.max_tokens_per_micro_batch=auto"]
+def test_a_token_budget_is_searched_for_instead_of_the_batch_size(
+    launch: Launch, tmp_path: Path, tiny_dir: Path
+) -> None:
+    given = [RECIPE, "--config", "tiny/full", f"tiny_dir={tiny_dir}", f"output_dir={tmp_path}"]
+    given.append("adaptive.max_tokens_per_micro_batch=auto")
     assert ended(*given) == 0
     assert launch.launched == [[*given, "adaptive.search_only=True"]]
 
@@ -251,9 +254,9 @@ def test_a_token_budget_is_searched_for_instead_of_the_batch_size(launch: Launch
     ],
 )
 def test_what_cannot_be_searched_is_refused_in_one_sentence_before_anything_runs(
-    arguments: tuple[str, ...], sentence: str, launch: Launch, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], sentence: str, launch: Launch, tiny_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = ended(*arguments)
+    said = ended(*arguments, *([f"tiny_dir={tiny_dir}"] if "tiny/full" in arguments else []))
     assert isinstance(said, str)
     assert said.startswith(f"tune-adaptive search: {sentence}")
     assert "\n" not in said
@@ -261,26 +264,26 @@ def test_what_cannot_be_searched_is_refused_in_one_sentence_before_anything_runs
 
 
 def test_a_search_that_fails_prints_no_command_and_removes_the_older_config(
-    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    launch: Launch, tmp_path: Path, tiny_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "found.yaml").touch()
     launch.status = 1
-    assert ended(RECIPE, "--config", "tiny/full", f"output_dir={tmp_path}") == 1
+    assert ended(RECIPE, "--config", "tiny/full", f"tiny_dir={tiny_dir}", f"output_dir={tmp_path}") == 1
     assert capsys.readouterr().out == ""
     assert list(tmp_path.iterdir()) == []
 
 
 def test_where_no_config_was_written_no_command_is_printed(
-    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    launch: Launch, tmp_path: Path, tiny_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launch.finds = False
-    assert ended(RECIPE, "--config", "tiny/full", f"output_dir={tmp_path}") == 0
+    assert ended(RECIPE, "--config", "tiny/full", f"tiny_dir={tiny_dir}", f"output_dir={tmp_path}") == 0
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(("code", "status"), [(0, 0), (None, 0), (1, 1), (75, 75)])
 def test_on_one_device_the_run_is_in_this_process(
-    code: int | None, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int | None, status: int, tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_module(name: str, **_: Any) -> NoReturn:
         run.append([name, *sys.argv])
@@ -291,10 +294,11 @@ def test_on_one_device_the_run_is_in_this_process(
     monkeypatch.setattr(sys, "argv", ["tune-adaptive"])
     monkeypatch.setattr(sys, "path", [*sys.path])
     recipe = "adaptive_full_finetune_single_device"
-    assert ended(recipe, "--config", "tiny/full", f"output_dir={tmp_path}") == status
+    given = [f"tiny_dir={tiny_dir}", f"output_dir={tmp_path}"]
+    assert ended(recipe, "--config", "tiny/full", *given) == status
     (((name, first, *arguments)),) = run
     assert (name, first, arguments[:1]) == (recipe, recipe, ["--config"])
-    assert arguments[2:] == [f"output_dir={tmp_path}", "use_maximum_batch_size=True", "adaptive.search_only=True"]
+    assert arguments[2:] == [*given, "use_maximum_batch_size=True", "adaptive.search_only=True"]
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
