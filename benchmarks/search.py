@@ -46,6 +46,7 @@ PEERS = ("lightning", "accelerate", "transformers", "toma")
 _RESULTS = Path(__file__).parent / "results"
 LONGEST_SEARCH_S = 600
 DEFAULT = "ours (defaults)"
+EXPANDABLE = "ours (defaults), expandable segments"
 EXHAUSTIVE = "exhaustive"
 CONTESTANTS: dict[str, Callable[[Task], Found]] = {
     DEFAULT: ours,
@@ -55,6 +56,7 @@ CONTESTANTS: dict[str, Callable[[Task], Found]] = {
         ours, strategy="decrease_until_oom", margin=0.0, max_batch_size=128
     ),
     "ours (defaults), then RecoverableStep": partial(ours, recovers=True),
+    EXPANDABLE: ours,
     "Lightning BatchSizeFinder, power": partial(lightning_finder, mode="power"),
     "Lightning BatchSizeFinder, binsearch": partial(lightning_finder, mode="binsearch"),
     "accelerate find_executable_batch_size": accelerate_finder,
@@ -151,7 +153,7 @@ def main() -> None:
     if arguments.rehearse:
         print("\n".join(_measured(place, [1], REHEARSED, rounds=1)))
     else:
-        names = [EXHAUSTIVE, *CONTESTANTS]
+        names = [EXHAUSTIVE, *(name for name in CONTESTANTS if place is SIMULATED_GPU or name != EXPANDABLE)]
         publish(_measured(place, range(len(place.cases)), names, rounds=place.rounds), place.results)
 
 
@@ -192,6 +194,8 @@ def _in_a_process(contestant: str, number: int, case: Case) -> Found:
         path = Path(directory) / "found.json"
         command = [sys.executable, "-m", "benchmarks.search", "--process", contestant, str(number), str(path)]
         gpu = {"SIMULATED_GPU_GIB": f"{parse_memory(case.limit) / 2**30:g}", "SIMULATED_CAPABILITY": "70"}  # no Triton
+        if contestant == EXPANDABLE:
+            gpu["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         try:
             done = subprocess.run(
                 command,

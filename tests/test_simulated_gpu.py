@@ -131,6 +131,37 @@ def test_expandable_segments_grow_and_are_freed() -> None:
     assert reserved_after == 0
 
 
+PLAIN_LOOP = """
+import copy
+
+import torch
+from torchtune_adaptive import find_max_batch_size
+
+with torch.device("cuda"):
+    layers = [torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 512)] * 8
+    model = torch.nn.Sequential(*map(copy.deepcopy, layers), torch.nn.Linear(512, 8192))
+optimizer = torch.optim.AdamW(model.parameters())
+
+def train_step(batch):
+    model(batch).logsumexp(-1).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def make_batch(rows):
+    return torch.ones(64 * rows, 512, device="cuda")
+
+found = find_max_batch_size(train_step, make_batch, model=model, optimizer=optimizer)
+for _ in range(4):
+    train_step(make_batch(found.batch_size))
+"""
+
+
+def test_a_plain_loop_trains_with_the_size_that_was_found() -> None:
+    environment = os.environ | {"SIMULATED_GPU_GIB": "4", "SIMULATED_VALUES": "0"}
+    ended = subprocess.run([sys.executable, "-c", PLAIN_LOOP], capture_output=True, text=True, env=environment)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_an_event_completes_while_nothing_is_launched() -> None:
     event = torch.cuda.Event()
     torch.zeros(1, device="cuda")

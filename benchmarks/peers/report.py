@@ -51,7 +51,9 @@ NOTES = (
     "ours: `make_batch` gives rows of the greatest length, as its documentation asks for; all others meet the data's"
     " own rows (in their order; the HF Trainer shuffles), each batch padded to its longest row. Margin 0.05 is of the"
     " memory; Lightning's 0.05, in binsearch only, is of the rows. All strategies train in a plain loop afterwards, but"
-    " for the one that trains with `RecoverableStep`, which makes the optimizer's state before the first step.",
+    " for the one that trains with `RecoverableStep`. On CUDA our search has the allocator's cache emptied before the"
+    ' first optimizer step, which creates the state; the trials of "largest that fits" do not, so more may train.'
+    " Expandable segments are torch's setting `PYTORCH_ALLOC_CONF=expandable_segments:True`.",
     "Lightning: `Tuner.scale_batch_size` with its defaults (2 rows first, 3 steps per trial), then `fit` by the same"
     " trainer. accelerate: starting size 128, its default. HF Trainer: `per_device_train_batch_size=128`, its own"
     " defaults except for the optimizer, which is the same for all. toma: `initial_batchsize=512` as in its"

@@ -38,7 +38,8 @@ def find_max_batch_size(
     It restores model, optimizer and random generators bit for bit, and sets gradients to None. The caller must protect
     everything else that ``train_step`` changes, such as a learning rate schedule or a gradient scaler. All ranks that
     train the model must call it with the same arguments; only ``memory_limit`` may differ. They get the same sizes,
-    the largest that fit on every rank.
+    the largest that fit on every rank. On CUDA, an optimizer without state empties the allocator's cache before its
+    first step, so that training has the memory that the search had.
     Args:
         train_step: a whole step on a batch: forward pass, loss, backward pass, optimizer step. If training uses
             gradient accumulation, run the forward and backward pass twice: the second one needs more memory, because
@@ -89,7 +90,27 @@ def find_max_batch_size(
             meter=meter,
             consensus=consensus,
         )
-        return search(workload, make_batch, options, start=SMALL_BATCH_SIZES[0], bound=max_batch_size or NO_BOUND)
+        found = search(workload, make_batch, options, start=SMALL_BATCH_SIZES[0], bound=max_batch_size or NO_BOUND)
+    if device.type == "cuda" and not optimizer.state:
+        _empty_cache_before_first_step(optimizer)
+    return found
+
+
+def _empty_cache_before_first_step(optimizer: torch.optim.Optimizer) -> None:
+    """Empty the allocator's cache before the next step of ``optimizer``, which creates its state.
+
+    Otherwise the state takes parts of blocks that activations have left, which the allocator then can neither free nor
+    use whole: later steps have less memory than the search had.
+    """
+    is_first = True
+
+    def empty_cache(*_: Any) -> None:
+        nonlocal is_first
+        if is_first:
+            torch.cuda.empty_cache()
+        is_first = False
+
+    optimizer.register_step_pre_hook(empty_cache)
 
 
 @contextmanager
