@@ -41,6 +41,8 @@ def random_config(
             "lengths": lengths,
         },
         "metric_logger": {"_component_": f"{RecordingLogger.__module__}.{RecordingLogger.__name__}"},
+        "checkpointer__checkpoint_dir": str(stage.directory),  # nothing is read
+        "checkpointer__checkpoint_files": [],
         "log_peak_memory_stats": False,
         "gradient_accumulation_steps": 1,
         "seed": 0,
