@@ -172,7 +172,7 @@ def real_steps(recipe: Any, workload: Workload, *, limit_bytes: int | None) -> I
     meter = workload.meter_for_probes()
     prober = Prober(workload, probe_maker(recipe), meter=meter, forecasts=False)
     with meter.exactly(), workload.restored() as restore_optimizers:
-        meter.set_limit(limit_bytes)
+        meter.limit_bytes = limit_bytes
         prober.warm_up(SMALL_BATCH_SIZES[0], after_failure=restore_optimizers)
         yield prober
 

@@ -397,7 +397,7 @@ def test_the_recipes_class_is_restored_afterwards(fails: bool) -> None:
 
 def test_ballast_takes_memory_that_the_meter_sees_and_frees_it() -> None:
     meter = CpuMeter()
-    meter.set_limit(1500)
+    meter.limit_bytes = 1500
     with ballast(1000, CPU, meter=meter):
         assert meter.live_bytes == 1000
         with meter:

@@ -69,7 +69,7 @@ def _bisection(recipe: Any, workload: Workload) -> Answer:
         return failed
 
     with meter.exactly(), workload.restored():
-        meter.set_limit(recipe.trainer.sizes.result.usable_bytes)
+        meter.limit_bytes = recipe.trainer.sizes.result.usable_bytes
         return bisect(is_oom, most=_MOST_ROWS), steps, ooms
 
 

@@ -104,4 +104,4 @@ class Watched(Observed):
         if not self.is_cuda:  # the CPU's meter simulates a cache
             meter.cache_limit_bytes = int(0.8 * self.peak_bytes)
             return
-        meter.set_limit(int(_LIMIT * self._allocated_bytes))
+        meter.limit_bytes = int(_LIMIT * self._allocated_bytes)

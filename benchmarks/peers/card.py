@@ -26,7 +26,7 @@ class CpuCard(CpuMeter):
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(exact=False)
-        self.set_limit(limit_bytes)
+        self.limit_bytes = limit_bytes
         self._total_bytes = limit_bytes
         self.ooms = 0
         self._is_on_host = False

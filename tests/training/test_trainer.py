@@ -823,9 +823,9 @@ def test_a_signal_whose_checkpoint_cannot_be_saved_ends_the_run_as_an_error(tmp_
 def test_however_a_run_ends_its_progress_bar_is_closed(
     tmp_path: Path, error: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bars: list[Bar] = []
+    bars: list[Any] = []
 
-    def make_bar(**options: Any) -> Bar:
+    def make_bar(**options: Any) -> Any:
         bars.append(Bar(**options))
         return bars[-1]
 

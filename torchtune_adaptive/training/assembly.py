@@ -160,7 +160,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
             tokenizer_max_seq_len=parts.tokenizer_max_seq_len,
         ).find()
         if meter is not None:  # the limit and the peak of training
-            meter.set_limit(settings.memory_limit_bytes)
+            meter.limit_bytes = settings.memory_limit_bytes
             meter.reset()
         start = starting_point(
             loader,

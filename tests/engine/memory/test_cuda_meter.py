@@ -157,7 +157,7 @@ def test_memory_outside_the_allocator_is_not_available(cuda: FakeCuda, meter: Cu
 
 
 def test_the_limit_is_the_allocators_own_only_while_metering(cuda: FakeCuda, meter: CudaMeter) -> None:
-    meter.set_limit(25_000)
+    meter.limit_bytes = 25_000
     assert cuda.fraction == 1.0
     with meter:
         assert cuda.fraction == 0.25
@@ -166,7 +166,7 @@ def test_the_limit_is_the_allocators_own_only_while_metering(cuda: FakeCuda, met
 
 def test_the_fraction_set_before_is_restored_also_after_an_exception(cuda: FakeCuda, meter: CudaMeter) -> None:
     cuda.fraction = 0.75
-    meter.set_limit(25_000)
+    meter.limit_bytes = 25_000
     meter.start_timeline()
 
     def run_out() -> None:
@@ -187,14 +187,14 @@ def test_without_a_limit_the_fraction_is_left_alone(cuda: FakeCuda, meter: CudaM
 
 
 def test_a_limit_above_the_card_asks_for_all_of_it(cuda: FakeCuda, meter: CudaMeter) -> None:
-    meter.set_limit(3 * TOTAL)
+    meter.limit_bytes = 3 * TOTAL
     with meter:
         assert cuda.fraction == 1.0
 
 
 def test_a_fraction_above_one_is_none_at_all(cuda: FakeCuda, meter: CudaMeter) -> None:
     cuda.fraction = 214748364.8  # of the backend cudaMallocAsync without a limit
-    meter.set_limit(25_000)
+    meter.limit_bytes = 25_000
     with meter:
         assert cuda.fraction == 0.25
     assert cuda.fraction == 1.0
@@ -202,7 +202,7 @@ def test_a_fraction_above_one_is_none_at_all(cuda: FakeCuda, meter: CudaMeter) -
 
 def test_a_limit_never_raises_the_fraction_set_by_the_user(cuda: FakeCuda, meter: CudaMeter) -> None:
     cuda.fraction = 0.5
-    meter.set_limit(90_000)
+    meter.limit_bytes = 90_000
     with meter:
         assert cuda.fraction == 0.5
 
@@ -332,13 +332,13 @@ def resets_at_a_phase(cuda: FakeCuda, meter: CudaMeter) -> bool:
 @pytest.mark.parametrize("exact", [False, True])
 def test_exactly_restores_limit_and_exactness_also_after_an_exception(cuda: FakeCuda, exact: bool, fails: bool) -> None:
     meter = CudaMeter(DEVICE, exact=exact)
-    meter.set_limit(70_000)
+    meter.limit_bytes = 70_000
     inside: list[bool] = []
 
     def measure() -> None:
         with meter.exactly():
             inside.append(resets_at_a_phase(cuda, meter))
-            meter.set_limit(25_000)
+            meter.limit_bytes = 25_000
             if fails:
                 raise EndedError
 

@@ -270,7 +270,7 @@ def test_the_patch_of_resize_is_removed(fails: bool) -> None:
 def test_a_resize_above_the_limit_runs_out_of_memory_and_removes_the_patch() -> None:
     resize_outside = torch.UntypedStorage.resize_
     meter = CpuMeter()
-    meter.set_limit(1000)
+    meter.limit_bytes = 1000
     tensor = torch.zeros(100)
     meter.count(tensor)
 
@@ -322,7 +322,7 @@ def test_without_a_cache_there_are_no_retries() -> None:
 
 def test_a_retry_is_not_a_failure_and_a_failure_is_not_a_retry() -> None:
     meter = CpuMeter()
-    meter.set_limit(1000)
+    meter.limit_bytes = 1000
     with pytest.raises(torch.OutOfMemoryError, match="CPU meter out of memory"), meter:
         torch.zeros(300)
     assert meter.total_retries == 0
@@ -339,7 +339,7 @@ def run_until_out_of_memory(trainee: Trainee, limit_bytes: int) -> tuple[str, in
     """The error's text and the number of operations until it."""
     tokens = trainee.batch(3)
     meter = trainee.meter(tokens)
-    meter.set_limit(limit_bytes)
+    meter.limit_bytes = limit_bytes
     meter.start_timeline()
     text = ""
     try:
@@ -374,7 +374,7 @@ def test_after_running_out_of_memory_live_bytes_return_to_their_start() -> None:
     meter = trainee.meter(tokens)
     before = meter.live_bytes
     for limit_bytes in range(before + 1, trainee.timeline(3)[1], 700_000):
-        meter.set_limit(limit_bytes)
+        meter.limit_bytes = limit_bytes
         failed = False
         try:
             with meter:
@@ -389,7 +389,7 @@ def test_after_running_out_of_memory_live_bytes_return_to_their_start() -> None:
 
 def test_the_error_names_the_operation_the_phase_and_the_bytes() -> None:
     meter = CpuMeter()
-    meter.set_limit(1024)
+    meter.limit_bytes = 1024
     meter.enter_phase("forward")
 
     def allocate() -> None:
@@ -407,7 +407,7 @@ def test_the_error_names_the_operation_the_phase_and_the_bytes() -> None:
 def test_in_training_an_allocation_that_fails_is_no_part_of_the_peak(exact: bool, peak: int) -> None:
     """As on a GPU. A probe shows by its peak that the size was too large."""
     meter = CpuMeter(exact=exact)
-    meter.set_limit(1024)
+    meter.limit_bytes = 1024
 
     def allocate() -> None:
         with meter:
@@ -421,9 +421,9 @@ def test_in_training_an_allocation_that_fails_is_no_part_of_the_peak(exact: bool
 
 def test_the_limit_holds_only_while_metering() -> None:
     meter = CpuMeter()
-    meter.set_limit(10)
+    meter.limit_bytes = 10
     torch.zeros(1000)
-    meter.set_limit(None)
+    meter.limit_bytes = None
     with meter:
         torch.zeros(1000)
     assert meter.peak_bytes == 4000
@@ -436,11 +436,11 @@ def test_exactly_restores_limit_and_exactness_after_running_out_of_memory(
     naps: list[float] = []
     monkeypatch.setattr("torchtune_adaptive.engine.memory.cpu_meter.time.sleep", naps.append)
     meter = CpuMeter(exact=exact)
-    meter.set_limit(None)
+    meter.limit_bytes = None
 
     def run_out_of_memory() -> None:
         with meter.exactly(), meter:
-            meter.set_limit(10)
+            meter.limit_bytes = 10
             torch.zeros(1000)
 
     with pytest.raises(torch.OutOfMemoryError, match="CPU meter out of memory"):

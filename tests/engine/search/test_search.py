@@ -227,7 +227,7 @@ class SmallCard(CpuMeter):
 
     def __init__(self, *, limit_bytes: int | None = 777, available_bytes: int = 2**40) -> None:
         super().__init__(exact=False)
-        self.set_limit(limit_bytes)
+        self.limit_bytes = limit_bytes
         self.seen: list[tuple[int | None, bool]] = []
         self._available_bytes = available_bytes
 
@@ -237,7 +237,7 @@ class SmallCard(CpuMeter):
 
     @property
     def figures(self) -> tuple[int | None, bool]:
-        return self._limit_bytes, self._exact
+        return self.limit_bytes, self._exact
 
 
 class Rows:

@@ -60,10 +60,6 @@ class CpuMeter(MemoryMeter):
         return device_memory_bytes(torch.device("cpu"))
 
     @property
-    def peak_bytes(self) -> int:
-        return self._peak_bytes
-
-    @property
     def total_retries(self) -> int:
         return self._total_retries
 
@@ -95,7 +91,7 @@ class CpuMeter(MemoryMeter):
             torch.OutOfMemoryError: live bytes are above the limit.
         """
         leaves = [outputs] if type(outputs) is torch.Tensor else tree_leaves(outputs)  # most operations return one
-        if any(map(_has_no_memory, leaves)):
+        if any(isinstance(one, torch.Tensor) and (one.is_meta or isinstance(one, FakeTensor)) for one in leaves):
             return  # DTensor runs each operation once on fake tensors, to derive shardings
         for storage in _cpu_storages(leaves):
             self._storages.see(storage)
@@ -117,7 +113,7 @@ class CpuMeter(MemoryMeter):
             self._check_limit("resize_")
 
     def _check_limit(self, operation: object) -> None:
-        live_bytes, limit_bytes = self.live_bytes, math.inf if self._limit_bytes is None else self._limit_bytes
+        live_bytes, limit_bytes = self.live_bytes, math.inf if self.limit_bytes is None else self.limit_bytes
         if live_bytes > limit_bytes:
             time.sleep(_SLEEP_BEFORE_FAILING_S)
             live_bytes = self.live_bytes
@@ -140,7 +136,3 @@ def _cpu_storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
         for tensor in plain_parts(value):
             if tensor.is_cpu and tensor.layout is torch.strided:
                 yield tensor.untyped_storage()
-
-
-def _has_no_memory(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.is_meta or isinstance(value, FakeTensor))

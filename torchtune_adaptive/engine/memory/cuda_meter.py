@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
-from torchtune_adaptive.engine.memory.operations import OperationMode
+from torchtune_adaptive.engine.memory.storages import WatchOperations
 
 
 class CudaMeter(MemoryMeter):
@@ -21,7 +21,7 @@ class CudaMeter(MemoryMeter):
         self._device = device
         self._total_bytes = torch.cuda.mem_get_info(device)[1]
         self._fraction_before = 1.0
-        self._mode: _RecordAllocated | None = None
+        self._mode: WatchOperations | None = None
 
     @property
     def available_bytes(self) -> int:
@@ -56,13 +56,13 @@ class CudaMeter(MemoryMeter):
         """Do nothing: the allocator counts everything on the device."""
 
     def __enter__(self) -> "CudaMeter":
-        if self._limit_bytes is not None:
+        if self.limit_bytes is not None:
             # Without a limit, the backend cudaMallocAsync returns far more than 1, which the setter refuses.
             self._fraction_before = min(1.0, torch.cuda.get_per_process_memory_fraction(self._device))
-            fraction = min(self._fraction_before, self._limit_bytes / self._total_bytes)
+            fraction = min(self._fraction_before, self.limit_bytes / self._total_bytes)
             torch.cuda.set_per_process_memory_fraction(fraction, self._device)
         if self._recording is not None:
-            self._mode = _RecordAllocated(self)
+            self._mode = WatchOperations(self._after_operation, lambda _: None)
             self._mode.__enter__()
         return self
 
@@ -70,14 +70,14 @@ class CudaMeter(MemoryMeter):
         if self._mode is not None:
             self._mode.__exit__(*error)
             self._mode = None
-        if self._limit_bytes is not None:
+        if self.limit_bytes is not None:
             torch.cuda.set_per_process_memory_fraction(self._fraction_before, self._device)
 
-    def after_operation(self, name: str) -> None:
-        """Record the peak during the operation ``name``. It includes the workspaces of its kernels."""
+    def _after_operation(self, func: Any, inputs: Any, outputs: Any) -> None:
+        """Record the peak during the operation ``func``. It includes the workspaces of its kernels."""
         allocated_bytes = self._read_peaks()
         if self._recording is not None:
-            self._recording.append((name, allocated_bytes))
+            self._recording.append((str(func), allocated_bytes))
 
     def _read_peaks(self) -> int:
         """Read the allocator's peaks into those of this meter; return the peak of allocated bytes.
@@ -91,16 +91,3 @@ class CudaMeter(MemoryMeter):
         if self._exact:
             torch.cuda.reset_peak_memory_stats(self._device)
         return allocated_bytes
-
-
-class _RecordAllocated(OperationMode):
-    """Reports each operation to a meter. In compiled layers it sees only the kernels that are not fused."""
-
-    def __init__(self, meter: CudaMeter) -> None:
-        super().__init__()
-        self._meter = meter
-
-    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        outputs = func(*args, **kwargs)
-        self._meter.after_operation(str(func))
-        return outputs

@@ -29,8 +29,8 @@ def meter_for(
     device_memory_bytes(device)  # refuses any device except the CPU
     meter = CpuMeter(exact=exact)
     parameters = list(model.parameters())
-    states = [list(values.values()) for optimizer in optimizers for values in optimizer.state.values()]
-    meter.count([parameters, [parameter.grad for parameter in parameters], list(model.buffers()), states])
+    gradients, states = [parameter.grad for parameter in parameters], [optimizer.state for optimizer in optimizers]
+    meter.count([parameters, gradients, list(model.buffers()), states])
     return meter
 
 

@@ -22,10 +22,13 @@ class MemoryMeter(ABC):
     Args:
         exact: measure as exactly as the device allows, for probes. This takes time, and on CUDA it resets the
             device's own peak statistics at every phase. Training uses False, and resets them once, when it begins.
+
+    Attributes:
+        limit_bytes: above it, allocations within ``with meter:`` raise ``torch.OutOfMemoryError``. None: not limited.
     """
 
     def __init__(self, *, exact: bool = True) -> None:
-        self._limit_bytes: int | None = None
+        self.limit_bytes: int | None = None
         self._exact = exact
         self._peak_bytes = 0
         self._phase = ""
@@ -33,24 +36,15 @@ class MemoryMeter(ABC):
         self._retries_at_reset = 0
         self._recording: list[tuple[str, int]] | None = None
 
-    @property
-    def limit_bytes(self) -> int | None:
-        """Above this limit, allocations within ``with meter:`` raise ``torch.OutOfMemoryError``. None: not limited."""
-        return self._limit_bytes
-
-    def set_limit(self, limit_bytes: int | None) -> None:
-        """Set ``limit_bytes``."""
-        self._limit_bytes = limit_bytes
-
     @contextmanager
     def exactly(self) -> Iterator[None]:
         """Context: measure exactly. On exit, restore the limit, the exactness and the peak."""
-        before, peak_bytes = (self._limit_bytes, self._exact), self.peak_bytes
+        before, peak_bytes = (self.limit_bytes, self._exact), self.peak_bytes
         self._exact = True
         try:
             yield
         finally:
-            self._limit_bytes, self._exact = before
+            self.limit_bytes, self._exact = before
             self.reset()
             self._peak_bytes = max(self._peak_bytes, peak_bytes)
 
@@ -60,9 +54,9 @@ class MemoryMeter(ABC):
         """The most that this process can use on its device now, including what it already uses."""
 
     @property
-    @abstractmethod
     def peak_bytes(self) -> int:
         """Peak since ``reset``: live bytes on the CPU, bytes reserved by the caching allocator on CUDA."""
+        return self._peak_bytes
 
     @property
     def total_retries(self) -> int:

@@ -1,7 +1,7 @@
 """Dispatch modes that see this rank's operations on plain tensors, and recognise collectives."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -40,13 +40,9 @@ def is_wait(func: Any) -> bool:
     return "wait" in func.__name__
 
 
-def is_on_wrappers(types: Iterable[type]) -> bool:
-    """Return whether an operation on tensors of ``types`` is on a wrapper, such as DTensor or NF4."""
-    return any(map(_is_wrapper, types))
-
-
 @cache
 def _is_wrapper(kind: type) -> bool:
+    """Whether tensors of type ``kind`` contain other tensors, as those of DTensor or NF4 do."""
     return kind not in _PLAIN and not issubclass(kind, FakeTensor)
 
 
@@ -69,17 +65,13 @@ class OperationMode(TorchDispatchMode):
         """Replace ``func(*args, **kwargs)``. The method calls ``func`` itself."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_on_wrappers(types):
+        if any(map(_is_wrapper, types)):
             return NotImplemented
         return self.operation(func, args, kwargs or {})
 
 
 class CountCollectives(OperationMode):
-    """Counts the collectives that any code issues on this rank.
-
-    Attributes:
-        issued: number of collectives so far.
-    """
+    """Counts in ``issued`` the collectives that any code issues on this rank."""
 
     def __init__(self) -> None:
         super().__init__()

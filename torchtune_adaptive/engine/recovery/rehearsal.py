@@ -38,7 +38,7 @@ def allocate_states(optimizers: Sequence[torch.optim.Optimizer], watch: Pressure
     def allocate() -> None:
         for optimizer in optimizers:
             if allocate_state(optimizer) and watch.meter is not None:
-                watch.meter.count([list(values.values()) for values in optimizer.state.values()])
+                watch.meter.count(optimizer.state)
 
     if run_with_votes(allocate, watch.consensus) is Outcome.OUT_OF_MEMORY:
         raise NothingFitsError(

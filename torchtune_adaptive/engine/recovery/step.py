@@ -167,7 +167,7 @@ class RecoverableStep(Generic[Sums]):
             self.rehearse(samples)
         self._number += 1
         if self._limited is not None:
-            self._limited.count([list(values.values()) for one in self._optimizers for values in one.state.values()])
+            self._limited.count([one.state for one in self._optimizers])
         if self._recovery is None:
             return _sum(self._micro_steps(samples))
         _check_no_gradients(self._trained)

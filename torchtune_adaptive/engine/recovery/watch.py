@@ -59,7 +59,7 @@ class PressureWatch:
             check_limit(limit_bytes, device)
         if limit_bytes is not None or device.type == "cuda":
             meter = meter_for(device, model, optimizers, exact=False)
-            meter.set_limit(limit_bytes)
+            meter.limit_bytes = limit_bytes
         return cls(Consensus.of(model, process_group), meter, Phases([model], meter))
 
     def close(self) -> None:

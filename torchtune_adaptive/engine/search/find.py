@@ -103,7 +103,7 @@ def _limit_meter(meter: MemoryMeter, options: SearchOptions) -> int:
     """Limit the meter to the memory of this rank less the margin, which applies only here; return that memory."""
     available_bytes = meter.available_bytes
     limit_bytes = min(options.memory_limit_bytes or available_bytes, available_bytes)
-    meter.set_limit(usable_bytes(limit_bytes, options.margin))
+    meter.limit_bytes = usable_bytes(limit_bytes, options.margin)
     return limit_bytes
 
 
