@@ -1,8 +1,8 @@
 """Agree on decisions between ranks. The only module that communicates decisions.
 
-Every method except ``world_size``, ``rank`` and ``ranks`` is a collective: all ranks must call it, in the same order
-and equally often, and all get the same answer. Each call is one collective on a CPU (gloo) group. This group is
-separate from the training group, so a decision neither waits for the device nor mixes with the collectives of training.
+Every method is a collective: all ranks must call it, in the same order and equally often, and all get the same answer.
+Each call is one collective on a CPU (gloo) group. This group is separate from the training group, so a decision neither
+waits for the device nor mixes with the collectives of training.
 
 Without a process group, or with a single process, nothing is communicated: the answer is the process's own.
 """
@@ -26,15 +26,19 @@ _created: Counter[tuple[int, ...]] = Counter()  # groups of some ranks that this
 
 
 class Consensus:
-    """Agreement between ``ranks``, or all ranks of the default process group. Creating it is a collective of them."""
+    """Agreement between ``ranks``, or all ranks of the default process group. Creating it is a collective of them.
+
+    Attributes:
+        ranks: the ranks in the default process group, in ascending order.
+    """
 
     def __init__(self, ranks: Collection[int] | None = None) -> None:
         self._group: dist.ProcessGroup | None = None
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        self._ranks = tuple(range(world_size) if ranks is None else sorted(ranks))
-        if len(self._ranks) > 1:
-            whole = len(self._ranks) == world_size
-            self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if whole else _new_group(self._ranks)
+        self.ranks = tuple(range(world_size) if ranks is None else sorted(ranks))
+        if len(self.ranks) > 1:
+            whole = len(self.ranks) == world_size
+            self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if whole else _new_group(self.ranks)
 
     @classmethod
     def of(cls, model: nn.Module, process_group: dist.ProcessGroup | None = None) -> "Consensus":
@@ -61,11 +65,6 @@ class Consensus:
     def world_size(self) -> int:
         """The number of ranks."""
         return 1 if self._group is None else self._group.size()
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks in the default process group, in ascending order."""
-        return self._ranks
 
     @property
     def rank(self) -> int:
@@ -117,7 +116,7 @@ class Consensus:
         if self._group is None:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=self._ranks[0], group=self._group)
+        dist.broadcast_object_list(values, src=self.ranks[0], group=self._group)
         return values[0]
 
     def from_all_ranks(self, value: Any) -> list[Any]:

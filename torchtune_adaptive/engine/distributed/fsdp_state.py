@@ -9,22 +9,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # also for the ledger
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.nn.parallel import DistributedDataParallel
-
-__all__ = [
-    "AllGather",
-    "CannotRecordError",
-    "Communicators",
-    "KeptSettings",
-    "ReduceScatter",
-    "communicators",
-    "fsdp_states",
-    "param_groups",
-    "reset_after_failure",
-]
 
 # Those that a loop over parts of a batch changes and restores: gathering and reducing once for all parts.
 _GROUP_SETTINGS = ("post_forward_mesh_info", "reshard_after_backward", "reduce_grads", "all_reduce_grads")

@@ -148,19 +148,18 @@ class _SavedOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, copies: Copies) -> None:
         self._optimizer = optimizer
         self._state = {parameter: _save(values, copies) for parameter, values in optimizer.state.items()}
-        self._groups = [_save(_options(group), copies) for group in optimizer.param_groups]
+        self._groups = [_save(group, copies) for group in optimizer.param_groups]
         # `step` sets this flag. Learning rate schedulers use it to warn when they are stepped before the optimizer.
         self._stepped = vars(optimizer).get("_opt_called")
 
     def restore(self) -> None:
         state = self._optimizer.state
-        for parameter in list(state):
-            if parameter not in self._state:
-                del state[parameter]
+        for parameter in state.keys() - self._state.keys():
+            del state[parameter]
         for parameter, saved in self._state.items():
             _restore(state[parameter], saved)
         for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
-            _restore(group, saved, keep=("params",))
+            _restore(group, saved)
         vars(self._optimizer).pop("_opt_called", None)
         if self._stepped is not None:
             vars(self._optimizer)["_opt_called"] = self._stepped
@@ -177,20 +176,20 @@ def _tensors_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tenso
     return [value for named in values for value in named.values() if isinstance(value, torch.Tensor)]
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
-
-
 def _save(values: dict[str, Any], copies: Copies) -> dict[str, tuple[Any, Any]]:
-    """Return each value with its backup: a restoring function for a tensor, a deep copy for anything else."""
+    """Return each value with its backup: a restoring function for a tensor, a deep copy for anything else.
+
+    Except "params", the parameters of a group, which are saved with the model.
+    """
     return {
         name: (value, copies.copy(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value))
         for name, value in values.items()
+        if name != "params"
     }
 
 
-def _restore(values: dict[str, Any], saved: dict[str, tuple[Any, Any]], keep: tuple[str, ...] = ()) -> None:
-    for name in [name for name in values if name not in saved and name not in keep]:
+def _restore(values: dict[str, Any], saved: dict[str, tuple[Any, Any]]) -> None:
+    for name in values.keys() - saved.keys() - {"params"}:
         del values[name]
     for name, (original, restorer) in saved.items():
         if isinstance(original, torch.Tensor):

@@ -1,9 +1,9 @@
 """Copies of tensors outside of the memory that probes measure: GPU tensors to host memory, host tensors to a file.
 
 The file is an unnamed temporary file in the folder of Python's ``tempfile`` (``TMPDIR``). It disappears however the
-process ends. It is written and read, not memory-mapped. So neither ``RLIMIT_DATA`` nor ``RLIMIT_AS`` counts it, and a
-full disk raises an error; with a mapped file it would be a signal that ends the process. The file's pages in the page
-cache count in a container's limit, but the kernel drops them when memory gets short.
+process ends. It is written and read, not memory-mapped, so that a full disk raises an error; with a mapped file it would
+be a signal that ends the process. The file's pages in the page cache count in a container's limit, but the kernel drops
+them when memory gets short.
 """
 
 import errno
@@ -64,7 +64,7 @@ class Copies:
 
     def _open_file(self) -> "_TensorFile | None":
         try:
-            file = _TensorFile(tempfile.gettempdir(), self._file_bytes)
+            file = _TensorFile(self._file_bytes)
         except OSError as error:
             _log_memory(reason_of(error))
             return None
@@ -79,7 +79,13 @@ class Copies:
             except OSError as error:
                 self._uses_file = False  # for further copies; written ones can still be read
                 _log_memory(reason_of(error))
-        return _copy_to_host(part)
+        on_host = part.to("cpu", copy=True)
+
+        @torch.no_grad()
+        def fill(tensor: torch.Tensor) -> None:
+            tensor.copy_(on_host)
+
+        return fill
 
 
 @functools.cache  # log each reason once
@@ -97,16 +103,14 @@ def bytes_in_memory(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class _TensorFile:
-    """Host tensors in an unnamed temporary file.
+    """Host tensors of ``nbytes`` in an unnamed temporary file.
 
-    Args:
-        nbytes: bytes that will be written.
     Raises:
-        OSError: ``folder`` cannot be written to, or has no space for ``nbytes``.
+        OSError: its folder cannot be written to, or has no space for ``nbytes``.
     """
 
-    def __init__(self, folder: str, nbytes: int) -> None:
-        self._file = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115 - `close` is the caller's
+    def __init__(self, nbytes: int) -> None:
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - `close` is the caller's
         self._end = 0
         try:
             if hasattr(os, "posix_fallocate"):  # reserve the space, because ranks share the disk
@@ -155,15 +159,6 @@ class _TensorFile:
             torch.autograd.graph.increment_version(tensor)  # the read is not an operation that autograd sees
         else:
             tensor.copy_(whole)
-
-
-def _copy_to_host(tensor: torch.Tensor) -> _Fill:
-    return partial(_write_into, tensor.to("cpu", copy=True))
-
-
-@torch.no_grad()
-def _write_into(copied: torch.Tensor, tensor: torch.Tensor) -> None:
-    tensor.copy_(copied)
 
 
 def _has_bytes_on_host(tensor: torch.Tensor) -> bool:

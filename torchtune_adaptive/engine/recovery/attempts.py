@@ -142,8 +142,13 @@ class Recovery:
                 self._run(micro_step, attempt)
             if attempt.error is not None:
                 self._replay_rest(attempt.error)
-            elif not self._ledger.agrees:
-                self._fall_out_of_step()
+            elif self._is_in_step and not self._ledger.agrees:
+                self._is_in_step = False
+                log.warning(
+                    "Micro-steps no longer issue the collectives of the rehearsal:"
+                    " from now on an out-of-memory error ends the run. A likely cause is gradient accumulation by"
+                    " `set_requires_gradient_sync(False)`: leave it on, so that every micro-step reduces its gradients."
+                )
 
     def _run_and_compare(
         self,
@@ -171,14 +176,16 @@ class Recovery:
             worst = self._consensus.max_over_ranks(so_far if number == 1 else _measure(attempt, is_thrashing))
         if -negated_fewest != most or not most:
             self._clean()
-            raise InputError(_uneven(-negated_fewest, most))
+            uneven = f"but one has {-negated_fewest} and another has {most}."
+            raise InputError(f"Every rank must have the same number of micro-steps, {uneven}" if most else NO_SAMPLES)
         return worst
 
     def _replay_another(self) -> None:
         """Issue the collectives of a micro-step that this rank does not have; its peers would wait for them."""
+        reason = "fewer micro-steps than on another rank"
         self._ledger.begin()
-        self._clean_up_after("fewer micro-steps than on another rank")
-        self._replay_rest("fewer micro-steps than on another rank")
+        self._clean_up_after(reason)
+        self._replay_rest(reason)
 
     def _run(self, micro_step: Callable[[], Result], attempt: Attempt[Result]) -> None:
         """Add the result of ``micro_step`` to ``attempt``, or clean up and keep the text of its error there.
@@ -195,7 +202,9 @@ class Recovery:
             if not comes_from_out_of_memory(error):
                 raise
             attempt.error = reason_of(next(one for one in errors_behind(error) if is_out_of_memory(one)))
-            attempt.in_backward = _was_in_backward(error)
+            attempt.in_backward = any(
+                frame.f_code.co_name == "_engine_run_backward" for frame, _ in traceback.walk_tb(error.__traceback__)
+            )
         if attempt.error is not None:
             self._clean_up_after(attempt.error)
 
@@ -228,15 +237,6 @@ class Recovery:
         """Restore the model's own communication functions."""
         self._ledger.detach()
 
-    def _fall_out_of_step(self) -> None:
-        if self._is_in_step:
-            log.warning(
-                "Micro-steps no longer issue the collectives of the rehearsal:"
-                " from now on an out-of-memory error ends the run. A likely cause is gradient accumulation by"
-                " `set_requires_gradient_sync(False)`: leave it on, so that every micro-step reduces its gradients."
-            )
-        self._is_in_step = False
-
 
 def _measure(attempt: Attempt[Any], is_thrashing: Callable[[], bool]) -> MemoryPressure:
     """Set and return the pressure of this rank. Call it once, after the last micro-step."""
@@ -245,19 +245,8 @@ def _measure(attempt: Attempt[Any], is_thrashing: Callable[[], bool]) -> MemoryP
     return attempt.own_pressure
 
 
-def _was_in_backward(error: Exception) -> bool:
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in frames)
-
-
 def sum_of_results(one: Any, other: Any) -> Any:
     """The sum of two results of micro-steps, elementwise for tuples; ``other`` if ``one`` is None."""
     if isinstance(one, tuple):
         return tuple(map(sum_of_results, one, other))
     return other if one is None else one + other
-
-
-def _uneven(fewest: int, most: int) -> str:
-    if not most:
-        return NO_SAMPLES
-    return f"Every rank must have the same number of micro-steps, but one has {fewest} and another has {most}."

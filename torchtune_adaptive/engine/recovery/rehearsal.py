@@ -146,12 +146,12 @@ def _attached_ledger(model: nn.Module, device: torch.device, consensus: Consensu
         ledger = Ledger(model, device)
     except CannotRecordError as error:
         reason = str(error)
-    is_missing = consensus.any_rank(ledger is None)
-    if ledger is not None and not is_missing:
+    reason = consensus.first_reason(reason)
+    if ledger is not None and not reason:
         return ledger
     if ledger is not None:
         ledger.detach()
-    raise _cannot_recover(consensus.first_reason(reason))
+    raise _cannot_recover(reason)
 
 
 def _why_not_covered(recorded: list[list[Collective]], num_issued: list[int]) -> str:

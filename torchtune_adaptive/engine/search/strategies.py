@@ -95,10 +95,13 @@ def binary_search(fits: Fits, *, start: int, max_batch_size: int) -> int:
     >>> binary_search(lambda size: size <= 37, start=4, max_batch_size=1000)
     37
     """
-    start = min(start, max_batch_size)
-    if not fits(start):
-        return _bisect(fits, fitted=0, failed=start)
-    return _doubling(fits, fitted=start, max_batch_size=max_batch_size)
+    fitted, candidate, failed = 0, min(start, max_batch_size), max_batch_size + 1
+    while candidate < failed:
+        if fits(candidate):
+            fitted, candidate = candidate, 2 * candidate
+        else:
+            failed = candidate
+    return _bisect(fits, fitted=fitted, failed=failed)
 
 
 def linear_extrapolation(fits: Fits, forecast: Callable[[], int | None], *, max_batch_size: int) -> int:
@@ -137,17 +140,6 @@ def round_down_to_power_of_two(batch_size: int) -> int:
     [1, 2, 2, 32, 64]
     """
     return 1 << (batch_size.bit_length() - 1)
-
-
-def _doubling(fits: Fits, *, fitted: int, max_batch_size: int) -> int:
-    """Largest size in [fitted, max_batch_size] that fits, if ``fitted`` does: double up to a failure, then bisect."""
-    failed = max_batch_size + 1
-    while (candidate := 2 * fitted) < failed:
-        if not fits(candidate):
-            failed = candidate
-            break
-        fitted = candidate
-    return _bisect(fits, fitted=fitted, failed=failed)
 
 
 def _bisect(fits: Fits, *, fitted: int, failed: int) -> int:
