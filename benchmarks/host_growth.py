@@ -232,7 +232,7 @@ def soak(length: Length) -> Soak:
             training.train(1)
             wrap_micro_steps(training.recoverable, None)
             done += 1
-            slices.resize(SAMPLES)  # so that memory can run out in it again
+            slices.size = SAMPLES  # so that memory can run out in it again
         if done >= length.warm_up + len(points) * length.between:
             steps.append(done)
             points.append(_anonymous_bytes())

@@ -7,8 +7,8 @@ from torchtune_adaptive.engine.search.strategies import Probe, SearchResult
 from torchtune_adaptive.errors import CannotRecoverError, InputError, NothingFitsError
 
 if TYPE_CHECKING:
-    from torchtune_adaptive.engine.recovery.events import MemoryEvent
     from torchtune_adaptive.engine.recovery.step import RecoverableStep
+    from torchtune_adaptive.engine.recovery.watch import MemoryEvent
     from torchtune_adaptive.engine.search.any_loop import find_max_batch_size
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
 
 # Imported at first use: torch takes seconds to import, and a plan does not need it.
 _WITH_TORCH = {
-    "MemoryEvent": "engine.recovery.events",
+    "MemoryEvent": "engine.recovery.watch",
     "RecoverableStep": "engine.recovery.step",
     "find_max_batch_size": "engine.search.any_loop",
 }

@@ -144,12 +144,10 @@ class Fault(OperationMode):
         if self._phase not in (None, self._phase_now):
             return
         self.count += 1
-        if self.count - 1 == self._place and self._is_here():
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if self.count - 1 == self._place and (self._ranks is None or rank in self._ranks):
             self.has_struck = True
             self._strike()
-
-    def _is_here(self) -> bool:
-        return self._ranks is None or (dist.get_rank() if dist.is_initialized() else 0) in self._ranks
 
 
 def wrap_micro_steps(step: Any, around: Callable[[int, Callable[[], Any]], Any] | None) -> None:

@@ -11,6 +11,7 @@ from benchmarks.on_gpu.observed import Observed
 from benchmarks.on_gpu.random_recipe import live_random_recipe, random_config, start_group
 from benchmarks.on_gpu.random_rows import SHORTEST_RISING
 from benchmarks.on_gpu.stage import Section, Stage
+from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
 
 _ROWS, _STEPS = 4, 8  # rows of a micro-batch, steps of each phase
@@ -70,11 +71,20 @@ class Watched(Observed):
         self.limits: list[str] = []
         self.ooms: list[int] = []
         self._allocated_bytes = 0
+        self._simulated = 0
+        self._simulates = mock.patch.object(CpuMeter, "total_retries", property(lambda _: self._simulated))
         self._no_watch = mock.patch.object(PressureWatch, "is_thrashing", _notices_nothing(PressureWatch.is_thrashing))
 
     def begin(self, recipe: Any) -> None:
         super().begin(recipe)
+        self._simulates.start()
         self._retries_before = recipe.trainer.step.meter.total_retries
+
+    def before_step(self, number: int) -> None:
+        micro_batches = self.recipe.trainer.micro_batches
+        # A CPU has no cache: from the second phase on, each step of the largest micro-batch counts as one retry.
+        self._simulated += bool(self.limits) and micro_batches.limit == micro_batches.largest
+        super().before_step(number)
 
     def note_peak(self) -> None:
         super().note_peak()
@@ -98,10 +108,9 @@ class Watched(Observed):
             self._no_watch.start()
         elif len(self.limits) == 2:
             self._no_watch.stop()
+        else:
+            self._simulates.stop()
 
     def _tighten(self) -> None:
-        meter = self.recipe.trainer.step.meter
-        if not self.is_cuda:  # the CPU's meter simulates a cache
-            meter.cache_limit_bytes = int(0.8 * self.peak_bytes)
-            return
-        meter.limit_bytes = int(_LIMIT * self._allocated_bytes)
+        if self.is_cuda:
+            self.recipe.trainer.step.meter.limit_bytes = int(_LIMIT * self._allocated_bytes)

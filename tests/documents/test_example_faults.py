@@ -40,7 +40,7 @@ class Example:
         for tensor, saved in zip(tensors_of(self.model, self.optimizer), self._saved, strict=True):
             tensor.copy_(saved)
         torch.manual_seed(7)
-        self.slices.resize(micro_batch_size)
+        self.slices.size = micro_batch_size
         wrap_micro_steps(self.step, partial(under, {0: fault}))
         train(self.model, self.optimizer, self.step, STEPS)
         return self.slices.size, [tensor.clone() for tensor in tensors_of(self.model, self.optimizer)]

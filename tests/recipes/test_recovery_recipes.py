@@ -32,6 +32,7 @@ from benchmarks.support.recipe_runs import (
 from tests.recipes.test_tune_run import tune_run
 from tests.support.method_runs import STRATEGIES
 from tests.support.run_logs import events_in
+from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.errors import NothingFitsError
 from torchtune_adaptive.testing import Fault, ballast, faults_in
 
@@ -113,19 +114,18 @@ def _optimizer_fails(cfg: Any) -> str:
 
 
 def _thrashing(config: Any, rank: int) -> dict[str, Any]:
-    """A cache on rank 1 that is too small for steps of four rows, and a run configured with the right size."""
+    """An allocator on rank 1 that frees its cache in steps of four rows, and a run configured with the right size."""
     recipe_class = without_saving(adaptive_recipe("full"))
+    retries: list[int] = []
 
     class Thrashing(recipe_class):
         def before_step(self, step: int) -> None:
             micro_batches = self.trainer.micro_batches
-            if micro_batches.limit != micro_batches.largest:
-                meters[0].cache_limit_bytes = None
-            elif rank == 1 and step == 0:
-                meters[0].cache_limit_bytes = meters[0].live_bytes + 2**20
+            if rank == 1 and micro_batches.limit == micro_batches.largest:
+                retries.append(step)
 
     limited = {"adaptive__memory_limit": "2GiB"}
-    with meters_of_recipes() as meters:
+    with mock.patch.object(CpuMeter, "total_retries", property(lambda _: len(retries))):
         steps, parameters, recipe = finished(Thrashing, config(**limited))
     told = with_micro_batches(recipe_class, lambda step: None if step < 2 else 2)
     told_steps, told_parameters, _ = finished(told, config(**limited))

@@ -25,12 +25,11 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.fsdp_state import param_groups
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure, Recovery
-from torchtune_adaptive.engine.recovery.events import MemoryEvent
 from torchtune_adaptive.engine.recovery.micro_batches import Slices
 from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state
 from torchtune_adaptive.engine.recovery.rehearsal import rehearse
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
-from torchtune_adaptive.engine.recovery.watch import PressureWatch
+from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
 
 CPU = torch.device("cpu")
@@ -179,7 +178,7 @@ class Trials:
 
     def step(self, window: list[list[torch.Tensor]], rows: int, faults: dict[int, Fault] | None = None) -> int:
         """Take an optimizer step over ``window``; returns the rows of the micro-batches that succeeded."""
-        self.micro_batches.resize(rows)
+        self.micro_batches.size = rows
         wrap_micro_steps(self.recoverable, partial(under, faults or {}))
         num_tokens = self.recoverable([row for batch in window for row in batch]).num_tokens.clone()
         dist.all_reduce(num_tokens)

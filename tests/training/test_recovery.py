@@ -20,9 +20,8 @@ from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.memory.resident import RankMemory
 from torchtune_adaptive.engine.recovery import rehearsal
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
-from torchtune_adaptive.engine.recovery.events import MemoryEvent
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
-from torchtune_adaptive.engine.recovery.watch import PressureWatch
+from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
 from torchtune_adaptive.engine.search import workload as workload_module
 from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import NothingFitsError

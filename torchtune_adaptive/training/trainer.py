@@ -7,8 +7,8 @@ from dataclasses import replace
 from torchtune import utils
 
 from torchtune_adaptive.engine.progress import Bar
-from torchtune_adaptive.engine.recovery.events import MemoryEvent
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
+from torchtune_adaptive.engine.recovery.watch import MemoryEvent
 from torchtune_adaptive.errors import RunEnded
 from torchtune_adaptive.training.batch.growth import BatchGrowth
 from torchtune_adaptive.training.batch.limits import RowLimit

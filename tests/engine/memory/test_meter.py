@@ -283,55 +283,6 @@ def test_a_resize_above_the_limit_runs_out_of_memory_and_removes_the_patch() -> 
     assert torch.UntypedStorage.resize_ is resize_outside
 
 
-# ---- retries
-
-
-def test_each_rise_above_the_caches_limit_is_a_retry() -> None:
-    meter = CpuMeter()
-    meter.cache_limit_bytes = 1000
-    retries = []
-    with meter:
-        for sizes in ([250], [251], [100, 200], [251, 10], [10]):  # of 4-byte elements, which are alive together
-            held = [torch.zeros(size) for size in sizes]
-            retries.append(meter.total_retries)
-            del held
-            torch.zeros(1)
-    assert retries == [0, 1, 2, 3, 3]
-
-
-def test_reset_forgets_the_retries_so_far_but_not_their_total() -> None:
-    meter = CpuMeter()
-    meter.cache_limit_bytes = 1000
-    with meter:
-        for expected in (1, 2):
-            torch.zeros(300)
-            torch.zeros(1)
-            assert meter.allocator_retries == meter.total_retries == expected
-        meter.reset()
-        assert (meter.allocator_retries, meter.total_retries) == (0, 2)
-        torch.zeros(300)
-    assert (meter.allocator_retries, meter.total_retries) == (1, 3)
-
-
-def test_without_a_cache_there_are_no_retries() -> None:
-    meter = CpuMeter()
-    with meter:
-        torch.zeros(10**6)
-    assert (meter.cache_limit_bytes, meter.allocator_retries, meter.total_retries) == (None, 0, 0)
-
-
-def test_a_retry_is_not_a_failure_and_a_failure_is_not_a_retry() -> None:
-    meter = CpuMeter()
-    meter.limit_bytes = 1000
-    with pytest.raises(torch.OutOfMemoryError, match="CPU meter out of memory"), meter:
-        torch.zeros(300)
-    assert meter.total_retries == 0
-    meter.cache_limit_bytes = 500
-    with meter:
-        torch.zeros(200)
-    assert meter.total_retries == 1
-
-
 # ---- the limit
 
 

@@ -396,7 +396,7 @@ def _faults_in_a_chunked_loss(rank: int) -> tuple[int, list[int]]:
     step.rehearse(samples)
 
     def gradients(size: int, fault: Fault, number: int = 0) -> list[torch.Tensor]:
-        slices.resize(size)
+        slices.size = size
         wrap_micro_steps(step, partial(under, {number: fault}))
         torch.manual_seed(rank)
         step(samples)

@@ -1,9 +1,8 @@
 """Copies of tensors outside of the memory that probes measure: GPU tensors to host memory, host tensors to a file.
 
 The file is an unnamed temporary file in the folder of Python's ``tempfile`` (``TMPDIR``). It disappears however the
-process ends. It is written and read, not memory-mapped, so that a full disk raises an error; with a mapped file it would
-be a signal that ends the process. The file's pages in the page cache count in a container's limit, but the kernel drops
-them when memory gets short.
+process ends. It is written and read, not memory-mapped, so a full disk is an error, not a signal that ends the process.
+The file's pages in the page cache count in a container's limit, but the kernel drops them when memory gets short.
 """
 
 import errno

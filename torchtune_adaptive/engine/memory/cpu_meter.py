@@ -30,18 +30,10 @@ _SLEEP_BEFORE_FAILING_S = 0.02
 
 
 class CpuMeter(MemoryMeter):
-    """Counts the CPU storages that operations within ``with meter:`` return, and those passed to ``count``.
-
-    Attributes:
-        cache_limit_bytes: simulates a caching allocator. Each time the live bytes rise above this number counts as
-            one retry. None: no cache, so no retries.
-    """
+    """Counts the CPU storages that operations within ``with meter:`` return, and those passed to ``count``."""
 
     def __init__(self, *, exact: bool = True) -> None:
-        self._total_retries = 0
         super().__init__(exact=exact)
-        self.cache_limit_bytes: int | None = None
-        self._is_above_cache = False
         self._live_bytes = 0
         self._changes_bytes: deque[int] = deque()  # any thread appends to it; summed only in `live_bytes`
         self._storages = Storages(lambda _, change_bytes: self._changes_bytes.append(change_bytes))
@@ -58,10 +50,6 @@ class CpuMeter(MemoryMeter):
     @property
     def available_bytes(self) -> int:
         return device_memory_bytes(torch.device("cpu"))
-
-    @property
-    def total_retries(self) -> int:
-        return self._total_retries
 
     def reset(self) -> None:
         super().reset()
@@ -121,9 +109,6 @@ class CpuMeter(MemoryMeter):
         if self._exact or not fails:  # on a GPU an allocation that fails takes no memory; a probe shows what it needs
             self._peak_bytes = max(self._peak_bytes, live_bytes)
             self._update_phase_peak(live_bytes)
-        is_above = self.cache_limit_bytes is not None and live_bytes > self.cache_limit_bytes
-        self._total_retries += is_above and not self._is_above_cache
-        self._is_above_cache = is_above
         if fails:
             raise torch.OutOfMemoryError(
                 f"CPU meter out of memory: {format_bytes(live_bytes)} live after {operation}"

@@ -66,20 +66,15 @@ class Slices:
     unit = "samples"
 
     def __init__(self, size: int) -> None:
-        self.resize(size)
-
-    @property
-    def size(self) -> int:
-        """The largest number of samples of a micro-batch now."""
-        return self._size
+        self.size = require_integer("micro_batch_size", size, minimum=1)
 
     def cut(self, samples: Any) -> list[Any]:
         """The micro-batches of ``samples``, in their order."""
-        return [_part(samples, start, start + self._size) for start in range(0, _length(samples), self._size)]
+        return [_part(samples, start, start + self.size) for start in range(0, _length(samples), self.size)]
 
     def can_reduce(self, samples: Any) -> bool:
         """Whether a micro-batch has more than one sample."""
-        return min(self._size, _length(samples)) > 1
+        return min(self.size, _length(samples)) > 1
 
     def reduce(self, samples: Any) -> None:
         """Halve the size of the micro-batches into which ``samples`` are cut, rounded down.
@@ -89,15 +84,11 @@ class Slices:
         >>> slices.size
         2
         """
-        self._size = min(self._size, _length(samples)) // 2
-
-    def resize(self, size: int) -> None:
-        """Set the size, the same on every rank."""
-        self._size = require_integer("micro_batch_size", size, minimum=1)
+        self.size = min(self.size, _length(samples)) // 2
 
     def rehearsals(self, samples: Any) -> list[list[Any]]:
         """The first sample, then the first two; to try next, the first one twice. Nothing if there is no sample."""
-        most = min(self._size, _length(samples))
+        most = min(self.size, _length(samples))
         if not most:
             return []
         return [[_part(samples, 0, 1), _part(samples, 0, min(number, most))] for number in _REHEARSED_SAMPLES]

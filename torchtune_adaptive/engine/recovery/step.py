@@ -12,10 +12,9 @@ from torch import nn
 
 from torchtune_adaptive.engine.memory.devices import computing_device
 from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, MemoryPressure, Recovery, sum_of_results
-from torchtune_adaptive.engine.recovery.events import MemoryEvent
 from torchtune_adaptive.engine.recovery.micro_batches import Cutter, Slices
 from torchtune_adaptive.engine.recovery.rehearsal import allocate_states, rehearse
-from torchtune_adaptive.engine.recovery.watch import PressureWatch
+from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
 from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError, NothingFitsError
 from torchtune_adaptive.text import parse_memory
 

@@ -14,7 +14,7 @@ def probe_table(result: SearchResult) -> str:
     phases = list(dict.fromkeys(phase for probe in result.probes for phase in probe.phase_peak_bytes if phase))
     rows = [["batch_size", *phases, "peak", "usable", "fits", "seconds"]]
     for probe in result.probes:
-        peaks = [_cell(probe.phase_peak_bytes.get(phase)) for phase in phases]
+        peaks = [format_bytes(probe.phase_peak_bytes[one]) if one in probe.phase_peak_bytes else "" for one in phases]
         verdict = "yes" if probe.fits else "no"
         figures = [format_bytes(probe.peak_bytes), format_bytes(result.usable_bytes), verdict, f"{probe.seconds:.2f}"]
         rows.append([str(probe.batch_size), *peaks, *figures])
@@ -55,7 +55,3 @@ def summary(result: SearchResult, seq_len: int) -> str:
         f" margin {result.margin:g}, {result.world_size} ranks, {len(result.probes)} probes,"
         f" {sum(not probe.fits for probe in result.probes)} out of memory)"
     )
-
-
-def _cell(num_bytes: int | None) -> str:
-    return "" if num_bytes is None else format_bytes(num_bytes)
