@@ -13,11 +13,14 @@ class Phases:
 
     Forward hooks on the models enter "forward" and "loss". So the code that calls the models, such as a user's loss
     function, does not have to report its phase. All other phases are entered by ``enter``.
+
+    Attributes:
+        now: the current phase, "" before the first one.
     """
 
     def __init__(self, models: Sequence[nn.Module], meter: MemoryMeter | None) -> None:
         self._meter = meter
-        self._now = ""
+        self.now = ""
         self._handles: list[RemovableHandle] = []
         for model in models:
             # First of the pre-hooks and last of the hooks: FSDP2's own, which gather parameters, belong to "forward".
@@ -26,14 +29,9 @@ class Phases:
                 model.register_forward_hook(lambda *_: self.enter("loss")),
             ]
 
-    @property
-    def now(self) -> str:
-        """The current phase, "" before the first one."""
-        return self._now
-
     def enter(self, name: str) -> None:
         """Start phase ``name``, for example "backward"."""
-        self._now = name
+        self.now = name
         if self._meter is not None:
             self._meter.enter_phase(name)
 
@@ -41,4 +39,3 @@ class Phases:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()

@@ -68,8 +68,6 @@ def rehearse(
     Raises:
         CannotRecoverError: recovery is not possible for this model and these micro-steps.
         NothingFitsError: none of the micro-steps fits.
-        RuntimeError: on another rank a micro-step failed with an error other than out of memory. That rank raises
-            its own error.
     """
     ledger = _attached_ledger(model, device, watch.consensus)
     with ExitStack() as without_recovery:
