@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -77,12 +78,6 @@ def test_a_fault_without_a_place_only_counts() -> None:
         assert doubled(4).item() == 16
     assert fault.count == 6  # `item` counts too
     assert not fault.has_struck
-
-
-def test_a_fault_after_the_last_operation_does_not_strike() -> None:
-    with Fault(5) as fault:
-        doubled(4)
-    assert (fault.count, fault.has_struck) == (5, False)
 
 
 def test_a_fault_strikes_once_and_keeps_counting_when_it_is_used_again() -> None:
@@ -179,18 +174,6 @@ def test_only_what_happens_in_its_phase_counts() -> None:
 # ---- how it strikes
 
 
-def test_out_of_memory_is_the_allocators_error() -> None:
-    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
-        out_of_memory()
-
-
-def test_a_strike_that_returns_lets_the_operation_happen() -> None:
-    struck: list[str] = []
-    with Fault(2, strike=lambda: struck.append("here")):
-        assert doubled(4).item() == 16
-    assert struck == ["here"]
-
-
 def test_a_process_that_is_killed_does_not_clean_up() -> None:
     code = """
 import atexit, torch
@@ -219,10 +202,7 @@ def test_afterwards_everything_is_restored(fails: bool) -> None:
             assert patched() != before
             doubled(3)
 
-    if fails:
-        with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
-            work()
-    else:
+    with pytest.raises(torch.OutOfMemoryError, match="on purpose") if fails else nullcontext():
         work()
     assert patched() == before
     assert doubled(3).item() == 8
@@ -338,20 +318,9 @@ def test_each_step_counts_its_micro_steps_from_zero_also_after_a_failure() -> No
     }
     with faults_in(Recipe, faults):
         recipe.train()
-    operations = faults[1, 1].count
-    assert operations > 0
-    of_two_halves = [operations, operations]
-    assert [fault.count for fault in faults.values()] == [
-        1,
-        *of_two_halves,
-        0,
-        *of_two_halves,
-        0,
-        0,
-        *of_two_halves,
-        0,
-        0,
-    ]
+    halves = [faults[1, 1].count] * 2
+    assert halves[0] > 0
+    assert [fault.count for fault in faults.values()] == [1, *halves, 0, *halves, 0, 0, *halves, 0, 0]
 
 
 def test_a_fault_in_a_recipe_knows_its_phase() -> None:
@@ -383,10 +352,7 @@ def test_the_recipes_class_is_restored_afterwards(fails: bool) -> None:
         with faults_in(Recipe, {(1, 0): fault}):
             Recipe().train()
 
-    if fails:
-        with pytest.raises(IndexError):
-            work()
-    else:
+    with pytest.raises(IndexError) if fails else nullcontext():
         work()
     assert fault.has_struck
     assert (dict(vars(Recipe)), dict(vars(Base)), patched()) == before
@@ -408,14 +374,6 @@ def test_ballast_takes_memory_that_the_meter_sees_and_frees_it() -> None:
     assert meter.live_bytes == 0
     with meter:
         torch.zeros(200)
-
-
-def test_ballast_without_a_meter_lives_as_long_as_its_context() -> None:
-    onlooker = CpuMeter()
-    with onlooker:
-        with ballast(1000, CPU):
-            assert onlooker.live_bytes == 1000
-        assert onlooker.live_bytes == 0
 
 
 def test_ballast_is_gone_after_a_failure_although_its_traceback_is_kept() -> None:

@@ -110,22 +110,15 @@ def test_several_tensors_are_restored_in_any_order() -> None:
     assert list(map(bits, tensors)) == before
 
 
-def test_copies_of_cpu_tensors_need_no_host_memory(folder: Path) -> None:
+def test_copies_of_cpu_tensors_need_no_host_memory_and_their_file_has_no_name(folder: Path) -> None:
     tensor = torch.ones(64 * MIB, dtype=torch.uint8)
     before = anonymous_bytes()
     with Copies([tensor]) as kept:
         restore = kept.copy(tensor)
         assert anonymous_bytes() - before < 16 * MIB
-        restore()
-    assert list(folder.iterdir()) == []
-
-
-def test_the_file_has_no_name_while_it_is_used(folder: Path) -> None:
-    tensor = torch.ones(8)
-    with Copies([tensor]) as kept:
-        kept.copy(tensor)
         assert kept._file is not None
         assert list(folder.iterdir()) == []
+        restore()
 
 
 def test_a_graph_that_used_a_restored_tensor_is_refused_as_after_any_write() -> None:

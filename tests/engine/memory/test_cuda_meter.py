@@ -1,7 +1,6 @@
 """The CUDA meter, tested with a fake of the caching allocator."""
 
 import weakref
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -156,14 +155,6 @@ def test_memory_outside_the_allocator_is_not_available(cuda: FakeCuda, meter: Cu
 # ---- the limit
 
 
-def test_the_limit_is_the_allocators_own_only_while_metering(cuda: FakeCuda, meter: CudaMeter) -> None:
-    meter.limit_bytes = 25_000
-    assert cuda.fraction == 1.0
-    with meter:
-        assert cuda.fraction == 0.25
-    assert cuda.fractions == [0.25, 1.0]
-
-
 def test_the_fraction_set_before_is_restored_also_after_an_exception(cuda: FakeCuda, meter: CudaMeter) -> None:
     cuda.fraction = 0.75
     meter.limit_bytes = 25_000
@@ -186,25 +177,24 @@ def test_without_a_limit_the_fraction_is_left_alone(cuda: FakeCuda, meter: CudaM
     assert cuda.fractions == []
 
 
-def test_a_limit_above_the_card_asks_for_all_of_it(cuda: FakeCuda, meter: CudaMeter) -> None:
-    meter.limit_bytes = 3 * TOTAL
+@pytest.mark.parametrize(
+    ("before", "limit_bytes", "inside", "after"),
+    [
+        (1.0, 25_000, 0.25, 1.0),
+        (0.5, 90_000, 0.5, 0.5),  # never more than the user has set
+        (1.0, 3 * TOTAL, 1.0, 1.0),
+        (214748364.8, 25_000, 0.25, 1.0),  # of the backend cudaMallocAsync without a limit
+    ],
+)
+def test_the_limit_is_the_allocators_own_only_while_metering(
+    cuda: FakeCuda, meter: CudaMeter, before: float, limit_bytes: int, inside: float, after: float
+) -> None:
+    cuda.fraction = before
+    meter.limit_bytes = limit_bytes
+    assert cuda.fractions == []
     with meter:
-        assert cuda.fraction == 1.0
-
-
-def test_a_fraction_above_one_is_none_at_all(cuda: FakeCuda, meter: CudaMeter) -> None:
-    cuda.fraction = 214748364.8  # of the backend cudaMallocAsync without a limit
-    meter.limit_bytes = 25_000
-    with meter:
-        assert cuda.fraction == 0.25
-    assert cuda.fraction == 1.0
-
-
-def test_a_limit_never_raises_the_fraction_set_by_the_user(cuda: FakeCuda, meter: CudaMeter) -> None:
-    cuda.fraction = 0.5
-    meter.limit_bytes = 90_000
-    with meter:
-        assert cuda.fraction == 0.5
+        assert cuda.fraction == inside
+    assert cuda.fraction == after
 
 
 # ---- peaks
@@ -260,20 +250,6 @@ def test_reset_forgets_peaks_phases_and_retries(cuda: FakeCuda, meter: CudaMeter
     assert meter.allocator_retries == 1
 
 
-def test_a_meter_that_is_not_exact_leaves_the_devices_own_peaks_alone(cuda: FakeCuda) -> None:
-    meter = CudaMeter(DEVICE, exact=False)
-    resets = cuda.peak_resets
-    with meter:
-        meter.enter_phase("forward")
-        cuda.take(900)
-        cuda.give(900)
-        meter.enter_phase("backward")
-        cuda.take(100)
-    assert meter.peak_bytes == 900
-    assert cuda.peak_resets == resets
-    assert cuda.memory_stats(DEVICE)["allocated_bytes.all.peak"] == 900
-
-
 def take_and_give(cuda: FakeCuda, nbytes: int) -> None:
     """A step that needs ``nbytes`` of the fake card, and leaves nothing."""
     cuda.take(nbytes)
@@ -288,6 +264,7 @@ def test_training_leaves_the_devices_own_peaks_alone(cuda: FakeCuda) -> None:
     parts = Parts(meter=meter)
     log = parts.log()
     for step, nbytes in enumerate([5000, 900], start=1):
+        meter.enter_phase("forward")
         take_and_give(cuda, nbytes)
         log.write(step, RESULT, epoch=0, seconds=1.0)
         watch.reset()  # as after a change of the micro-batch
@@ -315,38 +292,6 @@ def test_an_allocator_without_statistics_yet_has_no_peaks(cuda: FakeCuda, monkey
     meter = CudaMeter(DEVICE)
     meter.reset()
     assert (meter.peak_bytes, meter.allocator_retries, meter.phase_peak_bytes) == (0, 0, {"": 0})
-
-
-class EndedError(Exception):
-    """Ends a block that measures."""
-
-
-def resets_at_a_phase(cuda: FakeCuda, meter: CudaMeter) -> bool:
-    """Whether the meter resets the device's own peaks at a phase: only an exact one does."""
-    resets = cuda.peak_resets
-    meter.enter_phase("probe")
-    return cuda.peak_resets > resets
-
-
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("exact", [False, True])
-def test_exactly_restores_limit_and_exactness_also_after_an_exception(cuda: FakeCuda, exact: bool, fails: bool) -> None:
-    meter = CudaMeter(DEVICE, exact=exact)
-    meter.limit_bytes = 70_000
-    inside: list[bool] = []
-
-    def measure() -> None:
-        with meter.exactly():
-            inside.append(resets_at_a_phase(cuda, meter))
-            meter.limit_bytes = 25_000
-            if fails:
-                raise EndedError
-
-    with pytest.raises(EndedError) if fails else nullcontext():
-        measure()
-    assert inside == [True]
-    assert meter.limit_bytes == 70_000
-    assert resets_at_a_phase(cuda, meter) is exact
 
 
 # ---- timelines

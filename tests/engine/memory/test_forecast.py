@@ -1,7 +1,6 @@
 """Envelope and largest batch size, compared with brute force."""
 
 import itertools
-import math
 
 import pytest
 from hypothesis import assume, given, settings
@@ -119,15 +118,6 @@ def test_steps_with_different_operations_give_no_forecast(operations: tuple[str,
     assert Forecast.from_timelines(small, large) is None
 
 
-def test_memory_that_does_not_grow_bounds_nothing() -> None:
-    assert forecast_of([Line(10, 0), Line(30, 0)]).largest_batch_size(30) is None
-
-
-def test_memory_above_the_limit_at_any_size_fits_nothing() -> None:
-    assert forecast_of([Line(10, 0), Line(31, 0)]).largest_batch_size(30) == 0
-    assert forecast_of([Line(31, 0), Line(1, 2)]).largest_batch_size(30) == 0
-
-
 def test_the_limit_itself_may_be_reached() -> None:
     assert forecast_of([Line(10, 5)]).largest_batch_size(30) == 4
     assert forecast_of([Line(10, 5)]).largest_batch_size(29) == 3
@@ -151,15 +141,6 @@ def test_what_fits_without_a_row_reaches_the_limit_at_the_crossing(lines: list[L
         assert highest(lines, crossing) == pytest.approx(limit_bytes, rel=1e-9)
 
 
-@properties
-@given(st.lists(growing_or_constant, min_size=1, max_size=12), st.integers(0, 4 * 10**9))
-def test_the_largest_size_is_the_crossing_rounded_down_to_whole_rows(lines: list[Line], limit_bytes: int) -> None:
-    forecast = forecast_of(lines)
-    crossing, largest = forecast.crossing(limit_bytes), forecast.largest_batch_size(limit_bytes)
-    if crossing is not None and largest:
-        assert largest == math.floor(crossing)
-
-
 # ---- lines and timelines of several kinds of bytes
 
 
@@ -167,10 +148,6 @@ def test_the_largest_size_is_the_crossing_rounded_down_to_whole_rows(lines: list
 @given(any_lines, st.sampled_from([(2, 3), (2, 4), (1, 9)]))
 def test_two_timelines_give_each_operation_its_own_line_in_order(lines: list[Line], sizes: tuple[int, int]) -> None:
     assert operation_lines(timeline(sizes[0], lines), timeline(sizes[1], lines)) == lines
-
-
-def test_steps_with_different_operations_give_no_lines() -> None:
-    assert operation_lines(Timeline(2, ("mm", "add"), (10, 20)), Timeline(3, ("mm", "mul"), (10, 20))) is None
 
 
 @properties
@@ -187,13 +164,6 @@ def test_the_timeline_of_all_kinds_is_their_sum_at_every_operation(kinds: list[l
     together = sum_of_timelines(iter([Timeline(7, operations, tuple(live), phases) for live in kinds]))
     live_bytes = tuple(sum(live[place] for live in kinds) for place in range(3))
     assert together == Timeline(7, operations, live_bytes, phases)
-
-
-@properties
-@given(st.lists(any_lines.filter(lambda lines: len(lines) >= 2).map(lambda lines: lines[:2]), min_size=1, max_size=4))
-def test_the_lines_of_all_kinds_together_are_those_of_their_timelines_together(kinds: list[list[Line]]) -> None:
-    small, large = (sum_of_timelines(timeline(size, lines) for lines in kinds) for size in (2, 3))
-    assert operation_lines(small, large) == [sum_of(operation) for operation in zip(*kinds, strict=True)]
 
 
 @properties

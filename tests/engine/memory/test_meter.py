@@ -149,15 +149,6 @@ def test_views_are_not_counted_again() -> None:
     assert meter.peak_bytes == 4000
 
 
-def test_a_storage_freed_outside_the_meter_is_no_longer_counted() -> None:
-    meter = CpuMeter()
-    with meter:
-        made = torch.zeros(250)
-    assert meter.live_bytes == 1000
-    del made
-    assert meter.live_bytes == 0
-
-
 def test_a_storage_freed_by_another_thread_at_the_same_time_is_no_longer_counted() -> None:
     """The threads of gloo release the tensors of a collective while the step continues."""
 
@@ -214,15 +205,6 @@ def test_each_phase_has_its_own_peak_in_the_order_they_were_entered() -> None:
     assert meter.live_bytes == kept.nbytes
 
 
-def test_the_peak_of_a_step_is_the_peak_of_its_phases(trainee: Trainee) -> None:
-    tokens = trainee.batch(3)
-    meter = trainee.meter(tokens)
-    with meter:
-        trainee.step(tokens, meter.enter_phase)
-    assert list(meter.phase_peak_bytes) == ["forward", "backward", "optimizer"]
-    assert max(meter.phase_peak_bytes.values()) == meter.peak_bytes
-
-
 # ---- resizing
 
 
@@ -247,23 +229,11 @@ def test_a_resize_outside_the_meter_is_counted_on_entry() -> None:
     assert meter.live_bytes == 2000
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_patch_of_resize_is_removed(fails: bool) -> None:
+def test_the_patch_of_resize_is_removed() -> None:
     resize_outside = torch.UntypedStorage.resize_
     meter = CpuMeter()
-
-    def watch() -> None:
-        with meter:
-            with meter:
-                torch.zeros(1)
-            if fails:
-                raise ValueError("in mid-step")
-
-    if fails:
-        with pytest.raises(ValueError, match="in mid-step"):
-            watch()
-    else:
-        watch()
+    with meter, meter:
+        assert torch.UntypedStorage.resize_ is not resize_outside
     assert torch.UntypedStorage.resize_ is resize_outside
 
 

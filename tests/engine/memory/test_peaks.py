@@ -112,10 +112,6 @@ def operation(phase: str, intercept_bytes: int, slope_bytes: int, *, single_row:
     )
 
 
-def test_memory_that_does_not_grow_bounds_nothing() -> None:
-    assert peaks_of([operation("forward", 30, 0, single_row=30)]).largest_batch_size(30) is None
-
-
 def test_a_single_row_has_the_peak_of_its_own_step() -> None:
     step = [operation("forward", 10, 10, single_row=25)]
     assert peaks_of(step).peak_bytes(1) == 25

@@ -3,8 +3,6 @@
 import contextlib
 import io
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -251,26 +249,6 @@ def test_a_closed_step_leaves_no_hooks() -> None:
     toy.step.close()
     assert not hooks._forward_hooks
     assert not hooks._forward_pre_hooks
-
-
-def test_neither_a_recoverable_step_nor_the_search_needs_torchtune() -> None:
-    program = """
-import sys
-sys.modules.update(torchtune=None, torchao=None)
-import torch
-from torchtune_adaptive import RecoverableStep, find_max_batch_size
-model = torch.nn.Linear(8, 8)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-def train_step(batch):
-    model(batch).sum().backward()
-    optimizer.step()
-def make_batch(n):
-    return torch.ones(n, 8)
-found = find_max_batch_size(train_step, make_batch, model=model, optimizer=optimizer, memory_limit="64KiB")
-step = RecoverableStep(model, lambda rows: model(rows).sum().backward(), micro_batch_size=found.batch_size)
-step(make_batch(3))
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 # ---- two ranks

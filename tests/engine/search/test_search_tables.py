@@ -40,17 +40,6 @@ def result_of(**changes: Any) -> SearchResult:
 # ---- probes
 
 
-def test_the_columns_of_the_table_align() -> None:
-    header, rule, *rows = probe_table(result_of()).splitlines()
-    assert len(rows) == len(PROBES)
-    assert {len(line) for line in (header, rule, *rows)} == {len(header)}
-    ends = [index for index, (mark, following) in enumerate(zip(rule, rule[1:] + " ", strict=True)) if mark > following]
-    assert len(ends) == 8
-    for line in (header, *rows):
-        assert all(line[index + 1 : index + 3].strip() == "" for index in ends[:-1])  # the gap after each column
-    assert all(header[index] != " " for index in ends)  # right-aligned
-
-
 def test_the_table_has_a_column_for_each_phase_and_the_figures_of_each_probe() -> None:
     header, _, first, _ = (line.split() for line in probe_table(result_of()).splitlines())
     assert header == ["batch_size", "forward", "backward", "optimizer", "peak", "usable", "fits", "seconds"]
@@ -70,12 +59,6 @@ def test_a_phase_that_only_a_later_probe_reached_has_its_column() -> None:
     header, _, first, second = table.splitlines()
     assert header.split()[:4] == ["batch_size", "forward", "backward", "optimizer"]
     assert [first.split()[0], second.split()[0]] == ["1000", "2"]
-
-
-def test_a_table_without_probes_has_only_its_header() -> None:
-    header, rule = probe_table(result_of(probes=())).splitlines()
-    assert header.split() == ["batch_size", "peak", "usable", "fits", "seconds"]
-    assert len(header) == len(rule)
 
 
 # ---- lengths and rates
