@@ -187,11 +187,6 @@ def test_probes_show_which_sizes_were_tried_and_their_peaks(
     assert (found.strategy, found.world_size, found.bound) == (strategy, 1, MOST_ROWS)
 
 
-def test_the_bound_is_found_where_everything_fits(strategy: Strategy) -> None:
-    found = Perceptron().find("1GiB", strategy=strategy, max_batch_size=37)
-    assert found.exact_batch_size == found.bound == 37
-
-
 def test_a_step_whose_memory_does_not_grow_ends_the_search(strategy: Strategy) -> None:
     loop = Perceptron()
     loop.make_batch = lambda batch_size: Perceptron().make_batch(2)
