@@ -71,15 +71,6 @@ class Trainee:
             optimizer.zero_grad()
 
 
-class TwoOptimizers(Trainee):
-    """One optimizer for weights, and one of another kind for biases."""
-
-    def make_optimizers(self, kind: str) -> list[torch.optim.Optimizer]:
-        weights = [parameter for parameter in self.trained if parameter.dim() > 1]
-        biases = [parameter for parameter in self.trained if parameter.dim() == 1]
-        return [OPTIMIZERS[kind](weights), OPTIMIZERS["sgd momentum"](biases)]
-
-
 class OptimizerPerParameter(Trainee):
     """Each parameter has its own optimizer, which steps inside backward, as with torchtune's ``optimizer_in_bwd``."""
 
@@ -106,7 +97,7 @@ class Picture:
         self.tensors = {f"model.{name}": tensor for name, tensor in model.named_parameters()}
         self.tensors |= {f"model.{name}": tensor for name, tensor in model.named_buffers()}
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self.options: dict[str, Any] = {"stepped": [vars(optimizer).get("_opt_called") for optimizer in optimizers]}
+        self.options: dict[str, Any] = {}
         stores: dict[str, dict[str, Any]] = {}
         for number, optimizer in enumerate(optimizers):
             stores |= {f"state.{names[parameter]}": values for parameter, values in optimizer.state.items()}
@@ -143,7 +134,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("warm_steps", [0, 2], ids=["fresh", "warm"])
-@pytest.mark.parametrize("trainee_class", [Trainee, TwoOptimizers, OptimizerPerParameter])
+@pytest.mark.parametrize("trainee_class", [Trainee, OptimizerPerParameter])
 def test_all_state_is_restored_after_train_steps(trainee_class: type[Trainee], kind: str, warm_steps: int) -> None:
     trainee = trainee_class(kind, warm_steps=warm_steps)
     before = Picture(trainee)
@@ -158,7 +149,7 @@ def test_all_state_is_restored_after_train_steps(trainee_class: type[Trainee], k
 
 
 @pytest.mark.parametrize("warm_steps", [0, 2], ids=["fresh", "warm"])
-@pytest.mark.parametrize("trainee_class", [Trainee, TwoOptimizers, OptimizerPerParameter])
+@pytest.mark.parametrize("trainee_class", [Trainee, OptimizerPerParameter])
 def test_training_continues_as_if_no_step_had_been_tried(
     trainee_class: type[Trainee], kind: str, warm_steps: int
 ) -> None:
@@ -254,20 +245,6 @@ def test_state_that_was_cleared_or_replaced_is_restored() -> None:
     assert differences(before, Picture(trainee)) == []
 
 
-def test_a_scheduler_does_not_notice_the_steps() -> None:
-    """A scheduler warns when it is stepped before the optimizer, and must still do so."""
-    trainee = Trainee()
-    scheduler = torch.optim.lr_scheduler.LambdaLR(trainee.optimizer, lambda step: 1 / (1 + step))
-    before = Picture(trainee), scheduler.state_dict()
-    with restore_on_exit(trainee.model, trainee.optimizers):
-        trainee.step()
-        scheduler.step()
-        scheduler.load_state_dict(before[1])  # the caller must restore the schedule itself
-    assert differences(before[0], Picture(trainee)) == []
-    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
-        scheduler.step()
-
-
 def test_existing_gradients_are_removed() -> None:
     trainee = Trainee()
     trainee.model(torch.randn(5, 6)).sum().backward()
@@ -276,7 +253,7 @@ def test_existing_gradients_are_removed() -> None:
     assert all(parameter.grad is None for parameter in trainee.model.parameters())
 
 
-@pytest.mark.parametrize("trainee_class", [Trainee, TwoOptimizers, OptimizerPerParameter])
+@pytest.mark.parametrize("trainee_class", [Trainee, OptimizerPerParameter])
 def test_the_yielded_function_restores_all_optimizers_and_nothing_else(trainee_class: type[Trainee]) -> None:
     trainee = trainee_class()
     with restore_on_exit(trainee.model, trainee.optimizers) as restore_optimizers:

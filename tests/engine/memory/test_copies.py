@@ -39,9 +39,8 @@ def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of temporary files, which counts as a disk even if it is in memory."""
+    """The folder of temporary files."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(copies._TensorFile, "is_in_memory", False)
     return tmp_path
 
 
@@ -149,14 +148,6 @@ def test_the_space_is_allocated_at_once(folder: Path) -> None:
     with Copies(tensors) as kept:
         assert kept._file is not None
         assert os.fstat(kept._file._file.fileno()).st_size == 4096
-
-
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no folder that lies in memory")
-def test_a_folder_in_memory_is_used_and_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
-    assert_kept_in_memory(caplog, "/dev/shm is a tmpfs")
 
 
 def test_a_disk_that_gets_full_while_it_is_written_leaves_the_rest_in_memory(

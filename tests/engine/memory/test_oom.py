@@ -85,15 +85,10 @@ def test_a_text_in_an_error_of_another_type_does_not_count(kind: type[Exception]
 
 
 @pytest.mark.parametrize("text", [*COLLECTIVE_TEXTS, *OUT_OF_MEMORY_TEXTS])
-def test_errors_of_the_collective_library_never_count(text: str) -> None:
-    assert not is_out_of_memory(dist.DistBackendError(text))
-    assert not is_out_of_memory(RuntimeError(f"NCCL error: {text}"))
-
-
-@pytest.mark.parametrize("text", [*COLLECTIVE_TEXTS, *OUT_OF_MEMORY_TEXTS])
-def test_the_collective_library_itself_can_run_out_of_memory(text: str) -> None:
-    assert is_out_of_memory_in_collective(dist.DistBackendError(text))
-    assert is_out_of_memory_in_collective(RuntimeError(f"NCCL error: {text}"))
+def test_out_of_memory_in_the_collective_library_is_another_kind(text: str) -> None:
+    for error in (dist.DistBackendError(text), RuntimeError(f"NCCL error: {text}")):
+        assert is_out_of_memory_in_collective(error)
+        assert not is_out_of_memory(error)
 
 
 @pytest.mark.parametrize("text", OTHER_COLLECTIVE_TEXTS)
@@ -129,29 +124,18 @@ def test_errors_behind_an_error_are_all_that_were_being_handled() -> None:
 
 
 @pytest.mark.parametrize(
-    "errors",
+    ("errors", "expected"),
     [
-        [torch.OutOfMemoryError("alone")],
-        [RuntimeError(OUT_OF_MEMORY_TEXTS[0])],
-        [torch.OutOfMemoryError("first"), RuntimeError("INTERNAL ASSERT FAILED")],
-        [torch.OutOfMemoryError("first"), KeyError("second"), RuntimeError("third")],
-        [ValueError("first"), torch.OutOfMemoryError("second")],
+        ([torch.OutOfMemoryError("alone")], True),
+        ([RuntimeError(OUT_OF_MEMORY_TEXTS[0])], True),
+        ([torch.OutOfMemoryError("first"), KeyError("second"), RuntimeError("INTERNAL ASSERT FAILED")], True),
+        ([ValueError("first"), torch.OutOfMemoryError("second")], True),
+        ([ValueError("first"), RuntimeError("INTERNAL ASSERT FAILED")], False),
+        ([dist.DistBackendError(COLLECTIVE_TEXTS[0]), RuntimeError("second")], False),
     ],
 )
-def test_an_error_comes_from_out_of_memory_if_any_behind_it_is(errors: list[BaseException]) -> None:
-    assert comes_from_out_of_memory(chain(*errors))
-
-
-@pytest.mark.parametrize(
-    "errors",
-    [
-        [RuntimeError("INTERNAL ASSERT FAILED")],
-        [ValueError("first"), RuntimeError("second")],
-        [dist.DistBackendError(COLLECTIVE_TEXTS[0]), RuntimeError("second")],
-    ],
-)
-def test_an_error_does_not_come_from_out_of_memory_if_none_behind_it_is(errors: list[BaseException]) -> None:
-    assert not comes_from_out_of_memory(chain(*errors))
+def test_an_error_comes_from_out_of_memory_if_any_behind_it_is(errors: list[BaseException], expected: bool) -> None:
+    assert comes_from_out_of_memory(chain(*errors)) is expected
 
 
 def test_an_error_that_hides_the_one_before_it_still_comes_from_it() -> None:

@@ -77,29 +77,6 @@ class Perceptron(Loop):
         return F.cross_entropy(self.model(batch["inputs"]), batch["targets"])
 
 
-class Llama(Loop):
-    def __init__(self) -> None:
-        from torchtune.models.llama3_2 import llama3_2
-
-        torch.manual_seed(0)
-        self.model = llama3_2(
-            vocab_size=128,
-            num_layers=2,
-            num_heads=2,
-            num_kv_heads=1,
-            embed_dim=32,
-            max_seq_len=32,
-            intermediate_dim=64,
-        )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
-
-    def make_batch(self, batch_size: int) -> torch.Tensor:
-        return torch.zeros(batch_size, 32, dtype=torch.long)
-
-    def loss(self, batch: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.model(batch).reshape(-1, 128), batch.reshape(-1))
-
-
 class Stairs(Loop):
     """A step that rounds the rows of its batch up to an even number."""
 
@@ -123,8 +100,10 @@ class Stairs(Loop):
         return meter.peak_bytes
 
 
-def peaks_of(loop: Loop) -> list[int]:
-    """The peak of a step, by number of rows (0 for no rows), once the optimizer has its state."""
+@pytest.fixture(scope="module")
+def peaks() -> list[int]:
+    """The peak of a step of ``Perceptron``, by number of rows (0 for no rows), once the optimizer has its state."""
+    loop = Perceptron()
     loop.train_step(loop.make_batch(1))
     peaks = [0]
     for batch_size in range(1, MOST_ROWS + 1):
@@ -137,12 +116,6 @@ def peaks_of(loop: Loop) -> list[int]:
     return peaks
 
 
-@pytest.fixture(scope="module", params=[Perceptron, Llama])
-def measured(request: pytest.FixtureRequest) -> tuple[type[Loop], list[int]]:
-    """A loop and the peaks of its steps."""
-    return request.param, peaks_of(request.param())
-
-
 @pytest.fixture(params=STRATEGIES)
 def strategy(request: pytest.FixtureRequest) -> Strategy:
     return request.param
@@ -152,28 +125,21 @@ def strategy(request: pytest.FixtureRequest) -> Strategy:
 
 
 @pytest.mark.parametrize("rows", [1, 5, MOST_ROWS])
-def test_every_strategy_finds_what_exhaustive_search_finds(
-    measured: tuple[type[Loop], list[int]], strategy: Strategy, rows: int
-) -> None:
-    make_loop, peaks = measured
+def test_every_strategy_finds_what_exhaustive_search_finds(peaks: list[int], strategy: Strategy, rows: int) -> None:
     for limit_bytes in (peaks[rows], peaks[rows] + 1000):
         largest = max(size for size in range(MOST_ROWS + 1) if peaks[size] <= limit_bytes)
-        found = make_loop().find(limit_bytes, strategy=strategy)
+        found = Perceptron().find(limit_bytes, strategy=strategy)
         assert found.exact_batch_size == found.batch_size == largest
 
 
-def test_linear_extrapolation_takes_three_probes_and_no_failure(measured: tuple[type[Loop], list[int]]) -> None:
-    make_loop, peaks = measured
-    found = make_loop().find(peaks[47], strategy="linear_extrapolation")
+def test_linear_extrapolation_takes_three_probes_and_no_failure(peaks: list[int]) -> None:
+    found = Perceptron().find(peaks[47], strategy="linear_extrapolation")
     assert [(probe.batch_size, probe.fits) for probe in found.probes] == [(2, True), (3, True), (47, True)]
 
 
-def test_probes_show_which_sizes_were_tried_and_their_peaks(
-    measured: tuple[type[Loop], list[int]], strategy: Strategy
-) -> None:
-    make_loop, peaks = measured
+def test_probes_show_which_sizes_were_tried_and_their_peaks(peaks: list[int], strategy: Strategy) -> None:
     limit_bytes = peaks[20] + 10
-    found = make_loop().find(limit_bytes, strategy=strategy)
+    found = Perceptron().find(limit_bytes, strategy=strategy)
     assert found.exact_batch_size in [probe.batch_size for probe in found.probes if probe.fits]
     for probe in found.probes:
         assert probe.fits == (probe.batch_size <= 20)
@@ -194,11 +160,8 @@ def test_a_step_whose_memory_does_not_grow_ends_the_search(strategy: Strategy) -
 
 
 @pytest.mark.parametrize("strategy", ["linear_extrapolation", "binary_search"])
-def test_without_a_bound_only_memory_limits_the_search(
-    measured: tuple[type[Loop], list[int]], strategy: Strategy
-) -> None:
-    make_loop, peaks = measured
-    assert make_loop().find(peaks[50], strategy=strategy, max_batch_size=None).exact_batch_size == 50
+def test_without_a_bound_only_memory_limits_the_search(peaks: list[int], strategy: Strategy) -> None:
+    assert Perceptron().find(peaks[50], strategy=strategy, max_batch_size=None).exact_batch_size == 50
 
 
 @pytest.mark.parametrize("limit_bytes", [5_000, 10_000, 14_000])
@@ -220,9 +183,8 @@ def test_a_model_that_cannot_train_on_one_row_can_be_searched() -> None:
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
-def test_a_search_restores_all_state(measured: tuple[type[Loop], list[int]], strategy: Strategy, warm: bool) -> None:
-    make_loop, peaks = measured
-    loop = make_loop()
+def test_a_search_restores_all_state(peaks: list[int], strategy: Strategy, warm: bool) -> None:
+    loop = Perceptron()
     if warm:
         loop.train_step(loop.make_batch(2))
     before = loop.state()
@@ -265,11 +227,8 @@ def hooks_of(loop: Loop) -> int:
 # ---- what is refused
 
 
-def test_nothing_fits_one_byte_below_the_smallest_step(
-    measured: tuple[type[Loop], list[int]], strategy: Strategy
-) -> None:
-    make_loop, peaks = measured
-    loop = make_loop()
+def test_nothing_fits_one_byte_below_the_smallest_step(peaks: list[int], strategy: Strategy) -> None:
+    loop = Perceptron()
     before = loop.state()
     with pytest.raises(NothingFitsError):
         loop.find(peaks[1] - 1, strategy=strategy)

@@ -147,34 +147,21 @@ def test_zero_is_only_returned_after_one_row_was_tried() -> None:
     assert linear_extrapolation(device, lambda: 0, max_batch_size=100) == 1
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
-@given(limit=st.integers(0, 300), bound=st.integers(1, 300), seed=st.integers(0, 2**32 - 1))
-def test_linear_extrapolation_is_exact_with_any_forecast_above_the_sizes_that_fitted(
-    limit: int, bound: int, seed: int
+@settings(derandomize=True, deadline=None, max_examples=400)
+@given(limit=st.integers(0, 300), bound=st.integers(1, 300), seed=st.integers(0, 2**32 - 1), is_above=st.booleans())
+def test_linear_extrapolation_is_safe_with_any_forecast_and_exact_with_one_above_the_sizes_that_fitted(
+    limit: int, bound: int, seed: int, is_above: bool
 ) -> None:
     generator = random.Random(seed)
     device = FitsUpTo(limit)
 
     def forecast() -> int | None:
-        return generator.choice([None, device.fitted + 1, device.fitted + generator.randint(1, 400)])
-
-    answer = linear_extrapolation(device, forecast, max_batch_size=bound)
-    assert answer == min(limit, bound)
-    assert len(set(device.asked)) == len(device.asked)
-    assert all(1 <= size <= bound for size in device.asked)
-
-
-@settings(derandomize=True, deadline=None, max_examples=200)
-@given(limit=st.integers(0, 300), bound=st.integers(1, 300), seed=st.integers(0, 2**32 - 1))
-def test_linear_extrapolation_is_safe_with_any_forecast(limit: int, bound: int, seed: int) -> None:
-    generator = random.Random(seed)
-    device = FitsUpTo(limit)
-
-    def forecast() -> int | None:
-        return generator.choice([None, -(2**40), -1, 0, generator.randint(-50, 400), 2**62])
+        above = [None, device.fitted + 1, device.fitted + generator.randint(1, 400)]
+        return generator.choice(above if is_above else [None, -(2**40), -1, 0, generator.randint(-50, 400), 2**62])
 
     answer = linear_extrapolation(device, forecast, max_batch_size=bound)
     assert answer == device.fitted  # the largest size that was tried and fits, so never above the limit
+    assert answer == min(limit, bound) or not is_above
     assert len(set(device.asked)) == len(device.asked)
     assert all(1 <= size <= bound for size in device.asked)
 

@@ -149,8 +149,6 @@ class _SavedOptimizer:
         self._optimizer = optimizer
         self._state = {parameter: _save(values, copies) for parameter, values in optimizer.state.items()}
         self._groups = [_save(group, copies) for group in optimizer.param_groups]
-        # `step` sets this flag. Learning rate schedulers use it to warn when they are stepped before the optimizer.
-        self._stepped = vars(optimizer).get("_opt_called")
 
     def restore(self) -> None:
         state = self._optimizer.state
@@ -160,9 +158,6 @@ class _SavedOptimizer:
             _restore(state[parameter], saved)
         for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
             _restore(group, saved)
-        vars(self._optimizer).pop("_opt_called", None)
-        if self._stepped is not None:
-            vars(self._optimizer)["_opt_called"] = self._stepped
 
 
 def _trained_tensors(model: nn.Module) -> list[torch.Tensor]:

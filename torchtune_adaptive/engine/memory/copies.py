@@ -12,7 +12,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -36,8 +35,13 @@ class Copies:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         parts = [part for tensor in tensors for part in plain_parts(tensor)]
-        self._file_bytes = sum(part.nbytes for part in parts if _has_bytes_on_host(part))
-        self._file = self._open_file() if self._file_bytes >= _SMALLEST_FILE_BYTES else None
+        file_bytes = sum(part.nbytes for part in parts if _has_bytes_on_host(part))
+        self._file: _TensorFile | None = None
+        if file_bytes >= _SMALLEST_FILE_BYTES:
+            try:
+                self._file = _TensorFile(file_bytes)
+            except OSError as error:
+                _log_memory(reason_of(error))
         self._uses_file = self._file is not None
 
     def copy(self, tensor: torch.Tensor) -> Restore:
@@ -61,16 +65,6 @@ class Copies:
         if self._file is not None:
             self._file.close()
 
-    def _open_file(self) -> "_TensorFile | None":
-        try:
-            file = _TensorFile(self._file_bytes)
-        except OSError as error:
-            _log_memory(reason_of(error))
-            return None
-        if file.is_in_memory:
-            _log_memory(f"{tempfile.gettempdir()} is a tmpfs")
-        return file
-
     def _copy_part(self, part: torch.Tensor) -> _Fill:
         if self._file is not None and self._uses_file and _has_bytes_on_host(part):
             try:
@@ -90,8 +84,8 @@ class Copies:
 @functools.cache  # log each reason once
 def _log_memory(reason: str) -> None:
     log.warning(
-        f"The search keeps copies of model and optimizer in memory instead of on disk: {reason}. If a container or"
-        " ulimit counts them, the search may find too small a batch. Set TMPDIR to use another folder."
+        f"The search keeps copies of model and optimizer in memory instead of on disk: {reason}."
+        " Set TMPDIR to use another folder."
     )
 
 
@@ -117,18 +111,6 @@ class _TensorFile:
         except OSError:
             self._file.close()
             raise
-
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether the file is known to be on a tmpfs."""
-        device = os.fstat(self._file.fileno()).st_dev
-        number = f"{os.major(device)}:{os.minor(device)}"
-        try:
-            lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
-        except OSError:
-            return False
-        # The third field is the device; the type follows the hyphen.
-        return any(line.split()[2] == number and " - tmpfs " in line for line in lines)
 
     def write(self, tensor: torch.Tensor) -> _Fill:
         """Write ``tensor``, and return a function that reads it into a tensor of the same shape.
