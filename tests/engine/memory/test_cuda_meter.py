@@ -14,7 +14,6 @@ from tests.training.test_step_log import RESULT, Parts
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.memory.cuda_meter import CudaMeter
 from torchtune_adaptive.engine.memory.phases import Phases
-from torchtune_adaptive.engine.memory.timeline import Forecast
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
 from torchtune_adaptive.engine.search.find import search
 from torchtune_adaptive.engine.search.workload import Workload
@@ -323,28 +322,6 @@ def test_operations_are_only_recorded_between_start_and_stop(cuda: FakeCuda, met
     with meter:
         torch.zeros(1)
     assert meter.stop_timeline(2).operations == ()
-
-
-def test_two_timelines_forecast_the_allocated_peak_of_a_larger_step(cuda: FakeCuda, meter: CudaMeter) -> None:
-    def step(batch_size: int) -> None:
-        model.zero_grad(set_to_none=True)
-        model(torch.ones(batch_size, 8)).square().sum().backward()
-
-    def timeline_of(batch_size: int):
-        cuda.empty_cache()
-        meter.reset()
-        meter.start_timeline()
-        with cuda, meter:
-            step(batch_size)
-        return meter.stop_timeline(batch_size)
-
-    torch.manual_seed(0)
-    with cuda:
-        model = nn.Linear(8, 8)
-        step(1)
-    forecast = Forecast.from_timelines(timeline_of(2), timeline_of(3))
-    assert forecast is not None
-    assert forecast.peak_bytes(40) == max(timeline_of(40).live_bytes)
 
 
 # ---- a search with the meter

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.support.ranks import run_on_ranks
 from tests.support.faults import ShardedTrainee, change_fsdp_settings, fsdp_settings, same_bits
 from torchtune_adaptive import InputError, NothingFitsError, SearchResult, find_max_batch_size
-from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.meter import device_memory_bytes
 from torchtune_adaptive.engine.search.options import Strategy
@@ -93,11 +92,14 @@ class Stairs(Loop):
         activations = [self.model(inputs).tanh() for _ in range(4)]
         return torch.stack([values.sum() for values in activations]).sum()
 
-    def peak(self, batch_size: int) -> int:
-        meter = meter_for(CPU, self.model, [self.optimizer])
-        with meter:
-            self.train_step(batch_size)
-        return meter.peak_bytes
+
+def peak_of(train_step: Callable[[Any], object], batch: Any, trainee: Any) -> int:
+    """The peak of a step on ``batch``, with all that the model and the optimizer of ``trainee`` hold."""
+    meter = meter_for(CPU, trainee.model, [trainee.optimizer])
+    meter.count(batch)
+    with meter:
+        train_step(batch)
+    return meter.peak_bytes
 
 
 @pytest.fixture(scope="module")
@@ -105,15 +107,7 @@ def peaks() -> list[int]:
     """The peak of a step of ``Perceptron``, by number of rows (0 for no rows), once the optimizer has its state."""
     loop = Perceptron()
     loop.train_step(loop.make_batch(1))
-    peaks = [0]
-    for batch_size in range(1, MOST_ROWS + 1):
-        meter = meter_for(CPU, loop.model, [loop.optimizer])
-        batch = loop.make_batch(batch_size)
-        meter.count(batch)
-        with meter:
-            loop.train_step(batch)
-        peaks.append(meter.peak_bytes)
-    return peaks
+    return [0, *(peak_of(loop.train_step, loop.make_batch(size), loop) for size in range(1, MOST_ROWS + 1))]
 
 
 @pytest.fixture(params=STRATEGIES)
@@ -168,7 +162,7 @@ def test_without_a_bound_only_memory_limits_the_search(peaks: list[int], strateg
 def test_a_step_that_rounds_its_rows_up_is_searched_exactly(strategy: Strategy, limit_bytes: int) -> None:
     """Memory is a staircase: two small steps make it look twice as steep as it is."""
     stairs = Stairs()
-    largest = max(size for size in range(1, 101) if stairs.peak(size) <= limit_bytes)
+    largest = max(size for size in range(1, 101) if peak_of(stairs.train_step, size, stairs) <= limit_bytes)
     assert 10 < largest < 100
     assert stairs.find(limit_bytes, strategy=strategy, max_batch_size=100).exact_batch_size == largest
 
@@ -274,7 +268,7 @@ def test_a_model_without_parameters_is_refused() -> None:
 # ---- on two ranks
 
 
-def sharded_find(rank: int, trainee: ShardedTrainee, limit_bytes: int, **options: Any) -> SearchResult:
+def sharded_find(trainee: ShardedTrainee, limit_bytes: int, **options: Any) -> SearchResult:
     return find_max_batch_size(
         trainee.train,
         trainee.batch,
@@ -292,12 +286,12 @@ def on_unequal_ranks(rank: int, limits: tuple[int, int]) -> dict[str, Any]:
     before = trainee.state()
     found: dict[str, Any] = {}
     for strategy in STRATEGIES:
-        result = sharded_find(rank, trainee, limits[rank], strategy=strategy, max_batch_size=MOST_ROWS)
+        result = sharded_find(trainee, limits[rank], strategy=strategy, max_batch_size=MOST_ROWS)
         found[strategy] = (result, same_bits(trainee.state(), before))
     outcomes: list[str] = []
     for limit_bytes in ((limits[0], 100), (100, limits[1])):
         try:
-            sharded_find(rank, trainee, limit_bytes[rank])
+            sharded_find(trainee, limit_bytes[rank])
         except NothingFitsError as error:
             outcomes.append(str(error))
     found["nothing fits on one rank"] = outcomes
@@ -305,16 +299,8 @@ def on_unequal_ranks(rank: int, limits: tuple[int, int]) -> dict[str, Any]:
     found["failing on rank 1"] = fails_on_rank_1(rank, trainee, limits[rank])
     found["without a trace"] = same_bits(trainee.state(), before)
     trainee.step()
-    peaks = [0]
-    for batch_size in range(1, MOST_ROWS + 1):
-        meter = meter_for(CPU, trainee.model, [trainee.optimizer])
-        assert isinstance(meter, CpuMeter)
-        batch = trainee.batch(batch_size)
-        meter.count(batch)
-        with meter:
-            trainee.train(batch)
-        peaks.append(meter.peak_bytes)
-    found["peaks"] = peaks
+    sizes = range(1, MOST_ROWS + 1)
+    found["peaks"] = [0, *(peak_of(trainee.train, trainee.batch(size), trainee) for size in sizes)]
     return found
 
 
@@ -347,7 +333,7 @@ def fails_on_rank_1(rank: int, trainee: ShardedTrainee, limit_bytes: int) -> str
 
     trainee.train = break_down
     try:
-        sharded_find(rank, trainee, limit_bytes)
+        sharded_find(trainee, limit_bytes)
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
