@@ -281,34 +281,23 @@ NUMBERS: Any = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
 TOTALS = [20, 52, 84]
 
 
-def test_a_fault_in_a_recipe_strikes_in_its_micro_step() -> None:
-    recipe, fault = Recipe(), Fault(0)
-    with faults_in(Recipe, {(1, 1): fault}):
-        recipe.train()
-    assert recipe.trainer.totals == TOTALS
-    assert recipe.trainer.recoverable.retries == 1
-    assert (fault.count, fault.has_struck) == (1, True)
-
-
-def test_micro_steps_of_a_step_that_is_run_again_keep_counting() -> None:
-    recipe = Recipe(rows_per_micro_step=4)
-    faults = {(0, number): Fault(0 if number in (0, 2) else None) for number in range(9)}
+@pytest.mark.parametrize(
+    ("rows_per_micro_step", "failing", "run"),
+    [
+        (4, [0, 2], [0, 1, 2, 3, 4, 5, 6]),  # 0 fails; then 1 and 2 run, and 2 fails; then 3 to 6
+        (2, [0], [0, 2, 3, 4, 5]),  # 0 fails, 1 is skipped; peers run it, so it has a number on every rank
+    ],
+)
+def test_micro_steps_of_a_step_that_is_run_again_keep_counting(
+    rows_per_micro_step: int, failing: list[int], run: list[int]
+) -> None:
+    recipe = Recipe(rows_per_micro_step)
+    faults = {(0, number): Fault(0 if number in failing else None) for number in range(9)}
     with faults_in(Recipe, faults):
         recipe.train()
     assert recipe.trainer.totals == TOTALS
-    assert recipe.trainer.recoverable.retries == 2  # 0 fails; then 1 and 2 run, and 2 fails; then 3 to 6
-    assert [fault.count > 0 for fault in faults.values()] == [True] * 7 + [False] * 2
-
-
-def test_micro_steps_that_a_rank_skips_after_a_failure_are_counted_too() -> None:
-    """Its peers run them, so that a micro-step has the same number on every rank."""
-    recipe = Recipe()
-    faults = {(0, number): Fault(0 if number == 0 else None) for number in range(8)}
-    with faults_in(Recipe, faults):
-        recipe.train()
-    assert recipe.trainer.totals == TOTALS
-    assert recipe.trainer.recoverable.retries == 1  # 0 fails, and 1 is skipped
-    assert [number for (_, number), fault in faults.items() if fault.count > 0] == [0, 2, 3, 4, 5]
+    assert recipe.trainer.recoverable.retries == len(failing)
+    assert [number for (_, number), fault in faults.items() if fault.count > 0] == run
 
 
 def test_each_step_counts_its_micro_steps_from_zero_also_after_a_failure() -> None:
@@ -334,13 +323,13 @@ def test_a_fault_in_a_recipe_knows_its_phase() -> None:
 
 
 def test_micro_steps_outside_of_training_have_no_faults() -> None:
-    recipe = Recipe()
-    with faults_in(Recipe, {(0, 0): Fault(0)}):
+    recipe, fault = Recipe(), Fault(0)
+    with faults_in(Recipe, {(1, 1): fault}):
         assert recipe.trainer.micro_step([1, 2]) == 6
         recipe.train()
         assert recipe.trainer.micro_step([1, 2]) == 6
     assert recipe.trainer.totals == TOTALS
-    assert recipe.trainer.recoverable.retries == 1
+    assert recipe.trainer.recoverable.retries == fault.count == 1
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -93,14 +93,6 @@ def test_loading_leaves_generators_alone_and_they_are_restored_once() -> None:
     states_of().restore()  # of a run that was not resumed
 
 
-def test_saving_draws_nothing() -> None:
-    seed_all(3)
-    expected = draws()
-    seed_all(3)
-    states_of().now()
-    assert draws() == expected
-
-
 def test_each_rank_gets_its_own_state() -> None:
     seed_all(1)
     first = states_of().now(longest_row_tokens=10)[0]

@@ -156,11 +156,7 @@ class Recovery:
         attempt: Attempt[Result],
         is_thrashing: Callable[[], bool],
     ) -> int:
-        """Run ``micro_steps``, whose number may differ between ranks. Returns the highest pressure of all ranks.
-
-        Ranks compare their numbers after the first micro-step. Most often it is the only one, and no second exchange
-        is needed.
-        """
+        """Run ``micro_steps``, whose number may differ between ranks. Returns the highest pressure of all ranks."""
         number = len(micro_steps)
         if number:
             self._run_all(micro_steps[:1], attempt)
