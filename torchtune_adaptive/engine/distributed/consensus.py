@@ -95,10 +95,9 @@ class Consensus:
         return -negated_smallest, largest
 
     def begin_max(self, *numbers: int) -> Callable[[], list[int]]:
-        """Start an asynchronous max all-reduce of ``numbers`` (64-bit). Returns a function that waits for the result.
+        """Start to find each position's largest number of all ranks (64-bit). Returns a function that waits for them.
 
-        The result has the largest number at each position. Work between both calls overlaps with the exchange. Every
-        rank must call the function.
+        Work between both calls overlaps with the exchange. Every rank must call the function.
         """
         if self._group is None:
             return lambda: list(numbers)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.nn.parallel import DistributedDataParallel
 
-# Those that a loop over parts of a batch changes and restores: gathering and reducing once for all parts.
+# Of the setters ``set_reshard_after_forward`` and ``_backward``, ``set_requires_gradient_sync`` and ``_all_reduce``.
 _GROUP_SETTINGS = ("post_forward_mesh_info", "reshard_after_backward", "reduce_grads", "all_reduce_grads")
 
 
@@ -92,9 +92,7 @@ class KeptSettings:
 
     A micro-step may change them for a while: a chunked loss gathers the output layer once for all chunks, and reduces
     its gradients with the last one. An error in between leaves them changed, and the module then issues other
-    collectives than on the other ranks. Saved are those of ``set_reshard_after_forward``,
-    ``set_reshard_after_backward``, ``set_requires_gradient_sync``, ``set_requires_all_reduce`` and
-    ``set_is_last_backward``.
+    collectives than on the other ranks.
     """
 
     def __init__(self, states: list[Any]) -> None:

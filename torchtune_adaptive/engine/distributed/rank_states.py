@@ -10,15 +10,12 @@ from torchtune_adaptive.engine.distributed.snapshot import RandomStates
 
 
 class RankStates:
-    """Gathers the state that differs between ranks, and restores each rank's own.
-
-    Args:
-        generators: generators that are used beside the default ones.
-    """
+    """Gathers the state that differs between ranks, and restores each rank's own."""
 
     def __init__(
         self, consensus: Consensus, device: torch.device, *, generators: Sequence[torch.Generator] = ()
     ) -> None:
+        """With the states of ``generators`` beside those of the default ones."""
         self._consensus = consensus
         self._device = device
         self._generators = generators

@@ -91,11 +91,7 @@ class CpuMeter(MemoryMeter):
         self._check_limit(func)
 
     def after_resize(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage's new size. FSDP2 allocates and frees gathered parameters by resizing.
-
-        Raises:
-            torch.OutOfMemoryError: live bytes are above the limit.
-        """
+        """As ``after_operation``, for a new size: FSDP2 allocates and frees gathered parameters by resizing."""
         if storage in self._storages:
             self._storages.see(storage)
             self._check_limit("resize_")

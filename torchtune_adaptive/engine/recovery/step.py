@@ -168,7 +168,9 @@ class RecoverableStep(Generic[Sums]):
         if self._limited is not None:
             self._limited.count([one.state for one in self._optimizers])
         if self._recovery is None:
-            return _sum(self._micro_steps(samples))
+            if not (runs := self._micro_steps(samples)):
+                raise InputError(NO_SAMPLES)
+            return functools.reduce(sum_of_results, (run() for run in runs))
         _check_no_gradients(self._trained)
         restore = self._recovery.keep()
         while True:
@@ -228,13 +230,6 @@ class RecoverableStep(Generic[Sums]):
         if self._recovery is not None:
             self._recovery.close()
             self._recovery = None
-
-
-def _sum(runs: list[Callable[[], Sums]]) -> Sums:
-    """The sum of the results of ``runs``, without recovery."""
-    if not runs:
-        raise InputError(NO_SAMPLES)
-    return functools.reduce(sum_of_results, (run() for run in runs))
 
 
 def _check_no_gradients(parameters: Iterable[nn.Parameter]) -> None:

@@ -65,13 +65,7 @@ class MemoryEvent:
 
 
 class PressureWatch:
-    """Watches the memory pressure of this rank, and describes what happened.
-
-    Args:
-        consensus: the agreement between the ranks that train together.
-        meter: the device's meter; None without one.
-        phases: the current phase of a step.
-    """
+    """Watches the memory pressure of this rank, and describes what happened."""
 
     def __init__(self, consensus: Consensus, meter: MemoryMeter | None, phases: Phases) -> None:
         self.consensus = consensus

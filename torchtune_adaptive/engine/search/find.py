@@ -125,11 +125,7 @@ def _rounded(exact: int, fits: Fits, prober: Prober) -> int:
 
 
 def _nothing_fits(meter: MemoryMeter, limit_bytes: int, margin: float, consensus: Consensus) -> NothingFitsError:
-    """The error, with the highest peak of all ranks. A collective.
-
-    Args:
-        limit_bytes: the lowest of all ranks.
-    """
+    """The error, with the highest peak and the lowest limit of all ranks. A collective."""
     peak_bytes = consensus.max_over_ranks(meter.peak_bytes)
     return NothingFitsError(
         f"not even one row fits: its step ran out of memory at {format_bytes(peak_bytes)} on one rank, of"

@@ -7,10 +7,7 @@ from torchtune_adaptive.text import format_bytes, text_table
 
 
 def probe_table(result: SearchResult) -> str:
-    """The probes as a table with the figures of this rank, and a line with the sizes found.
-
-    Each phase has a column with its peak. A phase that a failed probe did not reach is blank.
-    """
+    """The probes as a table with the figures of this rank. A phase that a failed probe did not reach is blank."""
     phases = list(dict.fromkeys(phase for probe in result.probes for phase in probe.phase_peak_bytes if phase))
     rows = [["batch_size", *phases, "peak", "usable", "fits", "seconds"]]
     for probe in result.probes:
