@@ -53,7 +53,7 @@ class Beside(Consensus):
     def __init__(self, other: Any) -> None:
         super().__init__()
         self._other = other
-        self._ranks = (0, 1)
+        self.ranks = (0, 1)
 
     def from_all_ranks(self, value: Any) -> list[Any]:
         return [self._other, value] if isinstance(value, tuple) else [value]
