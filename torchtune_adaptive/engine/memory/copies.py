@@ -42,7 +42,6 @@ class Copies:
                 self._file = _TensorFile(file_bytes)
             except OSError as error:
                 _log_memory(reason_of(error))
-        self._uses_file = self._file is not None
 
     def copy(self, tensor: torch.Tensor) -> Restore:
         """Copy ``tensor`` and return a function that restores it, bit for bit, also if its memory has moved.
@@ -66,11 +65,10 @@ class Copies:
             self._file.close()
 
     def _copy_part(self, part: torch.Tensor) -> _Fill:
-        if self._file is not None and self._uses_file and _has_bytes_on_host(part):
+        if self._file is not None and _has_bytes_on_host(part):
             try:
                 return self._file.write(part)
             except OSError as error:
-                self._uses_file = False  # for further copies; written ones can still be read
                 _log_memory(reason_of(error))
         on_host = part.to("cpu", copy=True)
 
