@@ -3,7 +3,7 @@
 The errors are injected. Started by ``scripts/pictures``.
 """
 
-from adaptive_full_finetune_distributed import AdaptiveFullFinetuneRecipeDistributed, recipe_main
+from adaptive_full_finetune_distributed import AdaptiveFullFinetuneRecipeDistributed
 
 from torchtune_adaptive.launch import launch
 from torchtune_adaptive.testing import Fault, faults_in
@@ -16,4 +16,4 @@ FAULTS = {
 
 if __name__ == "__main__":
     with faults_in(AdaptiveFullFinetuneRecipeDistributed, FAULTS):
-        launch(recipe_main)
+        launch(AdaptiveFullFinetuneRecipeDistributed)

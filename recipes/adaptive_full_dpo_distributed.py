@@ -6,7 +6,7 @@ CONFIG is any stock config of full DPO. The keys are those of the stock recipe
 ``full_dpo_distributed`` and of ``torchtune_adaptive.settings``.
 """
 
-from torchtune_adaptive.launch import check_first, launch, run_recipe
+from torchtune_adaptive.launch import check_first, launch
 
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
@@ -16,7 +16,6 @@ from typing import Any
 
 from omegaconf import DictConfig
 from torch import nn
-from torchtune import config
 
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.stock.load import load_stock_recipe
@@ -47,11 +46,5 @@ class AdaptiveFullDPORecipeDistributed(AdaptiveRecipe, StockRecipe):
         return Preference(policy, reference, self._loss_fn, counts_masked_pairs=as_stock)
 
 
-@config.parse
-def recipe_main(cfg: DictConfig) -> None:
-    """DPO with an adaptive batch size: stock keys, plus ``use_maximum_batch_size`` and ``adaptive``."""
-    run_recipe(AdaptiveFullDPORecipeDistributed, cfg)
-
-
 if __name__ == "__main__":
-    launch(recipe_main)
+    launch(AdaptiveFullDPORecipeDistributed)

@@ -6,15 +6,13 @@ CONFIG is any stock config of full finetuning, or one of this package. The keys 
 ``full_finetune_distributed`` and of ``torchtune_adaptive.settings``.
 """
 
-from torchtune_adaptive.launch import check_first, launch, run_recipe
+from torchtune_adaptive.launch import check_first, launch
 
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
 
 from typing import Any
 
-from omegaconf import DictConfig
-from torchtune import config
 from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
 
 from torchtune_adaptive.stock.checkpoints import WholeCheckpointClient, WholeCheckpointer
@@ -42,11 +40,5 @@ class AdaptiveFullFinetuneRecipeDistributed(AdaptiveRecipe, StockRecipe):
         self._checkpoint_client.save_checkpoint(self._model, optimizer, progress, epoch)
 
 
-@config.parse
-def recipe_main(cfg: DictConfig) -> None:
-    """Full finetuning with an adaptive batch size: stock keys, plus ``use_maximum_batch_size`` and ``adaptive``."""
-    run_recipe(AdaptiveFullFinetuneRecipeDistributed, cfg)
-
-
 if __name__ == "__main__":
-    launch(recipe_main)
+    launch(AdaptiveFullFinetuneRecipeDistributed)

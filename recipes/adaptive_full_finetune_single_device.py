@@ -6,15 +6,12 @@ CONFIG is any stock config of full finetuning on a single device. The keys are t
 ``full_finetune_single_device`` and of ``torchtune_adaptive.settings``.
 """
 
-from torchtune_adaptive.launch import check_first, launch_on_one_device, run_recipe
+from torchtune_adaptive.launch import check_first, launch
 
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
 
 from typing import Any
-
-from omegaconf import DictConfig
-from torchtune import config
 
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
@@ -32,11 +29,5 @@ class AdaptiveFullFinetuneRecipeSingleDevice(AdaptiveRecipe, StockRecipe):
     _normalizes_in_backward = False
 
 
-@config.parse
-def recipe_main(cfg: DictConfig) -> None:
-    """Full finetuning with an adaptive batch size: stock keys, plus ``use_maximum_batch_size`` and ``adaptive``."""
-    run_recipe(AdaptiveFullFinetuneRecipeSingleDevice, cfg)
-
-
 if __name__ == "__main__":
-    launch_on_one_device(recipe_main)
+    launch(AdaptiveFullFinetuneRecipeSingleDevice)

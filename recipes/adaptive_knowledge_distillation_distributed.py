@@ -6,16 +6,14 @@ CONFIG is any stock config of knowledge distillation. The keys are those of the 
 ``knowledge_distillation_distributed`` and of ``torchtune_adaptive.settings``.
 """
 
-from torchtune_adaptive.launch import check_first, launch, run_recipe
+from torchtune_adaptive.launch import check_first, launch
 
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
 
 from typing import Any
 
-from omegaconf import DictConfig
 from torch import nn
-from torchtune import config
 
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
@@ -35,11 +33,5 @@ class AdaptiveKDRecipeDistributed(AdaptiveRecipe, StockRecipe):
         return Distillation(self._model, self._teacher_model, *losses, ratio=self._kd_ratio, means_add_up=as_stock)
 
 
-@config.parse
-def recipe_main(cfg: DictConfig) -> None:
-    """Knowledge distillation with an adaptive batch size."""
-    run_recipe(AdaptiveKDRecipeDistributed, cfg)
-
-
 if __name__ == "__main__":
-    launch(recipe_main)
+    launch(AdaptiveKDRecipeDistributed)

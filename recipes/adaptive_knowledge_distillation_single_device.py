@@ -6,16 +6,14 @@ CONFIG is any stock config of knowledge distillation on a single device. The key
 ``knowledge_distillation_single_device`` and of ``torchtune_adaptive.settings``.
 """
 
-from torchtune_adaptive.launch import check_first, launch_on_one_device, run_recipe
+from torchtune_adaptive.launch import check_first, launch
 
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
 
 from typing import Any
 
-from omegaconf import DictConfig
 from torch import nn
-from torchtune import config
 
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
@@ -37,11 +35,5 @@ class AdaptiveKDRecipeSingleDevice(AdaptiveRecipe, StockRecipe):
         return Distillation(self._model, self._teacher_model, *losses, ratio=self._kd_ratio, means_add_up=as_stock)
 
 
-@config.parse
-def recipe_main(cfg: DictConfig) -> None:
-    """Knowledge distillation with an adaptive batch size."""
-    run_recipe(AdaptiveKDRecipeSingleDevice, cfg)
-
-
 if __name__ == "__main__":
-    launch_on_one_device(recipe_main)
+    launch(AdaptiveKDRecipeSingleDevice)

@@ -6,15 +6,12 @@ CONFIG is any stock config of LoRA DPO. The keys are those of the stock recipe
 ``lora_dpo_distributed`` and of ``torchtune_adaptive.settings``.
 """
 
-from torchtune_adaptive.launch import check_first, launch, run_recipe
+from torchtune_adaptive.launch import check_first, launch
 
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
 
 from typing import Any
-
-from omegaconf import DictConfig
-from torchtune import config
 
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
@@ -34,11 +31,5 @@ class AdaptiveLoRADPORecipeDistributed(AdaptiveRecipe, StockRecipe):
         return preference_to_base(self.concatenated_forward, self._model, self._loss_fn, counts_masked_pairs=as_stock)
 
 
-@config.parse
-def recipe_main(cfg: DictConfig) -> None:
-    """LoRA DPO with an adaptive batch size: stock keys, plus ``use_maximum_batch_size`` and ``adaptive``."""
-    run_recipe(AdaptiveLoRADPORecipeDistributed, cfg)
-
-
 if __name__ == "__main__":
-    launch(recipe_main)
+    launch(AdaptiveLoRADPORecipeDistributed)

@@ -6,15 +6,12 @@ CONFIG is any stock config of LoRA DPO on a single device. The keys are those of
 ``lora_dpo_single_device`` and of ``torchtune_adaptive.settings``.
 """
 
-from torchtune_adaptive.launch import check_first, launch_on_one_device, run_recipe
+from torchtune_adaptive.launch import check_first, launch
 
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
 
 from typing import Any
-
-from omegaconf import DictConfig
-from torchtune import config
 
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
@@ -36,11 +33,5 @@ class AdaptiveLoRADPORecipeSingleDevice(AdaptiveRecipe, StockRecipe):
         return preference_to_base(self.concatenated_forward, self._model, self._loss_fn, counts_masked_pairs=as_stock)
 
 
-@config.parse
-def recipe_main(cfg: DictConfig) -> None:
-    """LoRA DPO with an adaptive batch size: stock keys, plus ``use_maximum_batch_size`` and ``adaptive``."""
-    run_recipe(AdaptiveLoRADPORecipeSingleDevice, cfg)
-
-
 if __name__ == "__main__":
-    launch_on_one_device(recipe_main)
+    launch(AdaptiveLoRADPORecipeSingleDevice)

@@ -6,7 +6,7 @@ CONFIG is any stock config of LoRA finetuning, or one of this package. The keys 
 ``lora_finetune_distributed`` and of ``torchtune_adaptive.settings``.
 """
 
-from torchtune_adaptive.launch import check_first, launch, run_recipe
+from torchtune_adaptive.launch import check_first, launch
 
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torchao.dtypes.nf4tensor import NF4Tensor
-from torchtune import config, training
+from torchtune import config
 
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.stock.load import load_stock_recipe
@@ -49,13 +49,5 @@ def refuse_quantized(cfg_model: DictConfig) -> None:
         raise InputError("`fsdp_cpu_offload` must be False for a quantized model on one rank, but is True instead.")
 
 
-@config.parse
-def recipe_main(cfg: DictConfig) -> None:
-    """LoRA finetuning with an adaptive batch size: stock keys, plus ``use_maximum_batch_size`` and ``adaptive``."""
-    if cfg.get("fsdp_cpu_offload", False):
-        training.set_torch_num_threads()  # the optimizer then runs on all cores of the CPU
-    run_recipe(AdaptiveLoRAFinetuneRecipeDistributed, cfg)
-
-
 if __name__ == "__main__":
-    launch(recipe_main)
+    launch(AdaptiveLoRAFinetuneRecipeDistributed)

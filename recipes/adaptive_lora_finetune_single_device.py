@@ -6,15 +6,12 @@ CONFIG is any stock config of LoRA finetuning on a single device. The keys are t
 ``lora_finetune_single_device`` and of ``torchtune_adaptive.settings``.
 """
 
-from torchtune_adaptive.launch import check_first, launch_on_one_device, run_recipe
+from torchtune_adaptive.launch import check_first, launch
 
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
 
 from typing import Any
-
-from omegaconf import DictConfig
-from torchtune import config
 
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
@@ -28,11 +25,5 @@ class AdaptiveLoRAFinetuneRecipeSingleDevice(AdaptiveRecipe, StockRecipe):
     on_several_ranks = False
 
 
-@config.parse
-def recipe_main(cfg: DictConfig) -> None:
-    """LoRA finetuning with an adaptive batch size: stock keys, plus ``use_maximum_batch_size`` and ``adaptive``."""
-    run_recipe(AdaptiveLoRAFinetuneRecipeSingleDevice, cfg)
-
-
 if __name__ == "__main__":
-    launch_on_one_device(recipe_main)
+    launch(AdaptiveLoRAFinetuneRecipeSingleDevice)

@@ -7,22 +7,13 @@ The search finds the number of answers generated at once (``forward_batch_size``
 (``ppo_batch_size`` divided by ``gradient_accumulation_steps``). Step checkpoints are written at the ends of turns.
 """
 
-from torchtune_adaptive.launch import check_first, launch_on_one_device, run_recipe
+from torchtune_adaptive.launch import check_first, launch
 
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
 
-from omegaconf import DictConfig
-from torchtune import config
 
 from torchtune_adaptive.ppo.recipe import AdaptivePPOFullFinetuneRecipeSingleDevice
 
-
-@config.parse
-def recipe_main(cfg: DictConfig) -> None:
-    """PPO with the largest micro-batches that fit: stock keys, plus ``use_maximum_batch_size`` and ``adaptive``."""
-    run_recipe(AdaptivePPOFullFinetuneRecipeSingleDevice, cfg)
-
-
 if __name__ == "__main__":
-    launch_on_one_device(recipe_main)
+    launch(AdaptivePPOFullFinetuneRecipeSingleDevice)

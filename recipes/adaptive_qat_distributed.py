@@ -6,15 +6,13 @@ CONFIG is any stock config of quantization-aware training. The keys are those of
 ``qat_distributed`` and of ``torchtune_adaptive.settings``.
 """
 
-from torchtune_adaptive.launch import check_first, launch, run_recipe
+from torchtune_adaptive.launch import check_first, launch
 
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
 
 from typing import Any
 
-from omegaconf import DictConfig
-from torchtune import config
 from torchtune.training import quantization
 
 from torchtune_adaptive.stock.load import load_stock_recipe
@@ -37,11 +35,5 @@ class AdaptiveQATRecipeDistributed(AdaptiveRecipe, StockRecipe):
             self._is_fake_quantized = wanted
 
 
-@config.parse
-def recipe_main(cfg: DictConfig) -> None:
-    """Quantization-aware training with an adaptive batch size."""
-    run_recipe(AdaptiveQATRecipeDistributed, cfg)
-
-
 if __name__ == "__main__":
-    launch(recipe_main)
+    launch(AdaptiveQATRecipeDistributed)

@@ -6,15 +6,12 @@ CONFIG is any stock config of quantization-aware LoRA finetuning. The keys are t
 ``qat_lora_finetune_distributed`` and of ``torchtune_adaptive.settings``.
 """
 
-from torchtune_adaptive.launch import check_first, launch, run_recipe
+from torchtune_adaptive.launch import check_first, launch
 
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
 
 from typing import Any
-
-from omegaconf import DictConfig
-from torchtune import config
 
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
@@ -26,11 +23,5 @@ class AdaptiveQATLoRAFinetuneRecipeDistributed(AdaptiveRecipe, StockRecipe):
     """The stock recipe with the adaptive training loop."""
 
 
-@config.parse
-def recipe_main(cfg: DictConfig) -> None:
-    """Quantization-aware LoRA finetuning with an adaptive batch size."""
-    run_recipe(AdaptiveQATLoRAFinetuneRecipeDistributed, cfg)
-
-
 if __name__ == "__main__":
-    launch(recipe_main)
+    launch(AdaptiveQATLoRAFinetuneRecipeDistributed)

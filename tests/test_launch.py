@@ -118,146 +118,121 @@ class Nodes:
         self.news_awaited += 1
 
 
-@pytest.mark.parametrize(
-    ("ended_by", "told", "awaits_news"),
-    [
-        (None, [None], 0),
-        (RunEnded("a signal ended the run.", 75), [None], 0),
-        (InputError("`x` is wrong."), ["`x` is wrong."], 0),
-        (KeyError("a bug"), ["KeyError: 'a bug'."], 0),
-        (RuntimeError("Connection closed by peer"), ["RuntimeError: Connection closed by peer."], 1),
-    ],
-)
-@pytest.mark.usefixtures("torchrun")
-def test_other_nodes_are_notified_how_the_run_ended(
-    ended_by: Exception | None, told: list[str | None], awaits_news: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def recipe_main() -> None:
-        if ended_by is not None:
-            raise ended_by
+class Launched:
+    """Launches with a run that only ends with ``ended_by``, in an environment without a launcher."""
 
-    monkeypatch.setattr("torchtune_adaptive.training.nodes.watch_nodes", Nodes)
-    monkeypatch.setattr("sys.argv", ["recipe", "--config", "tiny/full"])
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(SystemExit):
-        launch.launch(recipe_main)
-    assert (Nodes.last.told, Nodes.last.news_awaited) == (told, awaits_news)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ended_by: BaseException | None = None
+        self.started = 0
+        for name in RANK_VARIABLES:
+            monkeypatch.setenv(name, "")  # so that the end of the test restores it
+            monkeypatch.delenv(name)
+        monkeypatch.setattr("sys.argv", ["/recipes/recipe.py", "--config", "tiny/full"])
+        monkeypatch.setattr("torchtune_adaptive.training.nodes.watch_nodes", Nodes)
+        monkeypatch.setattr(launch, "run_recipe", self._run)
 
+    def _run(self, recipe_class: object, cfg: DictConfig) -> None:
+        self.started += 1
+        if self.ended_by is not None:
+            raise self.ended_by
 
-def test_without_torchrun_the_process_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    for name in names:
-        monkeypatch.setenv(name, "")  # so that the end of the test restores it
-        monkeypatch.delenv(name)
-    launch._run_alone_without_torchrun()
-    assert [os.environ[name] for name in names[:4]] == ["0", "1", "0", "127.0.0.1"]
-    assert int(os.environ["MASTER_PORT"]) > 0
+    def status(self, *, on_several_ranks: bool = True) -> int:
+        """The exit status of a launch."""
+        several = on_several_ranks
+
+        class Kind:
+            on_several_ranks = several
+
+        with pytest.raises(SystemExit) as end:
+            launch.launch(cast(Any, Kind))
+        return cast(int, end.value.code or 0)
 
 
-def test_the_environment_of_torchruns_ranks_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "3")
-    before = dict(os.environ)
-    launch._run_alone_without_torchrun()
-    assert dict(os.environ) == before
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    return Launched(monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("ended_by", "status", "sentence"),
+    ("ended_by", "status", "sentence", "told", "awaits_news"),
     [
-        (InputError("`x` is wrong."), 1, "recipe: `x` is wrong.\n"),
-        (CheckpointError("step 2 could not be saved."), 1, "recipe: step 2 could not be saved.\n"),
-        (RunEnded("a signal ended the run.", 75), 75, "recipe: a signal ended the run.\n"),
-        (RunEnded("All 2 epochs are trained.", 0), 0, "recipe: All 2 epochs are trained.\n"),
-        (SystemExit(0), 0, ""),
-        (SystemExit(None), 0, ""),
+        (None, 0, "", None, 0),
+        (SystemExit(0), 0, "", None, 0),
+        (RunEnded("a signal ended the run.", 75), 75, "recipe: a signal ended the run.", None, 0),
+        (RunEnded("All 2 epochs are trained.", 0), 0, "recipe: All 2 epochs are trained.", None, 0),
+        (InputError("`x` is wrong."), 1, "recipe: `x` is wrong.", "`x` is wrong.", 0),
+        (CheckpointError("a full disk."), 1, "recipe: a full disk.", "a full disk.", 0),
+        (KeyError("a bug"), 1, "KeyError: 'a bug'", "KeyError: 'a bug'.", 0),
+        (RuntimeError("Closed by peer"), 1, "RuntimeError: Closed by peer", "RuntimeError: Closed by peer.", 1),
     ],
 )
-def test_the_exit_status_says_whether_the_run_was_complete(
-    ended_by: BaseException,
+def test_status_sentence_and_other_nodes_say_how_the_run_ended(
+    ended_by: BaseException | None,
     status: int,
     sentence: str,
-    monkeypatch: pytest.MonkeyPatch,
+    told: str | None,
+    awaits_news: int,
+    launched: Launched,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def recipe_main() -> None:
-        raise ended_by
-
-    monkeypatch.setattr("sys.argv", ["recipe", "--config", "tiny/full"])
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(SystemExit) as end:
-        launch.launch(recipe_main)
-    assert (end.value.code or 0) == status
-    assert capsys.readouterr().err == sentence
+    """An error that is no refusal keeps its traceback."""
+    launched.ended_by = ended_by
+    assert launched.status() == status
+    *above, last = capsys.readouterr().err.splitlines() or [""]
+    assert last == sentence
+    assert any("in _run" in line for line in above) == (not sentence.startswith("recipe") and sentence != "")
+    assert (Nodes.last.told, Nodes.last.news_awaited) == ([told], awaits_news)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
 
 
-@pytest.mark.parametrize("start", [launch.launch, launch.launch_on_one_device])
+def test_without_torchrun_the_process_is_the_only_rank(launched: Launched) -> None:
+    assert launched.status() == 0
+    assert [os.environ[name] for name in RANK_VARIABLES[:4]] == ["0", "1", "0", "127.0.0.1"]
+    assert int(os.environ["MASTER_PORT"]) > 0
+
+
+def test_the_environment_of_torchruns_ranks_is_unchanged(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    before = dict(os.environ)
+    assert launched.status() == 0
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("on_several_ranks", [True, False])
 def test_a_config_that_is_missing_is_named_before_anything_starts(
-    start: Callable[[Callable[[], Any]], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    on_several_ranks: bool, launched: Launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    started: list[bool] = []
     monkeypatch.setattr("sys.argv", ["recipe", "--config", "no/such"])
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(SystemExit) as end:
-        start(lambda: started.append(True))
-    assert (end.value.code, started) == (1, [])
+    assert (launched.status(on_several_ranks=on_several_ranks), launched.started) == (1, 0)
     expected = "recipe: `--config` must be the name or path of a config, but is 'no/such'.\n"
     assert capsys.readouterr().err == expected
 
 
-def test_an_error_that_is_no_refusal_keeps_its_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def recipe_main() -> None:
-        raise KeyError("a bug")
-
-    monkeypatch.setattr("sys.argv", ["recipe", "--config", "tiny/full"])
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(SystemExit) as end:
-        launch.launch(recipe_main)
-    assert end.value.code == 1
-    said = capsys.readouterr().err
-    assert "in recipe_main" in said
-    assert said.endswith("KeyError: 'a bug'\n")
-
-
 @pytest.mark.parametrize("world_size", [None, "1"])
 def test_a_recipe_for_one_device_starts_without_a_launcher_or_as_its_only_process(
-    world_size: str | None, monkeypatch: pytest.MonkeyPatch
+    world_size: str | None, launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[bool] = []
-    monkeypatch.setattr("sys.argv", ["recipe", "--config", "tiny/full"])
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.delenv("RANK", raising=False)
     if world_size is not None:
         monkeypatch.setenv("WORLD_SIZE", world_size)
-    with pytest.raises(SystemExit) as end:
-        launch.launch_on_one_device(lambda: started.append("RANK" in os.environ))
-    assert not end.value.code
-    assert started == [False]  # it needs no process group, and gets nothing to start one with
+    assert (launched.status(on_several_ranks=False), launched.started) == (0, 1)
+    assert "RANK" not in os.environ  # it needs no process group, and gets nothing to start one with
 
 
 def test_a_recipe_for_one_device_refuses_several_processes_before_it_starts(
-    torchrun: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    torchrun: Callable[[int], None],
+    launched: Launched,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    ended: list[int] = []
-    started: list[bool] = []
-
-    def leave(status: int) -> None:
-        ended.append(status)
-        raise SystemExit(status)
-
-    monkeypatch.setattr("sys.argv", ["/recipes/recipe.py", "--config", "tiny/full"])
     monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setattr(launch, "_leave", leave)  # which would end this process at once
+    monkeypatch.setattr(launch, "_leave", sys.exit)  # which would end this process at once
     for rank in (0, 1, 2):
         torchrun(rank)
-        with pytest.raises(SystemExit):
-            launch.launch_on_one_device(lambda: started.append(True))
-    assert (started, ended) == ([], [1, 1, 1])
+        assert launched.status(on_several_ranks=False) == 1
+    assert launched.started == 0
     expected = "recipe: `--nproc_per_node` must be 1 for a single-device recipe, but is 3 instead.\n"
     assert capsys.readouterr().err == expected
 
@@ -289,24 +264,39 @@ class Recipe:
         self.done.append("cleanup")
 
 
+@pytest.fixture
+def recipe() -> Any:
+    class Fresh(Recipe):
+        done: ClassVar[list[str]] = []
+
+    return Fresh
+
+
 @pytest.mark.parametrize(
     ("device", "several_ranks", "backends"),
     [("cpu", True, ["gloo"]), ("cuda", True, ["cuda:nccl,cpu:gloo"]), ("cpu", False, [])],
 )
 def test_a_recipe_of_several_ranks_has_a_group_that_can_decide_on_the_cpu(
-    device: str, several_ranks: bool, backends: list[str], monkeypatch: pytest.MonkeyPatch
+    device: str, several_ranks: bool, backends: list[str], recipe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
-
-    class Distributed(Recipe):
-        on_several_ranks = several_ranks
-        done: ClassVar[list[str]] = []
-
+    recipe.on_several_ranks = several_ranks
     monkeypatch.setattr("torchtune_adaptive.stock.load.start_process_group", started.append)
     monkeypatch.setattr("torchtune_adaptive.stock.checks.check_device", lambda cfg: None)  # there may be no GPU
-    launch.run_recipe(cast(Any, Distributed), DictConfig({"device": device}))
+    monkeypatch.setattr("torchtune.config.log_config", lambda recipe_name, cfg: recipe.done.append("print"))
+    launch.run_recipe(recipe, DictConfig({"device": device}))
     assert started == backends
-    assert Distributed.done == ["setup", "listen", "train", "no longer listen", "cleanup"]
+    assert recipe.done == ["setup", "print", "listen", "train", "no longer listen", "cleanup"]
+
+
+@pytest.mark.parametrize("offloads", [True, False])
+def test_an_optimizer_on_the_cpu_uses_all_its_cores(
+    offloads: bool, recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun gives each rank one thread; torchtune's recipes that can offload raise that."""
+    monkeypatch.setattr("torchtune.training.set_torch_num_threads", lambda: recipe.done.append("threads"))
+    launch.run_recipe(recipe, DictConfig({"device": "cpu", "fsdp_cpu_offload": offloads}))
+    assert (recipe.done[0] == "threads") == offloads
 
 
 @pytest.mark.parametrize(
@@ -314,41 +304,25 @@ def test_a_recipe_of_several_ranks_has_a_group_that_can_decide_on_the_cpu(
     [(RunEnded("a signal", 75), True), (CheckpointError("a full disk"), False), (ZeroDivisionError(), False)],
 )
 def test_ranks_clean_up_together_only_where_all_of_them_end_at_the_same_step(
-    error: Exception, ends_together: bool
+    error: Exception, ends_together: bool, recipe: Any
 ) -> None:
-    class Ending(Recipe):
-        done: ClassVar[list[str]] = []
-        ended_by = error
-
+    recipe.ended_by = error
     with pytest.raises(type(error)):
-        launch.run_recipe(cast(Any, Ending), DictConfig({"device": "cpu"}))
-    assert ("cleanup" in Ending.done) == ends_together
+        launch.run_recipe(recipe, DictConfig({"device": "cpu"}))
+    assert ("cleanup" in recipe.done) == ends_together
 
 
-def test_a_device_that_is_missing_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Alone(Recipe):
-        done: ClassVar[list[str]] = []
-
+def test_a_device_that_is_missing_is_refused_before_anything_starts(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(InputError, match="is 'cuda' and torch sees no CUDA device"):
-        launch.run_recipe(cast(Any, Alone), DictConfig({"device": "cuda"}))
-    assert Alone.done == []
+        launch.run_recipe(recipe, DictConfig({"device": "cuda"}))
+    assert recipe.done == []
 
 
-def test_a_config_is_printed_once_its_run_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Alone(Recipe):
-        done: ClassVar[list[str]] = []
-
-    monkeypatch.setattr("torchtune.config.log_config", lambda recipe_name, cfg: Alone.done.append("print"))
-    launch.run_recipe(cast(Any, Alone), DictConfig({"device": "cpu"}))
-    assert Alone.done[:3] == ["setup", "print", "listen"]
-
-
-def test_a_refusal_in_a_run_names_our_keys_as_the_config_does() -> None:
-    class Refusing(Recipe):
-        done: ClassVar[list[str]] = []
-        ended_by = InputError("`memory_limit` must be given.")
-
+def test_a_refusal_in_a_run_names_our_keys_as_the_config_does(recipe: Any) -> None:
+    recipe.ended_by = InputError("`memory_limit` must be given.")
     with pytest.raises(InputError) as refused:
-        launch.run_recipe(cast(Any, Refusing), DictConfig({"device": "cpu"}))
+        launch.run_recipe(recipe, DictConfig({"device": "cpu"}))
     assert str(refused.value) == "`adaptive.memory_limit` must be given."

@@ -11,9 +11,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from omegaconf import DictConfig
 
@@ -53,37 +53,31 @@ def filter_messages() -> None:
     warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning, r"torchdata\.")
 
 
-def launch(recipe_main: Callable[[], Any]) -> NoReturn:
-    """Run a recipe's ``recipe_main`` (decorated by ``torchtune.config.parse``) as a program.
+def launch(recipe_class: "type[AdaptiveRecipe]") -> NoReturn:
+    """Run a recipe as a program: its config and overrides are the program's arguments.
 
     An invalid value ends it with one sentence per node and status 1, any other error with its traceback. After a
     signal to end, it saves and exits with status 75. If another node has ended, this one ends too, with a sentence and
-    status 1. Without a launcher this process is the only rank.
+    status 1. Without a launcher this process is the only rank; a single-device recipe refuses several.
     """
-    _run_alone_without_torchrun()
-    _run_and_exit(recipe_main)
+    from torchtune import config
 
-
-def launch_on_one_device(recipe_main: Callable[[], Any]) -> NoReturn:
-    """As ``launch``, for a single-device recipe; several processes are refused."""
-
-    def run() -> None:
-        processes = int(os.environ.get("WORLD_SIZE", 1))
-        if processes > 1:
-            raise InputError(f"`--nproc_per_node` must be 1 for a single-device recipe, but is {processes} instead.")
-        recipe_main()
-
-    _run_and_exit(run)
-
-
-def _run_and_exit(recipe_main: Callable[[], Any]) -> NoReturn:
     from torchtune_adaptive.training.nodes import watch_nodes  # needs torch
 
+    def recipe_main(cfg: DictConfig) -> None:
+        run_recipe(recipe_class, cfg)
+
+    recipe_main.__doc__ = sys.modules["__main__"].__doc__  # shown by --help
+    if recipe_class.on_several_ranks:
+        _run_alone_without_torchrun()
     end_as_asked()
     nodes = watch_nodes(_say_once)
     try:
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        if processes > 1 and not recipe_class.on_several_ranks:
+            raise InputError(f"`--nproc_per_node` must be 1 for a single-device recipe, but is {processes} instead.")
         sys.argv = [sys.argv[0], *resolve_config_argument(sys.argv[1:])]
-        recipe_main()
+        config.parse(recipe_main)()
     except (InputError, CheckpointError) as error:
         _say_once(str(error))
         nodes.close(str(error))
@@ -125,6 +119,8 @@ def run_recipe(recipe_class: "type[AdaptiveRecipe]", cfg: DictConfig) -> None:
         on_cpu = device_type == "cpu"
         backend = "gloo" if on_cpu else training.get_distributed_backend(device_type, offload_ops_to_cpu=True)
         start_process_group(backend)
+    if cfg.get("fsdp_cpu_offload", False):
+        training.set_torch_num_threads()  # the optimizer then runs on all cores of the CPU
     recipe = recipe_class(cfg=cfg)
     try:
         recipe.setup(cfg=cfg)

@@ -19,5 +19,6 @@ if __name__ == "__main__":
         (step, micro_step): testing.Fault(place, ranks=[rank], strike=getattr(testing, plan["strike"]))
         for step, micro_step, rank, place in plan["faults"]
     }
-    with testing.faults_in(getattr(recipe, name[plan["kind"]]), faults):
-        launch(recipe.recipe_main)
+    recipe_class = getattr(recipe, name[plan["kind"]])
+    with testing.faults_in(recipe_class, faults):
+        launch(recipe_class)
