@@ -11,7 +11,8 @@ from torchtune import utils
 
 from torchtune_adaptive.engine.distributed.rank_states import RankStates
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.stock.checkpoints import WholeCheckpointer, model_files, resuming
+from torchtune_adaptive.stock.checkpoints import WholeCheckpointer
+from torchtune_adaptive.stock.resume import model_files, resuming
 from torchtune_adaptive.training.checkpoints.folder import STATE_NAME, Checkpoint, read_checkpoint
 from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
 from torchtune_adaptive.training.run_state import AdaptiveState

@@ -21,10 +21,11 @@ from torchtune_adaptive.errors import InputError, RunEnded
 from torchtune_adaptive.ppo.checkpoints import LastCheckpointer, PromptBatches, TurnSaver, resuming_with_value_model
 from torchtune_adaptive.ppo.checks import check_ppo_config
 from torchtune_adaptive.ppo.turn_sizes import TurnSizes, find_turn_sizes
-from torchtune_adaptive.stock.checkpoints import WholeCheckpointer, checkpoint_folder, find_checkpoint_of
+from torchtune_adaptive.stock.checkpoints import WholeCheckpointer
 from torchtune_adaptive.stock.checks import check_components, check_input_files
 from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.stock.load import load_stock_recipe, setting_up, with_samples
+from torchtune_adaptive.stock.resume import checkpoint_folder, find_checkpoint
 from torchtune_adaptive.training.batch.row_format import TokenRows, check_row_length
 from torchtune_adaptive.training.checkpoints.steps import step_checkpoints
 from torchtune_adaptive.training.found_config import end_search
@@ -59,8 +60,11 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
                 f" names, but is {str(self._values_folder.path)!r} too."
             )
         all_steps = cfg.num_steps // cfg.batch_size * _steps_per_turn(cfg)
-        self._resumed = find_checkpoint_of(
-            cfg, self._folder, is_last=lambda one: one.state is not None and one.state.global_step >= all_steps
+        self._resumed = find_checkpoint(
+            cfg,
+            self._folder,
+            self._consensus,
+            is_last=lambda one: one.state is not None and one.state.global_step >= all_steps,
         )
         self._cfg = resuming_with_value_model(cfg, self._resumed)
         check_input_files(self._cfg)

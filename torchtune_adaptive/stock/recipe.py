@@ -17,7 +17,7 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.snapshot import KeptTensors
 from torchtune_adaptive.engine.memory.devices import check_limit
 from torchtune_adaptive.errors import reason_of
-from torchtune_adaptive.stock.checkpoints import WholeCheckpointer, checkpoint_folder, find_checkpoint_of, resuming
+from torchtune_adaptive.stock.checkpoints import WholeCheckpointer
 from torchtune_adaptive.stock.checks import (
     check_components,
     check_config,
@@ -27,9 +27,9 @@ from torchtune_adaptive.stock.checks import (
 )
 from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.stock.load import setting_up, with_samples
+from torchtune_adaptive.stock.resume import checkpoint_folder, find_checkpoint, resuming
 from torchtune_adaptive.training.assembly import RecipeParts, build_trainer
 from torchtune_adaptive.training.batch.row_format import RowFormat, TokenRows
-from torchtune_adaptive.training.checkpoints.resume import find_for_all_ranks
 from torchtune_adaptive.training.metrics import TolerantLogger
 from torchtune_adaptive.training.objectives import NextToken, Objective
 from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep, Stepping
@@ -92,9 +92,8 @@ class AdaptiveRecipe:
         self._consensus = Consensus()
         check_same_config(flattened(cfg), self._consensus)
         self._folder = checkpoint_folder(cfg)
-        self._resumed = find_for_all_ranks(
-            lambda: find_checkpoint_of(cfg, self._folder, is_last=lambda one: one.epochs_run >= cfg.epochs),
-            self._consensus,
+        self._resumed = find_checkpoint(
+            cfg, self._folder, self._consensus, is_last=lambda one: one.epochs_run >= cfg.epochs
         )
         self._cfg = resuming(cfg, self._resumed)
         check_input_files(self._cfg)

@@ -3,11 +3,14 @@
 import os
 from pathlib import Path
 
+from omegaconf import DictConfig
+
 from benchmarks.support.ranks import run_on_ranks
+from tests.support.toys import STATE
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.training.checkpoints.folder import Checkpoint, CheckpointFolder
-from torchtune_adaptive.training.checkpoints.resume import find_for_all_ranks
+from torchtune_adaptive.stock.resume import find_checkpoint
+from torchtune_adaptive.training.checkpoints.folder import CheckpointFolder, write_state
 from torchtune_adaptive.training.checkpoints.steps import check_shared
 
 
@@ -16,16 +19,21 @@ def said(rank: int, path: Path) -> list[str]:
     consensus, words = Consensus(), []
     own = path / str(rank)
     own.mkdir()
-    (path / "step_1").mkdir(exist_ok=True)
-    (own / f"step_{rank}").mkdir()
+    write_state(path / "step_1", STATE)
+    write_state(own / f"step_{rank}", STATE)
     os.chdir(own)  # the same relative path then leads to another folder on each rank
+
+    def find(wanted: object) -> None:
+        cfg = DictConfig({"resume_from_checkpoint": wanted})
+        find_checkpoint(cfg, CheckpointFolder(path / "run"), consensus, is_last=lambda one: False)
+
     checks = [
         lambda: check_shared(CheckpointFolder(path), consensus, is_needed=True),
         lambda: check_shared(CheckpointFolder(own), consensus, is_needed=True),
         lambda: check_shared(CheckpointFolder(own), consensus, is_needed=False),
-        lambda: find_for_all_ranks(lambda: None, consensus),
-        lambda: find_for_all_ranks(lambda: Checkpoint(path / "step_1", 1, None, 0), consensus),
-        lambda: find_for_all_ranks(lambda: Checkpoint(Path("step_0"), 1, None, 0), consensus),
+        lambda: find(False),
+        lambda: find(str(path / "step_1")),
+        lambda: find("step_0"),
     ]
     for check in checks:
         try:

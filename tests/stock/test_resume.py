@@ -1,0 +1,362 @@
+"""Where a run resumes, for each value of ``resume_from_checkpoint``, and with which config torchtune is then set up."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torchtune import training
+
+from tests.support.toys import STATE
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.errors import InputError, RunEnded
+from torchtune_adaptive.stock.resume import find_checkpoint, resuming, stock_checkpoint
+from torchtune_adaptive.training.checkpoints.folder import (
+    LOCK_NAME,
+    RECIPE_STATE_NAME,
+    Checkpoint,
+    CheckpointFolder,
+    write_state,
+)
+
+EPOCHS = 4
+
+
+def save_by_stock(path: Path, *, epochs_run: int) -> None:
+    (path / "recipe_state").mkdir(parents=True, exist_ok=True)
+    for epoch in range(epochs_run):
+        (path / f"epoch_{epoch}").mkdir(exist_ok=True)
+        (path / f"epoch_{epoch}" / "model-00001-of-00001.bin").write_text("weights")
+    torch.save({training.EPOCHS_KEY: epochs_run}, path / "recipe_state" / "recipe_state.pt")
+
+
+class Run:
+    """A run's folder."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir()
+        self.folder = CheckpointFolder(path)
+
+    def save(self, name: str, *, epochs_run: int, with_recipe_state: bool = False, files: Sequence[str] = ()) -> Path:
+        directory = self.folder.start(name)
+        for file in [*files, *([RECIPE_STATE_NAME] if with_recipe_state else [])]:
+            (directory / file).write_text("content")
+        return self.folder.finish(name, replace(STATE, epochs_run=epochs_run))
+
+    def find(
+        self, wanted: Any, *, epochs: int = EPOCHS, folder: CheckpointFolder | None = None, **keys: Any
+    ) -> Checkpoint | None:
+        """The checkpoint for a new process."""
+        return find_checkpoint(
+            OmegaConf.create({"resume_from_checkpoint": wanted} | keys),
+            folder or CheckpointFolder(self.folder.path),
+            Consensus(),
+            is_last=lambda one: one.epochs_run >= epochs,
+        )
+
+    def name_of(self, wanted: Any, *, epochs: int = EPOCHS) -> str | None:
+        found = self.find(wanted, epochs=epochs)
+        return found and found.path.name
+
+    def refusal(self, wanted: Any) -> str:
+        with pytest.raises(InputError) as refused:
+            self.find(wanted)
+        return str(refused.value)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "run")
+
+
+# ---- a new run
+
+
+@pytest.mark.parametrize("wanted", [False, None, 0])
+def test_a_new_run_starts_at_the_beginning_even_with_checkpoints_of_epochs(run: Run, wanted: Any) -> None:
+    assert run.find(wanted) is None
+    run.save("epoch_0", epochs_run=1, with_recipe_state=True)
+    save_by_stock(run.folder.path, epochs_run=2)
+    assert run.find(wanted) is None
+
+
+def test_a_new_run_is_refused_where_it_would_lose_checkpoints_of_steps(run: Run) -> None:
+    run.save("step_5", epochs_run=0)
+    path = run.save("step_6", epochs_run=0)
+    run.save("epoch_0", epochs_run=1)
+    assert run.refusal(False) == (
+        f"`resume_from_checkpoint` must be True or auto if '{path}' exists, which a new run would overwrite,"
+        " but is False instead."
+    )
+
+
+# ---- the latest checkpoint
+
+
+@pytest.mark.parametrize("wanted", [True, "auto", 1])
+def test_a_run_resumes_from_the_checkpoint_that_was_written_last(run: Run, wanted: Any) -> None:
+    run.save("step_900", epochs_run=0)
+    assert run.name_of(wanted) == "step_900"
+    run.save("epoch_0", epochs_run=1, with_recipe_state=True)
+    assert run.name_of(wanted) == "epoch_0"
+    run.save("step_1100", epochs_run=1)
+    assert run.name_of(wanted) == "step_1100"
+
+
+def test_without_a_checkpoint_auto_starts_a_new_run_and_true_is_refused(run: Run) -> None:
+    run.folder.start("step_1")  # never finished
+    assert run.find("auto") is None
+    assert [path.name for path in run.folder.path.iterdir()] == [LOCK_NAME]
+    assert run.find("auto", enable_async_checkpointing=True) is None
+    assert run.refusal(True) == (
+        "`resume_from_checkpoint` must be False or auto if there is no complete checkpoint,"
+        f" as in {str(run.folder.path)!r}, but is True instead."
+    )
+
+
+def test_a_torn_checkpoint_is_not_the_latest(run: Run) -> None:
+    run.save("step_5", epochs_run=0)
+    path = run.save("epoch_0", epochs_run=1, with_recipe_state=True)
+    (path / RECIPE_STATE_NAME).write_text("")
+    assert run.name_of(True) == "step_5"
+
+
+def test_an_epoch_without_optimizer_state_is_skipped_for_the_latest_checkpoint_that_has_it(run: Run) -> None:
+    """The last epoch of a run whose number of epochs has been raised."""
+    run.save("epoch_2", epochs_run=3, with_recipe_state=True)
+    run.save("step_90", epochs_run=3)
+    run.save("epoch_3", epochs_run=4)
+    assert run.name_of(True, epochs=5) == "step_90"
+    (run.folder.path / "step_90" / "adaptive_state.json").unlink()
+    assert run.name_of(True, epochs=5) == "epoch_2"
+
+
+@pytest.mark.parametrize("wanted", [True, "auto"])
+def test_a_run_that_has_trained_all_epochs_is_over(run: Run, wanted: Any) -> None:
+    run.save("step_90", epochs_run=3)
+    path = run.save("epoch_3", epochs_run=4)
+    with pytest.raises(RunEnded) as end:
+        run.find(wanted)
+    assert (str(end.value), end.value.status) == (f"The run is complete: {path} is its last checkpoint.", 0)
+
+
+def test_a_run_resumes_if_its_last_step_is_saved_but_its_last_epoch_is_not(run: Run) -> None:
+    run.save("epoch_2", epochs_run=3, with_recipe_state=True)
+    run.save("step_100", epochs_run=3)  # of 100 steps
+    assert run.name_of("auto") == "step_100"
+
+
+@pytest.mark.parametrize("wanted", [True, "auto"])
+def test_torchtunes_own_checkpoint_is_taken_if_it_has_more_epochs(run: Run, wanted: Any) -> None:
+    path = run.folder.path
+    state = path / "recipe_state" / "recipe_state.pt"
+    save_by_stock(path, epochs_run=1)
+    assert run.find(wanted) == Checkpoint(path / "epoch_0", 0, None, 1, state)
+    run.save("epoch_0", epochs_run=1, with_recipe_state=True)
+    found = run.find(wanted)
+    assert found is not None
+    assert found.state == replace(STATE, epochs_run=1)  # the adaptive one
+    run.save("step_30", epochs_run=1)
+    assert run.name_of(wanted) == "step_30"
+    save_by_stock(path, epochs_run=2)
+    assert run.find(wanted) == Checkpoint(path / "epoch_1", 0, None, 2, state)
+
+
+# ---- a checkpoint by its path
+
+
+def test_a_checkpoint_may_be_named_by_its_path_whatever_else_there_is(run: Run, tmp_path: Path) -> None:
+    for name in ("step_5", "step_6"):
+        run.save(name, epochs_run=0)
+    run.save("epoch_0", epochs_run=1, with_recipe_state=True)
+    assert run.name_of(str(run.folder.path / "step_5")) == "step_5"
+    elsewhere = Run(tmp_path / "elsewhere")
+    found = elsewhere.find(str(run.folder.path / "epoch_0"))
+    assert found is not None
+    assert found.path == run.folder.path / "epoch_0"
+    assert found.recipe_state == run.folder.path / "epoch_0" / RECIPE_STATE_NAME
+
+
+def test_a_relative_path_is_of_the_working_directory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.save("step_5", epochs_run=0)
+    monkeypatch.chdir(run.folder.path.parent)
+    assert run.name_of("run/step_5") == "step_5"
+
+
+@pytest.mark.parametrize("old", ["step", "epoch"])
+def test_the_latest_checkpoint_is_that_of_the_last_run_also_beside_later_ones_of_an_earlier_run(
+    run: Run, old: str
+) -> None:
+    """The last run has begun at an earlier checkpoint, or is a new one in the folder of an old one."""
+    for number in (5, 6, 7):
+        run.save(f"{old}_{number}", epochs_run=1, with_recipe_state=True)
+    folder = CheckpointFolder(run.folder.path)
+    run.find(str(folder.path / "step_5") if old == "step" else False, folder=folder)
+    folder.start("step_1")
+    folder.finish("step_1", STATE)
+    assert run.name_of(True) == "step_1"
+
+
+def test_a_checkpoint_without_optimizer_state_cannot_be_resumed(run: Run) -> None:
+    path = str(run.save("epoch_3", epochs_run=4))
+    assert run.refusal(path) == (
+        "`resume_from_checkpoint` must be a checkpoint with optimizer state (not one after the last epoch, nor one"
+        f" followed by a later epoch), but is {path!r} instead."
+    )
+
+
+def test_a_torn_checkpoint_that_is_named_is_refused_with_the_reason(run: Run) -> None:
+    path = run.save("epoch_0", epochs_run=1, with_recipe_state=True)
+    (path / RECIPE_STATE_NAME).write_text("")
+    assert run.refusal(str(path)) == (
+        f"{path / RECIPE_STATE_NAME} must have 7 bytes for its checkpoint to be complete, but has 0."
+    )
+
+
+def test_a_folder_that_is_not_an_adaptive_checkpoint_is_refused(run: Run) -> None:
+    assert run.refusal(str(run.folder.path)).startswith(
+        f"{run.folder.path / 'adaptive_state.json'} must be a state file that a run wrote, but reading it failed:"
+        " FileNotFoundError: "
+    )
+
+
+@pytest.mark.parametrize("wanted", ["", "no/such", "True", "latest", 2, 0.5, ["step_1"], {"path": "step_1"}])
+def test_a_value_without_a_meaning_is_refused(run: Run, wanted: Any) -> None:
+    run.save("step_1", epochs_run=0)
+    assert run.refusal(wanted) == (
+        f"`resume_from_checkpoint` must be True, False, auto or a checkpoint path, but is {wanted!r} instead."
+    )
+
+
+# ---- what torchtune alone has saved
+
+
+def test_a_stock_checkpoint_is_that_of_its_recipe_state(tmp_path: Path) -> None:
+    assert stock_checkpoint(tmp_path, in_background=False) is None
+    save_by_stock(tmp_path, epochs_run=2)
+    state = tmp_path / "recipe_state" / "recipe_state.pt"
+    assert stock_checkpoint(tmp_path, in_background=False) == Checkpoint(tmp_path / "epoch_1", 0, None, 2, state)
+    assert stock_checkpoint(tmp_path, in_background=True) is None
+
+
+def test_a_truncated_recipe_state_is_skipped_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_by_stock(tmp_path, epochs_run=2)
+    path = tmp_path / "recipe_state" / "recipe_state.pt"
+    path.write_bytes(path.read_bytes()[:100])
+    assert stock_checkpoint(tmp_path, in_background=False) is None
+    (message,) = caplog.messages
+    assert message.startswith(f"Skipped {path}, because it cannot be read: RuntimeError: ")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("content", [{}, [1]], ids=["no epochs", "a list"])
+def test_another_programs_recipe_state_is_skipped(
+    tmp_path: Path, content: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "recipe_state").mkdir()
+    torch.save(content, tmp_path / "recipe_state" / "recipe_state.pt")
+    assert stock_checkpoint(tmp_path, in_background=False) is None
+    assert ", because it cannot be read: " in caplog.text
+
+
+def test_a_recipe_state_whose_epoch_is_missing_is_skipped_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_by_stock(tmp_path, epochs_run=2)
+    (tmp_path / "epoch_1").rename(tmp_path / "the_best_one")
+    assert stock_checkpoint(tmp_path, in_background=False) is None
+    assert caplog.messages == [
+        f"Skipped {tmp_path / 'recipe_state' / 'recipe_state.pt'}, because {tmp_path / 'epoch_1'} is missing."
+    ]
+
+
+def test_in_the_background_the_latest_complete_one_is_found_with_or_without_an_adaptive_state(tmp_path: Path) -> None:
+    assert stock_checkpoint(tmp_path, in_background=True) is None
+    for epoch in (2, 9, 10, 11):
+        (tmp_path / f"dist_epoch_{epoch}").mkdir()
+        if epoch != 11:  # still being written when the run was killed
+            (tmp_path / f"dist_epoch_{epoch}" / ".metadata").touch()
+    path = tmp_path / "dist_epoch_10"
+    assert stock_checkpoint(tmp_path, in_background=True) == Checkpoint(path, 0, None, 11, path / ".metadata")
+    write_state(path, replace(STATE, epochs_run=11))
+    found = stock_checkpoint(tmp_path, in_background=True)
+    assert found is not None
+    assert found.state == replace(STATE, epochs_run=11)
+
+
+# ---- the config that a stock recipe is set up with
+
+CONFIG = {
+    "resume_from_checkpoint": "auto",
+    "checkpointer": {"checkpoint_files": ["a.bin", "b.bin", "c.bin"], "recipe_checkpoint": None},
+}
+
+
+def config(**keys: Any) -> DictConfig:
+    cfg = OmegaConf.create(CONFIG | keys)
+    OmegaConf.set_struct(cfg, True)  # as after the command line is read
+    return cfg
+
+
+def changes(cfg: DictConfig, checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """The keys that `resuming` changes in its result; ``cfg`` itself stays unchanged."""
+    before = OmegaConf.to_container(cfg)
+    changed = resuming(cfg, checkpoint)
+    assert OmegaConf.to_container(cfg) == before
+    found: dict[str, Any] = {}
+    for key in ("resume_from_checkpoint", "enable_async_checkpointing"):
+        if changed.get(key) != cfg.get(key):
+            found[key] = changed.get(key)
+    for key in {*changed.checkpointer, *cfg.checkpointer}:
+        if changed.checkpointer.get(key) != cfg.checkpointer.get(key):
+            found[str(key)] = changed.checkpointer.get(key)
+    return found
+
+
+def test_a_new_run_and_one_resumed_from_a_step_are_set_up_as_new(tmp_path: Path) -> None:
+    of_step = Checkpoint(tmp_path / "step_5", 1, STATE, 2)
+    for checkpoint in (None, of_step):
+        assert changes(config(), checkpoint) == {"resume_from_checkpoint": False}
+    without_key = OmegaConf.create({"checkpointer": {}})
+    assert resuming(without_key, of_step).resume_from_checkpoint is False
+
+
+MODEL_FILES = ["model-00001-of-00001.bin", "model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "given", [["a.bin", "b.bin", "c.bin"], {"filename_format": "model-{}.bin", "max_filename": "00003"}]
+)
+def test_a_run_resumed_from_an_epoch_gets_its_files(run: Run, given: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run.save("epoch_1", epochs_run=2, with_recipe_state=True, files=["config.json", *reversed(MODEL_FILES)])
+    expected = {
+        "resume_from_checkpoint": True,
+        "recipe_checkpoint": str(path / RECIPE_STATE_NAME),
+        "checkpoint_files": [str(path / name) for name in MODEL_FILES],
+    }
+    cfg = config(checkpointer={"checkpoint_files": given, "recipe_checkpoint": None})
+    assert changes(cfg, run.folder.checkpoints()[-1]) == expected
+    monkeypatch.chdir(run.folder.path)  # torchtune reads relative names from its own folders
+    relative = CheckpointFolder(Path()).checkpoints()[-1]
+    assert not relative.path.is_absolute()
+    assert changes(cfg, relative) == expected
+
+
+def test_a_run_of_adapters_gets_the_adapter_beside_its_own_base_model(run: Run) -> None:
+    adapters = ["adapter_model.pt", "adapter_model.safetensors"]
+    path = run.save("epoch_0", epochs_run=1, with_recipe_state=True, files=[*MODEL_FILES, *adapters])
+    assert changes(config(), run.folder.checkpoints()[-1]) == {
+        "resume_from_checkpoint": True,
+        "recipe_checkpoint": str(path / RECIPE_STATE_NAME),
+        "adapter_checkpoint": str(path / "adapter_model.pt"),
+    }
+
+
+def test_torchtune_itself_finds_what_it_has_written_in_the_background(tmp_path: Path) -> None:
+    path = tmp_path / "dist_epoch_1"
+    checkpoint = Checkpoint(path, 0, None, 2, path / ".metadata")
+    cfg = config(enable_async_checkpointing=True)
+    assert changes(cfg, checkpoint) == {"resume_from_checkpoint": True}
