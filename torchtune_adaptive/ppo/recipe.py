@@ -27,7 +27,7 @@ from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.stock.load import load_stock_recipe, setting_up, with_samples
 from torchtune_adaptive.stock.resume import checkpoint_folder, find_checkpoint
 from torchtune_adaptive.training.batch.row_format import TokenRows, check_row_length
-from torchtune_adaptive.training.checkpoints.steps import step_checkpoints
+from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
 from torchtune_adaptive.training.found_config import end_search
 from torchtune_adaptive.training.metrics import TolerantLogger
 from torchtune_adaptive.training.recovery import log_no_recovery
@@ -201,7 +201,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         self._values_folder.discard_unfinished()
         self._value_checkpointer = WholeCheckpointer(self._value_checkpointer, self._values_folder)
         trained = nn.ModuleDict({"policy": self._policy_model, "value": self._value_model})
-        self._steps = step_checkpoints(self._folder, trained, self.optimizers(), self._settings, self._consensus)
+        self._steps = StepCheckpoints(self._folder, trained, self.optimizers(), self._settings, self._consensus)
         rank_states = RankStates(self._consensus, self._device, generators=[self._rng])
         self._dataloader = PromptBatches(self._dataloader, restore_random=rank_states.restore)
         memory_bytes = allowed_bytes(self._device, self._settings.memory_limit_bytes)

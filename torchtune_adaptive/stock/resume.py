@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import training, utils
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.errors import InputError, RunEnded, quote, reason_of
+from torchtune_adaptive.errors import InputError, RunEnded, quote
 from torchtune_adaptive.stock.checkpoints import RECIPE_STATE
 from torchtune_adaptive.training.checkpoints.folder import (
     RECIPE_STATE_NAME,
@@ -18,6 +18,7 @@ from torchtune_adaptive.training.checkpoints.folder import (
     Checkpoint,
     CheckpointFolder,
     read_checkpoint,
+    why_unreadable,
 )
 
 log = utils.get_logger("DEBUG")
@@ -124,7 +125,7 @@ def stock_checkpoint(folder: Path, *, in_background: bool) -> Checkpoint | None:
     try:
         epochs_run = torch.load(path, mmap=True, weights_only=True)[training.EPOCHS_KEY]
     except Exception as error:  # reading a damaged file can raise anything
-        log.warning(f"Skipped {path}, because it cannot be read: {reason_of(error)}.")
+        log.warning(f"Skipped {path}, because it cannot be read: {why_unreadable(error)}.")
         return None
     epoch = folder / f"epoch_{epochs_run - 1}"
     if not epoch.is_dir():

@@ -31,7 +31,7 @@ from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.training.batch.row_format import Row, RowFormat
 from torchtune_adaptive.training.checkpoints.folder import Checkpoint, CheckpointFolder
 from torchtune_adaptive.training.checkpoints.saver import RunSaver, SaveEpoch
-from torchtune_adaptive.training.checkpoints.steps import step_checkpoints
+from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
 from torchtune_adaptive.training.found_config import end_search, found_values
 from torchtune_adaptive.training.learning_rate import BuildScheduler, LearningRate, check_follows
 from torchtune_adaptive.training.objectives import Objective
@@ -142,7 +142,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
         state_comes_first=True,
     )
     loader = _make_loader(parts, settings.global_batch_size)
-    checkpoints = step_checkpoints(parts.checkpoints, stepping.model, stepping.optimizers, settings, consensus)
+    checkpoints = StepCheckpoints(parts.checkpoints, stepping.model, stepping.optimizers, settings, consensus)
     saved = checkpoints.load(parts.resumed, config=config)
     growth = BatchGrowth(settings.batch_increase_function, total_epochs=parts.epochs.stop, consensus=consensus)
     if growth.grows or settings.lr_scaling != "none":

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from torchtune_adaptive.training.checkpoints.folder import (
     CheckpointFolder,
     write_state,
 )
-from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints, step_checkpoints
+from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
 from torchtune_adaptive.training.checkpoints.tensors import TrainedTensors
 
 ADAMW = {"optimizer._component_": "torch.optim.AdamW", "optimizer.lr": 0.01}
@@ -48,7 +49,7 @@ def steps_of(
     settings = AdaptiveSettings(
         save_every_n_steps=every_steps, keep_last_n_checkpoints=keep_last, save_in_background=in_background
     )
-    return step_checkpoints(folder, model, optimizers, settings, Consensus())
+    return StepCheckpoints(folder, model, optimizers, settings, Consensus())
 
 
 class Run:
@@ -407,10 +408,10 @@ def test_a_checkpoint_of_one_optimizer_for_one_per_parameter_is_refused(tmp_path
     refusal(other)
 
 
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
-@pytest.mark.parametrize("how", ["garbage", "missing"])
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", RANK_STATES_NAME])
+@pytest.mark.parametrize("how", ["random bytes", "truncated", "missing"])
 def test_a_damaged_file_is_refused_with_the_path_of_its_checkpoint(tmp_path: Path, file: str, how: str) -> None:
-    """After the checkpoint was listed, the file is removed, or overwritten with as many bytes."""
+    """After the checkpoint was listed. Which file it is, is named where that is known."""
     run = Run(tmp_path)
     run.train(1)
     run.save(1)
@@ -419,13 +420,20 @@ def test_a_damaged_file_is_refused_with_the_path_of_its_checkpoint(tmp_path: Pat
     if how == "missing":
         path.unlink()
     else:
-        path.write_bytes(b"\xff" * path.stat().st_size)
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] if how == "truncated" else random.Random(0).randbytes(len(content)))
     with pytest.raises(InputError) as refused:
         Run(tmp_path).steps.load(checkpoint, config=ADAMW)
     sentence = str(refused.value)
-    assert sentence.startswith(f"{checkpoint.path} must be a readable checkpoint, but reading it failed: ")
+    named = (
+        f"{path} must be a readable file"
+        if file == RANK_STATES_NAME
+        else f"{path.parent} must be a readable checkpoint"
+    )
+    assert sentence.startswith(f"{named}, but reading it failed: ")
     assert sentence.endswith(".")
-    assert "\n" not in sentence
+    assert len(sentence.splitlines()) == 1
+    assert "weights_only" not in sentence  # torch advises to load the file unsafely
 
 
 def test_a_checkpoint_with_any_truncated_file_is_not_listed(tmp_path: Path) -> None:

@@ -207,8 +207,21 @@ def write_state(path: Path, state: AdaptiveState, *, serial: int = 0, lists_file
 
 
 def read_rank_states(path: Path) -> list[dict[str, Any]]:
-    """The ``rank_states`` of the checkpoint in ``path``. An error of any type is raised if they cannot be read."""
-    return torch.load(path / RANK_STATES_NAME, weights_only=True)
+    """The ``rank_states`` of the checkpoint in ``path``.
+
+    Raises:
+        InputError: their file is missing or damaged.
+    """
+    file = path / RANK_STATES_NAME
+    try:
+        return torch.load(file, weights_only=True)
+    except Exception as error:  # a damaged file can raise any
+        raise InputError(f"{file} must be a readable file, but reading it failed: {why_unreadable(error)}.") from error
+
+
+def why_unreadable(error: BaseException) -> str:
+    """As ``reason_of``, without torch's further sentences, which advise to load a damaged file unsafely."""
+    return reason_of(error).split(". ")[0]
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

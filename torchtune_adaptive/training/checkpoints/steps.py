@@ -22,7 +22,12 @@ from torchtune import utils
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded, reason_of
 from torchtune_adaptive.settings import AdaptiveSettings
-from torchtune_adaptive.training.checkpoints.folder import Checkpoint, CheckpointFolder, read_rank_states
+from torchtune_adaptive.training.checkpoints.folder import (
+    Checkpoint,
+    CheckpointFolder,
+    read_rank_states,
+    why_unreadable,
+)
 from torchtune_adaptive.training.checkpoints.tensors import TrainedTensors
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.signals import STATUS_STOPPED
@@ -36,33 +41,32 @@ _LONGEST_WRITE = timedelta(hours=6)  # timeout of the process group that waits f
 
 
 class StepCheckpoints:
-    """Writes and reads ``step_N`` folders. Creating it is a collective.
+    """Writes and reads ``step_N`` folders with all tensors that training changes. Creating it is a collective.
 
-    Args:
-        every_steps: optimizer steps between checkpoints; None: save only when the run is asked to end.
-        keep_last: number of checkpoints to keep; None: all.
-        in_background: copy tensors to host memory in the step, and write them while training continues.
+    Raises:
+        InputError: ranks save after steps, but do not share the folder.
     """
 
     def __init__(
         self,
         folder: CheckpointFolder,
-        tensors: TrainedTensors,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        settings: AdaptiveSettings,
         consensus: Consensus,
-        *,
-        every_steps: int | None,
-        keep_last: int | None,
-        in_background: bool,
     ) -> None:
         self._folder = folder
-        self._tensors = tensors
+        self._tensors = TrainedTensors(model, optimizers, rank=consensus.rank, ranks=consensus.world_size)
         self._consensus = consensus
-        self._every_steps = every_steps
-        self._keep_last = keep_last
-        self._in_background = in_background
-        self._group = _file_group() if consensus.world_size > 1 else None
+        self._every_steps = settings.save_every_n_steps
+        self._keep_last = settings.keep_last_n_checkpoints
+        self._in_background = settings.save_in_background
+        self._group: Any = None
+        if consensus.world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # DCP warns in a single process
         self._pending: tuple[str, Future[Any]] | None = None
+        check_shared(folder, consensus, is_needed=self._every_steps is not None)
 
     def after_steps(self, step: int, *, steps: int = 1, stop: bool, state: Callable[[], AdaptiveState]) -> None:
         """Save if a checkpoint is due in the last ``steps`` steps. If ``stop``, save and end the run. A collective.
@@ -98,7 +102,9 @@ class StepCheckpoints:
         self.wait()
         name = f"step_{state.global_step}"
         try:
-            self._start(name)
+            failure = self._consensus.first_reason(self._tensors.unsavable())
+            if failure := failure or make_for_all_ranks(name, self._folder, self._consensus):
+                raise CheckpointError(failure)
             writer = _Writer(self._folder.unfinished(name), publish=lambda: self._publish(name, state))
             options: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
             options["no_dist"] = self._group is None
@@ -140,11 +146,16 @@ class StepCheckpoints:
         utils.log_rank_zero(log, f"Resuming from {path}")
         if state is None:  # torchtune's own, which it has already loaded
             return None
-        _check_optimizer(state, config)
+        key = "optimizer._component_"
+        if (was := state.config.get(key)) != (wanted := config.get(key)):
+            raise InputError(f"`{key}` must be {was} as in the checkpoint, but is {wanted} instead.")
         state = replace(state, rank_states=self._read(path, read_rank_states))
         if not checkpoint.is_of_step:
             return state
-        _check_groups(state, len(self._tensors.options()["groups"]))
+        if (were := len(state.optimizer["groups"])) != (number := len(self._tensors.options()["groups"])):
+            raise InputError(
+                f"`optimizer_in_bwd` must be as in the checkpoint with {were} optimizers, but there are {number}."
+            )
         saved = self._read(path, self._metadata)
         try:
             load(
@@ -195,17 +206,6 @@ class StepCheckpoints:
             )
         return saved
 
-    def _start(self, name: str) -> None:
-        """Create the folder on rank 0, and check that every rank can see it.
-
-        Raises:
-            CheckpointError: it cannot be created, or some rank cannot see it. Raised on every rank.
-        """
-
-        failure = self._consensus.first_reason(self._tensors.unsavable())
-        if failure := failure or make_for_all_ranks(name, self._folder, self._consensus):
-            raise CheckpointError(failure)
-
     def _publish(self, name: str, state: AdaptiveState) -> None:
         """Called on rank 0 once all ranks have written."""
         self._folder.finish(name, state)
@@ -221,36 +221,12 @@ class StepCheckpoints:
             self._folder.discard(name)
             again = " and saves again at the next checkpoint" if self._every_steps else ""
             log.warning(
-                f"Checkpoint {name} could not be saved: {_first_reason(error)} ({space})."
+                f"Checkpoint {name} could not be saved: {reason_of(_first(error))} ({space})."
                 f" Earlier checkpoints are kept; training continues{again}."
             )
 
     def _say_saved(self, name: str) -> None:
         utils.log_rank_zero(log, f"Checkpoint saved to {self._folder.path / name}")
-
-
-def step_checkpoints(
-    folder: CheckpointFolder,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    settings: AdaptiveSettings,
-    consensus: Consensus,
-) -> StepCheckpoints:
-    """Step checkpoints by ``settings``, of all tensors that training changes. A collective.
-
-    Raises:
-        InputError: ranks save after steps, but do not share the folder.
-    """
-    checkpoints = StepCheckpoints(
-        folder,
-        TrainedTensors(model, optimizers, rank=consensus.rank, ranks=consensus.world_size),
-        consensus,
-        every_steps=settings.save_every_n_steps,
-        keep_last=settings.keep_last_n_checkpoints,
-        in_background=settings.save_in_background,
-    )
-    check_shared(folder, consensus, is_needed=settings.save_every_n_steps is not None)
-    return checkpoints
 
 
 def make_for_all_ranks(name: str, folder: CheckpointFolder, consensus: Consensus) -> str:
@@ -311,32 +287,10 @@ class _Writer(FileSystemWriter):
         self._publish()
 
 
-def _check_optimizer(state: AdaptiveState, config: Mapping[str, Any]) -> None:
-    key = "optimizer._component_"
-    if (saved := state.config.get(key)) != (wanted := config.get(key)):
-        raise InputError(f"`{key}` must be {saved} as in the checkpoint, but is {wanted} instead.")
-
-
-def _check_groups(state: AdaptiveState, number: int) -> None:
-    if (saved_number := len(state.optimizer["groups"])) != number:
-        raise InputError(
-            f"`optimizer_in_bwd` must be as in the checkpoint with {saved_number} optimizers, but there are {number}."
-        )
-
-
 def _unreadable(path: Path, error: BaseException) -> str:
-    return f"{path} must be a readable checkpoint, but reading it failed: {_first_reason(error)}."
+    return f"{path} must be a readable checkpoint, but reading it failed: {why_unreadable(_first(error))}."
 
 
-def _file_group() -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
-def _first_reason(error: BaseException) -> str:
+def _first(error: BaseException) -> BaseException:
     """The error of the first rank that failed."""
-    if isinstance(error, CheckpointException):
-        error, _ = next(iter(error.failures.values()))
-        return reason_of(error)
-    return reason_of(error)
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
