@@ -2,8 +2,7 @@
 
     tune run --nproc_per_node 2 adaptive_full_dpo_distributed --config CONFIG use_maximum_batch_size=True
 
-CONFIG is any stock config of full DPO. The keys are those of the stock recipe
-``full_dpo_distributed`` and of ``torchtune_adaptive.settings``.
+CONFIG is any stock config of full DPO; ``torchtune_adaptive.settings`` has further keys.
 """
 
 from torchtune_adaptive.launch import check_first, launch
@@ -12,7 +11,6 @@ if __name__ == "__main__":
     check_first()  # the imports below take seconds
 
 from functools import partial
-from typing import Any
 
 from omegaconf import DictConfig
 from torch import nn
@@ -23,7 +21,7 @@ from torchtune_adaptive.stock.recipe import AdaptiveRecipe
 from torchtune_adaptive.training.batch.row_format import PreferenceRows
 from torchtune_adaptive.training.preference import Preference
 
-StockRecipe: Any = load_stock_recipe("full_dpo_distributed").FullDPORecipeDistributed
+StockRecipe = load_stock_recipe("full_dpo_distributed").FullDPORecipeDistributed
 
 
 class AdaptiveFullDPORecipeDistributed(AdaptiveRecipe, StockRecipe):

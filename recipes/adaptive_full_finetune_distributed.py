@@ -2,8 +2,7 @@
 
     tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config CONFIG use_maximum_batch_size=True
 
-CONFIG is any stock config of full finetuning, or one of this package. The keys are those of the stock recipe
-``full_finetune_distributed`` and of ``torchtune_adaptive.settings``.
+CONFIG is any stock config of full finetuning or of this package; ``torchtune_adaptive.settings`` has further keys.
 """
 
 from torchtune_adaptive.launch import check_first, launch
@@ -11,15 +10,13 @@ from torchtune_adaptive.launch import check_first, launch
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
 
-from typing import Any
-
 from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
 
 from torchtune_adaptive.stock.checkpoints import WholeCheckpointClient, WholeCheckpointer
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
 
-StockRecipe: Any = load_stock_recipe("full_finetune_distributed").FullFinetuneRecipeDistributed
+StockRecipe = load_stock_recipe("full_finetune_distributed").FullFinetuneRecipeDistributed
 
 
 class AdaptiveFullFinetuneRecipeDistributed(AdaptiveRecipe, StockRecipe):

@@ -2,8 +2,7 @@
 
     tune run adaptive_full_finetune_single_device --config CONFIG use_maximum_batch_size=True
 
-CONFIG is any stock config of full finetuning on a single device. The keys are those of the stock recipe
-``full_finetune_single_device`` and of ``torchtune_adaptive.settings``.
+CONFIG is any stock config of full finetuning on one device; ``torchtune_adaptive.settings`` has further keys.
 """
 
 from torchtune_adaptive.launch import check_first, launch
@@ -11,12 +10,10 @@ from torchtune_adaptive.launch import check_first, launch
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
 
-from typing import Any
-
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
 
-StockRecipe: Any = load_stock_recipe("full_finetune_single_device").FullFinetuneRecipeSingleDevice
+StockRecipe = load_stock_recipe("full_finetune_single_device").FullFinetuneRecipeSingleDevice
 
 
 class AdaptiveFullFinetuneRecipeSingleDevice(AdaptiveRecipe, StockRecipe):

@@ -2,8 +2,7 @@
 
     tune run --nproc_per_node 2 adaptive_knowledge_distillation_distributed --config CONFIG use_maximum_batch_size=True
 
-CONFIG is any stock config of knowledge distillation. The keys are those of the stock recipe
-``knowledge_distillation_distributed`` and of ``torchtune_adaptive.settings``.
+CONFIG is any stock config of knowledge distillation; ``torchtune_adaptive.settings`` has further keys.
 """
 
 from torchtune_adaptive.launch import check_first, launch
@@ -11,15 +10,13 @@ from torchtune_adaptive.launch import check_first, launch
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
 
-from typing import Any
-
 from torch import nn
 
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
 from torchtune_adaptive.training.distillation import Distillation
 
-StockRecipe: Any = load_stock_recipe("knowledge_distillation_distributed").KDRecipeDistributed
+StockRecipe = load_stock_recipe("knowledge_distillation_distributed").KDRecipeDistributed
 
 
 class AdaptiveKDRecipeDistributed(AdaptiveRecipe, StockRecipe):

@@ -2,8 +2,7 @@
 
     tune run adaptive_knowledge_distillation_single_device --config CONFIG use_maximum_batch_size=True
 
-CONFIG is any stock config of knowledge distillation on a single device. The keys are those of the stock recipe
-``knowledge_distillation_single_device`` and of ``torchtune_adaptive.settings``.
+CONFIG is any stock config of knowledge distillation on one device; ``torchtune_adaptive.settings`` has further keys.
 """
 
 from torchtune_adaptive.launch import check_first, launch
@@ -11,15 +10,13 @@ from torchtune_adaptive.launch import check_first, launch
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
 
-from typing import Any
-
 from torch import nn
 
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
 from torchtune_adaptive.training.distillation import Distillation
 
-StockRecipe: Any = load_stock_recipe("knowledge_distillation_single_device").KDRecipeSingleDevice
+StockRecipe = load_stock_recipe("knowledge_distillation_single_device").KDRecipeSingleDevice
 
 
 class AdaptiveKDRecipeSingleDevice(AdaptiveRecipe, StockRecipe):

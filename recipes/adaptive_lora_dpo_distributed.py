@@ -2,8 +2,7 @@
 
     tune run --nproc_per_node 2 adaptive_lora_dpo_distributed --config CONFIG use_maximum_batch_size=True
 
-CONFIG is any stock config of LoRA DPO. The keys are those of the stock recipe
-``lora_dpo_distributed`` and of ``torchtune_adaptive.settings``.
+CONFIG is any stock config of LoRA DPO; ``torchtune_adaptive.settings`` has further keys.
 """
 
 from torchtune_adaptive.launch import check_first, launch
@@ -11,14 +10,12 @@ from torchtune_adaptive.launch import check_first, launch
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
 
-from typing import Any
-
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
 from torchtune_adaptive.training.batch.row_format import PreferenceRows
 from torchtune_adaptive.training.preference import Preference, preference_to_base
 
-StockRecipe: Any = load_stock_recipe("lora_dpo_distributed").LoRADPORecipeDistributed
+StockRecipe = load_stock_recipe("lora_dpo_distributed").LoRADPORecipeDistributed
 
 
 class AdaptiveLoRADPORecipeDistributed(AdaptiveRecipe, StockRecipe):

@@ -2,16 +2,13 @@
 
     tune run --nproc_per_node 2 adaptive_lora_finetune_distributed --config CONFIG use_maximum_batch_size=True
 
-CONFIG is any stock config of LoRA finetuning, or one of this package. The keys are those of the stock recipe
-``lora_finetune_distributed`` and of ``torchtune_adaptive.settings``.
+CONFIG is any stock config of LoRA finetuning or of this package; ``torchtune_adaptive.settings`` has further keys.
 """
 
 from torchtune_adaptive.launch import check_first, launch
 
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
-
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -22,7 +19,7 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
 
-StockRecipe: Any = load_stock_recipe("lora_finetune_distributed").LoRAFinetuneRecipeDistributed
+StockRecipe = load_stock_recipe("lora_finetune_distributed").LoRAFinetuneRecipeDistributed
 
 
 class AdaptiveLoRAFinetuneRecipeDistributed(AdaptiveRecipe, StockRecipe):

@@ -2,8 +2,7 @@
 
     tune run adaptive_lora_finetune_single_device --config CONFIG use_maximum_batch_size=True
 
-CONFIG is any stock config of LoRA finetuning on a single device. The keys are those of the stock recipe
-``lora_finetune_single_device`` and of ``torchtune_adaptive.settings``.
+CONFIG is any stock config of LoRA finetuning on one device; ``torchtune_adaptive.settings`` has further keys.
 """
 
 from torchtune_adaptive.launch import check_first, launch
@@ -11,12 +10,10 @@ from torchtune_adaptive.launch import check_first, launch
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
 
-from typing import Any
-
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
 
-StockRecipe: Any = load_stock_recipe("lora_finetune_single_device").LoRAFinetuneRecipeSingleDevice
+StockRecipe = load_stock_recipe("lora_finetune_single_device").LoRAFinetuneRecipeSingleDevice
 
 
 class AdaptiveLoRAFinetuneRecipeSingleDevice(AdaptiveRecipe, StockRecipe):

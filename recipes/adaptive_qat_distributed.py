@@ -2,8 +2,7 @@
 
     tune run --nproc_per_node 2 adaptive_qat_distributed --config CONFIG use_maximum_batch_size=True
 
-CONFIG is any stock config of quantization-aware training. The keys are those of the stock recipe
-``qat_distributed`` and of ``torchtune_adaptive.settings``.
+CONFIG is any stock config of quantization-aware training; ``torchtune_adaptive.settings`` has further keys.
 """
 
 from torchtune_adaptive.launch import check_first, launch
@@ -11,14 +10,12 @@ from torchtune_adaptive.launch import check_first, launch
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
 
-from typing import Any
-
 from torchtune.training import quantization
 
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
 
-StockRecipe: Any = load_stock_recipe("qat_distributed").QATRecipeDistributed
+StockRecipe = load_stock_recipe("qat_distributed").QATRecipeDistributed
 
 
 class AdaptiveQATRecipeDistributed(AdaptiveRecipe, StockRecipe):

@@ -11,9 +11,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn
 
 from omegaconf import DictConfig
 
@@ -151,11 +150,19 @@ def _say_once(sentence: str) -> None:
     end a rank that is about to print. Without torchrun each process prints.
     """
     _report(sentence)
-    with _said_by_this_node() as said:
-        if said is None or not said.read():
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # torchrun's, in a folder for each rank
+    try:
+        file = (Path(error_file).parent.parent / "torchtune_adaptive_said").open("a+") if error_file else None
+    except OSError:
+        file = None
+    with file or contextlib.nullcontext():
+        if file is not None:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+            file.seek(0)
+        if file is None or not file.read():
             print(f"{Path(sys.argv[0]).stem}: {sentence}", file=sys.stderr, flush=True)
-        if said is not None:
-            said.write("said")
+        if file is not None:
+            file.write("said")
 
 
 def _report(sentence: str) -> None:
@@ -164,23 +171,6 @@ def _report(sentence: str) -> None:
         details = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
             Path(error_file).write_text(json.dumps({"message": {"message": sentence, "extraInfo": details}}))
-
-
-@contextlib.contextmanager
-def _said_by_this_node() -> Iterator[TextIO | None]:
-    """A file that all ranks of this node share, locked; None if there is none."""
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # torchrun's, in a folder for each rank
-    try:
-        file = (Path(error_file).parent.parent / "torchtune_adaptive_said").open("a+") if error_file else None
-    except OSError:
-        file = None
-    if file is None:
-        yield None
-        return
-    with file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        file.seek(0)
-        yield file
 
 
 def _leave(status: int) -> NoReturn:

@@ -13,7 +13,7 @@ from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.files import check_writable
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import config_of, resolve_config_argument, resolved
-from torchtune_adaptive.stock.installed import adaptive_name, recipe_files, stock_recipe_names
+from torchtune_adaptive.stock.installed import adaptive_name, recipe_files, stock_recipe_files
 
 _HELP = """Find the largest batch size that fits, and end.
 
@@ -65,7 +65,7 @@ def _check_searches(recipe: str) -> None:
     """Refuse a recipe that does not exist, or one of torchtune's, which would train instead of searching."""
     check_recipe(recipe)
     name = Path(recipe).stem
-    if name in stock_recipe_names():
+    if name in stock_recipe_files():
         adaptive = adaptive_name(name)
         hint = f"; did you mean `{adaptive}`?" if adaptive in recipe_files() else "."
         raise InputError(f"The recipe must be an adaptive one, which can search, but is {quote(recipe)} instead{hint}")

@@ -20,7 +20,7 @@ from torchtune_adaptive.cli.arguments import PROGRAM, examples
 from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.stock.checks import check_run
 from torchtune_adaptive.stock.configs import config_path, resolve_config_argument
-from torchtune_adaptive.stock.installed import configs_by_recipe, recipe_files, stock_recipe_names
+from torchtune_adaptive.stock.installed import configs_by_recipe, recipe_files, stock_recipe_files
 
 
 class TuneCommand(NamedTuple):
@@ -214,7 +214,7 @@ def check_recipe(recipe: str) -> bool:
     Raises:
         InputError: it does not exist.
     """
-    known = [*recipe_files(), *stock_recipe_names()]
+    known = [*recipe_files(), *stock_recipe_files()]
     if recipe in known:
         return True
     if not _is_importable(recipe):

@@ -27,19 +27,14 @@ def check_ppo_config(cfg: DictConfig) -> AdaptiveSettings:
     Raises:
         InputError: a key or a value is refused, or the settings require more than PPO adapts: sizes of micro-batches.
     """
-    settings = check_config(cfg, ranks=1)
-    _check_finds_sizes_only(settings)
-    check_turns(cfg)
-    return settings
-
-
-def _check_finds_sizes_only(settings: AdaptiveSettings) -> None:
-    defaults = AdaptiveSettings()
+    settings, defaults = check_config(cfg, ranks=1), AdaptiveSettings()
     for name in _OF_OUR_TRAINING:
         value, default = getattr(settings, name), getattr(defaults, name)
         if value != default:
             wanted_value = "null" if default is None else default
             raise InputError(f"`{name}` must be {wanted_value} for PPO, but is {quote(value)} instead.")
+    check_turns(cfg)
+    return settings
 
 
 def check_turns(cfg: DictConfig) -> None:

@@ -18,7 +18,7 @@ from torchtune_adaptive.engine.distributed.snapshot import keep_random_states
 from torchtune_adaptive.engine.memory.devices import allowed_bytes
 from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import InputError, RunEnded
-from torchtune_adaptive.ppo.checkpoints import LastCheckpointer, PromptBatches, TurnSaver, resuming_with_value_model
+from torchtune_adaptive.ppo.checkpoints import LastCheckpointer, PromptBatches, resuming_with_value_model
 from torchtune_adaptive.ppo.checks import check_ppo_config
 from torchtune_adaptive.ppo.turn_sizes import TurnSizes, find_turn_sizes
 from torchtune_adaptive.stock.checkpoints import WholeCheckpointer
@@ -40,7 +40,10 @@ log = utils.get_logger("DEBUG")
 
 WHY_UNRECOVERABLE = "PPO is trained by torchtune's own loop"
 
-StockRecipe: Any = load_stock_recipe("ppo_full_finetune_single_device").PPOFullFinetuneRecipeSingleDevice
+# Config keys that determine the steps of a turn. If they change, a run cannot resume at the same position.
+_OF_A_TURN = ("batch_size", "ppo_batch_size", "ppo_epochs")
+
+StockRecipe = load_stock_recipe("ppo_full_finetune_single_device").PPOFullFinetuneRecipeSingleDevice
 
 
 class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
@@ -202,18 +205,30 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         self._value_checkpointer = WholeCheckpointer(self._value_checkpointer, self._values_folder)
         trained = nn.ModuleDict({"policy": self._policy_model, "value": self._value_model})
         self._steps = StepCheckpoints(self._folder, trained, self.optimizers(), self._settings, self._consensus)
-        rank_states = RankStates(self._consensus, self._device, generators=[self._rng])
-        self._dataloader = PromptBatches(self._dataloader, restore_random=rank_states.restore)
-        memory_bytes = allowed_bytes(self._device, self._settings.memory_limit_bytes)
-        self._saver = TurnSaver(
-            self._dataloader, self._steps, rank_states, config=config, memory_limit_bytes=memory_bytes
-        )
+        self._rank_states = RankStates(self._consensus, self._device, generators=[self._rng])
+        self._dataloader = PromptBatches(self._dataloader, restore_random=self._rank_states.restore)
+        self._config = config
         saved = self._steps.load(self._resumed, config=config)
-        if saved is None:
-            return None
+        return None if saved is None else self._resume(saved)
+
+    def _resume(self, saved: AdaptiveState) -> tuple[int, int] | None:
+        """Continue from ``saved``. Returns its sizes, None if something has changed since.
+
+        Raises:
+            InputError: the saved run had different turns.
+        """
+        for key in _OF_A_TURN:
+            if (before := saved.config.get(key)) != (now := self._config[key]):
+                raise InputError(f"`{key}` must be {before} as in the checkpoint, but is {now} instead.")
         self._epochs_run, self.global_step = saved.epochs_run, saved.global_step
         self._steps_run = saved.global_step // self._steps_per_turn
-        return self._saver.load(saved)
+        self._dataloader.go_to(saved.epoch_samples // saved.batch_size)
+        own = self._rank_states.load(saved.rank_states)
+        assert own is not None, "a run on one device has saved one rank"
+        if changes := saved.changes(self._state()):
+            log.info(f"resumed with changes: {'; '.join(changes)}")
+            return None
+        return own["generated"], saved.micro_batch_limit
 
     def _update_recipe_state(self, ckpt_dict: dict[str, Any]) -> None:
         """Use torchtune's own state for its checkpoints. Otherwise the position is in this package's state."""
@@ -222,11 +237,26 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
 
     def _state(self) -> AdaptiveState:
         """The state of the run between turns."""
-        return self._saver.state(
+        return AdaptiveState(
             epochs_run=self._epochs_run,
-            step=self.global_step,
-            generated=self._forward_batch_size,
-            trained=self._ppo_backward_batch_size,
+            epoch_samples=self._dataloader.done * self.batch_size,
+            schedule_steps=0,
+            batch_size=self.batch_size,
+            is_global=False,
+            reference_samples=self.batch_size,
+            samples_per_step=self._ppo_batch_size,
+            global_step=self.global_step,
+            micro_batch=None,
+            micro_batch_limit=self._ppo_backward_batch_size,
+            micro_batch_unit="rows",
+            left_over=(0, 0),
+            padding=(0, 0),
+            dataset_samples=len(self._dataloader.dataset),
+            ranks=1,
+            memory_limit_bytes=allowed_bytes(self._device, self._settings.memory_limit_bytes),
+            rank_states=self._rank_states.now(generated=self._forward_batch_size),
+            optimizer=self._steps.options(),
+            config=self._config,
         )
 
     def _use_largest_sizes(self) -> TurnSizes:

@@ -1,6 +1,7 @@
 """Refuse a config before its set-up: values with which torchtune would fail late, or train otherwise than it says.
 
-What torchtune's own set-up refuses is left to it. The last part needs torch, whose import takes seconds.
+A refusal is an ``InputError`` whose sentence names the key and quotes the value. What torchtune's own set-up refuses is
+left to it. The last part needs torch, whose import takes seconds.
 """
 
 import difflib
@@ -30,11 +31,7 @@ if TYPE_CHECKING:
 
 @named_by_path()
 def check_config(cfg: DictConfig, *, ranks: int) -> AdaptiveSettings:
-    """The settings in ``cfg``, whose interpolations must be unresolved.
-
-    Raises:
-        InputError: a key or a value is refused.
-    """
+    """The settings in ``cfg``, whose interpolations must be unresolved."""
     check_top_level_keys(cfg)
     settings = AdaptiveSettings.from_cfg(cfg)
     check_options(cfg, settings, ranks=ranks)
@@ -42,11 +39,7 @@ def check_config(cfg: DictConfig, *, ranks: int) -> AdaptiveSettings:
 
 
 def check_run(arguments: Sequence[str], *, ranks: int) -> None:
-    """Check the config and the overrides in the ``arguments`` of a recipe, and the files that the run reads.
-
-    Raises:
-        InputError: a key or a value is refused, or a file does not exist.
-    """
+    """Check the config and the overrides in the ``arguments`` of a recipe, and the files that the run reads."""
     cfg = config_of(arguments)
     if cfg is not None:  # the user does not ask for help
         check_config(cfg, ranks=ranks)
@@ -65,9 +58,6 @@ def check_top_level_keys(cfg: DictConfig) -> None:
     """Refuse a top-level key that is almost one that an adaptive recipe reads. torchtune would ignore it.
 
     A key that the config itself interpolates is the user's own. ``cfg`` must have its interpolations unresolved.
-
-    Raises:
-        InputError: a key resembles a known one.
     """
     ours = {key.path.partition(".")[0] for key in CONFIG_KEYS}
     unknown = [key for key in map(str, cfg) if key not in ours | _stock_keys().keys()]
@@ -102,11 +92,7 @@ _LEAST_OR_NULL = {"gradient_accumulation_steps": 1, "max_steps_per_epoch": 1, "f
 
 
 def check_options(cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int) -> None:
-    """Check that a config's options mean what they say, and can be combined with the adaptive settings.
-
-    Raises:
-        InputError: they cannot; the message quotes the option.
-    """
+    """Check that a config's options mean what they say, and can be combined with the adaptive settings."""
     check_flags(cfg, _FLAGS)
     _check_numbers(cfg)
     _check_optimizer(cfg)
@@ -137,11 +123,7 @@ def why_unrecoverable(cfg: DictConfig) -> str:
 
 
 def check_flags(cfg: DictConfig, names: Sequence[str]) -> None:
-    """Refuse a value that is neither true nor false, such as "no", which Python takes for true.
-
-    Raises:
-        InputError: one of the ``names`` has such a value.
-    """
+    """Refuse a value that is neither true nor false, such as "no", which Python takes for true."""
     for name in names:
         if cfg.get(name) not in (True, False, None):
             raise InputError(f"`{name}` must be True or False, but is {quote(cfg[name])} instead.")
@@ -217,19 +199,11 @@ _PATH = re.compile(r"(?!output_dir$)(.*_)?(path|file|dir)")
 
 
 def check_input_files(cfg: DictConfig) -> None:
-    """Refuse a path that does not exist, of torchtune's tokenizers, and of its checkpointers unless the run resumes.
-
-    Raises:
-        InputError: it does not exist; the sentence names its key.
-    """
+    """Refuse a path that does not exist, of torchtune's tokenizers, and of its checkpointers unless the run resumes."""
     kinds = (_TOKENIZER,) if cfg.get("resume_from_checkpoint", False) else (_TOKENIZER, _CHECKPOINTER)
     for name, block in resolved(cfg).items():
-        if name.endswith(kinds) and isinstance(block, dict) and _is_of_torchtune(block):
+        if name.endswith(kinds) and isinstance(block, dict) and str(block.get("_component_")).startswith("torchtune."):
             _check_paths(name, block)
-
-
-def _is_of_torchtune(block: dict[str, Any]) -> bool:
-    return str(block.get("_component_")).startswith("torchtune.")
 
 
 def _check_paths(name: str, block: dict[str, Any]) -> None:
@@ -250,11 +224,7 @@ def _check_paths(name: str, block: dict[str, Any]) -> None:
 
 
 def check_device(cfg: DictConfig) -> None:
-    """Refuse a device that this machine does not have. torchtune would train on the CPU instead of a missing GPU.
-
-    Raises:
-        InputError: it is no device, or this machine has no such device for this rank.
-    """
+    """Refuse a device that this machine does not have. torchtune would train on the CPU instead of a missing GPU."""
     import torch
 
     if cfg.get("device") is None:
@@ -289,9 +259,6 @@ def check_components(cfg: DictConfig) -> None:
     """Refuse a text for a component's argument that is a number or a flag. Some are used only in training.
 
     A component that cannot be imported is left to torchtune's set-up.
-
-    Raises:
-        InputError: an argument has such a value.
     """
     from torchtune.config._utils import _get_component_from_path
 
@@ -338,16 +305,11 @@ def _wanted(parameter: inspect.Parameter) -> str:
 
 
 def check_model(model: "nn.Module", settings: AdaptiveSettings) -> None:
-    """Check that a search can create the longest samples for ``model``.
-
-    Raises:
-        InputError: the model takes images.
-    """
+    """Refuse a model of images for a search."""
     from torchtune.modules.model_fusion import DeepFusionModel, EarlyFusionModel
 
-    for kind in (DeepFusionModel, EarlyFusionModel):
-        if settings.searches and isinstance(model, kind):
-            raise InputError(
-                "`model` must be a text model for a batch size search, whose probes have no images,"
-                f" but is a {kind.__name__} instead."
-            )
+    if settings.searches and isinstance(model, DeepFusionModel | EarlyFusionModel):
+        raise InputError(
+            "`model` must be a text model for a batch size search, whose probes have no images,"
+            f" but is a {type(model).__name__} instead."
+        )

@@ -25,11 +25,7 @@ def recipe_dir() -> Path:
     return _package_dir().parent / "recipes"
 
 
-def stock_recipe_names() -> list[str]:
-    """The recipes that ``tune`` knows."""
-    return [recipe.name for recipe in _registered_recipes()]
-
-
+@cache
 def stock_recipe_files() -> dict[str, list[Path]]:
     """The file of each recipe that ``tune`` knows, and those of its configs, by the recipe's name.
 
@@ -44,8 +40,8 @@ def stock_recipe_files() -> dict[str, list[Path]]:
 
 def stock_config_path(name: str) -> Path | None:
     """The stock config that ``tune`` knows as ``name``; None if there is none."""
-    file_path = _registered_configs().get(name)
-    return None if file_path is None else recipe_dir() / "configs" / file_path
+    files = {config.name: config.file_path for recipe in _registered_recipes() for config in recipe.configs}
+    return recipe_dir() / "configs" / files[name] if name in files else None
 
 
 def adaptive_name(stock_recipe: str) -> str:
@@ -60,7 +56,7 @@ def adaptive_name(stock_recipe: str) -> str:
 @cache
 def recipe_files() -> dict[str, Path]:
     """Files of our recipes by name, in the order of the stock recipes that they extend."""
-    names = [adaptive_name(name) for name in stock_recipe_names() if "/" not in name]  # a module's name has none
+    names = [adaptive_name(name) for name in stock_recipe_files() if "/" not in name]  # a module's name has none
     specs = {name: importlib.util.find_spec(name) for name in names}
     return {name: Path(spec.origin) for name, spec in specs.items() if spec is not None and spec.origin is not None}
 
@@ -76,14 +72,9 @@ def configs_by_recipe() -> dict[str, dict[str, Path]]:
     """Our configs, by name, of each of our recipes: those whose first comment names the recipe."""
     directory = config_dir()
     files = {path.relative_to(directory).with_suffix("").as_posix(): path for path in sorted(directory.rglob("*.yaml"))}
-    named = {name: set(re.findall(rf"\b{_PREFIX}\w+", _first_comment(path))) for name, path in files.items()}
+    comments = {name: path.read_text(encoding="utf-8").split("\n\n")[0] for name, path in files.items()}
+    named = {name: set(re.findall(rf"\b{_PREFIX}\w+", comment)) for name, comment in comments.items()}
     return {recipe: {name: path for name, path in files.items() if recipe in named[name]} for recipe in recipe_files()}
-
-
-@cache
-def _registered_configs() -> dict[str, str]:
-    """Paths of configs relative to their folder, by name."""
-    return {config.name: config.file_path for recipe in _registered_recipes() for config in recipe.configs}
 
 
 @cache
@@ -97,7 +88,3 @@ def _package_dir() -> Path:
     assert spec is not None, "torchtune is a requirement of this package"
     assert spec.origin is not None, spec
     return Path(spec.origin).parent
-
-
-def _first_comment(path: Path) -> str:
-    return path.read_text(encoding="utf-8").split("\n\n")[0]

@@ -13,7 +13,6 @@ from dataclasses import fields
 from importlib.metadata import version
 from itertools import chain, count
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,8 +32,8 @@ from torchtune_adaptive.stock.installed import module_from_file, recipe_dir
 SUPPORTED_TORCHTUNE = "0.6.1"
 
 
-def load_stock_recipe(name: str) -> ModuleType:
-    """The stock recipe module ``name``, for example "full_finetune_distributed".
+def load_stock_recipe(name: str) -> Any:
+    """The module of the stock recipe ``name``, for example "full_finetune_distributed".
 
     Raises:
         ImportError: another torchtune than the supported one is installed.

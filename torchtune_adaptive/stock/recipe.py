@@ -2,10 +2,9 @@
 
 import contextlib
 import gc
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -49,29 +48,10 @@ class AdaptiveRecipe:
         on_several_ranks: whether the recipe uses a process group.
     """
 
-    # Attributes that a stock recipe's set-up creates, by torchtune's names.
-    epochs_run: int
-    total_epochs: int
-    max_steps_per_epoch: int | None
-    global_step: int
-    profiler_wait_steps: int
-    profiler_warmup_steps: int
-    profiler_active_steps: int
-    save_checkpoint: Callable[..., None]
-    _checkpointer: Any
-    _device: torch.device
-    _model: nn.Module
-    _loss_fn: Any
-    _tokenizer: Any
-    _optimizer: torch.optim.Optimizer
-    _optim_ckpt_wrapper: Any
-    _setup_lr_scheduler: Callable[..., Any]
-    _dataloader: Any
-    _gradient_accumulation_steps: int
-    _metric_logger: Any
-    _log_every_n_steps: int
-    _log_peak_memory_stats: bool
-    _output_dir: str
+    if TYPE_CHECKING:
+        _dataloader: Any
+
+        def __getattr__(self, name: str) -> Any: ...  # what a stock recipe's set-up creates, by torchtune's names
 
     # Attributes that some stock recipes lack.
     on_several_ranks = True
