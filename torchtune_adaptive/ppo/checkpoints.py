@@ -66,22 +66,16 @@ class PromptBatches:
             self._done = 0
 
 
-class LastCheckpointer:
-    """Delays the save of ``checkpointer`` until ``save_now``, so that another checkpointer can save first."""
-
-    def __init__(self, checkpointer: WholeCheckpointer) -> None:
-        self._checkpointer = checkpointer
-        self._save: Callable[[], None] | None = None
+class LastCheckpointer(WholeCheckpointer):
+    """Delays each save until ``save_now``, so that another checkpointer can save first."""
 
     def save_checkpoint(self, *args: Any, **options: Any) -> None:
         """Keep the arguments for ``save_now``."""
-        self._save = partial(self._checkpointer.save_checkpoint, *args, **options)
+        self._save = partial(super().save_checkpoint, *args, **options)
 
     def save_now(self) -> None:
-        """Save, and drop the kept arguments."""
-        assert self._save is not None, "`save_checkpoint` comes first"
+        """Save what was kept."""
         self._save()
-        self._save = None
 
 
 def resuming_with_value_model(cfg: DictConfig, checkpoint: Checkpoint | None) -> DictConfig:

@@ -118,11 +118,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         self._log_summary("complete")
 
     def generate_trajectory_batched(self, input_ids: torch.Tensor) -> Trajectory:
-        """Generate as the stock recipe does, after a check of the length of prompts with answers.
-
-        Raises:
-            InputError: a model's maximum length is too small.
-        """
+        """As in the stock recipe, after a check of the length of prompts with answers."""
         self._row_length(input_ids.shape[1])
         return super().generate_trajectory_batched(input_ids)
 
@@ -145,13 +141,13 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             CheckpointError: the last epoch's checkpoint cannot be written. After other epochs training continues.
         """
         self._steps.wait()
-        policy, value = self._policy, self._value_checkpointer
+        policy, value = self._policy_checkpointer, self._value_checkpointer
         for one in (policy, value):
             one.set_state(self._state())
         super().save_checkpoint(epoch, is_intermediate_checkpoint)
         is_last = not is_intermediate_checkpoint
         if value.check_saved(self._consensus, is_last=is_last):
-            self._policy_checkpointer.save_now()
+            policy.save_now()
             policy.check_saved(self._consensus, is_last=is_last)
 
     def models(self) -> list[nn.Module]:
@@ -199,8 +195,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
 
     def _set_up_checkpoints(self, config: dict[str, Any]) -> tuple[int, int] | None:
         """Resume from the checkpoint. Returns the sizes of its run, None if they must be searched again."""
-        self._policy = WholeCheckpointer(self._policy_checkpointer, self._folder)
-        self._policy_checkpointer = LastCheckpointer(self._policy)
+        self._policy_checkpointer = LastCheckpointer(self._policy_checkpointer, self._folder)
         self._values_folder.discard_unfinished()
         self._value_checkpointer = WholeCheckpointer(self._value_checkpointer, self._values_folder)
         trained = nn.ModuleDict({"policy": self._policy_model, "value": self._value_model})
@@ -212,11 +207,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         return None if saved is None else self._resume(saved)
 
     def _resume(self, saved: AdaptiveState) -> tuple[int, int] | None:
-        """Continue from ``saved``. Returns its sizes, None if something has changed since.
-
-        Raises:
-            InputError: the saved run had different turns.
-        """
+        """Continue from ``saved``, which had the same turns. Returns its sizes, None if something else has changed."""
         for key in _OF_A_TURN:
             if (before := saved.config.get(key)) != (now := self._config[key]):
                 raise InputError(f"`{key}` must be {before} as in the checkpoint, but is {now} instead.")

@@ -163,11 +163,7 @@ def _component(cfg: DictConfig, key: str) -> str:
 
 
 def _overridden(content: dict[str, Any], overrides: Sequence[str]) -> DictConfig:
-    """The config ``content`` with ``overrides``, read as ``tune run`` reads them.
-
-    Raises:
-        ValueError: a key to remove does not exist, or is a component.
-    """
+    """The config ``content`` with ``overrides``, read as ``tune run`` reads them."""
     cfg, chosen = OmegaConf.create(content), []
     for override in overrides:
         key, _, value = override.partition("=")
@@ -185,11 +181,7 @@ def _overridden(content: dict[str, Any], overrides: Sequence[str]) -> DictConfig
 
 
 def _remove(cfg: DictConfig, key: str) -> None:
-    """Remove the dotted ``key``, and its block if that becomes empty.
-
-    Raises:
-        ValueError: the key does not exist, or is a component.
-    """
+    """Remove the dotted ``key``, and its block if that becomes empty."""
     above, _, name = key.rpartition(".")
     block = OmegaConf.select(cfg, above) if above else cfg
     if not isinstance(block, DictConfig) or name not in block:

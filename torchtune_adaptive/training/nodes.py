@@ -157,11 +157,7 @@ class NodeWatch:
             self._end(_STORE_LOST)
 
     def _news(self, store: Store) -> str:
-        """Why another node, or a process of this one, has ended; "" if none has.
-
-        Raises:
-            OSError, DistError: the store is gone.
-        """
+        """Why another node, or a process of this one, has ended; "" if none has."""
         beats: dict[int, int] = {}
         for _ in range(2):  # a node that is being ended may beat in the first half
             beats = {other: store.add(f"beat/{other}", 0) for other in self._others}
@@ -207,8 +203,7 @@ def watch_nodes(say: Callable[[str], object]) -> NodeWatch:
             watch.start()
             watch.follow(_connection())
         except (OSError, dist.DistError):
-            say(_STORE_LOST)
-            _leave()
+            watch._end(_STORE_LOST)
     return watch
 
 

@@ -176,12 +176,9 @@ class StepCheckpoints:
         return self._tensors.options()
 
     def _read(self, path: Path, read: Callable[[Path], Read]) -> Read:
-        """What ``read`` reads of the checkpoint in ``path``. A collective, so that all ranks continue or none.
-
-        Raises:
-            InputError: some rank cannot read it.
-        """
-        found, failure = None, ""
+        """What ``read`` reads of the checkpoint in ``path``; an error is raised on all ranks. A collective."""
+        found: Any = None
+        failure = ""
         try:
             found = read(path)
         except InputError as error:
@@ -190,15 +187,10 @@ class StepCheckpoints:
             failure = _unreadable(path, error)
         if failure := self._consensus.first_reason(failure):
             raise InputError(failure)
-        assert found is not None
         return found
 
     def _metadata(self, path: Path) -> Mapping[str, Any]:
-        """The metadata of the tensors in ``path``, by name.
-
-        Raises:
-            InputError: it is of another model. Any other error if it cannot be read.
-        """
+        """The metadata of the tensors in ``path``, by name; those of another model are refused."""
         saved = FileSystemReader(path).read_metadata().state_dict_metadata
         if missing := self._tensors.missing(saved):
             raise InputError(
