@@ -1,6 +1,5 @@
 """torchtune's checkpoints of epochs appear complete, where torchtune looks for them."""
 
-import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from torchtune import training
 
+from tests.support.full_disk import FullDisk, full_in_each_call
 from tests.support.toys import STATE
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import CheckpointError
@@ -124,13 +124,10 @@ def test_an_epoch_that_is_saved_again_replaces_the_one_before(recipe: Recipe) ->
     assert recipe.files() == [*of_epoch(0, "recipe_state.pt"), "recipe_state/recipe_state.pt"]
 
 
-def test_without_hard_links_the_recipes_state_is_copied(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(os, "link", refuse)
-    for epoch in range(2):
-        recipe.save(epoch)
+def test_without_hard_links_the_recipes_state_is_copied(recipe: Recipe) -> None:
+    with FullDisk(os, "link", stays_full=True):
+        for epoch in range(2):
+            recipe.save(epoch)
     path = recipe.path / "recipe_state" / "recipe_state.pt"
     assert torch.load(path)[training.EPOCHS_KEY] == 2
     assert not os.path.samefile(path, recipe.path / "epoch_1" / "recipe_state.pt")
@@ -166,26 +163,17 @@ def fail_by(error: Exception) -> Callable[[], None]:
     return fail
 
 
-ERRORS = [
-    (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
-    (
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
         RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"),
-        "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598",
-    ),
-    (
         SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-        "SafetensorError: Error while serializing: I/O error: No space left on device (os error 28)",
-    ),
-]
-
-
-@pytest.mark.parametrize(("error", "reason"), ERRORS, ids=["by us", "by torch", "by safetensors"])
+    ],
+    ids=["by us", "by torch", "by safetensors"],
+)
 def test_an_epoch_that_cannot_be_saved_is_logged_and_earlier_ones_are_kept(
-    recipe: Recipe,
-    error: Exception,
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    recipe: Recipe, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3 * 2**20))
     recipe.save(0)
@@ -194,10 +182,8 @@ def test_an_epoch_that_cannot_be_saved_is_logged_and_earlier_ones_are_kept(
     recipe.save(1)  # nothing is raised yet, because other ranks wait
     assert recipe.files() == before
     caplog.clear()
-    sentence = (
-        f"the checkpoint of an epoch could not be saved: {reason} (3.0 MiB free in {recipe.path})."
-        " Earlier checkpoints are kept."
-    )
+    reason = f"{type(error).__name__}: {error} (3.0 MiB free in {recipe.path})"
+    sentence = f"the checkpoint of an epoch could not be saved: {reason}. Earlier checkpoints are kept."
     recipe.whole.check_saved(Consensus(), is_last=False)
     assert caplog.messages == [f"{sentence} Training continues and saves again after the next epoch."]
     with pytest.raises(CheckpointError) as failure:
@@ -221,45 +207,28 @@ def test_an_epoch_that_cannot_be_saved_again_keeps_its_older_checkpoint(recipe: 
 
 @pytest.mark.parametrize("name", ["fsync", "replace"])
 def test_a_failure_after_torchtune_has_written_is_logged_and_no_checkpoint_is_partial(
-    recipe: Recipe, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    recipe: Recipe, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    call = getattr(os, name)
-    number = 0
-    while True:
-        number += 1
-        calls: list[int] = []
-
-        def fail(*args: Any, calls: list[int] = calls, number: int = number) -> Any:
-            calls.append(1)
-            if len(calls) == number:
-                raise OSError(28, "No space left on device")
-            return call(*args)
-
+    for number, disk in enumerate(full_in_each_call(os, name)):
         run = Recipe(recipe.path / str(number))
         run.save(0)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, name, fail)
+        with disk:
             run.save(1)
         caplog.clear()
         run.whole.check_saved(Consensus(), is_last=False)
-        assert ("No space left" in caplog.text) == (len(calls) >= number)
+        assert ("No space left" in caplog.text) == disk.has_struck
         assert [one.path.name for one in run.found()] in (["epoch_0"], ["epoch_0", "epoch_1"])
         assert any(one.can_resume for one in run.found())
         assert [run.weights_of(epoch) for epoch in range(len(run.found()))] == [[0, 0], [1, 1]][: len(run.found())]
-        if len(calls) < number:
-            break
-    assert number > 1
-
-
-# ---- in torchtune's background
 
 
 def test_a_failure_to_gather_is_logged_too(recipe: Recipe, caplog: pytest.LogCaptureFixture) -> None:
     recipe.whole.give_up("no gathering")
     assert not recipe.whole.check_saved(Consensus(), is_last=False)
-    assert caplog.messages[-1].startswith(
-        "the checkpoint of an epoch could not be saved: no gathering. Earlier checkpoints "
-    )
+    assert "could not be saved: no gathering. Earlier" in caplog.text
+
+
+# ---- in torchtune's background
 
 
 def test_in_the_background_the_state_of_the_run_is_beside_what_torchtune_writes(
@@ -284,17 +253,14 @@ def test_in_the_background_the_state_of_the_run_is_beside_what_torchtune_writes(
 
 
 def test_where_the_state_of_the_run_cannot_be_saved_torchtunes_checkpoint_is_left(
-    recipe: Recipe, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("torchtune_adaptive.stock.checkpoints.write_state", fail)
     recipe.whole.set_state(STATE)
     path = recipe.path / "dist_epoch_1"
     path.mkdir()
     (path / ".metadata").touch()
-    recipe.whole.save_state("dist_epoch_1")
+    with FullDisk(os, "fsync"):
+        recipe.whole.save_state("dist_epoch_1")
     (message,) = caplog.messages
     assert message.startswith(f"{recipe.path}/dist_epoch_1 has no adaptive_state.json, which could not be saved: ")
     assert stock_checkpoint(recipe.path, in_background=True) == Checkpoint(path, 0, None, 2, path / ".metadata")

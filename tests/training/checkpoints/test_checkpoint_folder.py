@@ -1,8 +1,8 @@
 """A checkpoint is complete or not there, whatever fails while it is written, replaced or removed."""
 
-import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.full_disk import FullDisk, full_in_each_call
 from tests.support.toys import STATE
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.training.checkpoints import folder as folder_module
@@ -74,15 +75,6 @@ def test_a_checkpoint_is_there_with_all_its_files_once_it_is_finished(folder: Ch
     assert folder.checkpoints() == [Checkpoint(path, 1, state_at(10), 2)]
 
 
-def test_the_file_that_makes_a_checkpoint_complete_names_all_others_and_their_sizes(folder: CheckpointFolder) -> None:
-    path = save(folder, "step_10")
-    content = json.loads((path / STATE_NAME).read_text())
-    assert content.keys() == {"serial", "files", "state"}
-    sizes = {name: len(text) for name, text in FILES.items()}
-    assert content["files"] == sizes | {RANK_STATES_NAME: (path / RANK_STATES_NAME).stat().st_size}
-    assert AdaptiveState.from_json(content["state"]) == state_at(10)
-
-
 def test_a_checkpoint_has_its_epochs_and_its_kind(folder: CheckpointFolder) -> None:
     save(folder, "step_10", {"weights.bin": "weights"})
     save(folder, "epoch_1")
@@ -113,10 +105,7 @@ def test_other_files_and_folders_are_not_listed(folder: CheckpointFolder) -> Non
     shutil.copytree(folder.path / "step_1", folder.path / "step_1_copy")
     (folder.path / "step_2").write_text("a file")
     assert names(folder) == ["step_1"]
-
-
-def test_a_folder_that_is_not_there_has_no_checkpoints(tmp_path: Path) -> None:
-    assert CheckpointFolder(tmp_path / "none").checkpoints() == []
+    assert names(CheckpointFolder(folder.path / "none")) == []
 
 
 # ---- unfinished checkpoints
@@ -151,42 +140,38 @@ def test_discarding_one_attempt_keeps_the_others(folder: CheckpointFolder) -> No
 # ---- torn checkpoints
 
 
-def spoil(path: Path, how: str) -> None:
-    """Damage the checkpoint in ``path`` as an interrupted copy or a failing disk may do."""
-    if how == "cut short":
-        (path / "weights.bin").write_text("weigh")
-    elif how == "longer":
-        (path / "weights.bin").write_text("weights and more")
-    elif how == "missing":
-        (path / "more" / "of_rank_1.bin").unlink()
-    elif how == "a folder":
-        (path / "weights.bin").unlink()
-        (path / "weights.bin").mkdir()
-    else:
-        (path / RECIPE_STATE_NAME).write_text("")
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
 
 
 @pytest.mark.parametrize(
-    ("how", "sentence"),
+    ("file", "spoil", "sentence"),
     [
-        ("cut short", "weights.bin must have 7 bytes for its checkpoint to be complete, but has 5."),
-        ("longer", "weights.bin must have 7 bytes for its checkpoint to be complete, but has 16."),
-        ("missing", "more/of_rank_1.bin must have 1 bytes for its checkpoint to be complete, but is missing."),
-        ("a folder", "weights.bin must have 7 bytes for its checkpoint to be complete, but is missing."),
-        ("empty", "recipe_state.pt must have 7 bytes for its checkpoint to be complete, but has 0."),
+        ("weights.bin", lambda path: path.write_text("weigh"), "7 bytes for its checkpoint to be complete, but has 5."),
+        ("weights.bin", lambda path: path.write_text("weights, more"), "7 bytes for its .*, but has 13."),
+        ("weights.bin", make_folder, "7 bytes for its .*, but is missing."),
+        ("more/of_rank_1.bin", Path.unlink, "1 bytes for its .*, but is missing."),
+        (RECIPE_STATE_NAME, lambda path: path.write_text(""), "7 bytes for its .*, but has 0."),
     ],
+    ids=["cut short", "longer", "a folder", "missing", "empty"],
 )
 def test_a_torn_checkpoint_is_skipped_and_the_reason_is_named(
-    how: str, sentence: str, folder: CheckpointFolder, caplog: pytest.LogCaptureFixture
+    file: str,
+    spoil: Callable[[Path], object],
+    sentence: str,
+    folder: CheckpointFolder,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """As after an interrupted copy, or on a failing disk."""
     save(folder, "step_1")
     path = save(folder, "epoch_2")
-    spoil(path, how)
-    assert names(folder) == ["step_1"]
-    assert caplog.messages == [f"Skipped checkpoint {path}. {path}/{sentence}"]
+    spoil(path / file)
     with pytest.raises(InputError) as refused:
         read_checkpoint(path)
-    assert str(refused.value) == f"{path}/{sentence}"
+    assert re.fullmatch(f"{path}/{file} must have {sentence}", str(refused.value))
+    assert names(folder) == ["step_1"]
+    assert caplog.messages == [f"Skipped checkpoint {path}. {refused.value}"]
 
 
 def test_a_checkpoint_is_complete_if_a_later_epoch_has_removed_its_recipe_state(folder: CheckpointFolder) -> None:
@@ -202,28 +187,28 @@ def test_a_checkpoint_may_have_files_that_were_added_later(folder: CheckpointFol
     assert names(folder) == ["epoch_2"]
 
 
-STATE_CONTENTS: dict[str, bytes] = {
+WRITTEN = {"serial": 1, "files": {}, "state": json.loads(json.dumps(vars(STATE)))}
+STATE_CONTENTS: dict[str, bytes | None] = {
+    "missing": None,
     "empty": b"",
     "cut short": b'{"serial": 1, "files": {',
     "no JSON": b"\xff\xfe{}",
     "a list": b"[1, 2]",
     "null": b"null",
-    "no state": b'{"serial": 1, "files": {}}',
-    "no files": json.dumps({"serial": 1, "state": json.loads(json.dumps(vars(STATE)))}).encode(),
-    "another state": b'{"serial": 1, "files": {}, "state": {"epochs_run": 1}}',
-    "no serial": json.dumps({"serial": None, "files": {}, "state": json.loads(json.dumps(vars(STATE)))}).encode(),
-    "a list of files": json.dumps(
-        {"serial": 1, "files": ["weights.bin"], "state": json.loads(json.dumps(vars(STATE)))}
-    ).encode(),
+    "no state": json.dumps({"serial": 1, "files": {}}).encode(),
+    "no files": json.dumps({"serial": 1, "state": WRITTEN["state"]}).encode(),
+    "another state": json.dumps(WRITTEN | {"state": {"epochs_run": 1}}).encode(),
+    "no serial": json.dumps(WRITTEN | {"serial": None}).encode(),
+    "a list of files": json.dumps(WRITTEN | {"files": ["weights.bin"]}).encode(),
 }
 
 
 @pytest.mark.parametrize("content", STATE_CONTENTS.values(), ids=list(STATE_CONTENTS))
 def test_a_state_that_no_run_wrote_is_refused_by_its_path(
-    content: bytes, folder: CheckpointFolder, caplog: pytest.LogCaptureFixture
+    content: bytes | None, folder: CheckpointFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = save(folder, "step_1")
-    (path / STATE_NAME).write_bytes(content)
+    (path / STATE_NAME).unlink() if content is None else (path / STATE_NAME).write_bytes(content)
     with pytest.raises(InputError) as refused:
         read_checkpoint(path)
     sentence = str(refused.value)
@@ -231,21 +216,7 @@ def test_a_state_that_no_run_wrote_is_refused_by_its_path(
     assert sentence.endswith(".")
     assert "\n" not in sentence
     assert names(folder) == []
-    assert caplog.messages == [f"Skipped checkpoint {path}. {sentence}"]
-
-
-def test_a_folder_without_a_state_is_refused_by_its_path(tmp_path: Path) -> None:
-    with pytest.raises(InputError) as refused:
-        read_checkpoint(tmp_path)
-    assert str(refused.value).startswith(
-        f"{tmp_path / STATE_NAME} must be a state file that a run wrote, but reading it failed: File"
-    )
-
-
-def test_a_state_alone_makes_a_folder_a_checkpoint_of_no_files(tmp_path: Path) -> None:
-    """As for checkpoints that torchtune writes in the background."""
-    write_state(tmp_path, STATE)
-    assert read_checkpoint(tmp_path).state == STATE
+    assert caplog.messages == ([] if content is None else [f"Skipped checkpoint {path}. {sentence}"])
 
 
 # ---- the last checkpoints are kept
@@ -254,6 +225,8 @@ def test_a_state_alone_makes_a_folder_a_checkpoint_of_no_files(tmp_path: Path) -
 def test_the_last_checkpoints_of_steps_are_kept_and_all_of_epochs(folder: CheckpointFolder) -> None:
     for name in ("step_30", "epoch_0", "step_4", "step_5", "epoch_1"):
         save(folder, name)
+    folder.prune(9)
+    assert len(names(folder)) == 5
     folder.prune(2)
     assert names(folder) == ["epoch_0", "step_4", "step_5", "epoch_1"]
     folder.prune(2)
@@ -263,19 +236,10 @@ def test_the_last_checkpoints_of_steps_are_kept_and_all_of_epochs(folder: Checkp
     assert len(list(folder.path.iterdir())) == 3
 
 
-def test_checkpoints_are_kept_if_there_are_fewer_than_wanted(folder: CheckpointFolder) -> None:
-    save(folder, "step_1")
-    folder.prune(3)
-    assert names(folder) == ["step_1"]
-
-
-def test_a_partly_removed_checkpoint_is_not_listed(
-    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_partly_removed_checkpoint_is_not_listed(folder: CheckpointFolder, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("step_1", "step_2"):
         save(folder, name)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", Fault(2, afterwards=True).around(os.unlink))
+    with FullDisk(os, "unlink", 2, stays_full=True):
         folder.prune(1)
     assert names(folder) == ["step_2"]
     assert caplog.messages == []
@@ -298,48 +262,24 @@ def test_a_checkpoint_replaces_one_of_its_name_and_is_the_latest(folder: Checkpo
 # ---- failures
 
 
-class Fault:
-    """Makes a function fail as on a full disk, in its call ``number`` alone or also afterwards."""
-
-    def __init__(self, number: int, *, afterwards: bool) -> None:
-        self.has_struck = False
-        self._number, self._afterwards = number, afterwards
-        self._calls = 0
-
-    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def fail(*args: Any, **options: Any) -> Any:
-            self._calls += 1
-            if self._calls == self._number or (self._afterwards and self._calls > self._number):
-                self.has_struck = True
-                raise OSError(28, "No space left on device")
-            return call(*args, **options)
-
-        return fail
-
-
 def attempts(
-    tmp_path: Path, owner: Any, name: str, act: Callable[[CheckpointFolder], object], *, afterwards: bool
+    tmp_path: Path, owner: Any, name: str, act: Callable[[CheckpointFolder], object], *, stays_full: bool
 ) -> Iterator[tuple[CheckpointFolder, bool]]:
-    """Run ``act`` on a folder of three checkpoints, with a fault in each call of ``owner.name``, then without one.
+    """Run ``act`` on a folder of three checkpoints, with a full disk in each call of ``owner.name``, then without.
 
-    Yields the folder, and whether there was a fault.
+    Yields the folder, and whether the disk was full.
     """
-    for number in itertools.count(1):
+    for number, disk in enumerate(full_in_each_call(owner, name, stays_full=stays_full)):
         folder = CheckpointFolder(tmp_path / str(number))
         folder.path.mkdir()
         for earlier in ("step_1", "step_2", "epoch_0"):
             save(folder, earlier)
-        with pytest.MonkeyPatch.context() as patch:
-            fault = Fault(number, afterwards=afterwards)
-            patch.setattr(owner, name, fault.around(getattr(owner, name)))
+        with disk:
             try:
                 act(folder)
             except OSError:
-                assert fault.has_struck
-        yield folder, fault.has_struck
-        if not fault.has_struck:
-            assert number > 1, "it was never called"
-            return
+                assert disk.has_struck
+        yield folder, disk.has_struck
 
 
 def save_and_prune(folder: CheckpointFolder) -> None:
@@ -348,15 +288,15 @@ def save_and_prune(folder: CheckpointFolder) -> None:
 
 
 CALLS = [(os, "fsync"), (Path, "rename"), (Path, "mkdir"), (folder_module, "write_whole")]
-ONCE_OR_ON = pytest.mark.parametrize("afterwards", [False, True], ids=["once", "from then on"])
+ONCE_OR_ON = pytest.mark.parametrize("stays_full", [False, True], ids=["once", "from then on"])
 
 
 @ONCE_OR_ON
 @pytest.mark.parametrize(("owner", "name"), CALLS, ids=["fsync", "rename", "mkdir", "write_whole"])
 def test_after_a_failure_earlier_checkpoints_are_there_and_the_new_one_is_whole_or_missing(
-    owner: Any, name: str, afterwards: bool, tmp_path: Path
+    owner: Any, name: str, stays_full: bool, tmp_path: Path
 ) -> None:
-    for folder, has_failed in attempts(tmp_path, owner, name, save_and_prune, afterwards=afterwards):
+    for folder, has_failed in attempts(tmp_path, owner, name, save_and_prune, stays_full=stays_full):
         found = names(CheckpointFolder(folder.path))
         expected = [["step_1", "step_2", "epoch_0", *new] for new in ([], ["step_3"])]
         assert found in (expected if has_failed else [["step_2", "epoch_0", "step_3"]])
@@ -376,11 +316,11 @@ def test_after_a_failure_earlier_checkpoints_are_there_and_the_new_one_is_whole_
     ids=["fsync", "rename", "write_whole"],
 )
 def test_after_a_failure_a_replaced_checkpoint_is_either_the_old_or_the_new_one(
-    owner: Any, name: str, afterwards: bool, tmp_path: Path
+    owner: Any, name: str, stays_full: bool, tmp_path: Path
 ) -> None:
     other = {"other.bin": "other"}
     for folder, has_failed in attempts(
-        tmp_path, owner, name, lambda folder: save(folder, "step_1", other), afterwards=afterwards
+        tmp_path, owner, name, lambda folder: save(folder, "step_1", other), stays_full=stays_full
     ):
         CheckpointFolder(folder.path).discard_unfinished()  # by the next run
         assert sorted(names(CheckpointFolder(folder.path))) == ["epoch_0", "step_1", "step_2"]
@@ -437,13 +377,10 @@ def test_the_free_space_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert folder.describe_space() == f"5.0 GiB free in {folder.path}"
 
 
-def test_files_that_cannot_be_removed_are_left_without_an_error(
-    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_cannot_be_removed_are_left_without_an_error(folder: CheckpointFolder) -> None:
     save(folder, "step_1")
     folder.start("step_2")
-    monkeypatch.setattr(os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
-    monkeypatch.setattr(os, "unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
-    folder.discard("step_2")
-    folder.discard_unfinished()
+    with FullDisk(os, "rmdir", stays_full=True), FullDisk(os, "unlink", stays_full=True):
+        folder.discard("step_2")
+        folder.discard_unfinished()
     assert names(folder) == ["step_1"]

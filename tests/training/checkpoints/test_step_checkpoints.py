@@ -1,11 +1,11 @@
 """All that training changes is saved after a step and loaded bit for bit, also on another number of ranks."""
 
-import itertools
 import os
 import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.support.ranks import run_on_ranks
 from benchmarks.support.recipe_runs import same_bits
 from tests.support.faults import WIDTH, ShardedTrainee
+from tests.support.full_disk import FullDisk, full_in_each_call
 from tests.support.toys import STATE
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
@@ -267,48 +268,6 @@ def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3 * 2**20))
 
 
-class Fault:
-    """Makes call ``number`` of a function, counted from 1, fail as on a full disk."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self._calls = 0
-
-    @property
-    def has_struck(self) -> bool:
-        return self._calls >= self._number
-
-    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def fail(*args: Any, **options: Any) -> Any:
-            self._calls += 1
-            if self._calls == self._number:
-                raise OSError(28, "No space left on device")
-            return call(*args, **options)
-
-        return fail
-
-
-def attempts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, owner: Any, name: str, **options: Any
-) -> Iterator[tuple[Run, bool, Fault]]:
-    """A run with a checkpoint, whether a second one was saved with a fault in each call in turn, and the fault."""
-    for number in itertools.count(1):
-        run = Run(tmp_path / str(number), every_steps=1, **options)
-        run.train(1)
-        run.save(1)
-        run.steps.wait()
-        run.train(1)
-        fault = Fault(number)
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, fault.around(getattr(owner, name)))
-            saved = run.save(2)
-            run.steps.wait()
-        yield run, saved, fault
-        if not fault.has_struck:
-            assert number > 1, "it was never called"
-            return
-
-
 @pytest.mark.usefixtures("little_room")
 @pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in the background"])
 @pytest.mark.parametrize(
@@ -317,25 +276,28 @@ def attempts(
     ids=["fsync", "rename", "mkdir", "torch.save", "write_data"],
 )
 def test_a_checkpoint_that_cannot_be_written_is_logged_and_earlier_ones_are_kept(
-    owner: Any,
-    name: str,
-    in_background: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    owner: Any, name: str, in_background: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for run, saved, fault in attempts(monkeypatch, tmp_path, owner, name, in_background=in_background):
+    for number, disk in enumerate(full_in_each_call(owner, name)):
+        run = Run(tmp_path / str(number), every_steps=1, in_background=in_background)
+        run.train(1)
+        run.save(1)
+        run.steps.wait()
+        run.train(1)
+        with disk:
+            saved = run.save(2)
+            run.steps.wait()
         messages = [message for message in said(caplog) if "step_2" in message]
         if not in_background:
-            assert saved is not fault.has_struck
-        if fault.has_struck:
+            assert saved is not disk.has_struck
+        if disk.has_struck:
             assert messages == [
                 "Checkpoint step_2 could not be saved: OSError: [Errno 28] No space left on device"
                 f" (3.0 MiB free in {run.folder.path}). Earlier checkpoints are kept; training continues and saves"
                 " again at the next checkpoint."
             ]
         assert run.names()[0] == "step_1"
-        assert len(run.names()) == 2 or fault.has_struck
+        assert len(run.names()) == 2 or disk.has_struck
         resumed = Run(run.folder.path)
         resumed.load()
         assert run.save(3)
@@ -495,20 +457,16 @@ def _save_on_two(rank: int, path: Path) -> dict[str, Any]:
     saved["step 3"] = save_of(background, 3)
     losses = [trainee.step(seed=seed) for seed in (3, 4)]  # while the checkpoint is written
     background.wait()
-    with pytest.MonkeyPatch.context() as patch:  # the disk of the second rank is full
-        if rank == 1:
-            patch.setattr(os, "fsync", Fault(1).around(os.fsync))
+    with FullDisk(os, "fsync") if rank == 1 else nullcontext():
         saved["step 4"] = save_of(steps, 4)
     listed = [one.path.name for one in folder.checkpoints()] if rank == 0 else []
     files = sorted(one.name for one in path.iterdir())
     again = ShardedTrainee(warm_steps=1)
     (checkpoint,) = Consensus().from_rank_zero([one for one in folder.checkpoints() if one.path.name == "step_3"])
     loading = steps_of(folder, again.model, again.optimizer)
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(FileSystemReader, "read_metadata", Fault(1).around(FileSystemReader.read_metadata))
-        with pytest.raises(InputError) as refused:
-            loading.load(checkpoint, config=ADAMW)
+    cannot_read = FullDisk(FileSystemReader, "read_metadata") if rank == 1 else nullcontext()
+    with cannot_read, pytest.raises(InputError) as refused:
+        loading.load(checkpoint, config=ADAMW)
     loading.load(checkpoint, config=ADAMW)
     found = {
         "refused": str(refused.value),
