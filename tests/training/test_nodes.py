@@ -73,23 +73,20 @@ def test_a_node_that_fails_is_quoted_by_all_others() -> None:
     assert second.sentence == ""
 
 
-def test_a_node_that_no_longer_beats_is_named() -> None:
+GONE = "node 1 is gone; its own output says why."
+
+
+@pytest.mark.parametrize(
+    ("beats", "said"),
+    [([0], ["", "", "", GONE]), ([], ["", "", "", "", "", GONE]), ([0, 3, 6, 9], [""] * 12)],
+    ids=["no longer", "never: it may take longer to start", "slowly"],
+)
+def test_a_node_that_does_not_beat_is_gone(beats: list[int], said: list[str]) -> None:
     first, second = several(2)
-    second.store.set("name/1", "node 1 (there)")
-    second.look()
-    assert [first.look() for _ in range(4)] == ["", "", "", "node 1 (there) is gone; its own output says why."]
-
-
-def test_a_node_that_beats_slowly_is_not_gone() -> None:
-    first, second = several(2)
-    for _ in range(5):
-        second.look()
-        assert [first.look() for _ in range(3)] == [""] * 3
-
-
-def test_a_node_may_take_longer_to_start() -> None:
-    first, _ = several(2)
-    assert [first.look() for _ in range(6)] == [*[""] * 5, "node 1 is gone; its own output says why."]
+    for look, sentence in enumerate(said):
+        if look in beats:
+            second.look()
+        assert first.look() == sentence
 
 
 def test_each_node_watches_the_next_one_that_has_not_ended() -> None:
@@ -97,7 +94,8 @@ def test_each_node_watches_the_next_one_that_has_not_ended() -> None:
     third.look()
     second.watch.start()
     second.watch.close(None)
-    assert [first.look() for _ in range(4)][-1].startswith("node 2 is gone")
+    first.store.set("name/2", "node 2 (there)")
+    assert [first.look() for _ in range(4)][-1] == "node 2 (there) is gone; its own output says why."
 
 
 def test_of_several_reasons_the_first_is_told() -> None:

@@ -90,21 +90,6 @@ def test_the_same_process_may_lock_again_and_keeps_others_out(tmp_path: Path) ->
     assert ask_stranger(tmp_path) == "locked"
 
 
-def test_a_child_of_the_owner_is_refused(tmp_path: Path) -> None:
-    folder = locked(tmp_path)
-    child = os.fork()
-    if not child:
-        try:
-            locked(tmp_path)
-        except InputError:
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0) == (child, 0)
-    assert ask_stranger(tmp_path) == "refused"
-    del folder
-
-
 def test_the_folder_is_created_with_its_parents(tmp_path: Path) -> None:
     folder = locked(tmp_path / "new" / "run")
     assert [path.name for path in folder.path.iterdir()] == [LOCK_NAME]

@@ -224,24 +224,17 @@ def test_state_of_another_librarys_optimizer_stays_where_the_optimizer_has_it() 
     [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")],
     ids=["plain", "fused", "capturable"],
 )
-def test_the_count_of_steps_is_on_the_host_unless_kernels_read_it_on_the_device(
+def test_state_has_its_saved_type_and_only_the_count_of_steps_may_be_on_the_host(
     options: dict[str, Any], device: str
 ) -> None:
-    """The meta device stands for any device other than the host."""
-    model = nn.Linear(2, 2, bias=False, device="meta")
+    """The meta device stands for any device other than the host; kernels may read the count on the device."""
+    model = nn.Linear(2, 2, bias=False, device="meta", dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.param_groups[0].update(options)
     saved = {"optimizer/weight/step": torch.tensor(3.0), "optimizer/weight/exp_avg": torch.zeros(2, 2)}
     allocated = trained(model, optimizer).allocate(metadata(saved))
     assert allocated["optimizer/weight/step"].device.type == device
     assert allocated["optimizer/weight/exp_avg"].device.type == "meta"
-
-
-def test_state_has_the_type_that_it_was_saved_with() -> None:
-    model = nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters())
-    saved = {"optimizer/weight/exp_avg": torch.zeros(2, 2), "optimizer/weight/step": torch.tensor(1.0)}
-    allocated = trained(model, optimizer).allocate(metadata(saved))
     assert {tensor.dtype for place, tensor in allocated.items() if "optimizer" in place} == {torch.float32}
 
 
