@@ -3,7 +3,6 @@
 import errno
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,10 +59,10 @@ class Outcome:
         return self.steps == whole.steps[after_turns:] and same_bits(self.weights, whole.weights)
 
 
-def killed_in(turn: int) -> Any:
+def killed_in(turn: int, recipe_class: Any = Recipe) -> Any:
     """A recipe that dies in a turn, counted from 0."""
 
-    class Killed(Recipe):
+    class Killed(recipe_class):
         def generate_trajectory_batched(self, *args: Any) -> Any:
             if self._steps_run == turn:
                 raise _KilledError
@@ -341,24 +340,13 @@ def _of_stock(assets: Path, output_dir: Path) -> tuple[str | None, list[float], 
     """A run of torchtune's own recipe that the adaptive one resumes: the checkpoint, and the steps that each logs."""
     keys = RUN | {"num_steps": 3 * ANSWERS, "resume_from_checkpoint": False}
     cfg = ppo_config(assets, output_dir, **keys)
-    stock = ppo.StockRecipe(cfg)
+    stock = killed_in(2, ppo.StockRecipe)(cfg)
     stock.setup(cfg)
-    with mock.patch.object(stock, "generate_trajectory_batched", _until(stock, turn=2)), pytest.raises(_KilledError):
+    with pytest.raises(_KilledError):
         stock.train()
     before = [step["step"] for step in RecordingLogger.last.steps]
     after = trained(Recipe, ppo_config(assets, output_dir, **keys | {"resume_from_checkpoint": True}))
     return after.resumed_from, before, [step["step"] for step in after.steps]
-
-
-def _until(recipe: Any, *, turn: int) -> Callable[..., Any]:
-    generate = recipe.generate_trajectory_batched
-
-    def generated(*args: Any) -> Any:
-        if recipe._steps_run == turn:
-            raise _KilledError
-        return generate(*args)
-
-    return generated
 
 
 def test_a_run_resumes_from_a_checkpoint_of_torchtunes_own_recipe(assets: Path, tmp_path: Path) -> None:

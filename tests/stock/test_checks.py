@@ -435,19 +435,13 @@ def test_the_reason_why_a_config_cannot_recover_is_named(config: dict[str, Any],
 IN_SET_UP = {
     "batch_size=0": "batch_size should be a positive integer value, but got batch_size=0",
     "batch_size=2.5": "but got batch_size=2.5",
-    "batch_size=two": "but got batch_size=two",
     "seed=x": "TypeError",
     "seed=-1": "Invalid seed value provided: -1",
-    "checkpointer=x": "instantiate only supports DictConfigs, got <class 'str'>",
     "loss=null": "'NoneType' object has no attribute 'ignore_index'",
-    "metric_logger=x": "instantiate only supports DictConfigs, got <class 'str'>",
     "model=x": "instantiate only supports DictConfigs, got <class 'str'>",
-    "tokenizer=x": "instantiate only supports DictConfigs, got <class 'str'>",
     "enable_activation_offloading=True": "enable_activation_offloading should only be True when training on CUDA",
     "optimizer._component_=torch.optim.Nonsense": "Error loading 'torch.optim.Nonsense'",
     "optimizer.weight_decy=1": "unexpected keyword argument 'weight_decy'",
-    "dataset.data_files=/no/such.json": "`dataset` must be one that can be created, but failed with",
-    "dataset.split=train[:0]": 'ValueError: Instruction "train[:0]" corresponds to no data!',
 }
 
 
