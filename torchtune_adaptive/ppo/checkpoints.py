@@ -17,36 +17,30 @@ from torchtune_adaptive.training.checkpoints.folder import STATE_NAME, Checkpoin
 class PromptBatches:
     """Iterates as ``loader`` does, and counts batches.
 
+    Attributes:
+        dataset: the prompts, by index.
+        done: batches of the current epoch so far; 0 between epochs.
     Args:
         restore_random: called after an epoch's iterator is made, which draws a random number.
     """
 
     def __init__(self, loader: Any, *, restore_random: Callable[[], None]) -> None:
+        self.dataset = loader.dataset
+        self.done = 0
         self._loader = loader
         self._restore_random = restore_random
-        self._done = 0
-
-    @property
-    def dataset(self) -> Any:
-        """The prompts, by index."""
-        return self._loader.dataset
-
-    @property
-    def done(self) -> int:
-        """Batches of the current epoch so far; 0 between epochs."""
-        return self._done
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def go_to(self, done: int) -> None:
         """Start the epoch after its first ``done`` batches, which are not read."""
-        self._done = done
+        self.done = done
 
     def __iter__(self) -> Iterator[Any]:
         loader = self._loader
-        if self._done:
-            places = list(loader.sampler)[self._done * loader.batch_size :]
+        if self.done:
+            places = list(loader.sampler)[self.done * loader.batch_size :]
             loader = DataLoader(
                 loader.dataset,
                 batch_size=loader.batch_size,
@@ -60,10 +54,10 @@ class PromptBatches:
         self._restore_random()
         try:
             for batch in batches:
-                self._done += 1
+                self.done += 1
                 yield batch
         finally:  # also if the loop ends early
-            self._done = 0
+            self.done = 0
 
 
 class LastCheckpointer(WholeCheckpointer):

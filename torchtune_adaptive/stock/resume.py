@@ -118,7 +118,10 @@ def stock_checkpoint(folder: Path, *, in_background: bool) -> Checkpoint | None:
     if in_background:
         complete = [one.parent for one in folder.glob("dist_epoch_*/.metadata")]
         path = max(complete, key=lambda one: int(one.name.rpartition("_")[2]), default=None)
-        return path and _background_checkpoint(path)
+        if path is None:
+            return None
+        state = read_checkpoint(path).state if (path / STATE_NAME).exists() else None
+        return Checkpoint(path, 0, state, int(path.name.rpartition("_")[2]) + 1, path / ".metadata")
     path = folder / RECIPE_STATE
     if not path.exists():
         return None
@@ -135,12 +138,6 @@ def stock_checkpoint(folder: Path, *, in_background: bool) -> Checkpoint | None:
         read_checkpoint(epoch)
         return None  # written by this package, whose own files describe it
     return Checkpoint(epoch, 0, None, epochs_run, path)
-
-
-def _background_checkpoint(path: Path) -> Checkpoint:
-    epochs_run = int(path.name.rpartition("_")[2]) + 1
-    state = read_checkpoint(path).state if (path / STATE_NAME).exists() else None
-    return Checkpoint(path, 0, state, epochs_run, path / ".metadata")
 
 
 def model_files(path: Path) -> list[str]:

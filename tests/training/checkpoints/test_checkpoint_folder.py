@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.full_disk import FullDisk, full_in_each_call
 from tests.support.toys import STATE
@@ -23,6 +24,7 @@ from torchtune_adaptive.training.checkpoints.folder import (
     Checkpoint,
     CheckpointFolder,
     read_checkpoint,
+    read_rank_states,
     write_state,
 )
 from torchtune_adaptive.training.run_state import AdaptiveState
@@ -217,6 +219,26 @@ def test_a_state_that_no_run_wrote_is_refused_by_its_path(
     assert "\n" not in sentence
     assert names(folder) == []
     assert caplog.messages == ([] if content is None else [f"Skipped checkpoint {path}. {sentence}"])
+
+
+def test_changed_bytes_in_the_states_of_the_ranks_are_refused_by_their_path(folder: CheckpointFolder) -> None:
+    """Otherwise a run would continue with other random numbers, or end with an error that names no file."""
+    saved = torch.get_rng_state()
+    path = save(folder, "step_1", state=replace(STATE, rank_states=[{"cpu": saved}]))
+    file, sentences = path / RANK_STATES_NAME, set[str]()
+    content = file.read_bytes()
+    for start in range(0, len(content), 40):
+        changed = bytearray(content)
+        changed[start : start + 40] = (255 - byte for byte in content[start : start + 40])
+        file.write_bytes(changed)
+        try:
+            (states,) = read_rank_states(path)
+        except InputError as refused:
+            sentences.add(str(refused))
+        else:
+            assert torch.equal(states["cpu"], saved)  # they were padding
+    assert len(sentences) > 3
+    assert all(one.startswith(f"{file} must be a readable file, but reading it failed: ") for one in sentences)
 
 
 # ---- the last checkpoints are kept

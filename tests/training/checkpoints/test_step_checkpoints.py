@@ -372,11 +372,9 @@ def test_a_damaged_file_is_refused_with_the_path_of_its_checkpoint(tmp_path: Pat
     with pytest.raises(InputError) as refused:
         Run(tmp_path).steps.load(checkpoint, config=ADAMW)
     sentence = str(refused.value)
-    named = (
-        f"{path} must be a readable file"
-        if file == RANK_STATES_NAME
-        else f"{path.parent} must be a readable checkpoint"
-    )
+    named = f"{path} must be a readable file"
+    if file != RANK_STATES_NAME:
+        named = f"{checkpoint.path} must be a readable checkpoint"
     assert sentence.startswith(f"{named}, but reading it failed: ")
     assert sentence.endswith(".")
     assert len(sentence.splitlines()) == 1

@@ -15,6 +15,7 @@ import socket
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from filelock import FileLock, Timeout
@@ -214,6 +215,9 @@ def read_rank_states(path: Path) -> list[dict[str, Any]]:
     """
     file = path / RANK_STATES_NAME
     try:
+        with ZipFile(file) as archive:
+            if part := archive.testzip():  # torch does not compare checksums
+                raise BadZipFile(f"{part} has another checksum")
         return torch.load(file, weights_only=True)
     except Exception as error:  # a damaged file can raise any
         raise InputError(f"{file} must be a readable file, but reading it failed: {why_unreadable(error)}.") from error
