@@ -23,7 +23,6 @@ from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES, Searc
 from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.stock import recipe as recipe_module
 from torchtune_adaptive.stock.configs import is_lora
-from torchtune_adaptive.training.assembly import size_options
 from torchtune_adaptive.training.batch.loader import StepSamples
 from torchtune_adaptive.training.batch.row_format import Row
 from torchtune_adaptive.training.objectives import Loss
@@ -184,7 +183,7 @@ def search_again(recipe: Any, workload: Workload, *, wanted_rows: int, **setting
         workload,
         recipe.trainer.loader,
         parts.row_format,
-        size_options(replace(recipe.settings, use_maximum_batch_size=True, **settings)),
+        replace(recipe.settings, use_maximum_batch_size=True, **settings),
         models=parts.models,
         wanted_rows=wanted_rows,
         tokenizer_max_seq_len=parts.tokenizer_max_seq_len,

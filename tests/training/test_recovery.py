@@ -3,15 +3,17 @@
 The toy is a linear model. Its inputs are the first token of each row, and the row's number of tokens.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from tests.support.faults import same_bits, under
+from tests.support.toys import search_options
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.fsdp_state import CannotRecordError
 from torchtune_adaptive.engine.memory import resident
@@ -26,6 +28,7 @@ from torchtune_adaptive.engine.search import workload as workload_module
 from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import NothingFitsError
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
+from torchtune_adaptive.training import recovery as recovery_module
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
 from torchtune_adaptive.training.batch.loader import StepSamples
 from torchtune_adaptive.training.batch.micro_batches import MicroBatch, MicroBatcher
@@ -162,16 +165,17 @@ class Toy:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
     def try_larger(self, row: Row, rows_per_step: int) -> int | None:
-        return larger_micro_batch(
-            self.micro_batches,
-            row,
-            rows_per_step,
-            workload=self.workload,
-            watch=self.watch,
-            first_that_fits=self._first_that_fits,
-        )
+        with mock.patch.object(recovery_module, "first_that_fits", self._first_that_fits):
+            return larger_micro_batch(
+                self.micro_batches,
+                row,
+                rows_per_step,
+                workload=self.workload,
+                watch=self.watch,
+                options=search_options(),
+            )
 
-    def _first_that_fits(self, make_batch: Callable[[int], list[list[Row]]], sizes: Iterable[int]) -> int | None:
+    def _first_that_fits(self, workload: Workload, make_batch: Any, sizes: Iterable[int], **_: Any) -> int | None:
         for size in sizes:
             self.tried[size] = list(map(len, make_batch(size)))
             if size <= self.fitting:

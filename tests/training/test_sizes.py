@@ -20,7 +20,6 @@ from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import InputError, NothingFitsError
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training import sizes as sizes_module
-from torchtune_adaptive.training.assembly import size_options
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
 from torchtune_adaptive.training.batch.loader import GlobalStepLoader, StepLoader
 from torchtune_adaptive.training.batch.row_format import Row, TokenRows
@@ -83,7 +82,7 @@ class Device:
             self.workload,
             loader,
             TokenRows(-100),
-            size_options(AdaptiveSettings(**options)),
+            AdaptiveSettings(**options),
             models=[self.model],
             wanted_rows=wanted_rows,
             tokenizer_max_seq_len=tokenizer_max_seq_len,

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from tests.support import growth_functions
 from tests.support.run_logs import events_in
-from tests.support.toys import search_result
+from tests.support.toys import search_options, search_result
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.rank_states import RankStates
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
@@ -35,7 +36,7 @@ from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import CheckpointError, RunEnded
 from torchtune_adaptive.settings import LearningRateScaling
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
-from torchtune_adaptive.training import step_log
+from torchtune_adaptive.training import recovery, step_log
 from torchtune_adaptive.training import trainer as trainer_module
 from torchtune_adaptive.training.batch.growth import BatchGrowth
 from torchtune_adaptive.training.batch.limits import RowLimit
@@ -263,11 +264,7 @@ class Toy:
             self.saver,
             sizes=self.sizes,
             larger_micro_batch=partial(
-                larger_micro_batch,
-                self.micro_batches,
-                workload=workload,
-                watch=watch,
-                first_that_fits=self._first_that_fits,
+                larger_micro_batch, self.micro_batches, workload=workload, watch=watch, options=search_options()
             ),
             before_step=self._before_step,
             epochs=self.epochs,
@@ -275,7 +272,8 @@ class Toy:
         )
 
     def train(self) -> "Toy":
-        self.trainer.train()
+        with mock.patch.object(recovery, "first_that_fits", self._first_that_fits):
+            self.trainer.train()
         return self
 
     def state(self) -> AdaptiveState:
@@ -334,7 +332,7 @@ class Toy:
         )
         return rate
 
-    def _first_that_fits(self, make_batch: Callable[[int], list[list[Row]]], sizes: Iterable[int]) -> int | None:
+    def _first_that_fits(self, workload: Workload, make_batch: Any, sizes: Iterable[int], **_: Any) -> int | None:
         for size in sizes:
             rows = make_batch(size)[0]
             self.tried.append((len(rows), len(rows[0]["tokens"])))

@@ -16,6 +16,7 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.rank_states import RankStates
 from torchtune_adaptive.engine.distributed.snapshot import keep_random_states
 from torchtune_adaptive.engine.memory.devices import allowed_bytes
+from torchtune_adaptive.engine.recovery.rehearsal import cannot_recover
 from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import InputError, RunEnded
 from torchtune_adaptive.ppo.checkpoints import LastCheckpointer, PromptBatches, resuming_with_value_model
@@ -30,7 +31,6 @@ from torchtune_adaptive.training.batch.row_format import TokenRows, check_row_le
 from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
 from torchtune_adaptive.training.found_config import end_search
 from torchtune_adaptive.training.metrics import TolerantLogger
-from torchtune_adaptive.training.recovery import log_no_recovery
 from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.signals import StopRequest
@@ -91,7 +91,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
                 f"`batch_size` must be at most {prompts}, the prompts of `dataset`, but is {self.batch_size} instead."
             )
         if self._settings.oom_recovery:
-            log_no_recovery(WHY_UNRECOVERABLE)
+            log.info(str(cannot_recover(WHY_UNRECOVERABLE)))
         self._steps_per_turn = _steps_per_turn(cfg)
         sizes, found = self._set_up_checkpoints(flattened(cfg)), None
         if sizes is not None:

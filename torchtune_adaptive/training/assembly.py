@@ -20,7 +20,6 @@ from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
-from torchtune_adaptive.engine.search.find import first_that_fits
 from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import AdaptiveSettings
@@ -40,7 +39,7 @@ from torchtune_adaptive.training.profiling import StepProfiler
 from torchtune_adaptive.training.recovery import larger_micro_batch, prepare_recovery
 from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.run_state import AdaptiveState
-from torchtune_adaptive.training.sizes import SizeFinder, SizeOptions, Sizes
+from torchtune_adaptive.training.sizes import SizeFinder, Sizes
 from torchtune_adaptive.training.start import StartingPoint, changed_batch, starting_point
 from torchtune_adaptive.training.step_log import LogOptions, StepLog
 from torchtune_adaptive.training.train_step import TrainStep
@@ -154,7 +153,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
             workload,
             loader,
             parts.row_format,
-            size_options(settings),
+            settings,
             models=parts.models,
             wanted_rows=parts.batch_size,
             tokenizer_max_seq_len=parts.tokenizer_max_seq_len,
@@ -247,11 +246,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
             saver,
             sizes=sizes,
             larger_micro_batch=partial(
-                larger_micro_batch,
-                micro_batches,
-                workload=workload,
-                watch=watch,
-                first_that_fits=partial(first_that_fits, workload, options=settings.search_options),
+                larger_micro_batch, micro_batches, workload=workload, watch=watch, options=settings.search_options
             ),
             before_step=parts.before_step,
             epochs=parts.epochs,
@@ -267,19 +262,6 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
         found = found_values(settings, sizes, rows=loader.rows_per_micro_step)
         end_search(parts.cfg, found, seq_len=sizes.seq_len, consensus=consensus)
     return trainer
-
-
-def size_options(settings: AdaptiveSettings) -> SizeOptions:
-    """Which sizes a run with ``settings`` needs."""
-    return SizeOptions(
-        search=settings.search_options if settings.searches else None,
-        seq_len=settings.seq_len,
-        uses_largest=settings.use_maximum_batch_size,
-        uses_fastest=settings.objective == "throughput",
-        max_tokens=settings.max_tokens_per_micro_batch,
-        grows=settings.batch_increase_function is not None,
-        growth_limit=settings.growth_limit,
-    )
 
 
 def _make_meter(parts: RecipeParts, settings: AdaptiveSettings, models: nn.Module) -> MemoryMeter | None:

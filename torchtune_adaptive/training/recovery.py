@@ -1,16 +1,18 @@
 """Recovery in a recipe: prepared before training, and larger micro-batches tried again after an error."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torchtune import utils
 
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
-from torchtune_adaptive.engine.recovery.rehearsal import allocate_states
+from torchtune_adaptive.engine.recovery.rehearsal import allocate_states, cannot_recover
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
+from torchtune_adaptive.engine.search.find import first_that_fits
+from torchtune_adaptive.engine.search.options import SearchOptions
 from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import CannotRecoverError
 from torchtune_adaptive.training.batch.limits import halvings
@@ -19,8 +21,6 @@ from torchtune_adaptive.training.batch.row_format import Row
 from torchtune_adaptive.training.sizes import probe_batch
 
 log = utils.get_logger("DEBUG")
-
-FirstThatFits = Callable[[Callable[[int], list[list[Row]]], Iterable[int]], int | None]
 
 
 def prepare_recovery(
@@ -43,22 +43,17 @@ def prepare_recovery(
     Raises:
         NothingFitsError: the optimizers' state or the smallest micro-step does not fit.
     """
-    if is_wanted and not why_not:
+    if is_wanted:
         try:
+            if why_not:
+                raise cannot_recover(why_not)
             recoverable.rehearse(dataset)
             return
         except CannotRecoverError as error:
             utils.log_rank_zero(log, str(error))
-    elif is_wanted:
-        log_no_recovery(why_not)
     recoverable.disable()
     allocate_states(optimizers, watch)
     free_memory(device)
-
-
-def log_no_recovery(reason: str) -> None:
-    """Log, on rank 0, that an out-of-memory error will end the run."""
-    utils.log_rank_zero(log, f"An out-of-memory error in training will end the run: {reason}.")
 
 
 def larger_micro_batch(
@@ -68,15 +63,14 @@ def larger_micro_batch(
     *,
     workload: Workload,
     watch: PressureWatch,
-    first_that_fits: FirstThatFits,
+    options: SearchOptions,
 ) -> int | None:
-    """If the micro-batch was reduced, the largest size that fits now, with copies of ``row``. A collective.
+    """If the micro-batch was reduced, the largest size of which a step with copies of ``row`` fits. A collective.
 
     None if it was not reduced, if no larger one fits, or if host memory lacks the room for the copies from which
     model and optimizers are restored.
     Args:
         rows_per_step: samples of an optimizer step on a rank.
-        first_that_fits: tries micro-batches by whole train steps, and restores all state.
     """
     before, largest = micro_batches.limit, micro_batches.largest
     if before == largest:
@@ -93,6 +87,6 @@ def larger_micro_batch(
         rows = min(micro_batches.rows_of(row, size=size), rows_per_step)
         return probe_batch(row, rows, micro_steps=math.ceil(rows_per_step / rows))
 
-    found = first_that_fits(make_batch, halvings(largest.size, above=before.size))
+    found = first_that_fits(workload, make_batch, halvings(largest.size, above=before.size), options=options)
     watch.reset()
     return found

@@ -4,17 +4,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torchtune import utils
 
 from torchtune_adaptive.engine.search.find import search
-from torchtune_adaptive.engine.search.options import SearchOptions
 from torchtune_adaptive.engine.search.strategies import Probe, SearchResult
 from torchtune_adaptive.engine.search.tables import length_table, probe_table, rate_table, summary
 from torchtune_adaptive.engine.search.throughput import smallest_near_best, tokens_per_second
 from torchtune_adaptive.engine.search.workload import Workload
+from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit, halvings
 from torchtune_adaptive.training.batch.loader import StepLoader, check_fills_step
 from torchtune_adaptive.training.batch.rank_shares import largest_share
@@ -60,32 +60,11 @@ class Sizes:
         return RowLimit(rows)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SizeOptions:
-    """Which sizes a run needs.
-
-    Attributes:
-        search: how to search; None: no search.
-        seq_len: tokens per row of the probes; None: the longest row there can be.
-        uses_largest: use the largest size that fits as the config's ``batch_size``.
-        uses_fastest: rather use the smallest size that is about as fast as the best one.
-        max_tokens: padded tokens of a micro-batch; None: the limit is in rows.
-        grows, growth_limit: whether the batch grows, and up to which size.
-    """
-
-    search: SearchOptions | None = None
-    seq_len: int | None = None
-    uses_largest: bool = False
-    uses_fastest: bool = False
-    max_tokens: int | Literal["auto"] | None = None
-    grows: bool = False
-    growth_limit: int | Literal["memory", "none"] = "memory"
-
-
+@dataclass(frozen=True)
 class SizeFinder:
     """Finds the sizes that a run needs.
 
-    Args:
+    Attributes:
         workload: its train step takes the micro-batches of a step, as lists of rows.
         loader: the loader as configured, before the search.
         models: all models that process rows; each may limit their length.
@@ -93,79 +72,68 @@ class SizeFinder:
         tokenizer_max_seq_len: length to which the tokenizer truncates samples; None if it does not.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        loader: StepLoader,
-        row_format: RowFormat,
-        options: SizeOptions,
-        *,
-        models: Sequence[nn.Module],
-        wanted_rows: int,
-        tokenizer_max_seq_len: int | None,
-    ) -> None:
-        self._workload = workload
-        self._loader = loader
-        self._row_format = row_format
-        self._options = options
-        self._models = models
-        self._wanted_rows = wanted_rows
-        self._tokenizer_max_seq_len = tokenizer_max_seq_len
+    workload: Workload
+    loader: StepLoader
+    row_format: RowFormat
+    settings: AdaptiveSettings
+    models: Sequence[nn.Module]
+    wanted_rows: int
+    tokenizer_max_seq_len: int | None
 
     def find(self) -> Sizes:
         """Find the sizes. A collective; it restores models and optimizers.
 
         Raises:
-            InputError: the data cannot be cut as the options require.
+            InputError: the data cannot be cut as the settings require.
             NothingFitsError: one row does not fit.
         """
-        options = self._options
-        if options.max_tokens is not None:
-            check_unpacked(self._loader.dataset)
-        sizes = Sizes() if options.search is None else self._search(options.search)
-        if isinstance(options.max_tokens, int):
-            self._check_sample_lengths(options.max_tokens)
-            sizes = replace(sizes, token_budget=options.max_tokens)
-        if self._loader.is_global:
-            bound = sizes.fitting_rows if options.uses_fastest else None
-            sizes = replace(sizes, max_rows=bound if options.uses_largest else self._wanted_rows)
+        settings, dataset, longest = self.settings, self.loader.dataset, self.tokenizer_max_seq_len
+        budget = settings.max_tokens_per_micro_batch
+        if budget is not None:
+            check_unpacked(dataset)
+        sizes = self._search() if settings.searches else Sizes()
+        if isinstance(budget, int):
+            if longest is None or longest > budget:  # else the tokenizer truncates samples to fewer tokens
+                self.row_format.check_lengths(dataset, max_tokens=budget, consensus=self.workload.consensus)
+            sizes = replace(sizes, token_budget=budget)
+        if self.loader.is_global:
+            bound = sizes.fitting_rows if settings.objective == "throughput" else None
+            sizes = replace(sizes, max_rows=bound if settings.use_maximum_batch_size else self.wanted_rows)
         return sizes
 
-    def _search(self, how: SearchOptions) -> Sizes:
-        check_fills_step(self._loader, 1)
-        bound, row = self._bound(), self._worst_row()
-        seq_len = self._row_format.num_tokens(row)
-        result = self._search_rows(row, how, start=self._wanted_rows, bound=bound)
+    def _search(self) -> Sizes:
+        check_fills_step(self.loader, 1)
+        options, bound, row = self.settings.search_options, self._bound(), self._worst_row()
+        seq_len = self.row_format.num_tokens(row)
+        result = search(self.workload, partial(self._probe_batch, row), options, start=self.wanted_rows, bound=bound)
         utils.log_rank_zero(
             log, f"Probes, with the figures of rank 0:\n{probe_table(result)}\n{summary(result, seq_len)}"
         )
         sizes = Sizes(result=result, probe_row=row, seq_len=seq_len, fitting_rows=result.batch_size)
-        if self._options.max_tokens == "auto":
-            sizes = replace(sizes, token_budget=self._largest_token_budget(row, how, result, bound))
-        if self._options.uses_fastest:
+        if self.settings.max_tokens_per_micro_batch == "auto":
+            sizes = replace(sizes, token_budget=self._largest_token_budget(row, result, bound))
+        if self.settings.objective == "throughput":
             rates = self._time_sizes(row, result)
             sizes = replace(sizes, tokens_per_second=rates, fitting_rows=smallest_near_best(rates))
         return sizes
 
-    def _search_rows(self, row: Row, how: SearchOptions, *, start: int, bound: int) -> SearchResult:
-        """Search for the largest number of copies of ``row``, up to ``bound``. A collective."""
-        return search(self._workload, partial(self._probe_batch, row), how, start=start, bound=bound)
-
-    def _largest_token_budget(self, row: Row, how: SearchOptions, result: SearchResult, max_rows: int) -> int:
+    def _largest_token_budget(self, row: Row, result: SearchResult, max_rows: int) -> int:
         """Padded tokens of the largest micro-batch that fits for any row lengths. A collective."""
         tried: list[tuple[int, Probe]] = []
         # Shorter rows may be more than `max_batch_size`, and are seldom fewer than the bound.
-        from_above = replace(how, strategy="decrease_until_oom", power_of_two=False, max_batch_size=None)
+        from_above = replace(
+            self.settings.search_options, strategy="decrease_until_oom", power_of_two=False, max_batch_size=None
+        )
 
         def largest_rows_at(length: int, bound: int) -> int:
-            stretched = self._row_format.stretched(row, length // self._row_format.sequences)
-            found = self._search_rows(stretched, from_above, start=bound, bound=bound)
+            stretched = self.row_format.stretched(row, length // self.row_format.sequences)
+            found = search(self.workload, partial(self._probe_batch, stretched), from_above, start=bound, bound=bound)
             tried.extend((length, probe) for probe in found.probes)
             return found.exact_batch_size
 
         budget = largest_token_budget(
             largest_rows_at,
-            seq_len=self._row_format.padded_tokens(row),
+            seq_len=self.row_format.padded_tokens(row),
             rows=result.exact_batch_size,
             forecast_rows=result.forecast_rows,
             max_rows=max_rows,
@@ -177,10 +145,10 @@ class SizeFinder:
 
     def _time_sizes(self, row: Row, result: SearchResult) -> dict[int, float]:
         """Tokens per second of the size found and of its halvings. A collective."""
-        tokens = self._row_format.padded_tokens(row)
+        tokens = self.row_format.padded_tokens(row)
         rates = tokens_per_second(
-            self._workload,
-            lambda rows: self._probe_batch(row, rows),
+            self.workload,
+            partial(self._probe_batch, row),
             halvings(result.batch_size, above=0),
             num_tokens=lambda rows: rows * tokens * len(self._probe_batch(row, rows)),
         )
@@ -190,55 +158,41 @@ class SizeFinder:
 
     def _bound(self) -> int:
         """Rows of the largest micro-batch that can occur in training."""
-        options, loader = self._options, self._loader
-        largest = loader.largest_batch_size
-        is_found = options.uses_largest and not loader.is_global
-        if not options.grows and not is_found:
-            return loader.rows_per_step
+        settings, loader = self.settings, self.loader
+        largest, grows = loader.largest_batch_size, settings.batch_increase_function is not None
         if not loader.is_global:
-            return largest
-        limit = options.growth_limit if isinstance(options.growth_limit, int) else largest
+            return largest if grows or settings.use_maximum_batch_size else loader.rows_per_step
+        if not grows:
+            return loader.rows_per_step
+        limit = settings.growth_limit if isinstance(settings.growth_limit, int) else largest
         samples = loader.samples_per_step_at(max(loader.batch_size, min(limit, largest)))
         return largest_share(samples, ranks=loader.ranks)
 
     def _probe_batch(self, row: Row, rows: int) -> list[list[Row]]:
         """The micro-batches of a probe with ``rows`` copies of ``row``."""
-        return probe_batch(row, rows, micro_steps=self._micro_steps(rows))
-
-    def _micro_steps(self, rows: int) -> int:
-        """Micro-steps of an optimizer step if the largest micro-batch has ``rows`` rows."""
-        options, loader = self._options, self._loader
-        if options.max_tokens is not None or options.growth_limit != "memory":
-            return 2  # more need no more memory
-        return math.ceil(loader.rows_per_step / rows) if loader.is_global else loader.micro_steps
+        settings, loader = self.settings, self.loader
+        if settings.max_tokens_per_micro_batch is not None or settings.growth_limit != "memory":
+            return probe_batch(row, rows, micro_steps=2)  # more need no more memory
+        steps = math.ceil(loader.rows_per_step / rows) if loader.is_global else loader.micro_steps
+        return probe_batch(row, rows, micro_steps=steps)
 
     def _worst_row(self) -> Row:
         """The longest row that can occur in training. A collective."""
-        longest = self._tokenizer_max_seq_len
-        row = self._row_format.worst_case(
-            self._loader.dataset,
-            seq_len=self._options.seq_len,
+        longest, seq_len = self.tokenizer_max_seq_len, self.settings.seq_len
+        row = self.row_format.worst_case(
+            self.loader.dataset,
+            seq_len=seq_len,
             tokenizer_max_seq_len=longest,
-            consensus=self._workload.consensus,
+            consensus=self.workload.consensus,
         )
-        seq_len = self._row_format.num_tokens(row)
-        for model in self._models:
-            check_row_length(
-                seq_len, model, key="tokenizer.max_seq_len" if self._options.seq_len is None else "seq_len"
-            )
-        if longest is not None and seq_len < longest:
+        num_tokens = self.row_format.num_tokens(row)
+        for model in self.models:
+            check_row_length(num_tokens, model, key="tokenizer.max_seq_len" if seq_len is None else "seq_len")
+        if longest is not None and num_tokens < longest:
             utils.log_rank_zero(
-                log, f"Rows can have up to {longest} tokens, but probes have {seq_len}: longer rows may not fit."
+                log, f"Rows can have up to {longest} tokens, but probes have {num_tokens}: longer rows may not fit."
             )
         return row
-
-    def _check_sample_lengths(self, max_tokens: int) -> None:
-        """Check samples against a token budget. They are read only if the tokenizer does not truncate. A collective."""
-        longest = self._tokenizer_max_seq_len
-        if longest is None or longest > max_tokens:
-            self._row_format.check_lengths(
-                self._loader.dataset, max_tokens=max_tokens, consensus=self._workload.consensus
-            )
 
 
 def probe_batch(row: Any, rows: int, *, micro_steps: int) -> list[list[Any]]:

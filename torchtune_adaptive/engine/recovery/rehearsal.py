@@ -79,7 +79,7 @@ def rehearse(
             if found is None:
                 continue
             if found.reason:
-                raise _cannot_recover(found.reason)
+                raise cannot_recover(found.reason)
             without_recovery.pop_all()
             ledger.template = found.template
             buffers = found.changing_buffers
@@ -149,7 +149,7 @@ def _attached_ledger(model: nn.Module, device: torch.device, consensus: Consensu
         return ledger
     if ledger is not None:
         ledger.detach()
-    raise _cannot_recover(reason)
+    raise cannot_recover(reason)
 
 
 def _why_not_covered(recorded: list[list[Collective]], num_issued: list[int]) -> str:
@@ -172,5 +172,6 @@ def _differs_between_ranks(template: list[Collective], consensus: Consensus) -> 
     return smallest != largest
 
 
-def _cannot_recover(reason: str) -> CannotRecoverError:
+def cannot_recover(reason: str) -> CannotRecoverError:
+    """The error that recovery is not possible for ``reason``."""
     return CannotRecoverError(f"An out-of-memory error in training will end the run: {reason}.")
