@@ -173,12 +173,12 @@ def test_a_run_is_recorded_from_start_to_end_with_the_figures_that_it_logged(tmp
 
 
 def test_a_summary_says_what_was_done_and_where_the_files_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recipe = Recipe(tmp_path)
+    recipe = Recipe(tmp_path / "my runs")
     recipe.parts = replace(recipe.parts, config={**recipe.parts.config, "metric_logger.log_dir": "/logs"})
     train(recipe, use_maximum_batch_size=True, memory_limit_bytes=2**20, max_batch_size=3, power_of_two=False)
     title, *rows = caplog.messages[-1].splitlines()
     found = {row[2:19].strip(): row[19:] for row in rows}
-    output = tmp_path / "output"
+    output = tmp_path / "my runs" / "output"
     assert title == "Run complete: 8 optimizer steps, 2 epochs"
     throughput, peak = found.pop("throughput"), found.pop("peak memory")
     assert throughput.split(" ", 1)[1].startswith("tokens/s per rank, mean of 8 steps in ")
@@ -190,7 +190,7 @@ def test_a_summary_says_what_was_done_and_where_the_files_are(tmp_path: Path, ca
         "last checkpoint": "none",
         "metrics": "/logs",
         "report": f"{output}/{LOG_NAME}",
-        "picture": f"tune-adaptive report {output}",
+        "picture": f"tune-adaptive report '{output}'",
     }
 
 
@@ -204,6 +204,7 @@ def test_a_run_that_a_signal_ends_has_a_summary_too(tmp_path: Path, caplog: pyte
     assert summary.startswith("Run ended by a signal: 1 optimizer step, 0 epochs\n")
     assert f"last checkpoint  {tmp_path}/checkpoints/step_1\n" in summary
     assert "peak memory      not measured (no limit)\n" in summary
+    assert "metrics" not in summary  # which are nowhere that the config says
     *_, saved, last = lines_in(tmp_path / "output")
     assert (saved["event"], saved["path"]) == ("checkpoint", str(tmp_path / "checkpoints" / "step_1"))
     assert (last["event"], last["how"]) == ("ended", "ended by a signal")

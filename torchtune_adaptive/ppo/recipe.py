@@ -34,7 +34,7 @@ from torchtune_adaptive.training.metrics import TolerantLogger
 from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.signals import StopRequest
-from torchtune_adaptive.training.summary import log_rows, summary_text
+from torchtune_adaptive.training.summary import log_end
 
 log = utils.get_logger("DEBUG")
 
@@ -182,16 +182,16 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             self._run_log.search(result, step=step, seq_len=found.seq_len, of=of, chosen=chosen[of])
 
     def _log_summary(self, how: str) -> None:
-        step = self.global_step
-        self._run_log.append(event="ended", step=step, epoch=self._epochs_run, how=how)
-        finished = self._folder.finished
-        rows = {
-            "answers at once": f"{self._forward_batch_size} generated, {self._ppo_backward_batch_size} trained on",
-            "last checkpoint": str(finished[-1][0]) if finished else "none",
-            "metrics": self._cfg.metric_logger.get("log_dir"),
-            **(log_rows(self._run_log.path) if self._run_log.is_open else {}),
-        }
-        log.info(summary_text(how, step=step, epochs_run=self._epochs_run, rows=rows))
+        sizes = f"{self._forward_batch_size} generated, {self._ppo_backward_batch_size} trained on"
+        log_end(
+            self._run_log,
+            how,
+            step=self.global_step,
+            epochs_run=self._epochs_run,
+            rows={"answers at once": sizes},
+            checkpoints=self._folder.finished,
+            metrics=self._cfg.metric_logger.get("log_dir"),
+        )
 
     def _set_up_checkpoints(self, config: dict[str, Any]) -> tuple[int, int] | None:
         """Resume from the checkpoint. Returns the sizes of its run, None if they must be searched again."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchtune import training, utils
+from torchtune import training
 
 from torchtune_adaptive.engine.memory.resident import anonymous_bytes
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
@@ -18,10 +18,8 @@ from torchtune_adaptive.training.batch.loader import StepLoader
 from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.step_figures import StepResult
-from torchtune_adaptive.training.summary import arrows, log_rows, summary_text
+from torchtune_adaptive.training.summary import arrows, log_end
 from torchtune_adaptive.training.train_step import TrainStep
-
-log = utils.get_logger("DEBUG")
 
 _MEMORY_EVENTS = {MemoryPressure.OUT_OF_MEMORY: "out of memory", MemoryPressure.THRASHING: "thrashing"}
 
@@ -105,17 +103,19 @@ class StepLog:
         self._run_log.append(step=step, epoch=epoch, seconds=seconds, **figures)
 
     def finish(self, how: str, *, step: int, epochs_run: int) -> None:
-        """Log a summary of the run.
-
-        Args:
-            how: the run has ended: "complete" or "ended by a signal".
-            step, epochs_run: optimizer steps and epochs done.
-        """
+        """Log the end of the run, as ``log_end``."""
         if not self.writes:
             return
         self._write_events()
-        self._run_log.append(event="ended", step=step, epoch=epochs_run, how=how)
-        log.info(summary_text(how, step=step, epochs_run=epochs_run, rows=self._summary_rows()))
+        log_end(
+            self._run_log,
+            how,
+            step=step,
+            epochs_run=epochs_run,
+            rows=self._summary_rows(),
+            checkpoints=self._checkpoints,
+            metrics=self._options.logs,
+        )
 
     def _figures(self, result: StepResult, *, seconds: float) -> dict[str, Any]:
         limit, options = self._micro_batches.limit, self._options
@@ -169,9 +169,6 @@ class StepLog:
             else "never",
             "throughput": self._throughput(),
             "peak memory": self._peak(),
-            "last checkpoint": str(self._checkpoints[-1][0]) if self._checkpoints else "none",
-            "metrics": self._options.logs,
-            **(log_rows(self._run_log.path) if self._run_log.is_open else {}),
         }
 
     def _throughput(self) -> str | None:

@@ -1,4 +1,4 @@
-"""What a run has done, as text for the log when it ends."""
+"""The end of a run in its log, with a summary of what it has done."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -6,36 +6,43 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from torchtune import utils
+
 from torchtune_adaptive.text import count_text
+from torchtune_adaptive.training.run_log import RunLog
+
+log = utils.get_logger("DEBUG")
 
 _LONGEST_LIST = 4  # of batch sizes
 
 
-def summary_text(how: str, *, step: int, epochs_run: int, rows: Mapping[str, str | None]) -> str:
-    """What was done, and the rows below it, aligned; those without a text are left out.
+def log_end(
+    run_log: RunLog,
+    how: str,
+    *,
+    step: int,
+    epochs_run: int,
+    rows: Mapping[str, str | None],
+    checkpoints: Sequence[tuple[Path, int]],
+    metrics: str | None,
+) -> None:
+    """Append the end of a run to ``run_log``, and log a summary: ``rows`` that have a text, then where its files are.
 
     Args:
         how: the run has ended: "complete" or "ended by a signal".
         step, epochs_run: optimizer steps and epochs done.
-
-    >>> print(summary_text("complete", step=1, epochs_run=3, rows={"batch_size": "8", "metrics": None, "peak": "-"}))
-    Run complete: 1 optimizer step, 3 epochs
-      batch_size  8
-      peak        -
+        checkpoints: those that were written, in order, with their steps.
+        metrics: where the metric logger writes; None if it is not known.
     """
-    there = {name: text for name, text in rows.items() if text is not None}
-    width = max(map(len, there), default=0)
+    run_log.append(event="ended", step=step, epoch=epochs_run, how=how)
+    all_rows = {**rows, "last checkpoint": str(checkpoints[-1][0]) if checkpoints else "none", "metrics": metrics}
+    if run_log.is_open:
+        folder = shlex.quote(str(run_log.path.parent))
+        all_rows |= {"report": str(run_log.path), "picture": f"tune-adaptive report {folder}"}
+    there = {name: text for name, text in all_rows.items() if text is not None}
+    width = max(map(len, there))
     title = f"Run {how}: {count_text(step, 'optimizer step')}, {count_text(epochs_run, 'epoch')}"
-    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in there.items())])
-
-
-def log_rows(path: Path) -> dict[str, str | None]:
-    """Where the run's log is, and the command that draws its pictures, for a shell.
-
-    >>> log_rows(Path("my runs/log"))
-    {'report': 'my runs/log', 'picture': "tune-adaptive report 'my runs'"}
-    """
-    return {"report": str(path), "picture": f"tune-adaptive report {shlex.quote(str(path.parent))}"}
+    log.info("\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in there.items())]))
 
 
 def arrows(values: Sequence[Any]) -> str:

@@ -4,11 +4,13 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
+from tests.support.toys import Samples
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.training.batch.loader import GlobalStepLoader, StepLoader, check_fills_step
 from torchtune_adaptive.training.batch.row_format import Row, TokenRows
@@ -426,3 +428,32 @@ def test_a_global_batch_resumes_at_the_same_sample_on_another_number_of_ranks() 
         after += itertools.chain(*steps_of(resumed, 0))
     sampler: Any = DistributedSampler(dataset_of(50), 1, 0, shuffle=True, seed=3)
     assert sorted(after) == sorted(list(sampler)[14:49])
+
+
+def test_nothing_before_the_position_of_a_resumed_run_is_read() -> None:
+    state = loader_over(dataset_of(20), batch_size=3).state_dict() | {"epoch_samples": 12}
+    order = list(itertools.chain(*steps_of(loader_over(dataset_of(20), batch_size=3, shuffle=True), 1)))
+    samples = Samples(*[1] * 20)
+    resumed = loader_over(samples, batch_size=3, shuffle=True)
+    resumed.load_state_dict(state | {"left_over": (18, 18)}, epoch=0)
+    steps = resumed.steps(1)
+    assert samples.read == []
+    next(steps)
+    assert samples.read == order[12:15]
+    assert len(list(steps)) == 1  # the last two rows fill no batch
+    assert samples.read == order[12:18]
+
+
+def test_an_epoch_draws_one_random_number_when_it_begins_also_where_it_is_resumed() -> None:
+    """Dropout draws from the same generator."""
+    loader = loader_over(dataset_of(12), batch_size=2, shuffle=True)
+    torch.manual_seed(0)
+    torch.empty((), dtype=torch.int64).random_()
+    expected = torch.get_rng_state()
+    for epoch, done in enumerate((0, 4, 0)):
+        loader.load_state_dict(loader.state_dict() | {"epoch_samples": 2 * done}, epoch=0)
+        torch.manual_seed(0)
+        steps = loader.steps(epoch)
+        assert torch.equal(torch.get_rng_state(), expected)
+        assert len(list(steps)) == 6 - done
+        assert torch.equal(torch.get_rng_state(), expected)

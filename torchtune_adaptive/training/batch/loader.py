@@ -7,7 +7,6 @@ from typing import Any
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.training.batch.epoch_batches import EpochBatches
 from torchtune_adaptive.training.batch.rank_shares import (
     check_samples_per_step,
     largest_share,
@@ -66,6 +65,7 @@ class StepLoader:
         batch_size: the current batch size, in the unit of the config's key. ``set_batch_size`` changes it.
         micro_steps: micro-steps per optimizer step, as long as they fit.
         longest_row: the longest sample that training has used so far.
+        data_loader: the current data loader, whose state is saved in torchtune's checkpoints.
     """
 
     key = "batch_size"
@@ -76,14 +76,14 @@ class StepLoader:
     ) -> None:
         self.dataset: Any = sampler.dataset
         self.ranks: int = sampler.num_replicas
-        self.batch_size = batch_size
         self.micro_steps = micro_steps
         self.longest_row: Row | None = None
         self._sampler = sampler
         self._row_format = row_format
         self._max_steps_per_epoch = max_steps_per_epoch
         self._left_over: list[Row] = []
-        self._batches = EpochBatches(sampler, self._rows_per_batch(batch_size))
+        self._batches_done = 0  # of the current epoch; 0 between epochs
+        self.set_batch_size(batch_size)
 
     @property
     def largest_batch_size(self) -> int:
@@ -118,12 +118,7 @@ class StepLoader:
     @property
     def steps_done(self) -> int:
         """Optimizer steps of the current epoch so far; 0 between epochs."""
-        return self._batches.done // self.micro_steps
-
-    @property
-    def data_loader(self) -> StatefulDataLoader:
-        """The current data loader, whose state is saved in torchtune's checkpoints."""
-        return self._batches.data_loader
+        return self._batches_done // self.micro_steps
 
     def samples_per_step_at(self, batch_size: int) -> int:
         """Samples of an optimizer step over all ranks, at another batch size."""
@@ -137,21 +132,32 @@ class StepLoader:
     def set_batch_size(self, batch_size: int) -> None:
         """Set the batch size, between epochs."""
         self.batch_size = batch_size
-        self._batches.set_rows(self._rows_per_batch(batch_size))
+        self._rows_per_batch = self._rows_of_rank(batch_size)
+        self.data_loader = self._make_data_loader(self._sampler)
 
     def steps(self, epoch: int) -> Iterator[StepSamples]:
-        """The samples of each remaining optimizer step of ``epoch``. The data loader's iterator is made at once."""
-        return self._steps(self._batches.begin(epoch))
+        """The samples of each remaining optimizer step of ``epoch``; those before are not read.
+
+        The data loader's iterator is made at once, which draws a random number.
+        """
+        self._sampler.set_epoch(epoch)
+        if self._batches_done:
+            rest = list(self._sampler)[self._batches_done * self._rows_per_batch :]
+            self.data_loader = self._make_data_loader(rest)
+        elif self.data_loader.sampler is not self._sampler:
+            self.data_loader = self._make_data_loader(self._sampler)
+        return self._steps(iter(self.data_loader))
 
     def _steps(self, batches: Iterator[list[Row]]) -> Iterator[StepSamples]:
         while self.steps_done != self._max_steps_per_epoch and (rows := next(batches, None)) is not None:
+            self._batches_done += 1
             self._left_over += rows
-            if self._batches.done % self.micro_steps == 0:
+            if self._batches_done % self.micro_steps == 0:
                 rows, self._left_over = self._left_over, []
                 known = [] if self.longest_row is None else [self.longest_row]
                 self.longest_row = max([*known, *rows], key=self._row_format.num_tokens)
                 yield self._step_samples(rows)
-        self._batches.go_to(0)
+        self._batches_done = 0
 
     def describe(self, batch_size: int) -> str:
         """The size of an optimizer step as arithmetic, for the log."""
@@ -162,8 +168,7 @@ class StepLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a resumed run. ``left_over`` are positions in a rank's order of the last epoch's samples."""
-        rows = self._batches.rows
-        end = len(self._sampler) // rows * rows
+        end = len(self._sampler) // self._rows_per_batch * self._rows_per_batch
         return {
             "batch_size": self.batch_size,
             "is_global": self.is_global,
@@ -180,19 +185,24 @@ class StepLoader:
         If the number of samples per step has changed, the run resumes at the last position where one of its steps
         begins. Left-over samples are read again, unless the data, the number of ranks or the batch's unit changed.
         """
-        self._batches.go_to(state["epoch_samples"] // self.samples_per_step * self.micro_steps)
+        self._batches_done = state["epoch_samples"] // self.samples_per_step * self.micro_steps
         is_alike = state["is_global"], state["dataset_samples"], state["ranks"]
         if is_alike == (self.is_global, len(self.dataset), self.ranks):
-            self._left_over = [
-                self.dataset[index] for index in self._batches.indices(epoch)[slice(*state["left_over"])]
-            ]
+            self._sampler.set_epoch(epoch)
+            self._left_over = [self.dataset[index] for index in list(self._sampler)[slice(*state["left_over"])]]
 
     def set_longest_row(self, num_tokens: int) -> None:
         """Set the length of the longest row so far to ``num_tokens``; 0: no row yet."""
         self.longest_row = self._row_format.of_length(self.dataset, num_tokens) if num_tokens else None
 
-    def _rows_per_batch(self, batch_size: int) -> int:
+    def _rows_of_rank(self, batch_size: int) -> int:
+        """This rank's rows of a batch that the data loader reads."""
         return batch_size
+
+    def _make_data_loader(self, indices: Any) -> StatefulDataLoader:
+        """As in torchtune, samples at the end that do not fill a batch are dropped."""
+        rows: Any = self._rows_per_batch
+        return StatefulDataLoader(self.dataset, batch_size=rows, sampler=indices, collate_fn=list, drop_last=True)
 
     def _step_samples(self, rows: list[Row]) -> StepSamples:
         return StepSamples(rows, num_samples=len(rows) * self.ranks, ranks=self.ranks)
@@ -231,7 +241,7 @@ class GlobalStepLoader(StepLoader):
     def describe(self, batch_size: int) -> str:
         return f"{batch_size} samples per optimizer step on {self.ranks} ranks"
 
-    def _rows_per_batch(self, batch_size: int) -> int:
+    def _rows_of_rank(self, batch_size: int) -> int:
         self._sampler.set_samples_per_step(batch_size)
         return rows_of_rank(batch_size, rank=self._sampler.rank, ranks=self.ranks)
 
