@@ -384,7 +384,7 @@ def test_a_measured_step_has_the_gradient_norm_of_its_first_half(faults: list[in
     assert sums.small_batch is not None
     norm_squared, weight = sums.small_batch.tolist()
     assert weight == 4
-    toy.step.zero_grad()
+    toy.step.stepping.zero_grad()
     toy.step.micro_step(MicroBatch(ROWS[:4]))
     expected = sum(p.grad.double().square().sum().item() for p in toy.model.parameters() if p.grad is not None)
     assert norm_squared == pytest.approx(expected)

@@ -274,8 +274,12 @@ def test_a_token_budget_of_the_config_is_checked_against_samples_that_may_be_lon
 def test_packs_have_no_token_budget(budget: Any) -> None:
     samples: Any = Samples(*[3] * 50)
     packs = loader_over(PackedDataset(samples, max_seq_len=8))
-    with pytest.raises(InputError, match=r"`dataset\.packed` must be False"):
+    with pytest.raises(InputError) as refused:
         Device().find(packs, max_tokens_per_micro_batch=budget)
+    assert str(refused.value) == (
+        "`dataset.packed` must be False for `max_tokens_per_micro_batch`, because packed rows have one length,"
+        " but is True instead."
+    )
     assert Device().find(packs) == Sizes()
 
 

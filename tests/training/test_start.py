@@ -63,8 +63,7 @@ class Case(NamedTuple):
             loader,
             growth,
             self.sizes,
-            uses_largest=settings.use_maximum_batch_size,
-            growth_limit=settings.growth_limit,
+            settings=settings,
             epochs_run=self.epochs_run,
             saved=self.saved,
         )

@@ -345,7 +345,7 @@ def test_all_optimizers_step_and_the_rate_is_that_of_the_first() -> None:
     assert model.weight.tolist() == [pytest.approx([-LR * mean_x, -LR * 2 * mean_x])]
     assert model.bias.item() == pytest.approx(-0.25)
     assert (model.weight.grad, model.bias.grad) == (None, None)
-    assert step.learning_rate == LR
+    assert stepping.learning_rate == LR
 
 
 def in_backward(model: nn.Module, *, normalizes: bool, ranks: int = 1) -> OptimizerInBackward:

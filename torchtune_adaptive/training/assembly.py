@@ -165,8 +165,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
             loader,
             growth,
             sizes,
-            uses_largest=settings.use_maximum_batch_size,
-            growth_limit=settings.growth_limit,
+            settings=settings,
             epochs_run=parts.epochs.start,
             saved=saved,
         )

@@ -53,10 +53,16 @@ def end_search(cfg: DictConfig, values: Mapping[str, Any], *, seq_len: int | Non
     rows = "" if seq_len is None else f"rows of {seq_len} tokens, "
     rests_on = f"{rows}{consensus.world_size} {'ranks' if consensus.world_size > 1 else 'rank'}"
 
+    changed = cfg.copy()  # interpolations stay as they are
+    OmegaConf.set_struct(changed, False)
+    for key, value in {"use_maximum_batch_size": False, **values}.items():
+        OmegaConf.update(changed, key, value)
+    (changed.get("adaptive") or {}).pop("search_only", None)
+
     def write() -> None:
         header = f"# The sizes that a search found ({rests_on}): {found}\n"
         try:
-            write_whole(path, header + OmegaConf.to_yaml(with_values(cfg, values)))
+            write_whole(path, header + OmegaConf.to_yaml(changed))
         except OSError as error:
             raise InputError(
                 f"`output_dir` must be a folder that can be written, but is {quote(cfg.output_dir)}:"
@@ -65,13 +71,3 @@ def end_search(cfg: DictConfig, values: Mapping[str, Any], *, seq_len: int | Non
 
     consensus.ask_rank_zero(write)
     raise RunEnded(f"the search found {found} ({rests_on}); the config with it is {path}.", 0)
-
-
-def with_values(cfg: DictConfig, values: Mapping[str, Any]) -> DictConfig:
-    """A copy of ``cfg`` with ``values``, which trains without a search. Interpolations stay as they are."""
-    changed = cfg.copy()
-    OmegaConf.set_struct(changed, False)
-    for key, value in {"use_maximum_batch_size": False, **values}.items():
-        OmegaConf.update(changed, key, value)
-    (changed.get("adaptive") or {}).pop("search_only", None)
-    return changed

@@ -75,7 +75,7 @@ class LearningRate:
         self._optimizers = tuple(optimizers)
         self._build = build
         self._total_epochs = total_epochs
-        self._rule: LearningRateScaling = rule
+        self._rule = rule
         self._reference_samples = reference_samples
         self._schedule_steps = schedule_steps
         self._epoch_start: EpochStart | None = None
@@ -101,8 +101,10 @@ class LearningRate:
                 # A copy, because a tensor is changed in place.
                 group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))
             done = epoch * self._schedule_steps + epoch_steps
-            self._scheduler = self._make_scheduler(done, following_from=step if follows else None)
-            if follows:
+            self._scheduler = self._build(self._total_epochs * self._schedule_steps, done - 1)
+            if follows:  # it counts the run's optimizer steps, each of which is mapped to the schedule
+                self._scheduler.lr_lambdas = [self._on_schedule(rate) for rate in self._scheduler.lr_lambdas]
+                self._scheduler.last_epoch = step
                 self._set_rates()
 
     def change(self, *, epoch: int, step: int, steps_per_epoch: int) -> None:
@@ -113,7 +115,8 @@ class LearningRate:
         """Scale the rate to a step of ``samples`` over all ranks. Returns a text for the log, "" without a change."""
         if self._rule == "none":
             return ""
-        self._scale = scale_of(self._rule, samples=samples, reference_samples=self._reference_samples)
+        ratio = samples / self._reference_samples
+        self._scale = math.sqrt(ratio) if self._rule == "sqrt" else ratio
         self._set_rates()
         return (
             f"learning rate * {self._scale:.6g}: {self._rule} scaling to {samples} samples per optimizer step,"
@@ -133,18 +136,6 @@ class LearningRate:
         """Restore the state. Call it before ``begin``."""
         self._reference_samples = state["reference_samples"]
         self._schedule_steps = state["schedule_steps"]
-
-    def _make_scheduler(self, done: int, *, following_from: int | None) -> Any:
-        """The schedule after ``done`` of its steps.
-
-        If it follows the batch size, it counts the run's optimizer steps from ``following_from`` on, and each of them
-        is mapped to the schedule. Otherwise it counts its own steps.
-        """
-        scheduler = self._build(self._total_epochs * self._schedule_steps, done - 1)
-        if following_from is not None:
-            scheduler.lr_lambdas = [self._on_schedule(rate) for rate in scheduler.lr_lambdas]
-            scheduler.last_epoch = following_from
-        return scheduler
 
     def _on_schedule(self, rate: Callable[[Any], float]) -> Callable[[int], float]:
         def rate_at(step: int) -> float:
@@ -168,16 +159,6 @@ class LearningRate:
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
-
-
-def scale_of(rule: LearningRateScaling, *, samples: int, reference_samples: int) -> float:
-    """The factor of the rate for steps of ``samples``, if the config's rate is for ``reference_samples``.
-
-    >>> [scale_of(rule, samples=64, reference_samples=16) for rule in ("none", "sqrt", "linear")]
-    [1.0, 2.0, 4.0]
-    """
-    ratio = samples / reference_samples
-    return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[rule]
 
 
 def check_follows(scheduler: Any) -> None:

@@ -14,11 +14,12 @@ from torchtune_adaptive.engine.search.strategies import Probe, SearchResult
 from torchtune_adaptive.engine.search.tables import length_table, probe_table, rate_table, summary
 from torchtune_adaptive.engine.search.throughput import smallest_near_best, tokens_per_second
 from torchtune_adaptive.engine.search.workload import Workload
+from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit, halvings
 from torchtune_adaptive.training.batch.loader import StepLoader, check_fills_step
 from torchtune_adaptive.training.batch.rank_shares import largest_share
-from torchtune_adaptive.training.batch.row_format import Row, RowFormat, check_row_length, check_unpacked
+from torchtune_adaptive.training.batch.row_format import Row, RowFormat, check_row_length, is_packed
 from torchtune_adaptive.training.token_budget import largest_token_budget
 
 log = utils.get_logger("DEBUG")
@@ -89,8 +90,11 @@ class SizeFinder:
         """
         settings, dataset, longest = self.settings, self.loader.dataset, self.tokenizer_max_seq_len
         budget = settings.max_tokens_per_micro_batch
-        if budget is not None:
-            check_unpacked(dataset)
+        if budget is not None and is_packed(dataset):
+            raise InputError(
+                "`dataset.packed` must be False for `max_tokens_per_micro_batch`, because packed rows have one length,"
+                " but is True instead."
+            )
         sizes = self._search() if settings.searches else Sizes()
         if isinstance(budget, int):
             if longest is None or longest > budget:  # else the tokenizer truncates samples to fewer tokens

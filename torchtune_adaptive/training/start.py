@@ -1,9 +1,9 @@
 """Where a run starts: with the batch size of the search or the config, or at the saved position."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training.batch.growth import BatchGrowth
 from torchtune_adaptive.training.batch.loader import StepLoader
 from torchtune_adaptive.training.run_state import AdaptiveState
@@ -32,8 +32,7 @@ def starting_point(
     growth: BatchGrowth,
     sizes: Sizes,
     *,
-    uses_largest: bool,
-    growth_limit: int | Literal["memory", "none"],
+    settings: AdaptiveSettings,
     epochs_run: int,
     saved: AdaptiveState | None,
 ) -> StartingPoint:
@@ -41,16 +40,16 @@ def starting_point(
 
     Args:
         loader: the loader as configured; its batch size is not changed.
-        growth: its maximum is set here, by ``growth_limit``.
-        uses_largest: start with the size that a search has found, unless the batch is global.
+        growth: its maximum is set here.
         epochs_run: epochs done before a resume.
         saved: the saved state, None if a stock recipe wrote the checkpoint.
     Raises:
         InputError: the config's batch size does not fit, or the function returns an invalid answer.
     """
+    uses_largest = settings.use_maximum_batch_size
     chooses = uses_largest and not loader.is_global
     first = sizes.fitting_rows if chooses and sizes.fitting_rows is not None else loader.batch_size
-    growth.set_maximum(_largest_batch_size(loader, sizes, first, grows=growth.grows, limit=growth_limit))
+    growth.set_maximum(_largest_batch_size(loader, sizes, first, settings))
     planned = growth.sizes(first)
     if saved is None:
         present = planned[epochs_run - 1] if epochs_run else first
@@ -81,16 +80,14 @@ def changed_batch(samples: int, in_config: int, *, lr_scaling: str, accumulates:
     return f"{text}." if lr_scaling != "none" else f"{text}, adaptive.lr_scaling adjusts the learning rate."
 
 
-def _largest_batch_size(
-    loader: StepLoader, sizes: Sizes, first: int, *, grows: bool, limit: int | Literal["memory", "none"]
-) -> int:
+def _largest_batch_size(loader: StepLoader, sizes: Sizes, first: int, settings: AdaptiveSettings) -> int:
     """The largest batch size that may be reached from ``first``."""
-    largest, result = loader.largest_batch_size, sizes.result
-    if limit != "memory":
-        return min(limit, largest) if isinstance(limit, int) else largest
-    if result is None:
+    largest, limit, result = loader.largest_batch_size, settings.growth_limit, sizes.result
+    if isinstance(limit, int):
+        return min(limit, largest)
+    if limit == "none" or result is None:
         return largest
-    if grows and first > result.exact_batch_size:
+    if settings.batch_increase_function is not None and first > result.exact_batch_size:
         at_bound = result.exact_batch_size == result.bound
         what = "that the data set and max_batch_size allow" if at_bound else "that fits"
         raise InputError(

@@ -121,7 +121,7 @@ class StepLog:
         limit, options = self._micro_batches.limit, self._options
         figures: dict[str, Any] = {
             "loss": result.loss,
-            "lr": self._step.learning_rate,
+            "lr": self._step.stepping.learning_rate,
             "tokens_per_second_per_gpu": result.num_tokens / (seconds * options.ranks),
             "global_batch_size": self._loader.samples_per_step,
             limit.key: limit.size,

@@ -50,32 +50,18 @@ class TrainStep:
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self._objective = objective
-        self._stepping = stepping
+        self.stepping = stepping
         self._collate = collate
         self._device = device
         self._phases = phases
-        self._meter = meter
+        self.meter = meter
         self._stop_requested = stop_requested
         self._has_finished_one = False
 
     @property
-    def learning_rate(self) -> float:
-        """The current learning rate."""
-        return self._stepping.learning_rate
-
-    @property
-    def meter(self) -> MemoryMeter | None:
-        """The device's meter, None without one."""
-        return self._meter
-
-    @property
     def metered(self) -> AbstractContextManager[Any]:
         """The context in which the device's memory is metered, if there is a meter."""
-        return contextlib.nullcontext() if self._meter is None else self._meter
-
-    def zero_grad(self) -> None:
-        """Drop gradients."""
-        self._stepping.zero_grad()
+        return contextlib.nullcontext() if self.meter is None else self.meter
 
     def micro_step(self, micro_batch: MicroBatch) -> StepSums:
         """Forward pass, loss and backward pass of one micro-batch. With FSDP2 a collective.
@@ -85,14 +71,14 @@ class TrainStep:
         self._phases.enter("forward")
         loss = self._objective(self._batch(micro_batch.rows))  # hooks enter the phase "loss" after the forward pass
         self._phases.enter("backward")
-        self._stepping.backward(loss)
+        self.stepping.backward(loss)
         sums = StepSums.of(loss)
         del loss  # only the sums outlive the backward pass
         if not micro_batch.is_small:
             return sums
         norm_squared = torch.zeros((), dtype=torch.float64, device=sums.loss.device)
         if micro_batch.ends_small:
-            norm_squared = own_norm_squared(self._stepping.model).to(norm_squared)
+            norm_squared = own_norm_squared(self.stepping.model).to(norm_squared)
         return replace(sums, small_batch=torch.stack((norm_squared, sums.weight.double())))
 
     def finish(self, sums: StepSums) -> StepFigures:
@@ -101,7 +87,7 @@ class TrainStep:
         Raises:
             RuntimeError: out of memory after all ranks had agreed that the micro-steps succeeded.
         """
-        creates_state = not self._has_finished_one and not any(one.state for one in self._stepping.optimizers)
+        creates_state = not self._has_finished_one and not any(one.state for one in self.stepping.optimizers)
         if creates_state:
             self._free_cache()
         try:
@@ -127,9 +113,9 @@ class TrainStep:
         self._phases.enter("clip")
         values = self._sum_over_ranks(sums)
         weight = divisor(values[1]).to(sums.weight.dtype)
-        norm = self._stepping.normalize(weight)
+        norm = self.stepping.normalize(weight)
         self._phases.enter("optimizer")
-        self._stepping.step()
+        self.stepping.step()
         # Rounded as in torchtune, which divides a number by a tensor.
         loss = weight.reciprocal() * values[0].to(sums.loss.dtype)
         metrics_end = 4 + len(sums.metrics)
@@ -146,12 +132,12 @@ class TrainStep:
             free_memory(self._device)
 
     def _batch(self, rows: Sequence[Row]) -> Any:
-        if self._meter is None:
+        if self.meter is None:
             batch = self._collate(rows)
         else:
             with _disable_current_modes():  # a forecast needs the same operations for any number of rows
                 batch = self._collate(rows)
-            self._meter.count(batch)
+            self.meter.count(batch)
         if isinstance(batch, dict):
             utils.batch_to_device(batch, self._device)  # moves block masks too
             return batch
@@ -167,6 +153,6 @@ class TrainStep:
         scalars = [sums.loss, sums.weight, num_tokens, stop, *sums.metrics.values()]
         values = torch.stack([value.detach().double() for value in scalars])
         if sums.small_batch is not None:
-            norm_squared = own_norm_squared(self._stepping.model).to(values.device)
+            norm_squared = own_norm_squared(self.stepping.model).to(values.device)
             values = torch.cat((values, sums.small_batch, norm_squared[None]))
         return sum_over_ranks(values)

@@ -40,6 +40,8 @@ class Trainer:
         before_step: called before each step with the number of optimizer steps done.
         epochs: the remaining epochs.
         steps_done: optimizer steps before them.
+    Attributes:
+        epochs_run, global_step: epochs and optimizer steps done, including those before a resume.
     """
 
     def __init__(
@@ -75,18 +77,8 @@ class Trainer:
         self._saver = saver
         self._before_step = before_step
         self._epochs = epochs
-        self._epochs_run = epochs.start
-        self._global_step = steps_done
-
-    @property
-    def epochs_run(self) -> int:
-        """Epochs done, including those before a resume."""
-        return self._epochs_run
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps done, including those before a resume."""
-        return self._global_step
+        self.epochs_run = epochs.start
+        self.global_step = steps_done
 
     def train(self) -> None:
         """Train for the remaining epochs, save after each, and log a summary at the end. A collective.
@@ -98,12 +90,12 @@ class Trainer:
         try:
             self._train_epochs()
         except RunEnded:
-            self._step_log.finish("ended by a signal", step=self._global_step, epochs_run=self._epochs_run)
+            self._step_log.finish("ended by a signal", step=self.global_step, epochs_run=self.epochs_run)
             raise
-        self._step_log.finish("complete", step=self._global_step, epochs_run=self._epochs_run)
+        self._step_log.finish("complete", step=self.global_step, epochs_run=self.epochs_run)
 
     def _train_epochs(self) -> None:
-        self.step.zero_grad()
+        self.step.stepping.zero_grad()
         with self._profiler.running():
             for epoch in self._epochs:
                 if not self.loader.steps_done:  # otherwise the run resumes within this epoch
@@ -111,8 +103,8 @@ class Trainer:
                     self._grow(epoch)
                     self._try_larger_micro_batches(epoch)
                 self._train_epoch(epoch)
-                self._epochs_run = epoch + 1
-                self._saver.after_epoch(epoch, step=self._global_step)
+                self.epochs_run = epoch + 1
+                self._saver.after_epoch(epoch, step=self.global_step)
 
     def load_state(self, saved: AdaptiveState) -> None:
         """Resume from a saved state, and log what has changed since. A collective."""
@@ -123,14 +115,14 @@ class Trainer:
         """Log the current batch size with its arithmetic and the reason, and add it to the record with ``figures``."""
         size, loader = self.loader.batch_size, self.loader
         utils.log_rank_zero(log, f"{loader.key} {size} ({reason}): {loader.describe(size)}{self._describe_cut()}")
-        samples, step = loader.samples_per_step, self._global_step + 1
+        samples, step = loader.samples_per_step, self.global_step + 1
         self.record.note(reason, step=step, epoch=epoch, batch_size=size, samples_per_step=samples, **figures)
 
     def note(self, reason: str, **figures: int) -> None:
         """Log ``reason``, and add it to the record with ``figures``."""
         utils.log_rank_zero(log, reason)
-        step, size = self._global_step + 1, self.loader.batch_size
-        self.record.note(reason, step=step, epoch=self._epochs_run, batch_size=size, **figures)
+        step, size = self.global_step + 1, self.loader.batch_size
+        self.record.note(reason, step=step, epoch=self.epochs_run, batch_size=size, **figures)
 
     def _grow(self, epoch: int) -> None:
         """Apply this epoch's increase; adapt data, steps per epoch, micro-batches and learning rate. A collective."""
@@ -141,8 +133,8 @@ class Trainer:
             utils.log_rank_zero(log, growth.reason)
         if growth.granted:
             self.loader.set_batch_size(growth.batch_size)
-            self.micro_batches.set_largest(self.sizes.limit(self.loader.rows_per_micro_step))
-            self._rate.change(epoch=epoch, step=self._global_step, steps_per_epoch=self.loader.steps_per_epoch)
+            self.micro_batches.largest = self.sizes.limit(self.loader.rows_per_micro_step)
+            self._rate.change(epoch=epoch, step=self.global_step, steps_per_epoch=self.loader.steps_per_epoch)
             if scaled := self._rate.scale(self.loader.samples_per_step):
                 utils.log_rank_zero(log, scaled)
             self.note_batch_size(growth.reason, epoch=epoch)
@@ -170,22 +162,22 @@ class Trainer:
                 waited_seconds = time.perf_counter() - asked
                 self._profiler.begin_step(epoch, step)
                 began = time.perf_counter()
-                self._before_step(self._global_step)
+                self._before_step(self.global_step)
                 result = self._measured_step(samples)
-                self._global_step += 1
+                self.global_step += 1
                 self._rate.step()
                 seconds = waited_seconds + time.perf_counter() - began
                 progress.update(1)
-                progress.set_description(f"{epoch + 1}|{self._global_step}|Loss: {result.loss}")
-                self._step_log.write(self._global_step, result, epoch=epoch, seconds=seconds)
+                progress.set_description(f"{epoch + 1}|{self.global_step}|Loss: {result.loss}")
+                self._step_log.write(self.global_step, result, epoch=epoch, seconds=seconds)
                 self._profiler.end_step(epoch, step)
-                self._saver.after_step(epochs_run=epoch, step=self._global_step, stop=result.stop)
+                self._saver.after_step(epochs_run=epoch, step=self.global_step, stop=result.stop)
                 asked = time.perf_counter()  # a step includes the wait for its samples
 
     def _measured_step(self, samples: StepSamples) -> StepResult:
         """One optimizer step under the meter, which measures gradient norms if the growth needs them. A collective."""
         with self.step.metered:
-            result = self.train_step(replace(samples, measured=self._growth.measures(self._global_step))).read()
+            result = self.train_step(replace(samples, measured=self._growth.measures(self.global_step))).read()
         self.micro_batches.end_step()
         if result.measured:
             ranks, num_samples = self.loader.ranks, samples.num_samples

@@ -181,11 +181,11 @@ def test_a_limit_is_halved_and_set_back_and_the_largest_stays() -> None:
 def test_a_reduced_limit_stays_reduced_when_more_rows_are_asked_for() -> None:
     batches = batcher(RowLimit(8))
     batches.reduce(samples_of(1))
-    batches.set_largest(RowLimit(20))
+    batches.largest = RowLimit(20)
     assert (batches.limit, batches.largest) == (RowLimit(4), RowLimit(20))
-    batches.set_largest(RowLimit(3))
+    batches.largest = RowLimit(3)
     assert batches.limit == RowLimit(3)
-    batches.set_largest(RowLimit(9))
+    batches.largest = RowLimit(9)
     assert batches.limit == RowLimit(4)
 
 

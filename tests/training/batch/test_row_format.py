@@ -16,7 +16,6 @@ from torchtune_adaptive.training.batch.row_format import (
     Row,
     TokenRows,
     check_row_length,
-    check_unpacked,
     is_packed,
 )
 
@@ -196,7 +195,7 @@ def test_the_first_sample_above_the_budget_is_refused_on_every_rank_whichever_ha
     )
 
 
-def test_packs_cannot_be_grouped_by_length() -> None:
+def test_packs_are_told_from_other_data() -> None:
     packs = packs_of(8)
     unpacked: Any = ConcatDataset([Samples(1), Samples(2)])  # pyright: ignore[reportArgumentType]
     assert [is_packed(one) for one in (packs, ConcatDataset([packs]), unpacked, Samples(1))] == [
@@ -205,13 +204,6 @@ def test_packs_cannot_be_grouped_by_length() -> None:
         False,
         False,
     ]
-    check_unpacked(unpacked)
-    with pytest.raises(InputError) as refusal:
-        check_unpacked(packs)
-    assert str(refusal.value) == (
-        "`dataset.packed` must be False for `max_tokens_per_micro_batch`, because packed rows have one length,"
-        " but is True instead."
-    )
 
 
 def test_rows_longer_than_the_model_has_positions_are_refused() -> None:

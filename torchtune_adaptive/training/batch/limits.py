@@ -7,11 +7,9 @@ indices into the samples of a step.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 
-Limit = TypeVar("Limit", bound="MicroBatchLimit")
 Cuts = list[list[int]]
 
 # The fixed cost of a micro-step, for kernel launches and all-gathers, as a share of a full micro-batch (assumed). A
@@ -35,7 +33,7 @@ class MicroBatchLimit(ABC):
     def rows_of(self, length: int) -> int:
         """The number of rows of ``length`` tokens that a micro-batch may have."""
 
-    def of_size(self: Limit, size: int) -> Limit:
+    def of_size(self, size: int) -> "MicroBatchLimit":
         """The same kind of limit with another size."""
         return replace(self, size=size)
 

@@ -26,8 +26,9 @@ class MicroBatcher:
     """Cuts the samples of optimizer steps, as ``RecoverableStep`` asks, and owns the limit of a micro-batch.
 
     Args:
-        largest: the limit before memory runs out.
         dataset: its first sample, without weight in the loss, serves a rank with fewer rows than micro-steps.
+    Attributes:
+        largest: the limit before memory runs out. If it is set anew, a reduced limit stays reduced.
     """
 
     is_even = True
@@ -35,7 +36,7 @@ class MicroBatcher:
     def __init__(
         self, largest: MicroBatchLimit, row_format: RowFormat, consensus: Consensus, dataset: Sequence[Row]
     ) -> None:
-        self._largest = largest
+        self.largest = largest
         self._row_format = row_format
         self._consensus = consensus
         self._dataset = dataset
@@ -45,14 +46,9 @@ class MicroBatcher:
         self._num_tokens = self._num_padded_tokens = 0
 
     @property
-    def largest(self) -> MicroBatchLimit:
-        """The limit before memory runs out."""
-        return self._largest
-
-    @property
     def limit(self) -> MicroBatchLimit:
         """The current limit, without regard to a small first step."""
-        return self._largest.of_size(min(self._largest.size, self._reduced_size or self._largest.size))
+        return self.largest.of_size(min(self.largest.size, self._reduced_size or self.largest.size))
 
     @property
     def size(self) -> int:
@@ -62,15 +58,11 @@ class MicroBatcher:
     @property
     def unit(self) -> str:
         """The unit of ``size``."""
-        return self._largest.unit
-
-    def set_largest(self, largest: MicroBatchLimit) -> None:
-        """Set the largest limit, for example when the batch size grows. A reduced limit stays reduced."""
-        self._largest = largest
+        return self.largest.unit
 
     def resize(self, size: int) -> None:
         """Set the current limit to ``size``, which must be at most the largest limit."""
-        self._reduced_size = None if size >= self._largest.size else size
+        self._reduced_size = None if size >= self.largest.size else size
 
     def start_small(self) -> None:
         """Cut the next step into the smallest micro-batches that a search tries.
@@ -90,7 +82,7 @@ class MicroBatcher:
 
     def rows_of(self, row: Row, *, size: int) -> int:
         """How many rows like ``row`` a micro-batch of limit ``size`` has."""
-        return self._largest.of_size(size).rows_of(self._row_format.padded_tokens(row))
+        return self.largest.of_size(size).rows_of(self._row_format.padded_tokens(row))
 
     def cut(self, samples: StepSamples) -> list[MicroBatch]:
         """The micro-batches of ``samples`` by the current limit, equally many on every rank.
@@ -120,7 +112,7 @@ class MicroBatcher:
 
     def rehearsals(self, samples: Sequence[Row]) -> Iterator[list[MicroBatch]]:
         """Micro-batches of the first of ``samples``, of one row and of two; to try next, of one row each."""
-        for rows in range(min(2, self._largest.size), 0, -1):
+        for rows in range(min(2, self.largest.size), 0, -1):
             yield list(map(MicroBatch, self._row_format.small_batches(samples, rows)))
 
     def take_padding(self) -> float:
@@ -133,21 +125,21 @@ class MicroBatcher:
         """The state for a resumed run: the reduced size (None if memory never ran out), limit, unit and padding."""
         return {
             "micro_batch": self._reduced_size,
-            "micro_batch_limit": self._largest.size,
-            "micro_batch_unit": self._largest.unit,
+            "micro_batch_limit": self.largest.size,
+            "micro_batch_unit": self.unit,
             "padding": (self._num_tokens, self._num_padded_tokens),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state. A size in another unit is ignored. A limit of None leaves the limit as it is."""
         self._num_tokens, self._num_padded_tokens = state["padding"]
-        if state["micro_batch_unit"] == self._largest.unit:
+        if state["micro_batch_unit"] == self.unit:
             self._reduced_size = state["micro_batch"]
-            self._largest = self._largest.of_size(state["micro_batch_limit"] or self._largest.size)
+            self.largest = self.largest.of_size(state["micro_batch_limit"] or self.largest.size)
 
     @property
     def _step_limit(self) -> MicroBatchLimit:
-        return self.limit if self._first_size is None else self._largest.of_size(self._first_size)
+        return self.limit if self._first_size is None else self.largest.of_size(self._first_size)
 
     def _cut(self, samples: StepSamples) -> list[list[Row]]:
         limit, rows = self._step_limit, samples.rows
@@ -158,10 +150,9 @@ class MicroBatcher:
         else:
             count = self._consensus.max_over_ranks(len(cuts))
         cuts = spread(cuts, count)
-        own, padded = self._step_tokens
-        own += sum(map(self._row_format.own_tokens, rows))
-        padded += sum(len(one) * max(lengths[index] for index in one) for one in cuts if one)
-        self._step_tokens = (own, padded)
+        own = sum(map(self._row_format.own_tokens, rows))
+        padded = sum(len(one) * max(lengths[index] for index in one) for one in cuts if one)
+        self._step_tokens = (self._step_tokens[0] + own, self._step_tokens[1] + padded)
         return [[rows[index] for index in one] or [self._row_format.silent(self._dataset[0])] for one in cuts]
 
     def _lengths(self, rows: list[Row]) -> list[int]:

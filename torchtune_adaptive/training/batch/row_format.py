@@ -72,7 +72,11 @@ class RowFormat(ABC):
                     f"`seq_len` must be null or the packs' length ({packed_len}), but is {seq_len} instead."
                 )
             return row
-        return self.stretched(row, seq_len or tokenizer_max_seq_len or self._longest_length(dataset, consensus))
+        length = seq_len or tokenizer_max_seq_len
+        if length is None:
+            own = self._lengths(dataset, consensus, task="finding the longest sample")
+            length = consensus.max_over_ranks(max((number for _, number in own), default=0))
+        return self.stretched(row, length)
 
     def of_length(self, dataset: Any, length: int) -> Row:
         """A sample of ``length`` tokens. For packed data it is the first one, because all have the same length."""
@@ -122,10 +126,6 @@ class RowFormat(ABC):
         small, large = _REHEARSAL_TOKENS
         rows = [first, second] if batch_size > 1 else [second]
         return [[self.shortened(first, small)], [self.shortened(row, large) for row in rows]]
-
-    def _longest_length(self, dataset: Any, consensus: Consensus) -> int:
-        lengths = self._lengths(dataset, consensus, task="finding the longest sample")
-        return consensus.max_over_ranks(max((length for _, length in lengths), default=0))
 
     def _lengths(self, dataset: Any, consensus: Consensus, *, task: str) -> Iterator[tuple[int, int]]:
         """Index and length of each sample of this rank's share."""
@@ -194,19 +194,6 @@ class PreferenceRows(RowFormat):
 def is_packed(dataset: Any) -> bool:
     """Whether the rows of ``dataset`` are packed, and so have one length."""
     return isinstance(dataset, PackedDataset) or (isinstance(dataset, ConcatDataset) and dataset.packed)
-
-
-def check_unpacked(dataset: Any) -> None:
-    """Check that rows can be grouped by their lengths.
-
-    Raises:
-        InputError: ``dataset`` is packed.
-    """
-    if is_packed(dataset):
-        raise InputError(
-            "`dataset.packed` must be False for `max_tokens_per_micro_batch`, because packed rows have one length,"
-            " but is True instead."
-        )
 
 
 def check_row_length(seq_len: int, model: nn.Module, *, key: str = "") -> None:
