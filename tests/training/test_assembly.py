@@ -133,6 +133,13 @@ class Recipe:
         write_state(path, state)
         self.parts = replace(self.parts, resumed=Checkpoint(path, 1, state, state.epochs_run, path))
 
+    def step_in_backward(self) -> None:
+        """Use an optimizer for each parameter, as torchtune's ``optimizer_in_bwd`` does."""
+        wrapper = create_optim_in_bwd_wrapper(self.model, {one: AdamW([one]) for one in self.model.parameters()})
+        stepping = OptimizerInBackward(self.model, wrapper, ranks=1, normalizes=True)
+        why = "steps in backward"
+        self.parts = replace(self.parts, stepping=stepping, scheduler=None, why_unrecoverable=why)
+
     def build_scheduler(self, num_training_steps: int, last_epoch: int) -> Any:
         if self._makes_scheduler is StepLR:
             return StepLR(self.optimizer, 1)
@@ -206,21 +213,27 @@ def test_a_search_restores_all_state_and_training_uses_the_size_found(tmp_path: 
     ]
 
 
-CHANGED = "An optimizer step has {} samples, but had {} in the config: adaptive.global_batch_size={} keeps {}"
-
-
-@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize(
+    ("micro_steps", "rule", "advice"),
+    [
+        (1, "none", ": adaptive.global_batch_size=2 keeps 2, adaptive.lr_scaling adjusts the learning rate."),
+        (3, "sqrt", ": adaptive.global_batch_size=6 keeps 6."),
+        (1, "in backward", ", for which its learning rate was chosen."),
+    ],
+)
 def test_a_search_that_changes_the_batch_says_how_to_keep_it(
-    micro_steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    micro_steps: int, rule: Any, advice: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe = Recipe(tmp_path)
     recipe.parts = replace(recipe.parts, micro_steps=micro_steps)
-    found = recipe.trainer(**SEARCH, max_batch_size=4).loader.batch_size
-    before, after = 2 * micro_steps, found * micro_steps
+    if rule == "in backward":
+        recipe.step_in_backward()
+        rule = "none"
+    found = recipe.trainer(**SEARCH, max_batch_size=4, lr_scaling=rule).loader.batch_size
     assert found > 2
-    (message,) = (one for one in caplog.messages if "in the config" in one)
-    changed = CHANGED.format(after, before, before, before)
-    assert message == f"{changed}, adaptive.lr_scaling adjusts the learning rate."
+    (message,) = (one for one in caplog.messages if " but had " in one)
+    samples = f"An optimizer step has {found * micro_steps} samples, but had {2 * micro_steps} in the config"
+    assert message == samples + advice
 
 
 @pytest.mark.parametrize(
@@ -358,10 +371,7 @@ def test_with_optimizers_in_backward_a_resumed_batch_that_no_longer_fits_is_refu
     def resume(**settings: Any) -> None:
         resumed = Recipe(directory, epochs=range(1, 2))
         resumed.resume_after(first.states[0])
-        wrapper = create_optim_in_bwd_wrapper(resumed.model, {one: AdamW([one]) for one in resumed.model.parameters()})
-        stepping = OptimizerInBackward(resumed.model, wrapper, ranks=1, normalizes=True)
-        why = "steps in backward"
-        resumed.parts = replace(resumed.parts, stepping=stepping, scheduler=None, why_unrecoverable=why)
+        resumed.step_in_backward()
         resumed.trainer(**SEARCH | settings)
 
     resume()

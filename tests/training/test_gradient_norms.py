@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_adaptive.training.batch.noise_scale import GradientNorms
+from torchtune_adaptive.training.batch.noise_scale import GradientNorms, gradient_norms
 from torchtune_adaptive.training.batch.rank_shares import rows_of_rank, small_samples
-from torchtune_adaptive.training.gradient_norms import gradient_norms, own_norm_squared
+from torchtune_adaptive.training.train_step import own_norm_squared
 
 TYPES = (torch.bfloat16, torch.float32, torch.float64)
 

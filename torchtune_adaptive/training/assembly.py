@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training.batch.growth import BatchGrowth
-from torchtune_adaptive.training.batch.limits import MicroBatchLimit
 from torchtune_adaptive.training.batch.loader import GlobalStepLoader, StepLoader, check_fills_step
 from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.training.batch.row_format import Row, RowFormat
@@ -40,7 +39,7 @@ from torchtune_adaptive.training.recovery import larger_micro_batch, prepare_rec
 from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.sizes import SizeFinder, Sizes
-from torchtune_adaptive.training.start import StartingPoint, changed_batch, starting_point
+from torchtune_adaptive.training.start import StartingPoint, starting_point
 from torchtune_adaptive.training.step_log import LogOptions, StepLog
 from torchtune_adaptive.training.train_step import TrainStep
 from torchtune_adaptive.training.trainer import Trainer
@@ -117,7 +116,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
         NothingFitsError: one row does not fit.
         RunEnded: the settings ask only for the search; its result is written.
     """
-    config, stepping = parts.config, parts.stepping
+    stepping = parts.stepping
     model = nn.ModuleList(parts.models)
     meter = _make_meter(parts, settings, model)
     phases = Phases(parts.models, meter)
@@ -142,7 +141,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
     )
     loader = _make_loader(parts, settings.global_batch_size)
     checkpoints = StepCheckpoints(parts.checkpoints, stepping.model, stepping.optimizers, settings, consensus)
-    saved = checkpoints.load(parts.resumed, config=config)
+    saved = checkpoints.load(parts.resumed, config=parts.config)
     growth = BatchGrowth(settings.batch_increase_function, total_epochs=parts.epochs.stop, consensus=consensus)
     if growth.grows or settings.lr_scaling != "none":
         check_follows(parts.scheduler)
@@ -172,7 +171,11 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
         loader.set_batch_size(start.batch_size)
         check_fills_step(loader, start.batch_size)
         limit = sizes.limit(loader.rows_per_micro_step)
-        _check_fits_at_once(limit, loader.rows_per_micro_step, stepping)
+        if not stepping.accumulates and limit.size < loader.rows_per_micro_step:  # the step would have to be cut
+            raise InputError(
+                f"`optimizer_in_bwd` must be False to resume with a batch of {loader.rows_per_micro_step} rows, of"
+                f" which {limit.size} fit now, but is True instead."
+            )
         micro_batches = MicroBatcher(limit, parts.row_format, consensus, loader.dataset)
         watch = PressureWatch(consensus, meter, phases)
         recoverable = RecoverableStep(
@@ -201,16 +204,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
         rate = _make_rate(parts, settings, loader, start, saved, grows=growth.grows)
         own_limit_bytes = allowed_bytes(parts.device, settings.memory_limit_bytes) or 0
         memory_limit_bytes = consensus.min_over_ranks(own_limit_bytes) or None
-        run_log = RunLog(parts.output_dir, writes=parts.metric_logger is not None)
-        _begin(run_log, parts, settings, start, sizes, memory_limit_bytes=memory_limit_bytes)
-        options = LogOptions(
-            every_steps=parts.log_every_steps,
-            device=parts.device if parts.with_memory_stats else None,
-            ranks=parts.ranks,
-            memory_limit_bytes=memory_limit_bytes,
-            found=sizes.result,
-            logs=config.get("metric_logger.log_dir"),
-        )
+        run_log = _begun_log(parts, settings, start, sizes, memory_limit_bytes)
         step_log = StepLog(
             parts.metric_logger,
             run_log,
@@ -220,7 +214,14 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
             loader,
             growth,
             checkpoints=parts.checkpoints.finished,
-            options=options,
+            options=LogOptions(
+                every_steps=parts.log_every_steps,
+                device=parts.device if parts.with_memory_stats else None,
+                ranks=parts.ranks,
+                memory_limit_bytes=memory_limit_bytes,
+                found=sizes.result,
+                logs=parts.config.get("metric_logger.log_dir"),
+            ),
         )
         saver = RunSaver(
             loader,
@@ -229,7 +230,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
             checkpoints,
             RankStates(consensus, parts.device),
             save_epoch=parts.save,
-            config=config,
+            config=parts.config,
             memory_limit_bytes=memory_limit_bytes,
         )
         trainer = Trainer(
@@ -278,19 +279,6 @@ def _make_loader(parts: RecipeParts, samples_per_step: int | None) -> StepLoader
     return StepLoader(parts.sampler, parts.row_format, **options)
 
 
-def _check_fits_at_once(limit: MicroBatchLimit, rows: int, stepping: Stepping) -> None:
-    """Check that the optimizers do not step in each backward pass if a step of ``rows`` must be cut.
-
-    Raises:
-        InputError: the saved run's batch is larger than what fits now.
-    """
-    if not stepping.accumulates and limit.size < rows:
-        raise InputError(
-            f"`optimizer_in_bwd` must be False to resume with a batch of {rows} rows, of which {limit.size} fit"
-            " now, but is True instead."
-        )
-
-
 def _make_rate(
     parts: RecipeParts,
     settings: AdaptiveSettings,
@@ -309,10 +297,8 @@ def _make_rate(
         total_epochs=parts.epochs.stop,
         schedule_steps=start.schedule_steps,
         rule=settings.lr_scaling,
-        reference_samples=_samples_in_config(parts, loader),
+        reference_samples=_samples_in_config(parts, loader) if saved is None else saved.reference_samples,
     )
-    if saved is not None:
-        rate.load_state_dict(asdict(saved))
     # Also in a resumed run, in which some of torchtune's recipes restart their schedule.
     if settings.decides or settings.lr_scaling != "none" or parts.resumed is not None:
         rate.begin(
@@ -327,16 +313,11 @@ def _make_rate(
     return rate
 
 
-def _begin(
-    run_log: RunLog,
-    parts: RecipeParts,
-    settings: AdaptiveSettings,
-    start: StartingPoint,
-    sizes: Sizes,
-    *,
-    memory_limit_bytes: int | None,
-) -> None:
-    """Begin the run's log, with the result of its search."""
+def _begun_log(
+    parts: RecipeParts, settings: AdaptiveSettings, start: StartingPoint, sizes: Sizes, memory_limit_bytes: int | None
+) -> RunLog:
+    """The run's log, begun, with the result of the search."""
+    run_log = RunLog(parts.output_dir, writes=parts.metric_logger is not None)
     run_log.begin(
         step=start.steps_done,
         search_only=settings.search_only,
@@ -356,6 +337,7 @@ def _begin(
             chosen={} if sizes.token_budget is None else {"token_budget": sizes.token_budget},
             tokens_per_second=sizes.tokens_per_second,
         )
+    return run_log
 
 
 def _note_batch_size(trainer: Trainer, parts: RecipeParts, settings: AdaptiveSettings, start: StartingPoint) -> None:
@@ -366,16 +348,20 @@ def _note_batch_size(trainer: Trainer, parts: RecipeParts, settings: AdaptiveSet
         reason += f", resumed at epoch {parts.epochs.start}"
     if start.epoch_steps:
         reason += f", step {start.epoch_steps}"
-    samples, change = _samples_in_config(parts, loader), ""
-    if settings.use_maximum_batch_size and not loader.is_global and parts.resumed is None:
-        accumulates = parts.stepping.accumulates
-        change = changed_batch(
-            loader.samples_per_step, samples, lr_scaling=settings.lr_scaling, accumulates=accumulates
-        )
-    in_config = {"samples_per_step_in_config": samples} if change else {}
-    trainer.note_batch_size(reason, epoch=parts.epochs.start, **in_config)
-    if change:
-        utils.log_rank_zero(log, change)
+    samples, in_config = loader.samples_per_step, _samples_in_config(parts, loader)
+    chooses = settings.use_maximum_batch_size and not loader.is_global and parts.resumed is None
+    if not chooses or samples == in_config:
+        trainer.note_batch_size(reason, epoch=parts.epochs.start)
+        return
+    trainer.note_batch_size(reason, epoch=parts.epochs.start, samples_per_step_in_config=in_config)
+    text = f"An optimizer step has {samples} samples, but had {in_config} in the config"
+    if not parts.stepping.accumulates:  # with `optimizer_in_bwd`, which allows neither of the keys
+        text += ", for which its learning rate was chosen"
+    else:
+        text += f": adaptive.global_batch_size={in_config} keeps {in_config}"
+        if settings.lr_scaling == "none":
+            text += ", adaptive.lr_scaling adjusts the learning rate"
+    utils.log_rank_zero(log, f"{text}.")
 
 
 def _samples_in_config(parts: RecipeParts, loader: StepLoader) -> int:

@@ -62,24 +62,6 @@ def starting_point(
     return StartingPoint(present, saved.global_step, saved.schedule_steps, epoch_steps)
 
 
-def changed_batch(samples: int, in_config: int, *, lr_scaling: str, accumulates: bool) -> str:
-    """What to know if a search has changed the samples of an optimizer step; "" if they are those of the config.
-
-    Args:
-        accumulates: False with torchtune's ``optimizer_in_bwd``, which allows neither of the keys.
-
-    >>> changed_batch(64, 32, lr_scaling="sqrt", accumulates=True)
-    'An optimizer step has 64 samples, but had 32 in the config: adaptive.global_batch_size=32 keeps 32.'
-    """
-    if samples == in_config:
-        return ""
-    text = f"An optimizer step has {samples} samples, but had {in_config} in the config"
-    if not accumulates:
-        return f"{text}, for which its learning rate was chosen."
-    text += f": adaptive.global_batch_size={in_config} keeps {in_config}"
-    return f"{text}." if lr_scaling != "none" else f"{text}, adaptive.lr_scaling adjusts the learning rate."
-
-
 def _largest_batch_size(loader: StepLoader, sizes: Sizes, first: int, settings: AdaptiveSettings) -> int:
     """The largest batch size that may be reached from ``first``."""
     largest, limit, result = loader.largest_batch_size, settings.growth_limit, sizes.result

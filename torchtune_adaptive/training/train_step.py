@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torchtune import utils
@@ -22,7 +24,6 @@ from torchtune_adaptive.engine.memory.out_of_memory import (
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.training.batch.micro_batches import MicroBatch
 from torchtune_adaptive.training.batch.row_format import Row
-from torchtune_adaptive.training.gradient_norms import own_norm_squared
 from torchtune_adaptive.training.objectives import Objective
 from torchtune_adaptive.training.optimizers import Stepping, divisor, sum_over_ranks
 from torchtune_adaptive.training.step_figures import StepFigures, StepSums
@@ -156,3 +157,14 @@ class TrainStep:
             norm_squared = own_norm_squared(self.stepping.model).to(values.device)
             values = torch.cat((values, sums.small_batch, norm_squared[None]))
         return sum_over_ranks(values)
+
+
+def own_norm_squared(model: nn.Module) -> torch.Tensor:
+    """The squared norm of this rank's part of the gradient, in float64. Nothing is communicated."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    wide = [torch.promote_types(gradient.dtype, torch.float32) for gradient in own]
+    norms = [
+        torch.linalg.vector_norm(gradient, dtype=dtype).double() for gradient, dtype in zip(own, wide, strict=True)
+    ]
+    return torch.stack(norms).square().sum()

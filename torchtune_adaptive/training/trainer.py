@@ -14,9 +14,9 @@ from torchtune_adaptive.training.batch.growth import BatchGrowth
 from torchtune_adaptive.training.batch.limits import RowLimit
 from torchtune_adaptive.training.batch.loader import StepLoader, StepSamples
 from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
+from torchtune_adaptive.training.batch.noise_scale import gradient_norms
 from torchtune_adaptive.training.batch.row_format import Row
 from torchtune_adaptive.training.checkpoints.saver import RunSaver
-from torchtune_adaptive.training.gradient_norms import gradient_norms
 from torchtune_adaptive.training.learning_rate import LearningRate
 from torchtune_adaptive.training.profiling import StepProfiler
 from torchtune_adaptive.training.run_log import RunLog

@@ -8,17 +8,20 @@ of the paper estimates both parts from the norms of gradients over a small and a
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchtune_adaptive.errors import InputError, is_number, quote, require_integer
+from torchtune_adaptive.training.batch.rank_shares import small_samples
 
 
 @dataclass(frozen=True)
 class GradientNorms:
     """Squared norms of the mean gradient, over ``small_samples`` of an optimizer step's samples and over all of them.
 
-    ``samples`` and ``small_samples`` are counted over all ranks.
+    The small batch is the first half of each rank's samples. They are in random order, so that each half is a random
+    sample, however it is cut into micro-batches. Samples are counted over all ranks.
     """
 
     small_samples: int
@@ -36,10 +39,28 @@ class GradientNorms:
         return (self.small_norm_squared - self.norm_squared) / (1 / self.small_samples - 1 / self.samples)
 
 
+def gradient_norms(sums: Sequence[float], *, weight: float, samples: int, ranks: int) -> GradientNorms | None:
+    """The norms of mean gradients, per unit of weight as in training; None if the small batch has no weight.
+
+    Args:
+        sums: the small batch's squared norm, its weight, and the whole squared norm, each summed over all ranks.
+    """
+    small_squared, small_weight, squared = sums
+    if not small_weight:
+        return None
+    # FSDP2 divides gradients by the number of ranks; this multiplies them back.
+    return GradientNorms(
+        small_samples=small_samples(samples, ranks=ranks),
+        small_norm_squared=small_squared * (ranks / small_weight) ** 2,
+        samples=samples,
+        norm_squared=squared * (ranks / weight) ** 2,
+    )
+
+
 class MeasuredSchedule(ABC):
     """A ``batch_increase_function`` that is given gradient norms measured in training.
 
-        An increase above the maximum is reduced to it, while that of a plain function is refused.
+    An increase above the maximum is reduced to it, while that of a plain function is refused.
     Attributes:
         every_steps: number of optimizer steps from one measurement to the next. A measured step has at least two
             micro-steps, and needs two more passes over the gradients, but no further collectives.
