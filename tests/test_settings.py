@@ -580,7 +580,7 @@ def test_component_is_called_with_its_arguments():
     component = {"_component_": f"{COMPONENT}.at_epochs", "increases": {1: 8, 3: 16}}
     function = read(batch_increase_function=component).batch_increase_function
     assert function is not None
-    assert [growth.batch_size for growth in plan_growth(function, total_epochs=4, batch_size=8)] == [8, 16, 16, 32]
+    assert plan_growth(function, total_epochs=4, batch_size=8) == [8, 16, 16, 32]
 
 
 @pytest.mark.parametrize(

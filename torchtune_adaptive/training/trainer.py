@@ -131,7 +131,7 @@ class Trainer:
             return
         if growth.increment:
             utils.log_rank_zero(log, growth.reason)
-        if growth.granted:
+        if growth.batch_size != self.loader.batch_size:
             self.loader.set_batch_size(growth.batch_size)
             self.micro_batches.largest = self.sizes.limit(self.loader.rows_per_micro_step)
             self._rate.change(epoch=epoch, step=self.global_step, steps_per_epoch=self.loader.steps_per_epoch)

@@ -1,6 +1,7 @@
 """How the batch size grows over a run: the user's function, called on rank 0 for all ranks."""
 
 import json
+import sys
 from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
@@ -30,7 +31,7 @@ class BatchGrowth:
         self._function = function
         self._total_epochs = total_epochs
         self._consensus = consensus
-        self._maximum: int | None = None
+        self._maximum = sys.maxsize  # a finite number, so that unbounded doubling cannot overflow
 
     @property
     def grows(self) -> bool:
@@ -51,19 +52,17 @@ class BatchGrowth:
         function = self._function
         if function is None:
             return [batch_size] * self._total_epochs
-        growths = self._consensus.ask_rank_zero(
+        return self._consensus.ask_rank_zero(
             lambda: plan_growth(function, total_epochs=self._total_epochs, batch_size=batch_size, maximum=self._maximum)
         )
-        return [growth.batch_size for growth in growths]
 
     def next(self, epoch: int, batch_size: int) -> Growth | None:
         """The function's decision for ``epoch``; None without a function. A collective."""
-        function, maximum = self._function, self._maximum
+        function = self._function
         if function is None:
             return None
-        assert maximum is not None
         return self._consensus.ask_rank_zero(
-            lambda: next_batch_size(function, epoch=epoch, batch_size=batch_size, maximum=maximum)
+            lambda: next_batch_size(function, epoch=epoch, batch_size=batch_size, maximum=self._maximum)
         )
 
     def measures(self, step: int) -> bool:

@@ -19,12 +19,10 @@ BatchIncreaseFunction: TypeAlias = Callable[[int, int], int]
 
 @dataclass(frozen=True)
 class Growth:
-    """The decision for one epoch: ``batch_size`` (samples) applies from the start of ``epoch`` on."""
+    """The decision for one epoch: its ``batch_size``, and the ``increment`` that was granted or refused."""
 
-    epoch: int
     batch_size: int
     increment: int
-    granted: bool
     reason: str
 
 
@@ -126,44 +124,39 @@ def next_batch_size(function: BatchIncreaseFunction, *, epoch: int, batch_size: 
         increment = max(0, min(increment, maximum - batch_size))
     wanted = batch_size + increment
     if not increment:
-        return Growth(epoch, batch_size, 0, False, f"epoch {epoch}: no increase, batch_size stays {batch_size}")
+        return Growth(batch_size, 0, f"epoch {epoch}: no increase, batch_size stays {batch_size}")
     if wanted <= maximum:
         reason = f"epoch {epoch}: increase of {increment} granted, batch_size {batch_size} -> {wanted}"
-        return Growth(epoch, wanted, increment, True, reason)
+        return Growth(wanted, increment, reason)
     reason = f"epoch {epoch}: increase of {increment} refused, {batch_size} + {increment} = {wanted} "
-    return Growth(epoch, batch_size, increment, False, reason + f"is above the maximum of {maximum}")
+    return Growth(batch_size, increment, reason + f"is above the maximum of {maximum}")
 
 
 def plan_growth(
-    function: BatchIncreaseFunction,
-    *,
-    total_epochs: int,
-    batch_size: int,
-    maximum: int | None = None,
-) -> list[Growth]:
-    """Compute the growth of every epoch in advance, so that an invalid answer is found before training.
+    function: BatchIncreaseFunction, *, total_epochs: int, batch_size: int, maximum: int = sys.maxsize
+) -> list[int]:
+    """The batch size of every epoch, computed in advance, so that an invalid answer is found before training.
 
     A deep copy of the function is called, or the function itself if it cannot be copied. State outside of it (globals,
     closures, random generators) is not restored.
     Args:
-        maximum: increases above it are refused; None if it is not known yet. Then call this again once it is known,
-            because a refused increase changes the batch sizes with which the function is called.
+        maximum: increases above it are refused. If it is not known yet, call this again once it is known, because a
+            refused increase changes the batch sizes with which the function is called.
     Raises:
         InputError: as `next_batch_size`, for the first epoch with an invalid answer.
 
-    >>> [growth.batch_size for growth in plan_growth(lambda epoch, size: 8, total_epochs=4, batch_size=8, maximum=30)]
+    >>> plan_growth(lambda epoch, size: 8, total_epochs=4, batch_size=8, maximum=30)
     [16, 24, 24, 24]
     """
     try:
         asked = copy.deepcopy(function)
     except Exception:  # copying a user's object can raise any error; calling the original is better than no check
         asked = function
-    bound = sys.maxsize if maximum is None else maximum  # a finite number, so that unbounded doubling cannot overflow
-    growths: list[Growth] = []
+    sizes: list[int] = []
     for epoch in range(total_epochs):
-        growths.append(next_batch_size(asked, epoch=epoch, batch_size=batch_size, maximum=bound))
-        batch_size = growths[-1].batch_size
-    return growths
+        batch_size = next_batch_size(asked, epoch=epoch, batch_size=batch_size, maximum=maximum).batch_size
+        sizes.append(batch_size)
+    return sizes
 
 
 def _ask(function: BatchIncreaseFunction, *, epoch: int, batch_size: int) -> int:
