@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_adaptive.training.batch.limits import Cuts, MicroBatchLimit, RowLimit, TokenLimit, halvings, spread
+from torchtune_adaptive.training.batch.limits import Cuts, MicroBatchLimit, RowLimit, TokenLimit, spread
 
 properties = settings(derandomize=True, deadline=None, max_examples=150)
 windows = st.lists(st.integers(1, 40), max_size=24)
@@ -96,14 +96,6 @@ def test_rows_of_is_the_largest_number_of_equal_rows_in_one_micro_batch(limit: M
     assert len(limit.cut([length] * (rows + 1))) > 1
 
 
-@properties
-@given(limit=limits, size=st.integers(1, 10**6))
-def test_a_limit_of_another_size_is_of_the_same_kind(limit: MicroBatchLimit, size: int) -> None:
-    other = limit.of_size(size)
-    assert (type(other), other.size, other.key) == (type(limit), size, limit.key)
-    assert str(other) == f"{size} {limit.unit}"
-
-
 # ---- the same number of micro-batches on every rank
 
 
@@ -136,13 +128,3 @@ def test_the_largest_micro_batch_is_halved_first(sizes: list[int], more: int) ->
 
 
 # ---- halvings
-
-
-@properties
-@given(size=st.integers(1, 10**6), above=st.integers(0, 10**6))
-def test_each_halving_is_half_of_the_one_before_down_to_the_bound(size: int, above: int) -> None:
-    sizes = halvings(size, above=above)
-    assert sizes[:1] == ([size] if size > above else [])
-    assert all(one > above for one in sizes)
-    assert sizes[1:] == [one // 2 for one in sizes[:-1]]
-    assert (sizes or [2 * size])[-1] // 2 <= above

@@ -112,8 +112,8 @@ def plain_rates(steps: int) -> list[float]:
 # ---- the place on the schedule
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
-@given(st.lists(st.integers(1, 400), min_size=1, max_size=12))
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=6))
 def test_the_place_is_the_exact_fraction_of_training_and_an_int_where_it_is_whole(steps: list[int]) -> None:
     """For any steps per epoch, whose first are those of the schedule: evenly within an epoch, without a jump."""
     first_step, start = 0, EpochStart(0, 0, steps[0])
@@ -144,17 +144,7 @@ def test_without_a_change_the_rates_are_the_same_bits(grows: bool) -> None:
 
 @pytest.mark.parametrize("grows", [True, False], ids=["may grow", "stays"])
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
-def test_a_resumed_run_has_the_rates_of_an_uninterrupted_one(grows: bool, tensors: bool) -> None:
-    run = Run(tensors=tensors)
-    run.take(7)  # the saved optimizer is in the middle of the schedule when a recipe has loaded it
-    for epoch in (2, 1, 2):  # resumed again and again
-        run.begin(epoch=epoch, step=10 * epoch, grows=grows)
-        assert run.first(20) == pytest.approx(plain_rates(40)[10 * epoch :][:20], rel=1e-6)
-
-
-@pytest.mark.parametrize("grows", [True, False], ids=["may grow", "stays"])
-@pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
-@pytest.mark.parametrize("step", [1, 7, 10, 26, 39])
+@pytest.mark.parametrize("step", [1, 7, 10, 20, 26, 39])
 def test_a_run_resumed_within_an_epoch_has_the_rates_of_an_uninterrupted_one(
     step: int, grows: bool, tensors: bool
 ) -> None:

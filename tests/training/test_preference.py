@@ -22,8 +22,10 @@ def forward(scale: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> An
     return log_probs[:pairs], log_probs[pairs:], logits[:pairs], logits[pairs:]
 
 
-def objective(scale: torch.Tensor, *, counts_masked_pairs: bool = False) -> Preference:
-    reference = torch.tensor(0.5, requires_grad=True)
+def objective(
+    scale: torch.Tensor, *, counts_masked_pairs: bool = False, reference: torch.Tensor | None = None
+) -> Preference:
+    reference = torch.tensor(0.5) if reference is None else reference
     return Preference(
         lambda batch: forward(scale, batch),
         lambda batch: forward(reference, batch),
@@ -90,12 +92,6 @@ def test_a_pair_without_a_token_that_counts_is_counted_only_if_asked_for(as_stoc
 def test_the_reference_is_not_trained() -> None:
     scale = torch.tensor(1.5, requires_grad=True)
     reference = torch.tensor(0.5, requires_grad=True)
-    preference = Preference(
-        lambda batch: forward(scale, batch),
-        lambda batch: forward(reference, batch),
-        DPOLoss(),
-        counts_masked_pairs=True,
-    )
-    preference(batch_of(*PAIRS)).total.backward()
+    objective(scale, reference=reference)(batch_of(*PAIRS)).total.backward()
     assert scale.grad is not None
     assert reference.grad is None

@@ -1,7 +1,6 @@
 """A state is the same after JSON, an invalid state is refused, and each change is named in one clause."""
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -26,43 +25,23 @@ def through_json(state: AdaptiveState) -> Any:
 # ---- reading what was written
 
 
-@pytest.mark.parametrize("schedule", [None, {"trace": 0.1}, gradient_noise_scale().state_dict()])
-@pytest.mark.parametrize("micro_batch", [None, 3])
-def test_a_state_is_the_same_after_json(schedule: Any, micro_batch: int | None) -> None:
-    state = replace(STATE, schedule=schedule, micro_batch=micro_batch)
-    assert AdaptiveState.from_json(through_json(state)) == state
-
-
-def test_a_state_within_an_epoch_is_the_same_after_json() -> None:
-    state = replace(
-        STATE, epochs_run=0, epoch_samples=96, left_over=(100, 100), padding=(0, 0), memory_limit_bytes=None
-    )
-    assert AdaptiveState.from_json(through_json(state)) == state
-
-
 @pytest.mark.parametrize(
-    "change",
+    "changed",
     [
-        lambda state: None,
-        lambda state: [],
-        lambda state: "state",
-        lambda state: {},
-        lambda state: state | {"more": 1},
-        lambda state: {name: value for name, value in state.items() if name != "left_over"},
-        lambda state: {name: value for name, value in state.items() if name != "padding"},
-        lambda state: state | {"left_over": 96},
-        lambda state: state | {"left_over": None},
-        lambda state: state | {"padding": [1.5, 2]},
-        lambda state: state | {"padding": [1, 2, 3]},
-    ],
-    ids=[
-        *("null", "list", "text", "empty", "a key more", "no left_over", "no padding", "a number", "nothing left over"),
-        *("half a token", "three numbers of tokens"),
+        {"schedule": None, "micro_batch": 3},
+        {"schedule": gradient_noise_scale().state_dict()},
+        {"epochs_run": 0, "epoch_samples": 96, "left_over": (100, 100), "padding": (0, 0), "memory_limit_bytes": None},
     ],
 )
-def test_a_state_with_wrong_keys_is_refused(change: Callable[[dict[str, Any]], Any]) -> None:
+def test_a_state_is_the_same_after_json(changed: dict[str, Any]) -> None:
+    state = replace(STATE, **changed)
+    assert AdaptiveState.from_json(through_json(state)) == state
+
+
+@pytest.mark.parametrize("content", [None, [], "state", {}, through_json(STATE) | {"more": 1}], ids=str)
+def test_what_is_no_state_is_refused(content: Any) -> None:
     with pytest.raises(TypeError):
-        AdaptiveState.from_json(change(through_json(STATE)))
+        AdaptiveState.from_json(content)
 
 
 @pytest.mark.parametrize("name", [one.name for one in fields(AdaptiveState) if one.name not in DEFAULTS])
@@ -74,23 +53,22 @@ def test_a_state_without_one_of_its_fields_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "shown"),
     [
-        ("batch_size", "8"),
-        ("global_step", None),
-        ("epoch_samples", 1.5),
-        ("micro_batch_limit", None),
-        ("is_global", "no"),
-        ("left_over", [1]),
-        ("optimizer", []),
-        ("config", None),
+        ("batch_size", "8", "'8'"),
+        ("global_step", None, "None"),
+        ("epoch_samples", 1.5, "1.5"),
+        ("is_global", "no", "'no'"),
+        ("left_over", [1], "(1,)"),
+        ("padding", [1.5, 2], "(1.5, 2)"),
+        ("padding", [1, 2, 3], "(1, 2, 3)"),
+        ("optimizer", [], "[]"),
     ],
 )
-def test_a_field_of_a_wrong_type_is_refused_with_its_name_and_value(name: str, value: Any) -> None:
+def test_a_field_of_a_wrong_type_is_refused_with_its_name_and_value(name: str, value: Any, shown: str) -> None:
     with pytest.raises(TypeError) as refused:
         AdaptiveState.from_json(through_json(STATE) | {name: value})
-    shown = tuple(value) if name == "left_over" else value
-    assert str(refused.value) == f"{name} is {shown!r}"
+    assert str(refused.value) == f"{name} is {shown}"
 
 
 # ---- what has changed

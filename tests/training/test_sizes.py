@@ -17,13 +17,13 @@ from tests.support.toys import Samples, search_result
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.search.workload import Workload
-from torchtune_adaptive.errors import InputError, NothingFitsError
+from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training import sizes as sizes_module
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
 from torchtune_adaptive.training.batch.loader import GlobalStepLoader, StepLoader
 from torchtune_adaptive.training.batch.row_format import Row, TokenRows
-from torchtune_adaptive.training.sizes import SizeFinder, Sizes, probe_batch
+from torchtune_adaptive.training.sizes import SizeFinder, Sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
 
@@ -125,11 +125,6 @@ def test_a_search_from_below_starts_at_the_configs_batch_size() -> None:
     assert [rows for _, rows, _ in device.tried[1:4]] == [5, 10, 20]
 
 
-def test_where_not_even_a_row_fits_the_search_says_so() -> None:
-    with pytest.raises(NothingFitsError):
-        Device().find(loader_over(Samples(*[8] * 50)), limit_bytes=79, **MAXIMUM)
-
-
 def test_what_was_found_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     Device().find(loader_over(Samples(*[8] * 50)), limit_bytes=1100, **MAXIMUM)
     (message,) = caplog.messages
@@ -204,11 +199,6 @@ def test_a_probe_has_a_second_micro_batch_where_training_may_have_one(
     assert {rows: count for count, rows, _ in device.tried} == dict.fromkeys(sizes, micro_batches) | {
         found.result.bound: of_all_rows
     }
-
-
-def test_a_step_of_a_probe_has_two_micro_batches_at_most() -> None:
-    assert [len(probe_batch("row", 3, micro_steps=steps)) for steps in (1, 2, 3, 100)] == [1, 2, 2, 2]
-    assert probe_batch("row", 3, micro_steps=1) == [["row"] * 3]
 
 
 # ---- the longest row

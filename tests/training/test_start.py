@@ -180,23 +180,9 @@ def test_a_run_begins_or_resumes(case: Case, expected: StartingPoint, maximum: i
     assert (start, growth.maximum) == (expected, maximum)
 
 
-def test_the_batch_grows_up_to_the_largest_allowed_size() -> None:
-    _, growth = Case(GROWS, SEARCHED).start()
-    assert growth.sizes(4) == [6, 8, 8, 8]
-    _, growth = Case(GROWS | {"growth_limit": 9}, SEARCHED).start()
-    assert growth.sizes(4) == [6, 8, 8, 8]
-    _, growth = Case(GROWS | {"growth_limit": 10}, SEARCHED).start()
-    assert growth.sizes(4) == [6, 8, 10, 10]
-
-
 @pytest.mark.parametrize(("bound", "what"), [(100, "that fits"), (13, "that the data set and max_batch_size allow")])
 def test_a_batch_that_is_to_grow_and_does_not_fit_is_refused(bound: int, what: str) -> None:
     sizes = replace(SEARCHED, result=search_result(bound=bound))
     with pytest.raises(InputError) as refused:
         Case(GROWS, sizes, batch_size=14).start()
     assert str(refused.value) == f"`batch_size` must be at most the largest {what} (13), but is 14 instead."
-
-
-def test_a_bad_answer_of_the_function_is_refused() -> None:
-    with pytest.raises(InputError, match="at epoch 3"):
-        Case({"batch_increase_function": lambda epoch, size: -1 if epoch == 3 else 1}, SEARCHED).start()

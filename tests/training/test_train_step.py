@@ -8,7 +8,6 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ from torchtune_adaptive.training.batch.micro_batches import MicroBatch
 from torchtune_adaptive.training.batch.row_format import Row
 from torchtune_adaptive.training.objectives import Loss, NextToken, Objective
 from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep, Stepping
-from torchtune_adaptive.training.step_figures import StepFigures, StepResult, StepSums
+from torchtune_adaptive.training.step_figures import StepResult, StepSums
 from torchtune_adaptive.training.train_step import TrainStep
 
 CPU = torch.device("cpu")
@@ -168,19 +167,6 @@ def test_gradients_are_clipped_after_normalization_and_the_norm_is_that_before_c
     assert model.weight.item() == pytest.approx(W - LR * min(MEAN_X, max_norm), rel=1e-5)
 
 
-def test_without_clipping_there_is_no_norm() -> None:
-    result = step_of(toy_model())([ROWS]).read()
-    assert result.grad_norm is None
-    assert set(result.metrics) == {"mean_x", "one"}
-
-
-def test_the_division_by_ranks_of_fsdp2_is_undone() -> None:
-    model = toy_model()
-    stepping = OptimizerStep(model, [torch.optim.SGD(model.parameters(), lr=LR)], ranks=4, max_grad_norm=None)
-    step_of(model, stepping=stepping)([ROWS])
-    assert model.weight.item() == pytest.approx(W - LR * 4 * MEAN_X)
-
-
 def test_phases_follow_each_other_in_every_micro_step_and_then_once() -> None:
     class Noting(CpuMeter):
         def __init__(self) -> None:
@@ -201,18 +187,6 @@ def test_phases_follow_each_other_in_every_micro_step_and_then_once() -> None:
 # ---- a request to end the run
 
 
-def test_a_request_to_end_is_read_when_the_step_is_finished_and_changes_no_figure() -> None:
-    asked = False
-    step = step_of(toy_model(), max_grad_norm=1.0, stop_requested=lambda: asked)
-    sums = step.micro_step(MicroBatch(ROWS))
-    asked = True
-    stopped = step.finish(sums).read()
-    assert stopped.stop is True
-    going_on = step_of(toy_model(), max_grad_norm=1.0)([ROWS]).read()
-    assert going_on.stop is False
-    assert stopped == replace(going_on, stop=True)
-
-
 @pytest.mark.parametrize(
     ("own", "others", "stop"), [(False, 0, False), (False, 1, True), (True, 0, True), (True, 3, True)]
 )
@@ -227,17 +201,15 @@ def test_every_rank_learns_of_a_request_by_the_sum_over_ranks(
         return values + of_others
 
     monkeypatch.setattr(train_step_module, "sum_over_ranks", sum_over_ranks)
-    result = step_of(toy_model(), stop_requested=lambda: own)(cut(ROWS, [2])).read()
+    asked = False
+    step = step_of(toy_model(), stop_requested=lambda: asked)
+    sums = functools.reduce(operator.add, map(step.micro_step, map(MicroBatch, cut(ROWS, [2]))))
+    asked = own  # after the micro-steps
+    result = step.finish(sums).read()
     assert result.stop is stop
     assert (result.loss, result.weight, result.num_tokens) == (pytest.approx(W * MEAN_X), 4, 50)
+    assert result.grad_norm is None  # without clipping
     assert result.metrics == {"mean_x": pytest.approx(MEAN_X), "one": 1.0}
-
-
-def test_figures_are_read_in_their_order() -> None:
-    values = torch.tensor([0.5, 3.0, 40.0, 2.0, 7.0, 1.25, 8.0, 9.0], dtype=torch.float64)
-    assert StepFigures(values, ("x", "grad_norm")).read() == StepResult(
-        0.5, 3.0, 40, {"x": 7.0}, 1.25, measured=(8.0, 9.0), stop=True
-    )
 
 
 # ---- batches
@@ -355,6 +327,15 @@ def in_backward(model: nn.Module, *, normalizes: bool, ranks: int = 1) -> Optimi
     return OptimizerInBackward(model, wrapper, ranks=ranks, normalizes=normalizes)
 
 
+@pytest.mark.parametrize("within_backward", [True, False])
+def test_the_division_by_ranks_of_fsdp2_is_undone(within_backward: bool) -> None:
+    model = toy_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    stepping = OptimizerStep(model, [optimizer], ranks=4, max_grad_norm=None)
+    step_of(model, stepping=in_backward(model, normalizes=True, ranks=4) if within_backward else stepping)([ROWS])
+    assert model.weight.item() == pytest.approx(W - LR * 4 * MEAN_X)
+
+
 @pytest.mark.parametrize("normalizes", [True, False], ids=["normalized", "as torchtune's single-device recipe"])
 def test_optimizers_step_within_backward_and_only_there(normalizes: bool) -> None:
     model = toy_model()
@@ -367,12 +348,6 @@ def test_optimizers_step_within_backward_and_only_there(normalizes: bool) -> Non
     assert model.weight.item() == pytest.approx(expected)
     assert (result.loss, result.weight, result.grad_norm) == (pytest.approx(W * MEAN_X), 4, None)
     assert model.weight.grad is None
-
-
-def test_within_backward_too_the_division_by_ranks_is_undone() -> None:
-    model = toy_model()
-    step_of(model, stepping=in_backward(model, normalizes=True, ranks=4)).micro_step(MicroBatch(ROWS))
-    assert model.weight.item() == pytest.approx(W - LR * 4 * MEAN_X)
 
 
 def test_the_weight_that_normalizes_a_backward_is_not_changed() -> None:

@@ -85,15 +85,6 @@ def test_with_equal_samples_on_each_rank_steps_are_those_of_the_stock_sampler(ru
         assert dealt == list(stock)[: len(dealt)]
 
 
-def test_each_shuffled_epoch_leaves_out_other_samples() -> None:
-    run = Run(samples=50, ranks=2, shuffle=True, seed=0)
-    left_over = {
-        frozenset(range(50)) - {sample for rank in range(2) for sample in run.sampler(rank, 15, epoch=epoch)}
-        for epoch in range(4)
-    }
-    assert len(left_over) == 4
-
-
 @properties
 @given(run=runs, extra=extras, other=extras)
 def test_the_samples_of_a_step_may_change_between_epochs(run: Run, extra: int, other: int) -> None:

@@ -93,15 +93,6 @@ def test_computing_the_sizes_in_advance_does_not_change_a_function_with_a_state(
     assert function.asked == [(0, 8), (1, 9), (2, 11)]
 
 
-def test_an_increase_above_the_maximum_is_refused() -> None:
-    found = growth_by(grows_by_four, maximum=11).next(1, 8)
-    assert found is not None
-    assert (found.batch_size, found.increment) == (8, 4)
-    found = growth_by(grows_by_four, maximum=12).next(1, 8)
-    assert found is not None
-    assert found.batch_size == 12
-
-
 def test_other_ranks_take_rank_zeros_answers_and_never_ask_the_function() -> None:
     function = Counting()
     rank_zero = growth_by(Counting(), maximum=100)
@@ -110,14 +101,6 @@ def test_other_ranks_take_rank_zeros_answers_and_never_ask_the_function() -> Non
     assert growth.sizes(8) == [9, 9]
     assert growth.next(2, 8) == decided
     assert function.asked == []
-
-
-def test_a_bad_answer_for_a_later_epoch_is_refused_before_training() -> None:
-    growth = growth_by(lambda epoch, size: -1 if epoch == 2 else 0)
-    with pytest.raises(InputError) as refused:
-        growth.sizes(8)
-    assert "at least 0" in str(refused.value)
-    assert "returned -1 at epoch 2 with batch size 8" in str(refused.value)
 
 
 # ---- measurements

@@ -177,15 +177,6 @@ def test_a_bound_on_steps_ends_the_epoch_and_leaves_nothing_over() -> None:
     assert loader.steps_per_epoch == 1
 
 
-def test_every_epoch_has_its_own_order() -> None:
-    loader = loader_over(dataset_of(12), batch_size=4, shuffle=True)
-    for epoch in (0, 1, 7):
-        sampler: Any = DistributedSampler(dataset_of(12), 1, 0, shuffle=True, seed=3)
-        sampler.set_epoch(epoch)
-        assert list(itertools.chain(*steps_of(loader, epoch))) == list(sampler)
-    assert steps_of(loader, 0) != steps_of(loader, 1)
-
-
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(ranks=st.integers(1, 4), more=st.integers(0, 9))
 def test_both_halves_of_a_step_know_their_samples_over_all_ranks(ranks: int, more: int) -> None:
@@ -364,17 +355,6 @@ def test_a_run_resumed_after_any_step_has_the_steps_of_an_uninterrupted_one(
     assert taken + steps_of(resumed, epoch) == expected[epoch]
     assert resumed.steps_done == 0
     assert steps_of(resumed, epoch + 1) == expected[epoch + 1]
-
-
-def test_steps_done_counts_the_steps_given_within_an_epoch_and_is_zero_between_epochs() -> None:
-    loader = loader_over(dataset_of(17), batch_size=2, micro_steps=3, ranks=2)
-    assert (loader.steps_done, loader.state_dict()["epoch_samples"]) == (0, 0)
-    steps = loader.steps(0)
-    assert loader.steps_done == 0
-    next(steps)
-    assert (loader.steps_done, loader.state_dict()["epoch_samples"]) == (1, 12)
-    assert list(steps) == []
-    assert (loader.steps_done, loader.state_dict()["epoch_samples"]) == (0, 0)
 
 
 def test_after_its_last_step_an_epoch_ends_only_when_left_over_samples_are_read() -> None:
