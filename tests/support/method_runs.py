@@ -204,7 +204,7 @@ def everything(recipe: Any) -> dict[str, Any]:
     """All state that a search could change, as values that can be compared."""
     models, optimizers = torch.nn.ModuleList(recipe.models()), recipe.stepping().optimizers
     trainer = recipe.trainer
-    state = asdict(trainer._saver.state(epochs_run=trainer.epochs_run, step=trainer.global_step))
+    state = asdict(trainer.saver.state(epochs_run=trainer.epochs_run, step=trainer.global_step))
     loader = trainer.loader
     told_otherwise = ("reference_samples", "config")
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]

@@ -419,13 +419,6 @@ def test_a_bad_answer_of_the_growth_function_is_refused_before_the_search(
     assert "probes" not in capsys.readouterr().err
 
 
-def test_why_there_is_no_recovery_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recipe = Recipe(tmp_path)
-    recipe.parts = replace(recipe.parts, why_unrecoverable="it is not built for this")
-    recipe.trainer()
-    assert "An out-of-memory error in training will end the run: it is not built for this." in caplog.text
-
-
 def test_a_scheduler_that_cannot_follow_is_refused_with_growth_and_kept_without(tmp_path: Path) -> None:
     recipe = Recipe(tmp_path, makes_scheduler=StepLR)
     with pytest.raises(InputError) as refusal:

@@ -102,22 +102,12 @@ CASES = {
         StartingPoint(12, 0, 20),
         8,
     ),
-    "a global batch that grows": (
-        Case(GLOBAL | GROWS | {"growth_limit": 100}, SEARCHED, is_global=True, batch_size=12),
-        StartingPoint(12, 0, 20),
-        100,
-    ),
     "of stock": (Case({}, epochs_run=2), StartingPoint(4, 60, 30), 120),
     "of stock, with what was found": (Case(MAXIMUM, SEARCHED, epochs_run=3), StartingPoint(8, 45, 15), 8),
     "of stock, as if the batch had grown": (  # 6 and 8 rows: 20 and 15 steps
         Case(GROWS, SEARCHED, epochs_run=2),
         StartingPoint(8, 35, 30),
         8,
-    ),
-    "of stock, as if the batch had grown on and on": (
-        Case(GROWS | {"growth_limit": "none"}, SEARCHED, epochs_run=2),
-        StartingPoint(8, 35, 30),
-        120,
     ),
     "ours": (Case({}, epochs_run=2, saved=SAVED), StartingPoint(4, 77, 25), 120),
     "ours, with what had been found": (
@@ -126,11 +116,6 @@ CASES = {
         8,
     ),
     "ours, with what it had grown to": (Case(GROWS, SEARCHED, epochs_run=2, saved=SAVED), StartingPoint(7, 77, 25), 8),
-    "ours, within an epoch": (  # steps have 4 * 2 samples
-        Case({}, epochs_run=2, saved=replace(SAVED, epoch_samples=40)),
-        StartingPoint(4, 77, 25, epoch_steps=5),
-        120,
-    ),
     "ours, within the first epoch, with what had been found": (
         Case(MAXIMUM, SEARCHED, saved=replace(SAVED, epochs_run=0, epoch_samples=28)),
         StartingPoint(7, 77, 25, epoch_steps=2),
@@ -146,19 +131,9 @@ CASES = {
         StartingPoint(4, 77, 25, epoch_steps=5),
         120,
     ),
-    "ours, within the first step of an epoch": (
-        Case({}, epochs_run=2, saved=replace(SAVED, epoch_samples=7)),
-        StartingPoint(4, 77, 25),
-        120,
-    ),
     "ours, from a global batch to rows within an epoch, whose increase is in the plan": (
         Case(GROWS, SEARCHED, epochs_run=1, saved=replace(SAVED, is_global=True, epoch_samples=32)),
         StartingPoint(8, 77, 25, epoch_steps=2),
-        8,
-    ),
-    "ours, from rows to a global batch": (
-        Case(GLOBAL | MAXIMUM, SEARCHED, is_global=True, batch_size=12, epochs_run=2, saved=SAVED),
-        StartingPoint(12, 77, 25),
         8,
     ),
     "ours, from rows to a global batch that grows": (

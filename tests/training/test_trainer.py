@@ -268,7 +268,7 @@ class Toy:
             ),
             before_step=self._before_step,
             epochs=self.epochs,
-            steps_done=self.steps_done,
+            global_step=self.steps_done,
         )
 
     def train(self) -> "Toy":
@@ -436,8 +436,8 @@ def test_only_steps_and_the_wait_for_their_samples_are_timed(
     samples_of = toy.loader.steps
     monkeypatch.setattr(toy.loader, "steps", steps)
     for owner, name, seconds in (
-        (toy.trainer._profiler, "begin_step", 1e5),
-        (toy.trainer._profiler, "end_step", 1e6),
+        (toy.trainer.profiler, "begin_step", 1e5),
+        (toy.trainer.profiler, "end_step", 1e6),
         (toy.saver, "after_step", 1e7),
     ):
         monkeypatch.setattr(owner, name, lambda *_, seconds=seconds, **__: pass_time(seconds))

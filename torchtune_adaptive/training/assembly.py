@@ -250,7 +250,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
             ),
             before_step=parts.before_step,
             epochs=parts.epochs,
-            steps_done=start.steps_done,
+            global_step=start.steps_done,
         )
         if saved is not None:
             trainer.load_state(saved)

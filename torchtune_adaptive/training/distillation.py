@@ -1,5 +1,6 @@
 """Knowledge distillation (Hinton et al. 2015, https://arxiv.org/abs/1503.02531)."""
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -8,10 +9,11 @@ from torch import nn
 from torchtune_adaptive.training.objectives import Loss, as_loss_takes, targets_of
 
 
+@dataclass(frozen=True, eq=False)
 class Distillation:
     """Cross entropy of each unmasked token, and its divergence from a teacher's prediction.
 
-    Args:
+    Attributes:
         loss_fn: the mean loss per unmasked token, from logits as a whole or in chunks.
         kd_loss_fn: the mean divergence per unmasked token, from the student's logits, the teacher's, and labels.
         ratio: the share of the divergence in the loss, in [0, 1].
@@ -19,25 +21,23 @@ class Distillation:
             then too small by the number of tokens of a micro-batch, and depends on how a step is cut.
     """
 
-    def __init__(
-        self, student: nn.Module, teacher: nn.Module, loss_fn: Any, kd_loss_fn: Any, *, ratio: float, means_add_up: bool
-    ) -> None:
-        self._student = student
-        self._teacher = teacher
-        self._loss_fn = loss_fn
-        self._kd_loss_fn = kd_loss_fn
-        self._ratio = ratio
-        self._means_add_up = means_add_up
+    student: nn.Module
+    teacher: nn.Module
+    loss_fn: Any
+    kd_loss_fn: Any
+    _: KW_ONLY
+    ratio: float
+    means_add_up: bool
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> Loss:
         labels = batch.pop("labels")  # [B, S]
-        shifted, num_tokens = targets_of(labels, self._loss_fn.ignore_index, counts_first=self._means_add_up)
-        logits, targets = as_loss_takes(self._student(**batch), shifted)
+        shifted, num_tokens = targets_of(labels, self.loss_fn.ignore_index, counts_first=self.means_add_up)
+        logits, targets = as_loss_takes(self.student(**batch), shifted)
         with torch.no_grad():
-            teacher_logits, _ = as_loss_takes(self._teacher(**batch), shifted)
-        kd_loss = self._kd_loss_fn(logits, teacher_logits, targets)
-        class_loss = self._loss_fn(logits, targets)
-        mean = (1 - self._ratio) * class_loss + self._ratio * kd_loss
+            teacher_logits, _ = as_loss_takes(self.teacher(**batch), shifted)
+        kd_loss = self.kd_loss_fn(logits, teacher_logits, targets)
+        class_loss = self.loss_fn(logits, targets)
+        mean = (1 - self.ratio) * class_loss + self.ratio * kd_loss
         means = {"loss": mean, "class_loss": class_loss, "kd_loss": kd_loss}
         sums = {name: value.detach() * num_tokens for name, value in means.items()}
-        return Loss(mean * (num_tokens > 0 if self._means_add_up else num_tokens), num_tokens, None, sums)
+        return Loss(mean * (num_tokens > 0 if self.means_add_up else num_tokens), num_tokens, None, sums)

@@ -5,7 +5,7 @@ Shapes in comments: B rows of a micro-batch, S tokens of a row.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -33,35 +33,29 @@ class Loss:
 Objective: TypeAlias = Callable[[Any], Loss]  # from a batch on the device
 
 
+@dataclass(frozen=True, eq=False)
 class NextToken:
     """Supervised finetuning: the cross entropy of each unmasked token. For full, LoRA and quantization-aware training.
 
-    Args:
+    Attributes:
         loss_fn: the mean loss per unmasked token, from logits [B, S, vocabulary] as a whole or in chunks.
         activations: the context of the forward pass, for example one that offloads activations.
         weight_depends_on_cut: count unmasked labels as torchtune does, before they are shifted. A row's first token
             then counts although nothing predicts it. The weight of a row then depends on the other rows.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Any,
-        activations: AbstractContextManager[Any],
-        *,
-        weight_depends_on_cut: bool,
-    ) -> None:
-        self._model = model
-        self._loss_fn = loss_fn
-        self._activations = activations
-        self._weight_depends_on_cut = weight_depends_on_cut
+    model: nn.Module
+    loss_fn: Any
+    activations: AbstractContextManager[Any]
+    _: KW_ONLY
+    weight_depends_on_cut: bool
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> Loss:
         labels = batch.pop("labels")  # [B, S]
-        targets, num_tokens = targets_of(labels, self._loss_fn.ignore_index, counts_first=self._weight_depends_on_cut)
-        with self._activations:
-            logits = self._model(**batch)
-        return Loss(self._loss_fn(*as_loss_takes(logits, targets)) * num_tokens, num_tokens)
+        targets, num_tokens = targets_of(labels, self.loss_fn.ignore_index, counts_first=self.weight_depends_on_cut)
+        with self.activations:
+            logits = self.model(**batch)
+        return Loss(self.loss_fn(*as_loss_takes(logits, targets)) * num_tokens, num_tokens)
 
 
 def targets_of(labels: torch.Tensor, ignore_index: int, *, counts_first: bool) -> tuple[torch.Tensor, torch.Tensor]:

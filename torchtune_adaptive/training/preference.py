@@ -1,6 +1,7 @@
 """Direct preference optimization (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290)."""
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -16,41 +17,35 @@ from torchtune_adaptive.training.objectives import Loss
 PairForward: TypeAlias = Callable[[Any], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
+@dataclass(frozen=True, eq=False)
 class Preference:
     """The loss of pairs of answers, by a trained policy and a frozen reference.
 
     A batch is a tuple of tokens and labels, both [2 * pairs, S]: first all chosen answers, then all rejected ones.
 
-    Args:
+    Attributes:
         policy: torchtune's ``concatenated_forward`` of the trained model.
         reference: the ``concatenated_forward`` of the reference model.
         loss_fn: returns loss [pairs], rewards of chosen and of rejected answers [pairs].
         counts_masked_pairs: count pairs whose tokens are all masked, as torchtune does.
     """
 
-    def __init__(
-        self,
-        policy: PairForward,
-        reference: PairForward,
-        loss_fn: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-        *,
-        counts_masked_pairs: bool,
-    ) -> None:
-        self._policy = policy
-        self._reference = reference
-        self._loss_fn = loss_fn
-        self._counts_masked_pairs = counts_masked_pairs
+    policy: PairForward
+    reference: PairForward
+    loss_fn: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    _: KW_ONLY
+    counts_masked_pairs: bool
 
     def __call__(self, batch: tuple[torch.Tensor, torch.Tensor]) -> Loss:
         tokens, labels = batch
-        chosen, rejected, chosen_logits, rejected_logits = self._policy(batch)
+        chosen, rejected, chosen_logits, rejected_logits = self.policy(batch)
         logits = {"logits/chosen": chosen_logits.detach().mean(), "logits/rejected": rejected_logits.detach().mean()}
         del chosen_logits, rejected_logits  # the largest tensors; the reference's can reuse their memory
         with torch.no_grad():
-            reference_chosen, reference_rejected, *_ = self._reference(batch)
-        losses, chosen_rewards, rejected_rewards = self._loss_fn(chosen, rejected, reference_chosen, reference_rejected)
+            reference_chosen, reference_rejected, *_ = self.reference(batch)
+        losses, chosen_rewards, rejected_rewards = self.loss_fn(chosen, rejected, reference_chosen, reference_rejected)
         counts = torch.ones_like(losses)
-        if not self._counts_masked_pairs:
+        if not self.counts_masked_pairs:
             counts = (labels != CROSS_ENTROPY_IGNORE_IDX).any(dim=1).view(2, -1).any(dim=0).to(losses.dtype)
         pairs = counts.sum()
         metrics = {

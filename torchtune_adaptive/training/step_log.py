@@ -1,7 +1,7 @@
 """What rank 0 logs while a run trains: the figures of steps, what happened in them, and a summary at the end."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,45 +45,35 @@ class LogOptions:
     logs: str | None = None
 
 
+@dataclass(eq=False)
 class StepLog:
     """Writes the figures of steps to torchtune's metric logger and to the run's log, and events to the latter.
 
-    Args:
+    Attributes:
         metric_logger: None on the other ranks, which log nothing.
         checkpoints: those that this process has finished, in order, with their steps; later ones are appended to it.
     """
 
-    def __init__(
-        self,
-        metric_logger: Any,
-        run_log: RunLog,
-        step: TrainStep,
-        recoverable: RecoverableStep[Any],
-        micro_batches: MicroBatcher,
-        loader: StepLoader,
-        growth: BatchGrowth,
-        *,
-        checkpoints: Sequence[tuple[Path, int]],
-        options: LogOptions,
-    ) -> None:
-        self._metric_logger = metric_logger
-        self._run_log = run_log
-        self._step = step
-        self._recoverable = recoverable
-        self._micro_batches = micro_batches
-        self._loader = loader
-        self._growth = growth
-        self._checkpoints = checkpoints
-        self._options = options
-        self._num_memory_events = 0
-        self._num_checkpoints = 0
+    metric_logger: Any
+    run_log: RunLog
+    step: TrainStep
+    recoverable: RecoverableStep[Any]
+    micro_batches: MicroBatcher
+    loader: StepLoader
+    growth: BatchGrowth
+    _: KW_ONLY
+    checkpoints: Sequence[tuple[Path, int]]
+    options: LogOptions
+
+    def __post_init__(self) -> None:
+        self._num_memory_events = self._num_checkpoints = 0  # that are written
         # Of all steps that this process has trained; tokens are those of all ranks.
         self._steps, self._num_tokens, self._seconds = 0, 0, 0.0
 
     @property
     def writes(self) -> bool:
         """Whether this rank logs."""
-        return self._metric_logger is not None
+        return self.metric_logger is not None
 
     def write(self, step: int, result: StepResult, *, epoch: int, seconds: float) -> None:
         """Log ``result`` of step number ``step``, from 1, which took ``seconds``, if this rank logs this step.
@@ -96,11 +86,11 @@ class StepLog:
         self._steps += 1
         self._num_tokens += result.num_tokens
         self._seconds += seconds
-        if step % self._options.every_steps:
+        if step % self.options.every_steps:
             return
         figures = self._figures(result, seconds=seconds)
-        self._metric_logger.log_dict(figures, step=step)
-        self._run_log.append(step=step, epoch=epoch, seconds=seconds, **figures)
+        self.metric_logger.log_dict(figures, step=step)
+        self.run_log.append(step=step, epoch=epoch, seconds=seconds, **figures)
 
     def finish(self, how: str, *, step: int, epochs_run: int) -> None:
         """Log the end of the run, as ``log_end``."""
@@ -108,34 +98,34 @@ class StepLog:
             return
         self._write_events()
         log_end(
-            self._run_log,
+            self.run_log,
             how,
             step=step,
             epochs_run=epochs_run,
             rows=self._summary_rows(),
-            checkpoints=self._checkpoints,
-            metrics=self._options.logs,
+            checkpoints=self.checkpoints,
+            metrics=self.options.logs,
         )
 
     def _figures(self, result: StepResult, *, seconds: float) -> dict[str, Any]:
-        limit, options = self._micro_batches.limit, self._options
+        limit, options = self.micro_batches.limit, self.options
         figures: dict[str, Any] = {
             "loss": result.loss,
-            "lr": self._step.stepping.learning_rate,
+            "lr": self.step.stepping.learning_rate,
             "tokens_per_second_per_gpu": result.num_tokens / (seconds * options.ranks),
-            "global_batch_size": self._loader.samples_per_step,
+            "global_batch_size": self.loader.samples_per_step,
             limit.key: limit.size,
-            "padding": self._micro_batches.take_padding(),
-            "oom_retries": self._recoverable.retries,
+            "padding": self.micro_batches.take_padding(),
+            "oom_retries": self.recoverable.retries,
         }
-        figures |= result.metrics | self._growth.figures()
-        if not self._loader.is_global:
-            figures["batch_size"] = self._loader.batch_size
+        figures |= result.metrics | self.growth.figures()
+        if not self.loader.is_global:
+            figures["batch_size"] = self.loader.batch_size
         if result.grad_norm is not None:
             figures["grad_norm"] = result.grad_norm
         if (host_bytes := anonymous_bytes()) is not None:
             figures["host_memory_bytes"] = host_bytes
-        if (meter := self._step.meter) is not None:
+        if (meter := self.step.meter) is not None:
             figures["peak_memory_bytes"] = meter.peak_bytes
         if options.device is not None:
             # torchtune's recipes reset the device's own peaks here. They are the user's, and do not end with a step.
@@ -144,21 +134,21 @@ class StepLog:
 
     def _write_events(self) -> None:
         """Write what has happened since the last call: out-of-memory errors, and finished checkpoints."""
-        events = self._recoverable.events[self._num_memory_events :]
+        events = self.recoverable.events[self._num_memory_events :]
         self._num_memory_events += len(events)
         for event in events:
             names = ("step", "phase", "figures", "error", "before", "after", "unit")
             values = {name: getattr(event, name) for name in names}
-            self._run_log.append(event=_MEMORY_EVENTS[event.pressure], ranks=list(event.ranks), **values)
-        finished = self._checkpoints[self._num_checkpoints :]  # also those written in the background
+            self.run_log.append(event=_MEMORY_EVENTS[event.pressure], ranks=list(event.ranks), **values)
+        finished = self.checkpoints[self._num_checkpoints :]  # also those written in the background
         self._num_checkpoints += len(finished)
         for path, step in finished:
-            self._run_log.append(event="checkpoint", step=step, path=str(path))
+            self.run_log.append(event="checkpoint", step=step, path=str(path))
 
     def _summary_rows(self) -> dict[str, str | None]:
-        loader, retries, found = self._loader, self._recoverable.retries, self._options.found
-        sizes = [entry["batch_size"] for entry in self._run_log.history] + [loader.batch_size]
-        micro_batch = f"at most {self._micro_batches.limit} per rank"
+        loader, retries, found = self.loader, self.recoverable.retries, self.options.found
+        sizes = [entry["batch_size"] for entry in self.run_log.history] + [loader.batch_size]
+        micro_batch = f"at most {self.micro_batches.limit} per rank"
         if found is not None:
             micro_batch += f" (found {found.exact_batch_size}, used {found.batch_size}, by {found.strategy})"
         return {
@@ -174,11 +164,11 @@ class StepLog:
     def _throughput(self) -> str | None:
         if not self._seconds:
             return None
-        rate = self._num_tokens / self._seconds / self._options.ranks
+        rate = self._num_tokens / self._seconds / self.options.ranks
         return f"{rate:,.0f} tokens/s per rank, mean of {count_text(self._steps, 'step')} in {self._seconds:,.1f} s"
 
     def _peak(self) -> str:
-        meter, limit_bytes = self._step.meter, self._options.memory_limit_bytes
+        meter, limit_bytes = self.step.meter, self.options.memory_limit_bytes
         if meter is None or not meter.peak_bytes:
             return "not measured (no limit)"  # on a CPU, where it would only cost time
         of = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"

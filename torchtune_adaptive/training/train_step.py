@@ -5,7 +5,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,35 +29,26 @@ from torchtune_adaptive.training.optimizers import Stepping, divisor, sum_over_r
 from torchtune_adaptive.training.step_figures import StepFigures, StepSums
 
 
+@dataclass(eq=False)
 class TrainStep:
     """Runs optimizer steps of one objective.
 
-    Args:
+    Attributes:
         collate: makes a batch in host memory from a list of rows.
         phases: tracks the current phase.
         meter: the device's meter, which must count batches explicitly; None without a meter.
         stop_requested: whether this rank was asked to end; the step's own all-reduce tells all ranks.
     """
 
-    def __init__(
-        self,
-        objective: Objective,
-        stepping: Stepping,
-        *,
-        collate: Callable[[Sequence[Row]], Any],
-        device: torch.device,
-        phases: Phases,
-        meter: MemoryMeter | None,
-        stop_requested: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._objective = objective
-        self.stepping = stepping
-        self._collate = collate
-        self._device = device
-        self._phases = phases
-        self.meter = meter
-        self._stop_requested = stop_requested
-        self._has_finished_one = False
+    objective: Objective
+    stepping: Stepping
+    _: KW_ONLY
+    collate: Callable[[Sequence[Row]], Any]
+    device: torch.device
+    phases: Phases
+    meter: MemoryMeter | None
+    stop_requested: Callable[[], bool] = lambda: False
+    _has_finished_one: bool = field(default=False, init=False)
 
     @property
     def metered(self) -> AbstractContextManager[Any]:
@@ -69,9 +60,9 @@ class TrainStep:
 
         The last micro-step of a small batch also measures the accumulated gradient.
         """
-        self._phases.enter("forward")
-        loss = self._objective(self._batch(micro_batch.rows))  # hooks enter the phase "loss" after the forward pass
-        self._phases.enter("backward")
+        self.phases.enter("forward")
+        loss = self.objective(self._batch(micro_batch.rows))  # hooks enter the phase "loss" after the forward pass
+        self.phases.enter("backward")
         self.stepping.backward(loss)
         sums = StepSums.of(loss)
         del loss  # only the sums outlive the backward pass
@@ -97,7 +88,7 @@ class TrainStep:
             if not comes_from_out_of_memory(error) and not is_out_of_memory_in_collective(error):
                 raise
             raise RuntimeError(
-                f"out of memory in phase {self._phases.now!r}, when parameters and optimizer state may be half updated:"
+                f"out of memory in phase {self.phases.now!r}, when parameters and optimizer state may be half updated:"
                 " the run must end, and may resume from its last checkpoint; an 8-bit optimizer, LoRA or more ranks"
                 " would need less"
             ) from error
@@ -111,11 +102,11 @@ class TrainStep:
         return self._finish(functools.reduce(operator.add, map(self.micro_step, map(MicroBatch, micro_batches))))
 
     def _finish(self, sums: StepSums) -> StepFigures:
-        self._phases.enter("clip")
+        self.phases.enter("clip")
         values = self._sum_over_ranks(sums)
         weight = divisor(values[1]).to(sums.weight.dtype)
         norm = self.stepping.normalize(weight)
-        self._phases.enter("optimizer")
+        self.phases.enter("optimizer")
         self.stepping.step()
         # Rounded as in torchtune, which divides a number by a tensor.
         loss = weight.reciprocal() * values[0].to(sums.loss.dtype)
@@ -129,20 +120,20 @@ class TrainStep:
 
     def _free_cache(self) -> None:
         """Free what CUDA's allocator has cached, so that optimizer state and activations never share a block of it."""
-        if self._device.type == "cuda":
-            free_memory(self._device)
+        if self.device.type == "cuda":
+            free_memory(self.device)
 
     def _batch(self, rows: Sequence[Row]) -> Any:
         if self.meter is None:
-            batch = self._collate(rows)
+            batch = self.collate(rows)
         else:
             with _disable_current_modes():  # a forecast needs the same operations for any number of rows
-                batch = self._collate(rows)
+                batch = self.collate(rows)
             self.meter.count(batch)
         if isinstance(batch, dict):
-            utils.batch_to_device(batch, self._device)  # moves block masks too
+            utils.batch_to_device(batch, self.device)  # moves block masks too
             return batch
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), batch)
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batch)
 
     def _sum_over_ranks(self, sums: StepSums) -> torch.Tensor:
         """Loss, weight, tokens, requests to end, metrics and measured sums, in one all-reduce. A collective.
@@ -150,7 +141,7 @@ class TrainStep:
         In float64, which holds counts exactly, and rounds the sum of two ranks as their own type does.
         """
         num_tokens = sums.weight if sums.num_tokens is None else sums.num_tokens
-        stop = torch.full_like(sums.loss, self._stop_requested())
+        stop = torch.full_like(sums.loss, self.stop_requested())
         scalars = [sums.loss, sums.weight, num_tokens, stop, *sums.metrics.values()]
         values = torch.stack([value.detach().double() for value in scalars])
         if sums.small_batch is not None:

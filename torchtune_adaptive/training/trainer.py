@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from torchtune import utils
 
@@ -29,56 +29,39 @@ from torchtune_adaptive.training.train_step import TrainStep
 log = utils.get_logger("DEBUG")
 
 
+@dataclass(eq=False)
 class Trainer:
     """Trains epochs, with a batch that may grow and micro-batches that fit.
 
-    Args:
+    Attributes:
         recoverable: runs ``step.micro_step`` on what ``micro_batches`` cuts.
         sizes: the sizes that the search found.
         larger_micro_batch: tries larger micro-batches of a row, given the rows of a step. Returns the new size, or
             None.
         before_step: called before each step with the number of optimizer steps done.
         epochs: the remaining epochs.
-        steps_done: optimizer steps before them.
-    Attributes:
         epochs_run, global_step: epochs and optimizer steps done, including those before a resume.
     """
 
-    def __init__(
-        self,
-        step: TrainStep,
-        recoverable: RecoverableStep[StepSums],
-        micro_batches: MicroBatcher,
-        loader: StepLoader,
-        growth: BatchGrowth,
-        rate: LearningRate,
-        record: RunLog,
-        step_log: StepLog,
-        profiler: StepProfiler,
-        saver: RunSaver,
-        *,
-        sizes: Sizes,
-        larger_micro_batch: Callable[[Row, int], int | None],
-        before_step: Callable[[int], None],
-        epochs: range,
-        steps_done: int,
-    ) -> None:
-        self.step = step
-        self.recoverable = recoverable
-        self.micro_batches = micro_batches
-        self.loader = loader
-        self.sizes = sizes
-        self.record = record
-        self._larger_micro_batch = larger_micro_batch
-        self._growth = growth
-        self._rate = rate
-        self._step_log = step_log
-        self._profiler = profiler
-        self._saver = saver
-        self._before_step = before_step
-        self._epochs = epochs
-        self.epochs_run = epochs.start
-        self.global_step = steps_done
+    step: TrainStep
+    recoverable: RecoverableStep[StepSums]
+    micro_batches: MicroBatcher
+    loader: StepLoader
+    growth: BatchGrowth
+    rate: LearningRate
+    record: RunLog
+    step_log: StepLog
+    profiler: StepProfiler
+    saver: RunSaver
+    _: KW_ONLY
+    sizes: Sizes
+    larger_micro_batch: Callable[[Row, int], int | None]
+    before_step: Callable[[int], None]
+    epochs: range
+    global_step: int
+
+    def __post_init__(self) -> None:
+        self.epochs_run = self.epochs.start
 
     def train(self) -> None:
         """Train for the remaining epochs, save after each, and log a summary at the end. A collective.
@@ -90,25 +73,25 @@ class Trainer:
         try:
             self._train_epochs()
         except RunEnded:
-            self._step_log.finish("ended by a signal", step=self.global_step, epochs_run=self.epochs_run)
+            self.step_log.finish("ended by a signal", step=self.global_step, epochs_run=self.epochs_run)
             raise
-        self._step_log.finish("complete", step=self.global_step, epochs_run=self.epochs_run)
+        self.step_log.finish("complete", step=self.global_step, epochs_run=self.epochs_run)
 
     def _train_epochs(self) -> None:
         self.step.stepping.zero_grad()
-        with self._profiler.running():
-            for epoch in self._epochs:
+        with self.profiler.running():
+            for epoch in self.epochs:
                 if not self.loader.steps_done:  # otherwise the run resumes within this epoch
-                    self._saver.restore_random()
+                    self.saver.restore_random()
                     self._grow(epoch)
                     self._try_larger_micro_batches(epoch)
                 self._train_epoch(epoch)
                 self.epochs_run = epoch + 1
-                self._saver.after_epoch(epoch, step=self.global_step)
+                self.saver.after_epoch(epoch, step=self.global_step)
 
     def load_state(self, saved: AdaptiveState) -> None:
         """Resume from a saved state, and log what has changed since. A collective."""
-        if changes := self._saver.load(saved):
+        if changes := self.saver.load(saved):
             self.note(f"resumed with changes: {'; '.join(changes)}")
 
     def note_batch_size(self, reason: str, *, epoch: int, **figures: int) -> None:
@@ -126,7 +109,7 @@ class Trainer:
 
     def _grow(self, epoch: int) -> None:
         """Apply this epoch's increase; adapt data, steps per epoch, micro-batches and learning rate. A collective."""
-        growth = self._growth.next(epoch, self.loader.batch_size)
+        growth = self.growth.next(epoch, self.loader.batch_size)
         if growth is None:
             return
         if growth.increment:
@@ -134,8 +117,8 @@ class Trainer:
         if growth.batch_size != self.loader.batch_size:
             self.loader.set_batch_size(growth.batch_size)
             self.micro_batches.largest = self.sizes.limit(self.loader.rows_per_micro_step)
-            self._rate.change(epoch=epoch, step=self.global_step, steps_per_epoch=self.loader.steps_per_epoch)
-            if scaled := self._rate.scale(self.loader.samples_per_step):
+            self.rate.change(epoch=epoch, step=self.global_step, steps_per_epoch=self.loader.steps_per_epoch)
+            if scaled := self.rate.scale(self.loader.samples_per_step):
                 utils.log_rank_zero(log, scaled)
             self.note_batch_size(growth.reason, epoch=epoch)
 
@@ -146,7 +129,7 @@ class Trainer:
         if row is None:
             return
         before = self.micro_batches.limit.size
-        found = self._larger_micro_batch(row, self.loader.rows_per_step)
+        found = self.larger_micro_batch(row, self.loader.rows_per_step)
         if found is not None:
             self.micro_batches.resize(found)
             limit = self.micro_batches.limit
@@ -155,35 +138,33 @@ class Trainer:
     def _train_epoch(self, epoch: int) -> None:
         done = self.loader.steps_done
         steps = self.loader.steps(epoch)
-        self._saver.restore_random()  # after the data loader's iterator is made, which draws a random number
-        with Bar(total=self.loader.steps_per_epoch, initial=done, disable=not self._step_log.writes) as progress:
+        self.saver.restore_random()  # after the data loader's iterator is made, which draws a random number
+        with Bar(total=self.loader.steps_per_epoch, initial=done, disable=not self.step_log.writes) as progress:
             asked = time.perf_counter()
             for step, samples in enumerate(steps, start=done + 1):
                 waited_seconds = time.perf_counter() - asked
-                self._profiler.begin_step(epoch, step)
+                self.profiler.begin_step(epoch, step)
                 began = time.perf_counter()
-                self._before_step(self.global_step)
+                self.before_step(self.global_step)
                 result = self._measured_step(samples)
                 self.global_step += 1
-                self._rate.step()
+                self.rate.step()
                 seconds = waited_seconds + time.perf_counter() - began
                 progress.update(1)
                 progress.set_description(f"{epoch + 1}|{self.global_step}|Loss: {result.loss}")
-                self._step_log.write(self.global_step, result, epoch=epoch, seconds=seconds)
-                self._profiler.end_step(epoch, step)
-                self._saver.after_step(epochs_run=epoch, step=self.global_step, stop=result.stop)
+                self.step_log.write(self.global_step, result, epoch=epoch, seconds=seconds)
+                self.profiler.end_step(epoch, step)
+                self.saver.after_step(epochs_run=epoch, step=self.global_step, stop=result.stop)
                 asked = time.perf_counter()  # a step includes the wait for its samples
 
     def _measured_step(self, samples: StepSamples) -> StepResult:
         """One optimizer step under the meter, which measures gradient norms if the growth needs them. A collective."""
         with self.step.metered:
-            result = self.train_step(replace(samples, measured=self._growth.measures(self.global_step))).read()
+            result = self.train_step(replace(samples, measured=self.growth.measures(self.global_step))).read()
         self.micro_batches.end_step()
         if result.measured:
             ranks, num_samples = self.loader.ranks, samples.num_samples
-            self._growth.observe(
-                gradient_norms(result.measured, weight=result.weight, samples=num_samples, ranks=ranks)
-            )
+            self.growth.observe(gradient_norms(result.measured, weight=result.weight, samples=num_samples, ranks=ranks))
         return result
 
     def train_step(self, samples: StepSamples) -> StepFigures:

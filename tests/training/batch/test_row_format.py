@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torchtune.data import padded_collate_dpo, padded_collate_packed
 from torchtune.datasets import ConcatDataset, PackedDataset
 
+from tests.support.toys import Samples
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.training.batch.row_format import (
@@ -20,22 +21,6 @@ from torchtune_adaptive.training.batch.row_format import (
 )
 
 ROWS = TokenRows(-100)
-
-
-class Samples:
-    """Rows of given lengths; remembers which were read."""
-
-    def __init__(self, *lengths: int) -> None:
-        self.lengths = lengths
-        self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        self.read.append(index)
-        length = self.lengths[index]
-        return {"tokens": list(range(1, length + 1)), "labels": [-100] * length, "more": "kept"}
 
 
 def packs_of(max_seq_len: int) -> Any:
@@ -91,16 +76,6 @@ def test_the_length_asked_for_comes_first_then_the_tokenizers_then_the_longest_s
     assert samples.read == [0, 0]  # neither needs the data set to be read
     assert ROWS.num_tokens(worst_case(samples)) == 7
     assert samples.read == [0, 0, 0, 0, 1, 2]
-
-
-def test_a_row_is_repeated_or_cut_to_its_length_and_every_token_counts() -> None:
-    assert worst_case(Samples(3), seq_len=7) == {
-        "tokens": [1, 2, 3, 1, 2, 3, 1],
-        "labels": [1, 2, 3, 1, 2, 3, 1],
-        "more": "kept",
-    }
-    row = worst_case(Samples(3), seq_len=2)
-    assert row["tokens"] == row["labels"] == [1, 2]
 
 
 def test_each_rank_reads_its_share_and_knows_the_longest_of_all() -> None:
