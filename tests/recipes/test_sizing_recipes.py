@@ -18,7 +18,6 @@ from benchmarks.support.recipe_runs import (
     without_saving,
 )
 from torchtune_adaptive.training import sizes
-from torchtune_adaptive.training.batch.growth import BatchGrowth
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
 
 UNEQUAL = ("40MiB", "80MiB")  # rank 0's limit, the lower one, counts for both
@@ -48,12 +47,7 @@ def _size_all(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, dict[str
     found = {}
     recipe_class = without_saving(adaptive_recipe("full"))
     common: dict[str, Any] = SHALLOW | {"tokenizer__max_seq_len": 128, "epochs": 1}
-    with (
-        mock.patch.object(sizes, "tokens_per_second", _rates),
-        mock.patch.object(
-            BatchGrowth, "set_maximum", autospec=True, side_effect=BatchGrowth.set_maximum
-        ) as set_maximum,
-    ):
+    with mock.patch.object(sizes, "tokens_per_second", _rates):
         for name, (keys, settings) in SET_UPS.items():
             adaptive = {"memory_limit": UNEQUAL[rank], "oom_recovery": name == "tokens"} | settings
             recipe = set_up(
@@ -64,7 +58,7 @@ def _size_all(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, dict[str
                 "batch": trainer.loader.batch_size,
                 "limit": trainer.micro_batches.limit,
                 "exact": None if trainer.sizes.result is None else trainer.sizes.result.exact_batch_size,
-                "maximum": set_maximum.call_args.args[1],
+                "maximum": trainer.growth.maximum,
                 "steps": trainer.loader.steps_per_epoch,
             }
             if name == "tokens":

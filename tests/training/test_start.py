@@ -37,14 +37,6 @@ def loader_of(batch_size: int, *, is_global: bool = False) -> StepLoader:
     return StepLoader(sampler, TokenRows(-100), micro_steps=2, **options)
 
 
-class Growth(BatchGrowth):
-    """Remembers its maximum."""
-
-    def set_maximum(self, batch_size: int) -> None:
-        self.maximum = batch_size
-        super().set_maximum(batch_size)
-
-
 class Case(NamedTuple):
     """What a run begins from, with the config's ``batch_size`` of 4; ``config`` has fields of `AdaptiveSettings`."""
 
@@ -55,10 +47,10 @@ class Case(NamedTuple):
     epochs_run: int = 0
     saved: AdaptiveState | None = None
 
-    def start(self) -> tuple[StartingPoint, Growth]:
+    def start(self) -> tuple[StartingPoint, BatchGrowth]:
         settings = AdaptiveSettings(**self.config)
         loader = loader_of(self.batch_size, is_global=self.is_global)
-        growth = Growth(settings.batch_increase_function, total_epochs=EPOCHS, consensus=Consensus())
+        growth = BatchGrowth(settings.batch_increase_function, total_epochs=EPOCHS, consensus=Consensus())
         start = starting_point(
             loader,
             growth,

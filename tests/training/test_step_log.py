@@ -24,7 +24,7 @@ from torchtune_adaptive.training.batch.noise_scale import GradientNorms, gradien
 from torchtune_adaptive.training.batch.row_format import TokenRows
 from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.step_figures import StepResult
-from torchtune_adaptive.training.step_log import LogOptions, StepLog
+from torchtune_adaptive.training.step_log import StepLog
 
 RESULT = StepResult(loss=0.5, weight=30.0, num_tokens=1200, metrics={}, grad_norm=None)
 EVENT = MemoryEvent(7, MemoryPressure.OUT_OF_MEMORY, (1, 3), "backward", "peak 1 B, limit 2 B", "error", 8, 4, "rows")
@@ -77,7 +77,7 @@ class Parts:
             self.loader,
             self.growth,
             checkpoints=self.finished,
-            options=LogOptions(**options),
+            **options,
         )
 
 

@@ -54,7 +54,7 @@ from torchtune_adaptive.training.recovery import larger_micro_batch, prepare_rec
 from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.sizes import Sizes
-from torchtune_adaptive.training.step_log import LogOptions, StepLog
+from torchtune_adaptive.training.step_log import StepLog
 from torchtune_adaptive.training.train_step import TrainStep
 from torchtune_adaptive.training.trainer import Trainer
 
@@ -218,8 +218,7 @@ class Toy:
             is_wanted=self.recovers,
             why_not="",
         )
-        growth = BatchGrowth(self.function, total_epochs=self.epochs.stop, consensus=Consensus())
-        growth.set_maximum(self.maximum)
+        growth = BatchGrowth(self.function, total_epochs=self.epochs.stop, consensus=Consensus(), maximum=self.maximum)
         self.record = RunLog(self.directory, writes=True)
         self.record.begin(step=self.steps_done)
         rate = self._rate()
@@ -232,7 +231,8 @@ class Toy:
             self.loader,
             growth,
             checkpoints=(),
-            options=LogOptions(every_steps=self.every_steps, ranks=self.ranks),
+            every_steps=self.every_steps,
+            ranks=self.ranks,
         )
         steps: Any = KeptSteps(
             self.model.weight, self.events, every_steps=self.save_every_steps, succeeds=self.saves_succeed

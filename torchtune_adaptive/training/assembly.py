@@ -40,7 +40,7 @@ from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.sizes import SizeFinder, Sizes
 from torchtune_adaptive.training.start import StartingPoint, starting_point
-from torchtune_adaptive.training.step_log import LogOptions, StepLog
+from torchtune_adaptive.training.step_log import StepLog
 from torchtune_adaptive.training.train_step import TrainStep
 from torchtune_adaptive.training.trainer import Trainer
 
@@ -214,14 +214,12 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
             loader,
             growth,
             checkpoints=parts.checkpoints.finished,
-            options=LogOptions(
-                every_steps=parts.log_every_steps,
-                device=parts.device if parts.with_memory_stats else None,
-                ranks=parts.ranks,
-                memory_limit_bytes=memory_limit_bytes,
-                found=sizes.result,
-                logs=parts.config.get("metric_logger.log_dir"),
-            ),
+            every_steps=parts.log_every_steps,
+            device=parts.device if parts.with_memory_stats else None,
+            ranks=parts.ranks,
+            memory_limit_bytes=memory_limit_bytes,
+            found=sizes.result,
+            logs=parts.config.get("metric_logger.log_dir"),
         )
         saver = RunSaver(
             loader,

@@ -12,7 +12,7 @@ step. Warm-up and decay keep their fractions of the training, and the rate does 
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -48,11 +48,12 @@ class EpochStart:
         return whole if rest == 0 else epochs * schedule_steps / self.steps_per_epoch
 
 
+@dataclass(eq=False)
 class LearningRate:
     """Owns the scheduler, the position on its schedule, and the scale for the batch size.
 
     Until ``begin`` the scheduler is stepped once per optimizer step.
-    Args:
+    Attributes:
         scheduler: None for a constant rate.
         build: builds the scheduler again.
         schedule_steps: steps per epoch for which the schedule is built.
@@ -60,24 +61,16 @@ class LearningRate:
         reference_samples: samples per step for which the config's rate was chosen.
     """
 
-    def __init__(
-        self,
-        scheduler: Any,
-        optimizers: Sequence[torch.optim.Optimizer],
-        build: BuildScheduler,
-        *,
-        total_epochs: int,
-        schedule_steps: int,
-        rule: LearningRateScaling,
-        reference_samples: int,
-    ) -> None:
-        self._scheduler = scheduler
-        self._optimizers = tuple(optimizers)
-        self._build = build
-        self._total_epochs = total_epochs
-        self._rule = rule
-        self._reference_samples = reference_samples
-        self._schedule_steps = schedule_steps
+    scheduler: Any
+    optimizers: Sequence[torch.optim.Optimizer]
+    build: BuildScheduler
+    _: KW_ONLY
+    total_epochs: int
+    schedule_steps: int
+    rule: LearningRateScaling
+    reference_samples: int
+
+    def __post_init__(self) -> None:
         self._epoch_start: EpochStart | None = None
         self._scale = 1.0
 
@@ -93,18 +86,18 @@ class LearningRate:
             InputError: the scheduler cannot be evaluated at any position, but must be.
         """
         self._epoch_start = EpochStart(epoch, step - epoch_steps, steps_per_epoch)
-        follows = grows or self._rule != "none" or steps_per_epoch != self._schedule_steps
+        follows = grows or self.rule != "none" or steps_per_epoch != self.schedule_steps
         if follows:
-            check_follows(self._scheduler)
-        if self._scheduler is not None:
+            check_follows(self.scheduler)
+        if self.scheduler is not None:
             for group in self._groups():
                 # A copy, because a tensor is changed in place.
                 group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))
-            done = epoch * self._schedule_steps + epoch_steps
-            self._scheduler = self._build(self._total_epochs * self._schedule_steps, done - 1)
+            done = epoch * self.schedule_steps + epoch_steps
+            self.scheduler = self.build(self.total_epochs * self.schedule_steps, done - 1)
             if follows:  # it counts the run's optimizer steps, each of which is mapped to the schedule
-                self._scheduler.lr_lambdas = [self._on_schedule(rate) for rate in self._scheduler.lr_lambdas]
-                self._scheduler.last_epoch = step
+                self.scheduler.lr_lambdas = [self._on_schedule(rate) for rate in self.scheduler.lr_lambdas]
+                self.scheduler.last_epoch = step
                 self._set_rates()
 
     def change(self, *, epoch: int, step: int, steps_per_epoch: int) -> None:
@@ -113,42 +106,42 @@ class LearningRate:
 
     def scale(self, samples: int) -> str:
         """Scale the rate to a step of ``samples`` over all ranks. Returns a text for the log, "" without a change."""
-        if self._rule == "none":
+        if self.rule == "none":
             return ""
-        ratio = samples / self._reference_samples
-        self._scale = math.sqrt(ratio) if self._rule == "sqrt" else ratio
+        ratio = samples / self.reference_samples
+        self._scale = math.sqrt(ratio) if self.rule == "sqrt" else ratio
         self._set_rates()
         return (
-            f"learning rate * {self._scale:.6g}: {self._rule} scaling to {samples} samples per optimizer step,"
-            f" from the config's {self._reference_samples}"
+            f"learning rate * {self._scale:.6g}: {self.rule} scaling to {samples} samples per optimizer step,"
+            f" from the config's {self.reference_samples}"
         )
 
     def step(self) -> None:
         """Advance by one optimizer step."""
-        if self._scheduler is not None:
-            self._scheduler.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a resumed run, beside the optimizer's own state."""
-        return {"schedule_steps": self._schedule_steps, "reference_samples": self._reference_samples}
+        return {"schedule_steps": self.schedule_steps, "reference_samples": self.reference_samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state. Call it before ``begin``."""
-        self._reference_samples = state["reference_samples"]
-        self._schedule_steps = state["schedule_steps"]
+        self.reference_samples = state["reference_samples"]
+        self.schedule_steps = state["schedule_steps"]
 
     def _on_schedule(self, rate: Callable[[Any], float]) -> Callable[[int], float]:
         def rate_at(step: int) -> float:
             assert self._epoch_start is not None, "`begin` comes first"
-            return self._scale * rate(self._epoch_start.schedule_step(step, schedule_steps=self._schedule_steps))
+            return self._scale * rate(self._epoch_start.schedule_step(step, schedule_steps=self.schedule_steps))
 
         return rate_at
 
     def _set_rates(self) -> None:
         """Set the next step's rate: by the scheduler if there is one, else the config's rate times the scale."""
-        if self._scheduler is not None:
-            pairs = zip(self._scheduler.base_lrs, self._scheduler.lr_lambdas, strict=True)
-            rates = [base * rate(self._scheduler.last_epoch) for base, rate in pairs]
+        if self.scheduler is not None:
+            pairs = zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
+            rates = [base * rate(self.scheduler.last_epoch) for base, rate in pairs]
         else:
             rates = [group.setdefault("initial_lr", float(group["lr"])) * self._scale for group in self._groups()]
         for group, rate in zip(self._groups(), rates, strict=True):
@@ -158,7 +151,7 @@ class LearningRate:
                 group["lr"] = rate
 
     def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
 
 def check_follows(scheduler: Any) -> None:

@@ -49,7 +49,7 @@ def starting_point(
     uses_largest = settings.use_maximum_batch_size
     chooses = uses_largest and not loader.is_global
     first = sizes.fitting_rows if chooses and sizes.fitting_rows is not None else loader.batch_size
-    growth.set_maximum(_largest_batch_size(loader, sizes, first, settings))
+    growth.maximum = _largest_batch_size(loader, sizes, first, settings)
     planned = growth.sizes(first)
     if saved is None:
         present = planned[epochs_run - 1] if epochs_run else first

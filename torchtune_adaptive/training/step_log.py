@@ -24,27 +24,6 @@ from torchtune_adaptive.training.train_step import TrainStep
 _MEMORY_EVENTS = {MemoryPressure.OUT_OF_MEMORY: "out of memory", MemoryPressure.THRASHING: "thrashing"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogOptions:
-    """What is logged beside the figures of a step.
-
-    Attributes:
-        every_steps: figures are logged of every n-th step.
-        device: whose own memory statistics are logged; None: they are not.
-        ranks: number of ranks over which tokens are counted.
-        memory_limit_bytes: the lowest limit of all ranks; None without a limit.
-        found: the search's result; None without a search.
-        logs: where the metric logger writes; None if it is not known.
-    """
-
-    every_steps: int = 1
-    device: torch.device | None = None
-    ranks: int = 1
-    memory_limit_bytes: int | None = None
-    found: SearchResult | None = None
-    logs: str | None = None
-
-
 @dataclass(eq=False)
 class StepLog:
     """Writes the figures of steps to torchtune's metric logger and to the run's log, and events to the latter.
@@ -52,6 +31,12 @@ class StepLog:
     Attributes:
         metric_logger: None on the other ranks, which log nothing.
         checkpoints: those that this process has finished, in order, with their steps; later ones are appended to it.
+        every_steps: figures are logged of every n-th step.
+        device: whose own memory statistics are logged; None: they are not.
+        ranks: number of ranks over which tokens are counted.
+        memory_limit_bytes: the lowest limit of all ranks; None without a limit.
+        found: the search's result; None without a search.
+        logs: where the metric logger writes; None if it is not known.
     """
 
     metric_logger: Any
@@ -63,7 +48,12 @@ class StepLog:
     growth: BatchGrowth
     _: KW_ONLY
     checkpoints: Sequence[tuple[Path, int]]
-    options: LogOptions
+    every_steps: int = 1
+    device: torch.device | None = None
+    ranks: int = 1
+    memory_limit_bytes: int | None = None
+    found: SearchResult | None = None
+    logs: str | None = None
 
     def __post_init__(self) -> None:
         self._num_memory_events = self._num_checkpoints = 0  # that are written
@@ -86,7 +76,7 @@ class StepLog:
         self._steps += 1
         self._num_tokens += result.num_tokens
         self._seconds += seconds
-        if step % self.options.every_steps:
+        if step % self.every_steps:
             return
         figures = self._figures(result, seconds=seconds)
         self.metric_logger.log_dict(figures, step=step)
@@ -104,15 +94,15 @@ class StepLog:
             epochs_run=epochs_run,
             rows=self._summary_rows(),
             checkpoints=self.checkpoints,
-            metrics=self.options.logs,
+            metrics=self.logs,
         )
 
     def _figures(self, result: StepResult, *, seconds: float) -> dict[str, Any]:
-        limit, options = self.micro_batches.limit, self.options
+        limit = self.micro_batches.limit
         figures: dict[str, Any] = {
             "loss": result.loss,
             "lr": self.step.stepping.learning_rate,
-            "tokens_per_second_per_gpu": result.num_tokens / (seconds * options.ranks),
+            "tokens_per_second_per_gpu": result.num_tokens / (seconds * self.ranks),
             "global_batch_size": self.loader.samples_per_step,
             limit.key: limit.size,
             "padding": self.micro_batches.take_padding(),
@@ -127,9 +117,9 @@ class StepLog:
             figures["host_memory_bytes"] = host_bytes
         if (meter := self.step.meter) is not None:
             figures["peak_memory_bytes"] = meter.peak_bytes
-        if options.device is not None:
+        if self.device is not None:
             # torchtune's recipes reset the device's own peaks here. They are the user's, and do not end with a step.
-            figures |= training.get_memory_stats(device=options.device, reset_stats=False)
+            figures |= training.get_memory_stats(device=self.device, reset_stats=False)
         return figures
 
     def _write_events(self) -> None:
@@ -146,7 +136,7 @@ class StepLog:
             self.run_log.append(event="checkpoint", step=step, path=str(path))
 
     def _summary_rows(self) -> dict[str, str | None]:
-        loader, retries, found = self.loader, self.recoverable.retries, self.options.found
+        loader, retries, found = self.loader, self.recoverable.retries, self.found
         sizes = [entry["batch_size"] for entry in self.run_log.history] + [loader.batch_size]
         micro_batch = f"at most {self.micro_batches.limit} per rank"
         if found is not None:
@@ -164,11 +154,11 @@ class StepLog:
     def _throughput(self) -> str | None:
         if not self._seconds:
             return None
-        rate = self._num_tokens / self._seconds / self.options.ranks
+        rate = self._num_tokens / self._seconds / self.ranks
         return f"{rate:,.0f} tokens/s per rank, mean of {count_text(self._steps, 'step')} in {self._seconds:,.1f} s"
 
     def _peak(self) -> str:
-        meter, limit_bytes = self.step.meter, self.options.memory_limit_bytes
+        meter, limit_bytes = self.step.meter, self.memory_limit_bytes
         if meter is None or not meter.peak_bytes:
             return "not measured (no limit)"  # on a CPU, where it would only cost time
         of = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"

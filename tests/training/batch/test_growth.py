@@ -51,12 +51,9 @@ def grows_by_four(epoch: int, current_batch_size: int) -> int:
 
 
 def growth_by(
-    function: BatchIncreaseFunction | None, *, maximum: int | None = None, consensus: Consensus | None = None
+    function: BatchIncreaseFunction | None, *, maximum: int = 10**6, consensus: Consensus | None = None
 ) -> BatchGrowth:
-    growth = BatchGrowth(function, total_epochs=3, consensus=consensus or Consensus())
-    if maximum is not None:
-        growth.set_maximum(maximum)
-    return growth
+    return BatchGrowth(function, total_epochs=3, consensus=consensus or Consensus(), maximum=maximum)
 
 
 # ---- sizes
@@ -74,7 +71,7 @@ def test_the_sizes_of_all_epochs_are_known_before_the_first_and_keep_to_the_maxi
     growth = growth_by(grows_by_four)
     assert growth.grows is True
     assert growth.sizes(8) == [12, 16, 20]
-    growth.set_maximum(17)
+    growth.maximum = 17
     assert growth.sizes(8) == [12, 16, 16]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
@@ -17,30 +18,30 @@ from torchtune_adaptive.training.batch.increase_function import (
 from torchtune_adaptive.training.batch.noise_scale import GradientNorms, MeasuredSchedule
 
 
+@dataclass(eq=False)
 class BatchGrowth:
     """Owns the user's function and the maximum batch size.
 
-    Args:
+    Attributes:
         function: the user's function; None if the batch does not grow.
+        maximum: the largest batch size; a finite number, so that unbounded doubling cannot overflow.
     Raises:
         InputError: the function has a state that cannot be saved.
     """
 
-    def __init__(self, function: BatchIncreaseFunction | None, *, total_epochs: int, consensus: Consensus) -> None:
-        _check_state(function)
-        self._function = function
-        self._total_epochs = total_epochs
-        self._consensus = consensus
-        self._maximum = sys.maxsize  # a finite number, so that unbounded doubling cannot overflow
+    function: BatchIncreaseFunction | None
+    _: KW_ONLY
+    total_epochs: int
+    consensus: Consensus
+    maximum: int = sys.maxsize
+
+    def __post_init__(self) -> None:
+        _check_state(self.function)
 
     @property
     def grows(self) -> bool:
         """Whether there is a function."""
-        return self._function is not None
-
-    def set_maximum(self, batch_size: int) -> None:
-        """Set the maximum batch size."""
-        self._maximum = batch_size
+        return self.function is not None
 
     def sizes(self, batch_size: int) -> list[int]:
         """The batch size of every epoch of a run that starts with ``batch_size``. A collective.
@@ -49,38 +50,38 @@ class BatchGrowth:
         Raises:
             InputError: the function returns an invalid answer for some epoch.
         """
-        function = self._function
+        function = self.function
         if function is None:
-            return [batch_size] * self._total_epochs
-        return self._consensus.ask_rank_zero(
-            lambda: plan_growth(function, total_epochs=self._total_epochs, batch_size=batch_size, maximum=self._maximum)
+            return [batch_size] * self.total_epochs
+        return self.consensus.ask_rank_zero(
+            lambda: plan_growth(function, total_epochs=self.total_epochs, batch_size=batch_size, maximum=self.maximum)
         )
 
     def next(self, epoch: int, batch_size: int) -> Growth | None:
         """The function's decision for ``epoch``; None without a function. A collective."""
-        function = self._function
+        function = self.function
         if function is None:
             return None
-        return self._consensus.ask_rank_zero(
-            lambda: next_batch_size(function, epoch=epoch, batch_size=batch_size, maximum=self._maximum)
+        return self.consensus.ask_rank_zero(
+            lambda: next_batch_size(function, epoch=epoch, batch_size=batch_size, maximum=self.maximum)
         )
 
     def measures(self, step: int) -> bool:
         """Whether the function needs the gradient norms of optimizer step ``step``, counted from 0."""
-        return isinstance(self._function, MeasuredSchedule) and step % self._function.every_steps == 0
+        return isinstance(self.function, MeasuredSchedule) and step % self.function.every_steps == 0
 
     def observe(self, norms: GradientNorms | None) -> None:
         """Pass gradient norms to the function; None if nothing could be measured."""
-        if norms is not None and isinstance(self._function, MeasuredSchedule):
-            self._function.observe(norms)
+        if norms is not None and isinstance(self.function, MeasuredSchedule):
+            self.function.observe(norms)
 
     def figures(self) -> dict[str, float]:
         """Figures that the function has measured in training so far, by their names in the log."""
-        return self._function.figures() if isinstance(self._function, MeasuredSchedule) else {}
+        return self.function.figures() if isinstance(self.function, MeasuredSchedule) else {}
 
     def state_dict(self) -> dict[str, Any]:
         """The function's own state, None if it has none."""
-        return {"schedule": self._function.state_dict() if isinstance(self._function, Stateful) else None}
+        return {"schedule": self.function.state_dict() if isinstance(self.function, Stateful) else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state from ``state_dict``.
@@ -89,10 +90,10 @@ class BatchGrowth:
             InputError: the function does not accept the state, for example because another function saved it.
         """
         saved = state["schedule"]
-        if saved is None or not isinstance(self._function, Stateful):
+        if saved is None or not isinstance(self.function, Stateful):
             return
         try:
-            self._function.load_state_dict(saved)
+            self.function.load_state_dict(saved)
         except Exception as error:  # the user's own code can raise any error
             raise InputError(
                 f"`batch_increase_function` must accept the state of the resumed run, but does not accept"

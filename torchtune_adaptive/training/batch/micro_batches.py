@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, spread
@@ -22,24 +22,22 @@ class MicroBatch:
     ends_small: bool = False
 
 
+@dataclass(eq=False)
 class MicroBatcher:
     """Cuts the samples of optimizer steps, as ``RecoverableStep`` asks, and owns the limit of a micro-batch.
 
-    Args:
-        dataset: its first sample, without weight in the loss, serves a rank with fewer rows than micro-steps.
     Attributes:
         largest: the limit before memory runs out. If it is set anew, a reduced limit stays reduced.
+        dataset: its first sample, without weight in the loss, serves a rank with fewer rows than micro-steps.
     """
 
-    is_even = True
+    largest: MicroBatchLimit
+    row_format: RowFormat
+    consensus: Consensus
+    dataset: Sequence[Row]
+    is_even: ClassVar[bool] = True
 
-    def __init__(
-        self, largest: MicroBatchLimit, row_format: RowFormat, consensus: Consensus, dataset: Sequence[Row]
-    ) -> None:
-        self.largest = largest
-        self._row_format = row_format
-        self._consensus = consensus
-        self._dataset = dataset
+    def __post_init__(self) -> None:
         self._reduced_size: int | None = None  # set once memory ran out
         self._first_size: int | None = None  # in the first step of ``start_small``
         self._step_tokens = (0, 0)  # of the last cut, without and with padding
@@ -82,7 +80,7 @@ class MicroBatcher:
 
     def rows_of(self, row: Row, *, size: int) -> int:
         """How many rows like ``row`` a micro-batch of limit ``size`` has."""
-        return self.largest.of_size(size).rows_of(self._row_format.padded_tokens(row))
+        return self.largest.of_size(size).rows_of(self.row_format.padded_tokens(row))
 
     def cut(self, samples: StepSamples) -> list[MicroBatch]:
         """The micro-batches of ``samples`` by the current limit, equally many on every rank.
@@ -100,7 +98,7 @@ class MicroBatcher:
     def can_reduce(self, samples: StepSamples) -> bool:
         """Whether some rank has a micro-batch of more than one row, so that a lower limit helps. A collective."""
         cuts = self._step_limit.cut(self._lengths(samples.rows))
-        return self._consensus.any_rank(any(len(rows) > 1 for rows in cuts))
+        return self.consensus.any_rank(any(len(rows) > 1 for rows in cuts))
 
     def reduce(self, samples: StepSamples) -> None:
         """Halve the current limit; only for this step, if it is one of ``start_small``."""
@@ -113,7 +111,7 @@ class MicroBatcher:
     def rehearsals(self, samples: Sequence[Row]) -> Iterator[list[MicroBatch]]:
         """Micro-batches of the first of ``samples``, of one row and of two; to try next, of one row each."""
         for rows in range(min(2, self.largest.size), 0, -1):
-            yield list(map(MicroBatch, self._row_format.small_batches(samples, rows)))
+            yield list(map(MicroBatch, self.row_format.small_batches(samples, rows)))
 
     def take_padding(self) -> float:
         """The share of padding in this rank's micro-batches since the last call."""
@@ -148,12 +146,12 @@ class MicroBatcher:
         if isinstance(limit, RowLimit):
             count = math.ceil(samples.largest_share / limit.size)
         else:
-            count = self._consensus.max_over_ranks(len(cuts))
+            count = self.consensus.max_over_ranks(len(cuts))
         cuts = spread(cuts, count)
-        own = sum(map(self._row_format.own_tokens, rows))
+        own = sum(map(self.row_format.own_tokens, rows))
         padded = sum(len(one) * max(lengths[index] for index in one) for one in cuts if one)
         self._step_tokens = (self._step_tokens[0] + own, self._step_tokens[1] + padded)
-        return [[rows[index] for index in one] or [self._row_format.silent(self._dataset[0])] for one in cuts]
+        return [[rows[index] for index in one] or [self.row_format.silent(self.dataset[0])] for one in cuts]
 
     def _lengths(self, rows: list[Row]) -> list[int]:
-        return [self._row_format.padded_tokens(row) for row in rows]
+        return [self.row_format.padded_tokens(row) for row in rows]
