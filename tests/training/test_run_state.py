@@ -103,22 +103,7 @@ def test_all_changes_are_named_but_not_the_progress_of_the_run() -> None:
     assert STATE.changes(replace(STATE, memory_limit_bytes=None)) == []  # unknown
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "output_dir",
-        "checkpointer.checkpoint_files.0",
-        "metric_logger.log_dir",
-        "log_every_n_steps",
-        "profiler.enabled",
-        "resume_from_checkpoint",
-    ],
-)
-def test_output_paths_and_logging_keys_are_not_changes(key: str) -> None:
-    assert STATE.changes(replace(STATE, config=STATE.config | {key: "other"})) == []
-
-
-def test_a_long_config_value_is_shortened() -> None:
-    (clause,) = STATE.changes(replace(STATE, config=STATE.config | {"prompt": "x" * 1000}))
-    assert clause.startswith("prompt None -> 'xxx")
-    assert len(clause) < 300
+def test_output_paths_and_logging_keys_are_not_changes() -> None:
+    keys = ("output_dir", "checkpointer.checkpoint_files.0", "metric_logger.log_dir", "log_every_n_steps")
+    others = dict.fromkeys((*keys, "profiler.enabled", "resume_from_checkpoint"), "other")
+    assert STATE.changes(replace(STATE, config=STATE.config | others)) == []

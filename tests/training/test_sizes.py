@@ -132,13 +132,6 @@ def test_what_was_found_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "linear_extrapolation: largest batch_size that fits 13, used 13 (rows of 8 tokens" in message
 
 
-def test_rows_of_probes_do_not_count_as_rows_of_training() -> None:
-    loader = loader_over(Samples(*[8] * 50))
-    Device().find(loader, limit_bytes=1100, **MAXIMUM)
-    assert loader.longest_row is None
-    assert loader.batch_size == 4
-
-
 # ---- the bound of a search
 
 

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from torchtune_adaptive.training.batch.row_format import Row
 from torchtune_adaptive.training.objectives import Loss, NextToken, Objective
 from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep, Stepping
 from torchtune_adaptive.training.step_figures import StepResult, StepSums
-from torchtune_adaptive.training.train_step import TrainStep
+from torchtune_adaptive.training.train_step import TrainStep, own_norm_squared
 
 CPU = torch.device("cpu")
 W, LR = 2.0, 0.5
@@ -81,6 +82,12 @@ def step_of(
     )
 
 
+def step_with(model: nn.Module, change: Callable[[Loss], Loss]) -> TrainStep:
+    """A step whose loss is that of the toy, changed."""
+    objective = toy_objective(model)
+    return step_of(model, objective=lambda batch: change(objective(batch)))
+
+
 def cut(rows: Sequence[Row], places: Sequence[int]) -> list[Sequence[Row]]:
     """``rows`` as micro-batches that end before ``places``."""
     ends = sorted({place for place in places if 0 < place < len(rows)})
@@ -110,13 +117,12 @@ def test_a_step_is_the_same_however_it_is_cut(places: list[int]) -> None:
 def test_a_micro_batch_without_weight_adds_nothing_even_if_its_mean_is_not_a_number(places: list[int]) -> None:
     model = toy_model()
 
-    def objective(batch: dict[str, torch.Tensor]) -> Loss:
-        found = toy_objective(model)(batch)
+    def or_nan(found: Loss) -> Loss:
         nothing = torch.zeros(()) / found.weight  # NaN where nothing counts, else 0
         metrics = {name: value + nothing for name, value in found.metrics.items()}
         return Loss(found.total + nothing, found.weight, found.num_tokens, metrics)
 
-    result = step_of(model, objective=objective)(cut(ROWS, places)).read()
+    result = step_with(model, or_nan)(cut(ROWS, places)).read()
     assert model.weight.item() == pytest.approx(W - LR * MEAN_X)
     assert result.loss == pytest.approx(W * MEAN_X)
     assert result.metrics == {"mean_x": pytest.approx(MEAN_X), "one": 1.0}
@@ -125,12 +131,8 @@ def test_a_micro_batch_without_weight_adds_nothing_even_if_its_mean_is_not_a_num
 
 def test_a_metric_named_loss_stands_for_the_loss() -> None:
     model = toy_model()
-
-    def objective(batch: dict[str, torch.Tensor]) -> Loss:
-        found = toy_objective(model)(batch)
-        return Loss(found.total, found.weight, found.num_tokens, {"loss": 3.0 * found.weight, "x": found.weight})
-
-    result = step_of(model, objective=objective)(cut(ROWS, [1, 4])).read()
+    step = step_with(model, lambda found: replace(found, metrics={"loss": 3.0 * found.weight, "x": found.weight}))
+    result = step(cut(ROWS, [1, 4])).read()
     assert (result.loss, result.metrics) == (3.0, {"x": 1.0})
     assert model.weight.item() == pytest.approx(W - LR * MEAN_X)
 
@@ -150,13 +152,8 @@ def test_logged_values_do_not_keep_the_graph() -> None:
 
 
 def test_the_weight_is_the_default_number_of_tokens() -> None:
-    model = toy_model()
-
-    def objective(batch: dict[str, torch.Tensor]) -> Loss:
-        found = toy_objective(model)(batch)
-        return Loss(found.total, found.weight)
-
-    assert step_of(model, objective=objective)(cut(ROWS, [1, 3])).read().num_tokens == 4
+    step = step_with(toy_model(), lambda found: replace(found, num_tokens=None))
+    assert step(cut(ROWS, [1, 3])).read().num_tokens == 4
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 3.0, 4.5, 1000.0])
@@ -295,6 +292,23 @@ def test_the_last_micro_step_of_the_small_batch_measures_the_gradient_so_far() -
     assert result.measured == (144.0, 3.0, (1.0 + 2 + 9 + 4) ** 2)  # of sums, before they are normalized and clipped
     assert result.grad_norm == pytest.approx(MEAN_X)
     assert result.metrics == {"mean_x": pytest.approx(MEAN_X), "one": 1.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_norm_is_that_of_all_existing_gradients_in_float64(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).to(dtype)
+    model[0].bias.requires_grad_(False)  # it has no gradient
+    model(torch.randn(4, 3, dtype=dtype)).square().sum().backward()
+    norm_squared = own_norm_squared(model)
+    expected = sum(p.grad.double().square().sum().item() for p in model.parameters() if p.grad is not None)
+    assert norm_squared.item() == pytest.approx(expected, rel=1e-6)
+    assert (norm_squared.dtype, tuple(norm_squared.shape)) == (torch.float64, ())
+
+
+def test_the_square_of_a_large_float32_norm_does_not_overflow() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.grad = torch.full((1, 1), 2.0**100)
+    assert own_norm_squared(model).item() == 2.0**200
 
 
 # ---- when optimizers step

@@ -83,15 +83,3 @@ def test_with_equal_samples_on_each_rank_steps_are_those_of_the_stock_sampler(ru
         stock.set_epoch(epoch)
         dealt = list(run.sampler(rank, times * run.ranks, epoch=epoch))
         assert dealt == list(stock)[: len(dealt)]
-
-
-@properties
-@given(run=runs, extra=extras, other=extras)
-def test_the_samples_of_a_step_may_change_between_epochs(run: Run, extra: int, other: int) -> None:
-    for rank in range(run.ranks):
-        sampler = run.sampler(rank, run.ranks + extra)
-        list(sampler)
-        sampler.set_samples_per_step(run.ranks + other)
-        sampler.set_epoch(1)
-        assert list(sampler) == list(run.sampler(rank, run.ranks + other, epoch=1))
-        assert len(sampler) == len(run.sampler(rank, run.ranks + other))

@@ -236,14 +236,6 @@ def test_a_resumed_run_has_a_row_as_long_as_the_longest_it_was_trained_with() ->
 # ---- descriptions
 
 
-def test_a_step_is_described_by_its_arithmetic() -> None:
-    loader = loader_over(dataset_of(40), batch_size=3, micro_steps=2, ranks=2)
-    assert loader.describe(4) == "4 rows * 2 micro-steps * 2 ranks = 16 samples per optimizer step"
-    assert global_loader_over(dataset_of(40), batch_size=3, ranks=2).describe(9) == (
-        "9 samples per optimizer step on 2 ranks"
-    )
-
-
 def test_a_data_set_that_fills_no_step_is_refused() -> None:
     loader = loader_over(dataset_of(23), batch_size=3, micro_steps=2, ranks=2)
     check_fills_step(loader, 6)

@@ -208,12 +208,6 @@ def test_a_lower_limit_helps_if_some_micro_batch_has_more_than_a_row(
     assert batcher(limit, With(1)).can_reduce(samples) is True  # on another rank
 
 
-def test_rows_of_a_length_at_a_size() -> None:
-    (row,) = rows_of(10)
-    assert batcher(RowLimit(8)).rows_of(row, size=3) == 3
-    assert batcher(TokenLimit(80)).rows_of(row, size=35) == 3
-
-
 # ---- state
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.training.batch.increase_function import next_batch_size
-from torchtune_adaptive.training.batch.noise_scale import GradientNorms, gradient_noise_scale
+from torchtune_adaptive.training.batch.noise_scale import GradientNorms, gradient_noise_scale, gradient_norms
 
 properties = settings(derandomize=True, deadline=None, max_examples=100)
 SAMPLES, SMALL, LARGE = 200, 4, 12
@@ -99,6 +99,27 @@ def test_weights_fall_by_the_smoothing_from_one_measurement_to_the_one_before_it
     schedule = having_observed(40.0, smoothing=0.75)
     schedule.observe(norms_of(10.0))
     assert schedule.noise_scale == pytest.approx((10 + 0.75 * 40) / 1.75)
+
+
+# ---- the norms of a measured step
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_norms_are_those_of_the_mean_gradient_over_the_weight_of_all_ranks(ranks: int) -> None:
+    """Gradients are sums over tokens, divided by the ranks; parameters are in shards."""
+    small_shards, shards = (torch.randn(ranks, 6, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    squares = [(part / ranks).square().sum().item() for part in (small_shards, shards)]
+    norms = gradient_norms([squares[0], 20.0, squares[1]], weight=50, samples=8, ranks=ranks)
+    assert norms == GradientNorms(
+        small_samples=4,
+        small_norm_squared=pytest.approx((small_shards / 20).square().sum().item()),  # pyright: ignore[reportArgumentType]
+        samples=8,
+        norm_squared=pytest.approx((shards / 50).square().sum().item()),  # pyright: ignore[reportArgumentType]
+    )
+
+
+def test_a_small_batch_without_weight_gives_no_norms() -> None:
+    assert gradient_norms([0.0, 0.0, 3.0], weight=50, samples=8, ranks=2) is None
 
 
 # ---- growth
