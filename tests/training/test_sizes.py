@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchtune.datasets import PackedDataset
 
+from tests.support.loaders import step_loader
 from tests.support.toys import Samples, search_result
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
@@ -21,7 +21,7 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training import sizes as sizes_module
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
-from torchtune_adaptive.training.batch.loader import GlobalStepLoader, StepLoader
+from torchtune_adaptive.training.batch.loader import StepLoader
 from torchtune_adaptive.training.batch.row_format import Row, TokenRows
 from torchtune_adaptive.training.sizes import SizeFinder, Sizes
 
@@ -89,21 +89,11 @@ class Device:
         ).find()
 
 
-def loader_over(
-    dataset: Any, *, batch_size: int = 4, micro_steps: int = 1, ranks: int = 1, is_global: bool = False
-) -> StepLoader:
-    sampler = StatefulDistributedSampler(dataset, ranks, 0, shuffle=False)
-    options: dict[str, Any] = {"batch_size": batch_size, "max_steps_per_epoch": None}
-    if is_global:
-        return GlobalStepLoader(sampler, TokenRows(-100), **options)
-    return StepLoader(sampler, TokenRows(-100), micro_steps=micro_steps, **options)
-
-
 # ---- what is found
 
 
 def test_the_largest_micro_batch_of_the_longest_row_is_found_and_rounded() -> None:
-    device, loader = Device(), loader_over(Samples(3, 8, *[5] * 50))
+    device, loader = Device(), step_loader(Samples(3, 8, *[5] * 50))
     found = device.find(loader, limit_bytes=1100, power_of_two=True, **MAXIMUM)
     assert found.result is not None
     assert (found.result.exact_batch_size, found.result.batch_size, found.fitting_rows) == (13, 8, 8)
@@ -113,20 +103,20 @@ def test_the_largest_micro_batch_of_the_longest_row_is_found_and_rounded() -> No
 
 
 def test_probes_include_gradients_where_a_step_has_several_micro_batches() -> None:
-    device, loader = Device(), loader_over(Samples(*[8] * 400), micro_steps=3)
+    device, loader = Device(), step_loader(Samples(*[8] * 400), micro_steps=3)
     found = device.find(loader, limit_bytes=1100 + GRADIENT_BYTES, **MAXIMUM)
     assert found.fitting_rows == 13
     assert {micro_batches for micro_batches, _, _ in device.tried} == {2}
 
 
 def test_a_search_from_below_starts_at_the_configs_batch_size() -> None:
-    device, loader = Device(), loader_over(Samples(*[8] * 50))
+    device, loader = Device(), step_loader(Samples(*[8] * 50))
     device.find(loader, wanted_rows=5, limit_bytes=1100, strategy="binary_search", **MAXIMUM)
     assert [rows for _, rows, _ in device.tried[1:4]] == [5, 10, 20]
 
 
 def test_what_was_found_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    Device().find(loader_over(Samples(*[8] * 50)), limit_bytes=1100, **MAXIMUM)
+    Device().find(step_loader(Samples(*[8] * 50)), limit_bytes=1100, **MAXIMUM)
     (message,) = caplog.messages
     assert message.startswith("Probes, with the figures of rank 0:\nbatch_size")
     assert "linear_extrapolation: largest batch_size that fits 13, used 13 (rows of 8 tokens" in message
@@ -162,7 +152,7 @@ def test_no_more_rows_are_tried_than_a_micro_step_can_have(
     settings: dict[str, Any], loader: dict[str, Any], bound: int
 ) -> None:
     device = Device()
-    found = device.find(loader_over(Samples(*[8] * 120), **loader), strategy="decrease_until_oom", **settings)
+    found = device.find(step_loader(Samples(*[8] * 120), **loader), strategy="decrease_until_oom", **settings)
     assert found.result is not None
     assert found.result.bound == found.result.exact_batch_size == bound
     assert max(rows for _, rows, _ in device.tried) == bound
@@ -185,7 +175,7 @@ def test_a_probe_has_a_second_micro_batch_where_training_may_have_one(
     settings: dict[str, Any], loader: dict[str, Any], micro_batches: int, of_all_rows: int
 ) -> None:
     device = Device()
-    found = device.find(loader_over(Samples(*[8] * 120), **loader), strategy="binary_search", **settings)
+    found = device.find(step_loader(Samples(*[8] * 120), **loader), strategy="binary_search", **settings)
     assert found.result is not None
     sizes = {rows for _, rows, _ in device.tried}
     assert len(sizes) > 2
@@ -199,14 +189,14 @@ def test_a_probe_has_a_second_micro_batch_where_training_may_have_one(
 
 def test_rows_are_as_long_as_asked_for_or_as_the_tokenizer_makes_them() -> None:
     device, samples = Device(), Samples(*[8] * 50)
-    assert device.find(loader_over(samples), seq_len=5, tokenizer_max_seq_len=20, **MAXIMUM).seq_len == 5
-    assert device.find(loader_over(samples), tokenizer_max_seq_len=20, **MAXIMUM).seq_len == 20
+    assert device.find(step_loader(samples), seq_len=5, tokenizer_max_seq_len=20, **MAXIMUM).seq_len == 5
+    assert device.find(step_loader(samples), tokenizer_max_seq_len=20, **MAXIMUM).seq_len == 20
 
 
 def test_rows_shorter_than_the_tokenizer_allows_cause_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     def warnings(**options: Any) -> list[str]:
         caplog.clear()
-        Device().find(loader_over(Samples(*[8] * 50)), **options, **MAXIMUM)
+        Device().find(step_loader(Samples(*[8] * 50)), **options, **MAXIMUM)
         return [message for message in caplog.messages if not message.startswith("Probes, with")]
 
     assert warnings(seq_len=5, tokenizer_max_seq_len=20) == [
@@ -218,17 +208,17 @@ def test_rows_shorter_than_the_tokenizer_allows_cause_a_warning(caplog: pytest.L
 def test_rows_longer_than_the_models_positions_are_refused() -> None:
     device = Device()
     device.model.max_seq_len = 16
-    device.find(loader_over(Samples(*[8] * 50)), tokenizer_max_seq_len=16, **MAXIMUM)
+    device.find(step_loader(Samples(*[8] * 50)), tokenizer_max_seq_len=16, **MAXIMUM)
     device.tried.clear()
     with pytest.raises(InputError, match=r"max_seq_len \(16 tokens\), but have 17"):
-        device.find(loader_over(Samples(*[8] * 50)), tokenizer_max_seq_len=17, **MAXIMUM)
+        device.find(step_loader(Samples(*[8] * 50)), tokenizer_max_seq_len=17, **MAXIMUM)
     assert device.tried == []
 
 
 def test_data_too_few_for_a_step_of_single_rows_are_refused_before_anything_runs() -> None:
     device = Device()
     with pytest.raises(InputError, match="`dataset` must fill an optimizer step"):
-        device.find(loader_over(Samples(*[8] * 5), micro_steps=6), **MAXIMUM)
+        device.find(step_loader(Samples(*[8] * 5), micro_steps=6), **MAXIMUM)
     assert device.tried == []
 
 
@@ -237,26 +227,26 @@ def test_data_too_few_for_a_step_of_single_rows_are_refused_before_anything_runs
 
 def test_without_a_search_nothing_is_found_and_nothing_runs() -> None:
     device, samples = Device(), Samples(*[8] * 50)
-    assert device.find(loader_over(samples)) == Sizes()
+    assert device.find(step_loader(samples)) == Sizes()
     assert (device.tried, samples.read) == ([], [])
 
 
 def test_a_token_budget_of_the_config_is_checked_against_samples_that_may_be_longer() -> None:
     device, samples = Device(), Samples(8, 9, 7)
-    assert device.find(loader_over(samples, batch_size=1), max_tokens_per_micro_batch=9) == Sizes(token_budget=9)
+    assert device.find(step_loader(samples, batch_size=1), max_tokens_per_micro_batch=9) == Sizes(token_budget=9)
     with pytest.raises(InputError, match="is 8, and sample 1 has 9 tokens"):
-        device.find(loader_over(samples, batch_size=1), max_tokens_per_micro_batch=8)
+        device.find(step_loader(samples, batch_size=1), max_tokens_per_micro_batch=8)
     with pytest.raises(InputError, match="is 8, and sample 1 has 9 tokens"):
-        device.find(loader_over(samples, batch_size=1), max_tokens_per_micro_batch=8, tokenizer_max_seq_len=9)
+        device.find(step_loader(samples, batch_size=1), max_tokens_per_micro_batch=8, tokenizer_max_seq_len=9)
     samples.read.clear()
-    device.find(loader_over(samples, batch_size=1), max_tokens_per_micro_batch=8, tokenizer_max_seq_len=8)
+    device.find(step_loader(samples, batch_size=1), max_tokens_per_micro_batch=8, tokenizer_max_seq_len=8)
     assert samples.read == []
 
 
 @pytest.mark.parametrize("budget", [64, "auto"])
 def test_packs_have_no_token_budget(budget: Any) -> None:
     samples: Any = Samples(*[3] * 50)
-    packs = loader_over(PackedDataset(samples, max_seq_len=8))
+    packs = step_loader(PackedDataset(samples, max_seq_len=8))
     with pytest.raises(InputError) as refused:
         Device().find(packs, max_tokens_per_micro_batch=budget)
     assert str(refused.value) == (
@@ -270,7 +260,7 @@ def test_packs_have_no_token_budget(budget: Any) -> None:
 def test_a_global_batch_is_cut_by_the_configs_batch_size_unless_memory_decides(
     settings: dict[str, Any], max_rows: int | None
 ) -> None:
-    loader = loader_over(Samples(*[8] * 50), batch_size=10, is_global=True)
+    loader = step_loader(Samples(*[8] * 50), batch_size=10, is_global=True)
     found = Device().find(loader, wanted_rows=3, global_batch_size=10, **settings)
     assert found.max_rows == max_rows
 
@@ -279,7 +269,7 @@ def test_a_global_batch_is_cut_by_the_configs_batch_size_unless_memory_decides(
 
 
 def test_the_token_budget_of_the_longest_rows_is_exact_to_the_token(caplog: pytest.LogCaptureFixture) -> None:
-    device, loader = Device(), loader_over(Samples(*[32] * 50), batch_size=50)
+    device, loader = Device(), step_loader(Samples(*[32] * 50), batch_size=50)
     found = device.find(loader, limit_bytes=10 * 1000 + GRADIENT_BYTES, **AUTO)
     assert found.result is not None
     assert (found.result.exact_batch_size, found.fitting_rows, found.token_budget) == (31, 31, 1000)  # 31.25 rows
@@ -291,7 +281,7 @@ def test_the_token_budget_of_the_longest_rows_is_exact_to_the_token(caplog: pyte
 
 
 def test_shorter_rows_of_a_token_budget_may_be_more_than_the_largest_batch_size() -> None:
-    device, loader = Device(), loader_over(Samples(*[32] * 50), batch_size=50)
+    device, loader = Device(), step_loader(Samples(*[32] * 50), batch_size=50)
     found = device.find(loader, limit_bytes=10 * 1000 + GRADIENT_BYTES, max_batch_size=20, **AUTO)
     assert (found.fitting_rows, found.token_budget) == (20, 20 * 32)
     assert {length: max(rows for _, rows, tried in device.tried if tried == length) for length in (32, 16)} == {
@@ -305,7 +295,7 @@ def test_a_token_budget_is_searched_exactly_although_the_rows_are_rounded(strate
     """Without a forecast the budget is a whole number of the longest rows."""
 
     def tried_at_other_lengths(*, power_of_two: bool) -> list[tuple[int, int, int]]:
-        device, loader = Device(), loader_over(Samples(*[32] * 50), batch_size=50)
+        device, loader = Device(), step_loader(Samples(*[32] * 50), batch_size=50)
         options: dict[str, Any] = {"strategy": strategy, "power_of_two": power_of_two} | AUTO
         found = device.find(loader, limit_bytes=10 * 1000 + GRADIENT_BYTES, **options)
         assert (found.fitting_rows, found.token_budget) == (16 if power_of_two else 31, budget)
@@ -326,7 +316,7 @@ def test_the_smallest_size_that_is_as_fast_as_the_best_is_used(monkeypatch: pyte
         return {12: 1000.0, 6: 990.0, 3: 900.0, 1: 300.0}
 
     monkeypatch.setattr(sizes_module, "tokens_per_second", tokens_per_second)
-    loader = loader_over(Samples(*[8] * 120), micro_steps=3)
+    loader = step_loader(Samples(*[8] * 120), micro_steps=3)
     found = Device().find(loader, max_batch_size=12, objective="throughput", **MAXIMUM)
     assert timed["shapes"] == {12: [12, 12], 6: [6, 6], 3: [3, 3], 1: [1, 1]}
     assert timed["num_tokens"] == {12: 2 * 12 * 8, 6: 2 * 6 * 8, 3: 2 * 3 * 8, 1: 2 * 8}
@@ -334,7 +324,7 @@ def test_the_smallest_size_that_is_as_fast_as_the_best_is_used(monkeypatch: pyte
     assert (found.fitting_rows, found.result.batch_size) == (6, 12)
     assert found.tokens_per_second == {12: 1000.0, 6: 990.0, 3: 900.0, 1: 300.0}
     assert found.max_rows is None
-    shared = loader_over(Samples(*[8] * 120), batch_size=12, is_global=True)
+    shared = step_loader(Samples(*[8] * 120), batch_size=12, is_global=True)
     found = Device().find(shared, objective="throughput", global_batch_size=12, **MAXIMUM)
     assert (found.fitting_rows, found.max_rows) == (6, 6)
 

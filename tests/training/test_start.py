@@ -4,15 +4,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
-from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
+from tests.support.loaders import step_loader
 from tests.support.toys import STATE, search_result
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training.batch.growth import BatchGrowth
-from torchtune_adaptive.training.batch.loader import GlobalStepLoader, StepLoader
-from torchtune_adaptive.training.batch.row_format import TokenRows
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.sizes import Sizes
 from torchtune_adaptive.training.start import StartingPoint, starting_point
@@ -29,14 +27,6 @@ def adds_two(epoch: int, current_batch_size: int) -> int:
     return 2
 
 
-def loader_of(batch_size: int, *, is_global: bool = False) -> StepLoader:
-    sampler = StatefulDistributedSampler(DATASET, 1, 0, shuffle=False)
-    options: dict[str, Any] = {"batch_size": batch_size, "max_steps_per_epoch": None}
-    if is_global:
-        return GlobalStepLoader(sampler, TokenRows(-100), **options)
-    return StepLoader(sampler, TokenRows(-100), micro_steps=2, **options)
-
-
 class Case(NamedTuple):
     """What a run begins from, with the config's ``batch_size`` of 4; ``config`` has fields of `AdaptiveSettings`."""
 
@@ -49,7 +39,7 @@ class Case(NamedTuple):
 
     def start(self) -> tuple[StartingPoint, BatchGrowth]:
         settings = AdaptiveSettings(**self.config)
-        loader = loader_of(self.batch_size, is_global=self.is_global)
+        loader = step_loader(DATASET, batch_size=self.batch_size, micro_steps=2, is_global=self.is_global)
         growth = BatchGrowth(settings.batch_increase_function, total_epochs=EPOCHS, consensus=Consensus())
         start = starting_point(
             loader,

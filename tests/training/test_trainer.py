@@ -20,9 +20,9 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from tests.support import growth_functions
+from tests.support.loaders import step_loader
 from tests.support.run_logs import events_in
 from tests.support.toys import search_options, search_result
 from torchtune_adaptive.engine.distributed.consensus import Consensus
@@ -34,13 +34,11 @@ from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
 from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import CheckpointError, RunEnded
-from torchtune_adaptive.settings import LearningRateScaling
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
 from torchtune_adaptive.training import recovery, step_log
 from torchtune_adaptive.training import trainer as trainer_module
 from torchtune_adaptive.training.batch.growth import BatchGrowth
 from torchtune_adaptive.training.batch.limits import RowLimit
-from torchtune_adaptive.training.batch.loader import GlobalStepLoader, StepLoader
 from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.training.batch.noise_scale import GradientNorms
 from torchtune_adaptive.training.batch.row_format import Row, TokenRows
@@ -153,8 +151,6 @@ class Toy:
     saved: AdaptiveState | None = None
     max_grad_norm: float | None = None
     decays: bool = False
-    rule: LearningRateScaling = "none"
-    schedule_steps: int | None = None
     every_steps: int = 1
     ranks: int = 1
     meter: CpuMeter | None = None
@@ -188,7 +184,13 @@ class Toy:
             meter=self.meter,
             stop_requested=lambda: self.trainer.global_step + 1 == self.stop_after,
         )
-        self.loader = self._loader()
+        self.loader = step_loader(
+            self.dataset,
+            batch_size=self.global_batch_size or self.batch_size,
+            micro_steps=self.micro_steps,
+            is_global=self.global_batch_size is not None,
+            shuffle=self.shuffle,
+        )
         limit = self.sizes.limit(self.loader.rows_per_micro_step)
         self.micro_batches = MicroBatcher(limit, TokenRows(-100), Consensus(), self.dataset)
         workload = Workload(
@@ -297,27 +299,17 @@ class Toy:
         metrics = {"twice_x": 2 * xs.sum()}
         return Loss(self.model(xs).sum(), torch.tensor(len(batch)), lengths.sum(), metrics)
 
-    def _loader(self) -> StepLoader:
-        dataset: Any = self.dataset
-        sampler = StatefulDistributedSampler(dataset, 1, 0, shuffle=self.shuffle)
-        options: dict[str, Any] = {"max_steps_per_epoch": None}
-        if self.global_batch_size is not None:
-            return GlobalStepLoader(sampler, TokenRows(-100), batch_size=self.global_batch_size, **options)
-        options |= {"batch_size": self.batch_size, "micro_steps": self.micro_steps}
-        return StepLoader(sampler, TokenRows(-100), **options)
-
     def _rate(self) -> LearningRate:
         def build(steps: int, last: int) -> Any:
             return LambdaLR(self.optimizer, lambda step: 1 - step / steps, last_epoch=last) if self.decays else None
 
-        schedule_steps = self.schedule_steps or self.loader.steps_per_epoch
         rate = LearningRate(
             build(1, -1),
             [self.optimizer],
             build,
             total_epochs=self.epochs.stop,
-            schedule_steps=schedule_steps,
-            rule=self.rule,
+            schedule_steps=self.loader.steps_per_epoch,
+            rule="none",
             reference_samples=self.loader.samples_per_step,
         )
         if self.saved is not None:

@@ -1,6 +1,7 @@
 """Each optimizer step has as many samples as its batch size gives; none is lost at an epoch's end or by a resume."""
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data.distributed import DistributedSampler
-from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
+from tests.support.loaders import step_loader
 from tests.support.toys import Samples
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.training.batch.loader import GlobalStepLoader, StepLoader, check_fills_step
-from torchtune_adaptive.training.batch.row_format import Row, TokenRows
+from torchtune_adaptive.training.batch.loader import StepLoader, check_fills_step
+from torchtune_adaptive.training.batch.row_format import Row
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
 
@@ -23,37 +24,7 @@ def dataset_of(samples: int, *, longest: int | None = None) -> Any:
     return [{"tokens": [place] * (5 if place == longest else 2)} for place in range(samples)]
 
 
-def loader_over(
-    dataset: Any,
-    *,
-    batch_size: int,
-    micro_steps: int = 1,
-    max_steps_per_epoch: int | None = None,
-    ranks: int = 1,
-    rank: int = 0,
-    shuffle: bool = False,
-) -> StepLoader:
-    sampler = StatefulDistributedSampler(dataset, ranks, rank, shuffle=shuffle, seed=3)
-    return StepLoader(
-        sampler,
-        TokenRows(-100),
-        batch_size=batch_size,
-        micro_steps=micro_steps,
-        max_steps_per_epoch=max_steps_per_epoch,
-    )
-
-
-def global_loader_over(
-    dataset: Any,
-    *,
-    batch_size: int,
-    max_steps_per_epoch: int | None = None,
-    ranks: int = 1,
-    rank: int = 0,
-    shuffle: bool = False,
-) -> GlobalStepLoader:
-    sampler = StatefulDistributedSampler(dataset, ranks, rank, shuffle=shuffle, seed=3)
-    return GlobalStepLoader(sampler, TokenRows(-100), batch_size=batch_size, max_steps_per_epoch=max_steps_per_epoch)
+global_loader = partial(step_loader, is_global=True)
 
 
 def places(rows: list[Row]) -> list[int]:
@@ -69,7 +40,7 @@ def steps_of(loader: StepLoader, epoch: int = 0) -> list[list[int]]:
 
 
 def test_sizes_follow_from_batch_size_micro_steps_and_ranks() -> None:
-    loader = loader_over(dataset_of(40), batch_size=3, micro_steps=2, ranks=2)
+    loader = step_loader(dataset_of(40), batch_size=3, micro_steps=2, ranks=2)
     assert (loader.key, loader.is_global, loader.ranks, loader.micro_steps) == ("batch_size", False, 2, 2)
     assert (loader.batch_size, loader.samples_per_step, loader.rows_per_step, loader.rows_per_micro_step) == (
         3,
@@ -86,7 +57,7 @@ def test_sizes_follow_from_batch_size_micro_steps_and_ranks() -> None:
 
 
 def test_sizes_of_a_global_batch_are_samples_over_all_ranks() -> None:
-    loaders = [global_loader_over(dataset_of(25), batch_size=10, ranks=4, rank=rank) for rank in range(4)]
+    loaders = [global_loader(dataset_of(25), batch_size=10, ranks=4, rank=rank) for rank in range(4)]
     assert [loader.data_loader.batch_size for loader in loaders] == [3, 3, 2, 2]
     for loader in loaders:
         assert (loader.key, loader.is_global, loader.ranks, loader.micro_steps) == ("global_batch_size", True, 4, 1)
@@ -111,7 +82,7 @@ def test_an_epoch_has_the_promised_number_of_steps_and_each_the_promised_number_
     samples: int, batch_size: int, micro_steps: int, ranks: int, most: int | None
 ) -> None:
     options: dict[str, Any] = {"batch_size": batch_size, "max_steps_per_epoch": most, "ranks": ranks}
-    loader = loader_over(dataset_of(samples), micro_steps=micro_steps, **options)
+    loader = step_loader(dataset_of(samples), micro_steps=micro_steps, **options)
     steps = list(loader.steps(0))
     assert len(steps) == loader.steps_per_epoch
     for step in steps:
@@ -128,7 +99,7 @@ def test_a_global_batch_is_shared_out_over_the_ranks_without_repeating_a_sample(
 ) -> None:
     size, dataset = ranks + more, dataset_of(samples)
     loaders = [
-        global_loader_over(dataset, batch_size=size, ranks=ranks, rank=rank, shuffle=shuffle) for rank in range(ranks)
+        global_loader(dataset, batch_size=size, ranks=ranks, rank=rank, shuffle=shuffle) for rank in range(ranks)
     ]
     steps = [list(loader.steps(1)) for loader in loaders]
     assert [len(of_rank) for of_rank in steps] == [samples // size] * ranks
@@ -145,7 +116,7 @@ def test_a_global_batch_is_shared_out_over_the_ranks_without_repeating_a_sample(
 
 def test_fewer_samples_than_ranks_are_refused() -> None:
     with pytest.raises(InputError) as refused:
-        global_loader_over(dataset_of(8), batch_size=2, ranks=3)
+        global_loader(dataset_of(8), batch_size=2, ranks=3)
     assert str(refused.value) == ("`global_batch_size` must be at least the number of ranks (3), but is 2 instead.")
 
 
@@ -153,7 +124,7 @@ def test_fewer_samples_than_ranks_are_refused() -> None:
 
 
 def test_samples_left_over_at_an_epochs_end_begin_the_first_step_of_the_next_epoch() -> None:
-    loader = loader_over(dataset_of(17), batch_size=2, micro_steps=3, ranks=1)
+    loader = step_loader(dataset_of(17), batch_size=2, micro_steps=3, ranks=1)
     assert steps_of(loader, 0) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]  # 12 to 15 are left, 16 fills no batch
     first, second = loader.steps(1)
     assert places(first.rows) == [12, 13, 14, 15, 0, 1, 2, 3, 4, 5]
@@ -162,14 +133,14 @@ def test_samples_left_over_at_an_epochs_end_begin_the_first_step_of_the_next_epo
 
 
 def test_left_over_samples_are_kept_when_the_batch_size_changes() -> None:
-    loader = loader_over(dataset_of(10), batch_size=2, micro_steps=2)
+    loader = step_loader(dataset_of(10), batch_size=2, micro_steps=2)
     assert steps_of(loader, 0) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     loader.set_batch_size(3)
     assert steps_of(loader, 1) == [[8, 9, 0, 1, 2, 3, 4, 5]]
 
 
 def test_a_bound_on_steps_ends_the_epoch_and_leaves_nothing_over() -> None:
-    loader = loader_over(dataset_of(20), batch_size=2, micro_steps=2, max_steps_per_epoch=2)
+    loader = step_loader(dataset_of(20), batch_size=2, micro_steps=2, max_steps_per_epoch=2)
     assert loader.steps_per_epoch == 2
     assert steps_of(loader, 0) == steps_of(loader, 1) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert loader.state_dict()["left_over"] == (20, 20)
@@ -181,7 +152,7 @@ def test_a_bound_on_steps_ends_the_epoch_and_leaves_nothing_over() -> None:
 @given(ranks=st.integers(1, 4), more=st.integers(0, 9))
 def test_both_halves_of_a_step_know_their_samples_over_all_ranks(ranks: int, more: int) -> None:
     size = 2 * ranks + more
-    loaders = [global_loader_over(dataset_of(size), batch_size=size, ranks=ranks, rank=rank) for rank in range(ranks)]
+    loaders = [global_loader(dataset_of(size), batch_size=size, ranks=ranks, rank=rank) for rank in range(ranks)]
     steps = [next(loader.steps(0)) for loader in loaders]
     for step in steps:
         first, second = step.halves()
@@ -197,7 +168,7 @@ def test_both_halves_of_a_step_know_their_samples_over_all_ranks(ranks: int, mor
 
 def test_the_longest_row_is_that_of_the_steps_given_so_far() -> None:
     dataset = dataset_of(12, longest=5)
-    loader = loader_over(dataset, batch_size=2, micro_steps=2)
+    loader = step_loader(dataset, batch_size=2, micro_steps=2)
     assert loader.longest_row is None
     assert loader.longest_row_tokens == 0
     steps = loader.steps(0)
@@ -212,7 +183,7 @@ def test_the_longest_row_is_that_of_the_steps_given_so_far() -> None:
 
 def test_rows_that_are_not_trained_with_do_not_count_as_the_longest() -> None:
     """Rows that probes and dry runs read do not count, nor do left-over rows before their step."""
-    loader = loader_over(dataset_of(7, longest=5), batch_size=2, micro_steps=2)
+    loader = step_loader(dataset_of(7, longest=5), batch_size=2, micro_steps=2)
     assert len(loader.dataset[5]["tokens"]) == 5
     steps_of(loader, 0)
     assert loader.longest_row_tokens == 2
@@ -221,7 +192,7 @@ def test_rows_that_are_not_trained_with_do_not_count_as_the_longest() -> None:
 
 
 def test_a_resumed_run_has_a_row_as_long_as_the_longest_it_was_trained_with() -> None:
-    loader = loader_over(dataset_of(12), batch_size=2)
+    loader = step_loader(dataset_of(12), batch_size=2)
     loader.set_longest_row(5)
     assert loader.longest_row_tokens == 5
     row = loader.longest_row
@@ -237,7 +208,7 @@ def test_a_resumed_run_has_a_row_as_long_as_the_longest_it_was_trained_with() ->
 
 
 def test_a_data_set_that_fills_no_step_is_refused() -> None:
-    loader = loader_over(dataset_of(23), batch_size=3, micro_steps=2, ranks=2)
+    loader = step_loader(dataset_of(23), batch_size=3, micro_steps=2, ranks=2)
     check_fills_step(loader, 6)
     with pytest.raises(InputError) as refused:
         check_fills_step(loader, 7)
@@ -245,7 +216,7 @@ def test_a_data_set_that_fills_no_step_is_refused() -> None:
         "`dataset` must fill an optimizer step (7 rows * 2 micro-steps * 2 ranks = 28 samples per optimizer step),"
         " but has 23 samples."
     )
-    loader = global_loader_over(dataset_of(23), batch_size=3, ranks=2)
+    loader = global_loader(dataset_of(23), batch_size=3, ranks=2)
     check_fills_step(loader, 23)
     with pytest.raises(InputError) as refused:
         check_fills_step(loader, 24)
@@ -258,7 +229,7 @@ def test_a_data_set_that_fills_no_step_is_refused() -> None:
 
 
 def test_the_state_has_the_sizes_and_left_over_samples_of_the_run() -> None:
-    loader = loader_over(dataset_of(17, longest=1), batch_size=2, micro_steps=3)
+    loader = step_loader(dataset_of(17, longest=1), batch_size=2, micro_steps=3)
     steps_of(loader, 0)
     assert loader.state_dict() == {
         "batch_size": 2,
@@ -269,7 +240,7 @@ def test_the_state_has_the_sizes_and_left_over_samples_of_the_run() -> None:
         "dataset_samples": 17,
         "ranks": 1,
     }
-    shared = global_loader_over(dataset_of(17), batch_size=5, ranks=2, rank=1)
+    shared = global_loader(dataset_of(17), batch_size=5, ranks=2, rank=1)
     steps_of(shared, 0)
     assert shared.state_dict() == {
         "batch_size": 5,
@@ -284,10 +255,10 @@ def test_the_state_has_the_sizes_and_left_over_samples_of_the_run() -> None:
 
 @pytest.mark.parametrize(("samples", "ranks"), [(40, 2), (42, 2), (40, 1)], ids=["same", "other data", "other ranks"])
 def test_a_run_on_other_data_or_ranks_drops_left_over_samples(samples: int, ranks: int) -> None:
-    loader = loader_over(dataset_of(40, longest=2), batch_size=2, micro_steps=3, ranks=2)
+    loader = step_loader(dataset_of(40, longest=2), batch_size=2, micro_steps=3, ranks=2)
     steps_of(loader, 0)
     assert loader.state_dict()["left_over"] == (18, 20)
-    resumed = loader_over(dataset_of(samples), batch_size=1, ranks=ranks)
+    resumed = step_loader(dataset_of(samples), batch_size=1, ranks=ranks)
     resumed.load_state_dict(loader.state_dict(), epoch=0)
     assert len(next(resumed.steps(1)).rows) == (3 if (samples, ranks) == (40, 2) else 1)
 
@@ -295,9 +266,9 @@ def test_a_run_on_other_data_or_ranks_drops_left_over_samples(samples: int, rank
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_run_whose_batch_size_has_another_unit_drops_left_over_samples(rank: int) -> None:
     """Otherwise its first step would have different numbers of rows, and so of micro-steps, on the ranks."""
-    loader = loader_over(dataset_of(40), batch_size=2, micro_steps=3, ranks=2, rank=rank)
+    loader = step_loader(dataset_of(40), batch_size=2, micro_steps=3, ranks=2, rank=rank)
     steps_of(loader, 0)
-    resumed = global_loader_over(dataset_of(40), batch_size=5, ranks=2, rank=rank)
+    resumed = global_loader(dataset_of(40), batch_size=5, ranks=2, rank=rank)
     resumed.load_state_dict(loader.state_dict(), epoch=0)
     first = next(resumed.steps(1))
     assert (len(first.rows), first.largest_share, first.num_samples) == (3 - rank, 3, 5)
@@ -326,8 +297,8 @@ def test_a_run_resumed_after_any_step_has_the_steps_of_an_uninterrupted_one(
 
     def make() -> StepLoader:
         if is_global:
-            return global_loader_over(dataset, batch_size=size + ranks - 1, **options)
-        return loader_over(dataset, batch_size=size, micro_steps=micro_steps, **options)
+            return global_loader(dataset, batch_size=size + ranks - 1, **options)
+        return step_loader(dataset, batch_size=size, micro_steps=micro_steps, **options)
 
     whole = make()
     expected = [steps_of(whole, epoch) for epoch in range(3)]
@@ -350,13 +321,13 @@ def test_a_run_resumed_after_any_step_has_the_steps_of_an_uninterrupted_one(
 
 
 def test_after_its_last_step_an_epoch_ends_only_when_left_over_samples_are_read() -> None:
-    loader = loader_over(dataset_of(17), batch_size=2, micro_steps=3)
+    loader = step_loader(dataset_of(17), batch_size=2, micro_steps=3)
     steps = loader.steps(0)
     next(steps)
     next(steps)
     state = loader.state_dict()
     assert (state["epoch_samples"], state["left_over"]) == (12, (16, 16))
-    resumed = loader_over(dataset_of(17), batch_size=2, micro_steps=3)
+    resumed = step_loader(dataset_of(17), batch_size=2, micro_steps=3)
     resumed.load_state_dict(state, epoch=-1)
     assert steps_of(resumed, 0) == []
     assert resumed.state_dict()["left_over"] == (12, 16)
@@ -368,7 +339,7 @@ def test_on_other_ranks_or_with_another_batch_size_a_run_resumes_where_one_of_it
     ranks: int, size: int, first: int
 ) -> None:
     """It resumes at sample 24 or earlier: no sample is skipped, and less than a step is trained twice."""
-    interrupted = [loader_over(dataset_of(96), batch_size=4, ranks=3, rank=rank, shuffle=True) for rank in range(3)]
+    interrupted = [step_loader(dataset_of(96), batch_size=4, ranks=3, rank=rank, shuffle=True) for rank in range(3)]
     before: set[int] = set()
     for loader in interrupted:
         steps = loader.steps(0)
@@ -377,7 +348,7 @@ def test_on_other_ranks_or_with_another_batch_size_a_run_resumes_where_one_of_it
     assert state["epoch_samples"] == len(before) == 24
     after: list[int] = []
     for rank in range(ranks):
-        resumed = loader_over(dataset_of(96), batch_size=size, ranks=ranks, rank=rank, shuffle=True)
+        resumed = step_loader(dataset_of(96), batch_size=size, ranks=ranks, rank=rank, shuffle=True)
         resumed.load_state_dict(state, epoch=-1)
         assert resumed.steps_done * resumed.samples_per_step == first
         after += itertools.chain(*steps_of(resumed, 0))
@@ -389,13 +360,13 @@ def test_on_other_ranks_or_with_another_batch_size_a_run_resumes_where_one_of_it
 
 
 def test_a_global_batch_resumes_at_the_same_sample_on_another_number_of_ranks() -> None:
-    interrupted = global_loader_over(dataset_of(50), batch_size=7, ranks=3, shuffle=True)
+    interrupted = global_loader(dataset_of(50), batch_size=7, ranks=3, shuffle=True)
     steps = interrupted.steps(0)
     next(steps)
     next(steps)
     after: list[int] = []
     for rank in range(2):
-        resumed = global_loader_over(dataset_of(50), batch_size=7, ranks=2, rank=rank, shuffle=True)
+        resumed = global_loader(dataset_of(50), batch_size=7, ranks=2, rank=rank, shuffle=True)
         resumed.load_state_dict(interrupted.state_dict(), epoch=-1)
         after += itertools.chain(*steps_of(resumed, 0))
     sampler: Any = DistributedSampler(dataset_of(50), 1, 0, shuffle=True, seed=3)
@@ -403,10 +374,10 @@ def test_a_global_batch_resumes_at_the_same_sample_on_another_number_of_ranks() 
 
 
 def test_nothing_before_the_position_of_a_resumed_run_is_read() -> None:
-    state = loader_over(dataset_of(20), batch_size=3).state_dict() | {"epoch_samples": 12}
-    order = list(itertools.chain(*steps_of(loader_over(dataset_of(20), batch_size=3, shuffle=True), 1)))
+    state = step_loader(dataset_of(20), batch_size=3).state_dict() | {"epoch_samples": 12}
+    order = list(itertools.chain(*steps_of(step_loader(dataset_of(20), batch_size=3, shuffle=True), 1)))
     samples = Samples(*[1] * 20)
-    resumed = loader_over(samples, batch_size=3, shuffle=True)
+    resumed = step_loader(samples, batch_size=3, shuffle=True)
     resumed.load_state_dict(state | {"left_over": (18, 18)}, epoch=0)
     steps = resumed.steps(1)
     assert samples.read == []
@@ -418,7 +389,7 @@ def test_nothing_before_the_position_of_a_resumed_run_is_read() -> None:
 
 def test_an_epoch_draws_one_random_number_when_it_begins_also_where_it_is_resumed() -> None:
     """Dropout draws from the same generator."""
-    loader = loader_over(dataset_of(12), batch_size=2, shuffle=True)
+    loader = step_loader(dataset_of(12), batch_size=2, shuffle=True)
     torch.manual_seed(0)
     torch.empty((), dtype=torch.int64).random_()
     expected = torch.get_rng_state()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, spread
@@ -31,11 +31,12 @@ class MicroBatcher:
         dataset: its first sample, without weight in the loss, serves a rank with fewer rows than micro-steps.
     """
 
+    is_even = True
+
     largest: MicroBatchLimit
     row_format: RowFormat
     consensus: Consensus
     dataset: Sequence[Row]
-    is_even: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._reduced_size: int | None = None  # set once memory ran out

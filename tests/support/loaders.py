@@ -1,0 +1,27 @@
+"""Loaders over small data sets."""
+
+from typing import Any
+
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+from torchtune_adaptive.training.batch.loader import GlobalStepLoader, StepLoader
+from torchtune_adaptive.training.batch.row_format import TokenRows
+
+
+def step_loader(
+    dataset: Any,
+    *,
+    batch_size: int = 4,
+    micro_steps: int = 1,
+    is_global: bool = False,
+    max_steps_per_epoch: int | None = None,
+    ranks: int = 1,
+    rank: int = 0,
+    shuffle: bool = False,
+) -> StepLoader:
+    """The loader of ``rank``; ``is_global``: of a global batch, which has no micro-steps of its own."""
+    sampler = StatefulDistributedSampler(dataset, ranks, rank, shuffle=shuffle, seed=3)
+    options: dict[str, Any] = {"batch_size": batch_size, "max_steps_per_epoch": max_steps_per_epoch}
+    if is_global:
+        return GlobalStepLoader(sampler, TokenRows(-100), **options)
+    return StepLoader(sampler, TokenRows(-100), micro_steps=micro_steps, **options)
