@@ -1,11 +1,8 @@
-"""When optimizers step: after all backward passes of a step, or during each of them.
-
-``training.train_step`` uses either class, in this order: ``backward`` for each micro-step, then ``normalize`` and
-``step``.
-"""
+"""When optimizers step: after all backward passes of a step, or during each of them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -20,8 +17,9 @@ from torchtune_adaptive.training.objectives import Loss
 _LEAKS_HOST_MEMORY = ("2.10.", "2.11.")  # versions of torch; delete when the oldest that is allowed is later
 
 
+@dataclass(eq=False)
 class Stepping(ABC):
-    """The interface of a train step to the optimizers of ``model``, the trained one.
+    """The interface of a train step to the optimizers: ``backward`` for each micro-step, ``normalize``, then ``step``.
 
     Attributes:
         model: the trained model.
@@ -31,9 +29,8 @@ class Stepping(ABC):
 
     accumulates = True
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.model = model
-        self.optimizers = tuple(optimizers)
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
 
     @property
     def learning_rate(self) -> float:
@@ -61,36 +58,28 @@ class Stepping(ABC):
         """Step all optimizers, and drop gradients."""
 
 
+@dataclass(eq=False)
 class OptimizerStep(Stepping):
     """Accumulates the gradients of all micro-steps. Then they are normalized and clipped, and the optimizers step.
 
-    Args:
-        model: the trained model.
+    Attributes:
         ranks: number of ranks over which FSDP2 averages gradients.
         max_grad_norm: the norm to which gradients are clipped; None: no clipping, and the norm is unknown.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        *,
-        ranks: int,
-        max_grad_norm: float | None,
-    ) -> None:
-        super().__init__(model, optimizers)
-        self._ranks = ranks
-        self._max_grad_norm = max_grad_norm
+    _: KW_ONLY
+    ranks: int
+    max_grad_norm: float | None
 
     def backward(self, loss: Loss) -> None:
         loss.total.backward()
 
     def normalize(self, weight: torch.Tensor) -> torch.Tensor | None:
         # FSDP2 divides gradients by the number of ranks; this multiplies them back.
-        training.scale_grads(self.model, self._ranks / weight)
-        if self._max_grad_norm is None:
+        training.scale_grads(self.model, self.ranks / weight)
+        if self.max_grad_norm is None:
             return None
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=self._max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=self.max_grad_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def step(self) -> None:
