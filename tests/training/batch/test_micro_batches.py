@@ -224,14 +224,6 @@ def test_a_resumed_run_continues_with_the_reduced_limit() -> None:
     assert resumed.state_dict() == batches.state_dict()
 
 
-def test_a_resumed_run_keeps_its_largest_limit_unless_the_state_has_none() -> None:
-    state, resumed = batcher(RowLimit(8)).state_dict(), batcher(RowLimit(13))
-    resumed.load_state_dict(state | {"micro_batch_limit": None})
-    assert resumed.largest == RowLimit(13)
-    resumed.load_state_dict(state)
-    assert resumed.largest == RowLimit(8)
-
-
 def test_a_saved_limit_in_another_unit_is_ignored() -> None:
     batches, resumed = batcher(TokenLimit(8)), batcher(RowLimit(16))
     batches.reduce(samples_of(1))
