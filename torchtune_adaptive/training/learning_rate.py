@@ -126,7 +126,7 @@ class LearningRate:
         return {"schedule_steps": self.schedule_steps, "reference_samples": self.reference_samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state. Call it before ``begin``."""
+        """Restore the state."""
         self.reference_samples = state["reference_samples"]
         self.schedule_steps = state["schedule_steps"]
 
