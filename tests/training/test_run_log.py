@@ -232,4 +232,4 @@ def test_a_resumed_run_continues_the_file_after_its_checkpoint(tmp_path: Path) -
         ("ended", 12),
     ]
     run = read_run(tmp_path / "output")
-    assert run.of_kind("resumed")[0].values["checkpoint"] == str(tmp_path / "checkpoints" / "step_3")
+    assert run.of_kind("resumed")[0]["checkpoint"] == str(tmp_path / "checkpoints" / "step_3")

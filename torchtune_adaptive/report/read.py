@@ -10,8 +10,17 @@ from torchtune_adaptive.engine.search.strategies import Probe, SearchResult
 from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.training.run_log import LOG_NAME, SEARCH, SEARCH_ONLY, SIZES
 
-_MEMORY_EVENTS = ("out of memory", "thrashing")
 _NUMBERS = (int, float)
+OUT_OF_MEMORY, THRASHING = "out of memory", "thrashing"
+_SHORTAGE = {"ranks": list, "phase": str, "figures": str, "before": int, "after": int, "unit": str}
+# Values that the lines of an event must have. A logged step is a line without an event.
+_VALUES: dict[str | None, dict[str, type]] = {
+    None: {"epoch": int},
+    SEARCH: {"of": str, "chosen": dict, "tokens_per_second": dict},
+    SIZES: {"epoch": int, "batch_size": int, "reason": str},
+    OUT_OF_MEMORY: _SHORTAGE,
+    THRASHING: _SHORTAGE,
+}
 
 
 @dataclass(frozen=True)
@@ -33,63 +42,32 @@ class Search:
 
 
 @dataclass(frozen=True)
-class MemoryShortage:
-    """An optimizer step in which memory ran short. ``before`` and ``after`` are sizes of a micro-batch.
-
-    Attributes:
-        is_out: memory ran out; if not, the allocator released its cache in two steps in a row.
-    """
-
-    step: int
-    is_out: bool
-    ranks: tuple[int, ...]
-    phase: str
-    figures: str
-    before: int
-    after: int
-    unit: str
-
-
-@dataclass(frozen=True)
-class Event:
-    """The start or resumption of a run, a checkpoint, or the end, after so many optimizer steps."""
-
-    name: str
-    step: int
-    values: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class Run:
     """What is known of a run; everything may be missing but the folder.
 
     Attributes:
         searches: the last one for each thing that was searched for.
-        history: the sizes decided on, in order.
-        is_search_only: whether it ended after its search.
-        steps: the figures of each logged optimizer step, with "step" and "epoch"; null is None.
+        steps: the line of each logged optimizer step, with "step" and "epoch"; null is None.
+        events: every other line, in order.
     """
 
     output_dir: Path
     searches: tuple[Search, ...] = ()
-    history: tuple[Mapping[str, Any], ...] = ()
-    is_search_only: bool = False
     steps: tuple[Mapping[str, Any], ...] = ()
-    shortages: tuple[MemoryShortage, ...] = ()
-    events: tuple[Event, ...] = ()
+    events: tuple[Mapping[str, Any], ...] = ()
 
     def column(self, name: str) -> list[tuple[int, float]]:
         """The figure ``name`` of each logged step that has it, with the step's number."""
         return [(one["step"], one[name]) for one in self.steps if isinstance(one.get(name), _NUMBERS)]
 
-    def of_kind(self, *names: str) -> list[Event]:
+    def of_kind(self, *names: str) -> list[Mapping[str, Any]]:
         """The events of these names."""
-        return [one for one in self.events if one.name in names]
+        return [one for one in self.events if one["event"] in names]
 
     def last_value(self, name: str) -> Any:
         """A value of the run's last start or resumption; None if it is not known."""
         starts = self.of_kind("started", "resumed")
-        return starts[-1].values.get(name) if starts else None
+        return starts[-1].get(name) if starts else None
 
 
 def read_run(output_dir: Path) -> Run:
@@ -112,41 +90,19 @@ def read_run(output_dir: Path) -> Run:
 
 def _run(output_dir: Path, lines: Sequence[Mapping[str, Any]]) -> Run:
     only = [number for number, line in enumerate(lines) if line.get("event") == SEARCH_ONLY]
-    lines = lines[only[-1] :] if only else lines
     searches: dict[str, Search] = {}
-    history: list[Mapping[str, Any]] = []
     steps: list[Mapping[str, Any]] = []
-    shortages: list[MemoryShortage] = []
-    events: list[Event] = []
-    for line in lines:
+    events: list[Mapping[str, Any]] = []
+    for line in lines[only[-1] if only else 0 :]:
         name = line.get("event")
-        _require(line, step=int)
+        _require(line, step=int, **_VALUES.get(name, {"event": str}))
         if name is None:
-            _require(line, epoch=int)
             steps.append(line)
         elif name == SEARCH:
-            search = _search(line)
-            searches[search.of] = search
-        elif name == SIZES:
-            _require(line, epoch=int, batch_size=int, reason=str)
-            history.append(line)
-        elif name in _MEMORY_EVENTS:
-            _require(line, ranks=list, phase=str, figures=str, before=int, after=int, unit=str)
-            names = ("phase", "figures", "before", "after", "unit")
-            rest = {name: line[name] for name in names}
-            shortages.append(MemoryShortage(line["step"], name == _MEMORY_EVENTS[0], tuple(line["ranks"]), **rest))
+            searches[line["of"]] = _search(line)
         else:
-            _require(line, event=str)
-            events.append(Event(name, line["step"], line))
-    return Run(
-        output_dir,
-        searches=tuple(searches.values()),
-        history=tuple(history),
-        is_search_only=bool(only),
-        steps=tuple(steps),
-        shortages=tuple(shortages),
-        events=tuple(events),
-    )
+            events.append(line)
+    return Run(output_dir, tuple(searches.values()), tuple(steps), tuple(events))
 
 
 def _search(content: Mapping[str, Any]) -> Search:
@@ -158,7 +114,6 @@ def _search(content: Mapping[str, Any]) -> Search:
         probes.append(Probe(**probe))
     given |= {"probes": tuple(probes), "forecast": tuple(map(tuple, given.get("forecast", ())))}
     _require(given, exact_batch_size=int, batch_size=int, memory_limit_bytes=int, margin=float, strategy=str)
-    _require(content, of=str, chosen=dict, tokens_per_second=dict)
     rates = {int(size): float(rate) for size, rate in content["tokens_per_second"].items()}
     return Search(content["of"], SearchResult(**given), content.get("seq_len"), content["chosen"], rates)
 

@@ -1,15 +1,18 @@
 """What happened in a run, as sentences."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torchtune_adaptive.engine.search.tables import probe_table
-from torchtune_adaptive.report.read import MemoryShortage, Run, Search
+from torchtune_adaptive.report.read import OUT_OF_MEMORY, THRASHING, Run, Search
 from torchtune_adaptive.text import count_text, format_bytes, ranks_text
+from torchtune_adaptive.training.run_log import SEARCH_ONLY, SIZES
 
 _LONGEST_LIST = 12  # of sentences of one kind
 _MOST_NAMES = 8  # of checkpoints
+_STARTS = ("started", "resumed")
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Section:
 def story(run: Run) -> list[Section]:
     """What is known of the run, in the order in which it happened."""
     sections = [_search(search) for search in run.searches]
-    if run.is_search_only:
+    if run.of_kind(SEARCH_ONLY):
         return [*sections, Section("Training", ["None: the run ended after its search."])]
     if not sections:
         sections.append(Section("Search", ["No search for a batch size is recorded."]))
@@ -67,8 +70,8 @@ def _search(search: Search) -> Section:
 
 
 def _sizes(run: Run) -> Iterator[str]:
-    short_in = {shortage.step for shortage in run.shortages}
-    for entry in run.history:
+    short_in = {shortage["step"] for shortage in run.of_kind(OUT_OF_MEMORY, THRASHING)}
+    for entry in run.of_kind(SIZES):
         if entry["step"] in short_in and entry["reason"].startswith("micro-batch"):
             continue  # listed under "Out of memory"
         is_of_epoch = "samples_per_step" in entry
@@ -77,16 +80,17 @@ def _sizes(run: Run) -> Iterator[str]:
         yield f"{where}: {size}{entry['reason'].removeprefix(f'{where}: ')}"
 
 
-def _memory(run: Run) -> Iterator[str]:
-    if not run.shortages:
-        yield "Memory never ran out." if run.events else "It is not recorded."
-    yield from map(_shortage, run.shortages)
+def _memory(run: Run) -> list[str]:
+    if shortages := run.of_kind(OUT_OF_MEMORY, THRASHING):
+        return [_shortage(one) for one in shortages]
+    return ["Memory never ran out." if run.of_kind(*_STARTS) else "It is not recorded."]
 
 
-def _shortage(one: MemoryShortage) -> str:
-    what = "ran out of memory" if one.is_out else "released the allocator's cache in two steps in a row"
-    change = f"micro-batch {one.before} -> {one.after} {one.unit}" if one.after != one.before else "no change"
-    return f"step {one.step}: {ranks_text(one.ranks)} {what} in {one.phase} ({one.figures}); {change}"
+def _shortage(one: Mapping[str, Any]) -> str:
+    is_out, before, after = one["event"] == OUT_OF_MEMORY, one["before"], one["after"]
+    what = "ran out of memory" if is_out else "released the allocator's cache in two steps in a row"
+    change = "no change" if before == after else f"micro-batch {before} -> {after} {one['unit']}"
+    return f"step {one['step']}: {ranks_text(one['ranks'])} {what} in {one['phase']} ({one['figures']}); {change}"
 
 
 def _training(run: Run) -> Iterator[str]:
@@ -115,8 +119,8 @@ def _training(run: Run) -> Iterator[str]:
 
 
 def _how_far(run: Run) -> str:
-    ends = [one for one in run.events if one.name in ("started", "resumed", "ended")]
-    last = max([0, *(one["step"] for one in run.steps), *(one.step for one in run.events)])
+    ends = run.of_kind(*_STARTS, "ended")
+    last = max([0, *(one["step"] for one in (*run.steps, *run.of_kind("checkpoint"), *ends))])
     done = f"{count_text(last, 'optimizer step')}."
     if run.steps:
         every = run.last_value("log_every_n_steps") or 1
@@ -124,18 +128,18 @@ def _how_far(run: Run) -> str:
         done = f"{done[:-1]}; {logged}."
     if not ends:
         return done if run.steps else "Training is not recorded."
-    if ends[-1].name != "ended":
+    if ends[-1]["event"] != "ended":
         return f"No end is recorded: the run is still going, or was stopped. {done}"
-    return f"The run is {ends[-1].values.get('how', 'ended')}: {done}"
+    return f"The run is {ends[-1].get('how', 'ended')}: {done}"
 
 
 def _saved(run: Run) -> Iterator[str]:
     for event in run.of_kind("resumed", "ended"):
-        if event.name == "resumed":
-            yield f"step {event.step}: resumed from {event.values.get('checkpoint')}"
-        elif event.values.get("how") != "complete":
-            yield f"step {event.step}: {event.values.get('how')}"
-    names = [Path(str(event.values.get("path"))).name for event in run.of_kind("checkpoint")]
+        if event["event"] == "resumed":
+            yield f"step {event['step']}: resumed from {event.get('checkpoint')}"
+        elif event.get("how") != "complete":
+            yield f"step {event['step']}: {event.get('how')}"
+    names = [Path(str(event.get("path"))).name for event in run.of_kind("checkpoint")]
     if names:
         listed = names if len(names) <= _MOST_NAMES else ["...", *names[-_MOST_NAMES:]]
         yield f"{count_text(len(names), 'checkpoint')} saved: {', '.join(listed)}."
