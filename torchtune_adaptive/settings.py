@@ -112,55 +112,63 @@ class AdaptiveSettings:
         for name in _POSITIVE:
             if getattr(self, name) is not None:
                 require_integer(name, getattr(self, name), minimum=1)
-        for name, words in (("max_tokens_per_micro_batch", (None, "auto")), ("growth_limit", ("memory", "none"))):
-            if (value := getattr(self, name)) not in words:
-                _require_integer_or(name, value, words)
+        if self.max_tokens_per_micro_batch not in (None, "auto"):
+            _require_integer_or("null, auto", "max_tokens_per_micro_batch", self.max_tokens_per_micro_batch)
+        if self.growth_limit not in ("memory", "none"):
+            _require_integer_or("memory, none", "growth_limit", self.growth_limit)
         _ = self.search_options  # checks these
         if self.batch_increase_function is not None:
             check_function(self.batch_increase_function)
-        self._refuse_contradictions()
+        for is_there, rule, value in self._contradictions():
+            if is_there:
+                raise InputError(f"{rule}, but is {value} instead.")
 
-    def _refuse_contradictions(self) -> None:
-        grows = self.batch_increase_function is not None
-        if grows and self.global_batch_size is not None and self.growth_limit == "memory":
-            raise InputError(
-                "`growth_limit` must be none or a number where `global_batch_size` grows, because memory bounds its"
-                " micro-batches alone, but is memory instead."
-            )
-        if self.objective == "throughput" and not self.use_maximum_batch_size:
-            raise InputError(
-                "`use_maximum_batch_size` must be True for the objective throughput, which chooses among the sizes"
-                " that a search found, but is False instead."
-            )
-        if self.objective == "throughput" and self.max_tokens_per_micro_batch == "auto":
-            raise InputError(
-                "`objective` must be memory where `max_tokens_per_micro_batch` is auto, but is throughput instead."
-            )
-        if self.search_only:
-            self._refuse_what_a_config_cannot_say()
-
-    def _refuse_what_a_config_cannot_say(self) -> None:
-        """Refuse what the values of keys in a config could not say of a search's result."""
-        if self.batch_increase_function is not None:
-            raise InputError(
-                "`batch_increase_function` must be null with `search_only`, because a run whose batch grows searches"
-                f" for its own bound, but is {quote(self.batch_increase_function)} instead."
-            )
-        if not self.searches:
-            raise InputError(
-                "`use_maximum_batch_size` must be True with `search_only`, or `max_tokens_per_micro_batch` auto,"
-                " but is False instead."
-            )
-        if self.use_maximum_batch_size and self.lr_scaling != "none":
-            raise InputError(
-                "`lr_scaling` must be none with `search_only`, because it scales from the `batch_size` that the search"
-                f" replaces, but is {self.lr_scaling} instead."
-            )
-        if self.global_batch_size is not None and isinstance(self.max_tokens_per_micro_batch, int):
-            raise InputError(
-                "`max_tokens_per_micro_batch` must be null or auto with `search_only` and `global_batch_size`,"
-                f" because nothing is left to search for, but is {self.max_tokens_per_micro_batch} instead."
-            )
+    def _contradictions(self) -> Iterator[tuple[bool, str, object]]:
+        """Whether it is there, what must be instead, and what is."""
+        grows, budget = self.batch_increase_function is not None, self.max_tokens_per_micro_batch
+        yield (
+            grows and self.global_batch_size is not None and self.growth_limit == "memory",
+            "`growth_limit` must be none or a number where `global_batch_size` grows, because memory bounds its"
+            " micro-batches alone",
+            "memory",
+        )
+        yield (
+            self.objective == "throughput" and not self.use_maximum_batch_size,
+            "`use_maximum_batch_size` must be True for the objective throughput, which chooses among the sizes"
+            " that a search found",
+            False,
+        )
+        yield (
+            self.objective == "throughput" and budget == "auto",
+            "`objective` must be memory where `max_tokens_per_micro_batch` is auto",
+            "throughput",
+        )
+        if not self.search_only:
+            return
+        # What the values of keys in a config could not say of a search's result.
+        yield (
+            grows,
+            "`batch_increase_function` must be null with `search_only`, because a run whose batch grows searches"
+            " for its own bound",
+            quote(self.batch_increase_function),
+        )
+        yield (
+            not self.searches,
+            "`use_maximum_batch_size` must be True with `search_only`, or `max_tokens_per_micro_batch` auto",
+            False,
+        )
+        yield (
+            self.use_maximum_batch_size and self.lr_scaling != "none",
+            "`lr_scaling` must be none with `search_only`, because it scales from the `batch_size` that the search"
+            " replaces",
+            self.lr_scaling,
+        )
+        yield (
+            self.global_batch_size is not None and isinstance(budget, int),
+            "`max_tokens_per_micro_batch` must be null or auto with `search_only` and `global_batch_size`,"
+            " because nothing is left to search for",
+            budget,
+        )
 
     @classmethod
     @named_by_path()
@@ -216,13 +224,7 @@ class AdaptiveSettings:
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A key in a config.
-
-    Attributes:
-        path: the dotted path in a config, as in `adaptive.margin`.
-        default: the value that a missing key has.
-        description: one line in plain words.
-    """
+    """A key in a config, by its dotted path, as in `adaptive.margin`. A missing key has its default."""
 
     path: str
     default: Any
@@ -281,10 +283,9 @@ def _checked_block(block: object) -> dict[str, Any]:
     return block
 
 
-def _require_integer_or(name: str, value: object, words: tuple[str | None, ...]) -> None:
+def _require_integer_or(words: str, name: str, value: object) -> None:
     if as_integer(value) is None:
-        named = ", ".join("null" if word is None else word for word in words)
-        raise InputError(f"`{name}` must be {named} or an integer, but is {quote(value)} instead.")
+        raise InputError(f"`{name}` must be {words} or an integer, but is {quote(value)} instead.")
     require_integer(name, value, minimum=1)
 
 

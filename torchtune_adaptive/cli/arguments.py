@@ -10,15 +10,12 @@ Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # argparse has no publi
 
 
 def add_command(
-    commands: Commands, name: str, summary: str, *commands_shown: str, description: str | None = None
+    commands: Commands, name: str, summary: str, *commands_shown: str, **options: Any
 ) -> argparse.ArgumentParser:
     """Add the command ``name``, with ``commands_shown`` as its examples, and return its parser."""
+    formatter = argparse.RawDescriptionHelpFormatter
     return commands.add_parser(
-        name,
-        help=summary,
-        description=description,
-        epilog=examples(*commands_shown),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        name, help=summary, epilog=examples(*commands_shown), formatter_class=formatter, **options
     )
 
 

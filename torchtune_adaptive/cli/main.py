@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
-from torchtune_adaptive.cli.arguments import PROGRAM, Commands, examples
+from torchtune_adaptive.cli.arguments import PROGRAM, Commands, add_command, examples
 from torchtune_adaptive.cli.calibrate import add_calibrate
 from torchtune_adaptive.cli.plan import add_plan
 from torchtune_adaptive.cli.report import add_report
@@ -31,20 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     given = list(sys.argv[1:] if arguments is None else arguments)
     filter_messages()
     try:
-        _run(given)
+        with named_by_path():
+            if given and given[0] in TUNE_COMMANDS:
+                run_tune_command(given)
+            elif given[:1] == ["search"]:  # torchtune's own parser reads most of its arguments
+                run_search(given[1:])
+            else:
+                _run_own_command(given)
     except InputError as error:
         sys.exit(f"{PROGRAM} {given[0]}: {error}")
     sys.exit(0)
-
-
-@named_by_path()
-def _run(given: Sequence[str]) -> None:
-    if given and given[0] in TUNE_COMMANDS:
-        run_tune_command(given)
-    elif given[:1] == ["search"]:  # torchtune's own parser reads most of its arguments
-        run_search(given[1:])
-    else:
-        _run_own_command(given)
 
 
 def _run_own_command(arguments: Sequence[str]) -> None:
@@ -71,28 +67,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     for name, command in TUNE_COMMANDS.items():  # torchtune's own parsers read their arguments
-        _add_unread(commands, name, command.help, examples(*command.examples))
+        _add_unread(commands, name, command.help, *command.examples)
     add_validate(commands)
     add_plan(commands)
     add_calibrate(commands)
-    _add_unread(commands, "search", "find the largest batch size that fits, and end", SEARCH_EXAMPLES)
+    _add_unread(commands, "search", "find the largest batch size that fits, and end", *SEARCH_EXAMPLES)
     add_report(commands)
     return parser
 
 
-def _add_unread(commands: Commands, name: str, summary: str, epilog: str) -> None:
+def _add_unread(commands: Commands, name: str, summary: str, *commands_shown: str) -> None:
     """Add a command for the program's help, whose arguments another parser reads."""
-    formatter = argparse.RawDescriptionHelpFormatter
     usage, description = f"{PROGRAM} {name} ...", f"{summary[0].upper()}{summary[1:]}."
-    commands.add_parser(
-        name,
-        help=summary,
-        add_help=False,
-        usage=usage,
-        description=description,
-        epilog=epilog,
-        formatter_class=formatter,
-    )
+    add_command(commands, name, summary, *commands_shown, add_help=False, usage=usage, description=description)
 
 
 def _versions() -> str:

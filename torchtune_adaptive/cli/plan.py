@@ -79,14 +79,11 @@ def _plan(arguments: argparse.Namespace) -> None:
     nodes = integer("--nnodes", arguments.nnodes)
     ranks = integers("--nproc_per_node", arguments.nproc_per_node)  # of each machine
     memories = _memories(arguments.memory, settings)
-    of_one = {
-        "--what-if": arguments.what_if,
-        "--modules": arguments.modules,
-        "--snapshot": arguments.snapshot,
-        "--plot": arguments.plot,
-    }
-    for option in (option for option, given in of_one.items() if given and len(ranks) * len(memories) > 1):
-        raise InputError(f"`{option}` must be left out with several GPUs or numbers of ranks, but is given.")
+    is_one = len(ranks) * len(memories) == 1
+    for option in ("what_if", "modules", "snapshot", "plot"):
+        if getattr(arguments, option) and not is_one:
+            option = f"--{option.replace('_', '-')}"
+            raise InputError(f"`{option}` must be left out with several GPUs or numbers of ranks, but is given.")
     outputs = StepOutputs(arguments.modules, arguments.snapshot, arguments.plot)
     if arguments.what_if:
         require_integer("batch_size", cfg.get("batch_size"), minimum=1)
@@ -108,7 +105,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         ]
         for name, memory_bytes in memories.items()
     }
-    if len(ranks) * len(memories) == 1:
+    if is_one:
         ((planned,),) = plans.values()
         _print_one(planned, cfg, arguments, outputs=outputs, traced_by=traced_by)
     elif arguments.json:
@@ -125,9 +122,13 @@ def _print_one(
     if prints:
         print(plan_text(planned, title=arguments.config))
     helpful = [] if planned.fits else _suggest(planned, cfg, prints=prints, traced_by=traced_by)
-    effects = _what_if(planned, cfg, traced_by=traced_by) if arguments.what_if else []
-    if prints and effects:
-        print(f"\n{what_if_text(effects)}")
+    effects: list[Suggestion] = []
+    if arguments.what_if:  # for the first row length and the config's own batch size
+        options: dict[str, Any] = {"seq_len": planned.lengths[0].seq_len, "batch_size": cfg.batch_size}
+        options |= {"world_size": planned.world_size, "card": planned.card, "traced_by": traced_by}
+        effects = list(what_if(cfg, **options))
+        if prints:
+            print(f"\n{what_if_text(effects)}")
     events = trace_planned_step(planned, cfg) if outputs.any else None
     if events is not None:
         for text in outputs.texts(events, planned, title=arguments.config):
@@ -135,12 +136,6 @@ def _print_one(
                 print(f"\n{text}")
     if not prints:
         print(json.dumps(plan_json(planned, helpful, effects, events), indent=2))
-
-
-def _what_if(planned: Plan, cfg: DictConfig, *, traced_by: Trace) -> list[Suggestion]:
-    """The effect of each change, for the first row length and the config's own batch size."""
-    options: dict[str, Any] = {"world_size": planned.world_size, "card": planned.card, "traced_by": traced_by}
-    return list(what_if(cfg, seq_len=planned.lengths[0].seq_len, batch_size=cfg.batch_size, **options))
 
 
 def _suggest(planned: Plan, cfg: DictConfig, *, prints: bool, traced_by: Trace) -> list[Suggestion]:
@@ -182,11 +177,6 @@ def _seq_lens(text: str | None, settings: AdaptiveSettings, cfg: DictConfig) -> 
 
 
 def _max_seq_len(cfg: DictConfig, block: str) -> int | None:
-    """``max_seq_len`` of the config's ``block``, or None if it has none.
-
-    Raises:
-        InputError: the value is not a positive integer.
-    """
     values = cfg.get(block)
     length = values.get("max_seq_len") if isinstance(values, DictConfig) else None
     return None if length is None else require_integer(f"{block}.max_seq_len", length, minimum=1)

@@ -21,7 +21,7 @@ OUTPUT_DIR/found.yaml is the config with the sizes found. The last line of the o
 that trains with it. No checkpoint is written. TORCHRUN-OPTIONS are those of `run`.
 
 A size is found for one row length, and for everything else that memory depends on."""
-SEARCH_EXAMPLES = examples(
+SEARCH_EXAMPLES = (
     "search --nproc_per_node 2 adaptive_full_finetune_distributed --config tiny/full",
     "search adaptive_lora_finetune_single_device --config llama3_2/1B_lora_single_device",
     "search --nproc_per_node 8 adaptive_lora_finetune_distributed --config llama3_1/8B_lora"
@@ -55,7 +55,7 @@ def _parser_of_help() -> argparse.ArgumentParser:
         prog=f"{PROGRAM} search",
         usage=f"{PROGRAM} search [TORCHRUN-OPTIONS] RECIPE --config CONFIG [key=value ...]",
         description=_HELP,
-        epilog=SEARCH_EXAMPLES,
+        epilog=examples(*SEARCH_EXAMPLES),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -34,7 +34,7 @@ def _validate(arguments: argparse.Namespace) -> None:
     cfg = DictConfig(resolved(given))
     sys.path.append(os.getcwd())  # where a config's components may be, as for `run`
     settings = check_config(given, ranks=1)
-    recipes = _recipes_for(cfg, settings)
+    recipes = _recipes_for(cfg, settings)  # refuses first, for it is quick
     _check_components(cfg)
     print(f"# Config is well-formed. {recipes}")
     print(OmegaConf.to_yaml(cfg), end="")
@@ -75,15 +75,14 @@ def _check_components(cfg: DictConfig) -> None:
         if not isinstance(component, str):
             raise InputError(f"`{name}._component_` must be a dotted name, but is {quote(component)} instead.")
     check_components(cfg)
-    reasons: list[str] = []
     try:
         config.validate(cfg)
+        return
     except ConfigError as found:
         reasons = [str(error) for error in found.errors]
     except InstantiationError as error:
         reasons = [" ".join(str(error).splitlines()[:2])]  # the third asks whether it is installed
     except (TypeError, ValueError) as error:  # of arguments, or of a name with an empty part
         reasons = [reason_of(error)]
-    if reasons:
-        listed = "; ".join(" ".join(reason.split()).rstrip(".") for reason in reasons)
-        raise InputError(f"The config must be well-formed, but is not: {listed}.")
+    listed = "; ".join(" ".join(reason.split()).rstrip(".") for reason in reasons)
+    raise InputError(f"The config must be well-formed, but is not: {listed}.")
