@@ -119,56 +119,47 @@ class AdaptiveSettings:
         _ = self.search_options  # checks these
         if self.batch_increase_function is not None:
             check_function(self.batch_increase_function)
-        for is_there, rule, value in self._contradictions():
-            if is_there:
-                raise InputError(f"{rule}, but is {value} instead.")
+        self._refuse_contradictions()
 
-    def _contradictions(self) -> Iterator[tuple[bool, str, object]]:
-        """Whether it is there, what must be instead, and what is."""
-        grows, budget = self.batch_increase_function is not None, self.max_tokens_per_micro_batch
-        yield (
-            grows and self.global_batch_size is not None and self.growth_limit == "memory",
-            "`growth_limit` must be none or a number where `global_batch_size` grows, because memory bounds its"
-            " micro-batches alone",
-            "memory",
-        )
-        yield (
-            self.objective == "throughput" and not self.use_maximum_batch_size,
-            "`use_maximum_batch_size` must be True for the objective throughput, which chooses among the sizes"
-            " that a search found",
-            False,
-        )
-        yield (
-            self.objective == "throughput" and budget == "auto",
-            "`objective` must be memory where `max_tokens_per_micro_batch` is auto",
-            "throughput",
-        )
+    def _refuse_contradictions(self) -> None:
+        grows = self.batch_increase_function is not None
+        if grows and self.global_batch_size is not None and self.growth_limit == "memory":
+            raise InputError(
+                "`growth_limit` must be none or a number where `global_batch_size` grows, because memory bounds its"
+                " micro-batches alone, but is memory instead."
+            )
+        if self.objective == "throughput" and not self.use_maximum_batch_size:
+            raise InputError(
+                "`use_maximum_batch_size` must be True for the objective throughput, which chooses among the sizes"
+                " that a search found, but is False instead."
+            )
+        if self.objective == "throughput" and self.max_tokens_per_micro_batch == "auto":
+            raise InputError(
+                "`objective` must be memory where `max_tokens_per_micro_batch` is auto, but is throughput instead."
+            )
         if not self.search_only:
             return
         # What the values of keys in a config could not say of a search's result.
-        yield (
-            grows,
-            "`batch_increase_function` must be null with `search_only`, because a run whose batch grows searches"
-            " for its own bound",
-            quote(self.batch_increase_function),
-        )
-        yield (
-            not self.searches,
-            "`use_maximum_batch_size` must be True with `search_only`, or `max_tokens_per_micro_batch` auto",
-            False,
-        )
-        yield (
-            self.use_maximum_batch_size and self.lr_scaling != "none",
-            "`lr_scaling` must be none with `search_only`, because it scales from the `batch_size` that the search"
-            " replaces",
-            self.lr_scaling,
-        )
-        yield (
-            self.global_batch_size is not None and isinstance(budget, int),
-            "`max_tokens_per_micro_batch` must be null or auto with `search_only` and `global_batch_size`,"
-            " because nothing is left to search for",
-            budget,
-        )
+        if grows:
+            raise InputError(
+                "`batch_increase_function` must be null with `search_only`, because a run whose batch grows searches"
+                f" for its own bound, but is {quote(self.batch_increase_function)} instead."
+            )
+        if not self.searches:
+            raise InputError(
+                "`use_maximum_batch_size` must be True with `search_only`, or `max_tokens_per_micro_batch` auto,"
+                " but is False instead."
+            )
+        if self.use_maximum_batch_size and self.lr_scaling != "none":
+            raise InputError(
+                "`lr_scaling` must be none with `search_only`, because it scales from the `batch_size` that the search"
+                f" replaces, but is {self.lr_scaling} instead."
+            )
+        if self.global_batch_size is not None and isinstance(self.max_tokens_per_micro_batch, int):
+            raise InputError(
+                "`max_tokens_per_micro_batch` must be null or auto with `search_only` and `global_batch_size`,"
+                f" because nothing is left to search for, but is {self.max_tokens_per_micro_batch} instead."
+            )
 
     @classmethod
     @named_by_path()

@@ -66,8 +66,7 @@ def _check_searches(recipe: str) -> None:
     check_recipe(recipe)
     name = Path(recipe).stem
     if name in stock_recipe_files():
-        adaptive = adaptive_name(name)
-        hint = f"; did you mean `{adaptive}`?" if adaptive in recipe_files() else "."
+        hint = f"; did you mean `{adaptive_name(name)}`?" if adaptive_name(name) in recipe_files() else "."
         raise InputError(f"The recipe must be an adaptive one, which can search, but is {quote(recipe)} instead{hint}")
 
 
@@ -114,11 +113,7 @@ def _config(recipe_args: Sequence[str]) -> DictConfig:
 
 
 def _launch(arguments: list[str]) -> None:
-    """Run the recipe in this process, as `run` does; return if it ends well.
-
-    Raises:
-        SystemExit: it ends with another status than 0.
-    """
+    """Run the recipe in this process, as `run` does; return if it ends with status 0."""
     try:
         run_tune_command(["run", *arguments])
     except SystemExit as end:

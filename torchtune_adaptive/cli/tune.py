@@ -4,7 +4,6 @@ torchtune's parsers and commands do the work. In this process, the list of recip
 """
 
 import argparse
-import difflib
 import importlib
 import logging
 import os
@@ -17,20 +16,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from torchtune_adaptive.cli.arguments import PROGRAM, examples
-from torchtune_adaptive.errors import InputError, quote, reason_of
+from torchtune_adaptive.errors import InputError, did_you_mean, quote, reason_of
 from torchtune_adaptive.stock.checks import check_run
 from torchtune_adaptive.stock.configs import config_path, resolve_config_argument
 from torchtune_adaptive.stock.installed import configs_by_recipe, recipe_files, stock_recipe_files
 
 
 class TuneCommand(NamedTuple):
-    """A command of torchtune's.
+    """A command of torchtune's."""
 
-    Attributes:
-        class_name: of its parser, in the module of ``torchtune._cli`` that has the command's name.
-    """
-
-    class_name: str
+    class_name: str  # of its parser, in the module of `torchtune._cli` that has the command's name
     help: str
     examples: tuple[str, ...]
 
@@ -104,9 +99,8 @@ def check_before_torch(arguments: Sequence[str]) -> None:
     Raises:
         InputError: a key or a value is refused, or a file does not exist.
     """
-    recipe = next((place for place, one in enumerate(arguments) if one in recipe_files()), len(arguments))
-    recipe_args = arguments[recipe + 1 :]
-    if "--config" in recipe_args[:-1]:
+    places = [place for place, one in enumerate(arguments) if one in recipe_files()]
+    if places and "--config" in (recipe_args := arguments[places[0] + 1 :])[:-1]:
         check_run(recipe_args, ranks=1)
 
 
@@ -137,9 +131,8 @@ def _renamed(text: str) -> str:
 def parser_of(name: str) -> argparse.ArgumentParser:
     """torchtune's parser of its command ``name``, with this program's name and examples."""
     parser = _Parser(prog=PROGRAM)
-    commands = parser.add_subparsers()
-    command = TUNE_COMMANDS[name]
-    getattr(importlib.import_module(f"torchtune._cli.{name}"), command.class_name).create(commands)
+    module = importlib.import_module(f"torchtune._cli.{name}")
+    getattr(module, TUNE_COMMANDS[name].class_name).create(parser.add_subparsers())
     return parser
 
 
@@ -148,13 +141,10 @@ def _ours_listed() -> Iterator[None]:
     """Within, torchtune's list of recipes begins with ours and their configs."""
     from torchtune._recipe_registry import Config, Recipe
 
-    configs = configs_by_recipe()
-    own = [
-        Recipe(
-            name, str(path), [Config(of, str(file)) for of, file in configs[name].items()], supports_distributed=True
-        )
-        for name, path in recipe_files().items()
-    ]
+    own = []
+    for name, configs in configs_by_recipe().items():
+        listed = [Config(config, str(path)) for config, path in configs.items()]
+        own.append(Recipe(name, str(recipe_files()[name]), listed, supports_distributed=True))
     with _listed(own):
         yield
 
@@ -218,8 +208,7 @@ def check_recipe(recipe: str) -> bool:
     if recipe in known:
         return True
     if not _is_importable(recipe):
-        nearest = difflib.get_close_matches(recipe, known, n=1)
-        hint = f"; did you mean `{nearest[0]}`?" if nearest else "."
+        hint = did_you_mean(recipe, {name: name for name in known})
         raise InputError(
             f"The recipe must be a name that `{PROGRAM} ls` lists or a Python file, but is {quote(recipe)}{hint}"
         )
