@@ -77,6 +77,14 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def program(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs ``tune-adaptive`` in this process."""
+    from tests.support.program import Program  # takes seconds; not every process needs it
+
+    return Program(capsys)
+
+
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny data, tokenizer and model, with 400 samples, made once per session; tests must not write into it.

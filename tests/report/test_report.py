@@ -7,10 +7,11 @@ from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
+from tests.support.program import Program
 from tests.support.toys import search_result
 from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.engine.search.strategies import Probe
@@ -81,21 +82,6 @@ def run_of(tmp_path: Path, *lines: Mapping[str, Any]) -> Run:
 def section(run: Run, title: str) -> list[str]:
     (found,) = (one for one in story(run) if one.title == title)
     return list(found.lines)
-
-
-class Ended(NamedTuple):
-    """Exit status and output of the program."""
-
-    status: object
-    out: str
-    err: str
-
-
-def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> Ended:
-    with pytest.raises(SystemExit) as ended:
-        main(["report", *map(str, arguments)])
-    output = capsys.readouterr()
-    return Ended(ended.value.code, output.out, output.err)
 
 
 # ---- the story
@@ -220,15 +206,13 @@ def test_after_a_search_without_training_the_run_before_it_is_not_described(tmp_
     ],
 )
 def test_a_file_that_no_run_wrote_is_refused_with_its_path(
-    content: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str, reason: str, tmp_path: Path, program: Program
 ) -> None:
     (tmp_path / LOG_NAME).write_text(content)
-    ended = report(capsys, tmp_path)
-    message = str(ended.status)
-    assert message.startswith(f"tune-adaptive report: {tmp_path / LOG_NAME} must be as a run wrote it, but failed: ")
-    assert reason in message
-    assert message.count("\n") == 0
-    assert ended.out == ""
+    sentence = f": {tmp_path / LOG_NAME} must be as a run wrote it, but failed: "
+    program.refuses("report", str(tmp_path), sentence=sentence)
+    with pytest.raises(InputError, match=re.escape(reason)):
+        read_run(tmp_path)
     assert list(tmp_path.iterdir()) == [tmp_path / LOG_NAME]
 
 
@@ -250,9 +234,8 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the command has written the files of the whole run."""
     directory = tmp_path_factory.mktemp("whole")
     run_in(directory, LINES)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["report", str(directory), "--to", str(directory / "drawn")])
-    assert ended.value.code == 0
     return directory / "drawn"
 
 
@@ -302,11 +285,9 @@ def test_the_command_writes_pictures_and_page_to_the_folder_given(drawn: Path) -
     assert sorted(path.name for path in drawn.parent.iterdir() if path.is_file()) == [LOG_NAME]
 
 
-def test_the_command_prints_the_story_and_what_it_has_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_the_story_and_what_it_has_written(tmp_path: Path, program: Program) -> None:
     directory = run_in(tmp_path / "run", [START])
-    ended = report(capsys, directory)
+    ended = program("report", str(directory))
     assert ended.status == 0
     assert ended.out.startswith(f"Run in {directory}\n\nSearch\n  No search for a batch size is recorded.\n")
     assert ended.out.splitlines()[-1] == f"Written to {directory}/report.html"
@@ -322,24 +303,22 @@ def test_characters_special_to_html_are_escaped(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_the_story_is_printed_and_a_sentence_says_what_to_install(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = run_in(tmp_path / "run", LINES)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    ended = report(capsys, directory)
+    ended = program("report", str(directory))
     assert ended.out.startswith(f"Run in {directory}\n")
-    assert ended.status == (
+    assert ended.err == (
         "tune-adaptive report: matplotlib must be installed for the pictures and the page, as by"
-        ' `pip install "torchtune-adaptive[plot]"`, but is not.'
+        ' `pip install "torchtune-adaptive[plot]"`, but is not.\n'
     )
     assert sorted(path.name for path in directory.iterdir()) == [LOG_NAME]
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, program: Program) -> None:
     directory = run_in(tmp_path / "run", [START, *STEPS])
-    (tmp_path / "file").write_text("")
-    ended = report(capsys, directory, "--to", tmp_path / "file")
-    where = f"{tmp_path}/file/report.html"
-    assert str(ended.status).startswith(
-        f"tune-adaptive report: `--to` must be a file that can be written, but is '{where}': "
-    )
+    (tmp_path / "file").touch()
+    ended = program("report", str(directory), "--to", str(tmp_path / "file"))
+    sentence = f"`--to` must be a file that can be written, but is '{tmp_path}/file/report.html': "
+    assert ended.err.startswith(f"tune-adaptive report: {sentence}")
