@@ -1,4 +1,8 @@
-"""How a recipe uses the sizes that a search finds: as rows, as tokens, as the fastest size, and beyond memory."""
+"""How a recipe uses the sizes that a search finds: as rows, as tokens, as the fastest size, and beyond memory.
+
+Which sizes are found, and from where the batch may grow, is tested in ``tests/training/test_sizes.py`` and
+``test_start.py``.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,16 +30,11 @@ RATES = {4: 1000.0, 2: 985.0, 1: 500.0}
 SEARCHED = {"use_maximum_batch_size": True}
 SET_UPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rows of a global batch": (SEARCHED, {"global_batch_size": 50}),
-    "a window that fits at once": (SEARCHED, {"global_batch_size": 10}),
-    "rows of a global batch as given": ({"batch_size": 3}, {"global_batch_size": 50}),
-    "fastest that grows": (SEARCHED | {"batch_increase_function": DOUBLING}, {"objective": "throughput"}),
-    "beyond memory": ({"batch_increase_function": DOUBLING, "batch_size": 20}, {"growth_limit": "none"}),
-    "up to a number": ({"batch_increase_function": DOUBLING, "batch_size": 20}, {"growth_limit": 33}),
-    "tokens": (SEARCHED, {"max_tokens_per_micro_batch": "auto", "global_batch_size": 60}),
-    "tokens, no forecast": (
-        SEARCHED,
-        {"max_tokens_per_micro_batch": "auto", "global_batch_size": 60, "strategy": "binary_search"},
+    "fastest that grows beyond memory": (
+        SEARCHED | {"batch_increase_function": DOUBLING},
+        {"objective": "throughput", "growth_limit": 33},
     ),
+    "tokens": (SEARCHED, {"max_tokens_per_micro_batch": "auto", "global_batch_size": 60}),
 }
 
 
@@ -73,30 +72,23 @@ def ranks(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 
 
 @pytest.mark.parametrize(
-    ("name", "batch", "limit", "exact", "maximum"),
+    ("name", "batch", "steps", "limit", "maximum"),
     [
-        ("rows of a global batch", 50, RowLimit(4), 6, 4),
-        ("a window that fits at once", 10, RowLimit(5), 5, 4),  # a rank has 5 rows of a step
-        ("rows of a global batch as given", 50, RowLimit(3), None, 400),
-        ("fastest that grows", 2, RowLimit(2), 6, 4),
-        ("beyond memory", 20, RowLimit(4), 6, 200),
-        ("up to a number", 20, RowLimit(4), 6, 33),
+        ("rows of a global batch", 50, 400 // 50, RowLimit(4), 4),
+        ("fastest that grows beyond memory", 2, 400 // 4, RowLimit(2), 33),
     ],
 )
 def test_batch_and_micro_batch_are_what_was_asked_for(
     name: str,
     batch: int,
+    steps: int,
     limit: MicroBatchLimit,
-    exact: int | None,
     maximum: int,
     ranks: list[dict[str, dict[str, Any]]],
 ) -> None:
     """Six rows of 128 tokens fit on rank 0; each rank has 200 of the 400 samples."""
-    for rank in ranks:
-        assert (rank[name]["batch"], rank[name]["limit"]) == (batch, limit)
-        assert (rank[name]["exact"], rank[name]["maximum"]) == (exact, maximum)
-        samples = batch if "global" in name or "window" in name else 2 * batch
-        assert rank[name]["steps"] == 400 // samples
+    expected = {"batch": batch, "limit": limit, "exact": 6, "maximum": maximum, "steps": steps}
+    assert [rank[name] for rank in ranks] == [expected] * 2
 
 
 def test_the_token_budget_is_that_of_the_lowest_limit_and_exceeds_whole_rows(
@@ -106,7 +98,6 @@ def test_the_token_budget_is_that_of_the_lowest_limit_and_exceeds_whole_rows(
     assert limits[0] == limits[1]
     assert isinstance(limits[0], TokenLimit)
     assert 6 * 128 < limits[0].size < 7 * 128
-    assert [rank["tokens, no forecast"]["limit"] for rank in ranks] == [TokenLimit(6 * 128)] * 2
 
 
 def test_training_by_the_token_budget_stays_within_memory(ranks: list[dict[str, dict[str, Any]]]) -> None:
