@@ -422,11 +422,18 @@ def _place_of_the_rest(cfg: DictConfig, reason: str) -> Path:
     return Path(rest.removesuffix(")."))
 
 
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ('{"failed": "OSError: x"}', "OSError: x"),
+        ('{"peaks": ', "its answer cannot be read: JSONDecodeError: Expecting value: line 1 column 11 (char 10)"),
+    ],
+)
 def test_an_unexpected_error_of_the_worker_process_is_one_sentence_with_the_file_of_the_rest(
-    monkeypatch: pytest.MonkeyPatch,
+    answer: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _answering(monkeypatch, '{"failed": "OSError: x"}', "the traceback")
-    log = _place_of_the_rest(_cfg("full"), "OSError: x")
+    _answering(monkeypatch, answer, "the traceback")
+    log = _place_of_the_rest(_cfg("full"), reason)
     assert log.read_text() == "the traceback"
     log.unlink()
 
@@ -437,12 +444,6 @@ def test_a_worker_process_that_crashes_records_where_it_was() -> None:
     log = _place_of_the_rest(cfg, "its process was terminated by SIGSEGV")
     assert "in step" in log.read_text()
     log.unlink()
-
-
-def test_an_incomplete_answer_of_the_worker_process_is_a_tracing_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    _answering(monkeypatch, '{"peaks": ', "")
-    reason = "its answer cannot be read: JSONDecodeError: Expecting value: line 1 column 11 (char 10)"
-    _place_of_the_rest(_cfg("full"), reason).unlink()
 
 
 @pytest.mark.processes

@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -81,16 +82,9 @@ def _modules_of(model: Model, *frozen: nn.Module) -> RunningModules:
     return model.modules_asked
 
 
-def test_the_innermost_module_is_named_and_in_backward_the_one_that_made_the_node() -> None:
-    model = Model()
-    with _modules_of(model):
-        model(torch.ones(1, 2)).sum().backward()
-    names = ["layers.1", "layers.1.shared", "layers.0", "layers.0.shared"]  # also for inputs without gradients
-    assert model.answers == FORWARD + [("backward", name) for name in names]
-
-
-def test_modules_that_another_thread_runs_are_ignored() -> None:
-    """Compiled code is traced on another thread, whose autograd nodes have their own numbers."""
+@pytest.mark.parametrize("with_threads", [False, True])
+def test_the_innermost_module_is_named_and_in_backward_the_one_that_made_the_node(with_threads: bool) -> None:
+    """What other threads run is ignored: compiled code is traced on one, whose autograd nodes have other numbers."""
     model = Model()
     first = model.layers[0]
     assert isinstance(first, Layer)
@@ -99,10 +93,11 @@ def test_modules_that_another_thread_runs_are_ignored() -> None:
         with ThreadPoolExecutor(1) as executor:
             executor.submit(first.inner, torch.ones(1, 2)).result()
 
-    model.layers[1].register_forward_pre_hook(trace_elsewhere)
+    if with_threads:
+        model.layers[1].register_forward_pre_hook(trace_elsewhere)
     with _modules_of(model):
         model(torch.ones(1, 2)).sum().backward()
-    names = ["layers.1", "layers.1.shared", "layers.0", "layers.0.shared"]
+    names = ["layers.1", "layers.1.shared", "layers.0", "layers.0.shared"]  # also for inputs without gradients
     assert model.answers == FORWARD + [("backward", name) for name in names]
 
 

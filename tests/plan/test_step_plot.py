@@ -124,20 +124,14 @@ def test_kinds_that_hold_nothing_at_the_peak_have_no_figure() -> None:
     assert "temporaries" not in texts(StepPlot(events, title="any", world_size=1, device=device).svg())
 
 
-def test_a_note_stands_below_the_heading() -> None:
+def test_what_a_device_has_or_lacks_is_said() -> None:
     assert texts(plot_of(note="All is on the host.").svg())[2] == "All is on the host."
-
-
-def test_a_device_far_above_the_peak_is_named_and_not_drawn() -> None:
-    found = texts(plot_of(memory_mib=500).svg())
-    assert "device (not drawn)" in found
-    assert not any(one.startswith(("device:", "usable:")) for one in found)
-
-
-def test_on_a_cpu_nothing_is_added() -> None:
-    svg = plot_of(added_mib=0).svg()
-    assert "GPU" not in svg
-    assert texts(svg)[1].endswith(": peak 20.0 MiB, of 30.0 MiB")
+    far_above = texts(plot_of(memory_mib=500).svg())
+    assert "device (not drawn)" in far_above
+    assert not any(one.startswith(("device:", "usable:")) for one in far_above)
+    on_cpu = plot_of(added_mib=0).svg()
+    assert "GPU" not in on_cpu
+    assert texts(on_cpu)[1].endswith(": peak 20.0 MiB, of 30.0 MiB")
 
 
 def test_the_page_holds_the_picture_and_loads_nothing() -> None:

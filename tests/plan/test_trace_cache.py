@@ -14,22 +14,21 @@ from tests.plan.test_plan import GIB, MIB, peaks, step_of
 from tests.support.step_events import EVENTS
 from torchtune_adaptive.plan import cache, trace_cache
 from torchtune_adaptive.plan.cache import user_cache_folder
-from torchtune_adaptive.plan.step_events import StepEvents
-from torchtune_adaptive.plan.step_peaks import TracedStep
 from torchtune_adaptive.plan.trace_cache import EventsCache, TraceCache
 
 CONFIG = OmegaConf.create({"model": {"_component_": "torchtune.models.llama2.llama2_7b"}, "batch_size": 2})
 
 
 class Tracing:
-    """Counts how often a step is traced."""
+    """Counts how often it is asked to trace; answers with a step's peaks, which differ each time, or its events."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, events: bool = False) -> None:
         self.count = 0
+        self._events = events
 
-    def __call__(self, cfg: DictConfig, **_: Any) -> TracedStep:
+    def __call__(self, cfg: DictConfig, **_: Any) -> Any:
         self.count += 1
-        return step_of(peaks(64, held_bytes=GIB, bytes_per_row=self.count * MIB))
+        return EVENTS if self._events else step_of(peaks(64, held_bytes=GIB, bytes_per_row=self.count * MIB))
 
 
 def asked_by_new_processes(folder: Path, *configs: DictConfig, world_sizes: tuple[int, ...] = (1,)) -> int:
@@ -103,20 +102,9 @@ def test_only_the_newest_files_are_kept(tmp_path: Path, monkeypatch: pytest.Monk
     assert not oldest.exists()
 
 
-class TracingEvents:
-    """Counts how often the events of a step are traced."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, cfg: DictConfig, **_: Any) -> StepEvents:
-        self.count += 1
-        return EVENTS
-
-
 def _events_asked(folder: Path, *batch_sizes: int, cfg: DictConfig = CONFIG) -> int:
     """How often events are traced if each batch size has its own cache, as in a new process."""
-    tracing = TracingEvents()
+    tracing = Tracing(events=True)
     for batch_size in batch_sizes:
         assert EventsCache(tracing, folder)(cfg, world_size=1, batch_size=batch_size, seq_len=64) == EVENTS
     return tracing.count
