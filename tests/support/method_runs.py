@@ -62,8 +62,8 @@ class Trials:
         }  # makes random states visible
 
     def parity(self, accumulation: int) -> dict[str, Any]:
-        """Six steps of the stock recipe and of the adaptive one."""
-        cfg = self._config(gradient_accumulation_steps=accumulation, max_steps_per_epoch=6)
+        """Four steps of the stock recipe and of the adaptive one."""
+        cfg = self._config(gradient_accumulation_steps=accumulation, max_steps_per_epoch=4)
         stock_steps, stock_parameters, _ = finished(without_saving(stock_recipe(self._kind)), cfg)
         steps, parameters, _ = finished(self._silent, cfg)
         return {"steps": (stock_steps, steps), "parameters equal": same_bits(stock_parameters, parameters)}
@@ -138,25 +138,20 @@ class Trials:
             "live bytes": (live_bytes, told_live_bytes),
         }
 
-    def resume(self) -> list[dict[str, Any]]:
+    def resume(self, *, within_epoch: bool) -> dict[str, Any]:
         """Two epochs of three steps in one run, and in two runs: one for each epoch, or one for the last two steps."""
         common: dict[str, Any] = self._dropout | {"epochs": 2, "max_steps_per_epoch": 3}
         steps, parameters, _ = finished(self._recipe, self._config(**common))
-        found = []
-        for done, stopped in ((3, _stopped_after_an_epoch(self._recipe)), (4, _stopped_after_step(self._recipe, 4))):
-            directory = next(self._directories)
-            with contextlib.suppress(_StopError, RunEnded):
-                finished(stopped, self._config(directory, **common))
-            options = COMMON | self._more | common
-            cfg = resuming_config(self._kind, self._tiny_dir, directory, **options)
-            resumed, resumed_parameters, _ = finished(self._recipe, cfg)
-            found.append(
-                {
-                    "figures": (_figures(steps[done:]), _figures(resumed)),
-                    "parameters equal": same_bits(parameters, resumed_parameters),
-                }
-            )
-        return found
+        directory = next(self._directories)
+        stopped = _stopped_after_step(self._recipe, 4) if within_epoch else _stopped_after_an_epoch(self._recipe)
+        with contextlib.suppress(_StopError, RunEnded):
+            finished(stopped, self._config(directory, **common))
+        cfg = resuming_config(self._kind, self._tiny_dir, directory, **(COMMON | self._more | common))
+        resumed, resumed_parameters, _ = finished(self._recipe, cfg)
+        return {
+            "figures": (_figures(steps[4 if within_epoch else 3 :]), _figures(resumed)),
+            "parameters equal": same_bits(parameters, resumed_parameters),
+        }
 
     def cuts(self) -> dict[str, Any]:
         """The losses of a global batch of ten samples, cut into micro-batches in three ways."""
@@ -168,7 +163,7 @@ class Trials:
         found = {}
         for name, (rows, adaptive) in ways.items():
             adaptive = QUICK | {"memory_limit": None, "global_batch_size": 10} | adaptive
-            cfg = self._config(batch_size=rows, max_steps_per_epoch=4, optimizer__lr=1e-3, adaptive=adaptive)
+            cfg = self._config(batch_size=rows, max_steps_per_epoch=2, optimizer__lr=1e-3, adaptive=adaptive)
             steps, _, recipe = finished(self._silent, cfg)
             found[name] = ([step["loss"] for step in steps], str(recipe.trainer.micro_batches.limit))
         return found
