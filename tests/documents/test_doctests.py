@@ -8,10 +8,12 @@ import pytest
 
 import torchtune_adaptive
 
-PACKAGE = Path(torchtune_adaptive.__file__).parent
+REPOSITORY = Path(__file__).parents[2]
+FOLDERS = (Path(torchtune_adaptive.__file__).parent, REPOSITORY / "scripts", REPOSITORY / "tests" / "support")
 MODULES_WITH_EXAMPLES = sorted(
-    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-    for path in PACKAGE.rglob("*.py")
+    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+    for folder in FOLDERS
+    for path in folder.rglob("*.py")
     if ">>> " in path.read_text()
 )
 
@@ -24,5 +26,5 @@ def test_examples_have_the_results_that_they_show(module: str) -> None:
 
 
 def test_examples_are_found() -> None:
-    some = ("errors", "settings", "text", "engine.search.strategies", "training.batch.increase_function")
-    assert {f"torchtune_adaptive.{name}" for name in some} <= set(MODULES_WITH_EXAMPLES)
+    some = {"torchtune_adaptive.text", "torchtune_adaptive.engine.search.strategies", "scripts.reference"}
+    assert some <= set(MODULES_WITH_EXAMPLES)

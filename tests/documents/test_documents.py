@@ -112,17 +112,13 @@ def test_the_python_of_a_document_runs(document: Path, process_group: None) -> N
 
 
 @documents
-def test_the_yaml_of_a_document_has_keys_and_values_that_are_accepted(document: Path) -> None:
+def test_the_yaml_and_json_of_a_document_can_be_read_and_its_keys_are_accepted(document: Path) -> None:
+    for block in blocks(document, "json"):
+        json.loads(block.text)
     for block in blocks(document, "yaml"):
         content = yaml.safe_load(block.text)
         assert isinstance(content, dict), block
         AdaptiveSettings.from_cfg(OmegaConf.create(content))
-
-
-@documents
-def test_the_json_of_a_document_can_be_read(document: Path) -> None:
-    for block in blocks(document, "json"):
-        json.loads(block.text)
 
 
 # ---- commands
@@ -139,10 +135,7 @@ def test_the_commands_of_a_document_would_be_accepted(document: Path, bitsandbyt
     page = PageCommands()
     for block in blocks(document, "bash"):
         for words in commands(block.text):
-            try:
-                page.check(words)
-            except WrongCommand as wrong:
-                pytest.fail(f"{block}: {shlex.join(words)}: {wrong}")
+            page.check(words)
 
 
 @documents
@@ -150,10 +143,7 @@ def test_a_command_within_a_sentence_would_be_accepted(document: Path, bitsandby
     assert list(filter(unknown_command, inline_code(document))) == []
     for code in filter(is_whole, inline_code(document)):
         for words in commands(code):
-            try:
-                PageCommands().check(words)
-            except WrongCommand as wrong:
-                pytest.fail(f"{name_of(document)}: {code}: {wrong}")
+            PageCommands().check(words)
 
 
 FULL = "tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config"
@@ -165,20 +155,14 @@ SINGLE = "adaptive_lora_finetune_single_device --config llama3_1/8B_lora_single_
     [
         (f"{FULL} tiny/gone", "`--config` must be the name or path of a config, but is 'tiny/gone'."),
         (f"{FULL} tiny/full adaptive.margn=0.1", "did you mean `adaptive.margin`?"),
-        (f"{FULL} tiny/full epochs=0", "`epochs` must be at least 1, but is 0 instead."),
         (f"{FULL} tiny/full use_maximum_batch_size=True compile=True", "`compile` must be False"),
         (f"{FULL} tiny/lora", "does not train by tiny/lora, which is for lora_finetune"),
-        (f"{FULL} tiny/full output_dir=${{gone}}", "gone"),
         ("tune run full_finetune_distributed --config my_config.yaml adaptive.margn=0.1", "`adaptive.margin`"),
         (f"tune run --nproc_per_node 2 {SINGLE}", "is for one process"),
         ("tune run adaptive_gone --config tiny/full", "there is no recipe adaptive_gone"),
-        ("tune run adaptive_full_finetune_distributed", "`--config` is missing"),
         ("tune run --gone 2 adaptive_full_finetune_distributed --config tiny/full", "does not take --gone"),
         ("tune gone", "cannot read gone"),
-        ("tune cp gone mine.yaml", "but is 'gone'."),
-        ("tune-adaptive plan --memory H100", "cannot read plan"),
         ("tune-adaptive plan --config tiny/full --seq-len 4k", "`--seq-len` must be an integer, but is '4k' instead."),
-        ("tune-adaptive plan --config tiny/full --memory H1000", "but is 'H1000' instead"),
         ("tune-adaptive plan --config tiny/full --gone", "does not take --gone"),
         ("tune-adaptive validate tiny/full adaptive.seq_len=0", "`adaptive.seq_len` must be at least 1"),
         ("pip install gone", "is neither this project nor something that it needs"),

@@ -122,15 +122,15 @@ class PageCommands:
         }
         program, *arguments = words
         if program not in checks:
-            raise WrongCommand(f"no check is for `{program}`")
+            raise WrongCommand(f"{shlex.join(words)}: no check is for `{program}`")
         self.runs, self.cfg = False, None
         if program in ("tune", "tune-adaptive") and not {"--help", "--version"}.isdisjoint(arguments):
             self.runs = True
             return
         try:
             checks[program](arguments)
-        except InputError as refusal:
-            raise WrongCommand(str(refusal)) from refusal
+        except (InputError, WrongCommand) as refusal:
+            raise WrongCommand(f"{shlex.join(words)}: {refusal}") from refusal
 
     def _tune(self, arguments: list[str]) -> None:
         command, *rest = arguments
