@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.plan.test_calibration import FakeCard, traced
-from tests.plan.test_plan import CALIBRATION, GIB, MIB, peaks, step_of, tables
+from tests.support.plans import CALIBRATION, GIB, MIB, peaks, step_of, tables
 from tests.support.program import Ended, Program
 from tests.support.step_events import EVENTS
 from torchtune_adaptive.errors import InputError

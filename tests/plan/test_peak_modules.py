@@ -4,7 +4,7 @@ import json
 
 from hypothesis import given, settings
 
-from tests.plan.test_plan import tables
+from tests.support.plans import tables
 from tests.support.step_events import EVENTS, MIB, drawn_events
 from torchtune_adaptive.plan.peak_modules import modules_at_peak, modules_text, step_json
 from torchtune_adaptive.plan.step_events import BEFORE_STEP, Allocation, Operation, StepEvents

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,32 +12,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.engine.memory.timeline import Line
+from tests.support.plans import (
+    ATTENTION_WIDTH,
+    CALIBRATION,
+    GIB,
+    MIB,
+    Asked,
+    FakeTracer,
+    cfg_of,
+    gives,
+    peaks,
+    planned,
+    step_of,
+    tables,
+)
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.host_memory import CUDA_PROCESS_BYTES, PROCESS_BYTES, HostFigures, pinned_bytes
-from torchtune_adaptive.plan.overhead import EXPANDABLE_FRAGMENTATION, FRAGMENTATION, NCCL_BYTES, Calibration, Overhead
+from torchtune_adaptive.plan.overhead import EXPANDABLE_FRAGMENTATION, FRAGMENTATION, Overhead
 from torchtune_adaptive.plan.plan import Card, LengthPlan, Plan, SizePlan, plan
 from torchtune_adaptive.plan.report import plan_json, plan_text, suggestion_text
-from torchtune_adaptive.plan.step_peaks import Moment, StepPeaks, TracedStep
+from torchtune_adaptive.plan.step_peaks import TracedStep
 from torchtune_adaptive.plan.suggestions import Suggestion, suggestions
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
-ATTENTION_WIDTH = 4096
 properties = settings(derandomize=True, deadline=None, max_examples=60)
-
-CALIBRATION = Calibration(
-    gpu="H100",
-    driver="1",
-    torch="2",
-    backend="native",
-    context_bytes=3 * GIB,
-    nccl_bytes=2 * NCCL_BYTES,
-    workspace_bytes=GIB,
-    bytes_per_token=100_000,
-    attention_width=2048,
-    fragmentation=0.5,
-    misfit_bytes=GIB,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -45,77 +42,6 @@ def usual_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ignore the allocator settings of the machine that runs the tests."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-
-
-def peaks(seq_len: int, *, held_bytes: float, bytes_per_row: float, single_row_bytes: float | None = None) -> StepPeaks:
-    """A step of two phases: the optimizer holds ``held_bytes``, backward half of them and the rows' activations."""
-
-    def moment(phase: str, parameters: Line, activations: Line) -> Moment:
-        return Moment(phase, "mm", {"parameters": parameters, "activations": activations})
-
-    single = held_bytes + bytes_per_row if single_row_bytes is None else single_row_bytes
-    grown = Line(held_bytes / 2, 0), Line(held_bytes / 2, bytes_per_row)
-    alone = Line(held_bytes / 2, 0), Line(single - held_bytes / 2, 0)
-    optimizer = moment("optimizer", Line(held_bytes, 0), Line(0, 0))
-    return StepPeaks(
-        seq_len, (moment("backward", *grown), optimizer), single_row=(moment("backward", *alone), optimizer)
-    )
-
-
-def step_of(*lengths: StepPeaks, **changes: Any) -> TracedStep:
-    figures: dict[str, Any] = {
-        "num_layers": 32,
-        "traced_layers": (4, 6),
-        "num_parameters": 8_030_000_000,
-        "paged_bytes": 0,
-        "attention_width": ATTENTION_WIDTH,
-    }
-    return TracedStep(lengths, **(figures | changes))
-
-
-class Asked(NamedTuple):
-    cfg: DictConfig
-    world_size: int
-    seq_lens: tuple[int, ...]
-
-
-class FakeTracer:
-    """In place of ``client.trace``: returns the step that ``step_for`` gives, and remembers what it was asked."""
-
-    def __init__(self, step_for: Callable[[Asked], TracedStep]) -> None:
-        self._step_for = step_for
-        self.asked: list[Asked] = []
-
-    def __call__(self, cfg: DictConfig, *, world_size: int, seq_lens: Sequence[int], **_: object) -> TracedStep:
-        asked = Asked(cfg, world_size, tuple(seq_lens))
-        self.asked.append(asked)
-        return self._step_for(asked)
-
-
-def gives(step: TracedStep) -> FakeTracer:
-    return FakeTracer(lambda _: step)
-
-
-def cfg_of(*, device: str = "cuda", gradient_accumulation_steps: int = 1, **adaptive: Any) -> DictConfig:
-    return OmegaConf.create(
-        {"device": device, "gradient_accumulation_steps": gradient_accumulation_steps, "adaptive": adaptive}
-    )
-
-
-def planned(
-    cfg: DictConfig,
-    step: TracedStep,
-    *,
-    memory_bytes: int = 80 * GIB,
-    world_size: int = 1,
-    calibration: Path | None = None,
-    batch_sizes: Sequence[int] = (),
-) -> Plan:
-    card = Card(memory_bytes=memory_bytes, calibration=calibration)
-    seq_lens = [length.seq_len for length in step.peaks]
-    return plan(
-        cfg, world_size=world_size, card=card, seq_lens=seq_lens, batch_sizes=batch_sizes, traced_by=gives(step)
-    )
 
 
 # ---- sizes
@@ -559,21 +485,6 @@ def test_each_suggestion_is_yielded_before_the_next_is_traced() -> None:
 
 
 # ---- as text
-
-
-def cells(line: str) -> list[str]:
-    return re.split(r" {2,}", line.strip())
-
-
-def tables(text: str) -> list[list[list[str]]]:
-    """The cells of each table's rows, its header first."""
-    lines = text.splitlines()
-    found: list[list[list[str]]] = []
-    for index, line in enumerate(lines):
-        if line and set(line) == {"-", " "}:
-            end = next(last for last in range(index, len(lines) + 1) if last == len(lines) or not lines[last])
-            found.append([cells(row) for row in (lines[index - 1], *lines[index + 1 : end])])
-    return found
 
 
 def some_plan(**changes: Any) -> Plan:

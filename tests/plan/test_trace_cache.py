@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from tests.plan.test_plan import GIB, MIB, peaks, step_of
+from tests.support.plans import GIB, MIB, peaks, step_of
 from tests.support.step_events import EVENTS
 from torchtune_adaptive.plan import cache, trace_cache
 from torchtune_adaptive.plan.cache import user_cache_folder

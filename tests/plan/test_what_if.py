@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from tests.plan.test_plan import GIB, MIB, Asked, FakeTracer, peaks, step_of, tables
+from tests.support.plans import GIB, MIB, Asked, FakeTracer, peaks, step_of, tables
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.plan import Card
 from torchtune_adaptive.plan.report import what_if_text
