@@ -40,10 +40,9 @@ class RunEnded(Exception):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message, status)
         self.status = status
-        self._message = message
 
     def __str__(self) -> str:
-        return self._message
+        return str(self.args[0])
 
 
 def quote(value: object) -> str:

@@ -21,11 +21,8 @@ def format_bytes(num_bytes: float) -> str:
     >>> format_bytes(1536), format_bytes(80 * 2**30)
     ('1.5 KiB', '80.0 GiB')
     """
-    for unit in ("B", "KiB", "MiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.1f} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} GiB"
+    unit, size = byte_unit(abs(num_bytes))
+    return f"{num_bytes:.0f} B" if size == 1 else f"{num_bytes / size:.1f} {unit}"
 
 
 def parse_memory(value: object) -> int:

@@ -1,8 +1,7 @@
 """The measurements for a GPU, as far as they can be tested without one."""
 
-import argparse
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +90,6 @@ def test_a_part_that_fails_is_reported_and_keeps_its_sections(monkeypatch: pytes
     assert result["sections"] == [{"title": "so far"}]
 
 
-def test_a_part_without_time_is_not_begun(tmp_path: Path) -> None:
-    assert gpu._play("loop", tmp_path, seconds=-1.0)["ended"] == "not started: no time was left"
-
-
 def test_results_name_what_failed_and_that_no_gpu_was_measured(tmp_path: Path) -> None:
     section = asdict(Section(title="Sizes", header=["a"], rows=[["1"]], text=["b"], data=[]))
     results = [
@@ -107,16 +102,6 @@ def test_results_name_what_failed_and_that_no_gpu_was_measured(tmp_path: Path) -
     assert "commit abc" in written
     assert "| a |\n| --- |\n| 1 |" in written
     assert "failed with exit status 3" in written
-
-
-def test_an_unknown_part_is_refused() -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="'sises'"):
-        gpu._parts("loop,sises")
-
-
-def test_a_part_sees_how_much_time_is_left(stage: Stage) -> None:
-    assert 50 < stage.seconds_left <= 60
-    assert replace(stage, deadline=time.monotonic() - 1).seconds_left < 0
 
 
 def _play_instead(monkeypatch: pytest.MonkeyPatch, script: str) -> None:

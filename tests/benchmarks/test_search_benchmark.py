@@ -4,7 +4,6 @@ import gc
 import json
 import random
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +16,10 @@ from torch import nn
 
 from benchmarks import search
 from benchmarks.peers.card import CpuCard, card_on
-from benchmarks.peers.data import IGNORED, Rows, padded
+from benchmarks.peers.data import Rows
 from benchmarks.peers.ours import exhaustive
 from benchmarks.peers.report import Measured, document
-from benchmarks.peers.rfc import bisect, difference, halve_chunks, halving
+from benchmarks.peers.rfc import difference, halving
 from benchmarks.peers.state import changed, state_of
 from benchmarks.peers.task import Task
 from benchmarks.peers.watch import Attempts, Found
@@ -182,40 +181,7 @@ def test_steps_that_search_again_are_reported() -> None:
     assert survives == "yes, with 1 OOMs in 1 of its steps, down to 8"
 
 
-def test_rows_are_padded_to_the_longest_and_predict_the_next_token() -> None:
-    batch = padded([np.array([5, 6, 7], dtype=np.int16), np.array([8, 9], dtype=np.int16)])
-    assert batch["tokens"].tolist() == [[5, 6, 7], [8, 9, 0]]
-    assert batch["labels"].tolist() == [[6, 7, IGNORED], [9, IGNORED, IGNORED]]
-
-
 # ---- contestants
-
-
-@pytest.mark.parametrize("largest", [1, 2, 33, 99_999])
-def test_the_sketch_that_bisects_finds_what_fits(largest: int) -> None:
-    asked: list[int] = []
-
-    def is_oom(size: int) -> bool:
-        asked.append(size)
-        return size > largest
-
-    assert bisect(is_oom, most=100_000) == largest
-    assert asked[0] == 50_000
-
-
-def test_the_sketch_that_halves_begins_each_attempt_with_the_same_random_numbers() -> None:
-    asked: list[int] = []
-    drawn: list[float] = []
-
-    def run(chunk_size: int) -> None:
-        asked.append(chunk_size)
-        drawn.append(torch.rand(1).item() + random.random() + np.random.rand())
-        if chunk_size > 33:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    assert halve_chunks(run, chunk_size=128) == 32
-    assert asked == [128, 64, 32]
-    assert drawn == [drawn[0]] * 3
 
 
 @pytest.fixture(scope="module")
@@ -257,15 +223,6 @@ def test_the_sketch_by_difference_runs_as_a_contestant_and_finds_too_much(exact:
 
 
 # ---- the program
-
-
-def test_without_the_peers_it_says_how_to_get_them_and_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["search"])
-    monkeypatch.setattr(search, "find_spec", lambda name: None if name == "toma" else object())
-    monkeypatch.setattr(search, "_measured", lambda *_, **__: pytest.fail("it began to work"))
-    with pytest.raises(SystemExit) as ended:
-        search.main()
-    assert "of which toma must be installed" in str(ended.value.code)
 
 
 def test_a_contestant_that_fails_leaves_its_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,60 +1,54 @@
 """Every measured figure of a page is in the result that it links to, or names the test or the source that has it.
 
-    python -m tests.documents.test_figures
-
-prints how many figures are checked by what. A figure is a number with a unit of time, memory or share, or with a
+A figure is a number with a unit of time, memory or share, or with a
 decimal point; beside a link to ``benchmarks/results`` every number is one. Code, versions, and pages that a program
 writes are left out.
 """
 
 import re
 import subprocess
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
 from tests.support.document_commands import commands
 from tests.support.documents import DOCUMENTS, OUTPUT, REPOSITORY, Block, blocks, name_of
 from torchtune_adaptive.engine.search.strategies import round_down_to_power_of_two
-from torchtune_adaptive.settings import CONFIG_KEYS, AdaptiveSettings
+from torchtune_adaptive.settings import AdaptiveSettings
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 # Written by a program, or of earlier versions.
 NOT_READ = ("CHANGELOG.md", "docs/command_line.md", "docs/configuration.md", "docs/stock_configs.md")
 PAGES = [page for page in DOCUMENTS if name_of(page) not in NOT_READ]
-Reason = Literal["setting", "definition", "example", "source"]
-# Numbers that nobody measured: the page, its text with the number, and what the number is.
-NOT_MEASURED: list[tuple[str, str, Reason]] = [
-    ("README.md", "a timeout, 10 to 30 minutes", "definition"),
-    ("docs/checkpoints.md", "kills its ranks 30 s later", "definition"),
-    ("docs/comparison.md", "multiplies by 0.9", "source"),
-    ("docs/comparison.md", "aims at 60 % of memory", "source"),
-    ("docs/comparison.md", "at most 3 times", "source"),
-    ("docs/development/cuda.md", "the margin is 5 %", "setting"),
-    ("docs/cuda.md", "the margin of 5 %", "setting"),
-    ("docs/design.md", "a probe waits 2 ms", "definition"),
-    ("docs/design.md", "A counter that stands still for 30 s", "definition"),
-    ("docs/my_run_ran_out_of_memory.md", "512 MiB that this config allows", "example"),
-    ("docs/out_of_memory.md", "a timeout of 10 to 30 minutes", "definition"),
-    ("docs/output.md", "with a limit of 128 MiB", "example"),
-    ("docs/plan.md", "stock configs at 24, 40, 80 and 141 GiB", "definition"),
-    ("docs/quickstart.md", "the safety margin of 5 %", "setting"),
-    ("docs/several_nodes.md", "if a collective fails (gloo), else after 30 s", "definition"),
-    ("docs/several_nodes.md", "which node is gone, after 30 s", "definition"),
-    ("docs/several_nodes.md", "after ten to thirty minutes", "definition"),
-    ("docs/several_nodes.md", "counter stands still for 30 s is gone", "definition"),
-    ("docs/several_nodes.md", "shown five seconds later", "definition"),
-    ("docs/several_nodes.md", "they have ten minutes", "definition"),
-    ("docs/several_nodes.md", "end their ranks 30 s after", "definition"),
-    ("docs/several_nodes.md", "torchrun ends them, up to 30 s later", "definition"),
-    ("docs/several_nodes.md", "has ended it: up to 30 s more", "definition"),
-    ("docs/several_nodes.md", "interpreter stands still for 30 s", "definition"),
-]
+# Text with numbers that nobody measured: they are definitions, examples, or from a source that the page names.
+NOT_MEASURED = {
+    "README.md": ("a timeout, 10 to 30 minutes",),
+    "docs/checkpoints.md": ("kills its ranks 30 s later",),
+    "docs/comparison.md": ("multiplies by 0.9", "aims at 60 % of memory", "at most 3 times"),
+    "docs/development/cuda.md": ("the margin is 5 %",),
+    "docs/cuda.md": ("the margin of 5 %",),
+    "docs/design.md": ("a probe waits 2 ms", "A counter that stands still for 30 s"),
+    "docs/my_run_ran_out_of_memory.md": ("512 MiB that this config allows",),
+    "docs/out_of_memory.md": ("a timeout of 10 to 30 minutes",),
+    "docs/output.md": ("with a limit of 128 MiB",),
+    "docs/plan.md": ("stock configs at 24, 40, 80 and 141 GiB",),
+    "docs/quickstart.md": ("the safety margin of 5 %",),
+    "docs/several_nodes.md": (
+        "if a collective fails (gloo), else after 30 s",
+        "which node is gone, after 30 s",
+        "after ten to thirty minutes",
+        "counter stands still for 30 s is gone",
+        "shown five seconds later",
+        "they have ten minutes",
+        "end their ranks 30 s after",
+        "torchrun ends them, up to 30 s later",
+        "has ended it: up to 30 s more",
+        "interpreter stands still for 30 s",
+    ),
+}
 # How output begins that is an example; the tables of a plan and of a search are checked below.
 EXAMPLES_OF_OUTPUT = ("micro-batch ", "global_batch_size ", ">>> step.events", "linear_extrapolation: ", "batch size ")
 
@@ -224,22 +218,21 @@ def result_figures(name: str) -> list[Figure]:
 
 # ---- what has a figure
 
-Verdict = str  # a `Reason`, "result", "test" or "unsupported"
+Verdict = str  # "not measured", "result", "test", "source" or "unsupported"
 
 
 def verdicts(passage: Passage) -> Iterator[tuple[Figure, Verdict]]:
     """Each figure of a passage, and what has it."""
-    spans = [
-        (start, start + len(text), reason)
-        for page, text, reason in NOT_MEASURED
-        if page == passage.page and (start := passage.plain.find(text)) >= 0
+    excepted = [
+        range(start, start + len(text))
+        for text in NOT_MEASURED.get(passage.page, ())
+        if (start := passage.plain.find(text)) >= 0
     ]
     results = passage.named(r"benchmarks/results/([\w.]+\.md)")
     has_test, has_source = passage.named(r"`tests/[\w/]+\.py`"), passage.named(r"\]\(https?://")
     for figure in passage.figures:
-        reasons = [reason for start, end, reason in spans if start <= figure.start < end]
-        if reasons:
-            yield figure, reasons[0]
+        if any(figure.start in one for one in excepted):
+            yield figure, "not measured"
         elif results and any(figure.agrees_with(one) for name in results for one in result_figures(name)):
             yield figure, "result"
         elif results or figure.looks_measured:
@@ -273,18 +266,17 @@ def test_what_is_excepted_occurs_and_has_a_figure() -> None:
     used = {
         (passage.page, text)
         for passage, figure, _ in all_verdicts()
-        for page, text, _ in NOT_MEASURED
-        if page == passage.page and text in passage.plain
+        for text in NOT_MEASURED.get(passage.page, ())
+        if text in passage.plain
         if 0 <= figure.start - passage.plain.index(text) < len(text)
     }
-    assert {(page, text) for page, text, _ in NOT_MEASURED} - used == set()
+    assert {(page, text) for page, texts in NOT_MEASURED.items() for text in texts} - used == set()
 
 
-def test_a_setting_is_the_default_of_a_key() -> None:
-    defaults = {key.default for key in CONFIG_KEYS if isinstance(key.default, float)}
-    settings = {text: figures(text) for _, text, reason in NOT_MEASURED if reason == "setting"}
-    assert settings
-    assert {text for text, found in settings.items() if {one.value * one.scale for one in found} - defaults} == set()
+def test_the_margin_that_pages_name_is_the_default() -> None:
+    named = [text for texts in NOT_MEASURED.values() for text in texts if "margin" in text]
+    assert named
+    assert {one.value * one.scale for text in named for one in figures(text)} == {AdaptiveSettings().margin}
 
 
 # ---- output that a page shows
@@ -330,39 +322,6 @@ def test_the_table_of_a_plan_is_what_the_command_above_it_prints(block: Block) -
 # ---- the check itself
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("It took 20 s, or 0.5 to 3.2 % more.", [(20, "time"), (0.5, "share"), (3.2, "share")]),
-        ("24 and 80 GiB; 1 024 rows; 1,300 bytes", [(24, "memory"), (80, "memory"), (1024, ""), (1300, "memory")]),
-        ("half a second, nine minutes, 1.04 times, 1e-3", [(0.5, "time"), (9, "time"), (1.04, "share"), (1e-3, "")]),
-        ("`0.5 s` of Llama 3.2 1B with torch 2.13 by 0.6.1 on rank 0", []),
-    ],
-)  # fmt: skip
-def test_figures_are_read_with_their_units(text: str, expected: list[tuple[float, str]]) -> None:
-    assert [(one.value, one.kind) for one in figures(text)] == expected
-
-
-@pytest.mark.parametrize(
-    ("written", "measured", "agree"),
-    [
-        ("7.5 s", "7.46 s", True),
-        ("7 s", "7.6 s", False),
-        ("6 s", "6 layers", False),  # another unit
-        ("4 %", "a ratio of 0.958", True),
-        ("9 %", "0.09", True),
-        ("1.9", "1.92", True),
-        ("2.0", "1.92", False),
-        ("2 minutes", "115 s", True),
-        ("1.0 GiB", "1024 MiB", True),
-        ("40", "39.8", False),
-    ],
-)
-def test_a_figure_agrees_with_what_it_is_rounded_from(written: str, measured: str, agree: bool) -> None:
-    (one,), (other,) = figures(written), figures(measured)
-    assert one.agrees_with(other) is agree
-
-
 def test_a_figure_that_is_not_in_its_result_is_found() -> None:
     link = "[measured](../benchmarks/results/checkpoints_cpu.md)"
     page = (
@@ -370,15 +329,3 @@ def test_a_figure_that_is_not_in_its_result_is_found() -> None:
     )
     found = [(one.text, verdict) for part in passages("docs/new.md", page) for one, verdict in verdicts(part)]
     assert [text for text, verdict in found if verdict == "unsupported"] == ["1.10 times", "3 s", "460"]
-
-
-def main() -> None:
-    counts = Counter(verdict for _, _, verdict in all_verdicts())
-    for verdict, count in counts.most_common():
-        print(f"{count:4} {verdict}")
-    for page in PAGES:
-        print(*unsupported(name_of(page)), sep="\n", end="\n" if unsupported(name_of(page)) else "")
-
-
-if __name__ == "__main__":
-    main()

@@ -194,14 +194,11 @@ def test_after_a_search_without_training_the_run_before_it_is_not_described(tmp_
     ("content", "reason"),
     [
         ("[]\n", "AttributeError"),
-        (json.dumps(SEARCH | {"margin": "5%"}) + "\n", "margin is '5%'"),
-        (json.dumps(SEARCH | {"probes": [{"batch_size": 2}]}) + "\n", "fits is None"),
-        (json.dumps(SEARCH | {"chosen": None}) + "\n", "chosen is None"),
-        (json.dumps(CONFIG | {"batch_size": None}) + "\n", "batch_size is None"),
+        (json.dumps(SEARCH | {"probes": [{"batch_size": 2}]}) + "\n", "missing 4 required"),
         ('{"step": 1, "epoch": 0}\nnonsense\n{"step": 2, "epoch": 0}\n', "line 2, JSONDecodeError"),
-        ('{"loss": 2.0}\n', "step is None"),
+        ('{"loss": 2.0}\n', "KeyError: 'step'"),
+        ('{"step": "first"}\n', "step is 'first'"),
         ("one word", "no whole line"),
-        (json.dumps(SHORTAGE | {"ranks": 3}) + "\n", "ranks is 3"),
         ("\0\n", "JSONDecodeError"),
     ],
 )

@@ -225,8 +225,8 @@ def _draw_events(run: Run, panels: Sequence["Axes"]) -> None:
                 axes.axvline(step, color=colour, linestyle=style, linewidth=1.2, alpha=0.9, zorder=1.5, label=named)
     if saved := [event["step"] for event in run.of_kind("checkpoint")]:
         at_the_bottom = panels[-1].get_xaxis_transform()
-        style: dict[str, Any] = {"color": _SOFT, "marker": "^", "linestyle": "none", "label": "checkpoint"}
-        panels[-1].plot(saved, [0.04] * len(saved), transform=at_the_bottom, clip_on=False, zorder=3, **style)
+        mark: dict[str, Any] = {"color": _SOFT, "marker": "^", "linestyle": "none", "label": "checkpoint"}
+        panels[-1].plot(saved, [0.04] * len(saved), transform=at_the_bottom, clip_on=False, zorder=3, **mark)
 
 
 def _integer_ticks() -> "MaxNLocator":

@@ -8,19 +8,10 @@ from typing import Any
 
 from torchtune_adaptive.engine.search.strategies import Probe, SearchResult
 from torchtune_adaptive.errors import InputError, quote, reason_of
-from torchtune_adaptive.training.run_log import LOG_NAME, SEARCH, SEARCH_ONLY, SIZES
+from torchtune_adaptive.training.run_log import LOG_NAME, SEARCH, SEARCH_ONLY
 
 _NUMBERS = (int, float)
 OUT_OF_MEMORY, THRASHING = "out of memory", "thrashing"
-_SHORTAGE = {"ranks": list, "phase": str, "figures": str, "before": int, "after": int, "unit": str}
-# Values that the lines of an event must have. A logged step is a line without an event.
-_VALUES: dict[str | None, dict[str, type]] = {
-    None: {"epoch": int},
-    SEARCH: {"of": str, "chosen": dict, "tokens_per_second": dict},
-    SIZES: {"epoch": int, "batch_size": int, "reason": str},
-    OUT_OF_MEMORY: _SHORTAGE,
-    THRASHING: _SHORTAGE,
-}
 
 
 @dataclass(frozen=True)
@@ -95,7 +86,8 @@ def _run(output_dir: Path, lines: Sequence[Mapping[str, Any]]) -> Run:
     events: list[Mapping[str, Any]] = []
     for line in lines[only[-1] if only else 0 :]:
         name = line.get("event")
-        _require(line, step=int, **_VALUES.get(name, {"event": str}))
+        if not isinstance(line["step"], int):
+            raise TypeError(f"step is {quote(line['step'])}")
         if name is None:
             steps.append(line)
         elif name == SEARCH:
@@ -108,12 +100,8 @@ def _run(output_dir: Path, lines: Sequence[Mapping[str, Any]]) -> Run:
 def _search(content: Mapping[str, Any]) -> Search:
     """The search of an event; values of it that are not known here are left out."""
     given = {one.name: content[one.name] for one in fields(SearchResult) if one.name in content}
-    probes = []
-    for probe in given["probes"]:
-        _require(probe, batch_size=int, fits=bool, peak_bytes=int, phase_peak_bytes=dict, seconds=float)
-        probes.append(Probe(**probe))
-    given |= {"probes": tuple(probes), "forecast": tuple(map(tuple, given.get("forecast", ())))}
-    _require(given, exact_batch_size=int, batch_size=int, memory_limit_bytes=int, margin=float, strategy=str)
+    given |= {"probes": tuple(Probe(**probe) for probe in given["probes"])}
+    given |= {"forecast": tuple(map(tuple, given.get("forecast", ())))}
     rates = {int(size): float(rate) for size, rate in content["tokens_per_second"].items()}
     return Search(content["of"], SearchResult(**given), content.get("seq_len"), content["chosen"], rates)
 
@@ -130,16 +118,3 @@ def _whole_lines(text: str) -> list[dict[str, Any]]:
     if lines[-1] and not found:
         raise ValueError("no whole line")
     return found
-
-
-def _require(values: Mapping[str, Any], **kinds: type) -> None:
-    """Check that ``values`` has values of these types; an integer is a float too.
-
-    Raises:
-        TypeError: it has not.
-    """
-    for name, kind in kinds.items():
-        value = values.get(name)
-        wanted: Sequence[type] = _NUMBERS if kind is float else (kind,)
-        if not isinstance(value, tuple(wanted)) or (isinstance(value, bool) and kind is not bool):
-            raise TypeError(f"{name} is {quote(value)}")
