@@ -14,17 +14,13 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.engine.search.options import SearchOptions
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.schedule import at_epochs, geometric
-from torchtune_adaptive.settings import CONFIG_KEYS, STRATEGIES, AdaptiveSettings
+from torchtune_adaptive.settings import BLOCK_KEYS, CONFIG_KEYS, STRATEGIES, AdaptiveSettings
 from torchtune_adaptive.stock.installed import stock_recipe_files
 from torchtune_adaptive.text import parse_memory
 from torchtune_adaptive.training.batch.increase_function import plan_growth
 
 HERE = __name__
-BLOCK_KEYS = (
-    "strategy, power_of_two, max_batch_size, memory_limit, margin, seq_len, oom_recovery, global_batch_size,"
-    " max_tokens_per_micro_batch, growth_limit, lr_scaling, objective, save_every_n_steps,"
-    " keep_last_n_checkpoints, save_in_background, search_only"
-)
+LISTED = ", ".join(BLOCK_KEYS)
 COMPONENT = "torchtune_adaptive.schedule"
 
 
@@ -184,13 +180,13 @@ def test_reading_does_not_change_the_config():
 )
 def test_unknown_key_of_the_block_is_refused_with_the_nearest_name(key, meant):
     assert refusal(adaptive={key: 1}) == (
-        f"A key of `adaptive` must be one of {BLOCK_KEYS}, but is '{key}' instead; did you mean `{meant}`?"
+        f"A key of `adaptive` must be one of {LISTED}, but is '{key}' instead; did you mean `{meant}`?"
     )
 
 
 @pytest.mark.parametrize(("key", "quoted"), [("zzz", "'zzz'"), ("reuse_found_size", "'reuse_found_size'"), (3, "3")])
 def test_unknown_key_of_the_block_unlike_any_other_is_refused_without_a_guess(key, quoted):
-    assert refusal(adaptive={key: 1}) == f"A key of `adaptive` must be one of {BLOCK_KEYS}, but is {quoted} instead."
+    assert refusal(adaptive={key: 1}) == f"A key of `adaptive` must be one of {LISTED}, but is {quoted} instead."
 
 
 @pytest.mark.parametrize(("value", "quoted"), [(True, "True"), ("80GiB", "'80GiB'"), ([1], "[1]"), (0, "0")])
@@ -214,7 +210,7 @@ def test_block_that_is_not_a_mapping_is_refused(value, quoted):
         ("adaptve", "adaptive"),
         ("adaptative", "adaptive"),
         ("max-batch-size", "adaptive.max_batch_size"),
-        *((name, f"adaptive.{name}") for name in BLOCK_KEYS.split(", ") if name != "seq_len"),
+        *((name, f"adaptive.{name}") for name in BLOCK_KEYS if name != "seq_len"),
     ],
 )
 def test_top_level_key_that_resembles_an_adaptive_key_is_refused(key, meant):

@@ -5,7 +5,6 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from benchmarks import search
 from benchmarks.peers.card import CpuCard, card_on
 from benchmarks.peers.data import Rows
 from benchmarks.peers.ours import exhaustive
-from benchmarks.peers.report import Measured, document
 from benchmarks.peers.rfc import difference, halving
 from benchmarks.peers.state import changed, state_of
 from benchmarks.peers.task import Task
@@ -233,19 +231,3 @@ def test_a_contestant_that_fails_leaves_its_error(monkeypatch: pytest.MonkeyPatc
     case = search.Case("small", "1GiB", lambda: Rows([16]))
     search._be_one_process("stubborn", search.CPU, case, tmp_path / "found.json")
     assert Found(**json.loads((tmp_path / "found.json").read_text())) == Found(error="ValueError: no")
-
-
-def test_the_document_shows_all_rounds_and_all_failures() -> None:
-    mine = Found(size=25, steps=4, seconds=2.0, gc_seconds=1.5, survives="yes")
-    other = replace(mine, size=30, steps=2, ooms=7, seconds=1.0, changed=["parameters", "torch RNG"])
-    found = {
-        "ours": [mine, replace(mine, seconds=4.0), replace(mine, seconds=3.0)],
-        "quick": [other, other, replace(other, size=31, survives="OOM at step 2")],
-        "broken": [mine, Found(error="RuntimeError: a | b"), mine],
-    }
-    case = Measured("rows", "1GiB", found, exact=Found(size=26))
-    lines = document([case], place="CPU", geometry={"width": 8}, default="ours", provenance="by a test")
-    assert "| ours | 25 | 26 | 4 | 0 | 3.00 [2.00, 4.00] | 1.50 | 1.0 | nothing | yes |" in lines
-    quick = "| 30 / 31 | 26 | 2 | 7 | 1.00 [1.00, 1.00] | 1.50 | 0.3 | parameters, torch RNG | yes / OOM at step 2 |"
-    assert f"| quick {quick}" in lines
-    assert "| broken | **failed** | 26 |  |  |  |  |  |  | RuntimeError: a / b |" in lines

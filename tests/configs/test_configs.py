@@ -79,31 +79,6 @@ def test_overrides_are_applied_as_torchtune_does(
     assert OmegaConf.to_container(loaded) == OmegaConf.to_container(expected)
 
 
-def test_a_value_that_refers_to_another_follows_its_override(file: Path) -> None:
-    cfg = load_config(str(file), ["base=/mine"])
-    assert (cfg.output_dir, cfg.metric_logger.log_dir) == ("/mine/out", "/mine/out/logs")
-
-
-def test_a_component_replaced_by_its_key_keeps_its_arguments() -> None:
-    before = load_config("tiny/full").model
-    after = load_config("tiny/full", ["model=torchtune.models.llama2.lora_llama2", "model.lora_rank=4"]).model
-    changes = {"_component_": "torchtune.models.llama2.lora_llama2", "lora_rank": 4}
-    assert OmegaConf.to_container(after) == {**before, **changes}
-
-
-def test_a_removed_key_is_gone_and_the_rest_stays() -> None:
-    before, after = load_config("tiny/full"), load_config("tiny/full", ["~model.num_layers", "~seed"])
-    assert set(before) - set(after) == {"seed"}
-    assert set(before.model) - set(after.model) == {"num_layers"}
-
-
-@pytest.mark.parametrize("text", ["2e-5", "2E-5", "2.0e-5", "0.00002"])
-def test_a_small_number_is_a_number_on_the_command_line_and_in_a_file(text: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(f"lr: {text}\n")
-    in_file, on_line = load_config(str(tmp_path / "mine.yaml")), load_config("tiny/full", [f"optimizer.lr={text}"])
-    assert (in_file.lr, on_line.optimizer.lr) == (2e-5, 2e-5)
-
-
 def test_a_config_is_flattened_to_values_that_json_can_hold() -> None:
     nested = {"a": {"b": [1, {"c": "${seed}"}]}, "seed": 5, "none": None, "path": Path("x"), "empty": {}, 3: True}
     flat = flattened(OmegaConf.create(nested))

@@ -28,10 +28,6 @@ def ranks_of(path: Path) -> int:
     return int(found[1]) if found else 1
 
 
-def test_no_name_equals_one_of_torchtunes() -> None:
-    assert PATHS.keys() & STOCK == set()
-
-
 @each
 def test_a_config_is_accepted_and_belongs_to_the_recipe_that_it_names(name: str) -> None:
     cfg = load_config(name)

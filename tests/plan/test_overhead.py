@@ -63,10 +63,6 @@ def test_more_traced_bytes_or_tokens_never_add_less(
     assert overhead.reserved_bytes(traced, num_tokens=num_tokens + 1) >= reserved - slack
 
 
-def test_nothing_fits_a_card_smaller_than_the_bytes_outside_the_allocator() -> None:
-    assert Overhead.default(1).largest_traced_bytes(GIB, 0.0) == 0.0
-
-
 def test_a_process_may_use_no_more_than_the_limit_even_if_it_holds_more_outside_the_allocator() -> None:
     overhead = Overhead(outside_bytes=300)
     assert [overhead.usable_bytes(limit, 0.25) for limit in (100, 300, 700)] == [100, 300, 600]
