@@ -15,6 +15,7 @@ def test_writing_again_replaces_the_file_and_leaves_nothing_else(tmp_path: Path)
     assert [write_whole(path, text) for text in ("first", "second")] == [path, path]
     assert path.read_text() == "second"
     assert list(path.parent.iterdir()) == [path]
+    assert write_whole(path, b"\r\n\xff").read_bytes() == b"\r\n\xff"
 
 
 def test_a_path_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
@@ -49,10 +50,6 @@ def test_a_write_that_fails_leaves_the_former_file_whole(
         with pytest.raises(OSError, match="no space left"):
             write_whole(path, "latter")
     assert path.read_text() == "former"
-
-
-def test_bytes_are_written_as_they_are(tmp_path: Path) -> None:
-    assert write_whole(tmp_path / "step.pickle", b"\r\n\xff").read_bytes() == b"\r\n\xff"
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -364,10 +364,6 @@ def ranks_asked(result: Helped) -> list[int]:
     return [asked.world_size for asked in result.asked if asked.world_size > 1]
 
 
-def lengths_asked(result: Helped) -> list[int]:
-    return [asked.seq_lens[0] for asked in result.asked if asked.seq_lens != (4096,)]
-
-
 def test_every_suggestion_is_planned_with_the_change_that_it_names() -> None:
     as_it_is = full_cfg()
     result = helped(as_it_is)
@@ -413,24 +409,28 @@ def test_of_more_ranks_the_first_number_that_fits_is_suggested_else_the_last(hel
     assert (length.exact_batch_size == 0) == (held_gib == 10**6)
 
 
-@pytest.mark.parametrize(("gib_per_row_of_512", "tokens"), [(20, 1024), (8, 2048), (40, 512)])
-def test_of_shorter_rows_the_longest_that_fit_are_suggested(gib_per_row_of_512: int, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("gib_per_row_of_512", "seq_len", "tried"),
+    [
+        (20, 4096, [2048, 1024]),
+        (8, 4096, [2048]),
+        (40, 4096, [2048, 1024, 512]),
+        (10**6, 512, []),
+        (10**6, 1023, []),
+        (10**6, 1024, [512]),
+        (10**6, 3000, [1500, 750]),
+    ],
+)
+def test_of_shorter_rows_down_to_512_tokens_the_longest_that_fit_are_suggested(
+    gib_per_row_of_512: int, seq_len: int, tried: list[int]
+) -> None:
     def per_token(asked: Asked) -> TracedStep:
-        seq_len = asked.seq_lens[0]
-        return step_of(peaks(seq_len, held_bytes=GIB, bytes_per_row=gib_per_row_of_512 * GIB * seq_len / 512))
+        tokens = asked.seq_lens[0]
+        return step_of(peaks(tokens, held_bytes=GIB, bytes_per_row=gib_per_row_of_512 * GIB * tokens / 512))
 
-    result = helped(full_cfg(), per_token)
-    assert result.changes[-1] == f"rows of {tokens} tokens"
-    assert lengths_asked(result) == [length for length in (2048, 1024, 512) if length >= tokens]
-
-
-@pytest.mark.parametrize(("seq_len", "lengths"), [(512, []), (1023, []), (1024, [512]), (3000, [1500, 750])])
-def test_rows_of_fewer_than_512_tokens_are_not_suggested(seq_len: int, lengths: list[int]) -> None:
-    def never(asked: Asked) -> TracedStep:
-        return step_of(peaks(asked.seq_lens[0], held_bytes=10**6 * GIB, bytes_per_row=GIB))
-
-    asked = helped(full_cfg(), never, seq_len=seq_len).asked
-    assert [again.seq_lens[0] for again in asked if again.seq_lens[0] != seq_len] == lengths
+    result = helped(full_cfg(), per_token, seq_len=seq_len)
+    assert [asked.seq_lens[0] for asked in result.asked if asked.seq_lens[0] != seq_len] == tried
+    assert [one for one in result.changes if one.startswith("rows")] == [f"rows of {one} tokens" for one in tried[-1:]]
 
 
 def test_a_suggestion_that_cannot_be_planned_has_the_reason_and_the_others_are_planned() -> None:

@@ -136,8 +136,11 @@ def test_every_phase_of_a_step_needs_what_was_planned_to_the_byte(
 
 
 @pytest.mark.parametrize(("kind", "ranks"), CASES)
-def test_a_reference_and_a_teacher_are_counted_as_frozen_models(kind: str, ranks: int, planned: Any) -> None:
+def test_a_reference_and_a_teacher_are_counted_as_frozen_models_and_a_row_of_dpo_as_two(
+    kind: str, ranks: int, planned: Any
+) -> None:
     step: TracedStep = planned(kind, ranks)
+    assert step.sequences == (2 if "dpo" in kind else 1)
     frozen, trained = step.num_frozen_parameters, step.num_parameters - step.num_frozen_parameters
     kinds = [step.peaks[0].moment(2, phase).at(2) for phase in PHASES]
     if kind == "full_dpo":
@@ -149,11 +152,6 @@ def test_a_reference_and_a_teacher_are_counted_as_frozen_models(kind: str, ranks
     else:
         assert frozen == 0
         assert not any("frozen models" in one for one in kinds)
-
-
-@pytest.mark.parametrize(("kind", "ranks"), CASES)
-def test_a_row_of_dpo_has_two_sequences(kind: str, ranks: int, planned: Any) -> None:
-    assert planned(kind, ranks).sequences == (2 if "dpo" in kind else 1)
 
 
 @pytest.mark.exhaustive
