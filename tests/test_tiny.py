@@ -151,7 +151,7 @@ def test_a_directory_that_cannot_be_written_is_refused_in_one_sentence(
     monkeypatch.setattr("sys.argv", ["tiny", str(tmp_path / "file" / "assets")])
     with pytest.raises(SystemExit) as refused:
         tiny.main()
-    assert str(refused.value).startswith("`output_dir` must be a directory that can be written, but is '")
+    assert str(refused.value).startswith("`output_dir` must be a folder that can be written, but is '")
     assert "\n" not in str(refused.value)
 
 

@@ -52,8 +52,8 @@ def check_writable(path: Path) -> None:
 
 
 @contextmanager
-def writing(name: str, path: Path) -> Iterator[None]:
-    """Context: a write error becomes an ``InputError`` about ``path``, the value of the option ``name``.
+def writing(name: str, path: Path, *, kind: str = "file") -> Iterator[None]:
+    """Context: a write error becomes an ``InputError`` about ``path``, a "file" or "folder", the value of ``name``.
 
     Raises:
         InputError: ``path`` cannot be written.
@@ -63,7 +63,7 @@ def writing(name: str, path: Path) -> Iterator[None]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or reason_of(error)
         raise InputError(
-            f"`{name}` must be a file that can be written, but is {quote(str(path))}: {reason}."
+            f"`{name}` must be a {kind} that can be written, but is {quote(str(path))}: {reason}."
         ) from error
 
 

@@ -23,7 +23,7 @@ import torch
 from torchtune.models.llama2 import llama2
 from tqdm import tqdm
 
-from torchtune_adaptive.files import write_whole
+from torchtune_adaptive.files import write_whole, writing
 
 DEFAULT_OUTPUT_DIR = "/tmp/torchtune_adaptive_tiny"  # the `tiny_dir` of configs/tiny/*.yaml
 DATA_NAME, PAIRS_NAME, STAMP_NAME = "docstrings.json", "preferences.json", "tiny.json"
@@ -57,14 +57,11 @@ def make_tiny_assets(output_dir: str | Path, *, num_samples: int | None = None) 
     target = Path(output_dir)
     made_from = json.dumps({"num_samples": num_samples, "python": platform.python_version(), **MODEL_GEOMETRY})
     stamp = target / STAMP_NAME
-    try:
+    with writing("output_dir", target, kind="folder"):
         if stamp.is_file() and stamp.read_text(encoding="utf-8") == made_from:
             return
         stamp.unlink(missing_ok=True)
         target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        where = f"{str(target)!r} instead ({error.strerror})"
-        raise ValueError(f"`output_dir` must be a directory that can be written, but is {where}.") from error
     _write_data(target, num_samples=num_samples)
     (target / TOKENIZER_NAME).write_bytes(_tokenizer())
     _write_model(target)

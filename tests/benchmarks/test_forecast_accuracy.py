@@ -25,7 +25,8 @@ from benchmarks.forecast_accuracy import (
 )
 from benchmarks.live import live_recipe, workload_of
 from benchmarks.support.ranks import run_on_ranks
-from torchtune_adaptive.engine.search.strategies import Probe, SearchResult, usable_bytes
+from tests.support.toys import search_result
+from torchtune_adaptive.engine.search.strategies import Probe, usable_bytes
 from torchtune_adaptive.plan.step_peaks import TracedStep
 from torchtune_adaptive.settings import STRATEGIES
 
@@ -143,7 +144,8 @@ def test_the_benchmark_reports_every_miss(forecasts_and_steps: Any) -> None:
 
     def misses(*, made: Any = forecasts["lora"], found: int = 5, more_bytes: int = 0, **peaks_of_5: float) -> str:
         """The misses, with the peaks at 5 rows multiplied by a factor for each rank."""
-        searches = {strategy: _result(strategy, found, limit_bytes) for strategy in STRATEGIES}
+        result = search_result(exact_batch_size=found, memory_limit_bytes=limit_bytes, margin=MARGIN)
+        searches = {strategy: replace(result, strategy=strategy) for strategy in STRATEGIES}
         seen: list[Truth] = []
         for name, probes in (("first", first["lora"]), ("second", second["lora"])):
             one, five, nine = probes
@@ -157,19 +159,6 @@ def test_the_benchmark_reports_every_miss(forecasts_and_steps: Any) -> None:
     assert misses(more_bytes=-10) == "forecast 4 rows instead of 5"
     assert misses(second=2) == "ranks [1] were above rank 0"
     assert misses(made="no forecast: ...") == "no forecast: ..."
-
-
-def _result(strategy: str, found: int, limit_bytes: int) -> SearchResult:
-    return SearchResult(
-        strategy=strategy,
-        exact_batch_size=found,
-        batch_size=found,
-        bound=64,
-        memory_limit_bytes=limit_bytes,
-        margin=MARGIN,
-        world_size=RANKS,
-        probes=(),
-    )
 
 
 def test_a_limit_leaves_what_is_wanted_after_the_margin() -> None:

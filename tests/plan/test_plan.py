@@ -602,7 +602,7 @@ def test_the_text_has_notes_on_what_is_elsewhere() -> None:
     assert disk in text_of(device="cpu", trained=2 * GIB, state=4 * GIB)
     assert "TMPDIR" not in text_of(trained=2 * GIB, state=4 * GIB)
     on_host = "\nParameters, gradients and optimizer state are in host memory."
-    offloaded = {"offloaded_weights": GIB, "offloaded": 4 * GIB}
+    offloaded: dict[str, Any] = {"offloaded_weights": GIB, "offloaded": 4 * GIB}
     assert f"{on_host} With one rank, their copies on the GPU are not counted.\n" in text_of(**offloaded)
     assert f"{on_host}\n" in plan_text(some_plan(host=HostFigures(**offloaded)), title="any")
     assert on_host not in text_of(offloaded=GIB)  # paged optimizer state alone

@@ -9,8 +9,8 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.cli.arguments import PROGRAM, examples
 from torchtune_adaptive.cli.tune import check_before_torch, check_recipe, parser_of, run_tune_command
-from torchtune_adaptive.errors import InputError, quote, reason_of
-from torchtune_adaptive.files import check_writable
+from torchtune_adaptive.errors import InputError, quote
+from torchtune_adaptive.files import check_writable, writing
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import config_of, resolve_config_argument, resolved
 from torchtune_adaptive.stock.installed import adaptive_name, recipe_files, stock_recipe_files
@@ -95,14 +95,9 @@ def _found_path(recipe_args: Sequence[str]) -> Path:
     if not isinstance(content.get("output_dir"), str):
         raise InputError(f"`output_dir` must be a folder, but is {quote(content.get('output_dir'))} instead.")
     path = found_path(DictConfig(content))
-    try:
+    with writing("output_dir", path.parent, kind="folder"):
         check_writable(path)
         path.unlink(missing_ok=True)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"`output_dir` must be a folder that can be written, but is {quote(content['output_dir'])}:"
-            f" {reason_of(error)}."
-        ) from error
     return path
 
 
