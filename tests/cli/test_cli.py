@@ -256,9 +256,10 @@ def test_the_order_of_overrides_and_options_does_not_matter(program: Program, tr
     assert len(tracing.requests) == 1  # of both
 
 
-def test_a_gpu_is_known_by_its_name(program: Program, tracing: FakeTracing) -> None:
-    content = json.loads(program(*FULL, "--memory", "NVIDIA A100-SXM4-80GB", *CUDA, "--json").out)
-    assert content["memory_bytes"] == memory_of("A100 80GB")
+def test_memory_is_that_of_the_gpu_named_or_the_configs_limit(program: Program, tracing: FakeTracing) -> None:
+    named = json.loads(program(*FULL, "--memory", "NVIDIA A100-SXM4-80GB", *CUDA, "--json").out)
+    of_config = json.loads(program(*FULL, "adaptive.memory_limit=3GiB", "--json").out)
+    assert [named["memory_bytes"], of_config["memory_bytes"]] == [memory_of("A100 80GB"), 3 * GIB]
 
 
 def test_an_amd_gpu_has_its_own_figures(program: Program, tracing: FakeTracing) -> None:
@@ -267,11 +268,6 @@ def test_an_amd_gpu_has_its_own_figures(program: Program, tracing: FakeTracing) 
         for memory in ("MI300X", f"{memory_of('MI300X') // 2**20}MiB")
     )
     assert amd["overhead"]["outside_bytes"] > 3 * size["overhead"]["outside_bytes"]
-
-
-def test_without_memory_the_configs_limit_is_taken(program: Program, tracing: FakeTracing) -> None:
-    content = json.loads(program(*FULL, "adaptive.memory_limit=3GiB", "--json").out)
-    assert content["memory_bytes"] == 3 * GIB
 
 
 @pytest.mark.parametrize(
