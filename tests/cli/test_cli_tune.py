@@ -205,13 +205,11 @@ def test_a_recipe_is_launched_as_tune_launches_it(
 
 
 @pytest.mark.parametrize("recipe", [OWN, "full_finetune_single_device", "mine.py"])
-def test_every_recipe_accepts_an_adaptive_config(
-    recipe: str, program: Program, launched: list[Launched], tiny_dir: Path
-) -> None:
+def test_every_recipe_accepts_an_adaptive_config(recipe: str, program: Program, launched: list[Launched]) -> None:
     Path("mine.py").touch()
-    assert program("run", recipe, "--config", "tiny/full", f"tiny_dir={tiny_dir}").status == 0
+    assert program("run", recipe, "--config", "tiny/full").status == 0
     (one,) = launched
-    assert one.arguments == ["--config", str(REPOSITORY / "configs/tiny/full.yaml"), f"tiny_dir={tiny_dir}"]
+    assert one.arguments == ["--config", str(REPOSITORY / "configs/tiny/full.yaml")]
 
 
 @pytest.mark.parametrize(
@@ -219,18 +217,12 @@ def test_every_recipe_accepts_an_adaptive_config(
 )
 @pytest.mark.parametrize("options", OPTIONS[:2])
 def test_a_recipes_name_means_the_installed_one_and_a_file_name_means_a_copy(
-    recipe: str,
-    is_copy: bool,
-    options: list[str],
-    program: Program,
-    launched: list[Launched],
-    tmp_path: Path,
-    tiny_dir: Path,
+    recipe: str, is_copy: bool, options: list[str], program: Program, launched: list[Launched], tmp_path: Path
 ) -> None:
     for copy in (f"{OWN}.py", "mine.py"):
         Path(copy).touch()
     recipe = recipe.replace("/{}", str(tmp_path))
-    assert program("run", *options, recipe, "--config", "tiny/full", f"tiny_dir={tiny_dir}").status == 0
+    assert program("run", *options, recipe, "--config", "tiny/full").status == 0
     (one,) = launched
     assert not one.is_module
     assert Path(one.recipe) == (tmp_path / Path(recipe).name if is_copy else RECIPES[OWN])
@@ -285,7 +277,6 @@ def test_torchrun_is_silent_after_a_rank_has_said_why_it_ends(
     launched: list[Launched],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    tiny_dir: Path,
 ) -> None:
     def fail(args: Any) -> None:
         errors.logger.error("failed (exitcode: 1) local_rank: 0")
@@ -293,7 +284,7 @@ def test_torchrun_is_silent_after_a_rank_has_said_why_it_ends(
         raise errors.ChildFailedError("recipe", {3: failure})
 
     monkeypatch.setattr(torchtune._cli.run, "run", fail)
-    ended = program("run", "--nproc_per_node", "2", OWN, "--config", "tiny/full", f"tiny_dir={tiny_dir}")
+    ended = program("run", "--nproc_per_node", "2", OWN, "--config", "tiny/full")
     assert (ended.status, ended.err) == (status, said)
 
 
