@@ -160,6 +160,7 @@ def test_a_node_that_has_lost_one_of_its_ranks_says_so(monkeypatch: pytest.Monke
     """Rather than the error of the collective that the rank has left."""
     first, second = several(2)
     monkeypatch.setattr(nodes, "_lacks_a_rank", lambda: True)
+    monkeypatch.setattr(nodes, "_LONGEST_CLOSE_S", 0.5)  # node 0 looks later
     second.watch.wait_for_news()
     assert first.look() == second.sentence == f"node 1 ({HOST}) has lost a process; its own output says why."
 
