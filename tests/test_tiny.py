@@ -38,6 +38,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {name: (directory / name).read_bytes() for name in ASSETS}
 
 
+@pytest.mark.slow
 def test_same_arguments_give_the_same_bytes(tiny_dir: Path, tmp_path: Path) -> None:
     tiny._stdlib_samples.cache_clear()
     tiny._tokenizer.cache_clear()

@@ -66,6 +66,7 @@ def test_rows_have_one_length_or_random_or_rising_lengths_up_to_the_maximum() ->
     assert alike[3] == RandomRows(tokenizer, num_rows=50, vocab_size=1000)[3] != alike[4]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("ignores", ["", "trap '' TERM; "], ids=["ends on SIGTERM", "ignores it"])
 def test_a_part_that_does_not_end_is_killed_with_its_child_processes(
     ignores: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -55,6 +55,7 @@ def _with_one_layer(build: Any, **arguments: Any) -> Any:
     return build(**arguments | {"num_layers": 1})
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # as in the process that usually traces
 @each
 def test_a_config_can_be_planned(name: str, shallow_models: None) -> None:

@@ -445,6 +445,7 @@ IN_SET_UP = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's
 @pytest.mark.parametrize("override", IN_SET_UP)
 def test_torchtunes_set_up_refuses_a_value_before_training(override: str, tiny_dir: Path, tmp_path: Path) -> None:
