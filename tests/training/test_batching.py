@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,19 +74,6 @@ def test_a_token_limit_is_cut_at_the_least_cost_of_all_ways_to_cut_the_rows_by_l
     )
 
 
-@pytest.mark.parametrize(("rows", "most_padding"), [(64, 0.1), (256, 0.07)])
-def test_lengths_that_are_skewed_leave_little_padding(rows: int, most_padding: float) -> None:
-    """Log-normal lengths, a few ten times as long as most; equal numbers of rows in order are nearly half padding."""
-    lengths = np.random.default_rng(0).lognormal(5, 0.8, rows).clip(8, 2048).astype(int).tolist()
-    by_length = TokenLimit(8192).cut(lengths)
-    in_order = RowLimit(-(-rows // len(by_length))).cut(lengths)
-    padding = [
-        1 - sum(lengths) / sum(padded_tokens(lengths, indices) for indices in cuts) for cuts in (by_length, in_order)
-    ]
-    assert padding[0] < most_padding
-    assert padding[1] > 0.4
-
-
 @properties
 @given(limit=limits, length=st.integers(1, 300))
 def test_rows_of_is_the_largest_number_of_equal_rows_in_one_micro_batch(limit: MicroBatchLimit, length: int) -> None:
@@ -125,6 +111,3 @@ def test_the_largest_micro_batch_is_halved_first(sizes: list[int], more: int) ->
     assert sorted(map(len, halved)) == sorted(
         [*sorted(map(len, cuts))[:-1], -(-largest // 2), largest // 2] if largest > 1 else [*map(len, cuts), 0]
     )
-
-
-# ---- halvings

@@ -30,7 +30,12 @@ class Device:
         per_row = self.k + self.a * length + self.d * length**2
         return (self.limit_bytes - self.c - self.e * length**2) / per_row
 
-    def largest_rows_at(self, length: int, bound: int) -> int:
+    def budget(self, *, seq_len: int, rows: int, forecast_rows: float | None, max_rows: int) -> int:
+        """The largest token budget; ``asked`` are the lengths that were tried for it, with the most rows of each."""
+        options = {"seq_len": seq_len, "rows": rows, "max_rows": max_rows}
+        return largest_token_budget(self._largest_rows_at, forecast_rows=forecast_rows, **options)
+
+    def _largest_rows_at(self, length: int, bound: int) -> int:
         self.asked.append((length, bound))
         return min(bound, int(self.forecast(length)))
 
@@ -59,9 +64,7 @@ def test_with_an_exact_forecast_all_rows_fit_and_the_budget_is_that_of_the_longe
 ) -> None:
     device, seq_len, rows, max_rows = found
     forecast = device.forecast(seq_len)
-    budget = largest_token_budget(
-        device.largest_rows_at, seq_len=seq_len, rows=rows, forecast_rows=forecast, max_rows=max_rows
-    )
+    budget = device.budget(seq_len=seq_len, rows=rows, forecast_rows=forecast, max_rows=max_rows)
     assert device.misfits(budget, lengths=range(1, seq_len + 1), max_rows=max_rows) == []
     assert budget == int(seq_len * forecast) >= rows * seq_len
     assert len(device.asked) <= 4
@@ -74,9 +77,7 @@ def test_without_a_forecast_or_with_one_of_whole_rows_the_budget_is_those_rows(
 ) -> None:
     device, seq_len, rows, max_rows = found
     forecast = float(rows) if has_forecast else None
-    budget = largest_token_budget(
-        device.largest_rows_at, seq_len=seq_len, rows=rows, forecast_rows=forecast, max_rows=max_rows
-    )
+    budget = device.budget(seq_len=seq_len, rows=rows, forecast_rows=forecast, max_rows=max_rows)
     assert budget == rows * seq_len
 
 
@@ -84,9 +85,7 @@ def test_without_a_forecast_or_with_one_of_whole_rows_the_budget_is_those_rows(
 @given(found=devices())
 def test_a_forecast_that_a_try_proves_too_high_is_not_used(found: tuple[Device, int, int, int]) -> None:
     device, seq_len, rows, max_rows = found
-    budget = largest_token_budget(
-        device.largest_rows_at, seq_len=seq_len, rows=rows, forecast_rows=rows + 1.0, max_rows=max_rows
-    )
+    budget = device.budget(seq_len=seq_len, rows=rows, forecast_rows=rows + 1.0, max_rows=max_rows)
     assert budget == (rows if rows < max_rows else rows + 1) * seq_len
     assert device.misfits(budget, lengths=range(1, seq_len + 1), max_rows=max_rows) == []
 
@@ -97,9 +96,7 @@ def test_where_each_row_has_a_fixed_cost_rows_of_every_length_tried_fit(
     found: tuple[Device, int, int, int],
 ) -> None:
     device, seq_len, rows, max_rows = found
-    budget = largest_token_budget(
-        device.largest_rows_at, seq_len=seq_len, rows=rows, forecast_rows=device.forecast(seq_len), max_rows=max_rows
-    )
+    budget = device.budget(seq_len=seq_len, rows=rows, forecast_rows=device.forecast(seq_len), max_rows=max_rows)
     tried = [seq_len] + [seq_len // part for part in (2, 4, 8) if seq_len // part >= 16]
     misfits = [device.misfits(budget, lengths=range(length, length + 1), max_rows=max_rows) for length in tried]
     assert not any(misfits)
@@ -108,12 +105,12 @@ def test_where_each_row_has_a_fixed_cost_rows_of_every_length_tried_fit(
 
 def test_short_rows_that_cost_more_per_token_lower_the_budget_below_whole_rows() -> None:
     device = Device(limit_bytes=8 * (256 + 64), c=0, e=0, k=64, a=1, d=0)
-    budget = largest_token_budget(device.largest_rows_at, seq_len=256, rows=8, forecast_rows=8.0, max_rows=1000)
+    budget = device.budget(seq_len=256, rows=8, forecast_rows=8.0, max_rows=1000)
     assert budget == 2560 // (64 + 32) * 32 == 832
     assert device.fits(budget // 32, 32)
 
 
 def test_rows_are_never_tried_above_what_a_micro_batch_can_have_nor_shorter_than_a_few_tokens() -> None:
     device = Device(limit_bytes=10**6, c=0, e=0, k=0, a=1, d=0)
-    largest_token_budget(device.largest_rows_at, seq_len=64, rows=10, forecast_rows=10.5, max_rows=12)
+    device.budget(seq_len=64, rows=10, forecast_rows=10.5, max_rows=12)
     assert device.asked == [(61, 11), (32, 12), (16, 12)]

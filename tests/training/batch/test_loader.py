@@ -36,38 +36,7 @@ def steps_of(loader: StepLoader, epoch: int = 0) -> list[list[int]]:
     return [places(samples.rows) for samples in loader.steps(epoch)]
 
 
-# ---- sizes
-
-
-def test_sizes_follow_from_batch_size_micro_steps_and_ranks() -> None:
-    loader = step_loader(dataset_of(40), batch_size=3, micro_steps=2, ranks=2)
-    assert (loader.key, loader.is_global, loader.ranks, loader.micro_steps) == ("batch_size", False, 2, 2)
-    assert (loader.batch_size, loader.samples_per_step, loader.rows_per_step, loader.rows_per_micro_step) == (
-        3,
-        12,
-        6,
-        3,
-    )
-    assert (loader.largest_batch_size, loader.steps_per_epoch) == (10, 3)  # 20 samples per rank
-    assert [loader.steps_per_epoch_at(size) for size in (1, 5, 10, 11)] == [10, 2, 1, 0]
-    assert loader.samples_per_step_at(5) == 20
-    loader.set_batch_size(4)
-    assert (loader.batch_size, loader.samples_per_step, loader.steps_per_epoch) == (4, 16, 2)
-    assert (loader.rows_per_micro_step, loader.data_loader.batch_size) == (4, 4)
-
-
-def test_sizes_of_a_global_batch_are_samples_over_all_ranks() -> None:
-    loaders = [global_loader(dataset_of(25), batch_size=10, ranks=4, rank=rank) for rank in range(4)]
-    assert [loader.data_loader.batch_size for loader in loaders] == [3, 3, 2, 2]
-    for loader in loaders:
-        assert (loader.key, loader.is_global, loader.ranks, loader.micro_steps) == ("global_batch_size", True, 4, 1)
-        assert (loader.batch_size, loader.samples_per_step) == (10, 10)
-        assert (loader.rows_per_step, loader.rows_per_micro_step) == (3, 3)
-        assert (loader.largest_batch_size, loader.steps_per_epoch) == (25, 2)
-        assert [loader.steps_per_epoch_at(size) for size in (4, 25, 26)] == [6, 1, 0]
-        loader.set_batch_size(5)
-    assert [loader.data_loader.batch_size for loader in loaders] == [2, 1, 1, 1]
-    assert {loader.rows_per_step for loader in loaders} == {2}
+# ---- the samples of a step
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -84,7 +53,11 @@ def test_an_epoch_has_the_promised_number_of_steps_and_each_the_promised_number_
     options: dict[str, Any] = {"batch_size": batch_size, "max_steps_per_epoch": most, "ranks": ranks}
     loader = step_loader(dataset_of(samples), micro_steps=micro_steps, **options)
     steps = list(loader.steps(0))
-    assert len(steps) == loader.steps_per_epoch
+    assert (loader.samples_per_step, loader.rows_per_step) == (
+        batch_size * micro_steps * ranks,
+        batch_size * micro_steps,
+    )
+    assert (len(steps), loader.rows_per_micro_step) == (loader.steps_per_epoch, batch_size)
     for step in steps:
         assert step.num_samples == loader.samples_per_step
         assert len(step.rows) == step.largest_share == loader.rows_per_step
@@ -101,6 +74,8 @@ def test_a_global_batch_is_shared_out_over_the_ranks_without_repeating_a_sample(
     loaders = [
         global_loader(dataset, batch_size=size, ranks=ranks, rank=rank, shuffle=shuffle) for rank in range(ranks)
     ]
+    assert {(loader.rows_per_step, loader.rows_per_micro_step) for loader in loaders} == {(-(-size // ranks),) * 2}
+    assert {loader.largest_batch_size for loader in loaders} == {samples}
     steps = [list(loader.steps(1)) for loader in loaders]
     assert [len(of_rank) for of_rank in steps] == [samples // size] * ranks
     for of_ranks in zip(*steps, strict=True):
@@ -167,28 +142,18 @@ def test_both_halves_of_a_step_know_their_samples_over_all_ranks(ranks: int, mor
 
 
 def test_the_longest_row_is_that_of_the_steps_given_so_far() -> None:
-    dataset = dataset_of(12, longest=5)
-    loader = step_loader(dataset, batch_size=2, micro_steps=2)
-    assert loader.longest_row is None
-    assert loader.longest_row_tokens == 0
-    steps = loader.steps(0)
-    next(steps)
-    assert loader.longest_row_tokens == 2
-    next(steps)
-    assert loader.longest_row is dataset[5]
-    next(steps)
-    assert loader.longest_row is dataset[5]
-    assert loader.longest_row_tokens == 5
-
-
-def test_rows_that_are_not_trained_with_do_not_count_as_the_longest() -> None:
     """Rows that probes and dry runs read do not count, nor do left-over rows before their step."""
-    loader = step_loader(dataset_of(7, longest=5), batch_size=2, micro_steps=2)
+    dataset = dataset_of(7, longest=5)
+    loader = step_loader(dataset, batch_size=2, micro_steps=2)
+    assert (loader.longest_row, loader.longest_row_tokens) == (None, 0)
     assert len(loader.dataset[5]["tokens"]) == 5
     steps_of(loader, 0)
     assert loader.longest_row_tokens == 2
-    next(loader.steps(1))
-    assert loader.longest_row_tokens == 5
+    steps = loader.steps(1)
+    next(steps)
+    assert loader.longest_row is dataset[5]
+    list(steps)
+    assert (loader.longest_row, loader.longest_row_tokens) == (dataset[5], 5)
 
 
 def test_a_resumed_run_has_a_row_as_long_as_the_longest_it_was_trained_with() -> None:
@@ -225,32 +190,7 @@ def test_a_data_set_that_fills_no_step_is_refused() -> None:
     )
 
 
-# ---- state
-
-
-def test_the_state_has_the_sizes_and_left_over_samples_of_the_run() -> None:
-    loader = step_loader(dataset_of(17, longest=1), batch_size=2, micro_steps=3)
-    steps_of(loader, 0)
-    assert loader.state_dict() == {
-        "batch_size": 2,
-        "is_global": False,
-        "epoch_samples": 0,
-        "samples_per_step": 6,
-        "left_over": (12, 16),
-        "dataset_samples": 17,
-        "ranks": 1,
-    }
-    shared = global_loader(dataset_of(17), batch_size=5, ranks=2, rank=1)
-    steps_of(shared, 0)
-    assert shared.state_dict() == {
-        "batch_size": 5,
-        "is_global": True,
-        "epoch_samples": 0,
-        "samples_per_step": 5,
-        "left_over": (6, 6),
-        "dataset_samples": 17,
-        "ranks": 2,
-    }
+# ---- resumed on other data
 
 
 @pytest.mark.parametrize(("samples", "ranks"), [(40, 2), (42, 2), (40, 1)], ids=["same", "other data", "other ranks"])
@@ -318,20 +258,6 @@ def test_a_run_resumed_after_any_step_has_the_steps_of_an_uninterrupted_one(
     assert taken + steps_of(resumed, epoch) == expected[epoch]
     assert resumed.steps_done == 0
     assert steps_of(resumed, epoch + 1) == expected[epoch + 1]
-
-
-def test_after_its_last_step_an_epoch_ends_only_when_left_over_samples_are_read() -> None:
-    loader = step_loader(dataset_of(17), batch_size=2, micro_steps=3)
-    steps = loader.steps(0)
-    next(steps)
-    next(steps)
-    state = loader.state_dict()
-    assert (state["epoch_samples"], state["left_over"]) == (12, (16, 16))
-    resumed = step_loader(dataset_of(17), batch_size=2, micro_steps=3)
-    resumed.load_state_dict(state, epoch=-1)
-    assert steps_of(resumed, 0) == []
-    assert resumed.state_dict()["left_over"] == (12, 16)
-    assert steps_of(resumed, 1)[0] == [12, 13, 14, 15, 0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(("ranks", "size", "first"), [(1, 4, 24), (2, 4, 24), (4, 3, 24), (1, 9, 18), (4, 5, 20)])

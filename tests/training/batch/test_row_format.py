@@ -171,14 +171,10 @@ def test_the_first_sample_above_the_budget_is_refused_on_every_rank_whichever_ha
 
 
 def test_packs_are_told_from_other_data() -> None:
-    packs = packs_of(8)
-    unpacked: Any = ConcatDataset([Samples(1), Samples(2)])  # pyright: ignore[reportArgumentType]
-    assert [is_packed(one) for one in (packs, ConcatDataset([packs]), unpacked, Samples(1))] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    packs, samples = packs_of(8), [Samples(1), Samples(2)]
+    unpacked: list[Any] = [*samples, ConcatDataset(samples)]  # pyright: ignore[reportArgumentType]
+    assert all(map(is_packed, (packs, ConcatDataset([packs]))))
+    assert not any(map(is_packed, unpacked))
 
 
 def test_rows_longer_than_the_model_has_positions_are_refused() -> None:
