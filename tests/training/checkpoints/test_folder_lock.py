@@ -90,11 +90,6 @@ def test_the_same_process_may_lock_again_and_keeps_others_out(tmp_path: Path) ->
     assert ask_stranger(tmp_path) == "locked"
 
 
-def test_the_folder_is_created_with_its_parents(tmp_path: Path) -> None:
-    folder = locked(tmp_path / "new" / "run")
-    assert [path.name for path in folder.path.iterdir()] == [LOCK_NAME]
-
-
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError) as refused:
@@ -110,8 +105,8 @@ def test_a_folder_on_which_nothing_can_be_locked_is_used_with_a_warning(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
-    locked(tmp_path)
+    locked(tmp_path / "new" / "run")
     assert caplog.messages == [
-        f"{tmp_path} cannot be locked, so that another run could write to it: "
+        f"{tmp_path}/new/run cannot be locked, so that another run could write to it: "
         f"OSError: [Errno {errno.ENOLCK}] No locks available."
     ]

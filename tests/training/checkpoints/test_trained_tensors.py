@@ -38,7 +38,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
     "adamw fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
     "adamw, rate a tensor": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), foreach=False),
-    "adam amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, amsgrad=True),
     "sgd momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),  # has state from the start
@@ -93,8 +92,8 @@ MODEL_NAMES = [
 
 
 def step(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, times: int = 2) -> None:
-    for number in range(times):
-        model(torch.tensor([[0, 1, 2, 3]]) + 0 * number).square().mean().backward()
+    for _ in range(times):
+        model(torch.tensor([[0, 1, 2, 3]])).square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -288,10 +287,8 @@ def test_numbers_beside_tensors_are_options_too() -> None:
     ("place", "size", "sentence"),
     [
         ("model/embedding.weight", (8, 3), "embedding.weight was [8, 3] and is [4, 3]"),
-        ("model/layers.0.seen", (9,), "layers.0.seen was [9] and is [2]"),
         ("model/layers.2.linear.bias", (3,), "layers.2.linear.bias was [3] and is not there"),
         ("model/layers.1.linear.bias", None, "layers.1.linear.bias was not there and is [3]"),
-        ("model/layers.0.scale", None, "layers.0.scale was not there and is []"),
         ("model/layers.0.scale", (1,), "layers.0.scale was [1] and is []"),
         ("optimizer/embedding.weight/more", (9,), ""),
     ],
