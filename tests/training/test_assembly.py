@@ -1,6 +1,5 @@
 """A trainer built from a recipe's parts searches, trains, recovers, grows and resumes without a recipe."""
 
-import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchtune.training import create_optim_in_bwd_wrapper
 
-from tests.support.run_logs import events_in
+from tests.support.run_logs import events_in, lines_in
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError, RunEnded
 from torchtune_adaptive.settings import AdaptiveSettings
@@ -297,35 +296,6 @@ def test_a_batch_grows_and_the_rate_follows_over_the_same_schedule(tmp_path: Pat
     assert [entry["epoch"] for entry in history(tmp_path)] == [0, 1, 2]
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
-    whole = Recipe(tmp_path / "whole", epochs=range(3))
-    steps = train(whole, **GROWTH)
-    first = Recipe(tmp_path / "parts", epochs=range(3))
-    tensors: dict[str, Any] = {}
-
-    def save(epoch: int, state: AdaptiveState) -> None:
-        if epoch == 1:
-            raise InterruptedError
-        first.states.append(state)
-        tensors["model"] = copy.deepcopy(first.model.state_dict())
-        tensors["optimizer"] = copy.deepcopy(first.optimizer.state_dict())
-
-    first.parts = replace(first.parts, save=save)
-    with pytest.raises(InterruptedError):
-        train(first, **GROWTH)
-    second = Recipe(tmp_path / "parts", epochs=range(1, 3))
-    second.model.load_state_dict(tensors["model"])
-    second.optimizer.load_state_dict(tensors["optimizer"])
-    second.resume_after(first.states[0])
-    trainer = second.trainer(**GROWTH)
-    assert (trainer.epochs_run, trainer.global_step, trainer.loader.batch_size) == (1, 6, 2)
-    trainer.train()
-    names = ("step", "loss", "lr", "grad_norm", "batch_size")
-    assert figures(second.logger.steps, *names) == figures(steps[6:], *names)
-    assert same_weights(whole, second)
-    assert "config, resumed at epoch 1" in [entry["reason"] for entry in history(tmp_path / "parts")]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 6, 7, 9], ids=lambda step: f"step {step}")
 def test_a_run_resumed_from_a_step_equals_the_uninterrupted_one(step: int, tmp_path: Path) -> None:
@@ -352,6 +322,10 @@ def test_a_run_resumed_from_a_step_equals_the_uninterrupted_one(step: int, tmp_p
     reasons = [entry["reason"] for entry in history(tmp_path / "parts")]
     assert f"config, resumed at epoch {epoch}, step {epoch_step}" in reasons
     assert not any("resumed with changes" in reason for reason in reasons)
+    (resumed,) = events_in(tmp_path / "parts" / "output", "resumed")
+    assert resumed["checkpoint"] == str(checkpoint.path)
+    logged = [line["step"] for line in lines_in(tmp_path / "parts" / "output") if "event" not in line]
+    assert logged == [one["step"] for one in steps]
 
 
 def test_steps_are_saved_and_kept_as_the_settings_say(tmp_path: Path) -> None:

@@ -170,13 +170,6 @@ def test_more_or_fewer_steps_per_epoch_go_along_the_schedule_slower_or_faster() 
     assert resumed.first(10) == pytest.approx([0.5 - step / 20 for step in range(10)])
 
 
-def test_half_the_steps_go_along_the_schedule_twice_as_fast_without_a_jump() -> None:
-    run = Run().begin()
-    assert run.first(20)[-1] == pytest.approx(0.525)
-    run.rate.change(epoch=2, step=20, steps_per_epoch=5)
-    assert run.first(11) == pytest.approx([0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05, 0.0])
-
-
 def test_without_a_scheduler_the_rate_is_constant() -> None:
     run = Run(0.25, build=None).begin(steps_per_epoch=3)
     run.rate.change(epoch=1, step=3, steps_per_epoch=2)

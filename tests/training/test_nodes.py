@@ -224,23 +224,16 @@ def test_a_store_that_never_answers_delays_an_ending_node_for_a_bounded_time(mon
     never.set()
 
 
-class Launcher:
-    """The other side of a connection to torchrun's store."""
-
-    def __init__(self) -> None:
-        self.side, self.connection = socket.socketpair()
-
-
 def test_after_the_loss_of_the_store_a_run_has_time_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ranks save and end, if only the launcher was killed."""
-    saves, launcher = several(2)[0], Launcher()
-    saves.watch.follow(launcher.connection)
-    launcher.side.close()
+    saves, (launcher, connection) = several(2)[0], socket.socketpair()
+    saves.watch.follow(connection)
+    launcher.close()
     saves.watch.close(None)
     monkeypatch.setattr(nodes, "_LONGEST_SAVE_S", 0.01)
-    hangs, launcher = several(2)[0], Launcher()
-    hangs.watch.follow(launcher.connection)
-    launcher.side.close()
+    hangs, (launcher, connection) = several(2)[0], socket.socketpair()
+    hangs.watch.follow(connection)
+    launcher.close()
     assert hangs.said() == "the launcher of node 0 is gone; its own output says why."
     assert saves.sentence == ""
 

@@ -208,28 +208,3 @@ def test_a_run_that_a_signal_ends_has_a_summary_too(tmp_path: Path, caplog: pyte
     *_, saved, last = lines_in(tmp_path / "output")
     assert (saved["event"], saved["path"]) == ("checkpoint", str(tmp_path / "checkpoints" / "step_1"))
     assert (last["event"], last["how"]) == ("ended", "ended by a signal")
-
-
-def test_a_resumed_run_continues_the_file_after_its_checkpoint(tmp_path: Path) -> None:
-    first = Recipe(tmp_path)
-    steps_done: list[int] = []
-    first.parts = replace(first.parts, before_step=steps_done.append, stop_requested=lambda: len(steps_done) == 3)
-    with pytest.raises(RunEnded):
-        first.trainer().train()
-    lost = tmp_path / "output" / LOG_NAME
-    lost.write_text(lost.read_text() + '{"step":4,"epoch":0}\n')  # a step after the last checkpoint
-    second = Recipe(tmp_path)
-    (checkpoint,) = second.parts.checkpoints.checkpoints()
-    second.parts = replace(second.parts, resumed=checkpoint, epochs=range(2))
-    second.trainer().train()
-    lines = lines_in(tmp_path / "output")
-    assert [line["step"] for line in lines if "event" not in line] == list(range(1, 13))
-    assert [(line["event"], line["step"]) for line in lines if "event" in line] == [
-        ("started", 0),
-        ("checkpoint", 3),
-        ("ended", 3),
-        ("resumed", 3),
-        ("ended", 12),
-    ]
-    run = read_run(tmp_path / "output")
-    assert run.of_kind("resumed")[0]["checkpoint"] == str(tmp_path / "checkpoints" / "step_3")

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchtune_adaptive.training import signals
-from torchtune_adaptive.training.signals import STATUS_STOPPED, StopRequest
+from torchtune_adaptive.training.signals import StopRequest
 
 # A child imports only the module `signals`, which is fast.
 PRELUDE = f"""
@@ -105,10 +105,6 @@ def test_without_a_signal_there_is_no_request_and_handlers_are_restored_also_aft
     assert [now == then for now, then in zip(during, before, strict=True)] == [False, False, True]
     assert handlers() == before
     assert not request.is_made()
-
-
-def test_the_status_is_that_of_a_temporary_failure() -> None:
-    assert STATUS_STOPPED == os.EX_TEMPFAIL
 
 
 ENDS_AS_ASKED = """

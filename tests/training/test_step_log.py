@@ -81,27 +81,6 @@ class Parts:
         )
 
 
-def test_a_step_is_logged_with_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = Parts()
-    parts.micro_batches.resize(4)
-    parts.set_padding(30)
-    monkeypatch.setattr(step_log, "anonymous_bytes", lambda: 123_456_789)
-    parts.log(ranks=4).write(7, RESULT, epoch=0, seconds=1.5)
-    assert parts.logger.steps == {
-        7: {
-            "loss": 0.5,
-            "lr": 0.01,
-            "tokens_per_second_per_gpu": 1200 / 1.5 / 4,
-            "global_batch_size": 64,
-            "batch_size": 16,
-            "micro_batch_size": 4,
-            "padding": 0.25,
-            "oom_retries": 3,
-            "host_memory_bytes": 123_456_789,
-        }
-    }
-
-
 def test_host_memory_is_anonymous_memory_as_the_system_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     before = resident.anonymous_bytes()
     assert before is not None

@@ -164,23 +164,6 @@ def test_gradients_are_clipped_after_normalization_and_the_norm_is_that_before_c
     assert model.weight.item() == pytest.approx(W - LR * min(MEAN_X, max_norm), rel=1e-5)
 
 
-def test_phases_follow_each_other_in_every_micro_step_and_then_once() -> None:
-    class Noting(CpuMeter):
-        def __init__(self) -> None:
-            super().__init__()
-            self.phases: list[str] = []
-
-        def enter_phase(self, name: str) -> None:
-            if self.phases[-1:] != [name]:
-                self.phases.append(name)
-            super().enter_phase(name)
-
-    meter = Noting()
-    step = step_of(toy_model(), meter=meter)
-    step(cut(ROWS, [2]))
-    assert meter.phases == ["forward", "loss", "backward"] * 2 + ["clip", "optimizer"]
-
-
 # ---- a request to end the run
 
 
@@ -258,24 +241,6 @@ def test_a_meter_counts_the_batch_but_not_the_operations_that_make_it(count: int
 
 
 # ---- micro-steps of a small batch, whose gradient is measured
-
-
-def sums_of(loss: float, weight: int, *small_batch: float) -> StepSums:
-    small = torch.tensor(small_batch, dtype=torch.float64) if small_batch else None
-    metrics = {"x": torch.tensor(10 * loss)}
-    return StepSums(torch.tensor(loss), torch.tensor(weight), torch.tensor(2 * weight), metrics, small)
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
-def test_micro_steps_add_up_whichever_of_them_are_of_the_small_batch(order: tuple[int, ...]) -> None:
-    sums = [sums_of(2.0, 3, 0.0, 3.0), sums_of(4.0, 5, 0.5, 5.0), sums_of(8.0, 7)]
-    total = functools.reduce(operator.add, (sums[place] for place in order))
-    assert total.num_tokens is not None
-    assert (total.loss.item(), total.weight.item(), total.num_tokens) == (14.0, 15, torch.tensor(30))
-    assert total.metrics["x"].item() == 140.0
-    assert total.small_batch is not None
-    assert total.small_batch.tolist() == [0.5, 8.0]
-    assert (sums[2] + sums[2]).small_batch is None
 
 
 def test_the_last_micro_step_of_the_small_batch_measures_the_gradient_so_far() -> None:
