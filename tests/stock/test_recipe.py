@@ -8,7 +8,6 @@ import torch
 
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
-from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep
 
 
 def stock(**attributes: Any) -> Any:
@@ -32,18 +31,6 @@ PROFILED = {"profiler_wait_steps": 5, "profiler_warmup_steps": 3, "profiler_acti
 )
 def test_memory_is_recorded_in_the_profilers_active_steps(attributes: dict[str, Any], steps: range | None) -> None:
     assert AdaptiveRecipe._memory_steps(stock(**attributes)) == steps
-
-
-def test_optimizers_step_as_the_stock_recipe_has_them() -> None:
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    after = AdaptiveRecipe.stepping(stock(_model=model, _optimizer=optimizer, _clip_grad_norm="1.5"))
-    assert isinstance(after, OptimizerStep)
-    assert list(after.optimizers) == [optimizer]
-    wrapper = SimpleNamespace(optim_map={"weight": optimizer})
-    within = AdaptiveRecipe.stepping(stock(_model=model, _optimizer_in_bwd=True, _optim_ckpt_wrapper=wrapper))
-    assert isinstance(within, OptimizerInBackward)
-    assert list(within.optimizers) == [optimizer]
 
 
 class _Data:

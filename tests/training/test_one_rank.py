@@ -26,9 +26,7 @@ from benchmarks.support.recipe_runs import (
     without_saving,
 )
 from torchtune_adaptive.engine.memory.operations import plain_parts
-from torchtune_adaptive.engine.search.throughput import smallest_near_best
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.training.batch.limits import RowLimit, TokenLimit
 
 SHARDING = ("shard_model", "load_from_full_model_state_dict", "gather_cpu_state_dict")
 PLAIN = {
@@ -202,71 +200,45 @@ def test_offloading_a_quantized_model_is_refused_in_one_sentence(tiny_dir: Path,
 
 # ---- on one device, without a process group
 
-# Six steps an epoch, of four rows.
-ON_ONE_DEVICE: dict[str, Any] = {"dataset__split": "train[:24]", "tokenizer__max_seq_len": 64, "optimizer__lr": 1e-2}
-ON_ONE_DEVICE |= SHALLOW
-UNMETERED: dict[str, Any] = ON_ONE_DEVICE | {"adaptive__memory_limit": None}
 
-
-def _run_alone(
-    kind: str, tiny_dir: Path, output_dir: Path, change: Any = without_saving, **overrides: Any
-) -> tuple[list[Step], dict[str, torch.Tensor], Any]:
-    """A finished run of the recipe, changed by ``change``."""
-    return finished(change(adaptive_recipe(kind)), tiny_config(kind, tiny_dir, output_dir, **overrides))
+# Two epochs of six steps, of four rows.
+ON_ONE_DEVICE: dict[str, Any] = SHALLOW | {
+    "epochs": 2,
+    "dataset__split": "train[:24]",
+    "tokenizer__max_seq_len": 64,
+    "optimizer__lr": 1e-2,
+    "adaptive__memory_limit": None,
+}
 
 
 def _save_on_device(tiny_dir: Path, output_dir: Path, **overrides: Any) -> dict[str, Any]:
     """Two epochs of LoRA, with and without saving; and whether the first checkpoint has merged weights."""
-    runs = []
-    common: dict[str, Any] = UNMETERED | {"epochs": 2} | overrides
-    for change in (lambda recipe_class: recipe_class, without_saving):
-        steps, _, recipe = _run_alone("lora_single", tiny_dir, output_dir, change, **common)
-        runs.append(
-            (_figures(steps), _trained(recipe), _is_base_of_checkpoint(recipe, torch.load(tiny_dir / "model.pt")))
-        )
-    (steps, adapters, base_kept), (unsaved_steps, unsaved_adapters, _) = runs
-    name = "layers.0.attn.q_proj.weight"
-    saved = torch.load(output_dir / "epoch_0" / "model-00001-of-00001.bin")[name]
+    recipe_class = adaptive_recipe("lora_single")
+    cfg = tiny_config("lora_single", tiny_dir, output_dir, **ON_ONE_DEVICE | overrides)
+    steps, _, recipe = finished(recipe_class, cfg)
+    unsaved_steps, _, unsaved = finished(without_saving(recipe_class), cfg)
+    checkpoint, name = torch.load(tiny_dir / "model.pt"), "layers.0.attn.q_proj.weight"
+    merged = torch.load(output_dir / "epoch_0" / "model-00001-of-00001.bin")[name]
     return {
-        "steps": (steps, unsaved_steps),
-        "adapters equal": same_bits(adapters, unsaved_adapters),
-        "base kept": base_kept,
-        "merged": not torch.equal(saved, torch.load(tiny_dir / "model.pt")[name]),
+        "steps": (_figures(steps), _figures(unsaved_steps)),
+        "adapters equal": same_bits(_trained(recipe), _trained(unsaved)),
+        "base kept": _is_base_of_checkpoint(recipe, checkpoint),
+        "merged": not torch.equal(merged, checkpoint[name]),
     }
 
 
-def _size_on_device(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    """Runs on one device, each with one of the settings other than a search for rows."""
-    common = ON_ONE_DEVICE | {"epochs": 1}
-    ways: dict[str, dict[str, Any]] = {
-        "throughput": {"memory_limit": "32MiB", "max_batch_size": 4, "objective": "throughput"},
-        "global batch": {"memory_limit": None, "global_batch_size": 7},
-        "tokens": {"memory_limit": None, "global_batch_size": 7, "max_tokens_per_micro_batch": 100},
-        "tokens that fit": {"memory_limit": "28MiB", "global_batch_size": 7, "max_tokens_per_micro_batch": "auto"},
-    }
-    found = {}
-    for name, adaptive in ways.items():
-        searched = {"use_maximum_batch_size": True} if name == "throughput" else {"batch_size": 3}
-        steps, _, recipe = _run_alone("full_single", tiny_dir, output_dir, **common, **searched, adaptive=adaptive)
-        found[name] = {"steps": steps, "sizes": recipe.trainer.sizes, "limit": recipe.trainer.micro_batches.limit}
-    return found
-
-
-def _train_on_device(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    found = {
-        "saved": {
-            "plain": _save_on_device(tiny_dir, output_dir / "plain"),
-            "quantized": _save_on_device(tiny_dir, output_dir / "quantized", model__quantize_base=True),
-        },
-        "sized": _size_on_device(tiny_dir, output_dir / "sized"),
+def _save_all_on_device(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    saved = {
+        "plain": _save_on_device(tiny_dir, output_dir / "plain"),
+        "quantized": _save_on_device(tiny_dir, output_dir / "quantized", model__quantize_base=True),
     }
     assert not dist.is_initialized()
-    return found
+    return saved
 
 
 @pytest.fixture(scope="module")
 def on_device(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_alone(_train_on_device, shallow_assets(tiny_dir), tmp_path_factory.mktemp("one_device"))
+    return run_alone(_save_all_on_device, shallow_assets(tiny_dir), tmp_path_factory.mktemp("one_device"))
 
 
 @pytest.mark.parametrize("base", ["plain", "quantized"])
@@ -274,30 +246,10 @@ def test_on_one_device_saving_leaves_the_base_and_the_training_of_lora_as_they_a
     base: str, on_device: dict[str, Any]
 ) -> None:
     """The stock recipe merges the adapters into the weights that it trains, if these are on the CPU."""
-    outcome = on_device["saved"][base]
+    outcome = on_device[base]
     steps, unsaved = outcome["steps"]
     assert len(unsaved) == 12
     assert steps == unsaved
     assert outcome["adapters equal"]
     assert outcome["base kept"]
     assert outcome["merged"]
-
-
-def test_on_one_device_the_fastest_of_the_sizes_that_fit_is_trained_with(on_device: dict[str, Any]) -> None:
-    outcome = on_device["sized"]["throughput"]
-    assert list(outcome["sizes"].tokens_per_second) == [4, 2, 1]
-    assert {step["batch_size"] for step in outcome["steps"]} == {outcome["sizes"].fitting_rows}
-    assert outcome["sizes"].fitting_rows == smallest_near_best(outcome["sizes"].tokens_per_second)
-
-
-def test_on_one_device_a_global_batch_is_the_same_however_it_is_cut(on_device: dict[str, Any]) -> None:
-    rows, tokens, that_fit = (on_device["sized"][name] for name in ("global batch", "tokens", "tokens that fit"))
-    assert (rows["limit"], tokens["limit"]) == (RowLimit(3), TokenLimit(100))
-    assert that_fit["limit"] == TokenLimit(that_fit["sizes"].token_budget)
-    assert that_fit["limit"].size >= 64
-    losses = [step["loss"] for step in rows["steps"]]
-    assert len(losses) == 24 // 7
-    for outcome in (rows, tokens, that_fit):
-        assert {step["global_batch_size"] for step in outcome["steps"]} == {7}
-        assert outcome["steps"][-1]["oom_retries"] == 0
-        assert [step["loss"] for step in outcome["steps"]] == pytest.approx(losses, rel=1e-5)
