@@ -93,14 +93,10 @@ def test_a_key_of_ours_is_named_by_its_path_in_the_config() -> None:
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
-        ("epoch", "epochs"),
         ("Epochs", "epochs"),
-        ("max_step_per_epoch", "max_steps_per_epoch"),
         ("gradient_accumulation_step", "gradient_accumulation_steps"),
         ("batch-size", "batch_size"),
         ("optimiser", "optimizer"),
-        ("datasets_", "dataset"),
-        ("fsdp_cpu_ofload", "fsdp_cpu_offload"),
         ("cudnn_determinstic_mode", "cudnn_deterministic_mode"),  # which only recipes name, and no config
     ],
 )
@@ -117,13 +113,6 @@ def test_a_key_of_the_users_own_passes(key: str) -> None:
 @pytest.mark.parametrize("use", ["${epoch}", "a/${epoch}/b", "${oc.decode:${epoch}}", "${..epoch}", "${epoch.sub}"])
 def test_a_key_that_the_config_interpolates_passes(use: str) -> None:
     check_top_level_keys(OmegaConf.create({"epoch": 3, "tokenizer": {"path": use}}))
-
-
-def test_the_keys_of_every_config_pass() -> None:
-    configs = every_config()
-    assert len(configs) > 150
-    for cfg in configs:
-        check_top_level_keys(cfg)
 
 
 # ---- files
@@ -168,42 +157,31 @@ def test_the_rule_for_paths_finds_every_local_path_of_the_stock_configs() -> Non
 # ---- the device
 
 
-@pytest.mark.parametrize("count", [0, 2])
-def test_a_device_that_this_machine_lacks_is_refused(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    if count == 0:
-        assert refusal(check_device, {"device": "cuda"}) == (
-            "`device` must be cpu or one that this machine has, but is 'cuda' and torch sees no CUDA device."
-        )
-        return
-    check_device(OmegaConf.create({"device": "cuda"}))
-    check_device(OmegaConf.create({"device": "cuda:1"}))
+@pytest.mark.parametrize("device", ["cuda", "xpu:0", "meta"])
+def test_a_device_of_a_kind_that_this_machine_lacks_is_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    kind = "CUDA" if device == "cuda" else device.partition(":")[0]
+    assert refusal(check_device, {"device": device}) == (
+        f"`device` must be cpu or one that this machine has, but is {device!r} and torch sees no {kind} device."
+    )
+
+
+def test_more_devices_than_this_machine_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for content in ({"device": "cuda"}, {"device": "cuda:1"}, {"device": "cpu"}, {"device": None}, {}):
+        check_device(OmegaConf.create(content))
     sentence = "`device` must be one of the 2 that this machine has, but is 'cuda:7' instead."
     assert refusal(check_device, {"device": "cuda:7"}) == sentence
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    check_device(OmegaConf.create({"device": "cuda"}))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     sentence = "`--nproc_per_node` must be at most 2, the CUDA devices of this machine, but is 3 instead."
     assert refusal(check_device, {"device": "cuda"}) == sentence
 
 
-@pytest.mark.parametrize("device", ["xpu", "xpu:0", "meta", "vulkan"])
-def test_another_device_that_torch_knows_is_refused_where_there_is_none(device: str) -> None:
-    name = device.partition(":")[0]
-    assert refusal(check_device, {"device": device}) == (
-        f"`device` must be cpu or one that this machine has, but is {device!r} and torch sees no {name} device."
-    )
-
-
-@pytest.mark.parametrize("device", ["gpu", "npu", 3.5, ""])
+@pytest.mark.parametrize("device", ["gpu", 3.5, ""])
 def test_a_device_that_torch_does_not_know_is_refused(device: Any) -> None:
     sentence = f"`device` must be one that torch knows, as cpu or cuda, but is {device!r} instead."
     assert refusal(check_device, {"device": device}) == sentence
-
-
-def test_the_cpu_and_torchtunes_choice_pass() -> None:
-    for content in ({"device": "cpu"}, {"device": None}, {}):
-        check_device(OmegaConf.create(content))
 
 
 # ---- components and their values
@@ -221,18 +199,13 @@ class OfUser:
     ("block", "sentence"),
     [
         ({"_component_": ADAMW, "lr": "fast"}, "`block.lr` must be a number, but is 'fast' instead."),
-        ({"_component_": ADAMW, "weight_decay": [1]}, "`block.weight_decay` must be a number, but is [1] instead."),
         ({"_component_": ADAMW, "fused": "yes"}, "`block.fused` must be True or False, but is 'yes' instead."),
         (
             {"_component_": "torchtune.training.get_cosine_schedule_with_warmup", "num_warmup_steps": "x"},
             "`block.num_warmup_steps` must be a number, but is 'x' instead.",
         ),
         (
-            {"_component_": "torchao.optim.AdamW8bit", "lr": "fast"},  # without annotations
-            "`block.lr` must be a number, but is 'fast' instead.",
-        ),
-        (
-            {"_component_": "tests.stock.test_checks.OfUser", "ratio": "x"},
+            {"_component_": "tests.stock.test_checks.OfUser", "ratio": "x"},  # without a readable annotation
             "`block.ratio` must be a number, but is 'x' instead.",
         ),
     ],
@@ -258,8 +231,11 @@ def test_a_value_that_a_component_may_take_passes(block: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The import path:DeprecationWarning")  # torchtune's, of its own phi4
-def test_the_values_of_every_config_pass() -> None:
-    for cfg in every_config():
+def test_the_keys_and_values_of_every_config_pass() -> None:
+    configs = every_config()
+    assert len(configs) > 150
+    for cfg in configs:
+        check_top_level_keys(cfg)
         check_components(cfg)
 
 
@@ -341,20 +317,17 @@ def test_options_that_exclude_each_other_are_refused_only_together(
     ("config", "sentence"),
     [
         ({"fake_quant_after_n_steps": -1}, "`fake_quant_after_n_steps` must be at least 0, but is -1 instead."),
-        ({"fake_quant_after_n_steps": "x"}, "`fake_quant_after_n_steps` must be an integer, but is 'x' instead."),
         ({"gradient_accumulation_steps": 1.5}, "`gradient_accumulation_steps` must be an integer, but is 1.5 instead."),
         ({"gradient_accumulation_steps": -1}, "`gradient_accumulation_steps` must be at least 1, but is -1 instead."),
-        ({"epochs": 0}, "`epochs` must be at least 1, but is 0 instead."),
         ({"max_steps_per_epoch": -1}, "`max_steps_per_epoch` must be at least 1, but is -1 instead."),
-        ({"log_every_n_steps": None}, "`log_every_n_steps` must be an integer, but is None instead."),
+        ({"epochs": 0}, "`epochs` must be at least 1, but is 0 instead."),
         ({"log_every_n_steps": 0}, "`log_every_n_steps` must be at least 1, but is 0 instead."),
         ({"clip_grad_norm": "abc"}, "`clip_grad_norm` must be a number, inf or null, but is 'abc' instead."),
         ({"kd_ratio": 1.5}, "`kd_ratio` must be in [0, 1], but is 1.5 instead."),
         ({"kd_ratio": True}, "`kd_ratio` must be in [0, 1], but is True instead."),
-        ({"kd_ratio": "half"}, "`kd_ratio` must be in [0, 1], but is 'half' instead."),
+        ({"shuffle": [1]}, "`shuffle` must be True or False, but is [1] instead."),
         ({"optimizer": None}, "`optimizer` must be a mapping, but is None instead."),
         ({"compile": "yes"}, "`compile` must be True or False, but is 'yes' instead."),
-        ({"shuffle": [1]}, "`shuffle` must be True or False, but is [1] instead."),
         (
             {"optimizer": {"_component_": "no_such_package.optim.PagedAdamW8bit"}},
             "`optimizer` must be of an installed package, but is 'no_such_package.optim.PagedAdamW8bit' instead.",
@@ -382,7 +355,6 @@ def test_values_of_stock_keys_are_checked(config: dict[str, Any], sentence: str)
         {"fsdp_cpu_offload": True, "enable_async_checkpointing": True},
         ON_CPU | {"fsdp_cpu_offload": False, "enable_async_checkpointing": True},
         {"optimizer": {"_component_": "torch.optim.AdamW"}},
-        {"optimizer": {"_component_": "torchao.optim.AdamW8bit"}},
         {"optimizer": {"_component_": "tests.support.recipe_runs.adamw_with_tensor_rate"}},
     ],
 )
@@ -413,7 +385,6 @@ def test_a_model_of_images_is_trained_but_not_searched(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"device": "cpu"}, ""),
         ({"device": "cuda:3", "optimizer_in_bwd": False, "tensor_parallel_dim": 1}, ""),
         (
             {"device": "cuda", "optimizer_in_bwd": True},
@@ -434,9 +405,7 @@ def test_the_reason_why_a_config_cannot_recover_is_named(config: dict[str, Any],
 
 IN_SET_UP = {
     "batch_size=0": "batch_size should be a positive integer value, but got batch_size=0",
-    "batch_size=2.5": "but got batch_size=2.5",
     "seed=x": "TypeError",
-    "seed=-1": "Invalid seed value provided: -1",
     "loss=null": "'NoneType' object has no attribute 'ignore_index'",
     "model=x": "instantiate only supports DictConfigs, got <class 'str'>",
     "enable_activation_offloading=True": "enable_activation_offloading should only be True when training on CUDA",

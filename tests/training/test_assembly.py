@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchtune.training import create_optim_in_bwd_wrapper
 
@@ -79,13 +79,12 @@ class Recipe:
         states: the states that were saved with them.
     """
 
-    def __init__(self, directory: Path, *, epochs: range = range(2), makes_scheduler: Any = LambdaLR) -> None:
+    def __init__(self, directory: Path, *, epochs: range = range(2)) -> None:
         (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
         self.model, self.logger = TinyModel(), Logger()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.saved: list[int] = []
         self.states: list[AdaptiveState] = []
-        self._makes_scheduler = makes_scheduler
         generator = torch.Generator().manual_seed(0)
         tokens = [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
         dataset: Any = [{"tokens": row, "labels": row} for row in tokens]
@@ -140,8 +139,6 @@ class Recipe:
         self.parts = replace(self.parts, stepping=stepping, scheduler=None, why_unrecoverable=why)
 
     def build_scheduler(self, num_training_steps: int, last_epoch: int) -> Any:
-        if self._makes_scheduler is StepLR:
-            return StepLR(self.optimizer, 1)
         return LambdaLR(self.optimizer, lambda step: 1 - step / num_training_steps, last_epoch)
 
     def trainer(self, **settings: Any) -> Trainer:
@@ -353,49 +350,18 @@ def test_with_optimizers_in_backward_a_resumed_batch_that_no_longer_fits_is_refu
         resume(memory_limit_bytes=14_000)
 
 
-def test_a_global_batch_is_cut_into_micro_batches(tmp_path: Path) -> None:
+def test_a_global_batch_is_cut_into_micro_batches_and_must_not_exceed_the_data(tmp_path: Path) -> None:
     steps = train(Recipe(tmp_path), global_batch_size=5)
     assert figures(steps, "global_batch_size", "micro_batch_size") == [(5, 2)] * 4
     assert "batch_size" not in steps[0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"global_batch_size": 13}, "`dataset` must fill an optimizer step (13 samples per optimizer step on 1 ranks)"),
-        (
-            GROWTH | SEARCH | {"growth_limit": "memory", "use_maximum_batch_size": False},
-            "the largest that fits (7), but is 8",
-        ),
-    ],
-    ids=["more samples than there are", "a start above what fits"],
-)
-def test_settings_that_conflict_are_refused_before_training(
-    settings: dict[str, Any], sentence: str, tmp_path: Path
-) -> None:
-    recipe = Recipe(tmp_path)
-    recipe.parts = replace(recipe.parts, batch_size=8)
-    with pytest.raises(InputError) as refusal:
-        recipe.trainer(**settings)
-    assert sentence in str(refusal.value)
-
-
-def bad_in_the_last_epoch(epoch: int, current_batch_size: int) -> int:
-    return -epoch
+    with pytest.raises(InputError, match="`dataset` must fill an optimizer step"):
+        Recipe(tmp_path).trainer(global_batch_size=13)
 
 
 def test_a_bad_answer_of_the_growth_function_is_refused_before_the_search(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(InputError) as refusal:
-        Recipe(tmp_path).trainer(**SEARCH, batch_increase_function=bad_in_the_last_epoch)
+        Recipe(tmp_path).trainer(**SEARCH, batch_increase_function=lambda epoch, current_batch_size: -epoch)
     assert "returned -1 at epoch 1" in str(refusal.value)
     assert "probes" not in capsys.readouterr().err
-
-
-def test_a_scheduler_that_cannot_follow_is_refused_with_growth_and_kept_without(tmp_path: Path) -> None:
-    recipe = Recipe(tmp_path, makes_scheduler=StepLR)
-    with pytest.raises(InputError) as refusal:
-        recipe.trainer(**GROWTH)
-    assert "`lr_scheduler` must create a torch.optim.lr_scheduler.LambdaLR" in str(refusal.value)
-    assert len(train(Recipe(tmp_path, makes_scheduler=StepLR))) == 12

@@ -72,16 +72,10 @@ class Run:
             reference_samples=16,
         )
 
-    def begin(
-        self,
-        *,
-        epoch: int = 0,
-        step: int = 0,
-        epoch_steps: int = 0,
-        steps_per_epoch: int = STEPS,
-        grows: bool = True,
-    ) -> "Run":
-        self.rate.begin(epoch=epoch, step=step, epoch_steps=epoch_steps, steps_per_epoch=steps_per_epoch, grows=grows)
+    def begin(self, **options: Any) -> "Run":
+        """Begin at the first step, unless ``options`` say otherwise."""
+        start = {"epoch": 0, "step": 0, "epoch_steps": 0, "steps_per_epoch": STEPS, "grows": True}
+        self.rate.begin(**start | options)
         return self
 
     def take(self, steps: int) -> list[list[float]]:
@@ -98,15 +92,7 @@ class Run:
         return [rates[0] for rates in self.take(steps)]
 
 
-def plain_rates(steps: int) -> list[float]:
-    optimizer = optimizer_of(1.0)
-    scheduler = decay_to_zero(optimizer)(EPOCHS * STEPS, -1)
-    rates = []
-    for _ in range(steps):
-        rates += rates_of(optimizer)
-        optimizer.step()
-        scheduler.step()
-    return rates
+PLAIN = [1 - step / (EPOCHS * STEPS) for step in range(EPOCHS * STEPS)]  # of a scheduler that steps unchanged
 
 
 # ---- the place on the schedule
@@ -134,7 +120,7 @@ def test_the_place_is_the_exact_fraction_of_training_and_an_int_where_it_is_whol
 
 
 def test_before_begin_is_called_the_scheduler_steps_unchanged() -> None:
-    assert Run().first(40) == plain_rates(40)
+    assert Run().first(40) == PLAIN
 
 
 @pytest.mark.parametrize("grows", [True, False], ids=["may grow", "stays"])
@@ -147,7 +133,7 @@ def test_a_run_resumed_within_an_epoch_has_the_rates_of_an_uninterrupted_one(
     run.take(3)
     epoch, epoch_steps = divmod(step, STEPS)
     run.begin(epoch=epoch, step=step, epoch_steps=epoch_steps, grows=grows)
-    rates = plain_rates(40)[step:]
+    rates = PLAIN[step:]
     assert run.first(40 - step) == (pytest.approx(rates, rel=1e-6) if tensors else rates)
 
 
@@ -232,7 +218,7 @@ def test_scaling_is_described_with_its_factor_and_reference() -> None:
 def test_without_a_rule_nothing_is_scaled_or_described() -> None:
     run = Run().begin()
     assert run.rate.scale(64) == ""
-    assert run.first(40) == plain_rates(40)
+    assert run.first(40) == PLAIN
 
 
 @pytest.mark.parametrize("build", [None, decay_to_zero], ids=["no scheduler", "scheduler"])

@@ -15,7 +15,7 @@ from zipfile import ZipFile
 import pytest
 from omegaconf import OmegaConf
 from torchtune.training import memory, metric_logging
-from torchtune.training.metric_logging import DiskLogger, TensorBoardLogger
+from torchtune.training.metric_logging import DiskLogger, StdoutLogger, TensorBoardLogger
 
 from tests.training.test_step_log import RESULT, Parts
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
@@ -86,26 +86,37 @@ def test_the_documented_table_is_that_of_the_code() -> None:
 
 
 def test_disk(tmp_path: Path) -> None:
-    """The logger of standard output writes the same lines."""
     logger = DiskLogger(str(tmp_path), filename="log.txt")
     log_all(logger)
     logger.close()
     check(read_lines((tmp_path / "log.txt").read_text()))
+    again = DiskLogger(str(tmp_path), filename="log.txt")
+    again.log_dict({"loss": 0.5}, step=21)
+    again.close()
+    assert read_lines((tmp_path / "log.txt").read_text())[21] == {"loss": "0.5"}
+
+
+def test_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    log_all(StdoutLogger())
+    check(read_lines(capsys.readouterr().out))
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_tensorboard_keeps_seven_digits(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard")
-    logger = TensorBoardLogger(str(tmp_path))
-    log_all(logger)
-    logger.close()
-    (folder,) = tmp_path.iterdir()
-    read = events.EventAccumulator(str(folder)).Reload()
-    logged: dict[int, dict[str, float]] = {}
-    for name in read.Tags()["tensors"]:
-        for event in read.Tensors(name):
-            logged.setdefault(event.step, {})[name] = event.tensor_proto.float_val[0]
-    check(logged, relative=2**-24)
+    for _ in range(2):  # the second run gets a folder of its own
+        logger = TensorBoardLogger(str(tmp_path))
+        log_all(logger)
+        logger.close()
+    folders = list(tmp_path.iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        read = events.EventAccumulator(str(folder)).Reload()
+        logged: dict[int, dict[str, float]] = {}
+        for name in read.Tags()["tensors"]:
+            for event in read.Tensors(name):
+                logged.setdefault(event.step, {})[name] = event.tensor_proto.float_val[0]
+        check(logged, relative=2**-24)
 
 
 @pytest.mark.exhaustive
@@ -113,16 +124,19 @@ def test_tensorboard_keeps_seven_digits(tmp_path: Path) -> None:
 def test_weights_and_biases_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="Weights & Biases is not installed")
     logged: dict[int, dict[str, Any]] = {}
-    logger: Any = metric_logging.WandBLogger(project="test", log_dir=str(tmp_path), mode="offline")
-    for step, metrics in STEPS.items():
-        logger.log_dict(metrics, step=step)
-        summary = logger._wandb.run.summary
-        deadline = time.monotonic() + 60
-        while summary.get("global_step") != step and time.monotonic() < deadline:
-            time.sleep(0.05)
-        logged[step] = {name: summary[name] for name in METRICS}
-    logger.close()
-    check(logged)
+    for _ in range(2):
+        logger: Any = metric_logging.WandBLogger(project="test", log_dir=str(tmp_path), mode="offline")
+        for step, metrics in STEPS.items():
+            logger.log_dict(metrics, step=step)
+            summary = logger._wandb.run.summary
+            deadline = time.monotonic() + 60
+            while summary.get("global_step") != step and time.monotonic() < deadline:
+                time.sleep(0.05)
+            logged[step] = {name: summary[name] for name in METRICS}
+        logger.close()
+        del logger  # when collected, torchtune's logger ends the current run, which must not be the next one
+        check(logged)
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
 
 
 @pytest.mark.exhaustive
@@ -149,15 +163,16 @@ def test_mlflow_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs more than mlflow-skinny
     monkeypatch.setenv("COMET_OFFLINE_DIRECTORY", str(tmp_path / "comet"))  # once imported, it logs MLflow's runs too
-    logger = metric_logging.MLFlowLogger(experiment_name="test", tracking_uri=f"file:{tmp_path}/mlflow")
-    log_all(logger)
-    logger.close()
-    client = mlflow.MlflowClient()
-    logged: dict[int, dict[str, Any]] = {}
-    for name in METRICS:
-        for one in client.get_metric_history(logger._run_id, name):
-            logged.setdefault(one.step, {})[name] = one.value
-    check(logged)
+    for _ in range(2):
+        logger = metric_logging.MLFlowLogger(experiment_name="test", tracking_uri=f"file:{tmp_path}/mlflow")
+        log_all(logger)
+        logger.close()
+        client = mlflow.MlflowClient()
+        logged: dict[int, dict[str, Any]] = {}
+        for name in METRICS:
+            for one in client.get_metric_history(logger._run_id, name):
+                logged.setdefault(one.step, {})[name] = one.value
+        check(logged)
 
 
 # ---- loggers that fail

@@ -4,7 +4,6 @@ The toy: the model is one weight w, the loss of a row w * x where x is its first
 mean x of its rows, whatever w is, and all numbers are easy to calculate.
 """
 
-import gc
 import itertools
 import json
 import shutil
@@ -60,14 +59,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWa
 
 CPU = torch.device("cpu")
 W, LR = 2.0, 0.25
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_garbage_collection() -> Iterator[None]:
-    """Each dry run collects garbage; this is quick if the objects imported so far are frozen."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def rows_of(*xs: float, lengths: Sequence[int] = ()) -> list[Row]:
@@ -355,13 +346,16 @@ def steady_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_log, "anonymous_bytes", lambda: 1234)
 
 
-def test_every_figure_that_is_logged_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps of 4 rows in micro-batches of 2; the last one has a row of three tokens beside one of one."""
-    now = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that advances by a second whenever the loop reads it, twice in a step."""
+    seconds = itertools.count()
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
 
-    def pass_time(seconds: float) -> None:
-        now.seconds += seconds
+
+@pytest.mark.usefixtures("clock")
+def test_every_figure_that_is_logged_is_right(tmp_path: Path) -> None:
+    """Three steps of 4 rows in micro-batches of 2; the last one has a row of three tokens beside one of one."""
 
     class Peak(CpuMeter):
         @property
@@ -377,8 +371,6 @@ def test_every_figure_that_is_logged_is_right(tmp_path: Path, monkeypatch: pytes
         ranks=5,
         decays=True,
         meter=Peak(),
-        on_before_step=lambda step: pass_time(step + 1.0),
-        on_log=lambda: pass_time(1000.0),  # not part of training
     ).train()
     always = {"global_batch_size": 4, "batch_size": 2, "micro_batch_size": 2, "oom_retries": 0}
     always |= {"peak_memory_bytes": 4321, "host_memory_bytes": 1234}
@@ -388,7 +380,7 @@ def test_every_figure_that_is_logged_is_right(tmp_path: Path, monkeypatch: pytes
         | {
             "loss": pytest.approx(weight * mean_x),
             "lr": pytest.approx(LR * (1 - step / 3)),  # of the next step, as torchtune logs it
-            "tokens_per_second_per_gpu": pytest.approx(tokens / (step * 5)),
+            "tokens_per_second_per_gpu": pytest.approx(tokens / (2 * 5)),
             "padding": pytest.approx(padding),
             "grad_norm": pytest.approx(mean_x),
             "twice_x": pytest.approx(2 * mean_x),
@@ -511,12 +503,10 @@ def test_an_increase_that_is_refused_is_logged_and_changes_nothing(
 def test_the_batch_size_is_noted_with_the_limit_of_micro_steps_where_that_differs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Toy(tmp_path).trainer.note_batch_size("config", epoch=0)
     Toy(tmp_path, sizes=Sizes(token_budget=64)).trainer.note_batch_size("config", epoch=0)
     shared = Toy(tmp_path, global_batch_size=6)
     shared.trainer.note_batch_size("config", epoch=3)
     assert decisions(caplog) == [
-        "batch_size 2 (config): 2 rows * 1 micro-steps * 1 ranks = 2 samples per optimizer step",
         "batch_size 2 (config): 2 rows * 1 micro-steps * 1 ranks = 2 samples per optimizer step,"
         " in micro-steps of at most 64 tokens per rank",
         "global_batch_size 6 (config): 6 samples per optimizer step on 1 ranks,"
@@ -640,11 +630,6 @@ def going_on(directory: Path, epochs: range, **options: Any) -> Toy:
     return Toy(directory, rows_of(*range(11)), shuffle=True, **options)
 
 
-def copied(run: Toy, directory: Path) -> Path:
-    """A folder with the log of ``run``."""
-    return Path(shutil.copytree(run.directory, directory, dirs_exist_ok=True))
-
-
 def resumed_from(saved: AdaptiveState, weight: float, directory: Path, **options: Any) -> Toy:
     resumed = going_on(
         directory,
@@ -660,13 +645,6 @@ def resumed_from(saved: AdaptiveState, weight: float, directory: Path, **options
     return resumed
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that advances by a second whenever the loop reads it."""
-    seconds = itertools.count()
-    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
-
-
 @pytest.mark.usefixtures("clock")
 def test_a_run_resumed_after_any_step_or_epoch_continues_as_if_it_had_never_ended(tmp_path: Path) -> None:
     """With a growing batch, samples left over, a reduced micro-batch and a decaying rate."""
@@ -680,7 +658,8 @@ def test_a_run_resumed_after_any_step_or_epoch_continues_as_if_it_had_never_ende
     saved = [(state, whole.steps.weights[step]) for step, state in whole.steps.states.items()]
     saved += [(whole.states[epochs_run], weights[epochs_run - 1]) for epochs_run in (1, 2, 3)]
     for state, weight in saved:
-        resumed = resumed_from(state, weight, copied(whole, tmp_path / "resumed")).train()
+        directory = Path(shutil.copytree(whole.directory, tmp_path / "resumed", dirs_exist_ok=True))  # with its log
+        resumed = resumed_from(state, weight, directory).train()
         assert resumed.logged == {step: figures for step, figures in whole.logged.items() if step > state.global_step}
         assert resumed.weight == whole.weight
         assert resumed.state() == whole.state()
@@ -699,13 +678,10 @@ def test_random_draws_of_a_resumed_run_are_those_of_one_that_never_ended(tmp_pat
     torch.manual_seed(5)
     whole = going_on(tmp_path / "whole", range(4), save_every_steps=1)
     expected = draws(whole)
-    for step, saved in whole.steps.states.items():
+    of_epochs = [state for epochs_run, state in whole.states.items() if epochs_run < 4]
+    for saved in (*whole.steps.states.values(), *of_epochs):
         torch.manual_seed(99)
-        assert draws(resumed_from(saved, 0.0, tmp_path / "resumed")) == expected[step:]
-    for epochs_run, saved in whole.states.items():
-        torch.manual_seed(99)
-        left = draws(resumed_from(saved, 0.0, tmp_path / "resumed")) if epochs_run < 4 else []
-        assert left == expected[saved.global_step :]
+        assert draws(resumed_from(saved, 0.0, tmp_path / "resumed")) == expected[saved.global_step :]
 
 
 def test_changes_since_the_checkpoint_are_logged_and_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -730,14 +706,6 @@ def test_micro_batches_are_cut_as_before_unless_something_has_changed(tmp_path: 
     toy = Toy(tmp_path, batch_size=4, sizes=after, epochs=range(1, 2), steps_done=3, config={"seed": seed})
     toy.trainer.load_state(saved)
     assert toy.micro_batches.largest == RowLimit(limit)
-
-
-def test_the_longest_row_that_was_trained_with_is_known_to_a_resumed_run(tmp_path: Path) -> None:
-    dataset = rows_of(*range(12), lengths=[1] * 7 + [3] + [1] * 4)
-    saved = Toy(tmp_path, dataset, batch_size=4, epochs=range(1)).train().state()
-    resumed = Toy(tmp_path, dataset, batch_size=4, epochs=range(1, 2), steps_done=3)
-    resumed.trainer.load_state(saved)
-    assert resumed.loader.longest_row_tokens == 3
 
 
 # ---- checkpoints of steps
@@ -790,20 +758,15 @@ def test_a_signal_whose_checkpoint_cannot_be_saved_ends_the_run_as_an_error(tmp_
 def test_however_a_run_ends_its_progress_bar_is_closed(
     tmp_path: Path, error: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bars: list[Any] = []
-
-    def make_bar(**options: Any) -> Any:
-        bars.append(Bar(**options))
-        return bars[-1]
+    bar = Bar()
 
     def fail(step: int) -> None:
         if error is not None and step == 1:
             raise error
 
-    monkeypatch.setattr(trainer_module, "Bar", make_bar)
+    monkeypatch.setattr(trainer_module, "Bar", lambda **_: bar)
     with pytest.raises(error or RunEnded):
         Toy(tmp_path, batch_size=4, stop_after=2, on_before_step=fail).train()
-    (bar,) = bars
     assert bar.disable  # a closed bar is disabled
 
 
