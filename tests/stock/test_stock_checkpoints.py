@@ -20,12 +20,7 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import CheckpointError
 from torchtune_adaptive.stock.checkpoints import WholeCheckpointClient, WholeCheckpointer
 from torchtune_adaptive.stock.resume import stock_checkpoint
-from torchtune_adaptive.training.checkpoints.folder import (
-    RANK_STATES_NAME,
-    STATE_NAME,
-    Checkpoint,
-    CheckpointFolder,
-)
+from torchtune_adaptive.training.checkpoints.folder import RANK_STATES_NAME, STATE_NAME, Checkpoint, CheckpointFolder
 
 EPOCHS = 3
 

@@ -154,8 +154,8 @@ def figures(steps: list[dict[str, float]], *names: str) -> list[tuple[float, ...
     return [tuple(step[name] for name in names) for step in steps]
 
 
-def same_weights(one: Recipe, other: Recipe) -> bool:
-    pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
+def same_weights(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
@@ -177,7 +177,6 @@ def test_with_torchtunes_keys_alone_a_run_trains_by_them_and_reports_only_steps(
 
 def test_a_search_restores_all_state_and_training_uses_the_size_found(tmp_path: Path) -> None:
     searched, given = Recipe(tmp_path / "searched"), Recipe(tmp_path / "given")
-    untouched = TinyModel()
     torch.manual_seed(1)
     random_state = torch.get_rng_state()
     trainer = searched.trainer(**SEARCH)
@@ -185,8 +184,7 @@ def test_a_search_restores_all_state_and_training_uses_the_size_found(tmp_path: 
     result = trainer.sizes.result
     assert result is not None
     assert 1 < result.batch_size < len(LENGTHS)
-    pairs = zip(searched.model.parameters(), untouched.parameters(), strict=True)
-    assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+    assert same_weights(searched.model, TinyModel())
     assert trainer.sizes.seq_len == 8
     assert trainer.step.meter is not None
     assert trainer.step.meter.limit_bytes == SEARCH["memory_limit_bytes"]
@@ -196,17 +194,10 @@ def test_a_search_restores_all_state_and_training_uses_the_size_found(tmp_path: 
     steps = train(given)
     names = ("step", "loss", "grad_norm", "batch_size")
     assert figures(searched.logger.steps, *names) == figures(steps, *names)
-    assert same_weights(searched, given)
-    assert history(tmp_path / "searched") == [
-        {
-            "step": 1,
-            "epoch": 0,
-            "batch_size": result.batch_size,
-            "samples_per_step": result.batch_size,
-            "samples_per_step_in_config": 2,
-            "reason": "linear_extrapolation search",
-        }
-    ]
+    assert same_weights(searched.model, given.model)
+    sizes = {"batch_size": result.batch_size, "samples_per_step": result.batch_size, "samples_per_step_in_config": 2}
+    entry = {"step": 1, "epoch": 0, "reason": "linear_extrapolation search"} | sizes
+    assert history(tmp_path / "searched") == [entry]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +255,7 @@ def test_a_run_recovers_from_an_error_unless_recovery_is_off_or_impossible(tmp_p
     assert smaller.recoverable.recovers
     smaller.train()
     assert figures(survivor.logger.steps, "step", "loss") == figures(given.logger.steps, "step", "loss")
-    assert same_weights(survivor, given)
+    assert same_weights(survivor.model, given.model)
     assert not Recipe(tmp_path / "off").trainer(oom_recovery=False).recoverable.recovers
     cannot = Recipe(tmp_path / "cannot")
     cannot.parts = replace(cannot.parts, why_unrecoverable="it is not built for this")
@@ -313,7 +304,7 @@ def test_a_run_resumed_from_a_step_equals_the_uninterrupted_one(step: int, tmp_p
     trainer.train()
     names = ("step", "loss", "lr", "grad_norm", "batch_size")
     assert figures(first.logger.steps + second.logger.steps, *names) == figures(steps, *names)
-    assert same_weights(whole, second)
+    assert same_weights(whole.model, second.model)
     assert second.states[-1].config == whole.states[-1].config
     epoch, epoch_step = {2: (0, 2), 6: (0, 6), 7: (1, 1), 9: (1, 3)}[step]
     reasons = [entry["reason"] for entry in history(tmp_path / "parts")]

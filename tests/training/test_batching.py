@@ -99,15 +99,3 @@ def test_spreading_gives_the_count_loses_no_row_and_keeps_the_limit(
     assert list(itertools.chain(*spread_cuts)) == list(itertools.chain(*cuts))
     assert [indices for indices in spread_cuts if indices and not is_within(limit, lengths, indices)] == []
     assert all(spread_cuts) or all(len(indices) <= 1 for indices in spread_cuts)
-
-
-@properties
-@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), more=st.integers(1, 20))
-def test_the_largest_micro_batch_is_halved_first(sizes: list[int], more: int) -> None:
-    """Its halves differ by at most one row. If all have a single row, an empty one is added."""
-    cuts = spread([[0] * size for size in sizes], len(sizes) + more)
-    halved = spread(cuts, len(cuts) + 1)
-    largest = max(map(len, cuts))
-    assert sorted(map(len, halved)) == sorted(
-        [*sorted(map(len, cuts))[:-1], -(-largest // 2), largest // 2] if largest > 1 else [*map(len, cuts), 0]
-    )

@@ -5,11 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchtune.modules.loss import (
-    CEWithChunkedOutputLoss,
-    ForwardKLLoss,
-    ForwardKLWithChunkedOutputLoss,
-)
+from torchtune.modules.loss import CEWithChunkedOutputLoss, ForwardKLLoss, ForwardKLWithChunkedOutputLoss
 
 from torchtune_adaptive.training.distillation import Distillation
 

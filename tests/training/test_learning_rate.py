@@ -17,11 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import LearningRateScaling
-from torchtune_adaptive.training.learning_rate import (
-    BuildScheduler,
-    EpochStart,
-    LearningRate,
-)
+from torchtune_adaptive.training.learning_rate import BuildScheduler, EpochStart, LearningRate
 
 RULES: tuple[LearningRateScaling, ...] = get_args(LearningRateScaling)
 EPOCHS, STEPS = 4, 10  # of the schedule

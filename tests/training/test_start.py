@@ -42,12 +42,7 @@ class Case(NamedTuple):
         loader = step_loader(DATASET, batch_size=self.batch_size, micro_steps=2, is_global=self.is_global)
         growth = BatchGrowth(settings.batch_increase_function, total_epochs=EPOCHS, consensus=Consensus())
         start = starting_point(
-            loader,
-            growth,
-            self.sizes,
-            settings=settings,
-            epochs_run=self.epochs_run,
-            saved=self.saved,
+            loader, growth, self.sizes, settings=settings, epochs_run=self.epochs_run, saved=self.saved
         )
         assert loader.batch_size == self.batch_size
         return start, growth
@@ -64,20 +59,11 @@ CASES = {
     "with what was found": (Case(MAXIMUM, SEARCHED), StartingPoint(8, 0, 15), 8),
     "with what was found to be fast": (Case(MAXIMUM, FAST), StartingPoint(4, 0, 30), 8),
     "growing to what was found": (Case(GROWS, SEARCHED), StartingPoint(4, 0, 30), 8),
-    "as large as fits, above the power of two": (
-        Case(GROWS, SEARCHED, batch_size=13),
-        StartingPoint(13, 0, 9),
-        8,
-    ),
+    "as large as fits, above the power of two": (Case(GROWS, SEARCHED, batch_size=13), StartingPoint(13, 0, 9), 8),
     "growing to a number": (Case(GROWS | {"growth_limit": 20}, SEARCHED), StartingPoint(4, 0, 30), 20),
     "growing to a number above the data": (Case(GROWS | {"growth_limit": 500}, SEARCHED), StartingPoint(4, 0, 30), 120),
     "growing without a bound": (Case(GROWS | {"growth_limit": "none"}, SEARCHED), StartingPoint(4, 0, 30), 120),
     "above what fits, without growing": (Case({}, SEARCHED, batch_size=20), StartingPoint(20, 0, 6), 8),
-    "above what fits, cut by a growth limit": (
-        Case(GROWS | {"growth_limit": 40}, SEARCHED, batch_size=20),
-        StartingPoint(20, 0, 6),
-        40,
-    ),
     "a global batch": (Case(GLOBAL, is_global=True, batch_size=12), StartingPoint(12, 0, 20), 240),
     "a global batch in micro-batches as found": (
         Case(GLOBAL | MAXIMUM, SEARCHED, is_global=True, batch_size=12),
@@ -92,17 +78,8 @@ CASES = {
         8,
     ),
     "ours": (Case({}, epochs_run=2, saved=SAVED), StartingPoint(4, 77, 25), 120),
-    "ours, with what had been found": (
-        Case(MAXIMUM, SEARCHED, epochs_run=2, saved=SAVED),
-        StartingPoint(7, 77, 25),
-        8,
-    ),
+    "ours, with what had been found": (Case(MAXIMUM, SEARCHED, epochs_run=2, saved=SAVED), StartingPoint(7, 77, 25), 8),
     "ours, with what it had grown to": (Case(GROWS, SEARCHED, epochs_run=2, saved=SAVED), StartingPoint(7, 77, 25), 8),
-    "ours, within the first epoch, with what had been found": (
-        Case(MAXIMUM, SEARCHED, saved=replace(SAVED, epochs_run=0, epoch_samples=28)),
-        StartingPoint(7, 77, 25, epoch_steps=2),
-        8,
-    ),
     "ours, within an epoch, with what the batch had grown to in it": (
         Case(GROWS, SEARCHED, epochs_run=2, saved=replace(SAVED, epoch_samples=28)),
         StartingPoint(7, 77, 25, epoch_steps=2),

@@ -148,18 +148,15 @@ def test_a_meters_peak_is_the_highest_so_far() -> None:
     assert {step: logged["peak_memory_bytes"] for step, logged in parts.logger.steps.items()} == {2: 5100, 4: 5100}
 
 
-@pytest.mark.parametrize("asked_for", [True, False])
-def test_the_devices_own_memory_statistics_are_logged_if_asked_for(
-    monkeypatch: pytest.MonkeyPatch, asked_for: bool
-) -> None:
+def test_the_devices_own_memory_statistics_are_logged_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def get_memory_stats(device: torch.device, reset_stats: bool = True) -> dict[str, str]:
         assert not reset_stats
         return {"peak_memory_active": f"of {device}"}
 
     monkeypatch.setattr(training, "get_memory_stats", get_memory_stats)
     parts = Parts()
-    parts.log(device=torch.device("cpu") if asked_for else None).write(1, RESULT, epoch=0, seconds=1.0)
-    assert parts.logger.steps[1].get("peak_memory_active") == ("of cpu" if asked_for else None)
+    parts.log(device=torch.device("cpu")).write(1, RESULT, epoch=0, seconds=1.0)
+    assert parts.logger.steps[1]["peak_memory_active"] == "of cpu"
 
 
 def test_events_are_written_once_each_with_the_figures_of_the_shortage(tmp_path: Path) -> None:

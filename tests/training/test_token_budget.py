@@ -92,9 +92,7 @@ def test_a_forecast_that_a_try_proves_too_high_is_not_used(found: tuple[Device, 
 
 @properties
 @given(found=devices(dearest_row=10**4))
-def test_where_each_row_has_a_fixed_cost_rows_of_every_length_tried_fit(
-    found: tuple[Device, int, int, int],
-) -> None:
+def test_where_each_row_has_a_fixed_cost_rows_of_every_length_tried_fit(found: tuple[Device, int, int, int]) -> None:
     device, seq_len, rows, max_rows = found
     budget = device.budget(seq_len=seq_len, rows=rows, forecast_rows=device.forecast(seq_len), max_rows=max_rows)
     tried = [seq_len] + [seq_len // part for part in (2, 4, 8) if seq_len // part >= 16]

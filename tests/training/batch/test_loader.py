@@ -64,7 +64,7 @@ def test_an_epoch_has_the_promised_number_of_steps_and_each_the_promised_number_
 
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(samples=st.integers(1, 60), ranks=st.integers(1, 4), more=st.integers(0, 9), shuffle=st.booleans())
-def test_a_global_batch_is_shared_out_over_the_ranks_without_repeating_a_sample(
+def test_each_global_batch_is_the_next_slice_of_one_order_shared_out_over_the_ranks(
     samples: int, ranks: int, more: int, shuffle: bool
 ) -> None:
     size, dataset = ranks + more, dataset_of(samples)
@@ -75,15 +75,14 @@ def test_a_global_batch_is_shared_out_over_the_ranks_without_repeating_a_sample(
     assert {loader.largest_batch_size for loader in loaders} == {samples}
     steps = [list(loader.steps(1)) for loader in loaders]
     assert [len(of_rank) for of_rank in steps] == [samples // size] * ranks
-    for of_ranks in zip(*steps, strict=True):
-        assert {step.num_samples for step in of_ranks} == {size}
-        assert {step.largest_share for step in of_ranks} == {max(len(step.rows) for step in of_ranks)}
-        assert sum(len(step.rows) for step in of_ranks) == size
-    taken = [place for of_rank in steps for step in of_rank for place in places(step.rows)]
-    assert len(set(taken)) == len(taken)
     whole: Any = DistributedSampler(dataset, 1, 0, shuffle=shuffle, seed=3)
     whole.set_epoch(1)
-    assert set(taken) == set(list(whole)[: len(taken)])
+    order = list(whole)
+    for index, of_ranks in enumerate(zip(*steps, strict=True)):
+        assert {step.num_samples for step in of_ranks} == {size}
+        assert {step.largest_share for step in of_ranks} == {max(len(step.rows) for step in of_ranks)}
+        taken = [place for step in of_ranks for place in places(step.rows)]
+        assert sorted(taken) == sorted(order[index * size : (index + 1) * size])
 
 
 def test_fewer_samples_than_ranks_are_refused() -> None:
@@ -190,25 +189,24 @@ def test_a_data_set_that_fills_no_step_is_refused() -> None:
 # ---- resumed on other data
 
 
-@pytest.mark.parametrize(("samples", "ranks"), [(40, 2), (42, 2), (40, 1)], ids=["same", "other data", "other ranks"])
-def test_a_run_on_other_data_or_ranks_drops_left_over_samples(samples: int, ranks: int) -> None:
-    loader = step_loader(dataset_of(40, longest=2), batch_size=2, micro_steps=3, ranks=2)
+@pytest.mark.parametrize(
+    ("samples", "ranks", "is_global", "rows"),
+    [(40, 2, False, 2 + 1), (42, 2, False, 1), (40, 1, False, 1), (40, 2, True, 3)],
+    ids=["same", "other data", "other ranks", "a batch in another unit"],
+)
+def test_a_run_on_other_data_or_ranks_drops_left_over_samples(
+    samples: int, ranks: int, is_global: bool, rows: int
+) -> None:
+    """In another unit too: otherwise the first step would have different numbers of rows on the ranks."""
+    loader = step_loader(dataset_of(40), batch_size=2, micro_steps=3, ranks=2)
     steps_of(loader, 0)
     assert loader.state_dict()["left_over"] == (18, 20)
-    resumed = step_loader(dataset_of(samples), batch_size=1, ranks=ranks)
-    resumed.load_state_dict(loader.state_dict(), epoch=0)
-    assert len(next(resumed.steps(1)).rows) == (3 if (samples, ranks) == (40, 2) else 1)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_run_whose_batch_size_has_another_unit_drops_left_over_samples(rank: int) -> None:
-    """Otherwise its first step would have different numbers of rows, and so of micro-steps, on the ranks."""
-    loader = step_loader(dataset_of(40), batch_size=2, micro_steps=3, ranks=2, rank=rank)
-    steps_of(loader, 0)
-    resumed = global_loader(dataset_of(40), batch_size=5, ranks=2, rank=rank)
+    batch_size = 5 if is_global else 1
+    resumed = step_loader(dataset_of(samples), batch_size=batch_size, ranks=ranks, is_global=is_global)
     resumed.load_state_dict(loader.state_dict(), epoch=0)
     first = next(resumed.steps(1))
-    assert (len(first.rows), first.largest_share, first.num_samples) == (3 - rank, 3, 5)
+    assert len(first.rows) == rows
+    assert first.num_samples == (5 if is_global else rows * ranks)
 
 
 # ---- within an epoch
@@ -257,43 +255,37 @@ def test_a_run_resumed_after_any_step_has_the_steps_of_an_uninterrupted_one(
     assert steps_of(resumed, epoch + 1) == expected[epoch + 1]
 
 
-@pytest.mark.parametrize(("ranks", "size", "first"), [(1, 4, 24), (2, 4, 24), (4, 3, 24), (1, 9, 18), (4, 5, 20)])
+@pytest.mark.parametrize(
+    ("is_global", "ranks", "size", "first"),
+    [
+        *((False, 1, 4, 24), (False, 2, 4, 24), (False, 4, 3, 24), (False, 1, 9, 18), (False, 4, 5, 20)),
+        *((True, 3, 12, 24), (True, 2, 12, 24), (True, 5, 7, 21)),
+    ],
+)
 def test_on_other_ranks_or_with_another_batch_size_a_run_resumes_where_one_of_its_own_steps_begins(
-    ranks: int, size: int, first: int
+    is_global: bool, ranks: int, size: int, first: int
 ) -> None:
     """It resumes at sample 24 or earlier: no sample is skipped, and less than a step is trained twice."""
-    interrupted = [step_loader(dataset_of(96), batch_size=4, ranks=3, rank=rank, shuffle=True) for rank in range(3)]
+    options: dict[str, Any] = {"is_global": is_global, "shuffle": True}
     before: set[int] = set()
-    for loader in interrupted:
+    state: dict[str, Any] = {}
+    for rank in range(3):
+        loader = step_loader(dataset_of(96), batch_size=12 if is_global else 4, ranks=3, rank=rank, **options)
         steps = loader.steps(0)
         before |= {*places(next(steps).rows), *places(next(steps).rows)}
-    state = interrupted[0].state_dict()
+        state = loader.state_dict()
     assert state["epoch_samples"] == len(before) == 24
     after: list[int] = []
+    samples_per_step = size if is_global else ranks * size
     for rank in range(ranks):
-        resumed = step_loader(dataset_of(96), batch_size=size, ranks=ranks, rank=rank, shuffle=True)
+        resumed = step_loader(dataset_of(96), batch_size=size, ranks=ranks, rank=rank, **options)
         resumed.load_state_dict(state, epoch=-1)
-        assert resumed.steps_done * resumed.samples_per_step == first
+        assert resumed.steps_done * samples_per_step == first
         after += itertools.chain(*steps_of(resumed, 0))
     sampler: Any = DistributedSampler(dataset_of(96), 1, 0, shuffle=True, seed=3)
     order = list(sampler)
     assert before == set(order[:24])
-    in_whole_steps = 96 // (ranks * size) * ranks * size
-    assert sorted(after) == sorted(order[first:in_whole_steps])
-
-
-def test_a_global_batch_resumes_at_the_same_sample_on_another_number_of_ranks() -> None:
-    interrupted = global_loader(dataset_of(50), batch_size=7, ranks=3, shuffle=True)
-    steps = interrupted.steps(0)
-    next(steps)
-    next(steps)
-    after: list[int] = []
-    for rank in range(2):
-        resumed = global_loader(dataset_of(50), batch_size=7, ranks=2, rank=rank, shuffle=True)
-        resumed.load_state_dict(interrupted.state_dict(), epoch=-1)
-        after += itertools.chain(*steps_of(resumed, 0))
-    sampler: Any = DistributedSampler(dataset_of(50), 1, 0, shuffle=True, seed=3)
-    assert sorted(after) == sorted(list(sampler)[14:49])
+    assert sorted(after) == sorted(order[first : 96 // samples_per_step * samples_per_step])
 
 
 def test_nothing_before_the_position_of_a_resumed_run_is_read() -> None:

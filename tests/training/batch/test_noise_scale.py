@@ -45,12 +45,7 @@ def test_estimates_from_all_pairs_without_replacement_are_those_of_the_unbiased_
 
 
 @properties
-@given(
-    squared_mean=st.floats(0.01, 100),
-    trace=st.floats(0, 100),
-    small=st.integers(1, 50),
-    more=st.integers(1, 200),
-)
+@given(squared_mean=st.floats(0.01, 100), trace=st.floats(0, 100), small=st.integers(1, 50), more=st.integers(1, 200))
 def test_average_norms_yield_the_mean_and_covariance_that_they_were_computed_from(
     squared_mean: float, trace: float, small: int, more: int
 ) -> None:

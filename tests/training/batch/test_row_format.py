@@ -12,13 +12,7 @@ from torchtune.datasets import ConcatDataset, PackedDataset
 from tests.support.toys import Samples
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.training.batch.row_format import (
-    PreferenceRows,
-    Row,
-    TokenRows,
-    check_row_length,
-    is_packed,
-)
+from torchtune_adaptive.training.batch.row_format import PreferenceRows, Row, TokenRows, check_row_length, is_packed
 
 ROWS = TokenRows(-100)
 
@@ -62,10 +56,7 @@ def worst_case(
     consensus: Consensus | None = None,
 ) -> Row:
     return ROWS.worst_case(
-        samples,
-        seq_len=seq_len,
-        tokenizer_max_seq_len=tokenizer_max_seq_len,
-        consensus=consensus or Consensus(),
+        samples, seq_len=seq_len, tokenizer_max_seq_len=tokenizer_max_seq_len, consensus=consensus or Consensus()
     )
 
 

@@ -25,12 +25,7 @@ from tests.support.toys import STATE
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import AdaptiveSettings
-from torchtune_adaptive.training.checkpoints.folder import (
-    RANK_STATES_NAME,
-    Checkpoint,
-    CheckpointFolder,
-    write_state,
-)
+from torchtune_adaptive.training.checkpoints.folder import RANK_STATES_NAME, Checkpoint, CheckpointFolder, write_state
 from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
 from torchtune_adaptive.training.checkpoints.tensors import TrainedTensors
 
@@ -145,25 +140,17 @@ def test_the_steps_that_are_saved(tmp_path: Path, every_steps: int | None, steps
 def test_options_of_the_optimizer_are_those_of_the_checkpoint_unless_the_config_has_changed_them(
     tmp_path: Path,
 ) -> None:
-    run = Run(tmp_path)
-    run.optimizer.param_groups[0].update(lr=0.5, weight_decay=0.25)
-    run.save(1)
-    same = Run(tmp_path)
-    same.load()
-    assert [same.optimizer.param_groups[0][key] for key in ("lr", "weight_decay")] == [0.5, 0.25]
-    changed = Run(tmp_path)
-    changed.load(config=ADAMW | {"optimizer.lr": 0.02, "batch_size": 7})
-    assert [changed.optimizer.param_groups[0][key] for key in ("lr", "weight_decay")] == [0.01, 0.25]
-
-
-def test_an_option_that_is_a_list_may_be_changed_by_the_config_too(tmp_path: Path) -> None:
-    betas = {"optimizer.betas.0": 0.9, "optimizer.betas.1": 0.95}
-    run = Run(tmp_path)
-    run.save(1, config=ADAMW | betas)
-    changed = Run(tmp_path)
+    config = ADAMW | {"optimizer.betas.0": 0.9, "optimizer.betas.1": 0.95}
+    run, same, changed = Run(tmp_path), Run(tmp_path), Run(tmp_path)
+    saved = {"lr": 0.5, "weight_decay": 0.25, "betas": (0.9, 0.95)}
+    run.optimizer.param_groups[0].update(saved)
+    run.save(1, config=config)
+    same.load(config=config)
+    assert {key: same.optimizer.param_groups[0][key] for key in saved} == saved
     changed.optimizer.param_groups[0]["betas"] = (0.9, 0.99)
-    changed.load(config=ADAMW | betas | {"optimizer.betas.1": 0.99})
-    assert changed.optimizer.param_groups[0]["betas"] == (0.9, 0.99)
+    changed.load(config=config | {"optimizer.lr": 0.02, "optimizer.betas.1": 0.99, "batch_size": 7})
+    expected = {"lr": 0.01, "weight_decay": 0.25, "betas": (0.9, 0.99)}
+    assert {key: changed.optimizer.param_groups[0][key] for key in saved} == expected
 
 
 # ---- in the background
