@@ -10,7 +10,7 @@ from torchtune_adaptive.ppo.checkpoints import PromptBatches
 PROMPTS = list(range(11))
 
 
-def batches_of(*, epoch: int = 0, restore_random: Callable[[], object] = lambda: None) -> PromptBatches:
+def batches_of(*, epoch: int = 0, restore_random: Callable[[], None] = lambda: None) -> PromptBatches:
     sampler = DistributedSampler(PROMPTS, num_replicas=1, rank=0, shuffle=True)  # pyright: ignore[reportArgumentType]
     sampler.set_epoch(epoch)
     loader = DataLoader(PROMPTS, batch_size=2, sampler=sampler, drop_last=True)  # pyright: ignore[reportArgumentType]

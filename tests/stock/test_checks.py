@@ -249,12 +249,8 @@ def test_two_messages_that_concern_no_user_are_filtered_and_no_other(caplog: pyt
         for module in ("torchdata.stateful_dataloader", "mine"):
             for text in ("'set_vital' is deprecated, please do not call", "'other' is deprecated"):
                 warnings.warn_explicit(text, UserWarning, "file.py", 1, module=module)
-    messages = [str(one.message) for one in caught]
-    assert messages == [
-        "'other' is deprecated",
-        "'set_vital' is deprecated, please do not call",
-        "'other' is deprecated",
-    ]
+    passed = ["'other' is deprecated", "'set_vital' is deprecated, please do not call", "'other' is deprecated"]
+    assert [str(one.message) for one in caught] == passed
     log = logging.getLogger("torchao")
     log.warning("Skipping import of cpp extensions due to incompatible torch version 2.13 for torchao version 0.15")
     log.warning("Something else")
@@ -349,12 +345,11 @@ def test_values_of_stock_keys_are_checked(config: dict[str, Any], sentence: str)
     [
         {"compile": True, "device": "cuda:1"},
         IN_BACKWARD,
+        {"epochs": 1, "max_steps_per_epoch": None, "clip_grad_norm": "inf"},
         {"gradient_accumulation_steps": 1, "fake_quant_after_n_steps": None, "kd_ratio": 0, "clip_grad_norm": 1.0},
-        {"fake_quant_after_n_steps": 0, "kd_ratio": 1, "compile": None, "shuffle": 1, "clip_grad_norm": "inf"},
-        {"epochs": 1, "max_steps_per_epoch": None, "clip_grad_norm": float("inf")},
+        {"fake_quant_after_n_steps": 0, "kd_ratio": 1, "compile": None, "shuffle": 1, "clip_grad_norm": float("inf")},
         {"fsdp_cpu_offload": True, "enable_async_checkpointing": True},
         ON_CPU | {"fsdp_cpu_offload": False, "enable_async_checkpointing": True},
-        {"optimizer": {"_component_": "torch.optim.AdamW"}},
         {"optimizer": {"_component_": "tests.support.recipe_runs.adamw_with_tensor_rate"}},
     ],
 )

@@ -58,15 +58,10 @@ def several(number: int) -> list[Node]:
     return [Node(store, node, of=number) for node in range(number)]
 
 
-def started(number: int) -> list[Node]:
-    made = several(number)
-    for one in made:
-        one.watch.start()
-    return made
-
-
 def test_a_node_that_fails_is_quoted_by_all_others() -> None:
-    first, second, third = started(3)
+    first, second, third = several(3)
+    for node in (first, second, third):
+        node.watch.start()
     second.watch.close("`margin` is wrong.")
     words = f"node 1 ({HOST}) has ended the run: `margin` is wrong."
     assert (first.said(), third.said()) == (words, words)

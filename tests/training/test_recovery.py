@@ -323,8 +323,8 @@ def test_after_two_steps_with_allocator_retries_the_next_ones_are_cut_in_halves(
     thrashing(toy, meter, 1, 0, 2, 1)
     assert toy.cuts == [4] * 8  # no step is repeated
     for _ in range(4):
-        parameters = plain.train()
-    assert same_bits(list(toy.model.parameters()), parameters)
+        plain.train()
+    assert same_bits(list(toy.model.parameters()), list(plain.model.parameters()))
     assert toy.micro_batches.take_padding() == plain.micro_batches.take_padding()
     assert toy.micro_batches.limit == RowLimit(2)
     assert toy.recoverable.retries == 0

@@ -46,13 +46,13 @@ class Device:
 
 
 @st.composite
-def devices(draw: st.DrawFn, *, dearest_row: int = 0, fewest_rows: int = 1) -> tuple[Device, int, int, int]:
+def devices(draw: st.DrawFn, *, dearest_row: int = 0) -> tuple[Device, int, int, int]:
     """A device, the greatest row length, how many such rows fit, and the most rows of a micro-batch."""
     seq_len = draw(st.integers(1, 300))
     figures = [draw(st.integers(0, most)) for most in (10**6, 5, dearest_row)]
     device = Device(0, *figures, a=draw(st.integers(1, 100)), d=draw(st.integers(0, 3)))
     per_row = device.k + device.a * seq_len + device.d * seq_len**2
-    rows = draw(st.integers(fewest_rows, 40))
+    rows = draw(st.integers(1, 40))
     device.limit_bytes = device.c + device.e * seq_len**2 + rows * per_row + draw(st.integers(0, per_row - 1))
     return device, seq_len, rows, draw(st.integers(rows, 10_000))
 

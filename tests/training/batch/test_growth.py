@@ -71,6 +71,7 @@ def test_without_a_function_the_batch_stays() -> None:
 def test_the_sizes_of_all_epochs_are_known_before_the_first_and_keep_to_the_maximum_once_there_is_one() -> None:
     growth = growth_by(grows_by_four)
     assert growth.grows is True
+    assert not growth.measures(0)
     assert growth.sizes(8) == [12, 16, 20]
     growth.maximum = 17
     assert growth.sizes(8) == [12, 16, 16]

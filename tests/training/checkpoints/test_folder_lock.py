@@ -105,7 +105,7 @@ def test_a_folder_on_which_nothing_can_be_locked_is_used_with_a_warning(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
-    locked(tmp_path / "new" / "run")
+    assert locked(tmp_path / "new" / "run").path.is_dir()
     assert caplog.messages == [
         f"{tmp_path}/new/run cannot be locked, so that another run could write to it: "
         f"OSError: [Errno {errno.ENOLCK}] No locks available."
