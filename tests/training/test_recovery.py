@@ -15,10 +15,12 @@ from torch import nn
 from tests.support.faults import same_bits, under
 from tests.support.toys import search_options
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.fsdp_state import CannotRecordError
 from torchtune_adaptive.engine.memory import resident
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.memory.resident import RankMemory
+from torchtune_adaptive.engine.recovery import rehearsal
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
@@ -279,6 +281,13 @@ def test_without_recovery_steps_are_the_same_and_an_error_passes(
     with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
         toy.failing_at(1).train()
     assert (toy.micro_batches.limit, toy.recoverable.retries, toy.events) == (RowLimit(4), 0, [])
+
+
+def test_a_model_that_cannot_recover_trains_without_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "Ledger", mock.Mock(side_effect=CannotRecordError("of a reason")))
+    toy = Toy(RowLimit(4))
+    assert not toy.recoverable.recovers
+    assert same_bits(toy.train(), Toy(RowLimit(4), recovers=False).train())
 
 
 # ---- the first step
