@@ -350,7 +350,7 @@ def test_values_of_stock_keys_are_checked(config: dict[str, Any], sentence: str)
         {"fake_quant_after_n_steps": 0, "kd_ratio": 1, "compile": None, "shuffle": 1, "clip_grad_norm": float("inf")},
         {"fsdp_cpu_offload": True, "enable_async_checkpointing": True},
         ON_CPU | {"fsdp_cpu_offload": False, "enable_async_checkpointing": True},
-        {"optimizer": {"_component_": "tests.support.recipe_runs.adamw_with_tensor_rate"}},
+        {"optimizer": {"_component_": "benchmarks.support.recipe_runs.adamw_with_tensor_rate"}},
     ],
 )
 def test_other_options_pass_also_with_a_search(config: dict[str, Any]) -> None:
