@@ -289,7 +289,10 @@ def _bad_days(assets: Path, output_dir: Path) -> dict[str, Any]:
     (output_dir / "value" / "epoch_0").rename(output_dir / "value" / "elsewhere")
     found["refused"]["value model"] = _refusal(cfg)
     (output_dir / "value" / "elsewhere").rename(output_dir / "value" / "epoch_0")
+    half_written = CheckpointFolder(output_dir / "value").unfinished("epoch_9")
+    half_written.mkdir()
     trained(asked_to_end_in(2), cfg)  # in its last turn, so the run is complete all the same
+    found["half-written values"] = half_written.exists()
     with pytest.raises(RunEnded) as end:
         Recipe(cfg)
     found["complete"] = end.value.status, str(end.value)
@@ -329,6 +332,11 @@ def test_another_kind_of_turn_or_a_missing_value_model_is_refused(bad_days: tupl
         "value model": "`resume_from_checkpoint` must be a checkpoint whose value model exists, but for"
         f" '{path}' there is no '{values}'.",
     }
+
+
+def test_a_half_written_value_model_of_a_killed_run_is_removed(bad_days: tuple[dict[str, Any], Path]) -> None:
+    found, _ = bad_days
+    assert not found["half-written values"]
 
 
 def test_a_run_that_has_trained_all_turns_is_over(bad_days: tuple[dict[str, Any], Path]) -> None:

@@ -48,8 +48,8 @@ def log_end(
 def arrows(values: Sequence[Any]) -> str:
     """How a value has changed; where it did so often, the last of it.
 
-    >>> arrows([8, 8, 16]), arrows([8]), arrows([1, 2, 3, 4, 5, 6])
-    ('8 -> 16', '8', '1 -> ... -> 4 -> 5 -> 6')
+    >>> arrows([8, 8, 16]), arrows([1, 2, 3, 4]), arrows([1, 2, 3, 4, 5])
+    ('8 -> 16', '1 -> 2 -> 3 -> 4', '1 -> ... -> 3 -> 4 -> 5')
     """
     changes = [str(value) for value, _ in groupby(values)]
     if len(changes) > _LONGEST_LIST:
