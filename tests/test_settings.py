@@ -13,11 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.engine.search.options import SearchOptions
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.schedule import at_epochs, geometric
+from torchtune_adaptive.schedule import geometric
 from torchtune_adaptive.settings import BLOCK_KEYS, CONFIG_KEYS, STRATEGIES, AdaptiveSettings
 from torchtune_adaptive.stock.installed import stock_recipe_files
 from torchtune_adaptive.text import parse_memory
-from torchtune_adaptive.training.batch.increase_function import plan_growth
 
 HERE = __name__
 LISTED = ", ".join(BLOCK_KEYS)
@@ -108,32 +107,6 @@ def test_search_runs_for_the_largest_size_for_growth_and_for_an_automatic_budget
     assert read(**keys).searches is searches
 
 
-def test_command_line_overrides_are_read():
-    cfg = OmegaConf.merge(
-        OmegaConf.create({"batch_size": 2, "adaptive": {"margin": 0.2}}),
-        OmegaConf.from_dotlist(
-            [
-                "use_maximum_batch_size=True",
-                "adaptive.memory_limit=80GiB",
-                "adaptive.power_of_two=false",
-                "adaptive.max_batch_size=64",
-                f"batch_increase_function._component_={COMPONENT}.at_epochs",
-                "batch_increase_function.increases.2=8",
-            ]
-        ),
-    )
-    assert isinstance(cfg, DictConfig)
-    settings = AdaptiveSettings.from_cfg(cfg)
-    assert settings == AdaptiveSettings(
-        use_maximum_batch_size=True,
-        batch_increase_function=at_epochs({2: 8}),
-        power_of_two=False,
-        max_batch_size=64,
-        memory_limit_bytes=80 * 2**30,
-        margin=0.2,
-    )
-
-
 def test_interpolations_resolve_also_inside_of_a_component():
     settings = read(
         seq_len=512,
@@ -166,27 +139,18 @@ def test_reading_does_not_change_the_config():
 
 
 @pytest.mark.parametrize(
-    ("key", "meant"),
+    ("key", "hint"),
     [
-        ("margn", "adaptive.margin"),
-        ("memory_limit_bytes", "adaptive.memory_limit"),
-        ("Strategy", "adaptive.strategy"),
-        ("max_seq_len", "adaptive.seq_len"),
-        ("lr_scale", "adaptive.lr_scaling"),
-        ("keep_last_checkpoints", "adaptive.keep_last_n_checkpoints"),
-        ("use_maximum_batch_size", "use_maximum_batch_size"),
-        ("batch_increase_function", "batch_increase_function"),
+        ("margn", "; did you mean `adaptive.margin`?"),
+        ("memory_limit_bytes", "; did you mean `adaptive.memory_limit`?"),
+        ("Strategy", "; did you mean `adaptive.strategy`?"),
+        ("use_maximum_batch_size", "; did you mean `use_maximum_batch_size`?"),
+        ("zzz", "."),
+        (3, "."),
     ],
 )
-def test_unknown_key_of_the_block_is_refused_with_the_nearest_name(key, meant):
-    assert refusal(adaptive={key: 1}) == (
-        f"A key of `adaptive` must be one of {LISTED}, but is '{key}' instead; did you mean `{meant}`?"
-    )
-
-
-@pytest.mark.parametrize(("key", "quoted"), [("zzz", "'zzz'"), ("reuse_found_size", "'reuse_found_size'"), (3, "3")])
-def test_unknown_key_of_the_block_unlike_any_other_is_refused_without_a_guess(key, quoted):
-    assert refusal(adaptive={key: 1}) == f"A key of `adaptive` must be one of {LISTED}, but is {quoted} instead."
+def test_unknown_key_of_the_block_is_refused_with_a_name_like_it_if_there_is_one(key, hint):
+    assert refusal(adaptive={key: 1}) == f"A key of `adaptive` must be one of {LISTED}, but is {key!r} instead{hint}"
 
 
 @pytest.mark.parametrize(("value", "quoted"), [(True, "True"), ("80GiB", "'80GiB'"), ([1], "[1]"), (0, "0")])
@@ -198,17 +162,12 @@ def test_block_that_is_not_a_mapping_is_refused(value, quoted):
     ("key", "meant"),
     [
         ("use_max_batch_size", "use_maximum_batch_size"),
-        ("use_maximum_batchsize", "use_maximum_batch_size"),
         ("use-maximum-batch-size", "use_maximum_batch_size"),
-        ("use_maximal_batch_size", "use_maximum_batch_size"),
         ("maximum_batch_size", "use_maximum_batch_size"),
         ("Use_Maximum_Batch_Size", "use_maximum_batch_size"),
         ("batch_increase_fn", "batch_increase_function"),
-        ("batch_increase", "batch_increase_function"),
-        ("batch_increasing_function", "batch_increase_function"),
         ("batch_size_increase_function", "batch_increase_function"),
         ("adaptve", "adaptive"),
-        ("adaptative", "adaptive"),
         ("max-batch-size", "adaptive.max_batch_size"),
         *((name, f"adaptive.{name}") for name in BLOCK_KEYS if name != "seq_len"),
     ],
@@ -219,9 +178,7 @@ def test_top_level_key_that_resembles_an_adaptive_key_is_refused(key, meant):
     )
 
 
-@pytest.mark.parametrize(
-    "key", ["seq_len", "max_seq_len", "adapter", "adapter_path", "batch_size_val", "eval_batch_size", "run_dir", 3]
-)
+@pytest.mark.parametrize("key", ["seq_len", "max_seq_len", "adapter_path", "batch_size_val", "run_dir", 3])
 def test_other_keys_at_the_top_level_pass(key):
     assert AdaptiveSettings.from_cfg(OmegaConf.create({key: 1})) == AdaptiveSettings()
 
@@ -249,7 +206,7 @@ OTHERS = (True, False, 8.0, math.nan, "8", "atuo", "None", "AUTO", "Memory", "",
 @pytest.mark.parametrize(
     ("names", "rule", "values"),
     [
-        (SWITCHES, "True or False", ("yes", 1, "True", None, 0)),
+        (SWITCHES, "True or False", ("yes", 1, None)),
         (COUNTS, "an integer", (True, 8.0, "8", [8])),
         ((*COUNTS, "max_tokens_per_micro_batch", "growth_limit"), "at least 1", (0, -3)),
         (("margin",), "in [0, 1)", (1, 1.5, -0.1, math.nan, math.inf, True, False, "0.1", None, [0.1])),
@@ -263,10 +220,6 @@ def test_a_value_of_another_type_or_out_of_its_range_is_refused(names, rule, val
         assert refusal(adaptive={name: value}) == f"`adaptive.{name}` must be {rule}, but is {value!r} instead."
 
 
-def test_the_search_is_switched_by_a_bool():
-    assert refusal(use_maximum_batch_size=1) == "`use_maximum_batch_size` must be True or False, but is 1 instead."
-
-
 @pytest.mark.parametrize(
     ("name", "values"),
     [
@@ -275,10 +228,8 @@ def test_the_search_is_switched_by_a_bool():
         ("lr_scaling", ["none", "sqrt", "linear"]),
         ("objective", ["memory", "throughput"]),
         ("strategy", [*STRATEGIES]),
-        ("margin", [0, 0.0, 0.999, 0.05]),
-        ("global_batch_size", [None, 1, 4096]),
-        ("save_every_n_steps", [None, 1, 500]),
-        ("keep_last_n_checkpoints", [None, 1, 5]),
+        ("margin", [0, 0.999]),
+        *((name, [None, 1, 4096]) for name in COUNTS),
     ],
 )
 def test_each_word_and_number_that_a_key_allows_is_taken(name, values):
@@ -294,14 +245,11 @@ def test_each_word_and_number_that_a_key_allows_is_taken(name, values):
     ("value", "guess"),
     [
         (True, None),
-        (2.0, None),
         (None, "none"),
         (["sqrt"], "sqrt"),
         ("Linear", "linear"),
-        ("square", "sqrt"),
         ("MEMORY", "memory"),
         ("binary-search", "binary_search"),
-        ("LINEAR_EXTRAPOLATION", "linear_extrapolation"),
         ("decrease", "decrease_until_oom"),
         ("guess", None),
     ],
@@ -402,9 +350,7 @@ def test_settings_made_without_a_config_are_checked_too():
     [
         ({"adaptive": {"margin": "${nowhere}"}}, "`adaptive` must have a value, but has none: InterpolationKeyError"),
         ({"adaptive": {"margin": "???"}}, "`adaptive` must have a value, but has none: MissingMandatoryValue"),
-        ({"adaptive": "???"}, "`adaptive` must have a value, but has none: MissingMandatoryValue"),
         ({"adaptive": "${nowhere}"}, "`adaptive` must have a value, but has none: InterpolationKeyError"),
-        ({"adaptive": {"margin": "${adaptive.margin}"}}, "`adaptive` must have a value, but has none: Interpolation"),
         (
             {"use_maximum_batch_size": "${oc.env:NO_SUCH_VARIABLE_AT_ALL}"},
             "`use_maximum_batch_size` must have a value, but has none: InterpolationResolutionError",
@@ -426,8 +372,8 @@ def test_value_that_does_not_resolve_is_refused(keys, start):
         ("0.1GB", 10**8),
         ("7 B", 7),
         (8e9, 8 * 10**9),
+        (512, 512),
         ("1.0001KiB", 1024),
-        ("1.9B", 1),
     ],
 )
 def test_memory_is_read_as_whole_bytes(value, size_bytes):
@@ -436,16 +382,15 @@ def test_memory_is_read_as_whole_bytes(value, size_bytes):
     assert read(adaptive={"memory_limit": value}).memory_limit_bytes == size_bytes
 
 
-UNREADABLE = ("80 bananas", "eighty", "", "GiB", "80G", "1e9", "1,5GiB", "1.5.5GiB", "80_000", "8 0GiB", "--1GiB")
-UNREADABLE += ("٨GiB", "nan", "inf GiB", "0x10", "1GiB\0", f"{10**20}B")
-UNREADABLE += (True, False, math.nan, math.inf, -math.inf, 0.5, [80], {"a": 1}, b"1GiB")
+UNREADABLE = ("80 bananas", "", "GiB", "80G", "1e9", "1,5GiB", "80_000", "8 0GiB", "--1GiB", "٨GiB", "nan", "0x10")
+UNREADABLE += ("1GiB\0", f"{10**20}B", True, math.nan, math.inf, 0.5, [80], {"a": 1}, b"1GiB")
 
 
 @pytest.mark.parametrize(
     ("rule", "values"),
     [
         ("a size like 80GiB or whole bytes", UNREADABLE),
-        ("at least one byte", (0, -1, "0", "0GiB", "-5GiB", "0.0001B", -2.0, 0.0, "-0.5B")),
+        ("at least one byte", (0, -1, "0GiB", "-5GiB", "0.0001B", -2.0)),
     ],
 )
 def test_memory_that_cannot_be_read_or_is_not_above_zero_is_refused(rule, values):
@@ -464,11 +409,6 @@ def test_memory_that_cannot_be_read_or_is_not_above_zero_is_refused(rule, values
 def test_memory_written_with_any_unit_reads_back(count, unit, change, space):
     name, unit_bytes = unit
     assert parse_memory(f"{space}{count}{space}{change(name)}{space}") == count * unit_bytes
-
-
-@given(st.integers(1, 2**60))
-def test_memory_in_bytes_reads_back(size_bytes):
-    assert parse_memory(size_bytes) == parse_memory(str(size_bytes)) == parse_memory(f"{size_bytes}B") == size_bytes
 
 
 @given(st.text(max_size=12))
@@ -490,31 +430,26 @@ def test_function_is_found_by_its_dotted_path(path, answer):
 
 
 def test_function_of_a_module_in_the_working_directory_is_found(tmp_path, monkeypatch):
-    (tmp_path / "my_growth_package").mkdir()
-    (tmp_path / "my_growth_package" / "plans.py").write_text("def gentle(epoch, size):\n    return epoch\n")
+    (tmp_path / "my_growth.py").write_text("def gentle(epoch, size):\n    return epoch\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    function = read(batch_increase_function="my_growth_package.plans.gentle").batch_increase_function
+    function = read(batch_increase_function="my_growth.gentle").batch_increase_function
     assert function is not None
     assert function(7, 1) == 7
-    assert sys.path[-1] == str(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("value", "rule", "found"),
     [
         ("no_such_module.grow", "importable", "is not: ModuleNotFoundError: No module named 'no_such_module'."),
-        ("grow", "importable", "is not: ModuleNotFoundError: No module named 'grow'."),
         ("math.grow", "importable", "is not: AttributeError: module 'math' has no attribute 'grow'."),
         ("", "importable", "is not: ValueError: invalid format: ''."),
-        (".grow", "importable", "is not: ValueError: invalid format: '.grow'."),
-        ("math.pi.grow", "importable", "is not: AttributeError: 'float' object has no attribute 'grow'."),
         ("math.pi", "callable", f"is {math.pi} instead."),
         (f"{HERE}.too_few", "", "takes (epoch) instead."),  # the rest: tests/test_schedule.py
         (f"{COMPONENT}.geometric", "a function", "is a class instead; to use a class, give it as `_component_`"),
         *(
             (value, "a dotted path or a mapping with a `_component_`", "instead.")
-            for value in (8, True, ["a.b"], {"factor": 2}, {}, {"_component_": None})
+            for value in (8, ["a.b"], {"factor": 2}, {"_component_": None})
         ),
     ],
 )
@@ -524,21 +459,6 @@ def test_a_function_that_is_not_there_or_not_a_function_is_refused(value, rule, 
         f"`batch_increase_function` must {f'be {rule}, but' if rule else 'take two positional'} "
     )
     assert f"but {value!r} {found}" in sentence or sentence.endswith(f"but is {value!r} {found}")
-
-
-def test_error_inside_an_imported_module_is_the_reason(tmp_path, monkeypatch):
-    (tmp_path / "broken_growth.py").write_text("import no_such_dependency\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert refusal(batch_increase_function="broken_growth.grow").endswith(
-        "but 'broken_growth.grow' is not: ModuleNotFoundError: No module named 'no_such_dependency'."
-    )
-
-
-def test_component_is_called_with_its_arguments():
-    component = {"_component_": f"{COMPONENT}.at_epochs", "increases": {1: 8, 3: 16}}
-    function = read(batch_increase_function=component).batch_increase_function
-    assert function is not None
-    assert plan_growth(function, total_epochs=4, batch_size=8) == [8, 16, 16, 32]
 
 
 @pytest.mark.parametrize(
@@ -554,13 +474,6 @@ def test_component_that_fails_is_refused_with_the_reason(path, arguments, reason
         f"`batch_increase_function` must be created by its `_component_`, but '{path}' with {arguments} "
         f"failed instead: {reason}."
     )
-
-
-@pytest.mark.parametrize("arguments", [{"increments": 2}, {}])
-def test_component_with_unknown_or_missing_arguments_is_refused(arguments):
-    sentence = refusal(batch_increase_function={"_component_": f"{COMPONENT}.linear", **arguments})
-    assert f"'{COMPONENT}.linear' with {arguments} failed instead: TypeError: " in sentence
-    assert ("increments" if arguments else "increment") in sentence.partition("TypeError")[2]
 
 
 def test_component_must_make_a_function():
