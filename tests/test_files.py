@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchtune_adaptive.files import check_writable, sync, write_whole
+from torchtune_adaptive.files import check_writable, write_whole
 
 
 def test_writing_again_replaces_the_file_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -69,20 +69,6 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "replace", note_replace)
     write_whole(path, "latter")
     assert seen == [("synced", "latter"), ("replaced", "former")]
-
-
-def test_syncing_a_directory_leaves_no_descriptor_open_even_if_it_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(descriptor: int) -> None:
-        raise OSError("input/output error")
-
-    before = sorted(os.listdir("/proc/self/fd"))
-    sync(tmp_path)
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(OSError, match="input/output"):
-        sync(tmp_path)
-    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def _write_often(path: Path, letter: str) -> None:

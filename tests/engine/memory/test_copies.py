@@ -143,13 +143,6 @@ def test_a_folder_without_space_is_not_written_to(
     assert_kept_in_memory(caplog, "No space left on device")
 
 
-def test_the_space_is_allocated_at_once(folder: Path) -> None:
-    tensors = [torch.ones(1000), torch.ones(24)]
-    with Copies(tensors) as kept:
-        assert kept._file is not None
-        assert os.fstat(kept._file._file.fileno()).st_size == 4096
-
-
 def test_a_disk_that_gets_full_while_it_is_written_leaves_the_rest_in_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, folder: Path
 ) -> None:

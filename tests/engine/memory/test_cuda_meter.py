@@ -158,13 +158,8 @@ def test_the_fraction_set_before_is_restored_also_after_an_exception(cuda: FakeC
     cuda.fraction = 0.75
     meter.limit_bytes = 25_000
     meter.start_timeline()
-
-    def run_out() -> None:
-        with meter:
-            cuda.take(25_001)
-
-    with pytest.raises(torch.OutOfMemoryError):
-        run_out()
+    with pytest.raises(torch.OutOfMemoryError), meter:
+        cuda.take(25_001)
     assert cuda.fraction == 0.75
     torch.zeros(1)  # no dispatch mode is left behind
     assert len(meter.stop_timeline(1).operations) == 0

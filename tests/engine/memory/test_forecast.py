@@ -1,9 +1,7 @@
 """Envelope and largest batch size, compared with brute force."""
 
-import itertools
-
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtune_adaptive.engine.memory.timeline import (
@@ -56,30 +54,6 @@ def test_the_envelope_is_the_highest_line_at_every_size(lines: list[Line]) -> No
 
 
 @properties
-@given(any_lines)
-def test_every_line_of_the_envelope_is_one_of_the_lines_and_they_rise_steeper_and_steeper(lines: list[Line]) -> None:
-    envelope = upper_envelope(lines)
-    slopes = [line.slope_bytes for line in envelope]
-    intercepts = [line.intercept_bytes for line in envelope]
-    assert set(envelope) <= set(lines)
-    assert slopes == sorted(set(slopes))
-    assert intercepts == sorted(set(intercepts), reverse=True)
-
-
-@properties
-@given(any_lines)
-def test_no_line_of_the_envelope_could_be_left_out(lines: list[Line]) -> None:
-    envelope = upper_envelope(lines)
-    assume(len(envelope) > 1)
-    crossings = [
-        (flat.intercept_bytes - steep.intercept_bytes) / (steep.slope_bytes - flat.slope_bytes)
-        for flat, steep in itertools.pairwise(envelope)
-    ]
-    assert crossings == sorted(crossings)
-    assert crossings[0] > 0
-
-
-@properties
 @given(any_lines, st.sampled_from([(2, 3), (2, 4), (1, 9)]))
 def test_two_timelines_give_the_peak_at_every_other_size(lines: list[Line], sizes: tuple[int, int]) -> None:
     forecast = forecast_of(lines, sizes)
@@ -101,14 +75,6 @@ def test_the_largest_size_is_that_of_exhaustive_search(lines: list[Line], limit_
         assert min(found, MOST_ROWS) == max(fitting, default=0)
 
 
-def test_where_two_operations_take_turns_the_peak_is_forecast_and_not_a_line_through_two_peaks() -> None:
-    optimizer, loss = Line(1000, 0), Line(100, 50)
-    forecast = forecast_of([optimizer, loss])
-    assert forecast.peak_bytes(2) == forecast.peak_bytes(3) == 1000
-    assert forecast.peak_bytes(100) == 5100
-    assert forecast.largest_batch_size(2000) == 38
-
-
 @pytest.mark.parametrize(
     "operations", [("mm", "sum"), ("mm", "add", "sum"), ("mm", "mul"), ()], ids=["fewer", "more", "other", "none"]
 )
@@ -116,12 +82,6 @@ def test_steps_with_different_operations_give_no_forecast(operations: tuple[str,
     small = Timeline(2, ("mm", "add"), (10, 20))
     large = Timeline(3, operations, tuple(range(len(operations))))
     assert Forecast.from_timelines(small, large) is None
-
-
-def test_the_limit_itself_may_be_reached() -> None:
-    assert forecast_of([Line(10, 5)]).largest_batch_size(30) == 4
-    assert forecast_of([Line(10, 5)]).largest_batch_size(29) == 3
-    assert forecast_of([Line(10, 5)]).largest_batch_size(29.999) == 3
 
 
 def test_an_operation_whose_memory_falls_does_not_hide_the_size_that_fits() -> None:

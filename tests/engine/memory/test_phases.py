@@ -36,16 +36,6 @@ class Model(nn.Module):
         return inputs * 2
 
 
-def test_a_phase_entered_is_the_current_one_and_reported() -> None:
-    meter = RecordingMeter()
-    phases = Phases([], meter)
-    assert (phases.now, meter.entered) == ("", [])
-    for name in ("backward", "optimizer"):
-        phases.enter(name)
-        assert phases.now == name
-    assert meter.entered == ["backward", "optimizer"]
-
-
 def test_a_teachers_forward_after_the_students_enters_forward_again() -> None:
     meter = RecordingMeter()
     student, teacher = Model(), Model()

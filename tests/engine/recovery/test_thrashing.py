@@ -58,7 +58,3 @@ def test_a_stopped_watch_reports_no_thrashing() -> None:
     assert watched.after(1, 1, 1) == [False] * 3
     watched.watch.reset()
     assert watched.after(1, 1) == [False] * 2
-
-
-def test_without_a_meter_nothing_is_reported() -> None:
-    assert not PressureWatch(Consensus(), None, Phases([], None)).is_thrashing()

@@ -1,8 +1,9 @@
 """The tables and the summary of a search: columns align, missing figures are blank, and conditions are named."""
 
-from typing import Any
+from dataclasses import replace
 
-from torchtune_adaptive.engine.search.strategies import Probe, SearchResult
+from tests.support.toys import search_result
+from torchtune_adaptive.engine.search.strategies import Probe
 from torchtune_adaptive.engine.search.tables import length_table, probe_table, rate_table, summary
 
 PROBES = (
@@ -21,33 +22,22 @@ PROBES = (
         seconds=12.0,
     ),
 )
-
-
-def result_of(**changes: Any) -> SearchResult:
-    figures: dict[str, Any] = {
-        "strategy": "binary_search",
-        "exact_batch_size": 2,
-        "batch_size": 2,
-        "bound": 4096,
-        "memory_limit_bytes": 100 * 2**20,
-        "margin": 0.05,
-        "world_size": 2,
-        "probes": PROBES,
-    }
-    return SearchResult(**(figures | changes))
+FOUND = search_result(
+    exact_batch_size=2, batch_size=2, bound=4096, memory_limit_bytes=100 * 2**20, world_size=2, probes=PROBES
+)
 
 
 # ---- probes
 
 
 def test_the_table_has_a_column_for_each_phase_and_the_figures_of_each_probe() -> None:
-    header, _, first, _ = (line.split() for line in probe_table(result_of()).splitlines())
+    header, _, first, _ = (line.split() for line in probe_table(FOUND).splitlines())
     assert header == ["batch_size", "forward", "backward", "optimizer", "peak", "usable", "fits", "seconds"]
     assert first == ["2", "1.0", "MiB", "3.0", "MiB", "2.0", "MiB", "3.0", "MiB", "95.0", "MiB", "yes", "0.25"]
 
 
 def test_a_phase_that_was_not_reached_is_a_blank_cell() -> None:
-    header, _, _, failed = probe_table(result_of()).splitlines()
+    header, _, _, failed = probe_table(FOUND).splitlines()
     for phase in ("backward", "optimizer"):
         end = header.index(phase) + len(phase)
         assert failed[end - 9 : end].strip() == ""
@@ -55,7 +45,7 @@ def test_a_phase_that_was_not_reached_is_a_blank_cell() -> None:
 
 
 def test_a_phase_that_only_a_later_probe_reached_has_its_column() -> None:
-    table = probe_table(result_of(probes=PROBES[::-1]))
+    table = probe_table(replace(FOUND, probes=PROBES[::-1]))
     header, _, first, second = table.splitlines()
     assert header.split()[:4] == ["batch_size", "forward", "backward", "optimizer"]
     assert [first.split()[0], second.split()[0]] == ["1000", "2"]
@@ -87,11 +77,11 @@ def test_the_table_of_rates_is_sorted_by_size_and_marks_the_chosen_one() -> None
 
 
 def test_the_summary_says_in_one_line_what_was_found_under_which_conditions() -> None:
-    assert summary(result_of(), 128) == (
+    assert summary(FOUND, 128) == (
         "binary_search: largest batch_size that fits 2, used 2 (rows of 128 tokens, limit 100.0 MiB per rank,"
         " margin 0.05, 2 ranks, 2 probes, 1 out of memory)"
     )
 
 
 def test_the_summary_says_if_the_search_was_stopped_by_its_bound() -> None:
-    assert "fits 2, the largest size allowed, used 2" in summary(result_of(bound=2), 128)
+    assert "fits 2, the largest size allowed, used 2" in summary(replace(FOUND, bound=2), 128)
