@@ -240,8 +240,6 @@ class NumbersTrainer:
 
 
 class Base:
-    """A recipe that trains with its trainer."""
-
     def __init__(self, rows_per_micro_step: int = 2) -> None:
         self.trainer = NumbersTrainer(rows_per_micro_step)
 
@@ -286,16 +284,6 @@ def test_each_step_counts_its_micro_steps_from_zero_also_after_a_failure() -> No
     halves = [faults[1, 1].count] * 2
     assert halves[0] > 0
     assert [fault.count for fault in faults.values()] == [1, *halves, 0, *halves, 0, 0, *halves, 0, 0]
-
-
-def test_a_fault_in_a_recipe_knows_its_phase() -> None:
-    recipe = Recipe()
-    phases: list[str] = []
-    whole, part = Fault(None), Fault(0, phase="backward", strike=lambda: phases.append(recipe.trainer.phases.now))
-    with faults_in(Recipe, {(0, 0): whole, (1, 0): part}):
-        recipe.train()
-    assert phases == ["backward"]
-    assert 0 < part.count < whole.count
 
 
 def test_micro_steps_outside_of_training_have_no_faults() -> None:

@@ -333,21 +333,6 @@ class Scenarios:
         as_before = same_bits(trainee.state(), before) and torch.equal(torch.get_rng_state(), random_state)
         return [found, as_before and communicators(model) == own, self.rehearse(model)]
 
-    def another_error_on_one_rank(self) -> str:
-        model = ShardedTrainee().model
-
-        def strike() -> None:
-            raise ValueError("not of memory")
-
-        def step() -> None:
-            with Fault(60, ranks=[1], strike=strike):
-                micro_step(model)
-
-        try:
-            return self.rehearse(model, step, step)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-
     def a_collective_fails_in_itself(self) -> list[Any]:
         """Why the rest is not replayed, for each failed collective and afterwards; whether the next loss is right."""
         model = ShardedTrainee().model
@@ -390,33 +375,6 @@ class Scenarios:
         ledger.template = [first._replace(numel=first.numel + 1), *rest]
         ledger.begin()
         return [*refusals, refusal(ledger)]
-
-    def all_gather_allocations(self) -> list[Any]:
-        """How many all-gathers a micro-step has, and how many were issued before each allocation that failed."""
-        model = ShardedTrainee().model
-        ledger = ledger_of(model)
-        number = [one.kind for one in ledger.template].count("all-gather")
-        issued = []
-        with Fault(None, kind="all-gather allocation") as allocations:
-            micro_step(model)
-        for place in range(allocations.count):
-            ledger.begin()
-            fault = Fault(place, ranks=[place % 2], kind="all-gather allocation")
-            if loss_under(fault, model) is None:
-                issued.append([one.kind for one in ledger.issued].count("all-gather"))
-                ledger.replay_rest()
-            else:
-                issued.append(place)
-            assert ledger.agrees
-        return [number, issued]
-
-    def collectives_by_a_fault(self) -> list[int]:
-        """The number of collectives in a micro-step, counted by a fault and in the template."""
-        model = ShardedTrainee().model
-        ledger = ledger_of(model)
-        with Fault(None, kind="collective") as collectives:
-            micro_step(model)
-        return [collectives.count, len(ledger.template)]
 
 
 def group_mesh() -> DeviceMesh:
@@ -503,24 +461,6 @@ def test_a_collective_that_cannot_be_replayed_is_named(on_two: list[dict[str, An
         assert another.endswith("all-gather was not issued as in the rehearsal")
 
 
-# ---- faults on collectives
-
-
-def test_a_fault_of_an_all_gathers_allocation_strikes_before_each_all_gather_and_nowhere_else(
-    on_two: list[dict[str, Any]],
-) -> None:
-    for ranks in on_two:
-        number, issued = ranks["all_gather_allocations"]
-        assert number > 3
-        assert issued == list(range(number))
-
-
-def test_a_fault_counts_every_collective(on_two: list[dict[str, Any]]) -> None:
-    for ranks in on_two:
-        counted, recorded = ranks["collectives_by_a_fault"]
-        assert counted == recorded > 6
-
-
 # ---- rehearsals
 
 
@@ -534,10 +474,7 @@ def test_a_rehearsal_gives_a_recovery_and_restores_all_state(on_two: list[dict[s
     [
         ("with_a_collective_of_its_own", "a micro-step issues 9 collectives, but FSDP2 only 8 of them"),
         ("with_other_collectives_for_the_second_batch", "micro-steps on different batches issue different collectives"),
-        (
-            "with_ranks_that_take_the_layers_in_different_order",
-            "ranks issue different collectives in a micro-step",
-        ),
+        ("with_ranks_that_take_the_layers_in_different_order", "ranks issue different collectives in a micro-step"),
         ("with_parameters_that_are_not_sharded", "parameters are replicated without being sharded"),
         ("with_several_meshes", "a module of type FSDPLinear is sharded over several meshes"),
     ],
@@ -576,27 +513,6 @@ def test_all_ranks_learn_of_a_rehearsal_that_ran_out_of_memory_on_one(on_two: li
         assert outcomes == ["out of memory"] * 3
         assert as_before
         assert next_one == "recovery"
-
-
-def test_another_error_in_a_rehearsal_is_raised_unchanged_and_stops_the_peer(on_two: list[dict[str, Any]]) -> None:
-    assert [ranks["another_error_on_one_rank"] for ranks in on_two] == [
-        "RuntimeError: another rank failed during a probe; see its own error message",
-        "ValueError: not of memory",
-    ]
-
-
-def test_without_fsdp_there_are_no_collectives_to_replay() -> None:
-    model = nn.Linear(WIDTH, 4)
-    ledger = Ledger(model, CPU)
-    ledger.begin()
-    model(torch.zeros(2, WIDTH)).sum().backward()
-    assert len(ledger.issued) == 0
-    assert ledger.agrees
-    ledger.replay_rest()
-    model.zero_grad(set_to_none=True)
-    steps = [lambda: model(torch.zeros(1, WIDTH)).sum().backward()] * 2
-    rehearsed(model, steps)
-    assert model.weight.grad is None
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -19,6 +19,7 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.snapshot import restore_on_exit
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
+from torchtune_adaptive.testing import out_of_memory
 
 CPU = torch.device("cpu")
 POINTS = {2: 30, 4: 9}  # by number of ranks: how many operations of a step are made to fail, evenly spread
@@ -205,10 +206,6 @@ def test_whichever_operation_fails_all_ranks_learn_of_it_and_continue() -> None:
 
 
 # ---- one process
-
-
-def out_of_memory() -> None:
-    raise torch.OutOfMemoryError("injected")
 
 
 def test_without_peers_the_outcome_is_that_of_this_process() -> None:

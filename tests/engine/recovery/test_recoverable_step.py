@@ -151,14 +151,6 @@ def test_gradients_must_be_none_before_a_step() -> None:
     toy.step(SAMPLES)
 
 
-def test_a_step_without_samples_is_refused_as_the_first_and_as_a_later_one() -> None:
-    toy = Toy(4)
-    for _ in range(2):
-        with pytest.raises(InputError, match="must have samples"):
-            toy.step(SAMPLES[:0])
-        toy.gradients()
-
-
 @pytest.mark.parametrize("size", [0, 2.5, "4", True], ids=repr)
 def test_a_bad_micro_batch_size_is_quoted(size: Any) -> None:
     with pytest.raises(InputError, match=f"`micro_batch_size` must be .*, but is {size!r}"):

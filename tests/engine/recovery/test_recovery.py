@@ -260,24 +260,6 @@ def _fail(error: Exception) -> Any:
     return micro_step
 
 
-def test_alone_a_later_micro_step_out_of_memory_discards_the_whole_step_and_its_gradients() -> None:
-    model = nn.Linear(4, 4)
-    recovery = _alone(model)
-    ran = []
-
-    def good() -> int:
-        ran.append(1)
-        model(torch.ones(1, 4)).sum().backward()
-        return 1
-
-    micro_steps = [good, _fail(torch.OutOfMemoryError("too much")), good]
-    attempt = recovery.attempt(micro_steps, is_thrashing=lambda: True)
-    assert (attempt.result, attempt.pressure, attempt.own_pressure) == (None, *[MemoryPressure.OUT_OF_MEMORY] * 2)
-    assert attempt.error == "OutOfMemoryError: too much"
-    assert ran == [1]
-    assert model.weight.grad is None
-
-
 @pytest.mark.parametrize(
     ("is_even", "micro_steps", "exchanges"), [(True, 1, 1), (True, 3, 1), (False, 1, 1), (False, 3, 2)]
 )

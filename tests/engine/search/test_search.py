@@ -140,13 +140,6 @@ def test_a_forecast_slightly_too_high_takes_few_failing_probes(excess: int) -> N
     assert [run for run in runs if run.device.failures > 1 + excess.bit_length()] == []
 
 
-def test_zero_is_only_returned_after_one_row_was_tried() -> None:
-    device = FitsUpTo(1)
-    assert linear_extrapolation(device, lambda: 0, max_batch_size=1) == 1
-    device = FitsUpTo(1)
-    assert linear_extrapolation(device, lambda: 0, max_batch_size=100) == 1
-
-
 @settings(derandomize=True, deadline=None, max_examples=400)
 @given(limit=st.integers(0, 300), bound=st.integers(1, 300), seed=st.integers(0, 2**32 - 1), is_above=st.booleans())
 def test_linear_extrapolation_is_safe_with_any_forecast_and_exact_with_one_above_the_sizes_that_fitted(
@@ -162,6 +155,7 @@ def test_linear_extrapolation_is_safe_with_any_forecast_and_exact_with_one_above
     answer = linear_extrapolation(device, forecast, max_batch_size=bound)
     assert answer == device.fitted  # the largest size that was tried and fits, so never above the limit
     assert answer == min(limit, bound) or not is_above
+    assert answer or 1 in device.asked
     assert len(set(device.asked)) == len(device.asked)
     assert all(1 <= size <= bound for size in device.asked)
 
@@ -269,7 +263,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("strategy", NAMES)
-def test_a_search_finds_what_fits_within_the_margin_and_restores_all_state(strategy: Strategy) -> None:
+def test_a_search_finds_what_fits_within_the_margin_and_restores_all_state_and_the_meter(strategy: Strategy) -> None:
     device = Rows(SmallCard())
     before = device.state()
     found = device.search(strategy=strategy, memory_limit_bytes=17_000, margin=0.2)  # 13 600 bytes are usable
@@ -279,13 +273,7 @@ def test_a_search_finds_what_fits_within_the_margin_and_restores_all_state(strat
     assert all(probe.fits == (probe.batch_size <= 13) for probe in found.probes)
     assert not device.began_with_gradients
     assert device.state() == before
-
-
-@pytest.mark.parametrize("strategy", NAMES)
-def test_a_search_is_exact_and_limited_and_restores_the_meter(strategy: Strategy) -> None:
-    device = Rows(SmallCard())
-    device.search(strategy=strategy, memory_limit_bytes=13_000)
-    assert set(device.meter.seen) == {(13_000, True)}
+    assert set(device.meter.seen) == {(13_600, True)}
     assert device.meter.figures == (777, False)
     with device.meter.exactly():
         device.search(strategy=strategy, memory_limit_bytes=13_000)
@@ -334,18 +322,17 @@ def test_a_size_is_rounded_down_to_a_power_of_two_that_has_itself_been_tried(lim
     assert len(set(tried)) == len(tried)
 
 
-def test_a_power_of_two_that_does_not_fit_after_all_is_halved_again() -> None:
-    device = Rows(SmallCard(), never=[8])
-    found = device.search(memory_limit_bytes=13_000, power_of_two=True)
-    assert (found.exact_batch_size, found.batch_size) == (13, 4)
-    assert device.taken[-2:] == [8, 4]
-
-
-def test_rounding_may_go_down_to_a_single_row() -> None:
-    device = Rows(SmallCard(), never=[2, 4])
-    found = device.search(memory_limit_bytes=7_000, power_of_two=True, strategy="binary_search", start=5)
-    assert (found.exact_batch_size, found.batch_size) == (7, 1)
-    assert device.taken[-2:] == [4, 2]
+@pytest.mark.parametrize(
+    ("never", "settings", "found", "last_taken"),
+    [([8], {"memory_limit_bytes": 13_000}, (13, 4), [8, 4]), ([2, 4], {"memory_limit_bytes": 7_000}, (7, 1), [4, 2])],
+)
+def test_a_power_of_two_that_does_not_fit_after_all_is_halved_again_down_to_a_single_row(
+    never: list[int], settings: dict[str, int], found: tuple[int, int], last_taken: list[int]
+) -> None:
+    device = Rows(SmallCard(), never=never)
+    result = device.search(power_of_two=True, strategy="binary_search", start=5, **settings)
+    assert (result.exact_batch_size, result.batch_size) == found
+    assert device.taken[-2:] == last_taken
 
 
 def test_a_fractional_forecast_of_rows_is_kept_unless_the_bound_stopped_the_search() -> None:
