@@ -1,4 +1,7 @@
-"""After ``restore_on_exit`` everything is as before, bit for bit, also after an exception."""
+"""After ``restore_on_exit`` everything is as before, bit for bit, also after an exception.
+
+Models sharded by FSDP2 are in ``test_vote.py``.
+"""
 
 import contextlib
 import copy
@@ -10,18 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from benchmarks.support.ranks import run_on_ranks
-from tests.support.faults import FailsAt, ShardedTrainee, same_bits
+from tests.support.faults import FailsAt, same_bits
 from torchtune_adaptive.engine.distributed.snapshot import (
     KeptTensors,
     RandomStates,
     keep_random_states,
     restore_on_exit,
 )
-from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.testing import out_of_memory
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -296,67 +296,6 @@ def test_changed_buffers_are_found_whatever_changed_them() -> None:
     assert [id(buffer) for buffer in kept.changed()] == [id(buffer) for buffer in (written, through_a_view, unseen)]
     kept.restore()
     assert kept.changed() == []
-
-
-# ---- FSDP2 on two ranks
-
-
-def faults_of_a_sharded_model(rank: int, warm_steps: int) -> list[tuple[int, str, bool, bool, bool]]:
-    """For operations all over a step that fail on both ranks: (operation, error, restored, next step right, graded)."""
-    trainee = ShardedTrainee(warm_steps=warm_steps)
-    model, optimizer = trainee.model, trainee.optimizer
-    before = trainee.state()
-    with restore_on_exit(model, [optimizer]):
-        trainee.step()
-        after_a_step = trainee.state()
-    counting = FailsAt(None)  # not earlier: the first step has extra operations for its set-up
-    with restore_on_exit(model, [optimizer]), counting:
-        trainee.step()
-    found: list[tuple[int, str, bool, bool, bool]] = []
-    for point in range(0, counting.operations, counting.operations // 30):
-        error = "none"
-        try:
-            with restore_on_exit(model, [optimizer]), FailsAt(point):
-                trainee.step()
-        except torch.OutOfMemoryError as failure:
-            error = str(failure)
-        free_memory(torch.device("cpu"))
-        as_before = same_bits(trainee.state(), before)
-        graded = any(parameter.grad is not None for parameter in model.parameters())
-        dist.barrier()
-        with restore_on_exit(model, [optimizer]):
-            trainee.step()
-            next_step_right = same_bits(trainee.state(), after_a_step)
-        found.append((point, error, as_before, next_step_right, graded))
-    fresh = ShardedTrainee(warm_steps=warm_steps)
-    losses = [[one.step(seed=seed) for seed in range(5)] for one in (fresh, trainee)]
-    found.append((-1, "end", losses[0] == losses[1], same_bits(fresh.state(), trainee.state()), False))
-    return found
-
-
-def faults_on_ranks(rank: int) -> dict[str, list[tuple[int, str, bool, bool, bool]]]:
-    return {name: faults_of_a_sharded_model(rank, warm_steps) for name, warm_steps in (("fresh", 0), ("warm", 1))}
-
-
-@pytest.fixture(scope="module")
-def faults() -> list[dict[str, list[tuple[int, str, bool, bool, bool]]]]:
-    return run_on_ranks(faults_on_ranks, 2)
-
-
-@pytest.mark.parametrize("state", ["fresh", "warm"])
-def test_all_state_is_restored_wherever_a_sharded_step_fails(faults: list[Any], state: str) -> None:
-    for ranks in faults:
-        *points, _ = ranks[state]
-        assert len(points) >= 30
-        assert {error for _, error, *_ in points} == {"injected: CUDA out of memory"}
-        assert [point for point, _, as_before, _, graded in points if not as_before or graded] == []
-
-
-@pytest.mark.parametrize("state", ["fresh", "warm"])
-def test_a_sharded_model_trains_like_a_fresh_copy_wherever_a_step_failed(faults: list[Any], state: str) -> None:
-    for ranks in faults:
-        assert [point for point, _, _, next_step_right, _ in ranks[state] if not next_step_right] == []
-        assert ranks[state][-1][2], "losses of the next five steps differ"
 
 
 def test_a_wrapper_whose_own_copy_shares_its_memory_is_restored() -> None:
