@@ -21,7 +21,6 @@ from torchtune_adaptive.settings import named_by_path
 
 SEARCH = "use_maximum_batch_size=True"
 GROW = "batch_increase_function="
-FUNCTION = "`batch_increase_function` must "
 # What a config's keys and values alone say is checked in `tests/test_settings.py` and `tests/stock/test_checks.py`.
 CASES: dict[str, tuple[list[str], str]] = {
     "misspelt key": ([SEARCH, "adaptive.margn=0.1"], "but is 'margn' instead; did you mean `adaptive.margin`?"),
@@ -33,16 +32,10 @@ CASES: dict[str, tuple[list[str], str]] = {
         [SEARCH, "adaptive.memory_limit=null"],
         "`adaptive.memory_limit` must be given for a search on",
     ),
-    "function not importable": ([GROW + "no_such_module.grow"], FUNCTION + "be importable, but 'no_such_module.grow'"),
     "function that raises": (
         [GROW + "tests.support.growth_functions.raises_late"],
         "ZeroDivisionError: division by zero.",
     ),
-    "function giving a float": (
-        [GROW + "tests.support.growth_functions.gives_float"],
-        "gives_float returned 0.5 at epoch 0",
-    ),
-    "data below one batch": (["batch_size=64", "dataset.split=train[:100]"], "64 rows * 1 micro-steps * 2 ranks = 128"),
     "data below one row a micro-step": (
         [SEARCH, "gradient_accumulation_steps=64", "dataset.split=train[:100]"],
         "`dataset` must fill an optimizer step (1 rows * 64 micro-steps * 2 ranks = 128 samples per optimizer step),"
@@ -113,10 +106,6 @@ CASES: dict[str, tuple[list[str], str]] = {
     "values that an optimizer refuses": (
         ["optimizer.betas=[2, 3]"],
         "`optimizer` must be one that can be created, but failed with {",
-    ),
-    "component of no module": (
-        ["loss._component_=nonsense.Foo"],
-        "`loss` must be one that can be created, but failed with {'_component_': 'nonsense.Foo'}: InstantiationError",
     ),
     "state that cannot be saved": (
         [GROW + "tests.support.growth_functions.UNSAVABLE"],

@@ -43,9 +43,6 @@ from benchmarks.support.recipe_runs import shallow_assets
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 
 References = Callable[[Setup], Reference]
-SHORT = replace(
-    ON_ONE_DEVICE, overrides={**ON_ONE_DEVICE.overrides, "epochs": 2, "adaptive.save_every_n_steps": "null"}
-)
 # The same samples in every step on any number of ranks, and nothing that draws random numbers.
 _KEYS = ("model.num_layers", "tokenizer.max_seq_len", "lr_scheduler.num_warmup_steps", "dataset.split")
 ON_ANY_RANKS = Setup(
@@ -109,22 +106,6 @@ def fill(disk: Path, *, left_bytes: int) -> None:
 
 def size_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-@pytest.mark.exhaustive
-def test_a_run_ended_by_sigterm_resumes_at_its_next_step(assets: Path, tmp_path: Path) -> None:
-    whole = reference_of(SHORT, assets, tmp_path / "whole")
-    with launched(SHORT, assets, tmp_path, holds=[5]) as run:
-        run.wait_for_step(5)
-        run.send(signal.SIGTERM)
-        run.release(5)
-        assert run.wait() == 75
-    assert "Traceback" not in run.output
-    assert run.output.count("a signal ended the run after step 6, and a checkpoint is saved") == 1
-    assert run.checkpoints == ["step_6"]
-    resumed = finished(SHORT, assets, tmp_path, resume=True)
-    assert resumed.steps[0]["step"] == 7
-    assert whole.difference(resumed) == ""
 
 
 @pytest.mark.exhaustive

@@ -8,9 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from torch.utils.data import DistributedSampler
-from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
 from benchmarks.support.ranks import run_alone, run_on_ranks
 from benchmarks.support.recipe_runs import (
@@ -18,7 +16,6 @@ from benchmarks.support.recipe_runs import (
     Step,
     adaptive_recipe,
     finished,
-    metered_peaks,
     set_up,
     shallow_assets,
     tiny_config,
@@ -30,26 +27,7 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.training import trainer
 
 LIMIT = "64MiB"
-LONGEST = {"tokens": list(range(64)), "labels": list(range(64))}  # as long as the tokenizer allows
 GROWING = {"_component_": "torchtune_adaptive.schedule.linear", "increment": 2}
-
-
-def _all_strategies(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    found = {}
-    common: dict[str, Any] = SHALLOW | {"gradient_accumulation_steps": 2, "tokenizer__max_seq_len": 64}
-    for strategy in STRATEGIES:
-        adaptive = {"strategy": strategy, "memory_limit": "32MiB", "max_batch_size": 40, "oom_recovery": False}
-        searching = common | {"use_maximum_batch_size": True, "adaptive": adaptive}
-        recipe = set_up(adaptive_recipe("full"), tiny_config("full", tiny_dir, output_dir / strategy, **searching))
-        found[strategy] = recipe.trainer.sizes.result
-    cfg = tiny_config("full", tiny_dir, output_dir, **common, adaptive__memory_limit=None)
-    result = found["binary_search"]
-    sizes = (1, result.exact_batch_size, result.exact_batch_size + 1)
-    return {
-        "found": found,
-        "peaks": metered_peaks(set_up(adaptive_recipe("full"), cfg), LONGEST, sizes, micro_steps=2)[1:],
-        "may": result.memory_limit_bytes * (1 - result.margin),
-    }
 
 
 def _grow(tiny_dir: Path, output_dir: Path) -> list[dict[str, float]]:
@@ -70,8 +48,8 @@ def _grow(tiny_dir: Path, output_dir: Path) -> list[dict[str, float]]:
 
 def _train_on_two_ranks(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     return {
+        "full": Trials("full", tiny_dir, output_dir / "full", gradient_accumulation_steps=2).search(),
         "lora": Trials("lora", tiny_dir, output_dir / "lora").search(STRATEGIES[:1], objective="throughput"),
-        "strategies": _all_strategies(tiny_dir, output_dir / "strategies"),
         "growth": _grow(tiny_dir, output_dir / "growth"),
     }
 
@@ -83,33 +61,21 @@ def two_ranks(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     return [rank | {"decisions": events_in(output_dir / "growth", "sizes")} for rank in ranks]
 
 
-def test_a_search_that_times_steps_restores_all_state_and_training_equals_a_run_with_that_size(
-    two_ranks: list[dict[str, Any]],
+@pytest.mark.parametrize(
+    ("kind", "strategies", "timed"), [("full", STRATEGIES, None), ("lora", STRATEGIES[:1], [6, 3, 1])]
+)
+def test_a_search_restores_all_state_and_training_equals_a_run_with_that_size(
+    kind: str, strategies: tuple[str, ...], timed: list[int] | None, two_ranks: list[dict[str, Any]]
 ) -> None:
-    for rank in (rank["lora"] for rank in two_ranks):
-        assert rank["found"] == [ROWS_THAT_FIT]
-        assert rank["timed"] == [6, 3, 1]
+    """Also with gradients that micro-steps accumulate, and where steps of several sizes are timed."""
+    for rank in (rank[kind] for rank in two_ranks):
+        assert rank["found"] == [ROWS_THAT_FIT] * len(strategies)
+        assert rank["timed"] == timed
         assert rank["traces"] == []
         assert rank["parameters equal"]
-    searched, told = two_ranks[0]["lora"]["figures"]
+    searched, told = two_ranks[0][kind]["figures"]
     assert len(told) == 2
     assert searched == told
-
-
-def test_every_strategy_finds_the_largest_batch_that_a_metered_step_fits(two_ranks: list[dict[str, Any]]) -> None:
-    ranks = [rank["strategies"] for rank in two_ranks]
-    for rank in ranks:
-        fits_bytes, too_much_bytes = rank["peaks"]
-        assert fits_bytes <= rank["may"] < too_much_bytes
-    results = [result for rank in ranks for result in rank["found"].values()]
-    assert len({(result.exact_batch_size, result.batch_size) for result in results}) == 1
-    for result in results:
-        tried = {probe.batch_size: probe.fits for probe in result.probes}
-        assert tried[result.batch_size]
-        assert tried[result.exact_batch_size]
-        assert result.batch_size & (result.batch_size - 1) == 0
-    assert len(ranks[0]["found"]["linear_extrapolation"].probes) <= 4
-    assert all(probe.fits for probe in ranks[0]["found"]["linear_extrapolation"].probes)
 
 
 def test_growth_sets_sizes_and_steps_per_epoch(two_ranks: list[dict[str, Any]]) -> None:
@@ -119,17 +85,6 @@ def test_growth_sets_sizes_and_steps_per_epoch(two_ranks: list[dict[str, Any]]) 
     assert [step["global_batch_size"] for step in steps] == [4] * 6 + [8] * 3 + [12] * 4
     assert [(entry["epoch"], entry["batch_size"]) for entry in decisions] == [(0, 2), (1, 4), (2, 6)]
     assert [step["step"] for step in steps] == list(range(1, 14))
-
-
-def test_the_rate_is_one_function_of_the_fraction_of_training(two_ranks: list[dict[str, Any]]) -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
-    rate: Any = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=5, num_training_steps=24).lr_lambdas[0]
-    per_epoch = [6] * 6 + [3] * 3 + [2] * 4
-    epochs_done, expected = 0.0, []
-    for steps_per_epoch in per_epoch:
-        epochs_done += 1 / steps_per_epoch
-        expected.append(1e-3 * rate(6 * epochs_done))
-    assert [step["lr"] for step in two_ranks[0]["growth"]] == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 # ---- on one rank

@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import random
 import re
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,7 +29,6 @@ from benchmarks.support.recipe_runs import (
     without_saving,
 )
 from tests.recipes.test_tune_run import tune_run
-from tests.support.method_runs import STRATEGIES
 from tests.support.run_logs import events_in
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.errors import NothingFitsError
@@ -86,7 +84,6 @@ def _troubles(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
         "in the optimizer": _optimizer_fails(config()),
         "thrashing": _thrashing(config, rank),
         "ballast": _ballast(config, rank),
-        "unequal limits": _unequal_limits(config, rank),
         "off": _recovery_is_off(config),
         "masked rows": _masked_rows(config),
         "compiler resets": _compiler_resets(config),
@@ -158,21 +155,6 @@ def _ballast(config: Any, rank: int) -> dict[str, Any]:
         "micro-batches": [step["micro_batch_size"] for step in steps],
         "reasons": [entry["reason"] for entry in recipe.trainer.record.history],
     }
-
-
-def _unequal_limits(config: Any, rank: int) -> dict[str, tuple[int, int]]:
-    """What each strategy finds if rank 1 may use half of rank 0's memory, and what one finds if both may use that half.
-
-    All of them find the same in equal limits: ``test_every_strategy_finds_the_largest_batch_that_a_metered_step_fits``.
-    """
-    found = {}
-    unequal, equal = ("56MiB", "28MiB"), ("28MiB", "28MiB")
-    for name, strategy, limit in [*(("unequal", one, unequal) for one in STRATEGIES), ("equal", STRATEGIES[1], equal)]:
-        settings = {"memory_limit": limit[rank], "strategy": strategy, "max_batch_size": 48}
-        recipe = set_up(adaptive_recipe("full"), config(use_maximum_batch_size=True, adaptive=settings))
-        result = recipe.trainer.sizes.result
-        found[f"{name} {strategy}"] = (result.exact_batch_size, result.batch_size)
-    return found
 
 
 def _recovery_is_off(config: Any) -> list[str]:
@@ -286,14 +268,6 @@ def test_a_neighbours_memory_makes_micro_batches_small_until_it_is_gone(troubles
     assert last == f"micro-batch {sizes[3]:.0f} -> 4 rows: fits again at the start of epoch 1"
 
 
-def test_with_unequal_limits_every_strategy_finds_what_fits_the_smaller_rank(troubles: list[dict[str, Any]]) -> None:
-    for rank in troubles:
-        found = rank["unequal limits"]
-        assert len(found) == 4
-        assert set(found.values()) == {found["equal binary_search"]}
-        assert found["equal binary_search"][0] > 1
-
-
 def test_where_recovery_is_off_an_error_ends_the_run_as_in_the_stock_recipe(troubles: list[dict[str, Any]]) -> None:
     for rank in troubles:
         assert rank["off"] == ["CUDA out of memory (a fault on purpose)"] * 2
@@ -309,57 +283,6 @@ def test_rows_without_a_token_to_learn_from_do_not_make_the_loss_of_small_micro_
 
 def test_what_was_compiled_before_training_is_dropped(troubles: list[dict[str, Any]]) -> None:
     assert [rank["compiler resets"] for rank in troubles] == [[1, 0], [1, 0]]
-
-
-# ---- long runs
-
-
-def _soak(rank: int, tiny_dir: Path, output_dir: Path, epochs: int) -> dict[str, Any]:
-    """Epochs of twenty steps, in each a fault at a random place of a random step on a random rank."""
-    choose = random.Random(0)  # on every rank the same
-    live_bytes: list[int] = []
-    faults = {}
-    for epoch in range(epochs):
-        ranks = [choose.randrange(2)]
-        faults[20 * epoch + choose.randrange(20), 0] = Fault(choose.randrange(900), ranks=ranks)
-
-    fault_step = {step // 20: step for step, _ in faults}
-    recipe_class = without_saving(adaptive_recipe("full"))
-
-    class Watched(recipe_class):
-        def save_checkpoint(self, epoch: int) -> None:
-            live_bytes.append(meters[0].live_bytes)
-
-    common: dict[str, Any] = SMALL | {"adaptive__memory_limit": "2GiB", "epochs": epochs, "max_steps_per_epoch": 20}
-    common |= {"batch_size": 2, "tokenizer__max_seq_len": 32, "lr_scheduler__num_warmup_steps": 5}
-    with faults_in(Watched, faults), meters_of_recipes() as meters:
-        steps, parameters, recipe = finished(Watched, tiny_config("full", tiny_dir, output_dir, **common))
-    told = with_micro_batches(recipe_class, lambda step: 1 if step >= fault_step[step // 20] else None)
-    told_steps, told_parameters, _ = finished(told, tiny_config("full", tiny_dir, output_dir / "told", **common))
-    return {
-        "struck": sum(fault.has_struck for fault in faults.values()),
-        "steps": len(steps),
-        "retries": recipe.trainer.recoverable.retries,
-        "losses equal": [step["loss"] for step in steps] == [step["loss"] for step in told_steps],
-        "parameters equal": same_bits(parameters, told_parameters),
-        "live bytes": live_bytes,
-    }
-
-
-@pytest.mark.exhaustive
-def test_a_thousand_steps_with_fifty_faults_neither_hang_nor_leak_nor_change_the_result(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
-    ranks = run_on_ranks(_soak, 2, shallow_assets(tiny_dir), tmp_path, 50, timeout_s=3600)
-    print(f"{ranks[0]['steps']} steps, {ranks[0]['retries']} retries")
-    print("live bytes at the epochs' ends:", [sorted(set(rank["live bytes"])) for rank in ranks])
-    assert ranks[0]["steps"] == 1000
-    assert sum(rank["struck"] for rank in ranks) == ranks[0]["retries"] == 50
-    for rank in ranks:
-        assert rank["losses equal"]
-        assert rank["parameters equal"]
-        # A thread that ran a collective may hold a tensor a moment longer; a leak would remain in every later epoch.
-        assert min(rank["live bytes"][-10:]) <= min(rank["live bytes"][:10])
 
 
 # ---- by the stock command line

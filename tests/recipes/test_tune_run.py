@@ -108,17 +108,6 @@ def test_stock_tune_run_starts_every_recipe(kind: str, tiny_dir: Path, tmp_path:
 
 
 @pytest.mark.exhaustive
-def test_two_processes_of_a_single_device_recipe_are_refused_in_one_sentence(tiny_dir: Path, tmp_path: Path) -> None:
-    overrides = [f"tiny_dir={tiny_dir}", f"output_dir={tmp_path / 'out'}"]
-    recipe = "adaptive_full_finetune_single_device"
-    run = tune_run("--nproc_per_node", "2", recipe, "--config", "tiny/full", *overrides, directory=tmp_path)
-    assert run.returncode == 1
-    sentence = f"{recipe}: `--nproc_per_node` must be 1 for a single-device recipe, but is 2 instead."
-    assert run.stderr.count(sentence) == 1
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_thirty_launches_end_with_status_zero_on_every_rank(ranks: int, tiny_dir: Path, tmp_path: Path) -> None:
     """A gloo thread that outlives the interpreter aborts a rank now and then: one clean exit proves nothing."""

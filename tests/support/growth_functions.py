@@ -12,10 +12,6 @@ def raises_late(epoch: int, current_batch_size: int) -> int:
     return 0
 
 
-def gives_float(epoch: int, current_batch_size: int) -> float:
-    return 0.5
-
-
 def gives_two(epoch: int, current_batch_size: int) -> int:
     return 2
 

@@ -184,7 +184,8 @@ class Trials:
         """A limit under which ``ROWS_THAT_FIT`` rows fit and one more does not, by the peaks of metered steps."""
         recipe = set_up(self._silent, self._config(**self._dropout))
         row = recipe.row_format().stretched(recipe.trainer.loader.dataset[0], 64)
-        peaks = metered_peaks(recipe, row, (1, ROWS_THAT_FIT, ROWS_THAT_FIT + 1))
+        micro_steps = self._more.get("gradient_accumulation_steps", 1)
+        peaks = metered_peaks(recipe, row, (1, ROWS_THAT_FIT, ROWS_THAT_FIT + 1), micro_steps=micro_steps)
         return sum(peaks[1:]) // 2
 
     def _operations(self) -> int:
