@@ -10,8 +10,6 @@ from torchtune_adaptive.engine.memory.timeline import (
     Timeline,
     lines_between,
     operation_lines,
-    sum_of,
-    sum_of_timelines,
     upper_envelope,
 )
 
@@ -108,22 +106,6 @@ def test_what_fits_without_a_row_reaches_the_limit_at_the_crossing(lines: list[L
 @given(any_lines, st.sampled_from([(2, 3), (2, 4), (1, 9)]))
 def test_two_timelines_give_each_operation_its_own_line_in_order(lines: list[Line], sizes: tuple[int, int]) -> None:
     assert operation_lines(timeline(sizes[0], lines), timeline(sizes[1], lines)) == lines
-
-
-@properties
-@given(any_lines)
-def test_the_line_of_all_kinds_is_their_sum_at_every_size(lines: list[Line]) -> None:
-    total = sum_of(iter(lines))
-    assert [total.at(size) for size in SIZES] == [sum(line.at(size) for line in lines) for size in SIZES]
-
-
-@properties
-@given(st.lists(st.lists(st.integers(-(10**12), 10**12), min_size=3, max_size=3), min_size=1, max_size=6))
-def test_the_timeline_of_all_kinds_is_their_sum_at_every_operation(kinds: list[list[int]]) -> None:
-    operations, phases = ("mm", "add", "mm"), ("forward", "forward", "backward")
-    together = sum_of_timelines(iter([Timeline(7, operations, tuple(live), phases) for live in kinds]))
-    live_bytes = tuple(sum(live[place] for live in kinds) for place in range(3))
-    assert together == Timeline(7, operations, live_bytes, phases)
 
 
 @properties
