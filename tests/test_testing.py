@@ -274,18 +274,6 @@ def test_micro_steps_of_a_step_that_is_run_again_keep_counting(
     assert [number for (_, number), fault in faults.items() if fault.count > 0] == run
 
 
-def test_each_step_counts_its_micro_steps_from_zero_also_after_a_failure() -> None:
-    recipe = Recipe(rows_per_micro_step=4)
-    faults = {
-        (step, number): Fault(0 if (step, number) == (0, 0) else None) for step in range(3) for number in range(4)
-    }
-    with faults_in(Recipe, faults):
-        recipe.train()
-    halves = [faults[1, 1].count] * 2
-    assert halves[0] > 0
-    assert [fault.count for fault in faults.values()] == [1, *halves, 0, *halves, 0, 0, *halves, 0, 0]
-
-
 def test_micro_steps_outside_of_training_have_no_faults() -> None:
     recipe, fault = Recipe(), Fault(0)
     with faults_in(Recipe, {(1, 1): fault}):
