@@ -241,7 +241,6 @@ def _alone(directory: Path) -> dict[str, Any]:
     results["beside stock alone"] = _beside_stock(directory / "exact", memory_limit="400KiB")
     results["refused alone"] = _refused(lambda: _trainer("AdaptiveTrainer", directory / "exact", accumulation=2))
     model = transformers_search.make_model()
-    results["limits"] = [_limit_of_trainer(cuda=cuda) for cuda in (False, True)]
     results["found"] = transformers_search.find(model, torch.optim.AdamW(model.parameters()), "20MiB")
     printed = io.StringIO()
     with mock.patch("tempfile.tempdir", str(directory)), contextlib.redirect_stdout(printed):
@@ -250,20 +249,6 @@ def _alone(directory: Path) -> dict[str, Any]:
             if dist.is_initialized():
                 dist.destroy_process_group()
     return results | {"printed": printed.getvalue()}
-
-
-def _limit_of_trainer(*, cuda: bool) -> str | None:
-    """The memory limit that the program sets on a machine with or without CUDA."""
-    from examples import transformers_trainer as program
-
-    fakes = {
-        "AdaptiveTrainer": mock.Mock(),
-        "TrainingArguments": lambda path, **options: mock.Mock(process_index=1, **options),
-        "load_model": mock.Mock(),
-    }
-    with mock.patch("torch.cuda.is_available", return_value=cuda), mock.patch.multiple(program, **fakes):
-        program.main()
-    return fakes["AdaptiveTrainer"].call_args.kwargs["memory_limit"]
 
 
 @pytest.fixture(scope="module")
@@ -328,10 +313,6 @@ def test_every_program_runs_as_a_script(results: list[dict[str, Any]]) -> None:
     assert printed.count("tensor(") == 5
     assert printed.count("grad_norm") == 5
     assert "batch size 48" in printed
-
-
-def test_the_trainer_has_a_memory_limit_of_its_own_only_on_a_cpu(results: list[dict[str, Any]]) -> None:
-    assert results[0]["limits"] == ["1MiB", None]
 
 
 def test_the_readme_names_every_program() -> None:
