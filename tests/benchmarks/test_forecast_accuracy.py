@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 
 from benchmarks.forecast_accuracy import (
-    DRAWN_WORLD_SIZES,
-    LIMITS,
     MARGIN,
     MOST_ROWS,
     Case,
     Comparison,
     Truth,
     config_of,
-    draw_cases,
     forecast,
     limit_for,
     searched,
@@ -26,7 +23,7 @@ from benchmarks.forecast_accuracy import (
 from benchmarks.live import live_recipe, workload_of
 from benchmarks.support.ranks import run_on_ranks
 from tests.support.toys import search_result
-from torchtune_adaptive.engine.search.strategies import Probe, usable_bytes
+from torchtune_adaptive.engine.search.strategies import Probe
 from torchtune_adaptive.plan.step_peaks import TracedStep
 from torchtune_adaptive.settings import STRATEGIES
 
@@ -159,19 +156,3 @@ def test_the_benchmark_reports_every_miss(forecasts_and_steps: Any) -> None:
     assert misses(more_bytes=-10) == "forecast 4 rows instead of 5"
     assert misses(second=2) == "ranks [1] were above rank 0"
     assert misses(made="no forecast: ...") == "no forecast: ..."
-
-
-def test_a_limit_leaves_what_is_wanted_after_the_margin() -> None:
-    assert [usable_bytes(limit_for(wanted), MARGIN) for wanted in range(10**9, 10**9 + 50)] == list(
-        range(10**9, 10**9 + 50)
-    )
-
-
-def test_drawn_cases_depend_on_the_seed_and_more_cases_begin_with_the_fewer() -> None:
-    assert draw_cases(7, 40)[:9] == draw_cases(7, 9)
-    assert draw_cases(7, 9) != draw_cases(8, 9)
-    drawn = draw_cases(0, 32)
-    assert {case.limit for case in drawn} == set(LIMITS)
-    assert {case.kind for case in drawn} == set(CASES)
-    assert {case.world_size for case in drawn} == set(DRAWN_WORLD_SIZES)
-    assert all(case.name for case in drawn)

@@ -6,14 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from benchmarks import gpu
 from benchmarks.on_gpu.random_recipe import live_random_recipe, logged, random_config
-from benchmarks.on_gpu.random_rows import PlainTokenizer, RandomRows
 from benchmarks.on_gpu.stage import Section, Stage, stage_for
-from benchmarks.on_gpu.staged import StagedReduceScatter, stage_collectives
+from benchmarks.on_gpu.staged import stage_collectives
 from benchmarks.support.ranks import run_on_ranks
 from benchmarks.support.recipe_runs import local_parameters
 
@@ -44,26 +41,6 @@ def test_collectives_staged_on_the_host_train_as_fsdp2s_own(tmp_path: Path) -> N
     (losses, apart), (_, apart_on_peer) = run_on_ranks(_train_staged_and_not, 2, tmp_path)
     assert len(losses) == 2
     assert max(apart, apart_on_peer) < 1e-6
-
-
-def test_a_staged_reduction_that_is_no_sum_is_refused() -> None:
-    no_group: Any = None
-    with pytest.raises(NotImplementedError, match="SUM or AVG"):
-        StagedReduceScatter()(torch.empty(1), torch.empty(2), no_group, dist.ReduceOp.MAX)
-
-
-def test_rows_have_one_length_or_random_or_rising_lengths_up_to_the_maximum() -> None:
-    tokenizer = PlainTokenizer(max_seq_len=64)
-    alike = RandomRows(tokenizer, num_rows=50, vocab_size=1000)
-    differing = RandomRows(tokenizer, num_rows=50, vocab_size=1000, lengths="random")
-    assert {len(row["tokens"]) for row in alike} == {64}
-    lengths = {len(row["tokens"]) for row in differing}
-    assert max(lengths) == 64
-    assert len(lengths) > 10
-    rising = [len(row["tokens"]) for row in RandomRows(tokenizer, num_rows=50, vocab_size=1000, lengths="rising")]
-    assert rising == sorted(rising)
-    assert (rising[0], rising[-1]) == (52, 64)
-    assert alike[3] == RandomRows(tokenizer, num_rows=50, vocab_size=1000)[3] != alike[4]
 
 
 @pytest.mark.processes

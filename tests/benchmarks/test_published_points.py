@@ -2,11 +2,9 @@
 
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torchtune.models.llama3_2._component_builders import llama3_2
 from torchtune.modules import RMSNorm
 
 from benchmarks import models_before_0_5
@@ -26,10 +24,6 @@ def test_a_point_has_its_source_and_the_figure_is_in_the_quotation(point: Point)
     assert any(float(number) == pytest.approx(float(figure)) for number in re.findall(r"\d+(?:\.\d+)?", point.quote))
     assert point.quantity in ("allocated", "active", "reserved", "nvidia-smi")
     assert all([point.name, point.group, point.gpu, point.nproc_per_node > 0])
-
-
-def test_points_have_unique_names() -> None:
-    assert len({point.name for point in POINTS}) == len(POINTS)
 
 
 def test_a_well_specified_point_has_all_that_a_plan_needs() -> None:
@@ -94,18 +88,3 @@ def test_earlier_norms_compute_the_same_and_keep_two_bytes_less_of_each_value() 
         kept_bytes[kind] = sum(saved.values())
     torch.testing.assert_close(*outputs)
     assert kept_bytes[RMSNorm] - kept_bytes[models_before_0_5.EarlierNorm] == 2 * x.numel()
-
-
-def test_an_earlier_model_is_built_of_earlier_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: dict[str, Any] = {
-        "vocab_size": 8,
-        "num_layers": 1,
-        "num_heads": 1,
-        "num_kv_heads": 1,
-        "embed_dim": 8,
-        "max_seq_len": 8,
-    }
-    monkeypatch.setattr(models_before_0_5, "llama3_2_3b_of_0_6", lambda: llama3_2(**sizes, intermediate_dim=8))
-    norms = [module for module in models_before_0_5.llama3_2_3b().modules() if isinstance(module, RMSNorm)]
-    assert {type(norm) for norm in norms} == {models_before_0_5.EarlierNorm}
-    assert len(norms) == 3

@@ -58,34 +58,6 @@ def test_the_card_fails_as_cuda_does_and_counts_its_failures() -> None:
     assert card.live_bytes == kept.nbytes
 
 
-def test_an_output_that_failed_takes_no_memory_while_its_error_is_handled() -> None:
-    card = CpuCard(64 * KIB)
-    with card:
-        with pytest.raises(torch.OutOfMemoryError) as raised:
-            torch.zeros(32 * KIB)
-        assert raised.tb is not None
-        assert card.live_bytes == 0
-        torch.zeros(15 * KIB)  # as in a peer's own clean-up
-    assert card.ooms == 1
-
-
-def test_an_in_place_operation_that_fails_keeps_the_values() -> None:
-    card = CpuCard(64 * KIB)
-    values = torch.zeros(32 * KIB)
-    with card, pytest.raises(torch.OutOfMemoryError):
-        values.add_(1)
-    assert values.sum() == 32 * KIB
-
-
-def test_batches_are_on_the_host_until_they_are_placed() -> None:
-    task = small_task(1 << 20)
-    with task.card:
-        batch = task.collate(task.rows.worst(3))
-        assert task.card.live_bytes == 0
-        placed = task.card.place(batch)
-        assert task.card.live_bytes == sum(values.nbytes for values in placed.values()) == 2 * 3 * 16 * 8
-
-
 @pytest.mark.parametrize("rows", [1, 5])
 def test_card_and_meter_agree_to_the_byte_on_what_fits(rows: int) -> None:
     task = small_task(1 << 30)
@@ -114,23 +86,10 @@ def test_card_and_meter_agree_to_the_byte_on_what_fits(rows: int) -> None:
 # ---- what is compared
 
 
-def _touch_parameters(model: nn.Module, _: Any) -> None:
-    with torch.no_grad():
-        next(model.parameters()).view(-1)[0] += 1
-
-
-def _touch_buffers(model: nn.Module, _: Any) -> None:
-    next(model.buffers()).view(-1)[0] += 1
-
-
-def _touch_optimizer(_: Any, optimizer: torch.optim.Optimizer) -> None:
-    next(iter(optimizer.state.values()))["exp_avg"].view(-1)[0] += 1
-
-
 TOUCHES: dict[str, Callable[[Any, Any], object]] = {
-    "parameters": _touch_parameters,
-    "buffers": _touch_buffers,
-    "optimizer": _touch_optimizer,
+    "parameters": lambda model, _: next(model.parameters()).data.add_(1),
+    "buffers": lambda model, _: next(model.buffers()).add_(1),
+    "optimizer": lambda _, optimizer: next(iter(optimizer.state.values()))["exp_avg"].add_(1),
     "torch RNG": lambda *_: torch.rand(1),
     "Python RNG": lambda *_: random.random(),
     "NumPy RNG": lambda *_: np.random.rand(),
@@ -149,16 +108,6 @@ def test_a_change_is_found_in_its_part_and_in_no_other(part: str) -> None:
     assert changed(before, state_of(model, optimizer)) == [part]
 
 
-def test_an_optimizer_that_has_stepped_differs_from_none() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    before = state_of(model, None)
-    assert changed(before, state_of(model, optimizer)) == []
-    model(torch.rand(3, 2)).sum().backward()
-    optimizer.step()
-    assert changed(before, state_of(model, optimizer)) == ["parameters", "optimizer", "torch RNG"]
-
-
 def test_a_search_by_training_is_over_when_its_last_attempt_begins() -> None:
     task = small_task(1 << 30)
     model = task.new_model()
@@ -170,13 +119,6 @@ def test_a_search_by_training_is_over_when_its_last_attempt_begins() -> None:
     found = attempts.found()
     assert (found.size, found.steps, found.survives) == (2, 1, "yes, started over 1 x in mid-training")
     assert found.changed == ["parameters", "optimizer", "torch RNG"]
-
-
-def test_steps_that_search_again_are_reported() -> None:
-    attempts = Attempts(small_task(1 << 30))
-    assert attempts.found_by_first([16, 16], [5, 0]).survives == "yes"
-    survives = attempts.found_by_first([16, 16, 8], [5, 0, 1]).survives
-    assert survives == "yes, with 1 OOMs in 1 of its steps, down to 8"
 
 
 # ---- contestants

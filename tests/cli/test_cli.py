@@ -82,18 +82,13 @@ def test_a_plan_is_printed_as_tables(program: Program, tracing: FakeTracing) -> 
     assert tracing.requests[0]["seq_lens"] == [1024, 4096]
 
 
-def test_a_plan_for_a_cpu_adds_nothing_to_the_trace(program: Program, tracing: FakeTracing) -> None:
-    ended = program(*FULL, "--memory", "10GiB", "--seq-len", "1024", "~adaptive.memory_limit", "adaptive.margin=0")
-    assert tables(ended.out)[0][1][:5] == ["1024", "4", "4", "4", "4,096"]
-    assert "Nothing fits" not in ended.out
-    assert len(tracing.requests) == 1
-
-
 def test_batches_that_are_asked_for_are_planned_from_the_same_trace(program: Program, tracing: FakeTracing) -> None:
     arguments = (*FULL, "--memory", "80GiB", "--seq-len", "1024", "--batch-size", "1,40", *CUDA)
     asked = tables(program(*arguments).out)[1]
     assert [row[1:3] for row in asked] == [["batch", "fits"], ["1", "yes"], ["40", "no"]]
-    content = json.loads(program(*arguments, "--json").out)
+    ended = program(*arguments, "--json")
+    content = json.loads(ended.out)
+    assert (ended.status, ended.err) == (0, "")
     assert [size["batch_size"] for size in content["lengths"][0]["asked"]] == [1, 40]
     assert len(tracing.requests) == 1  # the second command reuses it
 
@@ -262,14 +257,6 @@ def test_memory_is_that_of_the_gpu_named_or_the_configs_limit(program: Program, 
     assert [named["memory_bytes"], of_config["memory_bytes"]] == [memory_of("A100 80GB"), 3 * GIB]
 
 
-def test_an_amd_gpu_has_its_own_figures(program: Program, tracing: FakeTracing) -> None:
-    amd, size = (
-        json.loads(program(*FULL, "--memory", memory, "--nproc_per_node", "8", *CUDA, "--json").out)
-        for memory in ("MI300X", f"{memory_of('MI300X') // 2**20}MiB")
-    )
-    assert amd["overhead"]["outside_bytes"] > 3 * size["overhead"]["outside_bytes"]
-
-
 @pytest.mark.parametrize(
     ("overrides", "seq_lens"),
     [
@@ -286,14 +273,6 @@ def test_without_seq_len_lengths_are_those_of_the_config_else_the_usual_ones(
 ) -> None:
     program(*FULL, "--memory", "H100", *CUDA, *overrides)
     assert tracing.only["seq_lens"] == seq_lens
-
-
-def test_with_json_nothing_else_is_printed(program: Program, tracing: FakeTracing) -> None:
-    ended = program(*FULL, "--memory", "H100", *CUDA, "--json")
-    content = json.loads(ended.out)
-    assert (ended.status, ended.err) == (0, "")
-    assert content["lengths"][0]["exact_batch_size"] > 0
-    assert content["suggestions"] == []
 
 
 def test_a_calibration_changes_what_fits(program: Program, tracing: FakeTracing, tmp_path: Path) -> None:
@@ -346,9 +325,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "missing memory": (["~adaptive.memory_limit"], "`--memory` must be a GPU's name or a size"),
     "memory_limit refers to nothing": (["adaptive.memory_limit=${nosuchkey}"], "nosuchkey"),
     "no ranks": ([*MEMORY, "--nproc_per_node", "0"], "`--nproc_per_node` must be at least 1, but is 0 instead."),
-    "no machines": ([*MEMORY, "--nnodes", "0"], "`--nnodes` must be at least 1, but is 0 instead."),
     "one of two lengths": ([*MEMORY, "--seq-len", "4096,-1"], "`--seq-len` must be at least 1, but is -1 instead."),
-    "rows in words": ([*MEMORY, "--seq-len", "4k"], "`--seq-len` must be an integer, but is '4k' instead."),
     "empty batch": ([*MEMORY, "--batch-size", "1,,2"], "`--batch-size` must be an integer, but is '' instead."),
     "config's own length": ([*MEMORY, "tokenizer.max_seq_len=4k"], "`tokenizer.max_seq_len` must be an integer"),
     "model's length": (
@@ -356,7 +333,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         "`model.max_seq_len` must be at least 1, but is -5 instead.",
     ),
     "override without value": ([*MEMORY, "batch_size"], "must have the form key=value, but is 'batch_size' instead."),
-    "misspelt key": ([*MEMORY, "adaptive.margn=0.1"], "did you mean `adaptive.margin`?"),
     "no accumulation": ([*MEMORY, "gradient_accumulation_steps=0"], "`gradient_accumulation_steps` must be at least 1"),
     "what would be saved, without a batch": (
         [*MEMORY, "--what-if", "~batch_size"],
@@ -378,7 +354,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         [*MEMORY, "--plot", f"{__file__}/new/step.svg"],
         f"`--plot` must be a file that can be written, but is '{__file__}/new/step.svg': Not a directory.",
     ),
-    "calibration of nothing for a CPU": ([*MEMORY, "--calibration", "no_such.json"], "'no_such.json'"),
 }
 
 

@@ -1,7 +1,6 @@
 """`tune-adaptive` has torchtune's commands, which also know the adaptive recipes and configs."""
 
 import faulthandler
-import inspect
 import os
 import re
 import runpy
@@ -23,10 +22,9 @@ from torchtune._recipe_registry import get_all_recipes
 from tests.support.program import Ended, Program
 from torchtune_adaptive.cli import tune
 from torchtune_adaptive.cli.tune import TUNE_COMMANDS
-from torchtune_adaptive.ppo import recipe as ppo
 from torchtune_adaptive.stock import checks
 from torchtune_adaptive.stock.configs import config_path, load_config, resolved
-from torchtune_adaptive.stock.installed import configs_by_recipe, recipe_files
+from torchtune_adaptive.stock.installed import configs_by_recipe
 from torchtune_adaptive.training.run_log import LOG_NAME
 
 REPOSITORY = Path(__file__).parents[2]
@@ -45,14 +43,6 @@ def away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 # ---- recipes and configs of this package
-
-
-def test_every_recipe_is_found_and_extends_the_stock_recipe_of_that_name() -> None:
-    assert recipe_files() == RECIPES
-    texts = {name: path.read_text() for name, path in RECIPES.items()}
-    texts["adaptive_ppo_full_finetune_single_device"] = inspect.getsource(ppo)
-    loaded = {name: re.findall(r'load_stock_recipe\("(\w+)"\)', text) for name, text in texts.items()}
-    assert loaded == {name: [name.removeprefix("adaptive_")] for name in RECIPES}
 
 
 def test_every_config_is_listed_with_a_recipe_and_has_a_name_of_its_own() -> None:
@@ -77,13 +67,6 @@ def test_ls_lists_adaptive_recipes_before_those_of_tune(program: Program, capsys
     names = {name for of_recipe in configs_by_recipe().values() for name in of_recipe}
     assert {word for row in own for word in row.split()} == RECIPES.keys() | names | {"<>"}
     assert last.startswith("An adaptive recipe takes every config of the stock recipe of that name")
-
-
-def test_a_command_does_not_change_torchtunes_list(program: Program) -> None:
-    before = list(get_all_recipes())
-    program("ls")
-    program("cp", "no_such_file", ".")
-    assert get_all_recipes() == before
 
 
 @pytest.mark.parametrize(
@@ -234,12 +217,9 @@ RUN_REFUSED = {
         f"but is 'adaptive_full_finetune_single_devic'; did you mean `{OWN}`?",
     ),
     "missing file": (["nosuch.py", "--config", "tiny/full"], "or a Python file, but is 'nosuch.py'."),
-    "missing file by its path": (["/no/such.py", "--config", "tiny/full"], "or a Python file, but is '/no/such.py'."),
-    "empty recipe": (["", "--config", "tiny/full"], "or a Python file, but is ''."),
     "unknown config": ([OWN, "--config", "tiny/ful"], "must be the name or path of a config, but is 'tiny/ful'."),
     "stock recipe": (["full_finetune_distributed", "--config", "tiny/ful"], "but is 'tiny/ful'."),
     "config left out": ([OWN, "--config"], "`--config` must be followed by the name or path of a config"),
-    "file's config left out": (["mine.py", "--config"], "`--config` must be followed by the name or path of a config"),
     "override": ([OWN, "--config", "tiny/full", "seed"], "An override must have the form key=value, but is 'seed'"),
 }
 

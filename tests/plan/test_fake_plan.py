@@ -253,8 +253,7 @@ class RepeatingRecipe:
     """Replaces ``FakeRecipe``: a model of 10 equal layers, with one operation for each layer and one after them.
 
     After its n-th layer ``batch_size * seq_len * n`` bytes are live. The config gives the ``operation`` of the layers,
-    and in ``last_bytes`` the bytes that are live after the last operation, by the model's number of layers. If it
-    ``warms_up``, the last operation of the first step of each model is another one.
+    and in ``last_bytes`` the bytes that are live after the last operation, by the model's number of layers.
     """
 
     def __init__(self, cfg: DictConfig, *, world_size: int, num_layers: int | None = None) -> None:
@@ -263,15 +262,13 @@ class RepeatingRecipe:
         self.num_layers = num_layers or self.true_num_layers
         self._operation = cfg.get("operation", "mm")
         self._last_bytes = cfg.get("last_bytes", {}).get(self.num_layers, 0)
-        self._last_operation = "first" if cfg.get("warms_up", False) else "last"
 
     def trace(self, batch_size: int, seq_len: int) -> "RepeatingRecipe":
         self._seq_len = seq_len
         return self
 
     def timelines(self, batch_size: int) -> dict[str, Timeline]:
-        operations = (*[self._operation.format(seq_len=self._seq_len)] * self.num_layers, self._last_operation)
-        self._last_operation = "last"
+        operations = (*[self._operation.format(seq_len=self._seq_len)] * self.num_layers, "last")
         live_bytes = (
             *(batch_size * self._seq_len * layer for layer in range(1, self.num_layers + 1)),
             self._last_bytes,
@@ -315,16 +312,6 @@ def test_few_layers_are_traced_only_if_a_third_model_confirms_the_extrapolation(
     monkeypatch.setattr(worker, "FakeRecipe", RepeatingRecipe)
     tracer = StepTracer(OmegaConf.create({"last_bytes": last_bytes}), world_size=1)
     assert tracer.layers_to_trace(500) == layers
-
-
-@pytest.mark.parametrize("warms_up", [False, True])
-def test_the_progress_bar_ends_at_the_number_of_steps_that_it_announced(
-    warms_up: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(worker, "FakeRecipe", RepeatingRecipe)
-    trace_config(OmegaConf.create({"warms_up": warms_up}), world_size=1, seq_lens=[32, 80, 128], shows_progress=True)
-    # For both models batches of 1 at three lengths, and of 2 and 3 at two, minus the two steps that chose the layers.
-    assert " 12/12 " in capsys.readouterr().err
 
 
 # ---- live bytes by kind

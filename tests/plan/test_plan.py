@@ -14,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.support.plans import (
     ATTENTION_WIDTH,
-    CALIBRATION,
     GIB,
     MIB,
     Asked,
@@ -172,21 +171,6 @@ def test_each_size_that_is_asked_for_has_its_own_figures_and_whether_it_fits() -
     assert all(getattr(of_used, field.name) == getattr(length, field.name) for field in dataclasses.fields(of_used))
 
 
-@pytest.mark.parametrize(
-    ("bytes_per_row", "single_row_bytes", "size_by_limit"),
-    [(50, 120, {119: 0, 120: 1, 199: 1, 200: 2}), (10, 200, {150: 5})],
-    ids=["less than other rows", "more than several rows"],
-)
-def test_a_single_row_has_the_peak_of_its_own_step(
-    bytes_per_row: int, single_row_bytes: int, size_by_limit: dict[int, int]
-) -> None:
-    step = step_of(peaks(128, held_bytes=100, bytes_per_row=bytes_per_row, single_row_bytes=single_row_bytes))
-    cfg = cfg_of(device="cpu", margin=0)
-    assert {
-        limit: planned(cfg, step, memory_bytes=limit).lengths[0].exact_batch_size for limit in size_by_limit
-    } == size_by_limit
-
-
 def test_memory_that_does_not_grow_bounds_nothing() -> None:
     found = planned(cfg_of(device="cpu"), step_of(peaks(128, held_bytes=GIB, bytes_per_row=0)))
     assert (found.lengths[0].exact_batch_size, found.lengths[0].certain_batch_size) == (None, None)
@@ -272,33 +256,12 @@ def test_fewer_samples_per_step_than_ranks_are_refused_before_anything_is_traced
 # ---- overhead
 
 
-def test_a_calibration_replaces_the_estimated_figures(tmp_path: Path) -> None:
-    path = tmp_path / "h100.json"
-    CALIBRATION.write(path)
-    step = step_of(peaks(2048, held_bytes=10 * GIB, bytes_per_row=GIB))
-    estimated, measured = (planned(cfg_of(), step, calibration=calibration) for calibration in (None, path))
-    assert measured.overhead == Overhead.from_calibration(path, 1, attention_width=ATTENTION_WIDTH)
-    assert "calibrated on H100" in measured.overhead.source
-    few, usual = measured.lengths[0].exact_batch_size, estimated.lengths[0].exact_batch_size
-    assert few is not None
-    assert usual is not None
-    assert few < usual
-
-
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_expandable_segments_fragment_less(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_of(peaks(2048, held_bytes=10 * GIB, bytes_per_row=GIB))
     assert planned(cfg_of(), step).overhead.fragmentation == FRAGMENTATION
     monkeypatch.setenv(variable, "expandable_segments:True")
     assert planned(cfg_of(), step).overhead.fragmentation == EXPANDABLE_FRAGMENTATION
-
-
-def test_an_unreadable_calibration_is_refused_before_anything_is_traced(tmp_path: Path) -> None:
-    tracer = gives(step_of(peaks(2048, held_bytes=GIB, bytes_per_row=GIB)))
-    card = Card(memory_bytes=80 * GIB, calibration=tmp_path / "no_such.json")
-    with pytest.raises(InputError, match=r"`calibration` must be a readable file, but is '.*no_such\.json'"):
-        plan(cfg_of(), world_size=1, card=card, seq_lens=[2048], traced_by=tracer)
-    assert tracer.asked == []
 
 
 # ---- suggestions
@@ -475,15 +438,6 @@ def test_a_change_that_a_config_has_or_cannot_have_is_not_suggested(cfg: DictCon
     assert (CHECKPOINTING in helped(cfg).changes) == (change == "LoRA")
 
 
-def test_each_suggestion_is_yielded_before_the_next_is_traced() -> None:
-    tracer = FakeTracer(as_a_model_would)
-    card = Card(memory_bytes=80 * GIB)
-    found = suggestions(full_cfg(), world_size=1, card=card, seq_len=4096, traced_by=tracer)
-    assert tracer.asked == []
-    assert next(found).change == "enable_activation_checkpointing=True"
-    assert len(tracer.asked) == 1
-
-
 # ---- as text
 
 
@@ -549,18 +503,6 @@ def test_the_table_of_sizes_has_the_figures_of_each_length_of_rows() -> None:
         figures = [length.peak_bytes, length.allocated_bytes, length.reserved_bytes, length.process_bytes]
         for cell, num_bytes in zip(row[5:], [*figures, length.uncertainty_bytes], strict=True):
             assert cell == f"{num_bytes / GIB:.1f} GiB"
-
-
-def test_below_the_table_of_sizes_its_columns_are_explained() -> None:
-    text = plan_text(some_plan(), title="any")
-    for column in tables(text)[0][0][5:]:
-        assert f"\n- {column}: " in text
-    assert "\nSizes in brackets do not fit.\n" in text
-    on_cpu = plan_text(planned(cfg_of(device="cpu"), step_of(peaks(64, held_bytes=1, bytes_per_row=1))), title="any")
-    assert "`used` is the batch" in on_cpu
-    assert "in brackets" not in on_cpu
-    assert "torch.cuda" not in on_cpu
-    assert "; margin kept free: 5 % (" in on_cpu
 
 
 def test_two_tables_have_the_peak_of_each_phase_and_what_the_highest_holds() -> None:
@@ -634,20 +576,6 @@ def test_the_tables_are_those_of_the_batches_asked_for() -> None:
     assert [row[4] for row in second[1:]] == ["20.0 GiB", "460.0 GiB"]
     assert [row[:3] for row in phases[1:]] == [["2048", "2", "20.00"], ["2048", "90", "460.00"]]
     assert [row[1] for row in kinds[1:]] == ["2", "90"]
-
-
-def test_the_text_says_what_the_card_adds_and_the_source_of_that(tmp_path: Path) -> None:
-    CALIBRATION.write(tmp_path / "h100.json")
-    step = step_of(peaks(64, held_bytes=GIB, bytes_per_row=GIB))
-    estimated = plan_text(planned(cfg_of(), step), title="any")
-    measured = plan_text(planned(cfg_of(), step, calibration=tmp_path / "h100.json"), title="any")
-    on_cpu = plan_text(planned(cfg_of(device="cpu"), step), title="any")
-    first = "\nOverhead of the GPU, added to the traced bytes ("
-    assert f"{first}from published measurements and estimates; run `tune-adaptive calibrate`" in estimated
-    assert "10% for fragmentation." in estimated
-    assert f"{first}calibrated on H100 (1, torch 2, native)):\n5.0 GiB outside torch's allocator, " in measured
-    assert "1.0 GiB for workspaces, 200,000 bytes per token for attention, 50% for fragmentation." in measured
-    assert on_cpu.splitlines()[-1] == "A CPU has no overhead: traced bytes are all that count."
 
 
 def test_a_suggestion_says_in_one_line_what_it_brings() -> None:

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from tests.support.step_events import EVENTS, MIB, drawn_events
 from torchtune_adaptive.plan.plot_page import page
-from torchtune_adaptive.plan.step_events import Allocation, StepEvents
+from torchtune_adaptive.plan.step_events import StepEvents
 from torchtune_adaptive.plan.step_plot import (
     COLOURS,
     PLOT_WIDTH,
-    Band,
     Device,
     StepPlot,
     bands_of,
@@ -46,12 +45,6 @@ def test_phases_stand_side_by_side_over_the_whole_width(phases: list[str], width
     assert all(one.right == other.left and one.left < one.right for one, other in itertools.pairwise(bands))
 
 
-def test_a_phase_of_one_operation_has_room_for_its_name() -> None:
-    forward, loss, backward = bands_of(["forward"] * 5000 + ["loss"] + ["backward"] * 10000, PLOT_WIDTH)
-    assert loss.right - loss.left > 30
-    assert backward.right - backward.left > 1.7 * (forward.right - forward.left)
-
-
 @properties
 @given(drawn_events(), st.sampled_from([1, 3, 10, 60, 200]))
 def test_no_pixel_hides_an_operation_that_is_higher_than_what_it_shows(events: StepEvents, width: int) -> None:
@@ -66,11 +59,6 @@ def test_no_pixel_hides_an_operation_that_is_higher_than_what_it_shows(events: S
         assert all(events.total_bytes[operation] >= events.total_bytes[number] for number in beginning)
     assert events.peak_at in shown
     assert all(one <= other for one, other in itertools.pairwise(shown))
-
-
-def test_beside_a_high_operation_the_pixels_show_the_one_that_continues() -> None:
-    bands = [Band("forward", 0, 20, left=0, right=10.9), Band("loss", 20, 21, left=10.9, right=14)]
-    assert highest_of_each_pixel(bands, [9] * 20 + [1], 14)[8:] == [15, 17, 19, 20, 20, 20]
 
 
 def test_the_picture_names_the_config_the_batch_the_ranks_the_kinds_and_the_device() -> None:
@@ -111,17 +99,6 @@ def test_the_margin_is_a_dashed_line_and_the_gpu_overhead_hangs_from_it() -> Non
     without_margin = plot_of(usable_mib=30).svg()
     assert "dasharray" not in without_margin
     assert not any("usable" in one for one in texts(without_margin))
-
-
-def test_kinds_that_hold_nothing_at_the_peak_have_no_figure() -> None:
-    """Kinds that hold bytes at other times are still named beside their colour."""
-    found = texts(plot_of().svg())
-    assert "0 B" not in found
-    assert found[found.index("At other times") + 1 :][:2] == ["gradients", "The peak is in loss"]
-    unseen = Allocation(1, "temporaries", "optimizer", 4, None)
-    events = replace(EVENTS, allocations=(*EVENTS.allocations, unseen))
-    device = Device(memory_bytes=30 * MIB, usable_bytes=28 * MIB, added_bytes=0)
-    assert "temporaries" not in texts(StepPlot(events, title="any", world_size=1, device=device).svg())
 
 
 def test_what_a_device_has_or_lacks_is_said() -> None:

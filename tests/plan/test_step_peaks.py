@@ -159,13 +159,6 @@ def test_lengths_with_different_operations_are_not_interpolated() -> None:
 
 
 @properties
-@given(steps)
-def test_peaks_are_the_same_through_json_and_back(step: list[Operation]) -> None:
-    peaks = peaks_of(step)
-    assert StepPeaks.from_json(json.loads(json.dumps(peaks.as_json()))) == peaks
-
-
-@properties
 @given(st.lists(steps, min_size=1, max_size=3), st.lists(amounts, min_size=4, max_size=4))
 def test_a_traced_step_is_the_same_through_json_and_back(some: list[list[Operation]], figures: list[int]) -> None:
     num_layers, num_parameters, paged_bytes, attention_width = figures
