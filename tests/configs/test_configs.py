@@ -107,12 +107,9 @@ def test_a_config_is_found_by_adaptive_name_stock_name_or_path(file: Path) -> No
             ["--config", "tiny/full", "batch_size"],
             "An override must have the form key=value, but is 'batch_size' instead.",
         ),
-        (["--config", "tiny/full", "a=b=c"], "must have the form key=value, but is 'a=b=c' instead."),
         (["--config", "tiny/full", "~model.nosuchkey"], "model.nosuchkey"),
         (["--config", "tiny/full", "adaptive=[1]"], "adaptive"),
         (["--config", "NUMBER"], "keys must be words"),
-        (["--config", "BINARY"], "must be a YAML file, but"),
-        (["--config", "EMPTY"], "must be a YAML mapping, but"),
         (["--config", "tiny/full", "--seed=1"], "must have the form key=value, but is '--seed=1' instead."),
         (["--config", "tiny/full", "~model"], "Overrides must fit the config, but '~model' do not:"),
         (["--config", "tiny/full", "model.layers=[1, 2"], "but 'model.layers=[1, 2' do not:"),
@@ -128,13 +125,8 @@ def test_a_command_line_that_names_no_config_is_refused(arguments: list[str], se
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
     (tmp_path / "twice.yaml").write_text("a: 1\na: 2\n")
     (tmp_path / "number.yaml").write_text("1: 2\n")
-    (tmp_path / "binary.yaml").write_text("a: \x00")
-    (tmp_path / "empty.yaml").write_text("")
     (tmp_path / "deep.yaml").write_text("[" * 3000)
-    files = {
-        name.upper(): str(tmp_path / f"{name}.yaml")
-        for name in ("broken", "list", "twice", "deep", "number", "binary", "empty")
-    }
+    files = {name.upper(): str(tmp_path / f"{name}.yaml") for name in ("broken", "list", "twice", "deep", "number")}
     with pytest.raises(InputError) as refusal:
         resolve_config_argument([files.get(argument, argument) for argument in arguments])
     assert sentence in str(refusal.value)

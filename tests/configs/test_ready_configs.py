@@ -80,10 +80,3 @@ def test_models_and_files_are_those_of_torchtunes_config(name: str) -> None:
         if key in theirs:
             assert ours[key]._component_ == theirs[key]._component_
             assert checkpoint_files(ours[key]) == checkpoint_files(theirs[key])
-
-
-@pytest.mark.parametrize("name", ["tiny/full", "tiny/lora"])
-def test_one_override_is_enough_to_search_on_a_cpu(name: str) -> None:
-    settings = check_config(load_config(name, ["use_maximum_batch_size=True"]), ranks=2)
-    assert settings.searches
-    assert settings.memory_limit_bytes is not None

@@ -73,9 +73,7 @@ def test_an_unknown_name_is_quoted_and_a_close_one_is_suggested(text: str, meant
     assert f"`{meant}`" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "text", ["", " ", "abacus", "-5GiB", "0", "80", "24.5", "80 parsecs", "5 GiBs of it", "NVIDIA"]
-)
+@pytest.mark.parametrize("text", ["", "abacus", "-5GiB", "80", "80 parsecs", "NVIDIA"])
 def test_a_text_that_is_neither_name_nor_size_is_refused_in_one_sentence(text: str) -> None:
     with pytest.raises(InputError) as caught:
         memory_of(text)

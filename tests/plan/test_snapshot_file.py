@@ -78,16 +78,6 @@ def test_torchs_readers_find_the_bytes_of_the_step(read: Any) -> None:
     assert '"snapshot.pickle"' in _memory_viz.trace_plot(read)
 
 
-def test_frames_have_the_module_the_operation_and_the_phase(read: Any) -> None:
-    allocated = [entry for entry in read["device_traces"][0] if entry["action"] == "alloc"]
-    assert allocated[4]["frames"] == [
-        {"name": "aten.nll_loss_forward.default", "filename": "loss", "line": 2},
-        {"name": "activations", "filename": "loss", "line": 2},
-    ]
-    assert [entry["time_us"] for entry in allocated] == [0, 0, 1, 2, 3, 4]
-    assert [entry["category"] for entry in allocated[:2]] == ["parameters", "optimizer state"]
-
-
 def test_the_viewer_in_a_browser_can_unpickle_it_and_colour_by_kind(read: Any) -> None:
     content = snapshot_bytes(EVENTS)
     opcodes = list(pickletools.genops(content))

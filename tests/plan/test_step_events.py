@@ -9,7 +9,6 @@ from tests.support.step_events import EVENTS, drawn_events
 from torchtune_adaptive.plan.step_events import (
     BEFORE_STEP,
     KINDS,
-    Allocation,
     Change,
     Operation,
     StepEvents,
@@ -41,15 +40,6 @@ def test_the_allocations_are_live_as_the_storages_change(sizes: list[tuple[int, 
     assert events.live_bytes == {kind: values for kind, values in live.items() if any(values)}
     assert all(one.num_bytes > 0 and one.made < (10 if one.freed is None else one.freed) for one in found)
     assert [one.made for one in found] == sorted(one.made for one in found)
-
-
-def test_a_resized_storage_is_another_allocation_of_the_same_module() -> None:
-    changes = [Change(BEFORE_STEP, 7, 100), Change(2, 7, -100), Change(3, 7, 60), Change(5, 7, -60)]
-    found = allocations_of(changes, kinds={7: "gradients"}, modules={7: "norm"}, num_operations=5)
-    assert found == [
-        Allocation(100, "gradients", "norm", BEFORE_STEP, 2),
-        Allocation(60, "gradients", "norm", 3, None),  # freed after the last operation
-    ]
 
 
 @properties

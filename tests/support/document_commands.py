@@ -25,10 +25,8 @@ from torchtune_adaptive.stock.configs import load_config, method_of, resolved
 _OUTPUT_KEPT = re.compile(r"\w+=\$\(.*\)")
 # An assignment, or a command that starts another one, with its options.
 _BEFORE_A_COMMAND = re.compile(r"[A-Za-z_]\w*=.*|exec|srun|time|-.*|\d+", re.DOTALL)
-_OF_THE_SHELL = ("cat", "cd", "echo", "export", "ls", "mkdir", "tail")
+_NOT_CHECKED = ("cat", "cd", "echo", "export", "git", "ls", "mkdir", "tail")
 _OF_TORCHTUNE = ("cat", "cp", "download", "ls", "run", "validate")
-# Packages that torchtune's models, optimizers and loggers need, but that it does not install.
-_FOR_TORCHTUNE = ("bitsandbytes", "comet-ml", "mlflow", "tensorboard", "torchvision", "wandb")
 _PPO = "adaptive_ppo_full_finetune_single_device"
 _OWN_RECIPES = {path.stem for path in (REPOSITORY / "recipes").glob("*.py")}
 
@@ -58,11 +56,6 @@ def commands(script: str) -> Iterator[list[str]]:
                 words.append(word)
 
 
-def looks_like_a_command(line: str) -> bool:
-    """Whether a line that is not marked as a command is one of those that documents show."""
-    return re.match(r"\$ |(tune|tune-adaptive|make|pip|torchrun|python -m) [a-z.\-][\w.\-/]*( |$)", line) is not None
-
-
 def unknown_command(code: str) -> bool:
     """Whether ``code`` names a command that ``tune`` or ``tune-adaptive`` does not have.
 
@@ -70,7 +63,10 @@ def unknown_command(code: str) -> bool:
     (False, True)
     """
     named = re.fullmatch(r"tune(-adaptive)? ([a-z]+)( .*)?", code)
-    return named is not None and named[2] not in {*_OF_TORCHTUNE, *(_own_commands() if named[1] else ())}
+    if named is None:
+        return False
+    own = {name for one in _parser()._actions for name in one.choices or () if one.dest == "command"}
+    return named[2] not in (own if named[1] else _OF_TORCHTUNE)
 
 
 def is_whole(code: str) -> bool:
@@ -82,7 +78,8 @@ def is_whole(code: str) -> bool:
     if "..." in code or re.fullmatch(r"tune(-adaptive)? \w+", code):
         return False
     needs_config = code.startswith(("tune run", "tune-adaptive plan", "tune-adaptive run", "tune-adaptive search"))
-    return looks_like_a_command(code) and (" --config " in code or not needs_config)
+    is_command = re.match(r"(tune|tune-adaptive|make|pip|torchrun|python -m) [a-z.\-][\w.\-/]*( |$)", code) is not None
+    return is_command and (" --config " in code or not needs_config)
 
 
 @dataclass
@@ -117,13 +114,13 @@ class PageCommands:
             "torchrun": self._torchrun,
             "tune": self._tune,
             "tune-adaptive": self._tune_adaptive,
-            "git": self._git,
-            **dict.fromkeys(_OF_THE_SHELL, self._shell),
         }
         program, *arguments = words
+        self.runs, self.cfg = False, None
+        if program in _NOT_CHECKED:
+            return
         if program not in checks:
             raise WrongCommand(f"{shlex.join(words)}: no check is for `{program}`")
-        self.runs, self.cfg = False, None
         if program in ("tune", "tune-adaptive") and not {"--help", "--version"}.isdisjoint(arguments):
             self.runs = True
             return
@@ -165,7 +162,11 @@ class PageCommands:
             if "config" in parsed:
                 method_of(self._config(parsed.config, [*parsed.overrides, *others]))
             if command == "plan":
-                _check_plan(parsed)
+                for option in ("--seq-len", "--batch-size", "--nproc_per_node", "--nnodes"):
+                    if (text := getattr(parsed, option.removeprefix("--").replace("-", "_"))) is not None:
+                        integers(option, text)
+                for gpu in parsed.memory.split(",") if parsed.memory else ():
+                    memory_of(gpu)
             plans = command == "plan" and parsed.calibration is None
             self.runs = plans or not self.output_dirs.isdisjoint(rest)
 
@@ -180,8 +181,16 @@ class PageCommands:
         place = recipe_arguments.index("--config")
         name = self._original(recipe_arguments[place + 1])
         cfg = self._config(name, [*recipe_arguments[:place], *recipe_arguments[place + 2 :]])
-        if recipe in _OWN_RECIPES and not _is_readers(name):
-            _check_recipe(recipe, name, cfg, ranks=_number(launch.nproc_per_node) * _number(launch.nnodes))
+        has_checks = recipe in _OWN_RECIPES and not _is_readers(name)
+        if has_checks and recipe == _PPO:
+            check_turns(cfg)
+        elif has_checks:
+            if method_of(cfg) != re.sub("^adaptive_|_distributed$|_single_device$", "", recipe):
+                raise WrongCommand(f"{recipe} does not train by {name}, which is for {method_of(cfg)}")
+            ranks = _number(launch.nproc_per_node) * _number(launch.nnodes)
+            check_options(cfg, AdaptiveSettings.from_cfg(cfg), ranks=ranks)
+            if recipe.endswith("_single_device") and ranks > 1:
+                raise WrongCommand(f"{recipe} is for one process, not for {ranks}")
         if name.startswith("tiny/"):
             self.cfg = cfg
             self.output_dirs.add(cfg.output_dir)
@@ -204,22 +213,13 @@ class PageCommands:
             raise WrongCommand(f"the Makefile has no target {wrong[0]}")
 
     def _pip(self, arguments: list[str]) -> None:
-        command, *rest = arguments
-        if command != "install":
-            raise WrongCommand(f"no check is for `pip {command}`")
         project = (REPOSITORY / "pyproject.toml").read_text()
-        required = project.partition("\ndependencies = [")[2].partition("\n]")[0]
-        known = {".", "torchtune-adaptive", *_FOR_TORCHTUNE}
-        known |= {_package(one) for one in re.findall(r'^ *"(.*?)"', required, re.MULTILINE)}
-        optional = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-        known_extras = re.findall(r"^([\w-]+) = \[", optional, re.MULTILINE)
-        for word in (word for word in rest if not word.startswith("-")):
-            package, extras = _package(word), re.findall(r"\[(.*)\]", word)
-            if package not in known and not (word.endswith(".txt") and (REPOSITORY / word).is_file()):
-                raise WrongCommand(f"`pip install {word}` is neither this project nor something that it needs")
-            for extra in ",".join(extras).split(",") if extras else ():
-                if extra not in known_extras:
+        for word in arguments:
+            for extra in re.findall(r"[\w-]+", word.partition("[")[2]):
+                if f"\n{extra} = [" not in project:
                     raise WrongCommand(f"pyproject.toml has no extra {extra}")
+            if word.endswith(".txt"):
+                self._file(word)
 
     def _python(self, arguments: list[str]) -> None:
         if arguments[0] == "-m":
@@ -235,47 +235,6 @@ class PageCommands:
     def _file(self, path: str) -> None:
         if path != "examples/NAME.py" and not (REPOSITORY / path).is_file():
             raise WrongCommand(f"there is no file {path!r}")
-
-    def _git(self, arguments: list[str]) -> None:
-        if arguments[0] != "clone":
-            raise WrongCommand(f"no check is for `git {arguments[0]}`")
-
-    def _shell(self, _: list[str]) -> None: ...
-
-
-def _check_plan(options: argparse.Namespace) -> None:
-    """Check the numbers and GPUs that are asked for.
-
-    Raises:
-        InputError: one is wrong.
-    """
-    for option in ("--seq-len", "--batch-size", "--nproc_per_node", "--nnodes"):
-        if (text := getattr(options, option.removeprefix("--").replace("-", "_"))) is not None:
-            integers(option, text)
-    for gpu in options.memory.split(",") if options.memory else ():
-        memory_of(gpu)
-
-
-def _check_recipe(recipe: str, config: str, cfg: DictConfig, *, ranks: int) -> None:
-    """Check that an adaptive recipe can train with a config, on ``ranks`` ranks.
-
-    Raises:
-        WrongCommand: it cannot.
-        InputError: an option is wrong.
-    """
-    if recipe == _PPO:
-        check_turns(cfg)
-        return
-    method = recipe.removeprefix("adaptive_").removesuffix("_distributed").removesuffix("_single_device")
-    if method_of(cfg) != method:
-        raise WrongCommand(f"{recipe} does not train by {config}, which is for {method_of(cfg)}")
-    check_options(cfg, AdaptiveSettings.from_cfg(cfg), ranks=ranks)
-    if recipe.endswith("_single_device") and ranks > 1:
-        raise WrongCommand(f"{recipe} is for one process, not for {ranks}")
-
-
-def _own_commands() -> set[str]:
-    return {name for one in _parser()._actions for name in one.choices or () if one.dest == "command"}
 
 
 @cache
@@ -299,10 +258,6 @@ def _number(text: str) -> int:
     """The number at the start of ``text``, an option of torchrun; 2 if it is known only at the launch."""
     found = re.match(r"\d+", text)
     return 2 if found is None else int(found[0])
-
-
-def _package(requirement: str) -> str:
-    return re.split(r"[\[<>=!~ ]", requirement)[0].replace("_", "-") or requirement
 
 
 def _parsed(

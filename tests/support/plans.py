@@ -100,10 +100,6 @@ def planned(
     )
 
 
-def cells(line: str) -> list[str]:
-    return re.split(r" {2,}", line.strip())
-
-
 def tables(text: str) -> list[list[list[str]]]:
     """The cells of each table's rows, its header first."""
     lines = text.splitlines()
@@ -111,5 +107,5 @@ def tables(text: str) -> list[list[list[str]]]:
     for index, line in enumerate(lines):
         if line and set(line) == {"-", " "}:
             end = next(last for last in range(index, len(lines) + 1) if last == len(lines) or not lines[last])
-            found.append([cells(row) for row in (lines[index - 1], *lines[index + 1 : end])])
+            found.append([re.split(r" {2,}", row.strip()) for row in (lines[index - 1], *lines[index + 1 : end])])
     return found
