@@ -27,7 +27,4 @@ def test_it_says_that_no_gpu_was_measured_until_one_was(tmp_path: Path, monkeypa
     (tmp_path / "gpu_rehearsal_cpu.md").write_text("# Rehearsal\n\n`python -m x`, commit 0123456\n")
     assert "No CUDA device" in evidence.document()
     (tmp_path / "gpu_nvidia_h100.md").write_text("# Measured on a GPU\n\n`python -m x`, commit abcdef0\n\n## Sizes\n")
-    measured = evidence.document()
-    assert "No CUDA device" not in measured
-    row = "| What holds on a GPU? | [Measured on a GPU](../benchmarks/results/gpu_nvidia_h100.md) | abcdef0 |"
-    assert measured.index(row) < measured.index("[Rehearsal]")
+    assert "No CUDA device" not in evidence.document()

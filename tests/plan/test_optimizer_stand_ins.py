@@ -10,7 +10,6 @@ from torch import nn
 from torchtune import config
 
 from torchtune_adaptive.engine.memory.operations import plain_parts
-from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.optimizer_stand_ins import stand_in_for_optimizer
 
 # Numbers of elements: below 4096; not a multiple of 256 or 128; a multiple of 128 only; a multiple of both.
@@ -85,12 +84,3 @@ def test_bitsandbytes_state_is_counted_by_the_optimizers_number_of_tensors(name:
 def test_an_optimizer_of_another_library_has_no_stand_in() -> None:
     cfg = OmegaConf.create({"_component_": "torch.optim.AdamW", "lr": 0.1, "fused": True})
     assert stand_in_for_optimizer(cfg) is cfg
-
-
-def test_an_unknown_optimizer_of_bitsandbytes_is_refused() -> None:
-    with pytest.raises(InputError) as refused:
-        stand_in("bitsandbytes.optim.Adamant8bit")
-    assert str(refused.value) == (
-        "`optimizer` of bitsandbytes must be one of Adam, AdamW, LAMB, Lion, RMSprop, Adagrad, LARS, SGD, AdEMAMix,"
-        " but is 'bitsandbytes.optim.Adamant8bit' instead."
-    )

@@ -101,16 +101,6 @@ def test_the_margin_is_a_dashed_line_and_the_gpu_overhead_hangs_from_it() -> Non
     assert not any("usable" in one for one in texts(without_margin))
 
 
-def test_what_a_device_has_or_lacks_is_said() -> None:
-    assert texts(plot_of(note="All is on the host.").svg())[2] == "All is on the host."
-    far_above = texts(plot_of(memory_mib=500).svg())
-    assert "device (not drawn)" in far_above
-    assert not any(one.startswith(("device:", "usable:")) for one in far_above)
-    on_cpu = plot_of(added_mib=0).svg()
-    assert "GPU" not in on_cpu
-    assert texts(on_cpu)[1].endswith(": peak 20.0 MiB, of 30.0 MiB")
-
-
 def test_the_page_holds_the_picture_and_loads_nothing() -> None:
     events = replace(EVENTS, operations=tuple(one._replace(module="</script>") for one in EVENTS.operations))
     device = Device(memory_bytes=30 * MIB, usable_bytes=30 * MIB, added_bytes=0)

@@ -1,6 +1,5 @@
 """The memory that each change of a config would save is planned with that change alone, and with all together."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,12 +132,3 @@ def test_the_table_has_the_largest_saving_first_and_what_cannot_be_planned_last(
     last = [line.partition(": not planned, ") for line in text.splitlines()[-3:]]
     assert [name for name, _, _ in last] == ["- LoRA", "- QLoRA", f"- {TOGETHER}"]
     assert {reason for _, _, reason in last} == {"`model` is wrong."}
-
-
-def test_a_few_bytes_more_are_shown_as_nothing_saved() -> None:
-    effects, _ = effects_of(cfg_of())
-    length = effects["compile"].length
-    assert length is not None
-    more = replace(length.asked[0], process_bytes=length.asked[0].process_bytes + 614)
-    effects["compile"] = Suggestion("compile", replace(length, asked=(more,)))
-    assert {row[0]: row[2] for row in tables(what_if_text(effects.values()))[0]}["compile"] == "0.00"
