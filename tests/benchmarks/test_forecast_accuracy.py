@@ -9,14 +9,12 @@ import pytest
 
 from benchmarks.forecast_accuracy import (
     MARGIN,
-    MOST_ROWS,
     Case,
     Comparison,
     Truth,
     config_of,
     forecast,
     limit_for,
-    searched,
     step_probes,
     write_checkpoint,
 )
@@ -93,18 +91,6 @@ def forecasts_and_steps(
             write_checkpoint(cfg)
         steps = run_on_ranks(_probe, RANKS, tiny_dir, directory)
         return dict(zip(CASES, forecasts, strict=True)), steps
-
-
-def _search(rank: int, tiny_dir: Path, directory: Path) -> int:
-    recipe = live_recipe(config_of(CASES["full"], tiny_dir, directory))
-    return searched(recipe, workload_of(recipe), STRATEGIES[0], 1 << 30).exact_batch_size
-
-
-@pytest.mark.exhaustive
-def test_searches_go_as_far_as_the_benchmark_compares(tiny_dir: Path, tmp_path: Path) -> None:
-    assert config_of(CASES["full"], tiny_dir, tmp_path).batch_size < MOST_ROWS
-    write_checkpoint(config_of(CASES["full"], tiny_dir, tmp_path))
-    assert run_on_ranks(_search, RANKS, tiny_dir, tmp_path) == [MOST_ROWS] * RANKS
 
 
 @pytest.mark.exhaustive

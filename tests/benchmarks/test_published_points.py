@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torchtune.models.llama3_2._component_builders import llama3_2
 from torchtune.modules import RMSNorm
 
 from benchmarks import models_before_0_5
@@ -88,3 +89,10 @@ def test_earlier_norms_compute_the_same_and_keep_two_bytes_less_of_each_value() 
         kept_bytes[kind] = sum(saved.values())
     torch.testing.assert_close(*outputs)
     assert kept_bytes[RMSNorm] - kept_bytes[models_before_0_5.EarlierNorm] == 2 * x.numel()
+
+
+def test_an_earlier_model_is_built_of_earlier_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"vocab_size": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "embed_dim": 8, "max_seq_len": 8}
+    monkeypatch.setattr(models_before_0_5, "llama3_2_3b_of_0_6", lambda: llama3_2(**sizes, intermediate_dim=8))
+    norms = [type(module) for module in models_before_0_5.llama3_2_3b().modules() if isinstance(module, RMSNorm)]
+    assert norms == [models_before_0_5.EarlierNorm] * 3

@@ -1,11 +1,9 @@
 """The benchmark against peers: its card, comparison of states, the RFC's sketches and this package's contestants."""
 
 import gc
-import json
 import random
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +15,10 @@ from benchmarks import search
 from benchmarks.peers.card import CpuCard, card_on
 from benchmarks.peers.data import Rows
 from benchmarks.peers.ours import exhaustive
-from benchmarks.peers.rfc import difference, halving
+from benchmarks.peers.rfc import difference
 from benchmarks.peers.state import changed, state_of
 from benchmarks.peers.task import Task
-from benchmarks.peers.watch import Attempts, Found
+from benchmarks.peers.watch import Attempts
 from torchtune_adaptive.engine.memory.devices import meter_for
 
 CPU = torch.device("cpu")
@@ -146,30 +144,8 @@ def test_the_packages_contestants_find_the_exact_size_and_the_default_one_row_le
     assert 0 < found.gc_seconds < found.seconds
 
 
-@pytest.mark.slow
-def test_the_sketch_that_halves_runs_as_a_contestant(monkeypatch: pytest.MonkeyPatch, exact: int) -> None:
-    monkeypatch.setattr("benchmarks.peers.rfc.STEPS", 2)
-    found = halving(small_task(LIMIT_BYTES))
-    assert found.size == 1 << (exact.bit_length() - 1)
-    assert found.ooms == 7 - (exact.bit_length() - 1)
-    assert (found.changed, found.steps, found.survives) == ([], 0, "yes")
-
-
 def test_the_sketch_by_difference_runs_as_a_contestant_and_finds_too_much(exact: int) -> None:
     found = difference(small_task(LIMIT_BYTES))
     assert found.size > exact
     assert (found.changed, found.steps, found.ooms) == (["torch RNG"], 0, 0)
     assert found.survives.startswith("OOM at step")
-
-
-# ---- the program
-
-
-def test_a_contestant_that_fails_leaves_its_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refuse(_: Task) -> Found:
-        raise ValueError("no\nnever")
-
-    monkeypatch.setitem(search.CONTESTANTS, "stubborn", refuse)
-    case = search.Case("small", "1GiB", lambda: Rows([16]))
-    search._be_one_process("stubborn", search.CPU, case, tmp_path / "found.json")
-    assert Found(**json.loads((tmp_path / "found.json").read_text())) == Found(error="ValueError: no")

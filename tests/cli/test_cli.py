@@ -318,6 +318,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "missing memory": (["~adaptive.memory_limit"], "`--memory` must be a GPU's name or a size"),
     "memory_limit refers to nothing": (["adaptive.memory_limit=${nosuchkey}"], "nosuchkey"),
     "no ranks": ([*MEMORY, "--nproc_per_node", "0"], "`--nproc_per_node` must be at least 1, but is 0 instead."),
+    "no machines": ([*MEMORY, "--nnodes", "0"], "`--nnodes` must be at least 1, but is 0 instead."),
     "one of two lengths": ([*MEMORY, "--seq-len", "4096,-1"], "`--seq-len` must be at least 1, but is -1 instead."),
     "empty batch": ([*MEMORY, "--batch-size", "1,,2"], "`--batch-size` must be an integer, but is '' instead."),
     "config's own length": ([*MEMORY, "tokenizer.max_seq_len=4k"], "`tokenizer.max_seq_len` must be an integer"),
@@ -326,6 +327,8 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         "`model.max_seq_len` must be at least 1, but is -5 instead.",
     ),
     "override without value": ([*MEMORY, "batch_size"], "must have the form key=value, but is 'batch_size' instead."),
+    "misspelt key": ([*MEMORY, "adaptive.margn=0.1"], "did you mean `adaptive.margin`?"),
+    "calibration of nothing for a CPU": ([*MEMORY, "--calibration", "no_such.json"], "'no_such.json'"),
     "no accumulation": ([*MEMORY, "gradient_accumulation_steps=0"], "`gradient_accumulation_steps` must be at least 1"),
     "what would be saved, without a batch": (
         [*MEMORY, "--what-if", "~batch_size"],

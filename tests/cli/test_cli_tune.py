@@ -220,6 +220,8 @@ RUN_REFUSED = {
     "unknown config": ([OWN, "--config", "tiny/ful"], "must be the name or path of a config, but is 'tiny/ful'."),
     "stock recipe": (["full_finetune_distributed", "--config", "tiny/ful"], "but is 'tiny/ful'."),
     "config left out": ([OWN, "--config"], "`--config` must be followed by the name or path of a config"),
+    "file's config left out": (["mine.py", "--config"], "`--config` must be followed by the name or path of a config"),
+    "empty recipe": (["", "--config", "tiny/full"], "or a Python file, but is ''."),
     "override": ([OWN, "--config", "tiny/full", "seed"], "An override must have the form key=value, but is 'seed'"),
 }
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
@@ -290,32 +290,20 @@ def test_on_one_device_the_run_is_in_this_process(
 # ---- with real processes
 
 
-def tune_adaptive(*arguments: str, directory: Path, cache: Path) -> subprocess.Popen[str]:
-    """``tune-adaptive ARGUMENTS`` in ``directory``."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache)}
-    environment["PYTHONPATH"] = os.pathsep.join(str(REPOSITORY / name) for name in ("", "recipes"))
-    command = [sys.executable, "-m", "torchtune_adaptive.cli.main", *arguments]
-    return subprocess.Popen(
-        command, cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def found_size(output_dir: Path) -> int:
-    return cast(int, load_config(str(output_dir / "found.yaml")).batch_size)
-
-
 @pytest.mark.exhaustive
 def test_two_ranks_search_and_the_printed_command_trains_with_that_size(tiny_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out dir"
     given = ["--nproc_per_node", "2", RECIPE, "--config", "tiny/full", f"tiny_dir={tiny_dir}", f"output_dir={out}"]
-    searching = tune_adaptive("search", *given, *SHORT, directory=tmp_path, cache=tmp_path)
-    output, errors = searching.communicate(timeout=600)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'recipes'}"}
+    command = [sys.executable, "-m", "torchtune_adaptive.cli.main", "search", *given, *SHORT]
+    searching = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    errors = searching.stderr
     assert searching.returncode == 0, errors[-3000:]
     assert errors.count(f"{RECIPE}: the search found batch_size ") == 1
     assert not list(out.glob("epoch_*"))
-    found = found_size(out)
+    found = load_config(str(out / "found.yaml")).batch_size
     assert events_in(out, "search")[0]["batch_size"] == found >= 4
-    tune, run, *command = shlex.split(output.splitlines()[-1])
+    tune, run, *command = shlex.split(searching.stdout.splitlines()[-1])
     assert (tune, run) == ("tune", "run")
     training = tune_run(*command, directory=tmp_path)
     assert training.returncode == 0, training.stderr[-3000:]

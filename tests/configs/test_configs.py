@@ -109,6 +109,8 @@ def test_a_config_is_found_by_adaptive_name_stock_name_or_path(file: Path) -> No
         ),
         (["--config", "tiny/full", "~model.nosuchkey"], "model.nosuchkey"),
         (["--config", "tiny/full", "adaptive=[1]"], "adaptive"),
+        (["--config", "tiny/full", "a=b=c"], "must have the form key=value, but is 'a=b=c' instead."),
+        (["--config", "EMPTY"], "must be a YAML mapping, but"),
         (["--config", "NUMBER"], "keys must be words"),
         (["--config", "tiny/full", "--seed=1"], "must have the form key=value, but is '--seed=1' instead."),
         (["--config", "tiny/full", "~model"], "Overrides must fit the config, but '~model' do not:"),
@@ -125,8 +127,11 @@ def test_a_command_line_that_names_no_config_is_refused(arguments: list[str], se
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
     (tmp_path / "twice.yaml").write_text("a: 1\na: 2\n")
     (tmp_path / "number.yaml").write_text("1: 2\n")
+    (tmp_path / "empty.yaml").write_text("")
     (tmp_path / "deep.yaml").write_text("[" * 3000)
-    files = {name.upper(): str(tmp_path / f"{name}.yaml") for name in ("broken", "list", "twice", "deep", "number")}
+    files = {
+        name.upper(): str(tmp_path / f"{name}.yaml") for name in ("broken", "list", "twice", "deep", "number", "empty")
+    }
     with pytest.raises(InputError) as refusal:
         resolve_config_argument([files.get(argument, argument) for argument in arguments])
     assert sentence in str(refusal.value)

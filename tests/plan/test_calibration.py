@@ -1,6 +1,7 @@
 """A calibration of a fake GPU with known properties, and its train step on the CPU and over fake tensors."""
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -148,6 +149,17 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
     name = str(tmp_path)
     assert str(caught.value).startswith(f"`output` must be a file that can be written, but is {name!r}: Is a dir")
     assert not card.done
+
+
+def test_a_full_disk_after_the_measurements_is_reported_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(InputError, match=r"card\.json': OSError: no space left on device\.$"):
+        calibrate(tmp_path / "card.json", forecast_peak=traced, card=FakeCard())
 
 
 # ---- single measurements

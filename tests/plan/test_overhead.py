@@ -107,6 +107,12 @@ def test_a_figure_that_is_not_a_number_from_zero_up_is_refused(field: str, value
     assert str(caught.value) == f"`{field}` must be a number from 0 up, but is {value!r} instead."
 
 
+@pytest.mark.parametrize("world_size", [0, 1.5])
+def test_a_world_size_below_one_is_refused(world_size: Any) -> None:
+    with pytest.raises(InputError, match="`world_size`"):
+        Overhead.default(world_size)
+
+
 # ---- calibrations
 
 

@@ -1,10 +1,12 @@
 """Which modules hold the peak, as values, as a table and as JSON."""
 
+import json
+
 from hypothesis import given, settings
 
 from tests.support.plans import tables
 from tests.support.step_events import EVENTS, MIB, drawn_events
-from torchtune_adaptive.plan.peak_modules import modules_at_peak, modules_text
+from torchtune_adaptive.plan.peak_modules import modules_at_peak, modules_text, step_json
 from torchtune_adaptive.plan.step_events import BEFORE_STEP, Allocation, Operation, StepEvents
 
 
@@ -43,3 +45,11 @@ def test_of_many_modules_ten_are_shown_and_the_others_are_one_line() -> None:
     rows = tables(modules_text(StepEvents(1, 8, (Operation("mm", "forward", "part0"),), held)))[0]
     assert [row[0] for row in rows] == ["module", *(f"part{n}" for n in range(10)), "others", "all"]
     assert rows[-2][1:] == ["2", "19.00", "19.00"]
+
+
+def test_the_json_holds_the_peak_and_all_modules() -> None:
+    step = json.loads(json.dumps(step_json(EVENTS)))
+    assert (step["batch_size"], step["seq_len"], step["peak_bytes"]) == (4, 256, 20 * MIB)
+    assert (step["phase"], step["operation"], step["module"]) == ("loss", "aten.nll_loss_forward.default", "loss")
+    kinds = {"activations": 8 * MIB}
+    assert step["modules"][1] == {"module": "loss", "num_modules": 1, "num_bytes": 8 * MIB, "kinds": kinds}

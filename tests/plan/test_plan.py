@@ -539,6 +539,9 @@ def test_the_text_has_notes_on_what_is_elsewhere() -> None:
 
     disk = "\nA search needs up to 6.0 GiB of disk space in TMPDIR for its copies.\n"
     assert disk in text_of(device="cpu", trained=2 * GIB, state=4 * GIB)
+    assert "overhead" in text_of(device="cpu").splitlines()[-1]
+    assert "\nOverhead of the GPU, added to" not in text_of(device="cpu")
+    assert "\nOverhead of the GPU, added to" in text_of()
     assert "TMPDIR" not in text_of(trained=2 * GIB, state=4 * GIB)
     on_host = "\nParameters, gradients and optimizer state are in host memory."
     offloaded: dict[str, Any] = {"offloaded_weights": GIB, "offloaded": 4 * GIB}

@@ -166,6 +166,18 @@ def test_of_a_search_and_that_of_a_resumed_run_the_last_is_described(tmp_path: P
     assert [search.seq_len for search in run.searches] == [7]
 
 
+def test_of_many_sentences_and_checkpoints_only_the_first_and_last_are_listed(tmp_path: Path) -> None:
+    many = [SHORTAGE | {"step": number} for number in range(1, 41)]
+    saved = [SAVED | {"step": number, "path": f"/out/step_{number}"} for number in range(1, 41)]
+    run = run_of(tmp_path, START, *many, *saved)
+    told = section(run, "Out of memory")
+    assert [line.partition(":")[0] for line in (told[0], told[-1])] == ["step 1", "step 40"]
+    assert told[6] == "... 28 more ..."
+    assert section(run, "Checkpoints and resumptions") == [
+        "40 checkpoints saved: ..., step_33, step_34, step_35, step_36, step_37, step_38, step_39, step_40."
+    ]
+
+
 def test_after_a_search_without_training_the_run_before_it_is_not_described(tmp_path: Path) -> None:
     only = {"event": "search only", "step": 0}
     run = run_of(tmp_path, START, SEARCH | {"seq_len": 7}, *STEPS, END, only, SEARCH, CONFIG)
@@ -246,6 +258,11 @@ def test_the_picture_of_steps_has_a_panel_for_each_figure_and_names_what_happene
     events = {"first step of an epoch", "out of memory", "resumed", "checkpoint", "memory limit (2.0 GiB)"}
     assert found >= panels | events
     assert found.isdisjoint({"micro-batch [tokens per rank]", "allocator thrashing"})
+
+
+def test_the_same_run_gives_the_same_picture(drawn: Path) -> None:
+    search, _ = pictures(read_run(drawn.parent))
+    assert search.svg() == (drawn / "report_search.svg").read_text()
 
 
 def test_the_page_loads_nothing_and_holds_each_picture(drawn: Path) -> None:

@@ -12,7 +12,7 @@ from torchtune_adaptive.plan.overhead import NCCL_BYTES, Calibration
 from torchtune_adaptive.plan.plan import Card, Plan, plan
 from torchtune_adaptive.plan.step_peaks import Moment, StepPeaks, TracedStep
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+MIB, GIB = 2**20, 2**30
 ATTENTION_WIDTH = 4096
 CALIBRATION = Calibration(
     gpu="H100",
