@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -92,7 +93,8 @@ def test_earlier_norms_compute_the_same_and_keep_two_bytes_less_of_each_value() 
 
 
 def test_an_earlier_model_is_built_of_earlier_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"vocab_size": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "embed_dim": 8, "max_seq_len": 8}
-    monkeypatch.setattr(models_before_0_5, "llama3_2_3b_of_0_6", lambda: llama3_2(**sizes, intermediate_dim=8))
+    sizes: dict[str, Any] = {"vocab_size": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "embed_dim": 8}
+    sizes |= {"max_seq_len": 8, "intermediate_dim": 8}
+    monkeypatch.setattr(models_before_0_5, "llama3_2_3b_of_0_6", lambda: llama3_2(**sizes))
     norms = [type(module) for module in models_before_0_5.llama3_2_3b().modules() if isinstance(module, RMSNorm)]
     assert norms == [models_before_0_5.EarlierNorm] * 3
