@@ -31,6 +31,7 @@ def test_every_sample_has_a_label_to_learn(tiny_dir: Path) -> None:
     assert all(any(label != -100 for label in sample["labels"]) for sample in dataset)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remaking", [False, True])
 def test_assets_of_a_killed_run_are_made_again_and_complete_ones_are_kept(
     remaking: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -34,6 +34,7 @@ def test_the_site_has_every_document_and_what_they_link_to(site: Path) -> None:
     assert "RecoverableStep" in (site / "examples" / "fsdp2_loop.py.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_page_of_the_site_loads_nothing_from_other_sites(site: Path) -> None:
     loaded = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?(https?:|//)[^>]*>")
     assert [found[0] for page in site.rglob("*.html") for found in loaded.finditer(page.read_text())] == []

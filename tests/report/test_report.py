@@ -249,6 +249,7 @@ def test_the_picture_of_a_search_names_its_phases_limits_and_failures(drawn: Pat
     }
 
 
+@pytest.mark.slow
 def test_the_picture_of_steps_has_a_panel_for_each_figure_and_names_what_happened(drawn: Path) -> None:
     found = texts((drawn / "report_steps.svg").read_text())
     panels = {

@@ -139,6 +139,7 @@ def test_a_file_that_is_missing_is_named_by_its_key(tmp_path: Path) -> None:
     check_input_files(OmegaConf.create(own))
 
 
+@pytest.mark.slow
 def test_the_rule_for_paths_finds_every_local_path_of_the_stock_configs() -> None:
     """Each of their inputs is below /tmp, and none is on this machine."""
     blocks = 0
@@ -230,6 +231,7 @@ def test_a_value_that_a_component_may_take_passes(block: Any) -> None:
     check_components(OmegaConf.create({"block": block}))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The import path:DeprecationWarning")  # torchtune's, of its own phi4
 def test_the_keys_and_values_of_every_config_pass() -> None:
     configs = every_config()

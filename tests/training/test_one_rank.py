@@ -192,6 +192,7 @@ def test_a_quantized_run_recovers_from_out_of_memory_bit_for_bit(outcomes: dict[
     assert outcome["same when squeezed"]
 
 
+@pytest.mark.slow
 def test_offloading_a_quantized_model_is_refused_in_one_sentence(tiny_dir: Path, tmp_path: Path) -> None:
     refuse_quantized(tiny_config("lora", tiny_dir, tmp_path).model)
     with pytest.raises(InputError, match="`fsdp_cpu_offload` must be False for a quantized model on one rank, but"):
