@@ -83,9 +83,13 @@ class Device:
 # ---- what is found
 
 
-def test_the_largest_micro_batch_of_the_longest_row_is_found_and_rounded() -> None:
+def test_the_largest_micro_batch_of_the_longest_row_is_found_rounded_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     device, loader = Device(), step_loader(Samples(3, 8, *[5] * 50))
     found = device.find(loader, limit_bytes=1100, power_of_two=True, **MAXIMUM)
+    (message,) = caplog.messages
+    assert message.startswith("Probes, with the figures of rank 0:\nbatch_size")
     assert found.result is not None
     assert (found.result.exact_batch_size, found.result.batch_size, found.fitting_rows) == (13, 8, 8)
     assert (found.seq_len, found.probe_row) == (8, {"tokens": [1] * 8, "labels": [1] * 8})
