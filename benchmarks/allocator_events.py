@@ -29,7 +29,7 @@ from benchmarks.support.allocator import rises_by_events
 from benchmarks.support.ranks import run_on_ranks
 from benchmarks.tables import publish, table
 from torchtune_adaptive.engine.memory.devices import meter_for
-from torchtune_adaptive.plan.client import trace
+from torchtune_adaptive.plan.trace.client import trace
 from torchtune_adaptive.tiny import make_tiny_assets
 
 RESULTS = Path(__file__).parent / "results" / "allocator_events_cpu.md"

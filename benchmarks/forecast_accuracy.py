@@ -2,7 +2,7 @@
 
     python -m benchmarks.forecast_accuracy [--seed SEED] [--cases CASES]
 
-Draws models, ranks and options at random. For each case ``plan.client.trace`` forecasts a step's memory; then the
+Draws models, ranks and options at random. For each case ``plan.trace.client.trace`` forecasts a step's memory; then the
 real recipe on gloo ranks takes whole steps of 1, 2, 3, ... rows under a memory limit until one does not fit, and
 each strategy searches under the same limit. The limit lies where a drawn number of rows just fits, or anywhere
 between that and one row more. Prints a table and writes it to ``results/forecast_accuracy_cpu.md``; the exit
@@ -37,8 +37,8 @@ from benchmarks.tables import publish, table
 from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES, Probe, SearchResult, usable_bytes
 from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.client import trace
-from torchtune_adaptive.plan.step_peaks import StepPeaks, TracedStep
+from torchtune_adaptive.plan.trace.client import trace
+from torchtune_adaptive.plan.trace.peaks import StepPeaks, TracedStep
 from torchtune_adaptive.settings import STRATEGIES, Strategy
 from torchtune_adaptive.tiny import MODEL_GEOMETRY, make_tiny_assets
 

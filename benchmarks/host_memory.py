@@ -28,7 +28,7 @@ from benchmarks.provenance import provenance
 from benchmarks.support.ranks import run_alone, run_on_ranks
 from benchmarks.support.recipe_runs import COMMON, adaptive_recipe, finished, tiny_config
 from benchmarks.tables import publish, table
-from torchtune_adaptive.plan.plan import Card, plan
+from torchtune_adaptive.plan.decide import Card, plan
 from torchtune_adaptive.text import format_bytes
 from torchtune_adaptive.tiny import MODEL_GEOMETRY, make_tiny_assets
 

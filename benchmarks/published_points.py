@@ -20,9 +20,9 @@ from tqdm import tqdm
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 from torchtune_adaptive.errors import InputError, TracingError
+from torchtune_adaptive.plan.decide import Card, Plan, plan
+from torchtune_adaptive.plan.gpu import EXPANDABLE_FRAGMENTATION, FRAGMENTATION
 from torchtune_adaptive.plan.gpus import is_amd
-from torchtune_adaptive.plan.overhead import EXPANDABLE_FRAGMENTATION, FRAGMENTATION
-from torchtune_adaptive.plan.plan import Card, Plan, plan
 from torchtune_adaptive.stock.configs import load_config
 
 POINTS = Path(__file__).parent / "published_gpu.json"

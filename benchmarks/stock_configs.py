@@ -25,8 +25,8 @@ from benchmarks.provenance import provenance
 from benchmarks.tables import table
 from torchtune_adaptive.engine.search.strategies import usable_bytes
 from torchtune_adaptive.errors import InputError, TracingError
-from torchtune_adaptive.plan.client import trace
-from torchtune_adaptive.plan.step_peaks import TracedStep
+from torchtune_adaptive.plan.trace.client import trace
+from torchtune_adaptive.plan.trace.peaks import TracedStep
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import is_lora, load_config
 from torchtune_adaptive.stock.installed import stock_config_path

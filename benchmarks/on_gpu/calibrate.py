@@ -4,15 +4,15 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from benchmarks.on_gpu.stage import Section, Stage
-from torchtune_adaptive.plan.calibration import MeasuredCard, StepPeak, calibrate
-from torchtune_adaptive.plan.client import calibration_peak
-from torchtune_adaptive.plan.overhead import (
+from torchtune_adaptive.plan.calibrate import MeasuredCard, StepPeak, calibrate
+from torchtune_adaptive.plan.gpu import (
     CONTEXT_BYTES,
     FRAGMENTATION,
     ONE_RANK_NCCL_BYTES,
     WORKSPACE_BYTES,
     Calibration,
 )
+from torchtune_adaptive.plan.trace.client import calibration_peak
 from torchtune_adaptive.text import format_bytes
 
 HEADER = ["figure", "measured", "taken without a calibration"]

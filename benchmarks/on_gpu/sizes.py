@@ -15,9 +15,9 @@ from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.engine.search.find import first_that_fits
 from torchtune_adaptive.engine.search.throughput import tokens_per_second
 from torchtune_adaptive.errors import InputError, NothingFitsError, reason_of
-from torchtune_adaptive.plan.client import trace
-from torchtune_adaptive.plan.plan import Card, plan
-from torchtune_adaptive.plan.step_peaks import TracedStep
+from torchtune_adaptive.plan.decide import Card, plan
+from torchtune_adaptive.plan.trace.client import trace
+from torchtune_adaptive.plan.trace.peaks import TracedStep
 
 _NUM_ROWS = 4096
 _SECONDS_FOR_ONE = 30.0  # a case is not begun with less than that left

@@ -22,7 +22,7 @@ from benchmarks.live import live_recipe, workload_of
 from benchmarks.support.ranks import run_on_ranks
 from tests.support.toys import search_result
 from torchtune_adaptive.engine.search.strategies import Probe
-from torchtune_adaptive.plan.step_peaks import TracedStep
+from torchtune_adaptive.plan.trace.peaks import TracedStep
 from torchtune_adaptive.settings import STRATEGIES
 
 RANKS = 2

@@ -12,7 +12,7 @@ from torchtune.modules import RMSNorm
 from benchmarks import models_before_0_5
 from benchmarks.published_points import GIB, Compared, Point, document, planned_bytes, read_points
 from tests.support.plans import cfg_of, peaks, planned, step_of
-from torchtune_adaptive.plan.overhead import CONTEXT_BYTES, FRAGMENTATION, ONE_RANK_NCCL_BYTES, WORKSPACE_BYTES
+from torchtune_adaptive.plan.gpu import CONTEXT_BYTES, FRAGMENTATION, ONE_RANK_NCCL_BYTES, WORKSPACE_BYTES
 from torchtune_adaptive.stock.configs import load_config, method_of
 
 UNITS = {"GiB": GIB, "GB": 10**9, "MiB": 2**20, "bytes": 1}

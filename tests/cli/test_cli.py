@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.plan.test_calibration import FakeCard, traced
+from tests.plan.test_calibrate import FakeCard, traced
 from tests.support.plans import CALIBRATION, GIB, MIB, peaks, step_of, tables
 from tests.support.program import Ended, Program
 from tests.support.step_events import EVENTS
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan import calibration, client
+from torchtune_adaptive.plan import calibrate as calibration
+from torchtune_adaptive.plan.gpu import Calibration
 from torchtune_adaptive.plan.gpus import memory_of
-from torchtune_adaptive.plan.host_memory import HostFigures
-from torchtune_adaptive.plan.overhead import Calibration
+from torchtune_adaptive.plan.host import HostFigures
+from torchtune_adaptive.plan.trace import client
 
 FULL = ("plan", "--config", "tiny/full")
 CUDA = ("device=cuda", "adaptive.memory_limit=null")  # as the stock configs are

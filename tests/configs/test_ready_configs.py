@@ -12,7 +12,7 @@ from torchtune._recipe_registry import get_all_recipes
 from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
 
 from torchtune_adaptive.cli.validate import _check_components, _recipes_for
-from torchtune_adaptive.plan.worker import trace_events
+from torchtune_adaptive.plan.trace.worker import trace_events
 from torchtune_adaptive.stock.checks import check_config
 from torchtune_adaptive.stock.configs import load_config, resolved
 from torchtune_adaptive.stock.installed import config_dir, configs_by_recipe, recipe_files

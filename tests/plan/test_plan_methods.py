@@ -23,8 +23,8 @@ from torchtune_adaptive.engine.search.probe import Prober
 from torchtune_adaptive.engine.search.strategies import Probe
 from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.step_peaks import StepPeaks, TracedStep
-from torchtune_adaptive.plan.worker import StepTracer, trace_config
+from torchtune_adaptive.plan.trace.peaks import StepPeaks, TracedStep
+from torchtune_adaptive.plan.trace.worker import StepTracer, trace_config
 from torchtune_adaptive.training.sizes import probe_batch
 
 SEQ_LEN = 40

@@ -7,10 +7,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.support.plans import GIB, MIB, Asked, FakeTracer, peaks, step_of, tables
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.plan import Card
-from torchtune_adaptive.plan.report import what_if_text
-from torchtune_adaptive.plan.step_peaks import TracedStep
+from torchtune_adaptive.plan.decide import Card
+from torchtune_adaptive.plan.show.text import what_if_text
 from torchtune_adaptive.plan.suggestions import Suggestion
+from torchtune_adaptive.plan.trace.peaks import TracedStep
 from torchtune_adaptive.plan.what_if import AS_IT_IS, TOGETHER, what_if
 
 MODEL = {"_component_": "torchtune.models.llama2.llama2", "num_layers": 32, "embed_dim": 4096}

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.engine.memory.timeline import Line
-from torchtune_adaptive.plan.overhead import NCCL_BYTES, Calibration
-from torchtune_adaptive.plan.plan import Card, Plan, plan
-from torchtune_adaptive.plan.step_peaks import Moment, StepPeaks, TracedStep
+from torchtune_adaptive.plan.decide import Card, Plan, plan
+from torchtune_adaptive.plan.gpu import NCCL_BYTES, Calibration
+from torchtune_adaptive.plan.trace.peaks import Moment, StepPeaks, TracedStep
 
 MIB, GIB = 2**20, 2**30
 ATTENTION_WIDTH = 4096

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from torchtune_adaptive.plan.step_events import BEFORE_STEP, KINDS, Allocation, Operation, StepEvents
+from torchtune_adaptive.plan.trace.events import BEFORE_STEP, KINDS, Allocation, Operation, StepEvents
 
 MIB = 2**20
 OPERATIONS = tuple(

@@ -10,12 +10,12 @@ from omegaconf import DictConfig
 from torchtune_adaptive.cli.arguments import Commands, add_command, integer, integers
 from torchtune_adaptive.errors import InputError, require_integer
 from torchtune_adaptive.plan.cache import user_cache_folder
-from torchtune_adaptive.plan.client import trace
+from torchtune_adaptive.plan.decide import USUAL_SEQ_LENS, Card, Plan, Trace, plan
 from torchtune_adaptive.plan.gpus import is_amd, memory_of
-from torchtune_adaptive.plan.plan import USUAL_SEQ_LENS, Card, Plan, Trace, plan
-from torchtune_adaptive.plan.report import grid_text, plan_json, plan_text, suggestion_text, what_if_text
-from torchtune_adaptive.plan.step_outputs import StepOutputs, trace_planned_step
+from torchtune_adaptive.plan.show.outputs import StepOutputs, trace_planned_step
+from torchtune_adaptive.plan.show.text import grid_text, plan_json, plan_text, suggestion_text, what_if_text
 from torchtune_adaptive.plan.suggestions import Suggestion, suggestions
+from torchtune_adaptive.plan.trace.client import trace
 from torchtune_adaptive.plan.trace_cache import TraceCache
 from torchtune_adaptive.plan.what_if import what_if
 from torchtune_adaptive.settings import AdaptiveSettings

@@ -8,8 +8,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.client import trace
-from torchtune_adaptive.plan.plan import Card, LengthPlan, Trace, plan
+from torchtune_adaptive.plan.decide import Card, LengthPlan, Trace, plan
+from torchtune_adaptive.plan.trace.client import trace
 from torchtune_adaptive.stock.configs import is_lora, resolved
 from torchtune_adaptive.training.batch.limits import halvings
 

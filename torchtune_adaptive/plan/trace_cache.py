@@ -8,9 +8,9 @@ from typing import Any, Protocol, TypeVar
 from omegaconf import DictConfig
 
 from torchtune_adaptive.plan.cache import KeptFiles, Question
-from torchtune_adaptive.plan.plan import Trace
-from torchtune_adaptive.plan.step_events import StepEvents
-from torchtune_adaptive.plan.step_peaks import TracedStep
+from torchtune_adaptive.plan.decide import Trace
+from torchtune_adaptive.plan.trace.events import StepEvents
+from torchtune_adaptive.plan.trace.peaks import TracedStep
 from torchtune_adaptive.stock.configs import resolved
 
 _Kept = TypeVar("_Kept", TracedStep, StepEvents)

@@ -5,9 +5,9 @@ from functools import partial
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.plan.client import trace
-from torchtune_adaptive.plan.plan import Card, Trace
+from torchtune_adaptive.plan.decide import Card, Trace
 from torchtune_adaptive.plan.suggestions import Suggestion, lora_version, with_checkpointing, with_values
+from torchtune_adaptive.plan.trace.client import trace
 from torchtune_adaptive.stock.configs import is_lora, method_of
 
 AS_IT_IS, TOGETHER = "as it is", "all changes of the config together"

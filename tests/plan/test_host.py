@@ -1,0 +1,275 @@
+"""Host memory of a machine: what a checkpoint's conversion copies, and what a run holds in each activity."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torchtune.models.convert_weights import hf_to_tune, tune_to_hf
+from torchtune.models.llama2 import llama2
+from torchtune.models.phi3 import phi3
+from torchtune.models.phi3._convert_weights import phi3_hf_to_tune, phi3_tune_to_hf
+from torchtune.models.qwen2 import qwen2
+from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
+
+from torchtune_adaptive.engine.distributed.snapshot import bytes_of_copies
+from torchtune_adaptive.engine.memory import resident
+from torchtune_adaptive.engine.memory.resident import RankMemory, available_bytes, why_no_room
+from torchtune_adaptive.plan.host import (
+    CUDA_PROCESS_BYTES,
+    PROCESS_BYTES,
+    HostFigures,
+    HostPlan,
+    Launch,
+    pinned_bytes,
+    plan_host,
+)
+from torchtune_adaptive.plan.host_figures import host_figures
+from torchtune_adaptive.plan.trace.offloaded_activations import OffloadedActivations
+
+HEADS, KV_HEADS, WIDTH = 4, 2, 32
+GEOMETRY = {
+    "vocab_size": 11,
+    "num_layers": 2,
+    "num_heads": HEADS,
+    "num_kv_heads": KV_HEADS,
+    "embed_dim": WIDTH,
+    "intermediate_dim": 48,
+    "max_seq_len": 16,
+}
+_OF_HEADS = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "dim": WIDTH}
+StateDict = dict[str, torch.Tensor]
+Convert = Callable[[StateDict], StateDict]
+CONVERSIONS: dict[str, tuple[Callable[..., nn.Module], Convert, Convert]] = {
+    "LLAMA3": (llama2, partial(tune_to_hf, **_OF_HEADS), partial(hf_to_tune, **_OF_HEADS)),
+    "QWEN2": (qwen2, partial(qwen2_tune_to_hf, **_OF_HEADS), partial(qwen2_hf_to_tune, **_OF_HEADS)),
+    "PHI3_MINI": (phi3, phi3_tune_to_hf, partial(phi3_hf_to_tune, **_OF_HEADS)),
+}
+
+
+def _cfg(model_type: str = "LLAMA3", checkpointer: str = "FullModelHFCheckpointer", **more: Any) -> DictConfig:
+    component = f"torchtune.training.{checkpointer}"
+    return OmegaConf.create({"checkpointer": {"_component_": component, "model_type": model_type}} | more)
+
+
+def _figures(cfg: DictConfig, *models: nn.Module, optimizers: Any = (), sizes: Any = ()) -> HostFigures:
+    flat = host_figures(cfg, models, optimizers, activation_bytes_per_token=sizes)
+    return HostFigures.from_flat(flat)
+
+
+def _copied_bytes(convert: Convert, before: StateDict) -> int:
+    """Bytes of the new tensors that ``convert`` creates."""
+    there = {tensor.untyped_storage().data_ptr() for tensor in before.values()}
+    made = [one for one in convert(before).values() if one.untyped_storage().data_ptr() not in there]
+    return sum(one.nbytes for one in made)
+
+
+@pytest.mark.parametrize("model_type", CONVERSIONS)
+def test_what_torchtune_copies_when_it_converts_a_checkpoint_is_counted(model_type: str) -> None:
+    build, to_hf, from_hf = CONVERSIONS[model_type]
+    model = build(**GEOMETRY)
+    figures = _figures(_cfg(model_type), model)
+    assert figures.load_copies == _copied_bytes(from_hf, to_hf(model.state_dict()))
+    assert figures.save_copies == _copied_bytes(to_hf, model.state_dict())
+    assert figures.weights == sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_a_checkpointer_that_does_not_convert_copies_nothing() -> None:
+    model = llama2(**GEOMETRY)
+    figures = _figures(_cfg(checkpointer="FullModelTorchTuneCheckpointer"), model)
+    assert (figures.load_copies, figures.save_copies) == (0, 0)
+    assert _figures(_cfg(save_adapter_weights_only=True), model).save_copies == 0
+
+
+@pytest.mark.parametrize("key", ["ref_checkpointer", "teacher_checkpointer"])
+def test_a_frozen_models_checkpoint_is_converted_by_its_own_checkpointer(key: str) -> None:
+    trained, frozen = llama2(**GEOMETRY), llama2(**GEOMETRY).requires_grad_(False)
+    others = _cfg().checkpointer
+    figures = _figures(_cfg("QWEN2", **{key: others}), trained, frozen)
+    assert (figures.load_copies, figures.frozen_load_copies) == (0, _figures(_cfg(), trained).load_copies)
+    assert figures.local == 2 * _figures(_cfg(), trained).local
+    buffers = sum(buffer.nbytes for model in (trained, frozen) for buffer in model.buffers())
+    assert figures.trained == figures.weights + buffers
+
+
+def test_offloaded_parameters_and_gradients_are_pinned_and_their_state_is_not() -> None:
+    model = nn.Linear(3, 5)  # 60 bytes and 20
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    figures = _figures(_cfg(fsdp_cpu_offload=True), model, optimizers=[optimizer])
+    state = 2 * 80 + 2 * 4  # and the counts of steps
+    assert (figures.offloaded_weights, figures.offloaded) == (64 + 32, 2 * (64 + 32) + state)
+    assert (figures.state, figures.whole_state) == (state, state)
+    assert _figures(_cfg(), model, optimizers=[optimizer]).offloaded == 0
+
+
+def test_activations_offloaded_by_one_forward_pass_are_counted() -> None:
+    offloaded = OffloadedActivations()
+    for rows in (64, 128):
+        with offloaded:
+            loss = (torch.ones(rows, 8, requires_grad=True).exp().exp()).sum()
+        loss.backward()
+        assert offloaded.host_bytes == [rows * 32] * 2
+    figures = _figures(_cfg(), nn.Linear(1, 1), sizes=[32, 32, 8])
+    assert figures.activation_bytes(100) == 2 * 4096 + 1024
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2, 3, 4096, 4097, 3 * 2**30])
+def test_pinned_memory_is_the_next_power_of_two(num_bytes: int) -> None:
+    taken = pinned_bytes(num_bytes)
+    assert taken & (taken - 1) == 0
+    assert num_bytes <= taken < 2 * num_bytes
+
+
+# ---- by activity of a run
+
+FIGURES = HostFigures(
+    weights=1000, frozen_weights=500, load_copies=30, frozen_load_copies=7, save_copies=20, local=400, trained=250
+)
+WITH_STATE = replace(FIGURES, state=600, whole_state=4800)
+EIGHT = Launch(world_size=16, ranks=8, on_cpu=False, saves_state=True, saves_in_background=False)
+
+
+def _planned(figures: HostFigures = WITH_STATE, launch: Launch = EIGHT, *, num_tokens: int = 1) -> HostPlan:
+    return plan_host(figures, launch, step_bytes=9000, num_tokens=num_tokens)
+
+
+def test_each_rank_copies_to_load_and_to_search_and_the_first_gathers_to_save() -> None:
+    found = _planned()
+    assert found.tensor_bytes == {
+        "loading": 8 * 37,
+        "search": 8 * 250,
+        "search again": 8 * 850,
+        "training": 0,
+        "saving": 1000 + 20 + 4800,
+    }
+    assert found.process_bytes == 8 * (PROCESS_BYTES + CUDA_PROCESS_BYTES)
+    assert found.peak_bytes == found.process_bytes + 8 * 850
+    assert (found.file_bytes, found.temporary_file_bytes) == (1500, 0)
+
+
+def test_the_last_epochs_checkpoint_has_no_state() -> None:
+    assert _planned(launch=replace(EIGHT, saves_state=False)).tensor_bytes["saving"] == 1020
+
+
+def test_checkpoints_in_the_background_are_copies_of_every_rank() -> None:
+    assert _planned(launch=replace(EIGHT, saves_in_background=True)).tensor_bytes["saving"] == 8 * 850
+
+
+def test_what_is_offloaded_is_held_from_the_first_step_on_and_not_copied() -> None:
+    found = _planned(replace(WITH_STATE, offloaded_weights=512, offloaded=2000))
+    assert found.tensor_bytes == {
+        "loading": 8 * (512 + 37),
+        "search": 8 * 2000,
+        "search again": 8 * 2000,
+        "training": 8 * 2000,
+        "saving": 8 * 2000 + 5820,
+    }
+    assert found.temporary_file_bytes == 8 * (250 + 600)
+
+
+def test_offloaded_activations_grow_with_tokens_by_powers_of_two() -> None:
+    figures = HostFigures(activations={"24": 3})
+    assert [_planned(figures, num_tokens=n).tensor_bytes["training"] for n in (1, 10, 11)] == [768, 6144, 12288]
+
+
+def test_on_a_cpu_a_rank_computes_in_host_memory_and_the_search_copies_to_a_file() -> None:
+    two = Launch(world_size=2, ranks=2, on_cpu=True, saves_state=True, saves_in_background=False)
+    found = _planned(launch=two)
+    assert found.process_bytes == 2 * PROCESS_BYTES
+    assert found.tensor_bytes == {
+        "loading": 2 * 437,
+        "search": 2 * 9000,
+        "search again": 2 * 9000,
+        "training": 2 * 9000,
+        "saving": 2 * 1000 + 5820,
+    }
+    assert found.temporary_file_bytes == 2 * (250 + 600)
+    alone = _planned(launch=replace(two, world_size=1, ranks=1))
+    assert alone.tensor_bytes["saving"] == 1000 + 20  # it gathers only its own state
+
+
+# ---- copies from which a try during training restores the model
+
+
+def test_copies_of_tensors_on_a_device_take_what_the_plan_says() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).to("meta")  # stands for a GPU
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)
+    for parameter in optimizer.param_groups[0]["params"]:
+        optimizer.state[parameter] = {"exp_avg": torch.empty_like(parameter), "step": torch.empty((), device="meta")}
+    figures = _figures(_cfg(), model, optimizers=[optimizer])
+    assert bytes_of_copies(model, [optimizer]) == figures.trained + figures.state > 0
+
+
+def test_copies_of_tensors_on_the_host_take_no_memory() -> None:
+    model = nn.Linear(4, 4)
+    assert bytes_of_copies(model, [torch.optim.AdamW(model.parameters())]) == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reason"),
+    [
+        ([("a", 45, 50)], ""),
+        ([("a", 46, 50)], "1 rank needs 46 B of host memory, of which at most 45 B are usable"),
+        ([("a", 20, 50), ("a", 20, 49)], ""),
+        ([("a", 20, 50), ("a", 20, 44)], "2 ranks need 40 B of host memory, of which at most 40 B are usable"),
+        ([("a", 20, 50), ("b", 40, 30), ("a", 20, 50)], "1 rank needs 40 B of host memory, of which at most 27 B"),
+        ([("a", 0, None), ("a", 0, 0)], ""),
+        ([("a", 1, None)], "1 rank needs 1 B of host memory, of which it is unknown what is free"),
+    ],
+)
+def test_the_ranks_of_every_machine_need_room_together(ranks: list[tuple[str, int, int | None]], reason: str) -> None:
+    found = why_no_room([RankMemory(*one) for one in ranks])
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)
+
+
+V1 = {"limit_in_bytes": "8000", "usage_in_bytes": "6000", "stat": "cache 5\ntotal_inactive_file 500\n"}
+V2 = {"max": "9000", "current": "7000", "stat": "anon 5\ninactive_file 100\n"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "folders", "left"),
+    [
+        ("0::/a/b", {}, 10240),
+        ("0::/a/b", {"a/b": V2}, 2100),
+        ("0::/a/b", {"a/b": V2 | {"max": "max"}}, 10240),
+        ("0::/a/b", {"a/b": V2 | {"max": "max"}, "a": V2 | {"max": "8000"}}, 1100),
+        ("0::/not/in/a/container", {"": V2}, 2100),
+        ("0::/", {"": V2 | {"max": "50000"}}, 10240),
+        ("0::/", {"": V2 | {"current": "9999"}}, 0),
+        ("9:cpu:/\n4:memory,x:/job\n0::/", {"memory/job": V1}, 2500),
+        ("4:memory:/not/here", {"memory": V1}, 2500),
+        ("4:memory:/", {"memory": V1 | {"limit_in_bytes": str(2**63 - 4096)}}, 10240),
+    ],
+)
+def test_what_is_available_is_the_least_that_the_machine_and_its_control_groups_leave(
+    groups: str, folders: dict[str, dict[str, str]], left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal:  99 kB\nMemAvailable:  10 kB\nHugePages_Total:  0\n")
+    (proc / "self/cgroup").write_text(groups + "\n")
+    for folder, files in folders.items():
+        (cgroup / folder).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (cgroup / folder / f"memory.{name}").write_text(text + "\n")
+    monkeypatch.setattr(resident, "_PROC", proc)
+    monkeypatch.setattr(resident, "_CGROUP", cgroup)
+    assert available_bytes() == left
+
+
+def test_what_is_available_here_is_known() -> None:
+    here = RankMemory.here(5)
+    assert here.machine
+    assert here.needed_bytes == 5
+    assert here.available_bytes is not None
+    assert 2**20 < here.available_bytes < 2**50

@@ -1,0 +1,439 @@
+"""A config's peaks over fake tensors: extrapolated from few layers where they repeat, and of the right kinds."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torchtune import config
+
+from benchmarks.support.ranks import run_on_ranks
+from torchtune_adaptive.engine.memory.timeline import Timeline
+from torchtune_adaptive.errors import InputError, TracingError
+from torchtune_adaptive.plan.host import HostFigures
+from torchtune_adaptive.plan.host_figures import host_figures
+from torchtune_adaptive.plan.trace import client, worker
+from torchtune_adaptive.plan.trace.fake_model import layers_limited_to
+from torchtune_adaptive.plan.trace.fake_recipe import start_fake_process_group
+from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optimizer
+from torchtune_adaptive.plan.trace.peaks import StepPeaks
+from torchtune_adaptive.plan.trace.recorder import StepTrace
+from torchtune_adaptive.plan.trace.worker import StepTracer, trace_config
+from torchtune_adaptive.stock.configs import load_config
+
+SEQ_LEN = 64
+SHALLOW, LAYERS = "model.num_layers=1", "model.num_layers=3"  # as few layers as a test needs
+CUDA = ("device=cuda", "dtype=bf16", SHALLOW)
+
+
+def _cfg(kind: str, *overrides: str) -> DictConfig:
+    return load_config(f"tiny/{kind}", overrides)
+
+
+def _model(component: str, **arguments: int) -> list[str]:
+    """Overrides that replace the config's model by one of ``tests.support.fake_models``."""
+    removed = ["vocab_size", "num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim", "max_seq_len"]
+    return [
+        *(f"~model.{name}" for name in removed if name not in arguments),
+        f"model._component_=tests.support.fake_models.{component}",
+        *(f"model.{name}={value}" for name, value in arguments.items()),
+    ]
+
+
+REFUSED = {
+    "`model` must be a text model": _model("of_images"),
+    "The config must be one that its recipe can set up": ["optimizer_in_bwd=True"],  # while gradients are clipped
+    "`optimizer` of bitsandbytes must be one of Adam, ": ["optimizer=bitsandbytes.optim.Unknown8bit"],
+    "`optimizer` must be one whose step needs no closure, but LBFGS needs": [
+        "~optimizer.fused",
+        "optimizer=torch.optim.LBFGS",
+    ],
+    "Rows must have at most the model's max_seq_len": ["model.max_seq_len=32"],
+    "`num_layers` must be an integer, but is 'two' instead.": ["model.num_layers=two"],
+}
+
+
+FAILS = [SHALLOW, "~optimizer.fused", "optimizer._component_=tests.support.fake_models.FailsInItsStep"]
+
+
+def _peaks(cfg: DictConfig, *, world_size: int = 1, seq_len: int = SEQ_LEN) -> StepPeaks:
+    return trace_config(cfg, world_size=world_size, seq_lens=[seq_len]).peaks[0]
+
+
+def _layers_traced(_: int) -> dict[str, tuple[int, ...]]:
+    cfgs = {
+        "alike": _cfg("full", "model.num_layers=10"),
+        "another builder": _cfg("full", *_model("of_another_builder", depth=10)),
+        "one wide layer": _cfg("full", *_model("with_one_wide_layer", num_layers=10, wide=6)),
+        "every ninth checkpointed": _cfg("full", "model.num_layers=10", "ac_mode=selective", "ac_option=9"),
+    }
+    return {name: StepTracer(cfg, world_size=2).layers_to_trace(SEQ_LEN) for name, cfg in cfgs.items()}
+
+
+@pytest.fixture(scope="module")
+def layers_traced() -> dict[str, tuple[int, ...]]:
+    return run_on_ranks(_layers_traced, 1)[0]
+
+
+def test_few_layers_are_traced_where_layers_repeat(layers_traced: dict[str, tuple[int, ...]]) -> None:
+    assert layers_traced["alike"] == (4, 6)
+
+
+@pytest.mark.parametrize("name", ["another builder", "one wide layer", "every ninth checkpointed"])
+def test_where_layers_differ_or_cannot_be_left_out_the_whole_model_is_traced(
+    layers_traced: dict[str, tuple[int, ...]], name: str
+) -> None:
+    assert layers_traced[name] == (10,)
+
+
+def _kinds(_: int) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    sharded = trace_config(_cfg("full", LAYERS), world_size=4, seq_lens=[SEQ_LEN])
+    seen["parameters"], seen["sharded"] = sharded.num_parameters, sharded.peaks[0].moment(2, "clip").at(2)
+    seen["alone"] = _peaks(_cfg("full", LAYERS)).moment(2, "clip").at(2)
+    seen["gathered"] = sharded.peaks[0].moment(2, "forward").at(2)["gathered parameters"]
+    on_host = trace_config(_cfg("full", *CUDA, "fsdp_cpu_offload=True"), world_size=4, seq_lens=[SEQ_LEN])
+    seen["offloaded"] = {phase: on_host.peaks[0].moment(2, phase).at(2) for phase in ("backward", "optimizer")}
+    seen["on the host"] = on_host.host
+    plain = ["~clip_grad_norm", *CUDA, LAYERS]
+    seen["at once"] = _peaks(_cfg("full", *plain), seq_len=8).phases(2)["backward"]
+    seen["in backward"] = _peaks(_cfg("full", *plain, "optimizer_in_bwd=True"), seq_len=8).phases(2)["backward"]
+    paged = _cfg("full", *CUDA, "~optimizer.fused", "optimizer=bitsandbytes.optim.PagedAdamW8bit")
+    step = trace_config(paged, world_size=1, seq_lens=[SEQ_LEN])
+    seen["paged"] = step.paged_bytes, step.peaks[0].moment(2, "clip").at(2)["optimizer state"]
+    deep = [*CUDA, "model.num_layers=4"]
+    checkpointed = [*deep, "enable_activation_checkpointing=True"]
+    steps = [
+        trace_config(_cfg("full", *overrides), world_size=1, seq_lens=[SEQ_LEN])
+        for overrides in (deep, checkpointed, [*checkpointed, "enable_activation_offloading=True"])
+    ]
+    seen["activations"] = [step.peaks[0].moment(8, "forward").at(8)["activations"] for step in steps]
+    seen["activations on the host"] = steps[-1].host.activations
+    lengths = _cfg("full", SHALLOW, "dataset.packed=True")  # a dense mask
+    between = trace_config(lengths, world_size=2, seq_lens=[32, 80, 128]).peaks[1]
+    seen["interpolated"], seen["traced"] = between.phases(5), _peaks(lengths, world_size=2, seq_len=80).phases(5)
+    seen["buffers"] = [
+        _peaks(_cfg("full", *_model("with_a_buffer", num_layers=1, is_lazy=is_lazy))).phases(2) for is_lazy in (0, 1)
+    ]
+    seen["state of ranks"] = {name: _host_figures_on_ranks(4, name) for name in STATE_OF_RANKS}
+    return seen | {name: _answer(*overrides) for name, overrides in (REFUSED | {"failed": FAILS}).items()}
+
+
+# For a parameter of 512 x 256 elements in float32 on 4 ranks: the bytes of a rank's state, with a scale for each 256
+# elements (and torchao's tables of 256 entries), and its bytes on the host.
+STATE_OF_RANKS = {
+    "torch.optim.AdamW": (2 * 4 * 32768 + 4, 0),
+    "torchao.optim.AdamW8bit": (2 * (32768 + 4 * 128 + 4 * 256), 0),
+    "bitsandbytes.optim.PagedAdamW8bit": (2 * (32768 + 4 * 128), 2 * 32768),
+    "torchao.optim.CPUOffloadOptimizer": (0, 4 * 131072),
+}
+
+
+def _host_figures_on_ranks(world_size: int, name: str) -> tuple[int, int, int]:
+    """For one sharded parameter: bytes of a rank's state, of all ranks' state, and of a rank on the host."""
+    start_fake_process_group(world_size)
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = nn.Linear(256, 512, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer_cfg = OmegaConf.create({"_component_": name, "lr": 0.1})
+    optimizer = config.instantiate(stand_in_for_optimizer(optimizer_cfg), [model.weight])
+    optimizer.step()
+    found = host_figures(OmegaConf.create({}), [model], [optimizer], activation_bytes_per_token=[])
+    return found["state"], found["whole_state"], found["offloaded"]
+
+
+def _answer(*overrides: str) -> tuple[dict[str, Any], str]:
+    """What the worker process answers, and what it prints of an unexpected error."""
+    errors, config = io.StringIO(), OmegaConf.to_container(_cfg("full", *overrides))
+    return worker._answer({"config": config, "world_size": 1, "seq_lens": [SEQ_LEN]}, errors), errors.getvalue()
+
+
+@pytest.fixture(scope="module")
+def kinds() -> dict[str, Any]:
+    return run_on_ranks(_kinds, 1)[0]
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("alone", 1), ("sharded", 4)])
+def test_parameters_gradients_and_state_are_those_of_a_rank(kinds: dict[str, Any], name: str, ranks: int) -> None:
+    of_rank = 4 * kinds["parameters"] / ranks
+    found = kinds[name]
+    assert found["gradients"] == of_rank
+    assert of_rank <= found["parameters"] <= 1.3 * of_rank + 2**20  # the buffers beside them are whole on each rank
+    assert 2 * of_rank <= found["optimizer state"] <= 2 * of_rank + 4 * 100  # a count of steps for each parameter
+
+
+def test_only_some_parameters_are_gathered_at_a_time(kinds: dict[str, Any]) -> None:
+    assert 0 < kinds["gathered"] < 4 * kinds["parameters"]
+
+
+def test_offloaded_bytes_are_not_counted_on_the_device(kinds: dict[str, Any]) -> None:
+    backward, optimizer = kinds["offloaded"]["backward"], kinds["offloaded"]["optimizer"]
+    assert backward["optimizer state"] == optimizer["optimizer state"] == optimizer["gradients"] == 0
+    assert optimizer["temporaries"] == 0  # the step runs on the host
+    assert backward["gathered parameters"] > 0
+
+
+def test_offloaded_bytes_are_those_of_a_rank_on_the_host(kinds: dict[str, Any]) -> None:
+    host = kinds["on the host"]
+    of_rank = host.weights / 4
+    assert of_rank <= host.offloaded_weights <= 2 * of_rank  # pinned
+    assert host.state == pytest.approx(2 * of_rank, rel=0.01)
+    assert host.offloaded == 2 * host.offloaded_weights + host.state
+    assert host.whole_state == pytest.approx(2 * host.weights, rel=0.01)
+
+
+def test_the_inputs_of_all_layers_are_offloaded_and_what_the_last_norm_saves(kinds: dict[str, Any]) -> None:
+    in_bf16, in_fp32 = str(2 * 128), str(4 * 128)
+    assert kinds["activations on the host"] == {in_bf16: 4, in_fp32: 3}
+
+
+def test_an_optimizer_in_backward_never_has_all_gradients_at_once(kinds: dict[str, Any]) -> None:
+    assert kinds["in backward"] < kinds["at once"]
+
+
+def test_paged_state_is_counted_apart_from_state_on_the_device(kinds: dict[str, Any]) -> None:
+    paged_bytes, held_bytes = kinds["paged"]
+    assert 0 < held_bytes < paged_bytes < 2 * kinds["parameters"]
+
+
+def test_checkpointing_keeps_less_activations_and_offloading_still_less(kinds: dict[str, Any]) -> None:
+    without, checkpointed, offloaded = kinds["activations"]
+    assert offloaded < checkpointed < without
+
+
+def test_lengths_between_the_shortest_and_the_longest_are_interpolated_even_with_a_dense_mask(
+    kinds: dict[str, Any],
+) -> None:
+    assert kinds["interpolated"] == pytest.approx(kinds["traced"], rel=1e-9)
+
+
+def test_a_model_that_makes_a_buffer_in_its_first_step_is_planned_as_one_that_has_it(kinds: dict[str, Any]) -> None:
+    at_once, lazily = kinds["buffers"]
+    assert lazily == at_once
+
+
+@pytest.mark.parametrize("name", STATE_OF_RANKS)
+def test_each_rank_has_its_share_of_the_state_and_all_ranks_have_the_whole(kinds: dict[str, Any], name: str) -> None:
+    state, whole_state, on_host = kinds["state of ranks"][name]
+    assert (state, on_host) == STATE_OF_RANKS[name]
+    assert whole_state == pytest.approx(4 * state, rel=1e-4)  # torch's count of steps is not a part of the parameter
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_a_config_that_cannot_be_planned_is_refused_with_the_reason(kinds: dict[str, Any], sentence: str) -> None:
+    answer, printed = kinds[sentence]
+    assert answer["refused"].startswith(sentence)
+    assert printed == ""
+
+
+def test_without_torchvision_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(sys.modules):
+        if name.startswith(("torchtune.models.clip", "torchtune.models.llama3_2_vision")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    sentence = (
+        r"'torchtune.models.llama3_2_vision.llama3_2_vision_11b' is not: .*; `pip install torchvision` provides it"
+    )
+    with pytest.raises(InputError, match=sentence):
+        layers_limited_to(1, "torchtune.models.llama3_2_vision.llama3_2_vision_11b").__enter__()
+
+
+# ---- with a fake recipe
+
+
+class RepeatingRecipe:
+    """Replaces ``FakeRecipe``: a model of 10 equal layers, with one operation for each layer and one after them.
+
+    After its n-th layer ``batch_size * seq_len * n`` bytes are live. The config gives the ``operation`` of the layers,
+    and in ``last_bytes`` the bytes that are live after the last operation, by the model's number of layers.
+    """
+
+    def __init__(self, cfg: DictConfig, *, world_size: int, num_layers: int | None = None) -> None:
+        self.models = [nn.Identity()]
+        self.true_num_layers = 10
+        self.num_layers = num_layers or self.true_num_layers
+        self._operation = cfg.get("operation", "mm")
+        self._last_bytes = cfg.get("last_bytes", {}).get(self.num_layers, 0)
+
+    def trace(self, batch_size: int, seq_len: int) -> "RepeatingRecipe":
+        self._seq_len = seq_len
+        return self
+
+    def timelines(self, batch_size: int) -> dict[str, Timeline]:
+        operations = (*[self._operation.format(seq_len=self._seq_len)] * self.num_layers, "last")
+        live_bytes = (
+            *(batch_size * self._seq_len * layer for layer in range(1, self.num_layers + 1)),
+            self._last_bytes,
+        )
+        return {"activations": Timeline(batch_size, operations, live_bytes, ("forward",) * len(operations))}
+
+    def figures(self) -> dict[str, int]:
+        return {"num_parameters": 7 + 100 * self.num_layers, "paged_bytes": 0, "attention_width": 8}
+
+    def host_figures(self) -> dict[str, int]:
+        return {"weights": 7 + 100 * self.num_layers, "64": self.num_layers}
+
+
+@pytest.mark.parametrize("operation", ["mm", "mm {seq_len}"], ids=["same operations", "other operations"])
+def test_peaks_and_figures_of_each_length_are_those_of_the_whole_model(
+    operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "FakeRecipe", RepeatingRecipe)
+    cfg = OmegaConf.create({"operation": operation})
+    step = trace_config(cfg, world_size=1, seq_lens=[80, 32, 128])
+    assert (step.traced_layers, step.num_layers, step.num_parameters) == ((4, 6), 10, 1007)
+    assert step.host == HostFigures(weights=1007, activations={"64": 10})
+    for peaks, seq_len in zip(step.peaks, (80, 32, 128), strict=True):
+        assert peaks.seq_len == seq_len
+        assert [peaks.peak_bytes(rows) for rows in (1, 2, 7)] == [10 * seq_len * rows for rows in (1, 2, 7)]
+
+
+@pytest.mark.parametrize(
+    ("last_bytes", "layers"),
+    [
+        ({4: 3000, 6: 5000, 8: 7000}, (4, 6)),
+        ({4: 5500, 6: 6500, 8: 8100}, (10,)),
+        ({8: 7000}, (10,)),
+    ],
+    ids=["linear", "the third model has another peak", "the second and third model give another whole peak"],
+)
+def test_few_layers_are_traced_only_if_a_third_model_confirms_the_extrapolation(
+    last_bytes: dict[int, int], layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the layers, 1000 bytes are live for each layer."""
+    monkeypatch.setattr(worker, "FakeRecipe", RepeatingRecipe)
+    tracer = StepTracer(OmegaConf.create({"last_bytes": last_bytes}), world_size=1)
+    assert tracer.layers_to_trace(500) == layers
+
+
+# ---- live bytes by kind
+
+
+def _traced_kinds(trace: StepTrace, *phases: str) -> dict[str, list[int]]:
+    """In each phase, makes two tensors of 40 bytes and frees both. Returns the kinds that are not empty."""
+    with trace:
+        for phase in phases:
+            trace.enter_phase(phase)
+            first = torch.empty(10)
+            second = first + 1
+            del first, second
+    timelines = trace.timelines(1)
+    assert all(timeline.phases == tuple(phase for phase in phases for _ in range(2)) for timeline in timelines.values())
+    return {kind: list(timeline.live_bytes) for kind, timeline in timelines.items() if any(timeline.live_bytes)}
+
+
+def test_bytes_count_from_the_operation_that_makes_them_until_they_are_freed() -> None:
+    parameter = torch.empty(100)
+    trace = StepTrace()
+    trace.mark({"a": [parameter]}, "parameters")
+    assert _traced_kinds(trace, "forward", "backward") == {"parameters": [400] * 4, "activations": [40, 80, 40, 80]}
+
+
+@pytest.mark.parametrize("phase", ["clip", "optimizer"])
+def test_bytes_made_after_backward_are_temporaries_on_the_device_or_on_the_host(phase: str) -> None:
+    assert _traced_kinds(StepTrace(), "backward", phase) == {
+        "activations": [40, 80, 0, 0],
+        "temporaries": [0, 0, 40, 80],
+    }
+    assert _traced_kinds(StepTrace(steps_on_host=True), "backward", phase) == {"activations": [40, 80, 0, 0]}
+
+
+def test_bytes_are_rounded_up_as_the_allocator_rounds_them() -> None:
+    assert _traced_kinds(StepTrace(granularity_bytes=512), "forward") == {"activations": [512, 1024]}
+
+
+# ---- in a separate process
+
+
+def test_the_worker_process_gives_the_peaks_of_the_config_without_torchaos_warning(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    cfg = _cfg("full", SHALLOW)
+    traced = client.trace(cfg, world_size=2, seq_lens=[SEQ_LEN], shows_progress=True)
+    printed = capfd.readouterr().err
+    assert "tracing" in printed
+    assert "torchao" not in printed
+    assert traced == run_on_ranks(_traced, 1, cfg)[0]
+
+
+def _traced(_: int, cfg: DictConfig) -> Any:
+    return trace_config(cfg, world_size=2, seq_lens=[SEQ_LEN])
+
+
+def test_the_worker_process_answers_with_an_unexpected_error_and_prints_it(kinds: dict[str, Any]) -> None:
+    answer, printed = kinds["failed"]
+    assert answer == {"failed": "ZeroDivisionError: division by zero"}
+    assert printed.endswith("ZeroDivisionError: division by zero\n")
+
+
+def _answering(monkeypatch: pytest.MonkeyPatch, answer: str, printed: str) -> None:
+    """Replace the worker process by one that writes ``answer``, and ``printed`` as the text of its error."""
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        Path(command[-2]).write_text(answer)
+        Path(command[-1]).write_text(printed)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(client.subprocess, "run", run)
+
+
+def test_a_refusal_of_the_worker_process_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    _answering(monkeypatch, '{"refused": "Rows must be short."}', "")
+    with pytest.raises(InputError, match=r"^Rows must be short\.$"):
+        client.trace(_cfg("full"), world_size=1, seq_lens=[SEQ_LEN])
+
+
+def _place_of_the_rest(cfg: DictConfig, reason: str) -> Path:
+    """The file with the whole error when tracing ``cfg`` fails for ``reason``."""
+    with pytest.raises(TracingError) as failed:
+        client.trace(cfg, world_size=1, seq_lens=[SEQ_LEN])
+    start, _, rest = str(failed.value).partition(f" {reason} (the whole error is in ")
+    assert start == "The config must be one whose train step can be traced, but tracing it failed:"
+    return Path(rest.removesuffix(")."))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ('{"failed": "OSError: x"}', "OSError: x"),
+        ('{"peaks": ', "its answer cannot be read: JSONDecodeError: Expecting value: line 1 column 11 (char 10)"),
+    ],
+)
+def test_an_unexpected_error_of_the_worker_process_is_one_sentence_with_the_file_of_the_rest(
+    answer: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _answering(monkeypatch, answer, "the traceback")
+    log = _place_of_the_rest(_cfg("full"), reason)
+    assert log.read_text() == "the traceback"
+    log.unlink()
+
+
+@pytest.mark.processes
+def test_a_worker_process_that_crashes_records_where_it_was() -> None:
+    cfg = _cfg("full", SHALLOW, "~optimizer.fused", "optimizer._component_=tests.support.fake_models.EndsItsProcess")
+    log = _place_of_the_rest(cfg, "its process was terminated by SIGSEGV")
+    assert "in step" in log.read_text()
+    log.unlink()
+
+
+@pytest.mark.processes
+def test_a_worker_process_that_takes_too_long_is_ended() -> None:
+    with pytest.raises(TimeoutError, match=r"^tracing took longer than 0\.1 s$"):
+        client.trace(_cfg("full", SHALLOW), world_size=1, seq_lens=[SEQ_LEN], timeout_s=0.1)
+
+
+def test_the_worker_process_does_not_see_the_launcher_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "PLAIN"):
+        monkeypatch.setenv(name, "1")
+    environment = client._environment()
+    assert {name for name in environment if name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "PLAIN")} == {"PLAIN"}
+    assert not any(name.startswith(("LOCAL_", "TORCHELASTIC_")) for name in environment)
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""

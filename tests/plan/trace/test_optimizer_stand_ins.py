@@ -1,0 +1,86 @@
+"""Stand-ins for optimizers hold as much state as those of bitsandbytes and torchao."""
+
+from typing import Any
+
+import pytest
+import torch
+import torchao.optim
+from omegaconf import OmegaConf
+from torch import nn
+from torchtune import config
+
+from torchtune_adaptive.engine.memory.operations import plain_parts
+from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optimizer
+
+# Numbers of elements: below 4096; not a multiple of 256 or 128; a multiple of 128 only; a multiple of both.
+SHAPES = [(7, 9), (4097,), (33, 128), (64, 256)]
+
+
+def parameters() -> list[nn.Parameter]:
+    made = [nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in SHAPES]
+    for parameter in made:
+        parameter.grad = torch.zeros_like(parameter)
+    return made
+
+
+def stand_in(component: str, **options: Any) -> Any:
+    cfg = stand_in_for_optimizer(OmegaConf.create({"_component_": component, "lr": 0.1} | options))
+    optimizer = config.instantiate(cfg, parameters())
+    optimizer.step()
+    return optimizer
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> list[int]:
+    """The bytes of each parameter's state, in order, without step counts, which are on the host."""
+    return [
+        sum(part.nbytes for value in optimizer.state[one].values() if value.dim() for part in plain_parts(value))
+        for one in optimizer.param_groups[0]["params"]
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"block_size": 64}], ids=["usual blocks", "small blocks"])
+@pytest.mark.parametrize("name", ["AdamW8bit", "Adam8bit", "AdamW4bit", "AdamWFp8"])
+def test_torchaos_state_of_few_bits_is_that_of_the_optimizer_itself(name: str, options: dict[str, int]) -> None:
+    itself = getattr(torchao.optim, name)(parameters(), **options)
+    for parameter in itself.param_groups[0]["params"]:
+        itself.state[parameter] = {f"{n}": itself._new_buffer(parameter, signed=n == 0) for n in range(2)}
+    held = stand_in(f"torchao.optim.{name}", **options)
+    assert state_bytes(held) == state_bytes(itself)
+    assert len(set(state_bytes(held))) == len(SHAPES)
+
+
+def test_an_optimizer_on_the_host_holds_the_state_of_small_parameters_alone() -> None:
+    held = stand_in("torchao.optim.CPUOffloadOptimizer")
+    assert state_bytes(held) == [2 * 2 * 63, 0, 0, 0]
+    held = stand_in("torchao.optim.CPUOffloadOptimizer", minimal_size=5000)
+    assert state_bytes(held) == [2 * 2 * 63, 2 * 2 * 4097, 2 * 2 * 4224, 0]
+
+
+def test_an_optimizer_on_the_host_counts_pinned_parameters_and_gradients_and_their_state_there() -> None:
+    held = stand_in("torchao.optim.CPUOffloadOptimizer", minimal_size=4200)
+    held.step()  # must not count anything twice
+    large = [2 * 4224, 2 * 16384]
+    assert held.host_bytes == 2 * (16384 + 32768) + 2 * sum(large)
+
+
+def test_offloaded_gradients_are_gone_after_backward() -> None:
+    held = stand_in("torchao.optim.CPUOffloadOptimizer", offload_gradients=True)
+    made = held.param_groups[0]["params"]
+    held.zero_grad()
+    torch.stack([parameter.sum() for parameter in made]).sum().backward()
+    assert [parameter.grad is None for parameter in made] == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "states"), [("AdamW", 2), ("Lion", 1), ("AdEMAMix", 3), ("RMSprop", 1), ("LAMB", 2), ("SGD", 1)]
+)
+def test_bitsandbytes_state_is_counted_by_the_optimizers_number_of_tensors(name: str, states: int) -> None:
+    elements = [63, 4097, 4224, 16384]
+    assert state_bytes(stand_in(f"bitsandbytes.optim.{name}")) == [4 * states * n for n in elements]
+    with_scales = [4 * 63, *(n + 4 * -(-n // 256) for n in elements[1:])]
+    assert state_bytes(stand_in(f"bitsandbytes.optim.{name}8bit")) == [states * n for n in with_scales]
+
+
+def test_an_optimizer_of_another_library_has_no_stand_in() -> None:
+    cfg = OmegaConf.create({"_component_": "torch.optim.AdamW", "lr": 0.1, "fused": True})
+    assert stand_in_for_optimizer(cfg) is cfg

@@ -1,0 +1,1 @@
+"""A plan as text, tables, pictures and files."""

@@ -1,0 +1,103 @@
+"""The outputs of `tune-adaptive plan` for one whole step: a table of modules, a snapshot file, a plot."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.errors import InputError, quote
+from torchtune_adaptive.files import check_writable, write_whole, writing
+from torchtune_adaptive.plan.cache import user_cache_folder
+from torchtune_adaptive.plan.decide import Plan, SizePlan, as_traced
+from torchtune_adaptive.plan.show.modules import modules_text
+from torchtune_adaptive.plan.show.page import page
+from torchtune_adaptive.plan.show.plot import Device, StepPlot
+from torchtune_adaptive.plan.show.snapshot import snapshot_bytes
+from torchtune_adaptive.plan.show.text import offload_note
+from torchtune_adaptive.plan.trace.client import trace_events
+from torchtune_adaptive.plan.trace.events import StepEvents
+from torchtune_adaptive.plan.trace_cache import EventsCache
+from torchtune_adaptive.settings import AdaptiveSettings
+
+_SNAPSHOT_ENDINGS = (".pickle",)
+_PLOT_ENDINGS = (".svg", ".html")
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """The requested outputs: a table of modules, and files to write.
+
+    Raises:
+        InputError: a file's name has a wrong suffix, or the file cannot be written.
+    """
+
+    modules: bool
+    snapshot: Path | None
+    plot: Path | None
+
+    def __post_init__(self) -> None:
+        for option, path, endings in (
+            ("--snapshot", self.snapshot, _SNAPSHOT_ENDINGS),
+            ("--plot", self.plot, _PLOT_ENDINGS),
+        ):
+            if path is None:
+                continue
+            if path.suffix not in endings:
+                wanted = " or ".join(endings)
+                raise InputError(f"`{option}` must be a file that ends in {wanted}, but is {quote(str(path))} instead.")
+            with writing(option, path):
+                check_writable(path)
+
+    @property
+    def any(self) -> bool:
+        """Whether any output is requested."""
+        return self.modules or self.snapshot is not None or self.plot is not None
+
+    def texts(self, events: StepEvents, planned: Plan, *, title: str) -> Iterator[str]:
+        """Write the files, and yield what to print: the table, then a line for each file once it is written.
+
+        Raises:
+            InputError: a file cannot be written.
+        """
+        if self.modules:
+            yield modules_text(events)
+        if self.snapshot is not None:
+            content = snapshot_bytes(events)
+            with writing("--snapshot", self.snapshot):
+                write_whole(self.snapshot, content)
+            yield f"Allocations of the step written to {self.snapshot}; view them at https://pytorch.org/memory_viz."
+        if self.plot is not None:
+            plot = _plot_text(events, planned, title=title, as_page=self.plot.suffix == ".html")
+            with writing("--plot", self.plot):
+                write_whole(self.plot, plot)
+            yield f"Plot of the step written to {self.plot}."
+
+
+def trace_planned_step(planned: Plan, cfg: DictConfig) -> StepEvents:
+    """Trace a step of ``cfg`` with the longest rows of ``planned``, and its only requested batch or the one to use.
+
+    Raises:
+        InputError: the step cannot be traced; the message says why.
+    """
+    size = _size(planned)
+    traced = as_traced(AdaptiveSettings.from_cfg(cfg), cfg)
+    events_of = EventsCache(trace_events, user_cache_folder("plans"))
+    return events_of(traced, world_size=planned.world_size, batch_size=size.batch_size, seq_len=size.seq_len)
+
+
+def _size(planned: Plan) -> SizePlan:
+    length = max(planned.lengths, key=lambda length: length.seq_len)
+    return length.asked[0] if len(length.asked) == 1 else length
+
+
+def _plot_text(events: StepEvents, planned: Plan, *, title: str, as_page: bool) -> str:
+    size = _size(planned)
+    device = Device(
+        memory_bytes=planned.card.memory_bytes,
+        usable_bytes=planned.usable_bytes,
+        added_bytes=size.process_bytes - size.peak_bytes,
+    )
+    note = offload_note([planned])
+    plot = StepPlot(events, title=title, world_size=planned.world_size, device=device, note=note)
+    return page(plot, events, title=title) if as_page else plot.svg()

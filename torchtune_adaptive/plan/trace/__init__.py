@@ -1,0 +1,1 @@
+"""A train step traced on tensors without memory."""

@@ -1,0 +1,167 @@
+"""Trace the live bytes of a train step on fake tensors, after each operation and by kind."""
+
+from collections import defaultdict, deque
+from types import TracebackType
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from torchtune_adaptive.engine.memory.operations import plain_parts
+from torchtune_adaptive.engine.memory.storages import Storages, WatchOperations
+from torchtune_adaptive.engine.memory.timeline import Timeline
+from torchtune_adaptive.plan.trace.compiled_graph import running_code
+from torchtune_adaptive.plan.trace.events import (
+    BEFORE_STEP,
+    KINDS,
+    Change,
+    Kind,
+    Operation,
+    StepEvents,
+    allocations_of,
+)
+from torchtune_adaptive.plan.trace.progress import StepProgress
+from torchtune_adaptive.plan.trace.running_modules import RunningModules
+
+CUDA_GRANULARITY_BYTES = 512  # of its caching allocator (kMinBlockSize in c10/core/AllocatorConfig.h of torch 2.13)
+ON_HOST = "on the host"  # marks tensors that are not on the device and are not counted
+Mark: TypeAlias = Kind | Literal["on the host"]
+
+
+class StepTrace:
+    """Traces the operations within ``with trace:``. ``timelines`` returns the live bytes after each of them.
+
+    A storage has one kind for its whole life: the last one with which it was marked. An unmarked storage counts as
+    temporary if it was made during clipping or the optimizer step, and as an activation otherwise. FSDP2's tensors are
+    recognised by the operations that make them: gathered parameters are resized, gradients are concatenated.
+    Args:
+        granularity_bytes: the device's allocator rounds allocations up to a multiple of this.
+        steps_on_host: clipping and the optimizer step run on the host.
+        by_gloo: collectives run on gloo, whose reduce-scatter copies its input.
+        modules: tracks which module runs, for ``events``.
+        progress: is notified of each operation, for ``events``.
+    """
+
+    def __init__(
+        self,
+        *,
+        granularity_bytes: int = 1,
+        steps_on_host: bool = False,
+        by_gloo: bool = False,
+        modules: RunningModules | None = None,
+        progress: StepProgress | None = None,
+    ) -> None:
+        self._kind_after_backward: Mark = ON_HOST if steps_on_host else "temporaries"
+        self._by_gloo = by_gloo
+        self._storages = Storages(self._record_change, granularity_bytes=granularity_bytes)
+        self._watch = WatchOperations(self._after_operation, self._after_resize)
+        self._modules = modules
+        self._owners: dict[int, str] = {}  # by storage: the module that ran when it was made
+        self._shown: list[Operation] = []  # as ``events`` returns them
+        self._progress = progress
+        self._num_before = 0  # changes before the step
+        self._changes: list[Change] = []
+        self._operations: list[str] = []
+        self._phases: list[str] = []
+        self._phase = ""
+        self._kinds: dict[int, Mark] = {}  # by storage
+
+    def mark(self, values: Any, kind: Mark) -> None:
+        """Count the storages of the tensors in ``values`` as ``kind``. Containers may be nested."""
+        for value in tree_leaves(values):
+            for tensor in plain_parts(value):
+                self._kinds[self._storages.see(tensor.untyped_storage())] = kind
+
+    def enter_phase(self, name: str) -> None:
+        """Assign the following operations to phase ``name``, for example "forward"."""
+        self._phase = name
+
+    def timelines(self, batch_size: int) -> dict[str, Timeline]:
+        """The timeline of each kind of device memory, for a step with ``batch_size`` rows.
+
+        "frozen models" is missing if no storage was marked as such, as with most methods.
+        """
+        has_frozen = "frozen models" in self._kinds.values()
+        live_bytes: dict[str, list[int]] = {kind: [] for kind in KINDS if kind != "frozen models" or has_frozen}
+        now_bytes: dict[str, int] = defaultdict(int)
+        changes = deque(self._changes)
+        for index in range(len(self._operations)):
+            while changes and changes[0][0] <= index:
+                _, storage, change_bytes = changes.popleft()
+                now_bytes[self._kinds[storage]] += change_bytes
+            for kind, values in live_bytes.items():
+                values.append(now_bytes[kind])
+        operations, phases = tuple(self._operations), tuple(self._phases)
+        return {kind: Timeline(batch_size, operations, tuple(values), phases) for kind, values in live_bytes.items()}
+
+    def events(self, batch_size: int, seq_len: int) -> StepEvents:
+        """Each operation and allocation, with its module, of a step with ``batch_size`` rows of ``seq_len`` tokens."""
+        assert self._modules is not None
+        owners = dict(self._owners)
+        for name, tensors in self._modules.tensors():
+            for tensor in tree_leaves(tensors):
+                for part in plain_parts(tensor):
+                    owners[self._storages.see(part.untyped_storage())] = name
+        before = [change._replace(operation=BEFORE_STEP) for change in self._changes[: self._num_before]]
+        allocations = allocations_of(
+            before + self._changes[self._num_before :],
+            kinds=self._kinds,
+            modules=owners,
+            num_operations=len(self._operations),
+        )
+        return StepEvents(batch_size, seq_len, tuple(self._shown), tuple(allocations))
+
+    def __enter__(self) -> "StepTrace":
+        self._num_before = len(self._changes)
+        self._watch.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._watch.__exit__(kind, error, traceback)
+
+    def _record_change(self, storage: int, change_bytes: int) -> None:
+        # A change counts for the next operation to end: outputs are seen before their own operation ends, and memory
+        # freed after it is missing from the next one on.
+        is_after_backward = self._phase in ("clip", "optimizer")
+        self._kinds.setdefault(storage, self._kind_after_backward if is_after_backward else "activations")
+        self._changes.append(Change(len(self._operations), storage, change_bytes))
+        if self._modules is not None and storage not in self._owners:
+            self._owners[storage] = self._modules.now(self._phase)
+
+    def _after_operation(self, func: Any, inputs: Any, outputs: Any) -> None:
+        if func.namespace == "prim":  # optimizers query each fake parameter by such an operation
+            return
+        for leaf in tree_leaves(outputs):
+            for tensor in plain_parts(leaf):
+                if tensor.device.type == "cpu":
+                    self._storages.see(tensor.untyped_storage())
+        if func.namespace == "fsdp":
+            self._mark_fsdp_tensors(func.__name__, inputs, outputs)
+        self._end_operation(str(func))
+        if self._by_gloo and func is torch.ops.c10d._reduce_scatter_base_.default:
+            copy = torch.empty_like(inputs[0][1])  # gloo holds it until this rank has copied its part
+            self.mark(copy, "gradients")
+            self._end_operation("gloo's copy")
+
+    def _after_resize(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._storages:
+            self._kinds[self._storages.see(storage)] = "gathered parameters"
+            self._end_operation("resize_")
+
+    def _mark_fsdp_tensors(self, name: str, inputs: Any, outputs: Any) -> None:
+        if name.startswith("all_gather_copy_in"):
+            self.mark(outputs, "gathered parameters")
+        elif name.startswith("chunk_cat"):
+            self.mark(inputs, "gradients")
+
+    def _end_operation(self, name: str) -> None:
+        self._operations.append(name)
+        self._phases.append(self._phase)
+        if self._modules is not None:
+            # Timelines keep the names of plain operations, by which steps of different depths are aligned.
+            shown = Operation(running_code() or name, self._phase, self._modules.now(self._phase))
+            self._shown.append(shown)
+            if self._progress is not None:
+                self._progress.after(shown)

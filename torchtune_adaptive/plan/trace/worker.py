@@ -1,0 +1,282 @@
+"""Trace a config's train step on fake tensors, in the process that ``client`` starts.
+
+``python -m torchtune_adaptive.plan.trace.start_worker OUTPUT ERRORS`` reads a request as JSON from standard input and
+writes its answer as JSON to the file OUTPUT. The answer holds the peaks, or the events of one step, or the reason why
+there are none. The file ERRORS gets the whole traceback of an unexpected error, even if the process aborts.
+"""
+
+import faulthandler
+import json
+import logging
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch._subclasses.fake_tensor import FakeTensorMode
+from tqdm import tqdm
+
+from torchtune_adaptive.engine.memory.timeline import Timeline, sum_of_timelines
+from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES
+from torchtune_adaptive.errors import InputError, reason_of
+from torchtune_adaptive.files import write_whole
+from torchtune_adaptive.plan.calibrate import make_trainer
+from torchtune_adaptive.plan.host import HostFigures
+from torchtune_adaptive.plan.trace.events import StepEvents
+from torchtune_adaptive.plan.trace.fake_recipe import FakeRecipe
+from torchtune_adaptive.plan.trace.layer_extrapolation import extrapolate_layers
+from torchtune_adaptive.plan.trace.peaks import StepLines, StepPeaks, TracedStep
+from torchtune_adaptive.plan.trace.progress import StepProgress
+from torchtune_adaptive.plan.trace.recorder import CUDA_GRANULARITY_BYTES, StepTrace
+from torchtune_adaptive.stock.load import setting_up
+from torchtune_adaptive.training.batch.row_format import check_row_length
+
+# The first and the last layer differ from those between, and in some models every second layer differs from its
+# neighbours.
+_FEWEST_LAYERS, _PERIOD = 4, 2
+_FEWEST_LAYERS_OFFLOADING = 8  # activation offloading keeps the activations of five layers
+
+Timelines = dict[str, Timeline]  # by kind of memory
+
+
+def trace_config(
+    cfg: DictConfig, *, world_size: int, seq_lens: Sequence[int], shows_progress: bool = False
+) -> TracedStep:
+    """Trace the step of rank 0 for rows of each of ``seq_lens`` tokens.
+
+    If layers repeat, two models of a few layers are traced and the whole model is extrapolated from them. A third model
+    checks that layers do repeat. Otherwise the whole model is traced. If a method has several models of equal depth,
+    all are traced with few layers. Models of different depths are traced whole.
+
+    Raises:
+        InputError: the config cannot be planned; the message says why.
+    """
+    with StepTracer(cfg, world_size=world_size, shows_progress=shows_progress) as tracer:
+        layers = tracer.layers_to_trace(seq_lens[0])
+        peaks = tracer.peaks(seq_lens, layers)
+        figures = tracer.figures(layers)  # after the steps, which create the optimizer state
+        host = tracer.host_figures(layers)
+    return TracedStep(peaks, num_layers=tracer.num_layers, traced_layers=layers, host=host, **figures)
+
+
+class StepTracer:
+    """Traces steps of one config's model, built with all or only a few of its layers.
+
+    Attributes:
+        num_layers: number of layers of the whole trained model.
+    """
+
+    def __init__(self, cfg: DictConfig, *, world_size: int, shows_progress: bool = False) -> None:
+        self._cfg = cfg
+        self._world_size = world_size
+        self._recipes: dict[int, FakeRecipe] = {}
+        self._traced: dict[tuple[int, int, int], Timelines] = {}  # by layers, batch size and tokens per row
+        self._progress = tqdm(desc="tracing", unit=" steps", disable=not shows_progress)
+        offloading = cfg.get("enable_activation_offloading", False)
+        self._fewest_layers = _FEWEST_LAYERS_OFFLOADING if offloading else _FEWEST_LAYERS
+        try:
+            self.num_layers = self._recipe(self._fewest_layers).true_num_layers
+        except InputError:  # the models cannot be built with few layers, or not at all
+            self.num_layers = self._recipe(None).num_layers
+
+    def __enter__(self) -> "StepTracer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.close()
+
+    def layers_to_trace(self, seq_len: int) -> tuple[int, ...]:
+        """Choose the numbers of layers of the models to trace: two small models, or only the whole model.
+
+        Two small models are enough under two conditions: the peaks extrapolated from them are exact for a third small
+        model, and the second and the third give the same peaks for the whole model.
+        """
+        first = self._fewest_layers + self.num_layers % _PERIOD
+        second, third = first + _PERIOD, first + 2 * _PERIOD
+        # Selective checkpointing wraps every n-th layer, and a small model may have no such layer.
+        buildable = self._fewest_layers in self._recipes and self._cfg.get("ac_mode", None) is None
+        if not buildable or third >= self.num_layers or self._recipe(first).num_layers != first:
+            return (self.num_layers,)
+        batch_size = SMALL_BATCH_SIZES[0]
+
+        def extrapolated_peaks(layers: tuple[int, int], num_layers: int) -> dict[str, int] | None:
+            timelines = self._extrapolated(layers, num_layers, batch_size, seq_len)
+            return None if timelines is None else _peaks(timelines)
+
+        third_peaks = extrapolated_peaks((first, second), third)
+        if third_peaks is None or third_peaks != _peaks(self._timelines(third, batch_size, seq_len)):
+            return (self.num_layers,)
+        whole_peaks = extrapolated_peaks((first, second), self.num_layers)
+        if whole_peaks is None or whole_peaks != extrapolated_peaks((second, third), self.num_layers):
+            return (self.num_layers,)
+        return first, second
+
+    def peaks(self, seq_lens: Sequence[int], layers: tuple[int, ...]) -> tuple[StepPeaks, ...]:
+        """Peaks of the whole model's step for each row length, from models with these numbers of ``layers``.
+
+        Batches of several rows are traced only for the shortest and the longest length, and interpolated for the
+        others.
+        """
+        shortest, longest = min(seq_lens), max(seq_lens)
+        self._progress.reset(total=self._num_steps(seq_lens, layers))
+        traced = {seq_len: self._lines(seq_len, layers) for seq_len in (shortest, longest)}
+        found: list[StepPeaks] = []
+        for seq_len in seq_lens:
+            lines = traced.get(seq_len) or traced[shortest].interpolated(seq_len, traced[longest])
+            if lines is None:  # the two lengths ran different operations
+                lines = self._lines(seq_len, layers)
+            found.append(StepPeaks.from_lines(lines, single_row=self._whole(layers, 1, seq_len)))
+        return tuple(found)
+
+    def figures(self, layers: tuple[int, ...]) -> dict[str, int]:
+        """Figures of the whole model that grow linearly with its number of layers."""
+        return self._grown(layers, lambda recipe: recipe.figures())
+
+    def host_figures(self, layers: tuple[int, ...]) -> HostFigures:
+        """Figures of the whole model's host memory."""
+        return HostFigures.from_flat(self._grown(layers, lambda recipe: recipe.host_figures()))
+
+    def _grown(self, layers: tuple[int, ...], figures_of: Callable[[FakeRecipe], dict[str, int]]) -> dict[str, int]:
+        few, more = (figures_of(self._recipe(num_layers)) for num_layers in (layers[0], layers[-1]))
+        periods = (self.num_layers - layers[0]) // _PERIOD
+        return {name: few[name] + periods * (more[name] - few[name]) for name in few}
+
+    def _num_steps(self, seq_lens: Sequence[int], layers: tuple[int, ...]) -> int:
+        """Number of steps that ``peaks`` still has to trace if it can interpolate."""
+        batches = {(batch_size, end) for batch_size in SMALL_BATCH_SIZES for end in (min(seq_lens), max(seq_lens))}
+        batches |= {(1, seq_len) for seq_len in seq_lens}
+        steps = {(num_layers, *batch) for num_layers in layers for batch in batches}
+        return len(steps - self._traced.keys())
+
+    def _lines(self, seq_len: int, layers: tuple[int, ...]) -> StepLines:
+        small, large = (self._whole(layers, batch_size, seq_len) for batch_size in SMALL_BATCH_SIZES)
+        lines = StepLines.from_timelines(small, large, seq_len=seq_len)
+        if lines is None:  # perhaps because the very first step created a buffer that the model keeps
+            self._forget({*layers, self.num_layers}, SMALL_BATCH_SIZES[0], seq_len)
+            small = self._whole(layers, SMALL_BATCH_SIZES[0], seq_len)
+            lines = StepLines.from_timelines(small, large, seq_len=seq_len)
+        if lines is None:
+            raise InputError(
+                f"The model must run the same operations at batch sizes {' and '.join(map(str, SMALL_BATCH_SIZES))}"
+                f" to be planned, but does not (rows of {seq_len} tokens)."
+            )
+        return lines
+
+    def _whole(self, layers: tuple[int, ...], batch_size: int, seq_len: int) -> Timelines:
+        """The whole model's timelines: extrapolated from two models, else traced."""
+        found = None
+        if len(layers) > 1:
+            found = self._extrapolated((layers[0], layers[1]), self.num_layers, batch_size, seq_len)
+        return found or self._timelines(self.num_layers, batch_size, seq_len)
+
+    def _extrapolated(
+        self, layers: tuple[int, int], num_layers: int, batch_size: int, seq_len: int
+    ) -> Timelines | None:
+        """Timelines of a model with ``num_layers`` layers; None if the layers of the two models do not repeat."""
+        few, more = (self._timelines(count, batch_size, seq_len) for count in layers)
+        found: Timelines = {}
+        for kind in few:
+            timeline = extrapolate_layers(few[kind], more[kind], layers=layers, num_layers=num_layers)
+            if timeline is None:
+                return None
+            found[kind] = timeline
+        return found
+
+    def _timelines(self, num_layers: int, batch_size: int, seq_len: int) -> Timelines:
+        """Timelines of a traced step, which is traced only once."""
+        key = num_layers, batch_size, seq_len
+        if key not in self._traced:
+            recipe = self._recipe(num_layers)
+            for model in recipe.models:
+                check_row_length(seq_len, model)
+            self._progress.set_postfix_str(f"{num_layers} layers, batch {batch_size} of {seq_len} tokens")
+            self._traced[key] = recipe.trace(batch_size, seq_len).timelines(batch_size)
+            self._progress.update()
+        return self._traced[key]
+
+    def _forget(self, layers: Iterable[int], batch_size: int, seq_len: int) -> None:
+        """Drop traced steps with any of these numbers of ``layers``, so that they are traced again."""
+        for num_layers in layers:
+            if self._traced.pop((num_layers, batch_size, seq_len), None) is not None:
+                self._progress.update(-1)
+
+    def _recipe(self, num_layers: int | None) -> FakeRecipe:
+        """The recipe with a model of ``num_layers`` layers (None: all). It is built only once."""
+        if num_layers is None or num_layers not in self._recipes:
+            with setting_up():
+                recipe = FakeRecipe(self._cfg, world_size=self._world_size, num_layers=num_layers)
+            num_layers = num_layers or recipe.num_layers
+            self._recipes[num_layers] = recipe
+        return self._recipes[num_layers]
+
+
+def _peaks(timelines: Timelines) -> dict[str, int]:
+    """Peak bytes of each phase, over all kinds."""
+    total = sum_of_timelines(timelines.values())
+    peaks: dict[str, int] = {}
+    for phase, live_bytes in zip(total.phases, total.live_bytes, strict=True):
+        peaks[phase] = max(live_bytes, peaks.get(phase, 0))
+    return peaks
+
+
+def trace_events(
+    cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int, shows_progress: bool = False
+) -> StepEvents:
+    """Trace a step of rank 0 with all layers, and return each of its operations and allocations.
+
+    Raises:
+        InputError: the config cannot be planned; the message says why.
+    """
+    with StepProgress(is_shown=shows_progress) as progress:
+        progress.start("models")
+        with setting_up():
+            recipe = FakeRecipe(cfg, world_size=world_size)
+        for model in recipe.models:
+            check_row_length(seq_len, model)
+        progress.start("optimizer's state", num_passes=recipe.num_layer_passes())
+        with recipe.running_modules() as modules:
+            trace = recipe.trace(batch_size, seq_len, modules=modules, progress=progress)
+    return trace.events(batch_size, seq_len)
+
+
+def trace_calibration(batch_size: int, seq_len: int) -> int:
+    """Peak bytes of a steady-state train step of the model that a calibration trains."""
+    trace = StepTrace(granularity_bytes=CUDA_GRANULARITY_BYTES)
+    with FakeTensorMode():
+        trainer = make_trainer(torch.device("cpu"))
+        tokens_BS = torch.zeros(batch_size, seq_len, dtype=torch.long)
+        trainer.train_step(tokens_BS)
+        trace.mark([list(trainer.model.parameters()), list(trainer.model.buffers()), tokens_BS], "parameters")
+        trace.mark([list(state.values()) for state in trainer.optimizer.state.values()], "optimizer state")
+        with trace:
+            trainer.train_step(tokens_BS)
+    return max(sum_of_timelines(trace.timelines(batch_size).values()).live_bytes)
+
+
+def main() -> None:
+    """Answer the request on standard input."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    output_path, errors_path = map(Path, sys.argv[1:])
+    with errors_path.open("w") as errors:
+        faulthandler.enable(errors)
+        answer = _answer(json.load(sys.stdin), errors)
+        faulthandler.disable()
+    write_whole(output_path, json.dumps(answer))
+
+
+def _answer(request: dict[str, Any], errors: TextIO) -> dict[str, Any]:
+    try:
+        if "config" in request:
+            trace = trace_config if "seq_lens" in request else trace_events
+            return trace(OmegaConf.create(request.pop("config")), **request).as_json()
+        return {"peak_bytes": trace_calibration(**request)}
+    except InputError as error:
+        return {"refused": str(error)}
+    except Exception as error:
+        traceback.print_exc(file=errors)
+        return {"failed": reason_of(error)}
