@@ -15,7 +15,7 @@ from torchtune.modules.loss import CEWithChunkedOutputLoss, ForwardKLWithChunked
 from benchmarks.support.allocator import rises_by_events
 from torchtune_adaptive.plan.trace import compiled_code
 from torchtune_adaptive.plan.trace.compiled_code import compile_layers, compile_loss
-from torchtune_adaptive.plan.trace.fake_model import fake_like, make_fake
+from torchtune_adaptive.plan.trace.fake_tensors import fake_like, make_fake
 from torchtune_adaptive.plan.trace.kernels import Kernel, Part, fused
 from torchtune_adaptive.plan.trace.recorder import StepTrace
 

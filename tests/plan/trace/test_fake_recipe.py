@@ -20,8 +20,8 @@ from torchtune_adaptive.errors import InputError, TracingError
 from torchtune_adaptive.plan.host import HostFigures
 from torchtune_adaptive.plan.host_figures import host_figures
 from torchtune_adaptive.plan.trace import client, worker
-from torchtune_adaptive.plan.trace.fake_model import layers_limited_to
-from torchtune_adaptive.plan.trace.fake_recipe import start_fake_process_group
+from torchtune_adaptive.plan.trace.fake_tensors import start_fake_process_group
+from torchtune_adaptive.plan.trace.few_layers import layers_limited_to
 from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optimizer
 from torchtune_adaptive.plan.trace.peaks import StepPeaks
 from torchtune_adaptive.plan.trace.recorder import StepTrace

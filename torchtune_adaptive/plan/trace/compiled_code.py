@@ -21,7 +21,7 @@ from torchtune.modules import TransformerCrossAttentionLayer, TransformerSelfAtt
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from torchtune_adaptive.plan.trace.compiled_graph import CompiledGraph
-from torchtune_adaptive.plan.trace.fake_model import fake_like
+from torchtune_adaptive.plan.trace.fake_tensors import fake_like
 
 _compiled: dict[Hashable, Callable[..., Any]] = {}  # by everything that the code depends on
 

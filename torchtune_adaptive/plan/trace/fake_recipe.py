@@ -1,8 +1,7 @@
 """A recipe's train step without memory, data or weights: models and optimizer of a config as fake tensors.
 
-It needs a process of its own, because it starts a process group of which only one rank exists. Fake tensors are on the
-device "cpu": a fake "cuda" tensor aborts the process on a machine without a GPU. What CUDA does differently is set up
-here.
+It needs a process of its own, because it starts a process group of which only one rank exists. What CUDA does
+differently is set up here.
 """
 
 import contextlib
@@ -10,22 +9,17 @@ import functools
 import importlib
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torchtune.training._activation_offloading as torchtune_offloading
 import torchtune.training.activations as torchtune_activations
 from omegaconf import DictConfig, ListConfig
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torchtune import config
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import DoRALinear
@@ -33,7 +27,14 @@ from torchtune.modules.peft import DoRALinear
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.host_figures import host_figures
-from torchtune_adaptive.plan.trace.fake_model import layers_limited_to, make_fake
+from torchtune_adaptive.plan.trace.fake_tensors import (
+    NumbersOfFakes,
+    make_fake,
+    optimizers_choose_as_on_cuda,
+    shardings_worked_out_unseen,
+    start_fake_process_group,
+)
+from torchtune_adaptive.plan.trace.few_layers import layers_limited_to
 from torchtune_adaptive.plan.trace.offloaded_activations import OffloadedActivations
 from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optimizer
 from torchtune_adaptive.plan.trace.progress import StepProgress
@@ -202,8 +203,8 @@ class FakeRecipe:
 
     @contextmanager
     def _as_on_device(self) -> Iterator[None]:
-        as_on_cuda = _optimizers_choose_as_on_cuda() if self._like_cuda else contextlib.nullcontext()
-        with self._fake_mode, as_on_cuda, _shardings_worked_out_unseen():
+        as_on_cuda = optimizers_choose_as_on_cuda() if self._like_cuda else contextlib.nullcontext()
+        with self._fake_mode, as_on_cuda, shardings_worked_out_unseen():
             yield
 
 
@@ -228,17 +229,6 @@ def _is_packed(dataset: Any) -> bool:
     """Whether the config's `dataset` is packed. Of several data sets, all are or none is."""
     one = dataset[0] if isinstance(dataset, ListConfig) else dataset
     return bool(one.get("packed", False))
-
-
-def start_fake_process_group(world_size: int) -> None:
-    """Become rank 0 of ``world_size`` ranks of which no other exists. An existing process group is destroyed."""
-    if dist.is_initialized():
-        if dist.get_backend() == "fake" and dist.get_world_size() == world_size:
-            return
-        dist.destroy_process_group()
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):
-        importlib.import_module("torch.distributed._tools.fake_collectives")  # registers them; delete with torch < 2.11
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
 
 
 def _on_fake_device(cfg: DictConfig) -> DictConfig:
@@ -364,20 +354,10 @@ def _reading_numbers(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def reading(*args: Any, **kwargs: Any) -> Any:
-        with _NumbersOfFakes():
+        with NumbersOfFakes():
             return call(*args, **kwargs)
 
     return reading
-
-
-class _NumbersOfFakes(TorchDispatchMode):
-    """Context: a value read from a fake tensor is False if it is a bool, and 1 if it is a number."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            dtype = args[0].dtype
-            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-        return func(*args, **(kwargs or {}))
 
 
 class _TrainingOnFakes:
@@ -406,35 +386,3 @@ class _TrainingOnFakes:
     def get_act_offloading_ctx_manager(self, model: nn.Module, enabled: bool) -> Any:
         torchtune_offloading.OffloadActivations = OffloadedActivations  # pyright: ignore[reportAttributeAccessIssue]
         return self._training.get_act_offloading_ctx_manager(model, enabled)
-
-
-@contextmanager
-def _optimizers_choose_as_on_cuda() -> Iterator[None]:
-    """By default an optimizer steps over lists of tensors (foreach) on CUDA, and over single tensors on a CPU."""
-    module: Any = sys.modules["torch.optim.optimizer"]
-    devices = module._get_foreach_kernels_supported_devices
-    module._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
-    try:
-        yield
-    finally:
-        module._get_foreach_kernels_supported_devices = devices
-
-
-@contextmanager
-def _shardings_worked_out_unseen() -> Iterator[None]:
-    """Hide from traces how DTensor derives shardings: on fake tensors of global shapes, which no real step makes.
-
-    Up to torch 2.11 it derives them again in each operation on lists of fake tensors. Delete with torch < 2.12.
-    """
-    propagator: Any = ShardingPropagator
-    propagate = propagator._propagate_tensor_meta_non_cached
-
-    def unseen(*args: Any) -> Any:
-        with _disable_current_modes():
-            return propagate(*args)
-
-    propagator._propagate_tensor_meta_non_cached = unseen
-    try:
-        yield
-    finally:
-        propagator._propagate_tensor_meta_non_cached = propagate

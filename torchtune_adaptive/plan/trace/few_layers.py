@@ -1,16 +1,12 @@
-"""Build a config's model with only a few of its layers, and with tensors that take no memory."""
+"""Build a config's model with only a few of its layers."""
 
 import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
@@ -74,32 +70,3 @@ def _import_builders(component: str) -> None:
             f"`model` must be one that can be imported, but {quote(component)} is not: {reason_of(cause)}"
             + (f"; {_NEEDS_TORCHVISION}." if needs_torchvision else ".")
         ) from error
-
-
-def make_fake(model: nn.Module) -> None:
-    """Replace parameters and buffers by fake tensors. Call it in the fake mode. Shared tensors stay shared."""
-    made: dict[int, tuple[Any, Any]] = {}  # by id of the real tensor; keeping the tensor prevents reuse of its id
-    for module in model.modules():
-        for tensors, wrap in ((module._parameters, _fake_parameter), (module._buffers, fake_like)):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    if id(tensor) not in made:
-                        made[id(tensor)] = tensor, wrap(tensor)  # pyright: ignore[reportArgumentType]
-                    tensors[name] = made[id(tensor)][1]
-
-
-def _fake_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(fake_like(parameter), requires_grad=parameter.requires_grad)
-
-
-def fake_like(tensor: Any) -> Any:
-    """A fake CPU tensor with the layout of ``tensor``, which is real or meta and may wrap other tensors."""
-    if isinstance(tensor, DTensor):
-        return DTensor(fake_like(tensor._local_tensor), tensor._spec, requires_grad=False)
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, context = tensor.__tensor_flatten__()
-        if "tensor_meta" in context:  # NF4 keeps its device there
-            context = context | {"tensor_meta": replace(context["tensor_meta"], device=torch.device("cpu"))}
-        parts = {name: fake_like(getattr(tensor, name)) for name in names}
-        return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)

@@ -1,0 +1,101 @@
+"""Tensors without memory, and what makes a train step on them run as on a GPU. It needs torch alone.
+
+Fake tensors are on the device "cpu": a fake "cuda" tensor aborts the process on a machine without a GPU.
+"""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+
+def make_fake(model: nn.Module) -> None:
+    """Replace parameters and buffers by fake tensors. Call it in the fake mode. Shared tensors stay shared."""
+    made: dict[int, tuple[Any, Any]] = {}  # by id of the real tensor; keeping the tensor prevents reuse of its id
+    for module in model.modules():
+        for tensors, wrap in ((module._parameters, _fake_parameter), (module._buffers, fake_like)):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = tensor, wrap(tensor)  # pyright: ignore[reportArgumentType]
+                    tensors[name] = made[id(tensor)][1]
+
+
+def _fake_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(fake_like(parameter), requires_grad=parameter.requires_grad)
+
+
+def fake_like(tensor: Any) -> Any:
+    """A fake CPU tensor with the layout of ``tensor``, which is real or meta and may wrap other tensors."""
+    if isinstance(tensor, DTensor):
+        return DTensor(fake_like(tensor._local_tensor), tensor._spec, requires_grad=False)
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, context = tensor.__tensor_flatten__()
+        if "tensor_meta" in context:  # NF4 keeps its device there
+            context = context | {"tensor_meta": replace(context["tensor_meta"], device=torch.device("cpu"))}
+        parts = {name: fake_like(getattr(tensor, name)) for name in names}
+        return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+def start_fake_process_group(world_size: int) -> None:
+    """Become rank 0 of ``world_size`` ranks of which no other exists. An existing process group is destroyed."""
+    if dist.is_initialized():
+        if dist.get_backend() == "fake" and dist.get_world_size() == world_size:
+            return
+        dist.destroy_process_group()
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):
+        importlib.import_module("torch.distributed._tools.fake_collectives")  # registers them; delete with torch < 2.11
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+
+
+class NumbersOfFakes(TorchDispatchMode):
+    """Context: a value read from a fake tensor is False if it is a bool, and 1 if it is a number."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def optimizers_choose_as_on_cuda() -> Iterator[None]:
+    """By default an optimizer steps over lists of tensors (foreach) on CUDA, and over single tensors on a CPU."""
+    module: Any = sys.modules["torch.optim.optimizer"]
+    devices = module._get_foreach_kernels_supported_devices
+    module._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
+    try:
+        yield
+    finally:
+        module._get_foreach_kernels_supported_devices = devices
+
+
+@contextmanager
+def shardings_worked_out_unseen() -> Iterator[None]:
+    """Hide from traces how DTensor derives shardings: on fake tensors of global shapes, which no real step makes.
+
+    Up to torch 2.11 it derives them again in each operation on lists of fake tensors. Delete with torch < 2.12.
+    """
+    propagator: Any = ShardingPropagator
+    propagate = propagator._propagate_tensor_meta_non_cached
+
+    def unseen(*args: Any) -> Any:
+        with _disable_current_modes():
+            return propagate(*args)
+
+    propagator._propagate_tensor_meta_non_cached = unseen
+    try:
+        yield
+    finally:
+        propagator._propagate_tensor_meta_non_cached = propagate
