@@ -29,7 +29,7 @@ from benchmarks.support.allocator import rises_by_events
 from benchmarks.support.ranks import run_on_ranks
 from benchmarks.tables import publish, table
 from torchtune_adaptive.engine.memory.devices import meter_for
-from torchtune_adaptive.plan.trace.client import trace
+from torchtune_adaptive.plan.trace.client import Tracer
 from torchtune_adaptive.tiny import make_tiny_assets
 
 RESULTS = Path(__file__).parent / "results" / "allocator_events_cpu.md"
@@ -88,7 +88,7 @@ def compare(case: Case, tiny_dir: Path, directory: Path) -> dict[str, Comparison
     write_checkpoint(plain)
     found: dict[str, Comparison] = {}
     for name, cfg in variants(case, plain):
-        step = trace(cfg, world_size=1, seq_lens=[case.seq_len])
+        step = Tracer().step(cfg, world_size=1, seq_lens=[case.seq_len])
         seen = run_on_ranks(peaks_by_events, 1, cfg, timeout_s=1200)[0]
         found[name] = Comparison([step.peaks[0].peak_bytes(size) for size in SIZES], seen)
     return found

@@ -2,7 +2,7 @@
 
     python -m benchmarks.forecast_accuracy [--seed SEED] [--cases CASES]
 
-Draws models, ranks and options at random. For each case ``plan.trace.client.trace`` forecasts a step's memory; then the
+Draws models, ranks and options at random. For each case the plan's tracer forecasts a step's memory; then the
 real recipe on gloo ranks takes whole steps of 1, 2, 3, ... rows under a memory limit until one does not fit, and
 each strategy searches under the same limit. The limit lies where a drawn number of rows just fits, or anywhere
 between that and one row more. Prints a table and writes it to ``results/forecast_accuracy_cpu.md``; the exit
@@ -37,7 +37,9 @@ from benchmarks.tables import publish, table
 from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES, Probe, SearchResult, usable_bytes
 from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.trace.client import trace
+from torchtune_adaptive.plan.decide import BatchSizes, Device
+from torchtune_adaptive.plan.gpu import Overhead
+from torchtune_adaptive.plan.trace.client import Tracer
 from torchtune_adaptive.plan.trace.peaks import StepPeaks, TracedStep
 from torchtune_adaptive.settings import STRATEGIES, Strategy
 from torchtune_adaptive.tiny import MODEL_GEOMETRY, make_tiny_assets
@@ -315,7 +317,9 @@ class Comparison:
     @property
     def forecast_largest(self) -> int:
         """The most rows that fit by the forecast."""
-        largest = self._peaks().largest_batch_size(usable_bytes(self.truths[0].limit_bytes, MARGIN))
+        limit_bytes = usable_bytes(self.truths[0].limit_bytes, MARGIN)
+        device = Device(name="cpu", memory_bytes=limit_bytes, margin=0, overhead=Overhead.none())
+        largest = BatchSizes(self._peaks(), device).largest()
         return MOST_ROWS if largest is None else min(largest, MOST_ROWS)
 
     def misses(self) -> list[str]:
@@ -370,7 +374,7 @@ def compare(cases: list[Case], tiny_dir: Path, directory: Path) -> list[Comparis
 def forecast(case: Case, cfg: DictConfig) -> TracedStep | str:
     """The traced step of ``case``, or why there is none."""
     try:
-        return trace(cfg, world_size=case.world_size, seq_lens=[case.seq_len])
+        return Tracer().step(cfg, world_size=case.world_size, seq_lens=[case.seq_len])
     except InputError as error:
         return f"no forecast: {error}"
 

@@ -28,7 +28,9 @@ from benchmarks.provenance import provenance
 from benchmarks.support.ranks import run_alone, run_on_ranks
 from benchmarks.support.recipe_runs import COMMON, adaptive_recipe, finished, tiny_config
 from benchmarks.tables import publish, table
-from torchtune_adaptive.plan.decide import Card, plan
+from torchtune_adaptive.plan.config_plan import ConfigLaunch
+from torchtune_adaptive.plan.gpu import Card
+from torchtune_adaptive.plan.trace.client import Tracer
 from torchtune_adaptive.text import format_bytes
 from torchtune_adaptive.tiny import MODEL_GEOMETRY, make_tiny_assets
 
@@ -169,9 +171,15 @@ def _measure(rank: int, assets: Path, kind: str, name: str) -> tuple[int, dict[s
 def _rows(assets: Path, kind: str, ranks: int, name: str) -> list[list[str]]:
     """The rows of a case: the planned memory, and the memory of all ranks together."""
     cfg = _config(assets, kind, name)
-    host = plan(
-        cfg, world_size=ranks, card=Card(memory_bytes=2**40), seq_lens=[SEQ_LEN], batch_sizes=[cfg.batch_size]
-    ).host
+    launch = ConfigLaunch(
+        cfg=cfg,
+        card=Card(name="any", memory_bytes=2**40),
+        world_size=ranks,
+        seq_lens=(SEQ_LEN,),
+        batch_sizes=(cfg.batch_size,),
+    )
+    host = launch.plan(Tracer()).host
+    assert host is not None
     if kind.endswith("_single"):
         found = [run_alone(_measure, 0, assets, kind, name)]
     else:

@@ -54,7 +54,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as cache:
             cold, again = (_run(command, cache) for _ in range(2))
         plan = json.loads(cold.answer)
-        largest = " and ".join(str(length["exact_batch_size"]) for length in plan["lengths"])
+        largest = " and ".join(str(length["largest_batch_size"]) for length in plan["lengths"])
         traced = f"{' and '.join(map(str, plan['traced_layers']))} of {plan['num_layers']}"
         costs = [f"{one:.1f}" for one in (cold.cpu_s, cold.wall_s, again.wall_s)]
         resident = f"{cold.resident_bytes / 2**30:.2f}"

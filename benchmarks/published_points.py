@@ -20,9 +20,10 @@ from tqdm import tqdm
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 from torchtune_adaptive.errors import InputError, TracingError
-from torchtune_adaptive.plan.decide import Card, Plan, plan
-from torchtune_adaptive.plan.gpu import EXPANDABLE_FRAGMENTATION, FRAGMENTATION
-from torchtune_adaptive.plan.gpus import is_amd
+from torchtune_adaptive.plan.config_plan import ConfigLaunch
+from torchtune_adaptive.plan.decide import Plan
+from torchtune_adaptive.plan.gpu import EXPANDABLE_FRAGMENTATION, FRAGMENTATION, Card, is_amd
+from torchtune_adaptive.plan.trace.client import Tracer
 from torchtune_adaptive.stock.configs import load_config
 
 POINTS = Path(__file__).parent / "published_gpu.json"
@@ -112,19 +113,25 @@ def compare(point: Point) -> Compared:
     """Plan the point's run."""
     if point.missing is not None:
         return Compared(point, reason=f"{point.missing}: not published")
-    planned = _planned(*point.run, on_amd=is_amd(point.gpu))
+    planned = _planned(*point.run, gpu="MI300X" if is_amd(point.gpu) else "any")
     if isinstance(planned, str):
         return Compared(point, reason=planned)
     return Compared(point, planned_bytes(planned, point.quantity))
 
 
 @cache
-def _planned(name: str, overrides: Sequence[str], world_size: int, seq_len: int, *, on_amd: bool) -> Plan | str:
+def _planned(name: str, overrides: Sequence[str], world_size: int, seq_len: int, *, gpu: str) -> Plan | str:
     """The plan of a run, or why there is none."""
     try:
         cfg = load_config(name, overrides)
-        card = Card(memory_bytes=MEMORY_BYTES, is_amd=on_amd)
-        return plan(cfg, world_size=world_size, card=card, seq_lens=[seq_len], batch_sizes=[cfg.batch_size])
+        launch = ConfigLaunch(
+            cfg=cfg,
+            card=Card(name=gpu, memory_bytes=MEMORY_BYTES),
+            world_size=world_size,
+            seq_lens=(seq_len,),
+            batch_sizes=(cfg.batch_size,),
+        )
+        return launch.plan(Tracer())
     except (InputError, TracingError) as error:
         return str(error)
 

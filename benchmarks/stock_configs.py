@@ -23,9 +23,10 @@ from tqdm import tqdm
 
 from benchmarks.provenance import provenance
 from benchmarks.tables import table
-from torchtune_adaptive.engine.search.strategies import usable_bytes
 from torchtune_adaptive.errors import InputError, TracingError
-from torchtune_adaptive.plan.trace.client import trace
+from torchtune_adaptive.plan.decide import BatchSizes, Device
+from torchtune_adaptive.plan.gpu import Overhead
+from torchtune_adaptive.plan.trace.client import Tracer
 from torchtune_adaptive.plan.trace.peaks import TracedStep
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import is_lora, load_config
@@ -142,7 +143,7 @@ def ranks_launched(header: str) -> int:
 def plan(config: StockConfig) -> Planned:
     """Trace the config's step."""
     try:
-        step = trace(config.cfg, world_size=config.ranks, seq_lens=[config.row_tokens])
+        step = Tracer().step(config.cfg, world_size=config.ranks, seq_lens=[config.row_tokens])
     except TracingError as error:
         return Planned(config, failed=str(error))
     except InputError as error:
@@ -188,10 +189,14 @@ def _counted(planned: Sequence[Planned]) -> str:
     )
 
 
+def _device(memory_bytes: int, margin: float) -> Device:
+    return Device(name="any", memory_bytes=memory_bytes, margin=margin, overhead=Overhead.none())
+
+
 def _cells(planned: Planned, step: TracedStep, margin: float) -> list[str]:
     config, (peaks,) = planned.config, step.peaks
     own_batch_size = config.cfg.batch_size
-    largest = [peaks.largest_batch_size(usable_bytes(device * GIB, margin)) for device in DEVICES_GIB]
+    largest = [BatchSizes(peaks, _device(size * GIB, margin)).largest() for size in DEVICES_GIB]
     return [
         config.name,
         config.method,

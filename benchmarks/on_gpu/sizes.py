@@ -15,8 +15,9 @@ from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.engine.search.find import first_that_fits
 from torchtune_adaptive.engine.search.throughput import tokens_per_second
 from torchtune_adaptive.errors import InputError, NothingFitsError, reason_of
-from torchtune_adaptive.plan.decide import Card, plan
-from torchtune_adaptive.plan.trace.client import trace
+from torchtune_adaptive.plan.config_plan import ConfigLaunch
+from torchtune_adaptive.plan.gpu import Calibration, Card
+from torchtune_adaptive.plan.trace.client import Tracer
 from torchtune_adaptive.plan.trace.peaks import TracedStep
 
 _NUM_ROWS = 4096
@@ -46,15 +47,15 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     )
     failed: list[str] = []
     with ThreadPoolExecutor(1 if stage.is_rehearsal else _TRACES_AT_ONCE) as pool:
-        length = {"world_size": 1, "seq_lens": [stage.seq_len]}
-        traced = {name: pool.submit(trace, _config(stage, name, None), **length) for name in stage.configs}
+        length, tracer = {"world_size": 1, "seq_lens": [stage.seq_len]}, Tracer()
+        traced = {name: pool.submit(tracer.step, _config(stage, name, None), **length) for name in stage.configs}
         for name, limit_bytes in tqdm(cases, desc="sizes", unit=" cases"):
             case = f"{name} at {stage.limit_text(limit_bytes)}"
             if stage.seconds_left < _SECONDS_FOR_ONE:
                 sizes.text.append(f"Not measured, because no time was left: {case}.")
             else:
                 try:
-                    found = _case(stage, name, limit_bytes, traced[name])
+                    found = _case(stage, name, limit_bytes, traced[name], tracer)
                     sizes.data.append({"config": name, "limit_bytes": limit_bytes} | found)
                     sizes.rows.append([name, stage.limit_text(limit_bytes), *_sizes(found)])
                     if "tokens_per_second" in found:
@@ -76,8 +77,8 @@ def _config(stage: Stage, name: str, limit_bytes: int | None) -> DictConfig:
     return cfg
 
 
-def _case(stage: Stage, name: str, limit_bytes: int, traced: "Future[TracedStep]") -> dict[str, Any]:
-    """What was found for one config under one limit."""
+def _case(stage: Stage, name: str, limit_bytes: int, traced: "Future[TracedStep]", tracer: Tracer) -> dict[str, Any]:
+    """What was found for one config under one limit; ``tracer`` has its step as soon as ``traced`` is done."""
     whole = not stage.is_rehearsal and limit_bytes == device_memory_bytes(stage.device)
     cfg = _config(stage, name, None if whole else limit_bytes)
     found: dict[str, Any] = {"stock_batch_size": int(cfg.batch_size)}
@@ -91,7 +92,8 @@ def _case(stage: Stage, name: str, limit_bytes: int, traced: "Future[TracedStep]
         found |= _searched(recipe, is_timed=limit_bytes == max(stage.limits_bytes) and not stage.is_simulated)
         let_go(recipe)
     try:
-        found |= _planned(stage, cfg, limit_bytes, traced.result(), found.get("used"))
+        traced.result()
+        found |= _planned(stage, cfg, limit_bytes, tracer, found.get("used"))
     except InputError as error:
         found["not_planned"] = str(error)
     return found
@@ -124,16 +126,17 @@ def _searched(recipe: Any, *, is_timed: bool) -> dict[str, Any]:
     return found
 
 
-def _planned(stage: Stage, cfg: DictConfig, limit_bytes: int, step: TracedStep, used: int | None) -> dict[str, Any]:
+def _planned(stage: Stage, cfg: DictConfig, limit_bytes: int, tracer: Tracer, used: int | None) -> dict[str, Any]:
     """A plan for the limit, with a calibration of this device if there is one."""
-    calibration = stage.calibration_path
+    path = stage.calibration_path
     card_bytes = limit_bytes if stage.is_rehearsal else device_memory_bytes(stage.device)
-    card = Card(memory_bytes=card_bytes, calibration=calibration if calibration.exists() else None)
-    made = plan(cfg, world_size=1, card=card, seq_lens=[stage.seq_len], traced_by=lambda *_, **__: step)
-    (length,) = made.lengths
-    found: dict[str, Any] = {"planned": length.exact_batch_size, "certain": length.certain_batch_size}
+    calibration = Calibration.read(path) if path.exists() else None
+    card = Card(name=stage.limit_text(card_bytes), memory_bytes=card_bytes, calibration=calibration)
+    planned = ConfigLaunch(cfg=cfg, card=card, seq_lens=(stage.seq_len,)).plan(tracer)
+    (length,) = planned.lengths
+    found: dict[str, Any] = {"planned": length.largest_batch_size, "certain": length.safe_batch_size}
     if used is not None:
-        found["traced_peak_bytes"] = step.peaks[0].peak_bytes(used)
+        found["traced_peak_bytes"] = planned.size(used).peak_bytes
     return found
 
 

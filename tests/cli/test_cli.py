@@ -17,8 +17,7 @@ from tests.support.program import Ended, Program
 from tests.support.step_events import EVENTS
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan import calibrate as calibration
-from torchtune_adaptive.plan.gpu import Calibration
-from torchtune_adaptive.plan.gpus import memory_of
+from torchtune_adaptive.plan.gpu import Calibration, memory_of
 from torchtune_adaptive.plan.host import HostFigures
 from torchtune_adaptive.plan.trace import client
 
@@ -79,7 +78,7 @@ def test_a_plan_is_printed_as_tables(program: Program, tracing: FakeTracing) -> 
     assert ended.out.startswith("tiny/full: ")
     sizes = tables(ended.out)[0]
     # the step holds 2 GiB, and the config's limit is 512 MiB
-    assert [row[:4] for row in sizes[1:]] == [["1024", "0", "0", "(1)"], ["4096", "0", "0", "(1)"]]
+    assert [row[:4] for row in sizes[1:]] == [["1024", "0", "0", "(4)"], ["4096", "0", "0", "(4)"]]
     assert tracing.requests[0]["seq_lens"] == [1024, 4096]
 
 
@@ -107,7 +106,7 @@ def test_several_gpus_and_numbers_of_ranks_are_a_table_with_sentences_on_the_lea
     assert [row[3] for row in rows] == ["none"] * 6
     assert [row[2] == "none" for row in rows] == [True, True, False, False, False, False]
     largest = json.loads(program(*FULL, "--memory", "80GiB", "--seq-len", "1024", "--json", *CUDA).out)["lengths"][0]
-    assert rows[2][2] == f"{largest['exact_batch_size']} ({largest['batch_size']})"
+    assert rows[2][2] == f"{largest['largest_batch_size']} ({largest['used']['batch_size']})"
     assert "\nRows of 1024 tokens need at least 1 rank of 80GiB, or 1 rank of H100.\n" in ended.out
     assert "\nRows of 65536 tokens do not fit on any of these.\n" in ended.out
     assert [row[4] for row in rows] == ["1.4 GiB", "2.8 GiB"] * 3
@@ -135,18 +134,25 @@ def test_gpus_whose_overheads_differ_on_the_same_ranks_are_named(program: Progra
     assert [said.partition(" outside")[0] for _, said in added] == ["1.2 GiB", "1.8 GiB", "7.2 GiB"]
 
 
-def test_what_if_compares_changes_at_the_configs_own_batch(program: Program, tracing: FakeTracing) -> None:
-    ended = program(*FULL, "--memory", "80GiB", "--seq-len", "1024,2048", "--what-if", *CUDA, "batch_size=3")
-    assert "\nWith a batch of 3 rows of 1024 tokens, in GiB:\n" in ended.out
+@pytest.mark.parametrize(
+    ("asked", "batch_size"), [([], 3), (["--batch-size", "5"], 5), (["use_maximum_batch_size=True"], 16)]
+)
+def test_what_if_compares_changes_at_the_requested_or_the_used_batch_of_the_longest_rows(
+    asked: list[str], batch_size: int, program: Program, tracing: FakeTracing
+) -> None:
+    arguments = (*FULL, "--memory", "80GiB", "--seq-len", "2048,1024", "--what-if", *CUDA, "batch_size=3", *asked)
+    ended = program(*arguments)
+    assert f"\nWith a batch of {batch_size} rows of 2048 tokens, in GiB:\n" in ended.out
     assert {"LoRA", "as it is", "2 ranks"} <= {row[0] for row in tables(ended.out)[-1]}
-    content = json.loads(program(*FULL, "--memory", "80GiB", "--what-if", "--json", *CUDA).out)
+    content = json.loads(program(*arguments, "--json").out)
     assert content["what_if"][0]["change"] == "as it is"
+    assert content["what_if"][0]["length"]["asked"][0]["batch_size"] == batch_size
 
 
 STEP = (*FULL, "--memory", "80GiB", "--seq-len", "1024,2048,512", *CUDA)
 
 
-@pytest.mark.parametrize(("asked", "batch_size"), [([], 16), (["--batch-size", "7"], 7), (["--batch-size", "3,7"], 16)])
+@pytest.mark.parametrize(("asked", "batch_size"), [([], 4), (["--batch-size", "7"], 7), (["--batch-size", "3,7"], 4)])
 def test_one_whole_step_is_traced_with_the_longest_rows_and_the_requested_or_the_planned_batch(
     asked: list[str], batch_size: int, program: Program, tracing: FakeTracing
 ) -> None:
@@ -157,7 +163,7 @@ def test_one_whole_step_is_traced_with_the_longest_rows_and_the_requested_or_the
     assert (step["world_size"], step["batch_size"], step["seq_len"]) == (1, batch_size, 2048)
     assert step["config"]["gradient_accumulation_steps"] == 2  # as the plan is traced
     if not asked:
-        assert content["lengths"][1]["batch_size"] == batch_size
+        assert content["lengths"][1]["used"]["batch_size"] == batch_size
     assert (content["step"]["batch_size"], content["step"]["seq_len"]) == (batch_size, 2048)
     assert content["step"]["modules"][0]["module"] == "layers.*.mlp.w1"
     printed = program(*arguments)
@@ -255,7 +261,8 @@ def test_the_order_of_overrides_and_options_does_not_matter(program: Program, tr
 def test_memory_is_that_of_the_gpu_named_or_the_configs_limit(program: Program, tracing: FakeTracing) -> None:
     named = json.loads(program(*FULL, "--memory", "NVIDIA A100-SXM4-80GB", *CUDA, "--json").out)
     of_config = json.loads(program(*FULL, "adaptive.memory_limit=3GiB", "--json").out)
-    assert [named["memory_bytes"], of_config["memory_bytes"]] == [memory_of("A100 80GB"), 3 * GIB]
+    assert [named["memory_bytes"], of_config["memory_bytes"]] == [memory_of("A100 80GB"), None]
+    assert of_config["usable_bytes"] == round(0.95 * 3 * GIB)  # on a CPU nothing is outside of the allocator
 
 
 @pytest.mark.parametrize(
@@ -282,27 +289,59 @@ def test_a_calibration_changes_what_fits(program: Program, tracing: FakeTracing,
     measured = program(*FULL, "--memory", "H100", "--calibration", str(tmp_path / "h100.json"), *CUDA, "--json")
     content = json.loads(measured.out)
     assert "calibrated on H100" in content["overhead"]["source"]
-    assert content["lengths"][0]["exact_batch_size"] < usual["lengths"][0]["exact_batch_size"]
+    assert content["lengths"][0]["largest_batch_size"] < usual["lengths"][0]["largest_batch_size"]
 
 
-def test_where_nothing_fits_suggestions_follow(program: Program, tracing: FakeTracing) -> None:
+def test_where_nothing_fits_ways_to_fit_follow(program: Program, tracing: FakeTracing) -> None:
     ended = program(*FULL, "--memory", "10GiB", "--seq-len", "8192,16384", *CUDA)
     assert ended.status == 0
-    plan, _, after = ended.out.partition("\nNothing fits. Changes that need less memory, with 8192 tokens per row:\n")
+    assert ended.out.splitlines()[2] == "Nearest way: rows of 2048 tokens: at most 1 row of 2048 tokens."
+    plan, _, after = ended.out.partition("\nChanges that need less memory:\n")
     assert len(tables(plan)[0]) == 3
     changes = [line.removeprefix("- ").partition(": ")[0] for line in after.splitlines()]
-    assert changes == [
-        "enable_activation_checkpointing=True",
-        "LoRA and checkpointing",
-        "512 ranks",
-        "rows of 2048 tokens",
-    ]
-    assert after.splitlines()[-1] == "- rows of 2048 tokens: largest batch_size 1 (rows of 2048 tokens)"
+    assert changes == ["enable_activation_checkpointing=True", "LoRA and checkpointing", "rows of 2048 tokens"]
+    assert after.splitlines()[-1] == "- rows of 2048 tokens: at most 1 row of 2048 tokens"
     first, *others = tracing.requests
     assert first["seq_lens"] == [8192, 16384]
-    assert {tuple(request["seq_lens"]) for request in others} == {(8192,), (4096,), (2048,)}
-    content = json.loads(program(*FULL, "--memory", "10GiB", "--seq-len", "8192", *CUDA, "--json").out)
-    assert [one["change"].partition(": ")[0] for one in content["suggestions"]] == changes
+    assert {tuple(request["seq_lens"]) for request in others} == {(16384,), (8192,), (4096,), (2048,)}
+    content = json.loads(program(*FULL, "--memory", "10GiB", "--seq-len", "16384", *CUDA, "--json").out)
+    assert [one["change"].partition(": ")[0] for one in content["ways_to_fit"]] == changes
+
+
+@pytest.mark.parametrize(
+    ("options", "launcher", "recipe", "overrides"),
+    [
+        (["use_maximum_batch_size=True"], "", "single_device", " use_maximum_batch_size=True"),
+        (["--nproc_per_node", "2"], " --nproc_per_node 2", "distributed", ""),
+        (
+            ["--nnodes", "2", "--nproc_per_node", "4", "--seq-len", "128"],
+            " --nnodes 2 --nproc_per_node 4",
+            "distributed",
+            " tokenizer.max_seq_len=128",
+        ),
+        (["batch_size=999"], "", "single_device", " batch_size=999 use_maximum_batch_size=True"),  # it does not fit
+    ],
+)
+def test_a_plan_ends_with_the_command_that_runs_it(
+    options: list[str], launcher: str, recipe: str, overrides: str, program: Program, tracing: FakeTracing
+) -> None:
+    last = program(*FULL, "--memory", "80GiB", *CUDA, *options).out.splitlines()[-1]
+    run = f"  tune run{launcher} adaptive_full_finetune_{recipe} --config tiny/full"
+    assert last == f"{run} {' '.join(CUDA)}{overrides}"
+
+
+def test_a_calibration_is_refused_for_several_gpus(program: Program, tracing: FakeTracing, tmp_path: Path) -> None:
+    CALIBRATION.write(tmp_path / "h100.json")
+    sentence = "`--memory` must be one GPU with `--calibration`, which is of one GPU, but is 'H100,A100-80GB' instead."
+    arguments = (*FULL, "--memory", "H100,A100-80GB", "--calibration", str(tmp_path / "h100.json"), *CUDA)
+    program.refuses(*arguments, sentence=sentence)
+    assert tracing.requests == []
+
+
+def test_what_if_is_refused_for_several_batch_sizes(program: Program, tracing: FakeTracing) -> None:
+    sentence = "`--batch-size` must be one number with `--what-if`, but is 1,2 instead."
+    program.refuses(*FULL, "--memory", "80GiB", "--what-if", "--batch-size", "1,2", *CUDA, sentence=sentence)
+    assert tracing.requests == []
 
 
 def test_a_refusal_of_the_worker_is_printed(program: Program, tracing: FakeTracing) -> None:

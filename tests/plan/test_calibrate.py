@@ -101,7 +101,7 @@ def test_a_forecast_with_a_calibration_equals_what_the_card_reserves(tmp_path: P
     card = FakeCard()
     calibrate(tmp_path / "card.json", forecast_peak=traced, card=card)
     width = CALIBRATION_MODEL["embed_dim"]
-    overhead = Overhead.from_calibration(tmp_path / "card.json", 1, attention_width=width)
+    overhead = Overhead.calibrated(Calibration.read(tmp_path / "card.json"), 1, attention_width=width)
     unseen = traced(21, SEQ_LEN)
     reserved = overhead.reserved_bytes(unseen, num_tokens=21 * SEQ_LEN)
     assert reserved == pytest.approx(card.train(21, SEQ_LEN).reserved_bytes, rel=1e-6)

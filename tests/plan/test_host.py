@@ -29,7 +29,7 @@ from torchtune_adaptive.plan.host import (
     pinned_bytes,
     plan_host,
 )
-from torchtune_adaptive.plan.host_figures import host_figures
+from torchtune_adaptive.plan.trace.host_figures import host_figures
 from torchtune_adaptive.plan.trace.offloaded_activations import OffloadedActivations
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 32

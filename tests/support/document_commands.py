@@ -16,7 +16,7 @@ from tests.support.documents import REPOSITORY
 from torchtune_adaptive.cli.arguments import integers
 from torchtune_adaptive.cli.main import _parser
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.gpus import memory_of
+from torchtune_adaptive.plan.gpu import memory_of
 from torchtune_adaptive.ppo.checks import check_turns
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.checks import check_options

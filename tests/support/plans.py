@@ -2,14 +2,15 @@
 
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.engine.memory.timeline import Line
-from torchtune_adaptive.plan.decide import Card, Plan, plan
-from torchtune_adaptive.plan.gpu import NCCL_BYTES, Calibration
+from torchtune_adaptive.plan.config_plan import ConfigLaunch
+from torchtune_adaptive.plan.decide import Plan
+from torchtune_adaptive.plan.gpu import NCCL_BYTES, Calibration, Card
+from torchtune_adaptive.plan.trace.events import StepEvents
 from torchtune_adaptive.plan.trace.peaks import Moment, StepPeaks, TracedStep
 
 MIB, GIB = 2**20, 2**30
@@ -30,14 +31,14 @@ CALIBRATION = Calibration(
 
 
 def peaks(seq_len: int, *, held_bytes: float, bytes_per_row: float, single_row_bytes: float | None = None) -> StepPeaks:
-    """A step of two phases: the optimizer holds ``held_bytes``, backward half of them and the rows' activations."""
+    """A step of two phases: both hold ``held_bytes`` of parameters, and backward the rows' activations."""
 
     def moment(phase: str, parameters: Line, activations: Line) -> Moment:
         return Moment(phase, "mm", {"parameters": parameters, "activations": activations})
 
     single = held_bytes + bytes_per_row if single_row_bytes is None else single_row_bytes
-    grown = Line(held_bytes / 2, 0), Line(held_bytes / 2, bytes_per_row)
-    alone = Line(held_bytes / 2, 0), Line(single - held_bytes / 2, 0)
+    grown = Line(held_bytes, 0), Line(0, bytes_per_row)
+    alone = Line(held_bytes, 0), Line(single - held_bytes, 0)
     optimizer = moment("optimizer", Line(held_bytes, 0), Line(0, 0))
     return StepPeaks(
         seq_len, (moment("backward", *grown), optimizer), single_row=(moment("backward", *alone), optimizer)
@@ -62,25 +63,48 @@ class Asked(NamedTuple):
 
 
 class FakeTracer:
-    """In place of ``client.trace``: returns the step that ``step_for`` gives, and remembers what it was asked."""
+    """In place of ``Tracer``: returns the step that ``step_for`` gives, and remembers what it was asked."""
 
     def __init__(self, step_for: Callable[[Asked], TracedStep]) -> None:
         self._step_for = step_for
         self.asked: list[Asked] = []
 
-    def __call__(self, cfg: DictConfig, *, world_size: int, seq_lens: Sequence[int], **_: object) -> TracedStep:
+    def step(self, cfg: DictConfig, *, world_size: int, seq_lens: Sequence[int]) -> TracedStep:
         asked = Asked(cfg, world_size, tuple(seq_lens))
         self.asked.append(asked)
         return self._step_for(asked)
+
+    def events(self, cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int) -> StepEvents:
+        raise AssertionError
+
+
+def grows_by_one(epoch: int, batch_size: int) -> int:
+    return 1
 
 
 def gives(step: TracedStep) -> FakeTracer:
     return FakeTracer(lambda _: step)
 
 
-def cfg_of(*, device: str = "cuda", gradient_accumulation_steps: int = 1, **adaptive: Any) -> DictConfig:
+def cfg_of(
+    *,
+    device: str = "cuda",
+    batch_size: int | None = None,
+    gradient_accumulation_steps: int = 1,
+    use_maximum_batch_size: bool = True,
+    batch_increase_function: str | None = None,
+    **adaptive: Any,
+) -> DictConfig:
+    """A config that searches, unless told otherwise."""
     return OmegaConf.create(
-        {"device": device, "gradient_accumulation_steps": gradient_accumulation_steps, "adaptive": adaptive}
+        {
+            "device": device,
+            "batch_size": batch_size,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "use_maximum_batch_size": use_maximum_batch_size,
+            "batch_increase_function": batch_increase_function,
+            "adaptive": adaptive,
+        }
     )
 
 
@@ -88,16 +112,28 @@ def planned(
     cfg: DictConfig,
     step: TracedStep,
     *,
-    memory_bytes: int = 80 * GIB,
+    memory_bytes: int | None = 80 * GIB,
     world_size: int = 1,
-    calibration: Path | None = None,
+    calibration: Calibration | None = None,
     batch_sizes: Sequence[int] = (),
 ) -> Plan:
-    card = Card(memory_bytes=memory_bytes, calibration=calibration)
-    seq_lens = [length.seq_len for length in step.peaks]
-    return plan(
-        cfg, world_size=world_size, card=card, seq_lens=seq_lens, batch_sizes=batch_sizes, traced_by=gives(step)
+    launch = ConfigLaunch(
+        cfg=cfg,
+        card=Card(name="a card", memory_bytes=memory_bytes, calibration=calibration),
+        world_size=world_size,
+        seq_lens=tuple(length.seq_len or 0 for length in step.peaks),
+        batch_sizes=tuple(batch_sizes),
     )
+    return launch.plan(gives(step))
+
+
+def some_plan(**changes: Any) -> Plan:
+    """Rows of two lengths on eight ranks; the longer ones do not fit."""
+    lengths = [
+        peaks(2048, held_bytes=10 * GIB, bytes_per_row=5 * GIB),
+        peaks(8192, held_bytes=10 * GIB, bytes_per_row=90 * GIB),
+    ]
+    return planned(cfg_of(margin=0.05), step_of(*lengths, **changes), world_size=8)
 
 
 def tables(text: str) -> list[list[list[str]]]:

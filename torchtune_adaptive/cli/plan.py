@@ -2,25 +2,28 @@
 
 import argparse
 import json
+import shlex
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.cli.arguments import Commands, add_command, integer, integers
-from torchtune_adaptive.errors import InputError, require_integer
-from torchtune_adaptive.plan.cache import user_cache_folder
-from torchtune_adaptive.plan.decide import USUAL_SEQ_LENS, Card, Plan, Trace, plan
-from torchtune_adaptive.plan.gpus import is_amd, memory_of
-from torchtune_adaptive.plan.show.outputs import StepOutputs, trace_planned_step
-from torchtune_adaptive.plan.show.text import grid_text, plan_json, plan_text, suggestion_text, what_if_text
-from torchtune_adaptive.plan.suggestions import Suggestion, suggestions
-from torchtune_adaptive.plan.trace.client import trace
-from torchtune_adaptive.plan.trace_cache import TraceCache
-from torchtune_adaptive.plan.what_if import what_if
+from torchtune_adaptive.errors import InputError, quote
+from torchtune_adaptive.plan.changes import PlannedChange, ways_to_fit, what_if
+from torchtune_adaptive.plan.config_plan import ConfigLaunch, as_traced, row_lengths
+from torchtune_adaptive.plan.decide import Plan
+from torchtune_adaptive.plan.gpu import Card
+from torchtune_adaptive.plan.show.as_json import plan_json
+from torchtune_adaptive.plan.show.grid import grid_text
+from torchtune_adaptive.plan.show.outputs import StepOutputs, shown_size
+from torchtune_adaptive.plan.show.text import plan_text, what_if_text
+from torchtune_adaptive.plan.trace.cache import user_cache_folder
+from torchtune_adaptive.plan.trace.client import Tracer
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.checks import check_top_level_keys
-from torchtune_adaptive.stock.configs import load_config, method_of, resolved
+from torchtune_adaptive.stock.configs import Method, load_config, method_of, resolved
+from torchtune_adaptive.stock.installed import adaptive_name, recipe_files
 from torchtune_adaptive.text import format_bytes
 
 
@@ -75,108 +78,107 @@ def _plan(arguments: argparse.Namespace) -> None:
     check_top_level_keys(cfg)
     settings = AdaptiveSettings.from_cfg(cfg)
     cfg = DictConfig(resolved(cfg))
-    method_of(cfg)  # refuse an unknown recipe before tracing
+    method = method_of(cfg)  # refuse an unknown recipe before tracing
     nodes = integer("--nnodes", arguments.nnodes)
     ranks = integers("--nproc_per_node", arguments.nproc_per_node)  # of each machine
-    memories = _memories(arguments.memory, settings)
-    is_one = len(ranks) * len(memories) == 1
+    cards = _cards(arguments, settings)
+    outputs = StepOutputs(arguments.modules, arguments.snapshot, arguments.plot)
+    seq_lens = row_lengths(cfg, settings) if arguments.seq_len is None else integers("--seq-len", arguments.seq_len)
+    batch_sizes = [] if arguments.batch_size is None else integers("--batch-size", arguments.batch_size)
+    is_one = len(ranks) * len(cards) == 1
     for option in ("what_if", "modules", "snapshot", "plot"):
         if getattr(arguments, option) and not is_one:
             option = f"--{option.replace('_', '-')}"
             raise InputError(f"`{option}` must be left out with several GPUs or numbers of ranks, but is given.")
-    outputs = StepOutputs(arguments.modules, arguments.snapshot, arguments.plot)
-    if arguments.what_if:
-        require_integer("batch_size", cfg.get("batch_size"), minimum=1)
-    seq_lens = _seq_lens(arguments.seq_len, settings, cfg)
-    batch_sizes = [] if arguments.batch_size is None else integers("--batch-size", arguments.batch_size)
-    traced_by = TraceCache(trace, user_cache_folder("plans"))
-    plans = {
-        name: [
-            plan(
-                cfg,
+    if arguments.what_if and len(batch_sizes) > 1:
+        raise InputError(f"`--batch-size` must be one number with `--what-if`, but is {arguments.batch_size} instead.")
+    tracer = Tracer(user_cache_folder("plans"), shows_progress=True)
+    launches = {
+        card.name: [
+            ConfigLaunch(
+                cfg=cfg,
+                card=card,
                 world_size=per_node * nodes,
                 ranks_of_machine=per_node,
-                card=Card(memory_bytes=memory_bytes, calibration=arguments.calibration, is_amd=is_amd(name)),
-                seq_lens=seq_lens,
-                batch_sizes=batch_sizes,
-                traced_by=traced_by,
+                seq_lens=tuple(seq_lens),
+                batch_sizes=tuple(batch_sizes),
             )
             for per_node in ranks
         ]
-        for name, memory_bytes in memories.items()
+        for card in cards
     }
+    plans = {name: [launch.plan(tracer) for launch in row] for name, row in launches.items()}
     if is_one:
+        ((launch,),) = launches.values()
         ((planned,),) = plans.values()
-        _print_one(planned, cfg, arguments, outputs=outputs, traced_by=traced_by)
+        command = _run_command(arguments, cfg, method, planned)
+        _print_one(planned, launch, arguments, outputs=outputs, tracer=tracer, command=command)
     elif arguments.json:
-        found = [{"memory": name} | plan_json(one, []) for name, row in plans.items() for one in row]
-        print(json.dumps(found, indent=2))
+        print(json.dumps([{"memory": name} | plan_json(one) for name, row in plans.items() for one in row], indent=2))
     else:
         print(grid_text(plans, title=arguments.config))
 
 
 def _print_one(
-    planned: Plan, cfg: DictConfig, arguments: argparse.Namespace, *, outputs: StepOutputs, traced_by: Trace
+    planned: Plan,
+    launch: ConfigLaunch,
+    arguments: argparse.Namespace,
+    *,
+    outputs: StepOutputs,
+    tracer: Tracer,
+    command: str,
 ) -> None:
-    prints = not arguments.json
-    if prints:
-        print(plan_text(planned, title=arguments.config))
-    helpful = [] if planned.fits else _suggest(planned, cfg, prints=prints, traced_by=traced_by)
-    effects: list[Suggestion] = []
-    if arguments.what_if:  # for the first row length and the config's own batch size
-        options: dict[str, Any] = {"seq_len": planned.lengths[0].seq_len, "batch_size": cfg.batch_size}
-        options |= {"world_size": planned.world_size, "card": planned.card, "traced_by": traced_by}
-        effects = list(what_if(cfg, **options))
-        if prints:
-            print(f"\n{what_if_text(effects)}")
-    events = trace_planned_step(planned, cfg) if outputs.any else None
-    if events is not None:
-        for text in outputs.texts(events, planned, title=arguments.config):
-            if prints:
-                print(f"\n{text}")
-    if not prints:
-        print(json.dumps(plan_json(planned, helpful, effects, events), indent=2))
+    ways = [] if planned.fits else list(ways_to_fit(launch, planned, tracer))
+    texts = [plan_text(planned, title=arguments.config, ways=ways, command=command)]
+    effects: list[PlannedChange] = []
+    if arguments.what_if:
+        size = shown_size(planned)
+        effects = list(what_if(replace(launch, batch_sizes=(size.batch_size,)), tracer))
+        texts.append(what_if_text(effects))
+    events = None
+    if outputs.any:
+        size = shown_size(planned)
+        cfg = as_traced(launch.cfg, AdaptiveSettings.from_cfg(launch.cfg))
+        events = tracer.events(
+            cfg, world_size=launch.world_size, batch_size=size.batch_size, seq_len=max(launch.seq_lens)
+        )
+        texts += outputs.texts(events, planned, title=arguments.config)
+    if arguments.json:
+        print(json.dumps(plan_json(planned, ways=ways, effects=effects, events=events), indent=2))
+    else:
+        print("\n\n".join(texts))
 
 
-def _suggest(planned: Plan, cfg: DictConfig, *, prints: bool, traced_by: Trace) -> list[Suggestion]:
-    """Plan suggestions for the shortest rows of ``planned``. If ``prints``, print each one once it is planned."""
-    found: list[Suggestion] = []
-    shortest = min(length.seq_len for length in planned.lengths)
-    if prints:
-        print(f"\nNothing fits. Changes that need less memory, with {shortest} tokens per row:")
-    for suggestion in suggestions(
-        cfg, world_size=planned.world_size, card=planned.card, seq_len=shortest, traced_by=traced_by
-    ):
-        found.append(suggestion)
-        if prints:
-            print(f"- {suggestion_text(suggestion)}", flush=True)
-    return found
+def _cards(arguments: argparse.Namespace, settings: AdaptiveSettings) -> list[Card]:
+    """The GPUs to plan for, as the user named them."""
+    if arguments.memory is None:
+        if settings.memory_limit_bytes is None:
+            raise InputError("`--memory` must be a GPU's name or a size, as in H100 or 80GiB, but is missing.")
+        name = format_bytes(settings.memory_limit_bytes)
+        return [Card.limited(name, calibration=arguments.calibration)]
+    names = arguments.memory.split(",")
+    if arguments.calibration is not None and len(names) > 1:
+        raise InputError(
+            "`--memory` must be one GPU with `--calibration`, which is of one GPU, but is"
+            f" {quote(arguments.memory)} instead."
+        )
+    return [Card.named(name, calibration=arguments.calibration) for name in names]
 
 
-def _memories(text: str | None, settings: AdaptiveSettings) -> dict[str, int]:
-    """The memory in bytes of each GPU, by the name that the user gave."""
-    if text is not None:
-        return {name: memory_of(name) for name in text.split(",")}
-    if settings.memory_limit_bytes is None:
-        raise InputError("`--memory` must be a GPU's name or a size, as in H100 or 80GiB, but is missing.")
-    return {format_bytes(settings.memory_limit_bytes): settings.memory_limit_bytes}
-
-
-def _seq_lens(text: str | None, settings: AdaptiveSettings, cfg: DictConfig) -> list[int]:
-    """Row lengths to plan: the user's, else the config's own, else the usual ones."""
-    if text is not None:
-        return integers("--seq-len", text)
-    if settings.seq_len is not None:
-        return [settings.seq_len]
-    tokenizer_len, model_len = (_max_seq_len(cfg, block) for block in ("tokenizer", "model"))
-    if tokenizer_len is not None:
-        return [tokenizer_len]
-    if model_len is None:
-        return list(USUAL_SEQ_LENS)
-    return [length for length in USUAL_SEQ_LENS if length <= model_len] or [model_len]
-
-
-def _max_seq_len(cfg: DictConfig, block: str) -> int | None:
-    values = cfg.get(block)
-    length = values.get("max_seq_len") if isinstance(values, DictConfig) else None
-    return None if length is None else require_integer(f"{block}.max_seq_len", length, minimum=1)
+def _run_command(arguments: argparse.Namespace, cfg: DictConfig, method: Method, planned: Plan) -> str:
+    """The command that runs what was planned; "" if nothing fits."""
+    if not planned.fits:
+        return ""
+    recipe = adaptive_name(f"{method}_single_device")
+    if planned.world_size > 1 or recipe not in recipe_files():
+        recipe = adaptive_name(f"{method}_distributed")
+    launcher = [] if arguments.nnodes == "1" else ["--nnodes", arguments.nnodes]
+    if recipe.endswith("_distributed"):
+        launcher += ["--nproc_per_node", arguments.nproc_per_node]
+    overrides = list(arguments.overrides)
+    seq_len = planned.decisive.seq_len
+    if OmegaConf.select(cfg, "tokenizer.max_seq_len") != seq_len:
+        overrides.append(f"tokenizer.max_seq_len={seq_len}")
+    if planned.decisive.used.fits == "no":
+        overrides.append("use_maximum_batch_size=True")
+    return shlex.join(["tune", "run", *launcher, recipe, "--config", arguments.config, *overrides])

@@ -75,11 +75,14 @@ def _stock_keys() -> dict[str, bool]:
     keys: dict[str, bool] = {}
     for recipe, paths in stock_recipe_files().items():
         is_extended = adaptive_name(recipe) in recipe_files()
-        for path in paths:
-            for words in _KEY.findall(path.read_text(encoding="utf-8")):
-                key = "".join(words)  # one of the pattern's groups
-                keys[key] = keys.get(key, False) or is_extended
+        for key in (key for path in paths for key in keys_read(path)):
+            keys[key] = keys.get(key, False) or is_extended
     return keys
+
+
+def keys_read(path: Path) -> list[str]:
+    """The top-level keys of the recipe or the config at ``path``."""
+    return ["".join(words) for words in _KEY.findall(path.read_text(encoding="utf-8"))]  # one of the pattern's groups
 
 
 # ---- torchtune's options, alone and with ours

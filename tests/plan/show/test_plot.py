@@ -15,7 +15,7 @@ from torchtune_adaptive.plan.show.page import page
 from torchtune_adaptive.plan.show.plot import (
     COLOURS,
     PLOT_WIDTH,
-    Device,
+    DrawnDevice,
     StepPlot,
     bands_of,
     highest_of_each_pixel,
@@ -28,7 +28,7 @@ properties = settings(derandomize=True, deadline=None, max_examples=80)
 def plot_of(
     *, memory_mib: float = 30, usable_mib: float = 28, added_mib: float = 5, title: str = "tiny/full", note: str = ""
 ) -> StepPlot:
-    device = Device(memory_bytes=memory_mib * MIB, usable_bytes=usable_mib * MIB, added_bytes=added_mib * MIB)
+    device = DrawnDevice(memory_bytes=memory_mib * MIB, usable_bytes=usable_mib * MIB, added_bytes=added_mib * MIB)
     return StepPlot(EVENTS, title=title, world_size=2, device=device, note=note)
 
 
@@ -103,7 +103,7 @@ def test_the_margin_is_a_dashed_line_and_the_gpu_overhead_hangs_from_it() -> Non
 
 def test_the_page_holds_the_picture_and_loads_nothing() -> None:
     events = replace(EVENTS, operations=tuple(one._replace(module="</script>") for one in EVENTS.operations))
-    device = Device(memory_bytes=30 * MIB, usable_bytes=30 * MIB, added_bytes=0)
+    device = DrawnDevice(memory_bytes=30 * MIB, usable_bytes=30 * MIB, added_bytes=0)
     plot = StepPlot(events, title="</script><b>", world_size=1, device=device)
     html = page(plot, events, title="</script><b>")
     assert plot.svg() in html

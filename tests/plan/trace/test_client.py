@@ -31,8 +31,9 @@ def _planned_and_traced() -> dict[str, tuple[dict[str, float], StepEvents]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(client, "_run_worker", lambda request, **_: json.loads(json.dumps(_answer(request, sys.stderr))))
         for name, (_, ranks, _) in CASES.items():
-            planned = client.trace(_cfg(name), world_size=ranks, seq_lens=[SEQ_LEN]).peaks[0].phases(BATCH_SIZE)
-            events = client.trace_events(_cfg(name), world_size=ranks, batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
+            tracer = client.Tracer()
+            planned = tracer.step(_cfg(name), world_size=ranks, seq_lens=[SEQ_LEN]).peaks[0].phases(BATCH_SIZE)
+            events = tracer.events(_cfg(name), world_size=ranks, batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
             found[name] = planned, events
     return found
 

@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torchtune import config
+from torchtune_adaptive.plan.trace.host_figures import host_figures
 
 from benchmarks.support.ranks import run_on_ranks
 from torchtune_adaptive.engine.memory.timeline import Timeline
 from torchtune_adaptive.errors import InputError, TracingError
 from torchtune_adaptive.plan.host import HostFigures
-from torchtune_adaptive.plan.host_figures import host_figures
 from torchtune_adaptive.plan.trace import client, worker
 from torchtune_adaptive.plan.trace.fake_tensors import start_fake_process_group
 from torchtune_adaptive.plan.trace.few_layers import layers_limited_to
@@ -357,7 +357,7 @@ def test_the_worker_process_gives_the_peaks_of_the_config_without_torchaos_warni
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     cfg = _cfg("full", SHALLOW)
-    traced = client.trace(cfg, world_size=2, seq_lens=[SEQ_LEN], shows_progress=True)
+    traced = client.Tracer(shows_progress=True).step(cfg, world_size=2, seq_lens=[SEQ_LEN])
     printed = capfd.readouterr().err
     assert "tracing" in printed
     assert "torchao" not in printed
@@ -388,13 +388,13 @@ def _answering(monkeypatch: pytest.MonkeyPatch, answer: str, printed: str) -> No
 def test_a_refusal_of_the_worker_process_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
     _answering(monkeypatch, '{"refused": "Rows must be short."}', "")
     with pytest.raises(InputError, match=r"^Rows must be short\.$"):
-        client.trace(_cfg("full"), world_size=1, seq_lens=[SEQ_LEN])
+        client.Tracer().step(_cfg("full"), world_size=1, seq_lens=[SEQ_LEN])
 
 
 def _place_of_the_rest(cfg: DictConfig, reason: str) -> Path:
     """The file with the whole error when tracing ``cfg`` fails for ``reason``."""
     with pytest.raises(TracingError) as failed:
-        client.trace(cfg, world_size=1, seq_lens=[SEQ_LEN])
+        client.Tracer().step(cfg, world_size=1, seq_lens=[SEQ_LEN])
     start, _, rest = str(failed.value).partition(f" {reason} (the whole error is in ")
     assert start == "The config must be one whose train step can be traced, but tracing it failed:"
     return Path(rest.removesuffix(")."))
@@ -427,7 +427,7 @@ def test_a_worker_process_that_crashes_records_where_it_was() -> None:
 @pytest.mark.processes
 def test_a_worker_process_that_takes_too_long_is_ended() -> None:
     with pytest.raises(TimeoutError, match=r"^tracing took longer than 0\.1 s$"):
-        client.trace(_cfg("full", SHALLOW), world_size=1, seq_lens=[SEQ_LEN], timeout_s=0.1)
+        client.Tracer(timeout_s=0.1).step(_cfg("full", SHALLOW), world_size=1, seq_lens=[SEQ_LEN])
 
 
 def test_the_worker_process_does_not_see_the_launcher_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,21 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from torchtune_adaptive.errors import InputError, quote
 from torchtune_adaptive.files import check_writable, write_whole, writing
-from torchtune_adaptive.plan.cache import user_cache_folder
-from torchtune_adaptive.plan.decide import Plan, SizePlan, as_traced
+from torchtune_adaptive.plan.decide import Plan, SizePlan
 from torchtune_adaptive.plan.show.modules import modules_text
 from torchtune_adaptive.plan.show.page import page
-from torchtune_adaptive.plan.show.plot import Device, StepPlot
+from torchtune_adaptive.plan.show.plot import DrawnDevice, StepPlot
 from torchtune_adaptive.plan.show.snapshot import snapshot_bytes
 from torchtune_adaptive.plan.show.text import offload_note
-from torchtune_adaptive.plan.trace.client import trace_events
 from torchtune_adaptive.plan.trace.events import StepEvents
-from torchtune_adaptive.plan.trace_cache import EventsCache
-from torchtune_adaptive.settings import AdaptiveSettings
 
 _SNAPSHOT_ENDINGS = (".pickle",)
 _PLOT_ENDINGS = (".svg", ".html")
@@ -74,28 +68,18 @@ class StepOutputs:
             yield f"Plot of the step written to {self.plot}."
 
 
-def trace_planned_step(planned: Plan, cfg: DictConfig) -> StepEvents:
-    """Trace a step of ``cfg`` with the longest rows of ``planned``, and its only requested batch or the one to use.
-
-    Raises:
-        InputError: the step cannot be traced; the message says why.
-    """
-    size = _size(planned)
-    traced = as_traced(AdaptiveSettings.from_cfg(cfg), cfg)
-    events_of = EventsCache(trace_events, user_cache_folder("plans"))
-    return events_of(traced, world_size=planned.world_size, batch_size=size.batch_size, seq_len=size.seq_len)
-
-
-def _size(planned: Plan) -> SizePlan:
-    length = max(planned.lengths, key=lambda length: length.seq_len)
-    return length.asked[0] if len(length.asked) == 1 else length
+def shown_size(planned: Plan) -> SizePlan:
+    """The batch of the longest rows that is drawn: the only requested one, or the one that a run uses."""
+    length = planned.decisive
+    return length.asked[0] if len(length.asked) == 1 else length.used
 
 
 def _plot_text(events: StepEvents, planned: Plan, *, title: str, as_page: bool) -> str:
-    size = _size(planned)
-    device = Device(
-        memory_bytes=planned.card.memory_bytes,
-        usable_bytes=planned.usable_bytes,
+    size = shown_size(planned)
+    limit_bytes = planned.device.limit_bytes
+    device = DrawnDevice(
+        memory_bytes=planned.device.memory_bytes or limit_bytes,
+        usable_bytes=planned.device.usable_bytes,
         added_bytes=size.process_bytes - size.peak_bytes,
     )
     note = offload_note([planned])

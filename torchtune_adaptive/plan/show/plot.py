@@ -36,7 +36,7 @@ _STYLE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class DrawnDevice:
     """A rank's device: its memory, the usable part, and the overhead added to the traced peak (0 on a CPU)."""
 
     memory_bytes: float
@@ -101,7 +101,7 @@ class StepPlot:
         note: a sentence below the heading.
     """
 
-    def __init__(self, events: StepEvents, *, title: str, world_size: int, device: Device, note: str = "") -> None:
+    def __init__(self, events: StepEvents, *, title: str, world_size: int, device: DrawnDevice, note: str = "") -> None:
         self._events = events
         self._title = title
         self._world_size = world_size

@@ -7,68 +7,83 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import InputError, TracingError, reason_of
+from torchtune_adaptive.plan.trace.cache import Answers
 from torchtune_adaptive.plan.trace.events import StepEvents
+from torchtune_adaptive.plan.trace.keys import traced_content
 from torchtune_adaptive.plan.trace.peaks import TracedStep
 from torchtune_adaptive.stock.configs import resolved
 
-_WORKER = f"{__package__}.start_worker"
+_Answer = TypeVar("_Answer")
+# The worker starts faster without garbage collection during imports, which create many objects and hardly any garbage.
+# torchao warns about missing kernels, which a plan does not run.
+_WORKER = """
+import gc, logging
+gc.disable()
+logging.getLogger("torchao").setLevel(logging.ERROR)
+from torchtune_adaptive.plan.trace import worker
+gc.freeze()
+gc.enable()
+worker.main()
+"""
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
 
-def trace(
-    cfg: DictConfig,
-    *,
-    world_size: int,
-    seq_lens: Sequence[int],
-    timeout_s: float | None = None,
-    shows_progress: bool = False,
-) -> TracedStep:
-    """Trace a train step of the adaptive recipe for ``cfg`` on rank 0 of ``world_size``, which holds the most memory.
+class Tracer:
+    """Traces steps of configs on rank 0, which holds the most memory. It keeps its answers.
 
-    The step runs in a separate process on fake CPU tensors. It reads no weights, tokenizer or data set.
+    Each step runs in a process of its own, on fake CPU tensors. It reads no weights, tokenizer or data set.
 
     Args:
-        seq_lens: tokens per row; each length has its own peaks.
-        timeout_s: give up after this many seconds; None: never.
+        folder: where answers are kept for other programs, see ``Answers``; None: only this object keeps them.
         shows_progress: show a progress bar on standard error.
-
-    Raises:
-        InputError: the config cannot be planned; the message says why.
-        TracingError: tracing it failed.
-        TimeoutError: it took longer than ``timeout_s``.
+        timeout_s: give up after this many seconds; None: never.
     """
-    request = {
-        "config": resolved(cfg),
-        "world_size": world_size,
-        "seq_lens": list(seq_lens),
-        "shows_progress": shows_progress,
-    }
-    return TracedStep.from_json(_run_worker(request, timeout_s=timeout_s, shows_progress=shows_progress))
 
+    def __init__(
+        self, folder: Path | None = None, *, shows_progress: bool = False, timeout_s: float | None = None
+    ) -> None:
+        self._answers = Answers(folder)
+        self._shows_progress = shows_progress
+        self._timeout_s = timeout_s
 
-def trace_events(
-    cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int, shows_progress: bool = False
-) -> StepEvents:
-    """Trace one step with all layers of the model, and return each of its operations and allocations.
+    def step(self, cfg: DictConfig, *, world_size: int, seq_lens: Sequence[int]) -> TracedStep:
+        """Trace a train step of the adaptive recipe for ``cfg``, with ``world_size`` ranks.
 
-    Arguments and errors are those of ``trace``.
-    """
-    request = {
-        "config": resolved(cfg),
-        "world_size": world_size,
-        "batch_size": batch_size,
-        "seq_len": seq_len,
-        "shows_progress": shows_progress,
-    }
-    return StepEvents.from_json(_run_worker(request, timeout_s=None, shows_progress=shows_progress))
+        Args:
+            seq_lens: tokens per row; each length has its own peaks.
+
+        Raises:
+            InputError: the config cannot be planned; the message says why.
+            TracingError: tracing it failed.
+            TimeoutError: it took too long.
+        """
+        return self._answer(cfg, TracedStep.from_json, world_size=world_size, seq_lens=list(seq_lens))
+
+    def events(self, cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int) -> StepEvents:
+        """Trace one step with all layers of the model, and return each of its operations and allocations.
+
+        Errors are those of ``step``.
+        """
+        return self._answer(cfg, StepEvents.from_json, world_size=world_size, batch_size=batch_size, seq_len=seq_len)
+
+    def _answer(self, cfg: DictConfig, from_json: Callable[[Any], _Answer], **asked: Any) -> _Answer:
+        question = traced_content(cfg) | {"asked": asked}
+        with suppress(ValueError, TypeError, LookupError):  # a file with another content
+            if (kept := self._answers.read(question)) is not None:
+                return from_json(kept)
+        request = {"config": resolved(cfg), "shows_progress": self._shows_progress, **asked}
+        answer = _run_worker(request, timeout_s=self._timeout_s, shows_progress=self._shows_progress)
+        self._answers.write(question, answer)
+        return from_json(answer)
 
 
 def calibration_peak(batch_size: int, seq_len: int) -> float:
@@ -89,7 +104,7 @@ def _run_worker(request: dict[str, Any], *, timeout_s: float | None, shows_progr
         answer_path, error_path = Path(directory) / "answer.json", Path(directory) / "error.log"
         try:
             ended = subprocess.run(
-                [sys.executable, "-m", _WORKER, str(answer_path), str(error_path)],
+                [sys.executable, "-c", _WORKER, str(answer_path), str(error_path)],
                 input=json.dumps(request),
                 text=True,
                 env=_environment(),

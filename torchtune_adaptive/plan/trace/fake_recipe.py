@@ -26,7 +26,6 @@ from torchtune.modules.peft import DoRALinear
 
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.host_figures import host_figures
 from torchtune_adaptive.plan.trace.fake_tensors import (
     NumbersOfFakes,
     make_fake,
@@ -35,6 +34,7 @@ from torchtune_adaptive.plan.trace.fake_tensors import (
     start_fake_process_group,
 )
 from torchtune_adaptive.plan.trace.few_layers import layers_limited_to
+from torchtune_adaptive.plan.trace.host_figures import host_figures
 from torchtune_adaptive.plan.trace.offloaded_activations import OffloadedActivations
 from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optimizer
 from torchtune_adaptive.plan.trace.progress import StepProgress

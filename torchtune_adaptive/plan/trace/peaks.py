@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchtune_adaptive.engine.memory.timeline import (
-    Forecast,
     Line,
     Timeline,
     lines_between,
@@ -119,13 +118,6 @@ class StepPeaks:
         """Peak bytes of each phase at ``batch_size``, in order."""
         phases = dict.fromkeys(moment.phase for moment in self._moments(batch_size))
         return {phase: self.moment(batch_size, phase).total.at(batch_size) for phase in phases}
-
-    def largest_batch_size(self, limit_bytes: float) -> int | None:
-        """Largest batch size whose peak is at most ``limit_bytes``; 0 if there is none, None if there is no largest."""
-        largest = Forecast(upper_envelope(moment.total for moment in self.moments)).largest_batch_size(limit_bytes)
-        if largest is not None and largest < 2:
-            return int(self.peak_bytes(1) <= limit_bytes)
-        return largest
 
     def as_json(self) -> dict[str, Any]:
         """The peaks as JSON values."""

@@ -1,13 +1,13 @@
 """Trace a config's train step on fake tensors, in the process that ``client`` starts.
 
-``python -m torchtune_adaptive.plan.trace.start_worker OUTPUT ERRORS`` reads a request as JSON from standard input and
-writes its answer as JSON to the file OUTPUT. The answer holds the peaks, or the events of one step, or the reason why
-there are none. The file ERRORS gets the whole traceback of an unexpected error, even if the process aborts.
+It reads a request as JSON from standard input and writes its answer as JSON to a file. The answer holds the peaks, or
+the events of one step, or the reason why there are none.
 """
 
 import faulthandler
 import json
 import logging
+import os
 import sys
 import traceback
 import warnings
@@ -258,7 +258,10 @@ def trace_calibration(batch_size: int, seq_len: int) -> int:
 
 
 def main() -> None:
-    """Answer the request on standard input."""
+    """Answer the request on standard input. Arguments: the answer's file, and one for the traceback of an error.
+
+    The second has it even if the process aborts.
+    """
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     output_path, errors_path = map(Path, sys.argv[1:])
@@ -267,6 +270,8 @@ def main() -> None:
         answer = _answer(json.load(sys.stdin), errors)
         faulthandler.disable()
     write_whole(output_path, json.dumps(answer))
+    sys.stderr.flush()
+    os._exit(0)  # destroying all modules takes time, and nothing is left to do
 
 
 def _answer(request: dict[str, Any], errors: TextIO) -> dict[str, Any]:

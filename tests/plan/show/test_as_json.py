@@ -1,0 +1,59 @@
+"""A plan as JSON."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+from tests.support.plans import GIB, cfg_of, peaks, planned, some_plan, step_of
+from torchtune_adaptive.plan.changes import PlannedChange
+from torchtune_adaptive.plan.decide import LengthPlan
+from torchtune_adaptive.plan.show.as_json import plan_json
+
+
+def test_the_json_holds_the_whole_plan_and_the_changes_that_make_it_fit() -> None:
+    found = some_plan(paged_bytes=7)
+    ways = [PlannedChange("2 ranks", found.lengths[0]), PlannedChange("LoRA", None, "`model` is wrong.")]
+    content = json.loads(json.dumps(plan_json(found, ways=iter(ways))))
+    assert {key: value for key, value in content.items() if not isinstance(value, list | dict)} == {
+        "world_size": 8,
+        "memory_bytes": 80 * GIB,
+        "usable_bytes": round(found.device.usable_bytes),
+        "margin": 0.05,
+        "num_parameters": 8_030_000_000,
+        "num_frozen_parameters": 0,
+        "num_layers": 32,
+        "paged_bytes": 7,
+        "step": None,
+    }
+    assert content["traced_layers"] == [4, 6]
+    assert content["overhead"] == dataclasses.asdict(found.device.overhead)
+    figures = json.dumps([dataclasses.asdict(length) for length in found.lengths])
+    assert content["lengths"] == json.loads(figures, parse_float=lambda num_bytes: round(float(num_bytes)))
+    assert isinstance(content["lengths"][0]["used"]["process_bytes"], int)
+    assert set(content["lengths"][0]) == {field.name for field in dataclasses.fields(LengthPlan)}
+    assert content["ways_to_fit"] == [
+        {"change": "2 ranks", "length": content["lengths"][0], "refused": ""},
+        {"change": "LoRA", "length": None, "refused": "`model` is wrong."},
+    ]
+
+
+def test_every_key_of_the_json_is_documented_in_its_table() -> None:
+    document = (Path(__file__).parents[3] / "docs" / "plan_json.md").read_text(encoding="utf-8")
+    documented = [
+        {key for row in re.findall(r"^\| (`.*?`) \|", part, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
+        for part in re.split(r"^(?:`overhead`|`host`|`used` and .*|Each of .*):$", document, flags=re.MULTILINE)
+    ]
+    content = plan_json(some_plan(), ways=[PlannedChange("2 ranks", None, "`x` is wrong.")])
+    length = content["lengths"][0]
+    parts = [content, content["overhead"], content["host"], length, length["used"], content["ways_to_fit"][0]]
+    assert documented == [set(part) for part in parts]
+
+
+def test_host_memory_in_the_json_is_in_whole_bytes() -> None:
+    found = planned(cfg_of(device="cpu"), step_of(peaks(64, held_bytes=GIB, bytes_per_row=1.5)), batch_sizes=[1])
+    host = plan_json(found)["host"]
+    assert found.host is not None
+    assert found.host.tensor_bytes["training"] == GIB + 1.5
+    assert host["tensor_bytes"]["training"] == round(GIB + 1.5)
+    assert all(isinstance(num_bytes, int) for num_bytes in (host["peak_bytes"], *host["tensor_bytes"].values()))

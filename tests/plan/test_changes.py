@@ -1,0 +1,332 @@
+"""Changes of a config that need less memory: each is planned with that change, and named by it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from tests.support.plans import GIB, MIB, Asked, FakeTracer, peaks, planned, step_of, tables
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.changes import AS_IT_IS, TOGETHER, PlannedChange, ways_to_fit, what_if
+from torchtune_adaptive.plan.config_plan import ConfigLaunch
+from torchtune_adaptive.plan.gpu import Card
+from torchtune_adaptive.plan.show.text import what_if_text
+from torchtune_adaptive.plan.trace.peaks import TracedStep
+
+# ---- what makes a config fit
+
+
+FULL_CFG = {
+    "device": "cuda",
+    "use_maximum_batch_size": True,
+    "optimizer_in_bwd": True,
+    "model": {"_component_": "torchtune.models.llama2.llama2", "num_layers": 32, "embed_dim": 4096},
+    "enable_activation_checkpointing": False,
+    "ac_mode": "selective",
+}
+LORA_MODEL = {"_component_": "torchtune.models.llama2.lora_llama2", "lora_attn_modules": ["q_proj"], "lora_rank": 4}
+
+
+def full_cfg(**changes: Any) -> DictConfig:
+    return OmegaConf.create(FULL_CFG | changes)
+
+
+def lora_cfg(**changes: Any) -> DictConfig:
+    return full_cfg(model=LORA_MODEL, **changes)
+
+
+def as_a_model_would(asked: Asked) -> TracedStep:
+    """A model's usual memory: state is sharded and small with LoRA, and rows are cheaper with checkpointing."""
+    trained = 2 * GIB if "lora_attn_modules" in asked.cfg.model else 100 * GIB
+    checkpointed = asked.cfg.get("enable_activation_checkpointing", False)
+    bytes_per_token = MIB if checkpointed else 8 * MIB
+    return step_of(
+        *(
+            peaks(seq_len, held_bytes=(trained + 14 * GIB) / asked.world_size, bytes_per_row=seq_len * bytes_per_token)
+            for seq_len in asked.seq_lens
+        )
+    )
+
+
+class Helped(NamedTuple):
+    """The changes that were planned, and what the tracer was asked for them."""
+
+    found: list[PlannedChange]
+    asked: list[Asked]
+
+    @property
+    def changes(self) -> list[str]:
+        return [way.change for way in self.found]
+
+
+def helped(
+    cfg: DictConfig,
+    step_for: Callable[[Asked], TracedStep] = as_a_model_would,
+    *,
+    world_size: int = 1,
+    seq_len: int = 4096,
+    memory_bytes: int = 80 * GIB,
+) -> Helped:
+    tracer = FakeTracer(step_for)
+    card = Card(name="a card", memory_bytes=memory_bytes)
+    launch = ConfigLaunch(cfg=cfg, world_size=world_size, card=card, seq_lens=(64, seq_len))
+    planned = launch.plan(tracer)
+    tracer.asked.clear()
+    return Helped(list(ways_to_fit(launch, planned, tracer)), tracer.asked)
+
+
+def ranks_asked(result: Helped) -> list[int]:
+    return [asked.world_size for asked in result.asked if asked.world_size > 1]
+
+
+def test_every_change_is_planned_for_the_longest_rows_as_it_is_named() -> None:
+    as_it_is = full_cfg()
+    result = helped(as_it_is)
+    assert as_it_is == full_cfg()
+    checkpointed = full_cfg(enable_activation_checkpointing=True, ac_mode=None)
+    lora = result.asked[1].cfg
+    assert result.changes == [
+        "enable_activation_checkpointing=True",
+        "LoRA and checkpointing: model=torchtune.models.llama2.lora_llama2, rank 8",
+        "4 ranks",
+        "rows of 512 tokens",
+    ]
+    assert result.asked == [
+        Asked(checkpointed, 1, (4096,)),
+        Asked(lora, 1, (4096,)),
+        Asked(as_it_is, 4, (4096,)),
+        *(Asked(as_it_is, 1, (seq_len,)) for seq_len in (2048, 1024, 512)),
+    ]
+    for way, asked in zip(result.found, [*result.asked[:3], result.asked[-1]], strict=True):
+        step = as_a_model_would(asked)
+        own = planned(asked.cfg, step, world_size=asked.world_size, batch_sizes=[1])
+        assert way.length == own.lengths[0]
+
+
+def test_lora_is_planned_with_the_arguments_of_the_model_and_as_its_recipe_takes_it() -> None:
+    cfg = helped(full_cfg()).asked[1].cfg
+    assert cfg.model.items() >= (FULL_CFG["model"] | {"_component_": "torchtune.models.llama2.lora_llama2"}).items()
+    assert list(cfg.model.lora_attn_modules) == ["q_proj", "v_proj", "output_proj"]
+    assert (cfg.enable_activation_checkpointing, cfg.ac_mode, cfg.optimizer_in_bwd) == (True, None, False)
+
+
+@pytest.mark.parametrize(
+    ("held_gib", "row_gib", "asked"),
+    [
+        (100, 1, [2]),
+        (200, 1, [4]),
+        (900, 1, [16]),
+        (10**6, 1, []),  # 512 ranks are too few
+        (100, 90, []),  # what one row needs is not sharded
+    ],
+)
+def test_of_more_ranks_the_first_number_that_fits_is_planned(held_gib: int, row_gib: int, asked: list[int]) -> None:
+    def shared(asked: Asked) -> TracedStep:
+        return step_of(
+            peaks(asked.seq_lens[-1], held_bytes=held_gib * GIB / asked.world_size, bytes_per_row=row_gib * GIB)
+        )
+
+    result = helped(full_cfg(), shared, seq_len=512)
+    assert ranks_asked(result) == asked
+    assert [one for one in result.changes if one.endswith(" ranks")] == [f"{ranks} ranks" for ranks in asked]
+    assert all(way.fits for way in result.found if way.change.endswith(" ranks"))
+
+
+def test_more_ranks_are_tried_until_they_fit_if_they_shorten_less_than_their_share() -> None:
+    def unevenly(asked: Asked) -> TracedStep:
+        held = {1: 100, 2: 70, 4: 60}.get(asked.world_size, 10)
+        return step_of(peaks(asked.seq_lens[-1], held_bytes=held * GIB, bytes_per_row=10 * GIB))
+
+    assert ranks_asked(helped(full_cfg(), unevenly, seq_len=512)) == [2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("gib_per_row_of_512", "seq_len", "tried"),
+    [
+        (20, 4096, [2048, 1024]),
+        (8, 4096, [2048]),
+        (40, 4096, [2048, 1024, 512]),
+        (10**6, 512, []),
+        (10**6, 1023, []),
+        (10**6, 1024, [512]),
+        (10**6, 3000, [1500, 750]),
+    ],
+)
+def test_of_shorter_rows_down_to_512_tokens_the_longest_that_fit_are_suggested(
+    gib_per_row_of_512: int, seq_len: int, tried: list[int]
+) -> None:
+    def per_token(asked: Asked) -> TracedStep:
+        tokens = asked.seq_lens[-1]
+        return step_of(peaks(tokens, held_bytes=GIB, bytes_per_row=gib_per_row_of_512 * GIB * tokens / 512))
+
+    result = helped(full_cfg(), per_token, seq_len=seq_len)
+    assert [asked.seq_lens[0] for asked in result.asked if asked.seq_lens[0] != seq_len] == tried
+    assert [one for one in result.changes if one.startswith("rows")] == [f"rows of {one} tokens" for one in tried[-1:]]
+
+
+def test_a_change_that_cannot_be_planned_has_the_reason_and_the_others_are_planned() -> None:
+    def without_lora(asked: Asked) -> TracedStep:
+        if "lora_attn_modules" in asked.cfg.model:
+            raise InputError("`model` must be anything else.")
+        return as_a_model_would(asked)
+
+    result, usual = helped(full_cfg(), without_lora), helped(full_cfg())
+    assert result.found[1] == PlannedChange(usual.changes[1], None, "`model` must be anything else.")
+    assert not result.found[1].fits
+    assert [result.found[0], *result.found[2:]] == [usual.found[0], *usual.found[2:]]
+
+
+def test_more_ranks_are_not_tried_where_one_number_of_them_is_refused() -> None:
+    def on_one_rank(asked: Asked) -> TracedStep:
+        if asked.world_size > 1:
+            raise InputError("too many.")
+        return step_of(peaks(asked.seq_lens[-1], held_bytes=100 * GIB, bytes_per_row=GIB))
+
+    result = helped(full_cfg(), on_one_rank, seq_len=512)
+    assert ranks_asked(result) == [2]
+    assert result.found[-1] == PlannedChange("2 ranks", None, "too many.")
+
+
+CHECKPOINTED = {"enable_activation_checkpointing": True}
+CHECKPOINTING = "enable_activation_checkpointing=True"
+
+
+@pytest.mark.parametrize(
+    ("cfg", "change"),
+    [
+        (lora_cfg(), "LoRA"),
+        (full_cfg(model={"_component_": "tests.plan.test_changes.full_cfg"}), "LoRA"),
+        (full_cfg(model={"_component_": "torchtune.models.llama2.no_such_model"}), "LoRA"),
+        (full_cfg(**CHECKPOINTED), CHECKPOINTING),
+        (lora_cfg(**CHECKPOINTED), CHECKPOINTING),
+    ],
+    ids=["LoRA already", "a model of others", "no LoRA version", "full, checkpointed", "LoRA, checkpointed"],
+)
+def test_a_change_that_a_config_has_or_cannot_have_is_not_planned(cfg: DictConfig, change: str) -> None:
+    assert not any(one.startswith(change) for one in helped(cfg).changes)
+    assert (CHECKPOINTING in helped(cfg).changes) == (change == "LoRA")
+
+
+# ---- what each change would save
+
+MODEL = {"_component_": "torchtune.models.llama2.llama2", "num_layers": 32, "embed_dim": 4096}
+CHUNKED = "torchtune.modules.loss.CEWithChunkedOutputLoss"
+
+
+def plain_cfg(**changes: Any) -> DictConfig:
+    plain = {
+        "device": "cuda",
+        "model": MODEL,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.1, "fused": True},
+        "loss": {"_component_": "torch.nn.CrossEntropyLoss"},
+        "batch_size": 3,
+        "gradient_accumulation_steps": 4,
+        "clip_grad_norm": 1.0,
+    }
+    return OmegaConf.create(plain | changes)
+
+
+def effects_of(cfg: DictConfig, *, refuses_lora: bool = False) -> tuple[dict[str, PlannedChange], dict[str, Asked]]:
+    """By change: its effect, and the request that was traced for it."""
+
+    def step_for(asked: Asked) -> TracedStep:
+        if refuses_lora and "lora_attn_modules" in asked.cfg.model:
+            raise InputError("`model` is wrong.")
+        held = 10 if "lora_attn_modules" in asked.cfg.model else 40
+        return step_of(peaks(asked.seq_lens[-1], held_bytes=held * GIB // asked.world_size, bytes_per_row=512 * MIB))
+
+    tracer = FakeTracer(step_for)
+    card = Card(name="a card", memory_bytes=80 * GIB)
+    launch = ConfigLaunch(cfg=cfg, world_size=2, card=card, seq_lens=(128, 512), batch_sizes=(3,))
+    found = list(what_if(launch, tracer))
+    names = [effect.change for effect in found]
+    return dict(zip(names, found, strict=True)), dict(zip(names, tracer.asked, strict=True))
+
+
+def changes(cfg: DictConfig, other: DictConfig) -> dict[str, Any]:
+    """The keys of ``other`` whose values differ from those in ``cfg``."""
+    return {str(key): value for key, value in other.items() if cfg.get(key) != value}
+
+
+def test_each_change_is_planned_alone_and_all_of_the_config_together() -> None:
+    cfg = plain_cfg()
+    effects, asked = effects_of(cfg)
+    assert list(effects) == [
+        AS_IT_IS,
+        "activation checkpointing",
+        "checkpointing and activation offloading",
+        "compile",
+        "chunked loss",
+        "8-bit optimizer (torchao)",
+        "LoRA",
+        "QLoRA",
+        "optimizer_in_bwd",
+        TOGETHER,
+        "4 ranks",
+    ]
+    made = {name: changes(cfg, one.cfg) for name, one in asked.items()}
+    assert made[AS_IT_IS] == made["4 ranks"] == {}
+    assert [one.world_size for one in asked.values()] == [2] * 10 + [4]
+    assert {one.seq_lens for one in asked.values()} == {(512,)}  # the longest
+    assert made["activation checkpointing"] == {"enable_activation_checkpointing": True}
+    assert made["checkpointing and activation offloading"] == {
+        "enable_activation_checkpointing": True,
+        "enable_activation_offloading": True,
+    }
+    assert made["compile"] == {"compile": True}
+    assert made["chunked loss"] == {"loss": {"_component_": CHUNKED}}
+    assert made["8-bit optimizer (torchao)"] == {"optimizer": {"_component_": "torchao.optim.AdamW8bit", "lr": 0.1}}
+    in_backward = {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1, "clip_grad_norm": None}
+    assert made["optimizer_in_bwd"] == in_backward
+    assert asked["LoRA"].cfg.model._component_ == "torchtune.models.llama2.lora_llama2"
+    assert asked["QLoRA"].cfg.model == asked["LoRA"].cfg.model | {"quantize_base": True}
+    together = asked[TOGETHER].cfg
+    assert together.model == asked["QLoRA"].cfg.model
+    assert together.enable_activation_offloading
+    assert together.loss._component_ == CHUNKED
+    assert together.optimizer._component_ == "torchao.optim.AdamW8bit"
+    assert not together.optimizer_in_bwd  # LoRA recipes do not have it
+    assert (together.gradient_accumulation_steps, together.clip_grad_norm) == (4, 1.0)
+
+
+def test_changes_that_a_config_already_has_are_left_out() -> None:
+    has = {"enable_activation_checkpointing": True, "enable_activation_offloading": True, "model": LORA_MODEL}
+    has |= {
+        "compile": True,
+        "loss": {"_component_": CHUNKED},
+        "optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1},
+    }
+    effects, asked = effects_of(plain_cfg(**has))
+    assert list(effects) == [AS_IT_IS, "QLoRA", TOGETHER, "4 ranks"]
+    assert asked["QLoRA"].cfg.model == LORA_MODEL | {"quantize_base": True}
+    quantized = {"model": LORA_MODEL | {"quantize_base": True}}
+    assert "QLoRA" not in effects_of(plain_cfg(**has | quantized))[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "change"),
+    [
+        ({"quantizer": {"_component_": "any"}}, "compile"),
+        ({"device": "cpu"}, "checkpointing and activation offloading"),
+        ({"device": "cpu:0"}, "checkpointing and activation offloading"),
+    ],
+)
+def test_changes_that_a_config_cannot_have_are_left_out(keys: dict[str, Any], change: str) -> None:
+    assert change not in effects_of(plain_cfg(**keys))[0]
+
+
+def test_the_table_has_the_largest_saving_first_and_what_cannot_be_planned_last() -> None:
+    effects, _ = effects_of(plain_cfg(), refuses_lora=True)
+    text = what_if_text(effects.values())
+    first, *_ = text.splitlines()
+    assert first == "With a batch of 3 rows of 512 tokens, in GiB:"
+    ((header, *rows),) = tables(text)
+    assert header == ["change", "process", "saved", "fits", "largest batch"]
+    assert rows[0][0] == "4 ranks"
+    saved = {row[0]: row[2] for row in rows}
+    assert saved[AS_IT_IS] == saved["compile"] == "0.00"
+    assert saved["4 ranks"] == "12.00"  # half of 20 GiB, plus a fifth as GPU overhead
+    last = [line.partition(": not planned, ") for line in text.splitlines()[-3:]]
+    assert [name for name, _, _ in last] == ["- LoRA", "- QLoRA", f"- {TOGETHER}"]
+    assert {reason for _, _, reason in last} == {"`model` is wrong."}

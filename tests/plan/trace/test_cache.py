@@ -1,0 +1,154 @@
+"""A traced step is read from a file as long as nothing that it depends on has changed."""
+
+import gzip
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from tests.support.plans import GIB, MIB, peaks, step_of
+from tests.support.step_events import EVENTS
+from torchtune_adaptive.plan.trace import cache, client
+from torchtune_adaptive.plan.trace.cache import user_cache_folder
+from torchtune_adaptive.plan.trace.client import Tracer
+
+CONFIG = OmegaConf.create({"model": {"_component_": "torchtune.models.llama2.llama2_7b"}, "batch_size": 2})
+OF_OTHERS = OmegaConf.create({"model": [{"_component_": "mine.Model"}]})
+
+
+class Tracing:
+    """In place of the worker: counts how often it is asked; peaks differ each time."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, request: dict[str, Any], **_: Any) -> Any:
+        self.count += 1
+        if "batch_size" in request:
+            return EVENTS.as_json()
+        return step_of(peaks(64, held_bytes=GIB, bytes_per_row=self.count * MIB)).as_json()
+
+
+@pytest.fixture
+def tracing(monkeypatch: pytest.MonkeyPatch) -> Tracing:
+    tracing = Tracing()
+    monkeypatch.setattr(client, "_run_worker", tracing)
+    return tracing
+
+
+def asked_by_new_processes(folder: Path, *configs: DictConfig, world_sizes: tuple[int, ...] = (1,)) -> None:
+    """Ask for a step with a tracer for each request, as new processes do."""
+    for cfg in configs:
+        for world_size in world_sizes:
+            Tracer(folder).step(cfg, world_size=world_size, seq_lens=[64])
+
+
+def test_the_same_request_is_traced_once_and_has_the_same_answer(tracing: Tracing, tmp_path: Path) -> None:
+    first, again = (Tracer(tmp_path).step(CONFIG, world_size=1, seq_lens=[64]) for _ in range(2))
+    assert (tracing.count, first) == (1, again)
+
+
+def test_another_config_length_or_number_of_ranks_is_traced_again(tracing: Tracing, tmp_path: Path) -> None:
+    other = OmegaConf.merge(CONFIG, {"compile": True})
+    assert isinstance(other, DictConfig)
+    asked_by_new_processes(tmp_path, CONFIG, other, CONFIG, world_sizes=(1, 2))
+    assert tracing.count == 4
+    Tracer(tmp_path).step(CONFIG, world_size=1, seq_lens=[64, 65])
+    assert tracing.count == 5
+
+
+def test_other_versions_are_traced_again(tracing: Tracing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_by_new_processes(tmp_path, CONFIG, CONFIG)
+    assert tracing.count == 1
+    monkeypatch.setattr(cache, "_versions", lambda: ["another"])
+    asked_by_new_processes(tmp_path, CONFIG, CONFIG)
+    assert tracing.count == 2
+
+
+def test_a_component_of_another_package_is_traced_once_per_process(tracing: Tracing, tmp_path: Path) -> None:
+    asked_by_new_processes(tmp_path, OF_OTHERS, OF_OTHERS)
+    assert tracing.count == 2
+    tracer = Tracer(tmp_path)
+    for _ in range(2):
+        tracer.step(OF_OTHERS, world_size=1, seq_lens=[64])
+    assert tracing.count == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_data_set_or_a_logger_of_another_package_does_not_matter(tracing: Tracing, tmp_path: Path) -> None:
+    other = OmegaConf.merge(
+        CONFIG, {"dataset": {"_component_": "mine.Dataset"}, "metric_logger": {"_component_": "mine.Logger"}}
+    )
+    assert isinstance(other, DictConfig)
+    asked_by_new_processes(tmp_path, CONFIG, other, other)
+    assert tracing.count == 1
+
+
+def _damage(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.write_text('{"peaks": 3}')
+
+
+def _write_something_else(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.write_bytes(gzip.compress(b'{"peaks": 3}'))
+
+
+def _cut(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.write_bytes(path.read_bytes()[:-20])
+
+
+def _change(folder: Path) -> None:
+    for path in folder.iterdir():
+        whole = path.read_bytes()
+        path.write_bytes(whole[:30] + bytes(30) + whole[60:])
+
+
+def _put_a_file_in_its_place(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    folder.write_text("")
+
+
+@pytest.mark.parametrize("spoil", [_damage, _write_something_else, _cut, _change, _put_a_file_in_its_place])
+def test_a_file_that_cannot_be_read_or_written_is_ignored(
+    spoil: Callable[[Path], None], tracing: Tracing, tmp_path: Path
+) -> None:
+    folder = tmp_path / "plans"
+    asked_by_new_processes(folder, CONFIG)
+    spoil(folder)
+    asked_by_new_processes(folder, CONFIG)
+    assert tracing.count == 2
+
+
+def test_only_the_newest_files_are_kept(tracing: Tracing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_MOST_FILES", 2)
+    asked_by_new_processes(tmp_path, CONFIG)
+    (oldest,) = tmp_path.iterdir()
+    os.utime(oldest, (0, 0))
+    asked_by_new_processes(tmp_path, CONFIG, world_sizes=(2, 3))
+    assert len(list(tmp_path.iterdir())) == 2
+    assert not oldest.exists()
+
+
+def test_a_steps_events_are_kept_beside_its_peaks(tracing: Tracing, tmp_path: Path) -> None:
+    asked_by_new_processes(tmp_path, CONFIG)
+    for batch_size in (2, 3, 2):
+        assert Tracer(tmp_path).events(CONFIG, world_size=1, batch_size=batch_size, seq_len=64) == EVENTS
+    asked_by_new_processes(tmp_path, CONFIG)
+    assert tracing.count == 3
+
+
+def test_the_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache_folder("plans") == tmp_path / "torchtune_adaptive" / "plans"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert user_cache_folder("plans") == Path.home() / ".cache" / "torchtune_adaptive" / "plans"
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no HOME, and a user unknown to the system
+    assert user_cache_folder("plans") == Path(tempfile.gettempdir()) / "torchtune_adaptive" / "plans"

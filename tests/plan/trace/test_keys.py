@@ -1,0 +1,72 @@
+"""Every key that torchtune's recipes read is modelled, refused, or without effect for a reason."""
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.trace.keys import DECIDED, REFUSED, TRACED, WITHOUT_EFFECT, traced_content
+from torchtune_adaptive.stock.checks import keys_read
+from torchtune_adaptive.stock.installed import adaptive_name, recipe_files, stock_recipe_files
+
+
+def _keys_of_planned_recipes() -> set[str]:
+    files = stock_recipe_files()
+    planned = [name for name in files if adaptive_name(name) in recipe_files() and "ppo" not in name]
+    return {key for name in planned for key in keys_read(files[name][0])}
+
+
+def test_every_key_that_a_planned_recipe_reads_is_in_exactly_one_table() -> None:
+    tables = [TRACED, DECIDED, WITHOUT_EFFECT, REFUSED]
+    listed = [key for table in tables for key in table]
+    assert len(_keys_of_planned_recipes()) > 40
+    assert sorted(_keys_of_planned_recipes() - set(listed)) == []
+    assert sorted(set(listed) - _keys_of_planned_recipes()) == []
+    assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_same"),
+    [
+        ({"metric_logger": {"_component_": "mine.Logger"}, "seed": 7, "output_dir": "elsewhere"}, True),
+        ({"batch_size": 4, "adaptive": {"margin": 0.5}, "my_own": 3}, True),
+        ({"dataset": {"_component_": "mine.Dataset", "source": "x"}}, True),
+        ({"dataset": {"_component_": "mine.Dataset", "packed": True}}, False),
+        ({"dataset": [{"_component_": "mine.Dataset"}, {"_component_": "mine.Other", "packed": True}]}, False),
+        ({"gradient_accumulation_steps": 2}, False),
+        ({"compile": True}, False),
+        ({"optimizer": {"_component_": "torch.optim.SGD"}}, False),
+    ],
+)
+def test_a_step_depends_on_the_traced_keys_alone(changes: dict[str, Any], is_same: bool) -> None:
+    plain = {"model": {"_component_": "torchtune.models.x"}, "batch_size": 2}
+    cfg, changed = OmegaConf.create(plain), OmegaConf.create(plain | changes)
+    assert (traced_content(cfg) == traced_content(changed)) == is_same
+
+
+def test_any_number_of_micro_steps_above_one_is_the_same_step() -> None:
+    two, nine = (traced_content(OmegaConf.create({"gradient_accumulation_steps": steps})) for steps in (2, 9))
+    assert two == nine
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        (
+            "tensor_parallel_dim",
+            8,
+            "`tensor_parallel_dim` must be 1, because tensor parallelism is not planned, but is 8 instead.",
+        ),
+        (
+            "cudnn_deterministic_mode",
+            "warn",
+            "`cudnn_deterministic_mode` must be null, because the memory of deterministic kernels is not planned, but"
+            " is 'warn' instead.",
+        ),
+    ],
+)
+def test_a_value_with_which_a_step_would_be_planned_wrongly_is_refused(key: str, value: Any, sentence: str) -> None:
+    with pytest.raises(InputError) as caught:
+        traced_content(OmegaConf.create({key: value}))
+    assert str(caught.value) == sentence
