@@ -30,6 +30,12 @@ def add_report(commands: Commands) -> None:
 def _report(arguments: argparse.Namespace) -> None:
     run = read_run(arguments.output_dir)
     print(story_text(run), flush=True)
+    try:
+        import matplotlib.figure  # noqa: F401  # an extra
+    except ImportError:
+        install = '`pip install "torchtune-adaptive[plot]"`'
+        print(f"\nWithout matplotlib there are no pictures and no page: {install} adds it.")
+        return
     drawn = pictures(run)
     folder = arguments.to or arguments.output_dir
     with writing("--to", folder / _PAGE_NAME):  # before seconds are spent on drawing

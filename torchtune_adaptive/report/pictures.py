@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from torchtune_adaptive.engine.search.strategies import Probe
-from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.report.read import OUT_OF_MEMORY, THRASHING, Run, Search
 from torchtune_adaptive.text import byte_unit, format_bytes
 
@@ -97,18 +96,7 @@ class Picture:
 
 
 def pictures(run: Run) -> list[Picture]:
-    """The pictures that there are figures for: of each search, and of the optimizer steps.
-
-    Raises:
-        InputError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib.figure  # noqa: F401  # an extra
-    except ImportError as error:
-        raise InputError(
-            "matplotlib must be installed for the pictures and the page, as by"
-            ' `pip install "torchtune-adaptive[plot]"`, but is not.'
-        ) from error
+    """The pictures that there are figures for: of each search, and of the optimizer steps. They need matplotlib."""
     found = []
     for search in run.searches:
         if search.result.probes:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune_adaptive.engine.search.tables import probe_table
+from torchtune_adaptive.engine.search.tables import failures_text, probe_table
 from torchtune_adaptive.report.read import OUT_OF_MEMORY, THRASHING, Run, Search
 from torchtune_adaptive.text import count_text, format_bytes, ranks_text
 from torchtune_adaptive.training.run_log import SEARCH_ONLY, SIZES
@@ -53,14 +53,13 @@ def _search(search: Search) -> Section:
     result = search.result
     rows = "" if search.seq_len is None else f" Probes had rows of {search.seq_len:,} tokens."
     all_tried = ", which is all that may be tried" if result.exact_batch_size == result.bound else ""
-    failed = sum(not probe.fits for probe in result.probes)
     lines = [
         f"{result.strategy}: the largest batch size that fits is {result.exact_batch_size}{all_tried};"
         f" {result.batch_size} is used.{rows}",
         f"{format_bytes(result.memory_limit_bytes)} per rank, of which {result.margin:.0%} is kept free;"
         f" {count_text(result.world_size, 'rank')}.",
         f"{count_text(len(result.probes), 'probe')} in {sum(probe.seconds for probe in result.probes):.1f} s,"
-        f" {failed or 'none'} of them out of memory. Figures are those of rank 0.",
+        f" {failures_text(result.probes)}. Figures are those of rank 0.",
     ]
     lines += [f"{name}: {value}" for name, value in search.chosen.items()]
     if search.rates:

@@ -307,6 +307,36 @@ def test_the_sentence_has_the_highest_need_and_the_lowest_limit_of_all_ranks() -
         Rows(SmallCard(), consensus=Ranks()).search(memory_limit_bytes=990)
 
 
+class TooMuchFrom(SmallCard):
+    """A card whose allocator retries, or reserves more, in a step of 4 rows and more."""
+
+    def __init__(self, *, retries: int, more_bytes: int) -> None:
+        super().__init__()
+        self._retries = retries
+        self._more_bytes = more_bytes
+
+    @property
+    def allocator_retries(self) -> int:
+        return self._retries if super().peak_bytes >= 4 * ROW_BYTES else 0
+
+    @property
+    def peak_bytes(self) -> int:
+        allocated = super().peak_bytes
+        return allocated + self._more_bytes * (allocated >= 4 * ROW_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("retries", "more_bytes", "failure", "largest"),
+    [(0, 0, "out of memory", 20), (3, 0, "allocator retried", 3), (0, 10**6, "above the limit", 3)],
+)
+def test_a_probe_that_does_not_fit_says_why(retries: int, more_bytes: int, failure: str, largest: int) -> None:
+    card = TooMuchFrom(retries=retries, more_bytes=more_bytes)
+    found = Rows(card).search(strategy="binary_search", memory_limit_bytes=20_500, margin=0.0)
+    assert found.exact_batch_size == largest
+    assert {probe.failure for probe in found.probes if not probe.fits} == {failure}
+    assert {probe.failure for probe in found.probes if probe.fits} == {""}
+
+
 def test_memory_that_others_have_taken_cannot_be_used() -> None:
     found = Rows(SmallCard(available_bytes=9_500)).search(memory_limit_bytes=20_000)
     assert (found.exact_batch_size, found.memory_limit_bytes) == (9, 9_500)

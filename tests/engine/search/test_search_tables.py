@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tests.support.toys import search_result
 from torchtune_adaptive.engine.search.strategies import Probe
-from torchtune_adaptive.engine.search.tables import length_table, probe_table, rate_table, summary
+from torchtune_adaptive.engine.search.tables import failures_text, length_table, probe_table, rate_table, summary
 
 PROBES = (
     Probe(
@@ -61,6 +61,17 @@ def test_the_table_of_lengths_has_a_line_for_each_probe_with_its_tokens() -> Non
         ["256", "2", "512", "3.0", "MiB", "yes", "0.25"],
         ["16", "1000", "16000", "123.0", "MiB", "no", "12.00"],
     ]
+
+
+def test_a_probe_that_ran_but_took_too_much_has_its_own_word() -> None:
+    ran = [replace(PROBES[1], failure=failure) for failure in ("allocator retried", "above the limit", "out of memory")]
+    verdicts = [
+        line.split("MiB")[-1].split("12.00")[0] for line in probe_table(replace(FOUND, probes=ran)).splitlines()
+    ]
+    assert [verdict.strip() for verdict in verdicts[2:]] == ["no, allocator retried", "no, above the limit", "no"]
+    assert failures_text([*ran, ran[0], PROBES[0]]) == "1 out of memory, 1 above the limit, 2 allocator retried"
+    assert failures_text([PROBES[1]]) == "1 out of memory"  # as in logs of earlier versions
+    assert failures_text([PROBES[0]]) == "0 out of memory"
 
 
 def test_the_table_of_rates_is_sorted_by_size_and_marks_the_chosen_one() -> None:

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torchtune import config
-from torchtune_adaptive.plan.trace.host_figures import host_figures
 
 from benchmarks.support.ranks import run_on_ranks
 from torchtune_adaptive.engine.memory.timeline import Timeline
@@ -22,6 +21,7 @@ from torchtune_adaptive.plan.host import HostFigures
 from torchtune_adaptive.plan.trace import client, worker
 from torchtune_adaptive.plan.trace.fake_tensors import start_fake_process_group
 from torchtune_adaptive.plan.trace.few_layers import layers_limited_to
+from torchtune_adaptive.plan.trace.host_figures import host_figures
 from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optimizer
 from torchtune_adaptive.plan.trace.peaks import StepPeaks
 from torchtune_adaptive.plan.trace.recorder import StepTrace

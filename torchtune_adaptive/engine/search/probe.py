@@ -11,7 +11,7 @@ from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.memory.timeline import Forecast, Timeline
-from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES, Probe
+from torchtune_adaptive.engine.search.strategies import FAILURES, SMALL_BATCH_SIZES, Probe
 from torchtune_adaptive.engine.search.workload import Workload
 
 log = logging.getLogger(__name__)
@@ -177,16 +177,22 @@ class Prober:
                 self._timelines[batch_size] = recorded
         peak_bytes, phase_peak_bytes = self._meter.peak_bytes, self._meter.phase_peak_bytes
         limit_bytes = self._meter.limit_bytes
-        too_much = self._meter.allocator_retries > 0 or (limit_bytes is not None and peak_bytes > limit_bytes)
+        signs = (
+            self._meter.allocator_retries > 0,
+            limit_bytes is not None and peak_bytes > limit_bytes,
+            outcome is not Outcome.DONE,
+        )
+        worst = self._consensus.max_over_ranks(max(number * sign for number, sign in enumerate(signs, start=1)))
         self._workload.clean_up()
         if outcome is not Outcome.DONE:
             settings.restore()
         return Probe(
             batch_size=batch_size,
-            fits=outcome is Outcome.DONE and not self._consensus.any_rank(too_much),
+            fits=worst == 0,
             peak_bytes=peak_bytes,
             phase_peak_bytes=phase_peak_bytes,
             seconds=time.perf_counter() - started,
+            failure=FAILURES[worst - 1] if worst else "",
         )
 
     def _step(self, batch_size: int) -> None:

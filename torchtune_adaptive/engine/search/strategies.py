@@ -19,12 +19,18 @@ SMALL_BATCH_SIZES = (2, 3)
 NO_BOUND = 2**20
 
 
+# Why a probe does not fit, from the mildest: CUDA's allocator had to free its cache, which makes every step slow; the
+# step ran, but took more than it may; it ended with an out-of-memory error.
+FAILURES = ("allocator retried", "above the limit", "out of memory")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Probe:
     """The outcome of trying one batch size.
 
     Attributes:
         fits: whether the step fits on every rank.
+        failure: one of ``FAILURES`` if it does not.
         peak_bytes, phase_peak_bytes: peaks of this rank, up to the point where it stopped.
     """
 
@@ -33,6 +39,7 @@ class Probe:
     peak_bytes: int
     phase_peak_bytes: dict[str, int]
     seconds: float
+    failure: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

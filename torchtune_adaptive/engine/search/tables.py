@@ -1,8 +1,9 @@
 """The results of a search as text tables for the log."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from torchtune_adaptive.engine.search.strategies import Probe, SearchResult
+from torchtune_adaptive.engine.search.strategies import FAILURES, Probe, SearchResult
 from torchtune_adaptive.text import format_bytes, text_table
 
 
@@ -12,8 +13,8 @@ def probe_table(result: SearchResult) -> str:
     rows = [["batch_size", *phases, "peak", "usable", "fits", "seconds"]]
     for probe in result.probes:
         peaks = [format_bytes(probe.phase_peak_bytes[one]) if one in probe.phase_peak_bytes else "" for one in phases]
-        verdict = "yes" if probe.fits else "no"
-        figures = [format_bytes(probe.peak_bytes), format_bytes(result.usable_bytes), verdict, f"{probe.seconds:.2f}"]
+        peak, usable = format_bytes(probe.peak_bytes), format_bytes(result.usable_bytes)
+        figures = [peak, usable, _verdict(probe), f"{probe.seconds:.2f}"]
         rows.append([str(probe.batch_size), *peaks, *figures])
     return text_table(rows)
 
@@ -22,7 +23,7 @@ def length_table(tried: Sequence[tuple[int, Probe]]) -> str:
     """The probes of several row lengths as a table with the figures of this rank."""
     rows = [["rows of", "rows", "tokens", "peak", "fits", "seconds"]]
     for length, probe in tried:
-        figures = [format_bytes(probe.peak_bytes), "yes" if probe.fits else "no", f"{probe.seconds:.2f}"]
+        figures = [format_bytes(probe.peak_bytes), _verdict(probe), f"{probe.seconds:.2f}"]
         rows.append([str(length), str(probe.batch_size), str(length * probe.batch_size), *figures])
     return text_table(rows)
 
@@ -50,5 +51,18 @@ def summary(result: SearchResult, seq_len: int) -> str:
         f"{result.strategy}: largest batch_size that fits {result.exact_batch_size}{bounded}, used {result.batch_size}"
         f" (rows of {seq_len} tokens, limit {format_bytes(result.memory_limit_bytes)} per rank,"
         f" margin {result.margin:g}, {result.world_size} ranks, {len(result.probes)} probes,"
-        f" {sum(not probe.fits for probe in result.probes)} out of memory)"
+        f" {failures_text(result.probes)})"
     )
+
+
+def failures_text(probes: Sequence[Probe]) -> str:
+    """How many probes did not fit, and why: "0 out of memory", or "1 out of memory, 2 allocator retried"."""
+    counts = Counter(probe.failure or FAILURES[-1] for probe in probes if not probe.fits)
+    return ", ".join(f"{counts[failure]} {failure}" for failure in reversed(FAILURES) if counts[failure]) or (
+        f"0 {FAILURES[-1]}"
+    )
+
+
+def _verdict(probe: Probe) -> str:
+    """Whether it fits; if it ran nevertheless, what was too much."""
+    return "yes" if probe.fits else "no" if probe.failure in ("", FAILURES[-1]) else f"no, {probe.failure}"
