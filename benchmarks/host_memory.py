@@ -172,6 +172,7 @@ def _rows(assets: Path, kind: str, ranks: int, name: str) -> list[list[str]]:
     """The rows of a case: the planned memory, and the memory of all ranks together."""
     cfg = _config(assets, kind, name)
     launch = ConfigLaunch(
+        title=name,
         cfg=cfg,
         card=Card(name="any", memory_bytes=2**40),
         world_size=ranks,

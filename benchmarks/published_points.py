@@ -125,6 +125,7 @@ def _planned(name: str, overrides: Sequence[str], world_size: int, seq_len: int,
     try:
         cfg = load_config(name, overrides)
         launch = ConfigLaunch(
+            title=name,
             cfg=cfg,
             card=Card(name=gpu, memory_bytes=MEMORY_BYTES),
             world_size=world_size,

@@ -132,7 +132,7 @@ def _planned(stage: Stage, cfg: DictConfig, limit_bytes: int, tracer: Tracer, us
     card_bytes = limit_bytes if stage.is_rehearsal else device_memory_bytes(stage.device)
     calibration = Calibration.read(path) if path.exists() else None
     card = Card(name=stage.limit_text(card_bytes), memory_bytes=card_bytes, calibration=calibration)
-    planned = ConfigLaunch(cfg=cfg, card=card, seq_lens=(stage.seq_len,)).plan(tracer)
+    planned = ConfigLaunch(title="random weights", cfg=cfg, card=card, seq_lens=(stage.seq_len,)).plan(tracer)
     (length,) = planned.lengths
     found: dict[str, Any] = {"planned": length.largest_batch_size, "certain": length.safe_batch_size}
     if used is not None:

@@ -8,8 +8,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.support.plans import GIB, MIB, Asked, FakeTracer, peaks, planned, step_of, tables
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.changes import AS_IT_IS, TOGETHER, PlannedChange, ways_to_fit, what_if
+from torchtune_adaptive.plan.changes import AS_IT_IS, TOGETHER, ways_to_fit, what_if
 from torchtune_adaptive.plan.config_plan import ConfigLaunch
+from torchtune_adaptive.plan.decide import PlannedChange
 from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.show.text import what_if_text
 from torchtune_adaptive.plan.trace.peaks import TracedStep
@@ -70,7 +71,7 @@ def helped(
 ) -> Helped:
     tracer = FakeTracer(step_for)
     card = Card(name="a card", memory_bytes=memory_bytes)
-    launch = ConfigLaunch(cfg=cfg, world_size=world_size, card=card, seq_lens=(64, seq_len))
+    launch = ConfigLaunch(title="any", cfg=cfg, world_size=world_size, card=card, seq_lens=(64, seq_len))
     planned = launch.plan(tracer)
     tracer.asked.clear()
     return Helped(list(ways_to_fit(launch, planned, tracer)), tracer.asked)
@@ -238,7 +239,7 @@ def effects_of(cfg: DictConfig, *, refuses_lora: bool = False) -> tuple[dict[str
 
     tracer = FakeTracer(step_for)
     card = Card(name="a card", memory_bytes=80 * GIB)
-    launch = ConfigLaunch(cfg=cfg, world_size=2, card=card, seq_lens=(128, 512), batch_sizes=(3,))
+    launch = ConfigLaunch(title="any", cfg=cfg, world_size=2, card=card, seq_lens=(128, 512), batch_sizes=(3,))
     found = list(what_if(launch, tracer))
     names = [effect.change for effect in found]
     return dict(zip(names, found, strict=True)), dict(zip(names, tracer.asked, strict=True))

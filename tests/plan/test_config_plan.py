@@ -18,7 +18,7 @@ EIGHT_GIB = Card(name="8GiB", memory_bytes=8 * GIB)
 
 
 def launch(cfg: DictConfig, *, world_size: int = 1, seq_lens: tuple[int, ...] = (512,)) -> ConfigLaunch:
-    return ConfigLaunch(cfg=cfg, card=EIGHT_GIB, world_size=world_size, seq_lens=seq_lens)
+    return ConfigLaunch(title="any", cfg=cfg, card=EIGHT_GIB, world_size=world_size, seq_lens=seq_lens)
 
 
 # ---- the batch that a run uses

@@ -144,7 +144,7 @@ def test_each_size_that_is_asked_for_has_its_own_figures_and_whether_it_fits() -
 def test_memory_that_does_not_grow_bounds_nothing() -> None:
     found = planned(cfg_of(device="cpu"), step_of(peaks(128, held_bytes=GIB, bytes_per_row=0)))
     assert (found.lengths[0].largest_batch_size, found.lengths[0].safe_batch_size) == (None, None)
-    assert tables(plan_text(found, title="any"))[0][1][1:3] == ["any", "any"]
+    assert tables(plan_text(found))[0][1][1:3] == ["any", "any"]
     content = json.loads(json.dumps(plan_json(found)))
     assert content["lengths"][0]["largest_batch_size"] is None
     assert content["ways_to_fit"] == []

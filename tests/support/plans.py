@@ -118,6 +118,7 @@ def planned(
     batch_sizes: Sequence[int] = (),
 ) -> Plan:
     launch = ConfigLaunch(
+        title="any",
         cfg=cfg,
         card=Card(name="a card", memory_bytes=memory_bytes, calibration=calibration),
         world_size=world_size,

@@ -10,9 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.cli.arguments import Commands, add_command, integer, integers
 from torchtune_adaptive.errors import InputError, quote
-from torchtune_adaptive.plan.changes import PlannedChange, ways_to_fit, what_if
+from torchtune_adaptive.plan.changes import ways_to_fit, what_if
 from torchtune_adaptive.plan.config_plan import ConfigLaunch, as_traced, row_lengths
-from torchtune_adaptive.plan.decide import Plan
+from torchtune_adaptive.plan.decide import Plan, PlannedChange
 from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.show.as_json import plan_json
 from torchtune_adaptive.plan.show.grid import grid_text
@@ -96,6 +96,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     launches = {
         card.name: [
             ConfigLaunch(
+                title=arguments.config,
                 cfg=cfg,
                 card=card,
                 world_size=per_node * nodes,
@@ -116,7 +117,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     elif arguments.json:
         print(json.dumps([{"memory": name} | plan_json(one) for name, row in plans.items() for one in row], indent=2))
     else:
-        print(grid_text(plans, title=arguments.config))
+        print(grid_text(plans))
 
 
 def _print_one(
@@ -129,7 +130,7 @@ def _print_one(
     command: str,
 ) -> None:
     ways = [] if planned.fits else list(ways_to_fit(launch, planned, tracer))
-    texts = [plan_text(planned, title=arguments.config, ways=ways, command=command)]
+    texts = [plan_text(planned, ways=ways, command=command)]
     effects: list[PlannedChange] = []
     if arguments.what_if:
         size = shown_size(planned)
@@ -142,7 +143,7 @@ def _print_one(
         events = tracer.events(
             cfg, world_size=launch.world_size, batch_size=size.batch_size, seq_len=max(launch.seq_lens)
         )
-        texts += outputs.texts(events, planned, title=arguments.config)
+        texts += outputs.texts(events, planned)
     if arguments.json:
         print(json.dumps(plan_json(planned, ways=ways, effects=effects, events=events), indent=2))
     else:

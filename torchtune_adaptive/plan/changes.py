@@ -2,13 +2,13 @@
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.config_plan import ConfigLaunch, StepTracer
-from torchtune_adaptive.plan.decide import LengthPlan, Plan
+from torchtune_adaptive.plan.decide import Plan, PlannedChange
 from torchtune_adaptive.stock.configs import is_lora, method_of, resolved
 from torchtune_adaptive.training.batch.limits import halvings
 
@@ -22,25 +22,6 @@ _LORA = {
     "lora_rank": 8,
     "lora_alpha": 16,
 }
-
-
-@dataclass(frozen=True)
-class PlannedChange:
-    """A change with its plan, or the reason why it cannot be planned.
-
-    Attributes:
-        change: what changes, as text.
-        length: the plan of the longest rows.
-    """
-
-    change: str
-    length: LengthPlan | None
-    refused: str = ""
-
-    @property
-    def fits(self) -> bool:
-        """Whether a batch fits after the change."""
-        return self.length is not None and self.length.largest_batch_size != 0
 
 
 def what_if(launch: ConfigLaunch, tracer: StepTracer) -> Iterator[PlannedChange]:

@@ -32,11 +32,13 @@ class ConfigLaunch:
     """What to plan: a config on ``world_size`` ranks with a ``card`` each.
 
     Attributes:
+        title: the config's name.
         seq_lens: tokens per row; each length is planned.
         batch_sizes: rows per rank to plan beside those that fit.
         ranks_of_machine: ranks per machine, for its host memory; None: all are on one machine.
     """
 
+    title: str
     cfg: DictConfig
     card: Card
     world_size: int = 1
@@ -61,7 +63,7 @@ class ConfigLaunch:
         device = self._device(settings, step)
         lengths = tuple(self._length(run, peaks, step, device) for peaks in step.peaks)
         host = self._host(settings, step, lengths)
-        return Plan(world_size=self.world_size, device=device, step=step, lengths=lengths, host=host)
+        return Plan(title=self.title, world_size=self.world_size, device=device, step=step, lengths=lengths, host=host)
 
     def _device(self, settings: AdaptiveSettings, step: TracedStep) -> Device:
         width = step.attention_width

@@ -108,10 +108,12 @@ class Plan:
     """What fits for each length of rows, with the inputs of the plan.
 
     Attributes:
+        title: the config's or the model's name.
         lengths: one for each length of rows.
         host: host memory of a machine; None if it is not planned.
     """
 
+    title: str
     world_size: int
     device: Device
     step: TracedStep
@@ -132,6 +134,30 @@ class Plan:
         """The memory of a batch of ``batch_size`` of the longest rows."""
         peaks = max(self.step.peaks, key=lambda peaks: peaks.seq_len or 0)
         return BatchSizes(peaks, self.device, sequences=self.step.sequences).size(batch_size)
+
+    def __str__(self) -> str:
+        from torchtune_adaptive.plan.show.text import plan_text  # which needs this module
+
+        return plan_text(self)
+
+
+@dataclass(frozen=True)
+class PlannedChange:
+    """A change with its plan, or the reason why it cannot be planned.
+
+    Attributes:
+        change: what changes, as text.
+        length: the plan of the longest rows.
+    """
+
+    change: str
+    length: LengthPlan | None
+    refused: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a batch fits after the change."""
+        return self.length is not None and self.length.largest_batch_size != 0
 
 
 class BatchSizes:

@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 from tests.support.plans import GIB, cfg_of, peaks, planned, some_plan, step_of
-from torchtune_adaptive.plan.changes import PlannedChange
-from torchtune_adaptive.plan.decide import LengthPlan
+from torchtune_adaptive.plan.decide import LengthPlan, PlannedChange
 from torchtune_adaptive.plan.show.as_json import plan_json
 
 

@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 
 from tests.support.plans import GIB, cfg_of, peaks, planned, some_plan, step_of, tables
-from torchtune_adaptive.plan.changes import PlannedChange
-from torchtune_adaptive.plan.decide import Plan
+from torchtune_adaptive.plan.decide import Plan, PlannedChange
 from torchtune_adaptive.plan.host import CUDA_PROCESS_BYTES, PROCESS_BYTES, HostFigures, HostPlan, pinned_bytes
 from torchtune_adaptive.plan.show.text import change_text, plan_text, verdict
 
 
 def _of_device(plan: Plan) -> str:
-    return next(line for line in plan_text(plan, title="any").splitlines() if "margin kept free" in line)
+    return next(line for line in plan_text(plan).splitlines() if "margin kept free" in line)
 
 
 def test_the_text_says_how_much_the_card_or_a_memory_limit_allows_a_process() -> None:
@@ -45,12 +44,12 @@ def test_the_text_says_how_much_the_card_or_a_memory_limit_allows_a_process() ->
 def test_the_text_counts_parameters_and_names_smaller_models_only_if_they_were_traced(
     figures: dict[str, Any], line: str
 ) -> None:
-    assert plan_text(some_plan(**figures), title="any").splitlines()[0] == line
+    assert plan_text(some_plan(**figures)).splitlines()[0] == line
 
 
 def test_the_table_of_sizes_has_the_figures_of_each_length_of_rows() -> None:
     found = some_plan()
-    header, fits, not_one = tables(plan_text(found, title="any"))[0]
+    header, fits, not_one = tables(plan_text(found))[0]
     assert header[:5] == ["tokens per row", "largest batch", "safe batch", "used", "tokens per step"]
     assert header[5:] == ["traced", "allocated", "reserved", "process", "uncertainty"]
     short, long = found.lengths
@@ -71,7 +70,7 @@ def test_the_table_of_sizes_has_the_figures_of_each_length_of_rows() -> None:
 
 def test_two_tables_have_the_peak_of_each_phase_and_what_the_highest_holds() -> None:
     found = some_plan()
-    _, phases, kinds, _ = tables(plan_text(found, title="any"))
+    _, phases, kinds, _ = tables(plan_text(found))
     assert phases[0] == ["tokens per row", "batch", "backward", "optimizer"]
     assert kinds[0] == ["tokens per row", "batch", "parameters", "activations"]
     for table, figures in ((phases, "phases"), (kinds, "kinds")):
@@ -82,7 +81,7 @@ def test_two_tables_have_the_peak_of_each_phase_and_what_the_highest_holds() -> 
 
 def test_a_table_has_the_host_memory_of_a_machine_by_what_a_run_does() -> None:
     host = HostFigures(weights=16 * GIB, load_copies=GIB, trained=2 * GIB, state=4 * GIB)
-    text = plan_text(some_plan(host=host), title="any")
+    text = plan_text(some_plan(host=host))
     header, *rows = tables(text)[-1]
     of_one = (PROCESS_BYTES + CUDA_PROCESS_BYTES) / GIB
     assert header == ["while the run is", "tensors", f"with {of_one:.1f} GiB per process"]
@@ -102,7 +101,7 @@ def test_a_table_has_the_host_memory_of_a_machine_by_what_a_run_does() -> None:
 def test_the_text_has_notes_on_what_is_elsewhere() -> None:
     def text_of(*, device: str = "cuda", **figures: Any) -> str:
         step = step_of(peaks(64, held_bytes=1, bytes_per_row=1), host=HostFigures(**figures))
-        return plan_text(planned(cfg_of(device=device), step), title="any")
+        return plan_text(planned(cfg_of(device=device), step))
 
     disk = "\nA search needs up to 6.0 GiB of disk space in TMPDIR for its copies.\n"
     assert disk in text_of(device="cpu", trained=2 * GIB, state=4 * GIB)
@@ -113,11 +112,11 @@ def test_the_text_has_notes_on_what_is_elsewhere() -> None:
     on_host = "\nParameters, gradients and optimizer state are in host memory."
     offloaded: dict[str, Any] = {"offloaded_weights": GIB, "offloaded": 4 * GIB}
     assert f"{on_host} With one rank, their copies on the GPU are not counted.\n" in text_of(**offloaded)
-    assert f"{on_host}\n" in plan_text(some_plan(host=HostFigures(**offloaded)), title="any")
+    assert f"{on_host}\n" in plan_text(some_plan(host=HostFigures(**offloaded)))
     assert on_host not in text_of(offloaded=GIB)  # paged optimizer state alone
     paged = "Not counted: 3.0 GiB of optimizer state in paged memory, which can move to the host."
-    assert plan_text(some_plan(paged_bytes=3 * GIB), title="any").splitlines()[-1] == paged
-    assert "paged" not in plan_text(some_plan(), title="any")
+    assert plan_text(some_plan(paged_bytes=3 * GIB)).splitlines()[-1] == paged
+    assert "paged" not in plan_text(some_plan())
 
 
 def host_of(plan: Plan) -> HostPlan:
@@ -138,7 +137,7 @@ def test_host_memory_is_that_of_the_batch_to_use_or_the_largest_asked_for() -> N
 
 def test_the_tables_are_those_of_the_batches_asked_for() -> None:
     step = step_of(peaks(2048, held_bytes=10 * GIB, bytes_per_row=5 * GIB))
-    first, second, phases, kinds, _ = tables(plan_text(planned(cfg_of(), step, batch_sizes=[2, 90]), title="any"))
+    first, second, phases, kinds, _ = tables(plan_text(planned(cfg_of(), step, batch_sizes=[2, 90])))
     assert first[0][1] == "largest batch"
     assert [row[:3] for row in second] == [
         ["tokens per row", "batch", "fits"],
@@ -172,7 +171,7 @@ WAYS = [
             [],
             [
                 "32 rows of 2048 tokens fit, with 31.3 GiB to spare.",
-                "At most 59 rows of 2048 tokens fit; 55 for certain.",
+                "At most 59 rows of 2048 tokens fit; 55 are safe.",
             ],
         ),
         (
@@ -180,7 +179,7 @@ WAYS = [
             [],
             [
                 "58 rows of 2048 tokens may not fit: the forecast may be 4.6 GiB too low.",
-                "At most 59 rows of 2048 tokens fit; 55 for certain.",
+                "At most 59 rows of 2048 tokens fit; 55 are safe.",
             ],
         ),
         (
@@ -188,7 +187,7 @@ WAYS = [
             [],
             [
                 "80 rows of 2048 tokens do not fit: 23.2 GiB are missing.",
-                "At most 59 rows of 2048 tokens fit; 55 for certain.",
+                "At most 59 rows of 2048 tokens fit; 55 are safe.",
             ],
         ),
         (
@@ -196,7 +195,7 @@ WAYS = [
             [],
             [
                 "1 row of 2048 tokens may not fit: the forecast may be 4.7 GiB too low.",
-                "At most 1 row of 2048 tokens fits; none for certain.",
+                "At most 1 row of 2048 tokens fits; none is safe.",
             ],
         ),
         (
@@ -225,7 +224,7 @@ WAYS = [
 )
 def test_two_lines_say_what_fits_and_what_to_do(plan: Plan, ways: list[PlannedChange], lines: list[str]) -> None:
     assert verdict(plan, ways) == lines
-    text = plan_text(plan, title="any", ways=ways, command="tune run x").splitlines()
+    text = plan_text(plan, ways=ways, command="tune run x").splitlines()
     assert text[1:3] == lines
     assert text[-2:] == ["To run it:", "  tune run x"]
     assert [line for line in text if line.startswith(("- checkpointing", "- 2 ranks"))] == [

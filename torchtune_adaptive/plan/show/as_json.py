@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from torchtune_adaptive.plan.changes import PlannedChange
-from torchtune_adaptive.plan.decide import Plan
+from torchtune_adaptive.plan.decide import Plan, PlannedChange
 from torchtune_adaptive.plan.show.modules import step_json
 from torchtune_adaptive.plan.trace.events import StepEvents
 

@@ -9,7 +9,7 @@ from torchtune_adaptive.text import count_text, format_bytes, text_table
 Grid = Mapping[str, Sequence[Plan]]  # plans by the GPU's name, for the same numbers of ranks
 
 
-def grid_text(plans: Grid, *, title: str) -> str:
+def grid_text(plans: Grid) -> str:
     """A table of the largest batch for each GPU and number of ranks, then the fewest ranks of each GPU that suffice.
 
     If batch sizes were requested, the table shows whether they fit. Each row has a machine's peak host memory.
@@ -26,7 +26,7 @@ def grid_text(plans: Grid, *, title: str) -> str:
         for one in row
     ]
     lines = [
-        f"{title}: {what}",
+        f"{all_plans[0].title}: {what}",
         "",
         text_table([header, *rows], num_names=1),
         "",

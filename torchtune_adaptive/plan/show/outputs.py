@@ -48,7 +48,7 @@ class StepOutputs:
         """Whether any output is requested."""
         return self.modules or self.snapshot is not None or self.plot is not None
 
-    def texts(self, events: StepEvents, planned: Plan, *, title: str) -> Iterator[str]:
+    def texts(self, events: StepEvents, planned: Plan) -> Iterator[str]:
         """Write the files, and yield what to print: the table, then a line for each file once it is written.
 
         Raises:
@@ -62,7 +62,7 @@ class StepOutputs:
                 write_whole(self.snapshot, content)
             yield f"Allocations of the step written to {self.snapshot}; view them at https://pytorch.org/memory_viz."
         if self.plot is not None:
-            plot = _plot_text(events, planned, title=title, as_page=self.plot.suffix == ".html")
+            plot = _plot_text(events, planned, as_page=self.plot.suffix == ".html")
             with writing("--plot", self.plot):
                 write_whole(self.plot, plot)
             yield f"Plot of the step written to {self.plot}."
@@ -74,7 +74,7 @@ def shown_size(planned: Plan) -> SizePlan:
     return length.asked[0] if len(length.asked) == 1 else length.used
 
 
-def _plot_text(events: StepEvents, planned: Plan, *, title: str, as_page: bool) -> str:
+def _plot_text(events: StepEvents, planned: Plan, *, as_page: bool) -> str:
     size = shown_size(planned)
     limit_bytes = planned.device.limit_bytes
     device = DrawnDevice(
@@ -83,5 +83,5 @@ def _plot_text(events: StepEvents, planned: Plan, *, title: str, as_page: bool) 
         added_bytes=size.process_bytes - size.peak_bytes,
     )
     note = offload_note([planned])
-    plot = StepPlot(events, title=title, world_size=planned.world_size, device=device, note=note)
-    return page(plot, events, title=title) if as_page else plot.svg()
+    plot = StepPlot(events, title=planned.title, world_size=planned.world_size, device=device, note=note)
+    return page(plot, events, title=planned.title) if as_page else plot.svg()

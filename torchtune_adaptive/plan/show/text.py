@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from torchtune_adaptive.plan.changes import AS_IT_IS, PlannedChange
-from torchtune_adaptive.plan.decide import LengthPlan, Plan, SizePlan
+from torchtune_adaptive.plan.decide import LengthPlan, Plan, PlannedChange, SizePlan
 from torchtune_adaptive.plan.gpu import Overhead
 from torchtune_adaptive.plan.host import HostPlan
 from torchtune_adaptive.text import byte_unit, count_text, format_bytes, text_table
@@ -21,7 +20,7 @@ _DOING = {
 }
 
 
-def plan_text(plan: Plan, *, title: str, ways: Sequence[PlannedChange] = (), command: str = "") -> str:
+def plan_text(plan: Plan, *, ways: Sequence[PlannedChange] = (), command: str = "") -> str:
     """The whole plan.
 
     Args:
@@ -31,7 +30,7 @@ def plan_text(plan: Plan, *, title: str, ways: Sequence[PlannedChange] = (), com
     shown = [size for length in plan.lengths for size in length.shown]
     asked = [size for length in plan.lengths for size in length.asked]
     parts = [
-        [_headline(plan, title), *verdict(plan, ways)],
+        [_headline(plan), *verdict(plan, ways)],
         [_device(plan), "", text_table(_sizes(plan.lengths))],
         _columns(plan),
         ["Requested batch sizes:", text_table(_asked(asked))] if asked else [],
@@ -77,7 +76,8 @@ def _advice(length: LengthPlan, ways: Sequence[PlannedChange]) -> str:
     if largest is None:
         return "Memory does not grow with the batch."
     if largest > 0:
-        return f"At most {_rows(largest, length)} {'fits' if largest == 1 else 'fit'}; {safe or 'none'} for certain."
+        is_safe = "none is safe" if not safe else "1 is safe" if safe == 1 else f"{safe} are safe"
+        return f"At most {_rows(largest, length)} {'fits' if largest == 1 else 'fit'}; {is_safe}."
     nearest = next((way for way in ways if way.fits), None)
     if nearest is None:
         return f"Not even one fits{', nor with any of the changes below' if ways else ''}."
@@ -97,17 +97,18 @@ def change_text(way: PlannedChange) -> str:
 
 
 def what_if_text(effects: Iterable[PlannedChange]) -> str:
-    """How much memory each change saves at the requested batch size, largest saving first."""
+    """How much memory each change saves at the requested batch size, largest saving first. The first is no change."""
     effects = list(effects)
     planned = [(effect.change, effect.length, effect.length.asked[0]) for effect in effects if effect.length]
     needed = {change: size.process_bytes for change, _, size in planned}
+    now_bytes = planned[0][2].process_bytes
     planned.sort(key=lambda one: needed[one[0]])
     unit, unit_bytes = byte_unit(max(needed.values()))
     rows = [
         [
             change,
             f"{needed[change] / unit_bytes:.2f}",
-            f"{round((needed[AS_IT_IS] - needed[change]) / unit_bytes, 2) + 0.0:.2f}",
+            f"{round((now_bytes - needed[change]) / unit_bytes, 2) + 0.0:.2f}",
             size.fits,
             number(length.largest_batch_size),
         ]
@@ -160,14 +161,14 @@ def _rows(batch_size: int | None, length: LengthPlan) -> str:
     return rows if length.seq_len is None else f"{rows} of {length.seq_len} tokens"
 
 
-def _headline(plan: Plan, title: str) -> str:
+def _headline(plan: Plan) -> str:
     step = plan.step
     layers = " and ".join(map(str, step.traced_layers))
     traced = f", extrapolated from models of {layers} layers" if len(step.traced_layers) > 1 else ""
     trained = _count(step.num_parameters - step.num_frozen_parameters)
     frozen = f"; {_count(step.num_frozen_parameters)} in a frozen model" if step.num_frozen_parameters else ""
     in_layers = f" in {step.num_layers} layers" if step.num_layers else ""
-    return f"{title}: {trained} parameters{in_layers}{traced}{frozen}"
+    return f"{plan.title}: {trained} parameters{in_layers}{traced}{frozen}"
 
 
 def _count(number_of: int) -> str:
