@@ -1,7 +1,9 @@
 """The phase that a train step is in: forward, loss, backward and so on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -38,4 +40,19 @@ class Phases:
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
+            handle.remove()
+
+
+@contextmanager
+def phases_by_hooks(model: nn.Module, optimizer: torch.optim.Optimizer, enter: Callable[[str], None]) -> Iterator[None]:
+    """Call ``enter`` with the phases of any train step: "forward", "backward" (with the loss), "optimizer"."""
+    handles = [
+        model.register_forward_pre_hook(lambda *_: enter("forward"), prepend=True),  # before FSDP2's, which gather
+        model.register_forward_hook(lambda *_: enter("backward")),
+        optimizer.register_step_pre_hook(lambda *_: enter("optimizer")),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
             handle.remove()

@@ -1,8 +1,7 @@
 """``find_max_batch_size``: the search for any PyTorch training loop."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.memory.devices import computing_device, meter_for
-from torchtune_adaptive.engine.memory.meter import MemoryMeter
+from torchtune_adaptive.engine.memory.phases import phases_by_hooks
 from torchtune_adaptive.engine.search.find import search
 from torchtune_adaptive.engine.search.options import SearchOptions, Strategy
 from torchtune_adaptive.engine.search.strategies import NO_BOUND, SMALL_BATCH_SIZES, SearchResult
@@ -81,7 +80,10 @@ def find_max_batch_size(
         raise InputError("`max_batch_size` must be a number for strategy 'decrease_until_oom', but is None instead.")
     device = computing_device(model)
     meter = meter_for(device, model, [optimizer])
-    with _phases_by_hooks(model, optimizer, meter), contextlib.closing(Consensus.of(model, process_group)) as consensus:
+    with (
+        phases_by_hooks(model, optimizer, meter.enter_phase),
+        contextlib.closing(Consensus.of(model, process_group)) as consensus,
+    ):
         workload = Workload(
             train_step=train_step,
             model=model,
@@ -111,18 +113,3 @@ def _empty_cache_before_first_step(optimizer: torch.optim.Optimizer) -> None:
         is_first = False
 
     optimizer.register_step_pre_hook(empty_cache)
-
-
-@contextmanager
-def _phases_by_hooks(model: nn.Module, optimizer: torch.optim.Optimizer, meter: MemoryMeter) -> Iterator[None]:
-    """Mark the phases of the caller's train step: forward, backward (with the loss), optimizer."""
-    handles = [
-        model.register_forward_pre_hook(lambda *_: meter.enter_phase("forward")),
-        model.register_forward_hook(lambda *_: meter.enter_phase("backward")),
-        optimizer.register_step_pre_hook(lambda *_: meter.enter_phase("optimizer")),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
