@@ -1,6 +1,5 @@
 """Follow tensor storages from the first operation that returns them until they are freed."""
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +15,10 @@ class Storages:
     Args:
         on_change: called as ``on_change(number, change_bytes)``. The number identifies the storage and is never
             reused. When a storage is freed, the call comes from the thread that dropped its last reference.
-        granularity_bytes: sizes are rounded up to a multiple of this.
     """
 
-    def __init__(self, on_change: Callable[[int, int], None], *, granularity_bytes: int = 1) -> None:
+    def __init__(self, on_change: Callable[[int, int], None]) -> None:
         self._on_change = on_change
-        self._granularity_bytes = granularity_bytes
         self._seen: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}
         self._last_number = 0
 
@@ -32,7 +29,7 @@ class Storages:
             self._last_number += 1
             self._seen[key] = (self._last_number, 0, weakref.ref(storage, lambda _: self._forget(key)))
         number, counted_bytes, reference = self._seen[key]
-        nbytes = math.ceil(storage.nbytes() / self._granularity_bytes) * self._granularity_bytes
+        nbytes = storage.nbytes()
         if nbytes != counted_bytes:
             self._seen[key] = (number, nbytes, reference)
             self._on_change(number, nbytes - counted_bytes)

@@ -49,6 +49,7 @@ class StepLines:
     """Memory as a function of the batch size, for every operation of a step with rows of ``seq_len`` tokens.
 
     Attributes:
+        seq_len: 0 if the step is that of a user's loop, whose samples need not be rows of tokens.
         phases, operations: phase and name of each operation, in order.
         by_kind: for each kind of bytes, the line of each operation.
     """
@@ -90,7 +91,8 @@ class StepLines:
 class StepPeaks:
     """Peaks of a step with rows of ``seq_len`` tokens.
 
-    A batch of one row has its own moments, because PyTorch runs different operations on dimensions of size 1.
+    A batch of one row has its own moments, because PyTorch runs different operations on dimensions of size 1. For a
+    user's loop ``seq_len`` is 0, and a row is a sample.
     """
 
     seq_len: int

@@ -2,7 +2,7 @@
 
 from collections import defaultdict, deque
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -20,8 +20,10 @@ from torchtune_adaptive.plan.trace.events import (
     StepEvents,
     allocations_of,
 )
-from torchtune_adaptive.plan.trace.progress import StepProgress
-from torchtune_adaptive.plan.trace.running_modules import RunningModules
+
+if TYPE_CHECKING:  # they need more than torch
+    from torchtune_adaptive.plan.trace.progress import StepProgress
+    from torchtune_adaptive.plan.trace.running_modules import RunningModules
 
 CUDA_GRANULARITY_BYTES = 512  # of its caching allocator (kMinBlockSize in c10/core/AllocatorConfig.h of torch 2.13)
 ON_HOST = "on the host"  # marks tensors that are not on the device and are not counted
@@ -48,19 +50,20 @@ class StepTrace:
         granularity_bytes: int = 1,
         steps_on_host: bool = False,
         by_gloo: bool = False,
-        modules: RunningModules | None = None,
-        progress: StepProgress | None = None,
+        modules: "RunningModules | None" = None,
+        progress: "StepProgress | None" = None,
     ) -> None:
         self._kind_after_backward: Mark = ON_HOST if steps_on_host else "temporaries"
         self._by_gloo = by_gloo
-        self._storages = Storages(self._record_change, granularity_bytes=granularity_bytes)
+        self._granularity_bytes = granularity_bytes
+        self._storages = Storages(self._record_change)
         self._watch = WatchOperations(self._after_operation, self._after_resize)
         self._modules = modules
         self._owners: dict[int, str] = {}  # by storage: the module that ran when it was made
         self._shown: list[Operation] = []  # as ``events`` returns them
         self._progress = progress
         self._num_before = 0  # changes before the step
-        self._changes: list[Change] = []
+        self._changes: list[Change] = []  # not rounded
         self._operations: list[str] = []
         self._phases: list[str] = []
         self._phase = ""
@@ -76,15 +79,16 @@ class StepTrace:
         """Assign the following operations to phase ``name``, for example "forward"."""
         self._phase = name
 
-    def timelines(self, batch_size: int) -> dict[str, Timeline]:
+    def timelines(self, batch_size: int, *, granularity_bytes: int | None = None) -> dict[str, Timeline]:
         """The timeline of each kind of device memory, for a step with ``batch_size`` rows.
 
-        "frozen models" is missing if no storage was marked as such, as with most methods.
+        Allocations are rounded up to ``granularity_bytes``, by default those of the device's allocator. "frozen models"
+        is missing if no storage was marked as such, as with most methods.
         """
         has_frozen = "frozen models" in self._kinds.values()
         live_bytes: dict[str, list[int]] = {kind: [] for kind in KINDS if kind != "frozen models" or has_frozen}
         now_bytes: dict[str, int] = defaultdict(int)
-        changes = deque(self._changes)
+        changes = deque(self._rounded(granularity_bytes or self._granularity_bytes))
         for index in range(len(self._operations)):
             while changes and changes[0][0] <= index:
                 _, storage, change_bytes = changes.popleft()
@@ -102,9 +106,10 @@ class StepTrace:
             for tensor in tree_leaves(tensors):
                 for part in plain_parts(tensor):
                     owners[self._storages.see(part.untyped_storage())] = name
-        before = [change._replace(operation=BEFORE_STEP) for change in self._changes[: self._num_before]]
+        changes = self._rounded(self._granularity_bytes)
+        before = [change._replace(operation=BEFORE_STEP) for change in changes[: self._num_before]]
         allocations = allocations_of(
-            before + self._changes[self._num_before :],
+            before + changes[self._num_before :],
             kinds=self._kinds,
             modules=owners,
             num_operations=len(self._operations),
@@ -120,6 +125,16 @@ class StepTrace:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._watch.__exit__(kind, error, traceback)
+
+    def _rounded(self, granularity_bytes: int) -> list[Change]:
+        """The changes of storages whose sizes are rounded up."""
+        sizes: dict[int, int] = defaultdict(int)
+        rounded: list[Change] = []
+        for operation, storage, change_bytes in self._changes:
+            before, sizes[storage] = sizes[storage], sizes[storage] + change_bytes
+            blocks = -(-sizes[storage] // granularity_bytes) - -(-before // granularity_bytes)
+            rounded.append(Change(operation, storage, blocks * granularity_bytes))
+        return rounded
 
     def _record_change(self, storage: int, change_bytes: int) -> None:
         # A change counts for the next operation to end: outputs are seen before their own operation ends, and memory
