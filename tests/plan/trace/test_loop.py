@@ -1,0 +1,498 @@
+"""`trace_loop` follows a user's loop: peaks against the CPU's meter, code for CUDA without a GPU, and refusals."""
+
+import gc
+import inspect
+import random
+import subprocess
+import sys
+from collections import UserDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+from torchtune_adaptive.engine.memory.devices import meter_for
+from torchtune_adaptive.engine.memory.phases import phases_by_hooks
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.trace.loop import TracedLoop, trace_loop
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """An MLP with a residual connection, recomputed in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + checkpoint(self._mlp, hidden, use_reentrant=False)
+
+    def _mlp(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up(hidden)))
+
+
+def build_model() -> nn.Sequential:
+    return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 3))
+
+
+def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
+    loss = model(batch).square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def make_batch(num_samples: int) -> torch.Tensor:
+    return torch.ones(num_samples, WIDTH)
+
+
+def accumulating_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+    """Gradients of the step before exist until its backward pass is over."""
+    optimizer.zero_grad(set_to_none=False)
+    for _ in range(3):
+        model(batch).square().mean().backward()
+    optimizer.step()
+
+
+def traced(**changes: Any) -> TracedLoop:
+    functions: dict[str, Any] = {"build_model": build_model, "build_optimizer": build_optimizer}
+    functions |= {"train_step": train_step, "make_batch": make_batch}
+    return trace_loop(**(functions | changes))
+
+
+def metered(num_samples: int, step: Callable[..., object], optimizer_of: Callable[..., Any]) -> dict[str, int]:
+    """The peak of each phase of a real step in steady state."""
+    model = build_model()
+    optimizer = optimizer_of(model)
+    step(model, optimizer, make_batch(2))
+    batch = make_batch(num_samples)
+    meter = meter_for(torch.device("cpu"), model, [optimizer])
+    meter.count(batch)
+    gc.collect()
+    meter.reset()
+    meter.enter_phase("forward")
+    with phases_by_hooks(model, optimizer, meter.enter_phase), meter:
+        step(model, optimizer, batch)
+    return meter.phase_peak_bytes
+
+
+@pytest.mark.parametrize("step", [train_step, accumulating_step])
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [
+        build_optimizer,
+        lambda model: torch.optim.SGD(model.parameters(), momentum=0.9, foreach=True),
+        lambda model: torch.optim.AdamW(model.parameters(), fused=True),
+        lambda model: torch.optim.Adafactor(model.parameters()),
+    ],
+)
+def test_peaks_on_a_cpu_are_those_of_real_steps_to_the_byte(step: Any, optimizer_of: Any):
+    loop = traced(train_step=step, build_optimizer=optimizer_of, like_cuda=False)
+    for num_samples in (1, 2, 3, 50):
+        phases = loop.peaks.phases(num_samples)
+        assert phases == metered(num_samples, step, optimizer_of), num_samples
+
+
+def test_frozen_weights_are_parameters_and_only_trained_ones_have_gradients_and_state():
+    def partly_frozen() -> nn.Module:
+        model = build_model()
+        model[:2].requires_grad_(False)
+        return model
+
+    loop = traced(build_model=partly_frozen, like_cuda=False)
+    trained = WIDTH * 3 + 3
+    kinds = loop.peaks.moment(2, "optimizer").at(2)
+    assert (loop.num_parameters, loop.num_trainable) == (
+        sum(one.numel() for one in build_model().parameters()),
+        trained,
+    )
+    assert kinds["parameters"] == 4 * loop.num_parameters
+    assert kinds["gradients"] == 4 * trained
+    assert kinds["optimizer state"] == 4 * (2 * trained + 2)  # two moments, and two counts of steps
+
+
+def test_memory_grows_by_the_bytes_of_samples_although_the_allocator_rounds_them_up():
+    lines = [moment.total for moment in traced().peaks.moments if moment.phase == "forward"]
+    exact = [moment.total for moment in traced(like_cuda=False).peaks.moments if moment.phase == "forward"]
+    assert max(line.slope_bytes for line in lines) == max(line.slope_bytes for line in exact) > 0
+
+
+def code_for_cuda(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
+    """What plain loops call. All of it fails without a GPU."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu", torch.cuda.current_device())
+    assert device.type == "cuda"
+    assert torch.cuda.is_bf16_supported()
+    torch.set_default_device("cuda")
+    scaler = torch.amp.GradScaler("cuda")
+    inputs = batch["inputs"].pin_memory().cuda(non_blocking=True).to(device).to(device="cuda")
+    total = torch.zeros(1, device="cuda") + torch.ones(1) + torch.arange(3, device=0).sum()
+    with torch.autocast("cuda", dtype=torch.float16):
+        outputs = model(inputs)
+        assert outputs.dtype == torch.float16
+        assert outputs.softmax(-1).dtype == torch.float32
+        loss = outputs.sum() + total
+    with torch.amp.autocast("cuda", enabled=False):
+        scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    print(f"{loss.item():.3f} {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+
+
+def test_code_for_cuda_runs_without_a_gpu():
+    def on_cuda() -> nn.Module:
+        torch.cuda.set_device(0)
+        return build_model().to("cuda").cuda()
+
+    loop = traced(
+        build_model=on_cuda,
+        train_step=code_for_cuda,
+        make_batch=lambda n: UserDict(inputs=torch.ones(n, WIDTH, device="cuda")),
+    )
+    assert loop.peaks.peak_bytes(1000) > loop.peaks.peak_bytes(1) > 0
+
+
+def _kept_bytes_per_sample(layer: Callable[[], nn.Module]) -> float:
+    """What grows with the batch in the forward pass through a layer whose inputs need gradients."""
+
+    def with_layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), layer(), nn.Linear(WIDTH, WIDTH, bias=False))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+        model(batch).sum().backward()
+        optimizer.step()
+
+    moments = traced(build_model=with_layer, train_step=step).peaks.moments
+    return max(moment.total.slope_bytes for moment in moments if moment.phase == "forward") / WIDTH
+
+
+def test_dropout_and_rms_norm_keep_what_their_kernels_on_cuda_keep():
+    nothing = _kept_bytes_per_sample(nn.Identity)
+    assert _kept_bytes_per_sample(lambda: nn.Dropout(0.1)) == nothing + 1  # a mask of bytes
+    assert (
+        _kept_bytes_per_sample(lambda: nn.RMSNorm(WIDTH)) == nothing + 4 + 4 / WIDTH
+    )  # its input, and a float per row
+
+
+class Attention(nn.Module):
+    """Causal attention of two heads, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        heads = [one.unflatten(-1, (2, -1)).transpose(1, 2) for one in self.project(hidden).chunk(3, dim=-1)]
+        attended = nn.functional.scaled_dot_product_attention(*heads, dropout_p=0.1, is_causal=True)
+        return attended.transpose(1, 2).flatten(2)
+
+
+def test_attention_takes_no_memory_for_its_matrix_and_its_largest_query_is_told():
+    num_tokens = 130
+    loop = traced(build_model=Attention, make_batch=lambda n: torch.ones(n, num_tokens, WIDTH))
+    assert loop.attention_elements == 256 * WIDTH
+    largest = max(moment.total.slope_bytes for moment in loop.peaks.moments)
+    assert largest < 4 * num_tokens * num_tokens  # one matrix of one head
+
+
+def test_values_that_follow_from_the_batch_are_read():
+    seen: list[Any] = []
+
+    def reading(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any]) -> None:
+        mask = batch["mask"].bool()
+        positions = torch.arange(mask.shape[1])
+        longest = int(mask.sum(1).max())
+        seen.append((bool(mask.all()), positions.max().item(), longest, mask.tolist()[0], mask.numpy().shape))
+        train_step(model, optimizer, batch["inputs"][:, :longest])
+
+    traced(
+        train_step=reading,
+        make_batch=lambda n: {"inputs": torch.ones(n, 5, WIDTH), "mask": torch.ones(n, 5, dtype=torch.long)},
+    )
+    assert seen[0] == (True, 4, 5, [True] * 5, (2, 5))
+
+
+def sharded() -> nn.Module:
+    model = build_model()
+    for module in (model[0], model[1], model):
+        fully_shard(module)
+    return model
+
+
+def test_ranks_share_parameters_gradients_and_state_under_fsdp2():
+    alone, shared = traced(), traced(build_model=sharded, ranks=4)
+    assert not dist.is_initialized()
+    assert (shared.num_parameters, shared.num_trainable) == (alone.num_parameters, alone.num_trainable)
+    kinds = shared.peaks.moment(2, "optimizer").at(2)
+    assert kinds["parameters"] < alone.peaks.moment(2, "optimizer").at(2)["parameters"]
+    assert any(moment.at(2)["gathered parameters"] > 0 for moment in shared.peaks.moments)
+
+
+# What cannot be traced. The refusal names the line that ends in "# here".
+
+
+@torch.library.custom_op("test_loop::doubled", mutates_args=())
+def doubled(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden * 2
+
+
+def takes_nonzero(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
+    model(batch).nonzero()  # here
+
+
+def indexes_by_booleans(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
+    outputs = model(batch)
+    outputs[outputs > 0].sum().backward()  # here
+
+
+def indexes_the_batch(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
+    model(batch[batch[:, 0] > 0])  # here
+
+
+def calls_a_kernel(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
+    doubled(model(batch))  # here
+
+
+def converts_to_numpy(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
+    model(batch).detach().numpy()  # here
+
+
+def converts_to_a_list(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
+    model(batch).tolist()  # here
+
+
+def raises_by_a_value(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
+    if not (model(batch) > 0).any():
+        raise RuntimeError("no output is above zero")  # here
+
+
+def takes_a_value_as_a_size(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
+    longest = model(batch).argmax(-1).max().item()
+    batch.new_zeros(2, longest)  # here
+
+
+PLACES: list[tuple[Callable[..., None], str]] = [
+    (takes_nonzero, "calls aten.nonzero.default, whose result has a size that depends on values"),
+    (indexes_by_booleans, "calls aten.index.Tensor, whose result has a size that depends on values"),
+    (indexes_the_batch, "calls aten.index.Tensor, whose result has a size that depends on values"),
+    (
+        calls_a_kernel,
+        "calls test_loop::doubled, which has no fake implementation (`torch.library.register_fake`)",
+    ),
+    (converts_to_numpy, "converts a tensor by `numpy`"),
+    (converts_to_a_list, "converts a tensor by `tolist`"),
+    (
+        raises_by_a_value,
+        "raised RuntimeError: no output is above zero, after values were read, which a trace does not have",
+    ),
+    (takes_a_value_as_a_size, "passes a tensor's value as `size` to aten.new_zeros.default"),
+]
+
+
+@pytest.mark.parametrize(("step", "what"), PLACES)
+def test_a_step_that_needs_values_is_refused_with_its_line(step: Callable[..., None], what: str):
+    lines, first = inspect.getsourcelines(step)
+    place = next(number for number, line in enumerate(lines, start=first) if line.endswith("# here\n"))
+    with pytest.raises(InputError) as refused:
+        traced(train_step=step)
+    file = Path(__file__).relative_to(Path.cwd())
+    assert str(refused.value) == (
+        f"`train_step` must run on tensors without values to be planned, but {file}:{place} {what}."
+    )
+
+
+def differs_by_size(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+    loss = model(batch).square().mean()
+    if len(batch) == 3:
+        loss = loss + 1
+    loss.backward()
+    optimizer.step()
+
+
+def does_not_step(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
+    model(batch).sum().backward()
+
+
+def on_the_cpu() -> nn.Module:
+    with torch.device("cpu"):
+        return nn.Linear(WIDTH, 3)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"train_step": differs_by_size},
+        "`train_step` must run the same operations at batch sizes 2 and 3, but operation {} (backward) is"
+        " aten.ones_like.default at one and aten.add.Tensor at the other.",
+    ),
+    ({"train_step": does_not_step}, "`train_step` must step the optimizer it is given, but did not."),
+    (
+        {"build_model": on_the_cpu},
+        "`build_model` must leave the model on the meta device, on which it is called, but put `weight` on 'cpu'.",
+    ),
+    ({"build_model": lambda: 3}, "`build_model` must return a module, but returned 3."),
+    ({"build_model": nn.Sequential}, "`build_model` must return a model with parameters, but it has none."),
+    (
+        {"make_batch": lambda n: torch.ones(4, WIDTH)},
+        "`make_batch(n)` must return n samples, all as long as each other, but its tensors have shapes"
+        " (4, 8) for n=1; (4, 8) for n=2; (4, 8) for n=3.",
+    ),
+    (
+        {"make_batch": lambda n: torch.ones(n, WIDTH + n % 2)},
+        "`make_batch(n)` must return n samples, all as long as each other, but its tensors have shapes"
+        " (1, 9) for n=1; (2, 8) for n=2; (3, 9) for n=3.",
+    ),
+    (
+        {"make_batch": lambda n: [n]},
+        "`make_batch(n)` must return n samples, all as long as each other, but its tensors have shapes"
+        " none for n=1; none for n=2; none for n=3.",
+    ),
+    ({"build_optimizer": lambda model: None}, "`build_optimizer` must return an optimizer, but returned None."),
+    (
+        {"build_optimizer": lambda model: build_optimizer(build_model())},
+        "`build_optimizer` must return an optimizer of the parameters of the model it is given, but 10 of its"
+        " parameters are others.",
+    ),
+    ({"ranks": 0}, "`ranks` must be at least 1, but is 0 instead."),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), REFUSED)
+def test_what_is_no_loop_is_refused(changes: dict[str, Any], sentence: str):
+    with pytest.raises(InputError) as refused:
+        traced(**changes)
+    before, _, after = sentence.partition("{}")
+    assert str(refused.value).startswith(before)
+    assert str(refused.value).endswith(after)
+
+
+def test_several_ranks_are_refused_in_a_process_that_has_a_group(tmp_path: Path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        with pytest.raises(InputError) as refused:
+            traced(ranks=2)
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+    assert str(refused.value) == (
+        "A plan for several ranks must start its own process group, but this process is in one of 1 already."
+    )
+
+
+def state_of_torch() -> list[Any]:
+    """Everything that a trace may change."""
+    half = torch.ones(2, 2, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = [half.softmax(-1).dtype, torch.cat([half, half.float()]).dtype, torch.mm(half, half).dtype]
+    torch_names = [
+        torch.is_autocast_enabled,
+        torch.set_autocast_dtype,
+        torch.nn.functional.scaled_dot_product_attention,
+    ]
+    modules = ("torch.optim.optimizer", "torch.utils._foreach_utils")
+    return [
+        *cast,
+        *torch_names,
+        *(list(sys.modules[name]._foreach_supported_types) for name in modules),
+        sys.modules["torch.optim.optimizer"]._get_foreach_kernels_supported_devices,
+        {name: value for name, value in vars(torch.cuda).items() if callable(value)},
+        dict(vars(torch._subclasses.FakeTensor)),
+        dict(vars(torch.amp.GradScaler)),
+        torch.distributed.device_mesh.DeviceMesh.__init__,
+        torch.UntypedStorage.resize_,
+        (torch.get_default_device(), torch.get_default_dtype(), torch.get_autocast_dtype("cpu")),
+        (torch.is_grad_enabled(), dist.is_initialized(), gc.isenabled()),
+        _get_current_dispatch_mode_stack(),
+        [(type(mode), vars(mode)["device"]) for mode in torch.overrides._get_current_function_mode_stack()],
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        np.random.get_state(legacy=False)["state"]["key"].tolist(),
+        len(torch.nn.modules.module._global_forward_hooks),
+    ]
+
+
+@pytest.mark.parametrize("default", [None, "meta"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_stays_behind(fails: bool, default: str | None):
+    def drawing_batch(num_samples: int) -> torch.Tensor:
+        random.random()
+        np.random.rand()
+        return torch.rand(num_samples, WIDTH, device="cpu")
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+        torch.set_default_device("cuda")
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        torch.manual_seed(1)
+        torch.set_grad_enabled(True)
+        train_step(model, optimizer, batch)
+        if fails:
+            raise RuntimeError("on purpose")
+
+    def sharded_in_float32() -> nn.Module:
+        torch.set_default_dtype(torch.float32)
+        return sharded()
+
+    torch.set_default_device(default)
+    try:
+        with torch.device("cpu"):
+            before = state_of_torch()
+        refused = False
+        try:
+            traced(build_model=sharded_in_float32, train_step=step, make_batch=drawing_batch, ranks=2)
+        except InputError:
+            refused = True
+        with torch.device("cpu"):
+            after = state_of_torch()
+    finally:
+        torch.set_default_device(None)
+    assert refused == fails
+    assert after == before
+
+
+ALONE = """
+import sys
+
+sys.modules.update(dict.fromkeys(["torchtune", "torchao", "omegaconf", "tqdm"]))  # so that importing one fails
+import torch
+from torchtune_adaptive.plan.trace.loop import trace_loop
+
+
+def train_step(model, optimizer, batch):
+    model(batch).sum().backward()
+    optimizer.step()
+
+
+loop = trace_loop(
+    lambda: torch.nn.Linear(8, 8),
+    lambda model: torch.optim.AdamW(model.parameters()),
+    train_step,
+    lambda n: torch.ones(n, 8),
+    shows_progress=True,
+)
+assert loop.num_parameters == 72
+"""
+
+
+def test_it_needs_torch_alone():
+    run = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]

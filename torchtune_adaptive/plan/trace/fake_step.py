@@ -1,0 +1,160 @@
+"""Fake tensors for a train step that a user wrote. It needs torch alone.
+
+A trace has no values. Small tensors of integers that follow from the batch alone, such as attention masks and
+positions, are computed nevertheless: models read them to choose their operations.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torchtune_adaptive.plan.trace.as_cuda import is_cuda
+
+_ATEN: Any = torch.ops.aten
+_READ = _ATEN._local_scalar_dense.default
+_INDEX = _ATEN.index.Tensor
+_FACTORIES = {
+    _ATEN.arange.default,
+    _ATEN.arange.start,
+    _ATEN.arange.start_step,
+    _ATEN.full.default,
+    _ATEN.ones.default,
+    _ATEN.zeros.default,
+}
+_MOST_KNOWN = 2**20  # elements of a tensor whose values are known
+_UNKNOWN_INTEGER = 99_991  # no size that anybody would choose
+_TOKENS_PER_BLOCK = 128  # of flash attention
+
+
+class CannotTraceError(Exception):
+    """The step does something that needs values. The message goes on with "file:line ..."."""
+
+
+class FakeStep(FakeTensorMode):
+    """Mode in which a user's step runs on fake tensors.
+
+    An unknown value that is read, for example by ``loss.item()``, is False if it is a bool, and 1 if it is a float. An
+    integer is a number that must not become a size.
+
+    Attributes:
+        num_operations: operations so far.
+        has_read_values: whether an unknown value was read.
+        attention_elements: of the largest query of an attention operation, with tokens rounded up to blocks of 128.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.num_operations = 0
+        self.has_read_values = False
+        self.attention_elements = 0
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor for the real one, whose values are known if it is small."""
+        known = self.may_turn_const(tensor)
+        return self.fake_tensor_converter.from_real_tensor(self, tensor, make_constant=known)
+
+    def may_turn_const(self, t: torch.Tensor) -> bool:
+        """Whether values of the real tensor are kept. It overrides a limit of one element."""
+        return t.numel() <= _MOST_KNOWN and t.layout is torch.strided and not t.is_meta and not self.is_our_fake(t)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self.num_operations += 1
+        if func is _READ:
+            return self._read(args[0])
+        if torch.Tag.dynamic_output_shape in func.tags and (func is not _INDEX or _has_mask(args[1])):
+            raise DynamicOutputShapeException(func)  # even if values are known: those of other batches differ
+        if is_cuda(kwargs.get("device")):  # a default device, which the function mode does not see
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        if self.has_read_values:
+            _require_known_sizes(func, args, kwargs)
+        outputs = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _FACTORIES:
+            return self._known(outputs, func, args, kwargs)
+        if func.__name__.startswith("_scaled_dot_product") and "backward" not in func.__name__:
+            *_, tokens, _ = args[0].shape
+            padded = -(-tokens // _TOKENS_PER_BLOCK) * _TOKENS_PER_BLOCK
+            self.attention_elements = max(self.attention_elements, args[0].numel() // tokens * padded)
+        return outputs
+
+    def _read(self, tensor: torch.Tensor) -> bool | int | float:
+        known = known_values(tensor)
+        if known is not None:
+            with _disable_current_modes():
+                return known.item()
+        self.has_read_values = True
+        if tensor.dtype == torch.bool:
+            return False
+        return 1.0 if tensor.is_floating_point() or tensor.is_complex() else _UNKNOWN_INTEGER
+
+    def _known(self, made: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        if made.is_floating_point() or made.is_complex() or made.device.type != "cpu" or made.numel() > _MOST_KNOWN:
+            return made
+        with _disable_current_modes():
+            real = func(*args, **kwargs)
+        return self.fake(real)
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices)
+
+
+def known_values(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The real tensor with the values of ``tensor``, None if they are not known."""
+    return tensor.constant if isinstance(tensor, FakeTensor) else tensor
+
+
+@contextmanager
+def treated_as_real() -> Iterator[None]:
+    """Within the context, other code treats fake tensors as real ones.
+
+    Optimizers and clipping work on lists of them. transformers, where it is loaded, reads attention masks, which it
+    otherwise builds even if no token is masked. ``tolist`` and ``numpy`` raise ``CannotTraceError`` without values.
+    """
+    imports = sys.modules.get("transformers.utils.import_utils")
+    with ExitStack() as stack:
+        for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+            kinds = sys.modules[module]._foreach_supported_types
+            kinds.append(FakeTensor)
+            stack.callback(kinds.remove, FakeTensor)
+        if hasattr(imports, "is_fake_tensor"):
+            stack.enter_context(mock.patch.object(imports, "is_fake_tensor", _no))
+        for name in ("tolist", "numpy", "__array__"):
+            stack.enter_context(mock.patch.object(FakeTensor, name, _converted_by(name)))
+        yield
+
+
+def _no(_: object) -> bool:
+    return False  # a mock's own return value would come with a record of the arguments, which keeps them alive
+
+
+def _converted_by(name: str) -> Any:
+    def converted(tensor: FakeTensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.constant is None:
+            raise CannotTraceError(f"converts a tensor by `{name}`")
+        with _disable_current_modes():
+            return getattr(tensor.constant, name)(*args, **kwargs)
+
+    return converted
+
+
+def _require_known_sizes(func: Any, args: Any, kwargs: Any) -> None:
+    """Refuse an operation that takes an unknown integer as a size, a place or a number of repeats."""
+    parameters = func._schema.arguments
+    given = [*zip((one.name for one in parameters), args, strict=False), *kwargs.items()]
+    kinds = {one.name: str(one.type) for one in parameters}
+    for name, value in given:
+        values = value if isinstance(value, list | tuple) else (value,)
+        is_size = "int" in kinds[name] or "Int" in kinds[name]
+        if is_size and any(type(one) is int and one == _UNKNOWN_INTEGER for one in values):
+            raise CannotTraceError(f"passes a tensor's value as `{name}` to {func}")

@@ -1,0 +1,405 @@
+"""Trace the train step of any PyTorch loop, in this process. It needs torch alone.
+
+Nothing is computed: the model is built on the meta device, and its step runs on fake tensors.
+"""
+
+import copy
+import gc
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtune_adaptive.engine.memory.phases import phases_by_hooks
+from torchtune_adaptive.engine.memory.timeline import Line
+from torchtune_adaptive.engine.progress import Bar
+from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES
+from torchtune_adaptive.errors import InputError, quote, require_integer
+from torchtune_adaptive.plan.trace.as_cuda import DevicesMapped, as_cuda
+from torchtune_adaptive.plan.trace.fake_step import FakeStep, treated_as_real
+from torchtune_adaptive.plan.trace.fake_tensors import (
+    fake_like,
+    make_fake,
+    shardings_worked_out_unseen,
+    start_fake_process_group,
+)
+from torchtune_adaptive.plan.trace.peaks import StepLines, StepPeaks
+from torchtune_adaptive.plan.trace.recorder import CUDA_GRANULARITY_BYTES, StepTrace
+from torchtune_adaptive.plan.trace.untraceable import refusal
+
+_SIZES = (*SMALL_BATCH_SIZES, 1)  # a dimension of size 1 runs other operations
+_SHOWN_AFTER_S = 2.0
+
+BuildModel = Callable[[], nn.Module]
+BuildOptimizer = Callable[[Any], torch.optim.Optimizer]
+TrainStep = Callable[[Any, Any, Any], object]
+MakeBatch = Callable[[int], Any]
+
+
+@dataclass(frozen=True)
+class TracedLoop:
+    """The memory of a loop's train step on rank 0, and figures of its model.
+
+    Attributes:
+        peaks: of a steady-state step, as a function of the batch size.
+        num_parameters: parameters over all ranks.
+        num_trainable: the part of them that requires gradients.
+        attention_elements: of the largest query of an attention operation, per sample: tokens, rounded up to a multiple
+            of 128, times heads times head dimension. 0 without such operations.
+    """
+
+    peaks: StepPeaks
+    num_parameters: int
+    num_trainable: int
+    attention_elements: int
+
+
+def trace_loop(
+    build_model: BuildModel,
+    build_optimizer: BuildOptimizer,
+    train_step: TrainStep,
+    make_batch: MakeBatch,
+    *,
+    ranks: int = 1,
+    like_cuda: bool = True,
+    shows_progress: bool = False,
+) -> TracedLoop:
+    """Trace a loop's step at a few batch sizes, on tensors without memory.
+
+    Everything that a trace changes in torch is restored, also after an error: random generators, the default device and
+    type, patches, the process group.
+
+    Args:
+        build_model: returns the model. It is called on the meta device, and may shard the model by ``fully_shard``.
+        build_optimizer: ``build_optimizer(model)`` returns the optimizer of the model's parameters.
+        train_step: ``train_step(model, optimizer, batch)`` runs a whole step: forward and backward passes, optimizer
+            step.
+        make_batch: ``make_batch(n)`` returns a worst-case batch of n samples, as long as any in training.
+        ranks: ranks that train the model together. With more than one, a process group of them exists in all
+            functions, of which this process is rank 0.
+        like_cuda: trace what a GPU would run and allocate. "cuda" can be named as a device without a GPU.
+        shows_progress: show a progress bar on standard error, if the trace takes more than two seconds.
+
+    Raises:
+        InputError: the loop cannot be traced; the message says why.
+    """
+    require_integer("ranks", ranks, minimum=1)
+    if ranks > 1 and dist.is_initialized():
+        raise InputError(
+            "A plan for several ranks must start its own process group, but this process is in one of"
+            f" {dist.get_world_size()} already."
+        )
+    with ExitStack() as stack:
+        stack.enter_context(_settings_restored())
+        if ranks > 1:
+            stack.callback(_end_process_group)
+            start_fake_process_group(ranks)
+        if like_cuda:
+            stack.enter_context(as_cuda(ranks))
+        batches = _batches(make_batch, like_cuda=like_cuda)
+        model = _built(build_model, like_cuda=like_cuda)
+        stack.enter_context(treated_as_real())  # transformers is loaded by now, if the model comes from it
+        loop = _Loop(model, build_optimizer, train_step, like_cuda=like_cuda)
+        with Bar(
+            total=1 + len(_SIZES), desc="tracing", unit=" steps", delay=_SHOWN_AFTER_S, disable=not shows_progress
+        ) as bar:
+            return loop.traced(batches, after_step=bar.update)
+
+
+class _Loop:
+    """A user's model, optimizer and step, on fake tensors."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        build_optimizer: BuildOptimizer,
+        train_step: TrainStep,
+        *,
+        like_cuda: bool,
+    ) -> None:
+        self._mode = FakeStep()
+        self._model = model
+        self._train_step = train_step
+        self._like_cuda = like_cuda
+        self._num_optimizer_steps = 0
+        with self._faking():
+            make_fake(model)
+            self._others = _make_other_tensors_fake(model)
+            self._optimizer = self._called("build_optimizer", build_optimizer, model)
+        _require_optimizer_of(model, self._optimizer)
+
+    def traced(self, batches: Mapping[int, Any], *, after_step: Callable[[], object]) -> TracedLoop:
+        """Trace steps with ``batches``, by their numbers of samples."""
+        traced: dict[int, StepTrace] = {}
+        small, large = SMALL_BATCH_SIZES
+        with self._faking(), _frozen_garbage():
+            self._run(batches[small], lambda _: None)  # creates the optimizer's state and lets FSDP2 set itself up
+            after_step()
+            for size in _SIZES:
+                traced[size] = self._traced_step(batches[size])
+                after_step()
+            lines = _lines(traced[small], traced[large])
+            if lines is None:  # perhaps because the warm-up left something behind
+                traced[small] = self._traced_step(batches[small])
+                lines = _lines(traced[small], traced[large])
+        if lines is None:
+            raise _unequal(traced[small], traced[large])
+        parameters = list(self._model.parameters())
+        return TracedLoop(
+            StepPeaks.from_lines(lines, single_row=traced[1].timelines(1)),
+            num_parameters=sum(one.numel() for one in parameters),
+            num_trainable=sum(one.numel() for one in parameters if one.requires_grad),
+            attention_elements=-(-self._mode.attention_elements // large),
+        )
+
+    def _traced_step(self, real_batch: Any) -> StepTrace:
+        trace = StepTrace(
+            granularity_bytes=CUDA_GRANULARITY_BYTES if self._like_cuda else 1, by_gloo=not self._like_cuda
+        )
+        parameters = list(self._model.parameters())
+        trace.mark([parameters, list(self._model.buffers()), self._others], "parameters")
+        trace.mark(list(self._optimizer.state.values()), "optimizer state")
+        trace.mark([one.grad for one in parameters], "gradients")
+
+        def enter(phase: str) -> None:
+            if phase == "optimizer":
+                trace.mark([one.grad for one in self._model.parameters()], "gradients")
+            trace.enter_phase(phase)
+
+        gc.collect()
+        self._run(real_batch, enter, trace)
+        return trace
+
+    def _run(self, real_batch: Any, enter: Callable[[str], None], trace: StepTrace | None = None) -> None:
+        """Run one step, within ``trace`` if there is one. ``enter`` is called with its phases."""
+        before = self._num_optimizer_steps
+
+        def enter_and_count(phase: str) -> None:
+            self._num_optimizer_steps += phase == "optimizer"
+            enter(phase)
+
+        batch = with_tensors(real_batch, self._mode.fake)
+        enter("forward")
+        with ExitStack() as stack:
+            stack.enter_context(phases_by_hooks(self._model, self._optimizer, enter_and_count))
+            if trace is not None:
+                trace.mark(_tensors_of(batch), "activations")
+                stack.enter_context(trace)
+            self._called("train_step", self._train_step, self._model, self._optimizer, batch)
+        if self._num_optimizer_steps == before:
+            raise InputError("`train_step` must step the optimizer it is given, but did not.")
+
+    def _called(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        return _called(name, function, *args, mode=self._mode)
+
+    @contextmanager
+    def _faking(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self._mode)
+            if self._like_cuda:
+                stack.enter_context(DevicesMapped("cpu"))
+            stack.enter_context(shardings_worked_out_unseen())
+            yield
+
+
+def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of a batch with changed tensors. They may be in lists, tuples, mappings and attributes of objects."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        copied.update({key: with_tensors(one, change) for key, one in value.items()})
+        return copied
+    if isinstance(value, list | tuple):
+        changed = [with_tensors(one, change) for one in value]
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+    if isinstance(value, type) or not hasattr(value, "__dict__") or callable(value):
+        return value
+    copied = copy.copy(value)  # for example a `BatchEncoding`, which keeps a dict
+    for name, one in vars(value).items():
+        object.__setattr__(copied, name, with_tensors(one, change))
+    return copied
+
+
+def _tensors_of(batch: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    with_tensors(batch, lambda tensor: found.append(tensor) or tensor)
+    return found
+
+
+def _called(name: str, function: Callable[..., Any], *args: Any, mode: FakeStep | None = None) -> Any:
+    """Call a function of the user.
+
+    Raises:
+        InputError: it failed, because it needs values, or for a reason of its own.
+    """
+    failed: Exception
+    try:
+        return function(*args)
+    except InputError:
+        raise
+    except Exception as error:
+        failed = error
+    raise refusal(name, failed, has_read_values=mode is not None and mode.has_read_values) from failed
+
+
+def _built(build_model: BuildModel, *, like_cuda: bool) -> nn.Module:
+    with ExitStack() as stack:
+        if like_cuda:
+            stack.enter_context(DevicesMapped("meta"))
+        stack.enter_context(torch.device("meta"))
+        model = _called("build_model", build_model)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"`build_model` must return a module, but returned {quote(model)}.")
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise InputError("`build_model` must return a model with parameters, but it has none.")
+    for name, parameter in parameters.items():
+        if parameter.device.type != "meta":
+            raise InputError(
+                f"`build_model` must leave the model on the meta device, on which it is called, but put `{name}` on"
+                f" '{parameter.device}'."
+            )
+    return model
+
+
+def _batches(make_batch: MakeBatch, *, like_cuda: bool) -> dict[int, Any]:
+    """Real batches, by their numbers of samples: a few rows take no memory worth mentioning, and models read them."""
+    with ExitStack() as stack:
+        if like_cuda:
+            stack.enter_context(DevicesMapped("cpu"))
+        batches = {size: _called("make_batch", make_batch, size) for size in _SIZES}
+    _require_linear({size: [tuple(one.shape) for one in _tensors_of(batch)] for size, batch in batches.items()})
+    return batches
+
+
+def _require_linear(shapes: dict[int, list[tuple[int, ...]]]) -> None:
+    """Refuse batches whose tensors do not grow with the number of samples, in one dimension each.
+
+    Raises:
+        InputError: the shapes are not those of batches with so many samples.
+    """
+    one, (small, large) = shapes[1], (shapes[size] for size in SMALL_BATCH_SIZES)
+    is_linear = len(one) == len(small) == len(large)
+    grows = False
+    for lengths in zip(one, small, large, strict=True) if is_linear else ():
+        ranks = {len(shape) for shape in lengths}
+        steps = [(b - a, c - b) for a, b, c in zip(*lengths, strict=True)] if len(ranks) == 1 else [(0, 1)]
+        is_linear &= all(first == second for first, second in steps) and sum(first != 0 for first, _ in steps) <= 1
+        grows |= any(first > 0 for first, _ in steps)
+    if not (is_linear and grows):
+        told = "; ".join(f"{', '.join(map(str, shapes[size])) or 'none'} for n={size}" for size in sorted(shapes))
+        raise InputError(
+            f"`make_batch(n)` must return n samples, all as long as each other, but its tensors have shapes {told}."
+        )
+
+
+def _make_other_tensors_fake(model: nn.Module) -> list[torch.Tensor]:
+    """Replace tensors that modules keep as plain attributes, and return the fake ones. Call it in the fake mode."""
+    made: list[torch.Tensor] = []
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor):
+                made.append(fake_like(value))
+                setattr(module, name, made[-1])
+    return made
+
+
+def _require_optimizer_of(model: nn.Module, optimizer: Any) -> None:
+    """Refuse what is not an optimizer of the model's parameters.
+
+    Raises:
+        InputError: it is not.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"`build_optimizer` must return an optimizer, but returned {quote(optimizer)}.")
+    known = {id(parameter) for parameter in model.parameters()}
+    strange = sum(id(one) not in known for group in optimizer.param_groups for one in group["params"])
+    if strange:
+        raise InputError(
+            "`build_optimizer` must return an optimizer of the parameters of the model it is given, but"
+            f" {strange} of its parameters are others."
+        )
+
+
+def _lines(small: StepTrace, large: StepTrace) -> StepLines | None:
+    """The lines of two steps with ``SMALL_BATCH_SIZES`` samples. None if they ran different operations.
+
+    They grow by the bytes of tensors: as the allocator rounds them up, two or three small samples may take the same.
+    """
+    exact = [
+        trace.timelines(size, granularity_bytes=1)
+        for size, trace in zip(SMALL_BATCH_SIZES, (small, large), strict=True)
+    ]
+    lines = StepLines.from_timelines(*exact, seq_len=0)
+    if lines is None:
+        return None
+    rounded = small.timelines(SMALL_BATCH_SIZES[0])
+    by_kind = {
+        kind: [
+            Line(line.intercept_bytes + live - exact_live, line.slope_bytes)
+            for line, live, exact_live in zip(
+                lines.by_kind[kind], timeline.live_bytes, exact[0][kind].live_bytes, strict=True
+            )
+        ]
+        for kind, timeline in rounded.items()
+    }
+    return replace(lines, by_kind=by_kind)
+
+
+def _unequal(small: StepTrace, large: StepTrace) -> InputError:
+    """The error for steps that ran different operations."""
+    one, other = (next(iter(trace.timelines(1).values())) for trace in (small, large))
+    ended = ("the end",)
+    pairs = list(zip(one.operations + ended, other.operations + ended, strict=False))
+    place = next(index for index, (first, second) in enumerate(pairs) if first != second)
+    phase = (one.phases + other.phases[-1:])[min(place, len(one.phases))]
+    first, second = pairs[place]
+    return InputError(
+        f"`train_step` must run the same operations at batch sizes {SMALL_BATCH_SIZES[0]} and {SMALL_BATCH_SIZES[1]},"
+        f" but operation {place} ({phase}) is {first} at one and {second} at the other."
+    )
+
+
+def _end_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _frozen_garbage() -> Iterator[None]:
+    """Collections of garbage skip the objects that exist already, which makes them fast."""
+    freezes = gc.get_freeze_count() == 0
+    if freezes:
+        gc.collect()
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if freezes:
+            gc.unfreeze()
+
+
+@contextmanager
+def _settings_restored() -> Iterator[None]:
+    """Restore what the user's functions may set in torch. Within the context no default device is set."""
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    device, dtype, state = None if context is None else context.device, torch.get_default_dtype(), random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy else None
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.set_default_device(None)
+        try:
+            yield
+        finally:
+            torch.set_default_device(device)
+            torch.set_default_dtype(dtype)
+            random.setstate(state)
+            if numpy:
+                numpy.random.set_state(numpy_state)
