@@ -1,6 +1,7 @@
 PYTHON ?= python3
 STAMP := .venv/stamp
 PEERS_STAMP := .venv-peers/stamp
+HUGGING_FACE_STAMP := .venv-hugging-face/stamp
 SIMULATED_TORCH := 2.13.0
 SIMULATED_STAMP := .venv-simulated-gpu/stamp-$(SIMULATED_TORCH)
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
@@ -30,10 +31,11 @@ reference: $(STAMP)
 pictures: $(STAMP)
 	$(IN_VENV) scripts/pictures
 
-bench: $(STAMP) $(PEERS_STAMP)
+bench: $(STAMP) $(PEERS_STAMP) $(HUGGING_FACE_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.search_accuracy
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.loop
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.forecast_accuracy
+	OMP_NUM_THREADS=1 .venv-hugging-face/bin/python -m benchmarks.loop_accuracy
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.allocator_events
 	.venv/bin/python -m benchmarks.plan_cost
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_memory
@@ -71,7 +73,7 @@ format: $(STAMP)
 	.venv/bin/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-peers demo_output site build dist .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-peers .venv-hugging-face demo_output site build dist .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The bound on torch picks a CPU wheel where one is at hand.
@@ -83,6 +85,12 @@ $(STAMP): pyproject.toml
 $(PEERS_STAMP): pyproject.toml benchmarks/peers.txt
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install 'torch>=2.9,<2.14' -e . -r benchmarks/peers.txt
+	touch $@
+
+# Without torchtune and torchao, beside which peft refuses LoRA. The package is found by its path.
+$(HUGGING_FACE_STAMP): benchmarks/hugging_face.txt
+	$(PYTHON) -m venv .venv-hugging-face
+	.venv-hugging-face/bin/python -m pip install 'torch>=2.9,<2.14' -r benchmarks/hugging_face.txt
 	touch $@
 
 # Tests, the parts of `make gpu` as far as they can run without a GPU, and the search against its peers.
