@@ -21,12 +21,12 @@ LAYERS = [
     {"ppo"},  # which nobody else imports
 ]
 NEVER_IN_ENGINE = {"torchtune", "torchao", "omegaconf", "tqdm"}
-BOTH_FUNCTIONS = f"""
+ALL_FUNCTIONS = f"""
 import sys
 
 sys.modules.update(dict.fromkeys({sorted(NEVER_IN_ENGINE)}))  # so that importing one fails
 import torch
-from torchtune_adaptive import RecoverableStep, find_max_batch_size
+from torchtune_adaptive import RecoverableStep, find_max_batch_size, plan_max_batch_size
 from torchtune_adaptive.engine.progress import Bar
 
 assert list(Bar(range(3))) == [0, 1, 2]
@@ -54,6 +54,23 @@ assert found.batch_size > 100, found
 assert step.recovers
 assert torch.isfinite(loss), loss
 assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def planned_step(model, optimizer, rows):
+    model(rows).sum().backward()
+    optimizer.step()
+
+
+plan = plan_max_batch_size(
+    lambda: torch.nn.Linear(8, 8),
+    lambda model: torch.optim.AdamW(model.parameters()),
+    planned_step,
+    lambda n: torch.ones(n, 8),
+    memory="64KiB",
+    device="cpu",
+)
+assert plan.decisive.largest_batch_size > 100, plan
+assert "Linear: " in str(plan), plan
 """
 
 
@@ -93,6 +110,6 @@ def test_the_engine_imports_torch_and_the_standard_library_alone():
     assert not wrong
 
 
-def test_a_search_and_a_step_that_recovers_run_with_torch_alone():
-    run = subprocess.run([sys.executable, "-c", BOTH_FUNCTIONS], cwd=PACKAGE.parent, capture_output=True, text=True)
+def test_a_search_a_plan_and_a_step_that_recovers_run_with_torch_alone():
+    run = subprocess.run([sys.executable, "-c", ALL_FUNCTIONS], cwd=PACKAGE.parent, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]

@@ -17,6 +17,7 @@ def test_the_package_offers_these_names() -> None:
         "RecoverableStep",
         "SearchResult",
         "find_max_batch_size",
+        "plan_max_batch_size",
     ]
 
 
@@ -49,6 +50,6 @@ def test_find_max_batch_size_has_the_signature_that_is_promised() -> None:
 
 def test_results_carry_these_fields() -> None:
     of_probe, of_result = ({field.name for field in dataclasses.fields(kind)} for kind in (Probe, SearchResult))
-    assert of_probe == {"batch_size", "fits", "peak_bytes", "phase_peak_bytes", "seconds"}
+    assert of_probe == {"batch_size", "fits", "peak_bytes", "phase_peak_bytes", "seconds", "failure"}
     assert of_result >= {"strategy", "exact_batch_size", "batch_size", "memory_limit_bytes", "margin", "world_size"}
     assert "probes" in of_result

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.engine.recovery.step import RecoverableStep
     from torchtune_adaptive.engine.recovery.watch import MemoryEvent
     from torchtune_adaptive.engine.search.any_loop import find_max_batch_size
+    from torchtune_adaptive.plan.any_loop import plan_max_batch_size
 
 __all__ = [
     "CannotRecoverError",
@@ -20,6 +21,7 @@ __all__ = [
     "RecoverableStep",
     "SearchResult",
     "find_max_batch_size",
+    "plan_max_batch_size",
 ]
 
 # Imported at first use: torch takes seconds to import, and a plan does not need it.
@@ -27,6 +29,7 @@ _WITH_TORCH = {
     "MemoryEvent": "engine.recovery.watch",
     "RecoverableStep": "engine.recovery.step",
     "find_max_batch_size": "engine.search.any_loop",
+    "plan_max_batch_size": "plan.any_loop",
 }
 
 

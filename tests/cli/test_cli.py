@@ -350,6 +350,46 @@ def test_a_refusal_of_the_worker_is_printed(program: Program, tracing: FakeTraci
     assert ended == Ended(1, "", f"tune-adaptive plan: {tracing.refuses}\n")
 
 
+# ---- plans of Hugging Face models
+
+HF = ("plan", "--hf", "some/model", "--memory", "80GiB")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["plan", "--memory", "H100"], "One of `--config` and `--hf` must be given, but neither is."),
+        ([*FULL, *HF[1:]], "One of `--config` and `--hf` must be given, but both are."),
+        ([*HF[:3]], "`--memory` must be a GPU's name or a size, as in H100 or 80GiB, but is missing."),
+        ([*HF, "--what-if"], "`--what-if` must be left out with `--hf`, but is given."),
+        ([*HF, "--plot", "x.svg"], "`--plot` must be left out with `--hf`, but is given."),
+        ([*HF, "batch_size=2"], "`key=value` must be left out with `--hf`, but is given."),
+        ([*HF, "--seq-len", "8,16"], "`--seq-len` must be an integer, but is '8,16' instead."),
+        ([*HF, "--lora", "none"], "`--lora` must be an integer, but is 'none' instead."),
+        ([*HF, "--dtype", "int8"], "`dtype` must be one of bf16, fp32, mixed, but is 'int8' instead."),
+    ],
+)
+def test_options_that_do_not_go_with_a_hugging_face_model_are_refused(
+    arguments: list[str], sentence: str, program: Program
+) -> None:
+    program.refuses(*arguments, sentence=sentence)
+
+
+def test_a_hugging_face_model_is_planned_from_its_config(program: Program, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ("plan", "--hf", str(tmp_path), "--memory", "24GiB", "--seq-len", "64", "--batch-size", "1,8")
+    ended = program(*arguments)
+    first, *_ = ended.out.splitlines()
+    assert (ended.status, first) == (0, f"{tmp_path}, samples of 64 tokens: 0.10 M parameters")
+    assert "\nAssumed: weights and computation in bfloat16; every layer recomputed" in ended.out
+    assert [row[0] for row in tables(ended.out)[1][1:]] == ["1", "8"]
+    content = json.loads(program(*arguments, "--json").out)
+    assert content["assumptions"].startswith("Assumed: ")
+    assert [size["batch_size"] for size in content["lengths"][0]["asked"]] == [1, 8]
+
+
 # ---- what is refused
 
 MEMORY = ("--memory", "80GiB")

@@ -159,7 +159,7 @@ class PageCommands:
             parsed, others = _parsed(_parser(), arguments, allows_others=True)
             if others and ("overrides" not in parsed or any(other.startswith("-") for other in others)):
                 raise WrongCommand(f"`tune-adaptive {command}` does not take {' '.join(others)}")
-            if "config" in parsed:
+            if vars(parsed).get("config") is not None:  # or `--hf`
                 method_of(self._config(parsed.config, [*parsed.overrides, *others]))
             if command == "plan":
                 for option in ("--seq-len", "--batch-size", "--nproc_per_node", "--nnodes"):

@@ -52,9 +52,16 @@ def document_names() -> dict[str, Any]:
         for parameter in model.parameters():
             parameter.grad = None
 
+    def planned_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+        F.cross_entropy(model(batch).flatten(0, 1), batch.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
     return {
         "AdaptiveFullFinetuneRecipeDistributed": AdaptiveFullFinetuneRecipeDistributed,
         "F": F,
+        "build_model": lambda: nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)),
+        "build_optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
         "collate": collate,
         "dist": dist,
         "loader": [list(make_batch(4))],
@@ -62,6 +69,7 @@ def document_names() -> dict[str, Any]:
         "micro_step": micro_step,
         "model": model,
         "optimizer": optimizer,
+        "planned_step": planned_step,
         "recipe": SimpleNamespace(train=lambda: None),
         "torch": torch,
         "train_step": train_step,

@@ -122,7 +122,7 @@ def planned(
         cfg=cfg,
         card=Card(name="a card", memory_bytes=memory_bytes, calibration=calibration),
         world_size=world_size,
-        seq_lens=tuple(length.seq_len or 0 for length in step.peaks),
+        seq_lens=tuple(length.seq_len for length in step.peaks),
         batch_sizes=tuple(batch_sizes),
     )
     return launch.plan(gives(step))

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.cli.arguments import Commands, add_command, integer, integers
 from torchtune_adaptive.errors import InputError, quote
 from torchtune_adaptive.plan.changes import ways_to_fit, what_if
-from torchtune_adaptive.plan.config_plan import ConfigLaunch, as_traced, row_lengths
+from torchtune_adaptive.plan.config_plan import USUAL_SEQ_LENS, ConfigLaunch, as_traced, row_lengths
 from torchtune_adaptive.plan.decide import Plan, PlannedChange
 from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.show.as_json import plan_json
@@ -37,8 +37,12 @@ def add_plan(commands: Commands) -> None:
         "plan --config llama3_1/8B_lora --memory A100-80GB --batch-size 1,2,4,8",
         "plan --config llama3_1/8B_full --memory H100 --batch-size 4 --modules --plot step.svg",
         "plan --config llama3_1/8B_full --memory 24GiB,A100-80GB,H100 --nproc_per_node 1,2,4,8",
+        "plan --hf mistralai/Mistral-7B-v0.1 --lora 16 --seq-len 4096 --batch-size 4 --memory A100-80GB",
     )
-    command.add_argument("--config", required=True, help="name or path of a config")
+    command.add_argument("--config", help="name or path of a config")
+    command.add_argument(
+        "--hf", metavar="MODEL", help="instead of a config: a folder with a config.json, or a name on the Hub"
+    )
     command.add_argument(
         "--nproc_per_node",
         "--nproc-per-node",
@@ -67,6 +71,22 @@ def add_plan(commands: Commands) -> None:
         "--calibration", type=Path, help="file that `tune-adaptive calibrate` wrote on the same GPU model"
     )
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
+    run = command.add_argument_group("a run of a Hugging Face model (--hf)")
+    run.add_argument("--lora", metavar="RANK", help="train LoRA adapters of this rank [all weights]")
+    run.add_argument("--lora-modules", metavar="NAMES", default="", help="layers with adapters, or all-linear [peft's]")
+    run.add_argument(
+        "--dtype", default="bf16", help="bf16, fp32, or mixed: float32 weights, bfloat16 computation [bf16]"
+    )
+    run.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
+    run.add_argument(
+        "--optimizer",
+        default="adamw_torch_fused",
+        help="adamw_torch, adamw_torch_fused, sgd or adafactor [%(default)s]",
+    )
+    run.add_argument(
+        "--loss", default="full", help="full: over all logits at once; chunked: over parts of the tokens [full]"
+    )
+    run.add_argument("--accumulation", default="1", help="gradient accumulation steps [1]")
     command.add_argument(
         "overrides", nargs="*", metavar="key=value", help="override a key of the config, as with `run`"
     )
@@ -74,6 +94,55 @@ def add_plan(commands: Commands) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
+    if (arguments.config is None) == (arguments.hf is None):
+        given = "both are" if arguments.hf is not None else "neither is"
+        raise InputError(f"One of `--config` and `--hf` must be given, but {given}.")
+    if arguments.config is None:
+        _plan_hugging_face(arguments)
+    else:
+        _plan_config(arguments)
+
+
+def _plan_hugging_face(arguments: argparse.Namespace) -> None:
+    from torchtune_adaptive.plan.any_loop import plan_max_batch_size  # torch takes seconds to import
+    from torchtune_adaptive.plan.hugging_face import HuggingFaceRun
+
+    for option in ("what_if", "modules", "snapshot", "plot", "overrides"):
+        if getattr(arguments, option):
+            name = "key=value" if option == "overrides" else f"--{option.replace('_', '-')}"
+            raise InputError(f"`{name}` must be left out with `--hf`, but is given.")
+    if arguments.memory is None:
+        raise InputError("`--memory` must be a GPU's name or a size, as in H100 or 80GiB, but is missing.")
+    seq_len = integer("--seq-len", arguments.seq_len or str(USUAL_SEQ_LENS[0]))
+    ranks = integer("--nproc_per_node", arguments.nproc_per_node) * integer("--nnodes", arguments.nnodes)
+    run = HuggingFaceRun(
+        path=arguments.hf,
+        seq_len=seq_len,
+        dtype=arguments.dtype,
+        lora_rank=None if arguments.lora is None else integer("--lora", arguments.lora),
+        lora_modules=tuple(filter(None, arguments.lora_modules.split(","))),
+        checkpointing=not arguments.no_checkpointing,
+        optimizer=arguments.optimizer,
+        loss=arguments.loss,
+        micro_steps=integer("--accumulation", arguments.accumulation),
+        ranks=ranks,
+    )
+    planned = plan_max_batch_size(
+        run.build_model,
+        run.build_optimizer,
+        run.train_step,
+        run.make_batch,
+        memory=arguments.memory,
+        ranks=ranks,
+        batch_sizes=[] if arguments.batch_size is None else integers("--batch-size", arguments.batch_size),
+        calibration=arguments.calibration,
+        title=f"{arguments.hf}, samples of {seq_len} tokens",
+        assumptions=run.assumptions,
+    )
+    print(json.dumps(plan_json(planned), indent=2) if arguments.json else planned)
+
+
+def _plan_config(arguments: argparse.Namespace) -> None:
     cfg = load_config(arguments.config, arguments.overrides)
     check_top_level_keys(cfg)
     settings = AdaptiveSettings.from_cfg(cfg)

@@ -77,7 +77,6 @@ class ConfigLaunch:
 
     def _length(self, run: "_Run", peaks: StepPeaks, step: TracedStep, device: Device) -> LengthPlan:
         sizes = BatchSizes(peaks, device, sequences=step.sequences)
-        assert peaks.seq_len is not None
         row_tokens = step.sequences * peaks.seq_len
         largest = sizes.largest()
         used = run.rows(largest, row_tokens=row_tokens)

@@ -109,6 +109,7 @@ class Plan:
 
     Attributes:
         title: the config's or the model's name.
+        assumptions: what the plan assumes about the run, as one sentence; "" if the config says it all.
         lengths: one for each length of rows.
         host: host memory of a machine; None if it is not planned.
     """
@@ -119,6 +120,7 @@ class Plan:
     step: TracedStep
     lengths: tuple[LengthPlan, ...]
     host: HostPlan | None = None
+    assumptions: str = ""
 
     @property
     def decisive(self) -> LengthPlan:
@@ -132,7 +134,7 @@ class Plan:
 
     def size(self, batch_size: int) -> SizePlan:
         """The memory of a batch of ``batch_size`` of the longest rows."""
-        peaks = max(self.step.peaks, key=lambda peaks: peaks.seq_len or 0)
+        peaks = max(self.step.peaks, key=lambda peaks: peaks.seq_len)
         return BatchSizes(peaks, self.device, sequences=self.step.sequences).size(batch_size)
 
     def __str__(self) -> str:
@@ -189,7 +191,7 @@ class BatchSizes:
         reserved_bytes = overhead.reserved_bytes(peak_bytes, num_tokens=num_tokens)
         fits: Fits = "perhaps" if self._fits(batch_size) else "no"
         return SizePlan(
-            seq_len=self._peaks.seq_len,
+            seq_len=self._peaks.seq_len or None,
             batch_size=batch_size,
             peak_bytes=peak_bytes,
             phases=self._peaks.phases(batch_size),
@@ -204,7 +206,7 @@ class BatchSizes:
     def plan(self, *, used: int, tokens_per_step: int | None, asked: Sequence[int] = ()) -> LengthPlan:
         """The plan of this length: what fits, the batch that is ``used``, and those ``asked`` for."""
         return LengthPlan(
-            seq_len=self._peaks.seq_len,
+            seq_len=self._peaks.seq_len or None,
             largest_batch_size=self.largest(),
             safe_batch_size=self.largest(safe=True),
             used=self.size(used),
@@ -222,7 +224,7 @@ class BatchSizes:
 
     def _tokens(self, batch_size: int) -> int:
         """Tokens of the batch as attention kernels count them; samples if the rows are not of tokens."""
-        if self._peaks.seq_len is None:
+        if not self._peaks.seq_len:
             return batch_size
         blocks = math.ceil(self._peaks.seq_len / _ATTENTION_BLOCK)
         return batch_size * self._sequences * blocks * _ATTENTION_BLOCK

@@ -15,6 +15,8 @@ def test_the_json_holds_the_whole_plan_and_the_changes_that_make_it_fit() -> Non
     ways = [PlannedChange("2 ranks", found.lengths[0]), PlannedChange("LoRA", None, "`model` is wrong.")]
     content = json.loads(json.dumps(plan_json(found, ways=iter(ways))))
     assert {key: value for key, value in content.items() if not isinstance(value, list | dict)} == {
+        "title": "any",
+        "assumptions": "",
         "world_size": 8,
         "memory_bytes": 80 * GIB,
         "usable_bytes": round(found.device.usable_bytes),

@@ -22,6 +22,8 @@ def plan_json(
     """
     step, host = plan.step, plan.host
     content = {
+        "title": plan.title,
+        "assumptions": plan.assumptions,
         "world_size": plan.world_size,
         "memory_bytes": plan.device.memory_bytes,
         "usable_bytes": plan.device.usable_bytes,

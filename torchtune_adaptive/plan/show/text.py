@@ -31,6 +31,7 @@ def plan_text(plan: Plan, *, ways: Sequence[PlannedChange] = (), command: str = 
     asked = [size for length in plan.lengths for size in length.asked]
     parts = [
         [_headline(plan), *verdict(plan, ways)],
+        [plan.assumptions] if plan.assumptions else [],
         [_device(plan), "", text_table(_sizes(plan.lengths))],
         _columns(plan),
         ["Requested batch sizes:", text_table(_asked(asked))] if asked else [],

@@ -47,6 +47,7 @@ class TracedLoop:
     """The memory of a loop's train step on rank 0, and figures of its model.
 
     Attributes:
+        model_name: the model's type.
         peaks: of a steady-state step, as a function of the batch size.
         num_parameters: parameters over all ranks.
         num_trainable: the part of them that requires gradients.
@@ -54,6 +55,7 @@ class TracedLoop:
             of 128, times heads times head dimension. 0 without such operations.
     """
 
+    model_name: str
     peaks: StepPeaks
     num_parameters: int
     num_trainable: int
@@ -152,6 +154,7 @@ class _Loop:
             raise _unequal(traced[small], traced[large])
         parameters = list(self._model.parameters())
         return TracedLoop(
+            type(self._model).__name__.removeprefix("FSDP"),
             StepPeaks.from_lines(lines, single_row=traced[1].timelines(1)),
             num_parameters=sum(one.numel() for one in parameters),
             num_trainable=sum(one.numel() for one in parameters if one.requires_grad),

@@ -1,0 +1,97 @@
+"""The plan of any loop: what is traced is compared with the memory of a device."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.plans import CALIBRATION, GIB
+from torchtune_adaptive import InputError, plan_max_batch_size
+from torchtune_adaptive.plan.gpu import Overhead
+from torchtune_adaptive.plan.show.as_json import plan_json
+
+WIDTH, TOKENS = 64, 128
+
+
+class Attending(nn.Module):
+    """One layer of attention with two heads, on samples of 128 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, samples: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.inner(samples).unflatten(-1, (3, 2, WIDTH // 2)).transpose(1, 3).unbind(2)
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, samples: torch.Tensor) -> None:
+    model(samples).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def planned(**options: Any) -> Any:
+    functions = Attending, make_optimizer, train_step, lambda n: torch.zeros(n, TOKENS, WIDTH)
+    usual: dict[str, Any] = {"memory": "1GiB", "device": "cpu"}
+    return plan_max_batch_size(*functions, **usual | options)
+
+
+def test_the_largest_batch_on_a_cpu_is_the_last_whose_traced_peak_fits() -> None:
+    plan = planned(margin=0.25)
+    largest = plan.decisive.largest_batch_size
+    assert plan.size(largest).peak_bytes <= 0.75 * GIB < plan.size(largest + 1).peak_bytes
+    assert (plan.decisive.safe_batch_size, plan.decisive.used.batch_size) == (largest, largest)
+    weights = 4 * (WIDTH + 1) * 3 * WIDTH
+    assert plan.decisive.used.kinds["parameters"] == weights
+    assert plan.step.num_parameters == weights // 4
+    assert list(plan.decisive.used.phases) == ["forward", "backward", "optimizer"]
+
+
+def test_a_gpu_adds_what_it_adds_to_a_config() -> None:
+    plan = planned(device="cuda", memory="H100", ranks=1, batch_sizes=[3])
+    assert plan.device.overhead == Overhead.default(1, attention_width=TOKENS * WIDTH)
+    (size,) = plan.decisive.asked
+    scratch = 3 * plan.device.overhead.bytes_per_token
+    assert size.allocated_bytes == size.peak_bytes + plan.device.overhead.workspace_bytes + scratch
+
+
+def test_a_calibration_is_used(tmp_path: Path) -> None:
+    dataclasses.replace(CALIBRATION, gpu="NVIDIA H100 80GB HBM3").write(tmp_path / "h100.json")
+    plan = planned(device="cuda", memory="H100", calibration=tmp_path / "h100.json")
+    assert "calibrated on NVIDIA H100" in plan.device.overhead.source
+
+
+def test_a_plan_prints_as_tables_of_samples_and_has_a_json_form() -> None:
+    plan = planned(batch_sizes=[1, 2], title="mine", assumptions="Assumed: nothing.")
+    first, second, third, *_ = str(plan).splitlines()
+    assert first == "mine: 0.01 M parameters"
+    assert second.startswith(f"{plan.decisive.largest_batch_size} samples fit, with ")
+    assert third == f"At most {plan.decisive.largest_batch_size} samples fit; {plan.decisive.safe_batch_size} are safe."
+    assert "\nAssumed: nothing.\n" in str(plan)
+    assert "tokens per row" not in str(plan)
+    assert "Host memory" not in str(plan)
+    assert plan_json(plan)["host"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"memory": "H1000"}, "`memory` must be a size like 80GiB or one of "),
+        ({"margin": 1.5}, "`margin` must be in [0, 1), but is 1.5 instead."),
+        ({"batch_sizes": [0]}, "`batch_sizes` must be at least 1, but is 0 instead."),
+        ({"device": "mps"}, "`device` must be one of cuda, cpu, but is 'mps' instead."),
+        ({"ranks": 0}, "`ranks` must be at least 1, but is 0 instead."),
+    ],
+)
+def test_a_bad_argument_is_refused_in_one_sentence(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError) as caught:
+        planned(**options)
+    assert str(caught.value).startswith(sentence)

@@ -1,0 +1,127 @@
+"""A run of a Hugging Face model, built from its config.json alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.any_loop import plan_max_batch_size
+from torchtune_adaptive.plan.decide import Plan
+from torchtune_adaptive.plan.hugging_face import HuggingFaceRun
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "tie_word_embeddings": False,
+}
+WEIGHTS = 2 * 1000 * 64 + 3 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64) + 64
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return str(tmp_path)
+
+
+def planned(path: str, **options: Any) -> Plan:
+    run = HuggingFaceRun(path=path, seq_len=128, **options)
+    functions = run.build_model, run.build_optimizer, run.train_step, run.make_batch
+    return plan_max_batch_size(*functions, memory="24GiB", ranks=run.ranks, batch_sizes=[4])
+
+
+def bytes_of(plan: Plan, kind: str) -> float:
+    return plan.decisive.asked[0].kinds[kind]
+
+
+def test_weights_gradients_and_optimizer_state_have_the_types_of_the_run(path: str) -> None:
+    low, full, mixed = (planned(path, dtype=dtype) for dtype in ("bf16", "fp32", "mixed"))
+    assert [plan.step.num_parameters for plan in (low, full, mixed)] == [WEIGHTS] * 3
+    wide = pytest.approx(4 * WEIGHTS, rel=0.02)  # the allocator rounds each tensor up
+    assert [bytes_of(plan, "parameters") for plan in (low, full, mixed)] == [
+        pytest.approx(2 * WEIGHTS, rel=0.03),
+        wide,
+        wide,
+    ]
+    assert bytes_of(full, "optimizer state") == pytest.approx(8 * WEIGHTS, rel=0.03)
+    assert bytes_of(low, "activations") < bytes_of(full, "activations")
+
+
+def test_checkpointing_and_a_chunked_loss_take_less(path: str) -> None:
+    usual = planned(path)
+    assert planned(path, checkpointing=False).size(64).peak_bytes > usual.size(64).peak_bytes
+    chunked = planned(path, loss="chunked")
+    assert chunked.size(64).peak_bytes < usual.size(64).peak_bytes - 2 * 64 * 128 * 1000
+    assert chunked.step.num_parameters == WEIGHTS
+
+
+def test_two_ranks_hold_half_of_the_weights(path: str) -> None:
+    one, two = (planned(path, ranks=ranks) for ranks in (1, 2))
+    assert bytes_of(two, "parameters") == pytest.approx(bytes_of(one, "parameters") / 2, rel=0.05)
+    assert two.step.num_parameters == WEIGHTS
+
+
+def test_sgd_has_no_state_and_accumulation_keeps_gradients(path: str) -> None:
+    assert bytes_of(planned(path, optimizer="sgd"), "optimizer state") == 0
+    once, twice = (planned(path, optimizer="sgd", micro_steps=steps) for steps in (1, 4))
+    assert twice.decisive.asked[0].phases["forward"] > once.decisive.asked[0].phases["forward"]
+
+
+def test_the_assumptions_are_one_sentence() -> None:
+    run = HuggingFaceRun(path="x", seq_len=8, lora_rank=16, lora_modules=("q_proj", "v_proj"), ranks=2)
+    assert run.assumptions == (
+        "Assumed: weights and computation in bfloat16; every layer recomputed in the backward pass; LoRA of rank 16 on"
+        " q_proj, v_proj; optimizer adamw_torch_fused; loss over all logits at once; flash attention without a padding"
+        " mask; gradients clipped; each layer sharded by FSDP2."
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"dtype": "fp8"}, "`dtype` must be one of bf16, fp32, mixed, but is 'fp8' instead."),
+        (
+            {"optimizer": "lion"},
+            "`optimizer` must be one of adamw_torch, adamw_torch_fused, sgd, adafactor, but is 'lion' instead.",
+        ),
+        ({"loss": "none"}, "`loss` must be one of full, chunked, but is 'none' instead."),
+        ({"lora_rank": 0}, "`lora` must be at least 1, but is 0 instead."),
+        ({"micro_steps": 0}, "`micro_steps` must be at least 1, but is 0 instead."),
+    ],
+)
+def test_a_bad_value_is_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError) as caught:
+        HuggingFaceRun(path="x", seq_len=8, **options)
+    assert str(caught.value) == sentence
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        HuggingFaceRun(path=str(tmp_path), seq_len=8).build_model()
+    message = str(caught.value)
+    assert message.startswith("`--hf` must be a folder with a config.json of a causal language model, or a name on the")
+    assert repr(str(tmp_path)) in message
+    assert "\n" not in message
+
+
+def test_a_missing_package_is_named(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with torch.device("meta"), pytest.raises(InputError) as caught:
+        HuggingFaceRun(path=path, seq_len=8, lora_rank=4).build_model()
+    assert str(caught.value) == "peft must be installed to plan LoRA, as by `pip install peft`, but is not."
+
+
+def test_the_model_is_built_without_memory(path: str) -> None:
+    with torch.device("meta"):
+        model = HuggingFaceRun(path=path, seq_len=8).build_model()
+    assert isinstance(model, nn.Module)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}

@@ -1,0 +1,85 @@
+"""``plan_max_batch_size``: the plan for any PyTorch training loop. It needs torch alone."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from torchtune_adaptive.engine.search.options import SearchOptions
+from torchtune_adaptive.errors import require_integer, require_one_of
+from torchtune_adaptive.plan.decide import BatchSizes, Device, Plan
+from torchtune_adaptive.plan.gpu import Card, Overhead
+from torchtune_adaptive.plan.trace.loop import BuildModel, BuildOptimizer, MakeBatch, TrainStep, trace_loop
+from torchtune_adaptive.plan.trace.peaks import TracedStep
+
+
+def plan_max_batch_size(
+    build_model: BuildModel,
+    build_optimizer: BuildOptimizer,
+    train_step: TrainStep,
+    make_batch: MakeBatch,
+    *,
+    memory: str | int,
+    ranks: int = 1,
+    margin: float = 0.05,
+    batch_sizes: Sequence[int] = (),
+    calibration: str | Path | None = None,
+    device: Literal["cuda", "cpu"] = "cuda",
+    title: str | None = None,
+    assumptions: str = "",
+) -> Plan:
+    """Plan the largest batch size whose train step fits, for any PyTorch training loop, without a GPU or weights.
+
+    The four functions are those of a run, and are called in this process on tensors without memory. The plan prints as
+    ``tune-adaptive plan`` does.
+
+    Args:
+        build_model: returns the model. It is called on the meta device, and may shard the model by ``fully_shard``.
+        build_optimizer: ``build_optimizer(model)`` returns an optimizer of ``torch.optim``, or one whose step runs on
+            fake tensors.
+        train_step: ``train_step(model, optimizer, batch)`` runs a whole step: forward and backward passes, optimizer
+            step. With gradient accumulation it should run two micro-steps.
+        make_batch: ``make_batch(n)`` returns a worst-case batch of n samples of one rank, as long as any in training.
+        memory: of each rank's device: bytes, a size such as "80GiB", or a GPU's name such as "H100".
+        ranks: ranks that train the model together, in one process group.
+        margin: fraction of what torch's allocator may use that is kept free, in [0, 1).
+        batch_sizes: sizes to plan beside the largest.
+        calibration: file that ``tune-adaptive calibrate`` wrote on such a GPU.
+        device: "cpu" plans a run on the CPU, where nothing is added to the traced bytes.
+        title: the plan's heading; None: the type of the model.
+        assumptions: a sentence to print with the plan.
+
+    Returns:
+        The plan: ``plan.decisive`` has the largest and the safe batch, and the memory of the largest.
+
+    Raises:
+        InputError: an argument is invalid, or the loop cannot be traced; the message says why (a ``ValueError``).
+    """
+    for size in batch_sizes:
+        require_integer("batch_sizes", size, minimum=1)
+    require_one_of("device", device, ("cuda", "cpu"))
+    SearchOptions(strategy="binary_search", power_of_two=False, margin=margin)  # checks the margin
+    card = Card.named(str(memory), calibration=None if calibration is None else Path(calibration))
+    on_cuda = device == "cuda"
+    traced = trace_loop(
+        build_model, build_optimizer, train_step, make_batch, ranks=ranks, like_cuda=on_cuda, shows_progress=True
+    )
+    overhead = card.overhead(ranks, attention_width=traced.attention_elements) if on_cuda else Overhead.none()
+    of_rank = Device(name=card.name, memory_bytes=card.memory_bytes, margin=margin, overhead=overhead)
+    sizes = BatchSizes(traced.peaks, of_rank)
+    length = sizes.plan(used=max(1, sizes.largest() or 1), tokens_per_step=None, asked=batch_sizes)
+    step = TracedStep(
+        (traced.peaks,),
+        num_layers=0,
+        traced_layers=(),
+        num_parameters=traced.num_parameters,
+        paged_bytes=0,
+        attention_width=traced.attention_elements,
+    )
+    return Plan(
+        title=title or traced.model_name,
+        world_size=ranks,
+        device=of_rank,
+        step=step,
+        lengths=(length,),
+        assumptions=assumptions,
+    )

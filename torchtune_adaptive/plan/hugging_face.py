@@ -1,0 +1,208 @@
+"""A finetuning run of a Hugging Face model, as its Trainer and TRL would do it, for the plan of any loop.
+
+It needs ``transformers``, and ``peft`` for LoRA. Nothing but the model's ``config.json`` is read.
+"""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from torchtune_adaptive.errors import InputError, quote, reason_of, require_integer, require_one_of
+
+Dtype = Literal["bf16", "fp32", "mixed"]
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor")  # names of the Trainer's `optim`
+_LOSSES = ("full", "chunked")
+_CHUNKS = 8  # of a chunked loss, as in torchtune
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "mixed": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceRun:
+    """The functions of a loop that trains a causal language model on packed rows of ``seq_len`` tokens.
+
+    Attributes:
+        path: a folder with a ``config.json``, or a name on the Hub, which is downloaded.
+        dtype: "bf16" and "fp32": of weights and computation; "mixed": float32 weights, computed in bfloat16.
+        lora_rank: train LoRA adapters of this rank, in float32 on one rank; None: train all weights.
+        lora_modules: names of layers with adapters, or "all-linear"; empty: those that peft chooses for the model.
+        checkpointing: recompute each layer in the backward pass.
+        optimizer: as the Trainer's `optim`.
+        loss: "full": over all logits at once; "chunked": over 8 parts of the tokens.
+        micro_steps: gradient accumulation steps.
+        ranks: ranks over which FSDP2 shards each layer.
+
+    Raises:
+        InputError: a value is out of its range.
+    """
+
+    path: str
+    seq_len: int
+    dtype: Dtype = "bf16"
+    lora_rank: int | None = None
+    lora_modules: tuple[str, ...] = ()
+    checkpointing: bool = True
+    optimizer: str = "adamw_torch_fused"
+    loss: str = "full"
+    micro_steps: int = 1
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "micro_steps", "ranks"):
+            require_integer(name, getattr(self, name), minimum=1)
+        if self.lora_rank is not None:
+            require_integer("lora", self.lora_rank, minimum=1)
+        require_one_of("dtype", self.dtype, tuple(_DTYPES))
+        require_one_of("optimizer", self.optimizer, _OPTIMIZERS)
+        require_one_of("loss", self.loss, _LOSSES)
+
+    def build_model(self) -> nn.Module:
+        """The model with random weights, sharded if there are several ranks.
+
+        Raises:
+            InputError: there is no such model, or a package is missing.
+        """
+        transformers = _imported("transformers", needed_for="a Hugging Face model")
+        try:
+            config = transformers.AutoConfig.from_pretrained(self.path)
+            config.use_cache = False
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=_DTYPES[self.dtype], attn_implementation="sdpa"
+            )
+        except (OSError, ValueError) as error:
+            raise InputError(
+                "`--hf` must be a folder with a config.json of a causal language model, or a name on the Hub, but is"
+                f" {quote(self.path)}: {reason_of(error)}."
+            ) from error
+        layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+        if self.loss == "chunked":
+            _chunk_loss(model)
+        if self.lora_rank is not None:
+            model = self._with_adapters(model)
+        if self.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        if self.ranks > 1:
+            computed = torch.bfloat16 if self.dtype == "mixed" else None
+            for module in (*layers, model):
+                fully_shard(module, mp_policy=MixedPrecisionPolicy(computed, computed))
+        return model
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of all parameters that are trained: those with weight decay, then norms and biases."""
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        decayed, others = ([one for one in parameters if (one.dim() > 1) == is_decayed] for is_decayed in (True, False))
+        trained = [{"params": decayed}, {"params": others, "weight_decay": 0.0}] if others else decayed
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(trained, lr=1e-5)
+        if self.optimizer == "adafactor":
+            transformers = _imported("transformers.optimization", needed_for="Adafactor")
+            return transformers.Adafactor(trained, lr=1e-5, scale_parameter=False, relative_step=False)
+        return torch.optim.AdamW(trained, lr=1e-5, fused=True if self.optimizer.endswith("fused") else None)
+
+    def train_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
+        """A whole step on ``tokens`` [B, S], with at most two micro-steps: more need no more memory."""
+        for _ in range(min(2, self.micro_steps)):
+            with torch.autocast("cuda", torch.bfloat16, enabled=self.dtype == "mixed"):
+                loss = model(input_ids=tokens, labels=tokens).loss
+            (loss / self.micro_steps).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def make_batch(self, size: int) -> torch.Tensor:
+        """``size`` rows of tokens [B, S]."""
+        return torch.zeros(size, self.seq_len, dtype=torch.long)
+
+    @property
+    def assumptions(self) -> str:
+        """What the plan assumes about the run, as one sentence."""
+        weights = {
+            "bf16": "weights and computation in bfloat16",
+            "fp32": "weights and computation in float32",
+            "mixed": "weights in float32, computation in bfloat16",
+        }
+        modules = ", ".join(self.lora_modules) or "peft's choice of layers"
+        parts = [
+            weights[self.dtype],
+            "every layer recomputed in the backward pass" if self.checkpointing else "no activation checkpointing",
+            "all weights trained" if self.lora_rank is None else f"LoRA of rank {self.lora_rank} on {modules}",
+            f"optimizer {self.optimizer}",
+            "loss over all logits at once" if self.loss == "full" else f"loss over {_CHUNKS} parts of the tokens",
+            "flash attention without a padding mask",
+            "gradients clipped",
+        ]
+        if self.ranks > 1:
+            parts.append("each layer sharded by FSDP2")
+        return f"Assumed: {'; '.join(parts)}."
+
+    def _with_adapters(self, model: Any) -> Any:
+        peft = _imported("peft", needed_for="LoRA")
+        modules: Any = list(self.lora_modules) or None
+        options = peft.LoraConfig(
+            r=self.lora_rank, target_modules="all-linear" if self.lora_modules == ("all-linear",) else modules
+        )
+        try:
+            with _without_torchao():
+                model = peft.get_peft_model(model, options, autocast_adapter_dtype=False)
+        except ValueError as error:
+            raise InputError(
+                f"`--lora-modules` must name layers of the model, but is {quote(','.join(self.lora_modules))}:"
+                f" {reason_of(error)}."
+            ) from error
+        if self.ranks == 1:  # peft's default; FSDP2 needs one data type in a layer
+            for parameter in (one for one in model.parameters() if one.requires_grad):
+                parameter.data = parameter.data.float()
+        if self.checkpointing:
+            model.enable_input_require_grads()
+        return model
+
+
+def _chunk_loss(model: Any) -> None:
+    """Let the model compute its logits and its loss part by part of the tokens."""
+    head = model.get_output_embeddings()
+    model.add_module("chunked_head", head)
+    model.set_output_embeddings(nn.Identity())
+
+    def loss(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(head(hidden).float(), labels, reduction="sum")
+
+    def loss_function(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: object) -> torch.Tensor:
+        hidden_TD, labels_T = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        parts = zip(hidden_TD.chunk(_CHUNKS), labels_T.chunk(_CHUNKS), strict=True)
+        sums: list[Any] = [checkpoint(loss, hidden, of_part, use_reentrant=False) for hidden, of_part in parts]
+        return torch.stack(sums).sum() / labels_T.numel()
+
+    model.loss_function = loss_function
+
+
+@contextmanager
+def _without_torchao() -> Iterator[None]:
+    """peft refuses to run beside an old torchao, which a plan does not use."""
+    try:
+        module = importlib.import_module("peft.tuners.lora.torchao")
+    except ImportError:
+        yield
+        return
+    with mock.patch.object(module, "is_torchao_available", return_value=False):
+        yield
+
+
+def _imported(name: str, *, needed_for: str) -> Any:
+    try:
+        module: ModuleType = importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise InputError(
+            f"{package} must be installed to plan {needed_for}, as by `pip install {package}`, but is not."
+        ) from error
+    return module
