@@ -16,6 +16,7 @@ QUESTIONS = {
     "search_simulated_gpu": "And where it is torch's own allocator for CUDA that runs out of memory?",
     "search_accuracy_cpu": "Does each strategy find the largest batch size that fits?",
     "forecast_accuracy_cpu": "Is the predicted memory of a step right?",
+    "loop_accuracy_cpu": "And that of a step of any loop, with models of transformers and peft?",
     "allocator_events_cpu": "Is it right for compiled code and for torchao's optimizers?",
     "published_gpu": "Do plans agree with published measurements of GPU memory?",
     "plan_cost_cpu": "How long does a plan take?",
