@@ -427,6 +427,7 @@ def state_of_torch() -> list[Any]:
         random.getstate(),
         np.random.get_state(legacy=False)["state"]["key"].tolist(),
         len(torch.nn.modules.module._global_forward_hooks),
+        sys.excepthook,  # which a process group replaces
     ]
 
 

@@ -100,7 +100,7 @@ def trace_loop(
     with ExitStack() as stack:
         stack.enter_context(_settings_restored())
         if ranks > 1:
-            stack.callback(_end_process_group)
+            stack.callback(_end_process_group, sys.excepthook)
             start_fake_process_group(ranks)
         if like_cuda:
             stack.enter_context(as_cuda(ranks))
@@ -370,9 +370,11 @@ def _unequal(small: StepTrace, large: StepTrace) -> InputError:
     )
 
 
-def _end_process_group() -> None:
+def _end_process_group(excepthook: Any) -> None:
+    """Destroy the process group, and restore ``sys.excepthook``, which torch replaces when it starts one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    sys.excepthook = excepthook
 
 
 @contextmanager
