@@ -74,7 +74,9 @@ def test_a_plan_prints_as_tables_of_samples_and_has_a_json_form() -> None:
     first, second, third, *_ = str(plan).splitlines()
     assert first == "mine: 0.01 M parameters"
     assert second.startswith(f"{plan.decisive.largest_batch_size:,} samples fit, with ")
-    assert third == f"At most {plan.decisive.largest_batch_size:,} samples fit; {plan.decisive.safe_batch_size} are safe."
+    assert (
+        third == f"At most {plan.decisive.largest_batch_size:,} samples fit; {plan.decisive.safe_batch_size} are safe."
+    )
     assert "\nAssumed: nothing.\n" in str(plan)
     assert "tokens per row" not in str(plan)
     assert "Host memory" not in str(plan)
