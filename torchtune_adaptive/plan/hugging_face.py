@@ -89,7 +89,9 @@ class HuggingFaceRun:
         if self.lora_rank is not None:
             model = self._with_adapters(model)
         if self.checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            name = "activation_checkpointing_enable"  # its name in newer releases of transformers
+            enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
         model.train()
         if self.ranks > 1:
             computed = torch.bfloat16 if self.dtype == "mixed" else None
