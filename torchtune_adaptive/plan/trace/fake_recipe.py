@@ -37,7 +37,6 @@ from torchtune_adaptive.plan.trace.few_layers import layers_limited_to
 from torchtune_adaptive.plan.trace.host_figures import host_figures
 from torchtune_adaptive.plan.trace.offloaded_activations import OffloadedActivations
 from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optimizer
-from torchtune_adaptive.plan.trace.progress import StepProgress
 from torchtune_adaptive.plan.trace.recorder import CUDA_GRANULARITY_BYTES, ON_HOST, Mark, StepTrace
 from torchtune_adaptive.plan.trace.running_modules import RunningModules
 from torchtune_adaptive.stock.configs import method_of, resolved
@@ -97,18 +96,13 @@ class FakeRecipe:
         """Tracks which module of the models runs, which a trace with events needs."""
         return RunningModules(self.models, self._stepping.optimizers)
 
-    def num_layer_passes(self) -> int:
-        """Passes of a step through a layer: forward for the layers of all models, backward for the trained model's."""
-        trained, *frozen = (len(model.layers) for model in self.models)
-        return self._micro_steps * (2 * trained + sum(frozen))
-
     def trace(
         self,
         batch_size: int,
         seq_len: int,
         *,
         modules: RunningModules | None = None,
-        progress: StepProgress | None = None,
+        after_operation: Callable[[], object] = lambda: None,
     ) -> StepTrace:
         """One steady-state step over micro-batches of ``batch_size`` rows of ``seq_len`` tokens."""
         micro_batches = [[{"num_tokens": seq_len}] * batch_size] * self._micro_steps
@@ -119,7 +113,7 @@ class FakeRecipe:
             steps_on_host=on_host,
             by_gloo=not self._like_cuda,
             modules=modules,
-            progress=progress,
+            after_operation=after_operation,
         )
         with self._as_on_device():
             if not self._is_warm:

@@ -1,6 +1,7 @@
 """Trace the live bytes of a train step on fake tensors, after each operation and by kind."""
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -22,7 +23,6 @@ from torchtune_adaptive.plan.trace.events import (
 )
 
 if TYPE_CHECKING:  # they need more than torch
-    from torchtune_adaptive.plan.trace.progress import StepProgress
     from torchtune_adaptive.plan.trace.running_modules import RunningModules
 
 CUDA_GRANULARITY_BYTES = 512  # of its caching allocator (kMinBlockSize in c10/core/AllocatorConfig.h of torch 2.13)
@@ -41,7 +41,7 @@ class StepTrace:
         steps_on_host: clipping and the optimizer step run on the host.
         by_gloo: collectives run on gloo, whose reduce-scatter copies its input.
         modules: tracks which module runs, for ``events``.
-        progress: is notified of each operation, for ``events``.
+        after_operation: is called after each operation, for a progress bar.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StepTrace:
         steps_on_host: bool = False,
         by_gloo: bool = False,
         modules: "RunningModules | None" = None,
-        progress: "StepProgress | None" = None,
+        after_operation: Callable[[], object] = lambda: None,
     ) -> None:
         self._kind_after_backward: Mark = ON_HOST if steps_on_host else "temporaries"
         self._by_gloo = by_gloo
@@ -61,7 +61,7 @@ class StepTrace:
         self._modules = modules
         self._owners: dict[int, str] = {}  # by storage: the module that ran when it was made
         self._shown: list[Operation] = []  # as ``events`` returns them
-        self._progress = progress
+        self._after = after_operation
         self._num_before = 0  # changes before the step
         self._changes: list[Change] = []  # not rounded
         self._operations: list[str] = []
@@ -176,7 +176,5 @@ class StepTrace:
         self._phases.append(self._phase)
         if self._modules is not None:
             # Timelines keep the names of plain operations, by which steps of different depths are aligned.
-            shown = Operation(running_code() or name, self._phase, self._modules.now(self._phase))
-            self._shown.append(shown)
-            if self._progress is not None:
-                self._progress.after(shown)
+            self._shown.append(Operation(running_code() or name, self._phase, self._modules.now(self._phase)))
+        self._after()

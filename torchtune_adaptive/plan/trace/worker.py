@@ -30,7 +30,6 @@ from torchtune_adaptive.plan.trace.events import StepEvents
 from torchtune_adaptive.plan.trace.fake_recipe import FakeRecipe
 from torchtune_adaptive.plan.trace.layer_extrapolation import extrapolate_layers
 from torchtune_adaptive.plan.trace.peaks import StepLines, StepPeaks, TracedStep
-from torchtune_adaptive.plan.trace.progress import StepProgress
 from torchtune_adaptive.plan.trace.recorder import CUDA_GRANULARITY_BYTES, StepTrace
 from torchtune_adaptive.stock.load import setting_up
 from torchtune_adaptive.training.batch.row_format import check_row_length
@@ -231,15 +230,13 @@ def trace_events(
     Raises:
         InputError: the config cannot be planned; the message says why.
     """
-    with StepProgress(is_shown=shows_progress) as progress:
-        progress.start("models")
+    with tqdm(desc="tracing", unit=" operations", disable=not shows_progress) as bar:
         with setting_up():
             recipe = FakeRecipe(cfg, world_size=world_size)
         for model in recipe.models:
             check_row_length(seq_len, model)
-        progress.start("optimizer's state", num_passes=recipe.num_layer_passes())
         with recipe.running_modules() as modules:
-            trace = recipe.trace(batch_size, seq_len, modules=modules, progress=progress)
+            trace = recipe.trace(batch_size, seq_len, modules=modules, after_operation=bar.update)
     return trace.events(batch_size, seq_len)
 
 
