@@ -36,6 +36,7 @@ bench: $(STAMP) $(PEERS_STAMP) $(HUGGING_FACE_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.loop
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.forecast_accuracy
 	OMP_NUM_THREADS=1 .venv-hugging-face/bin/python -m benchmarks.loop_accuracy
+	OMP_NUM_THREADS=1 .venv-hugging-face/bin/python -m benchmarks.hugging_face_points
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.allocator_events
 	.venv/bin/python -m benchmarks.plan_cost
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_memory

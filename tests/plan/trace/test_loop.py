@@ -3,7 +3,6 @@
 import gc
 import inspect
 import random
-import subprocess
 import sys
 from collections import UserDict
 from collections.abc import Callable
@@ -468,32 +467,3 @@ def test_nothing_stays_behind(fails: bool, default: str | None):
         torch.set_default_device(None)
     assert refused == fails
     assert after == before
-
-
-ALONE = """
-import sys
-
-sys.modules.update(dict.fromkeys(["torchtune", "torchao", "omegaconf", "tqdm"]))  # so that importing one fails
-import torch
-from torchtune_adaptive.plan.trace.loop import trace_loop
-
-
-def train_step(model, optimizer, batch):
-    model(batch).sum().backward()
-    optimizer.step()
-
-
-loop = trace_loop(
-    lambda: torch.nn.Linear(8, 8),
-    lambda model: torch.optim.AdamW(model.parameters()),
-    train_step,
-    lambda n: torch.ones(n, 8),
-    shows_progress=True,
-)
-assert loop.num_parameters == 72
-"""
-
-
-def test_it_needs_torch_alone():
-    run = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
