@@ -19,6 +19,7 @@ QUESTIONS = {
     "loop_accuracy_cpu": "And that of a step of any loop, with models of transformers and peft?",
     "allocator_events_cpu": "Is it right for compiled code and for torchao's optimizers?",
     "published_gpu": "Do plans agree with published measurements of GPU memory?",
+    "published_hugging_face": "And plans of Hugging Face models?",
     "plan_cost_cpu": "How long does a plan take?",
     "host_memory_cpu": "Is the predicted host memory right?",
     "recovery_cpu": "Does training continue correctly after out-of-memory errors?",
