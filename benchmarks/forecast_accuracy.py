@@ -319,7 +319,7 @@ class Comparison:
         """The most rows that fit by the forecast."""
         limit_bytes = usable_bytes(self.truths[0].limit_bytes, MARGIN)
         device = Device(name="cpu", memory_bytes=limit_bytes, margin=0, overhead=Overhead.none())
-        largest = BatchSizes(self._peaks(), device).largest()
+        largest = BatchSizes(self._peaks(), device).largest
         return MOST_ROWS if largest is None else min(largest, MOST_ROWS)
 
     def misses(self) -> list[str]:

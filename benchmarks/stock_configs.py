@@ -196,7 +196,7 @@ def _device(memory_bytes: int, margin: float) -> Device:
 def _cells(planned: Planned, step: TracedStep, margin: float) -> list[str]:
     config, (peaks,) = planned.config, step.peaks
     own_batch_size = config.cfg.batch_size
-    largest = [BatchSizes(peaks, _device(size * GIB, margin)).largest() for size in DEVICES_GIB]
+    largest = [BatchSizes(peaks, _device(size * GIB, margin)).largest for size in DEVICES_GIB]
     return [
         config.name,
         config.method,

@@ -10,7 +10,6 @@ from torchtune_adaptive.engine.memory.timeline import Line
 from torchtune_adaptive.plan.config_plan import ConfigLaunch
 from torchtune_adaptive.plan.decide import Plan
 from torchtune_adaptive.plan.gpu import NCCL_BYTES, Calibration, Card
-from torchtune_adaptive.plan.trace.events import StepEvents
 from torchtune_adaptive.plan.trace.peaks import Moment, StepPeaks, TracedStep
 
 MIB, GIB = 2**20, 2**30
@@ -73,9 +72,6 @@ class FakeTracer:
         asked = Asked(cfg, world_size, tuple(seq_lens))
         self.asked.append(asked)
         return self._step_for(asked)
-
-    def events(self, cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int) -> StepEvents:
-        raise AssertionError
 
 
 def grows_by_one(epoch: int, batch_size: int) -> int:

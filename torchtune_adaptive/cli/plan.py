@@ -112,7 +112,7 @@ def _plan_hugging_face(arguments: argparse.Namespace) -> None:
             name = "key=value" if option == "overrides" else f"--{option.replace('_', '-')}"
             raise InputError(f"`{name}` must be left out with `--hf`, but is given.")
     if arguments.memory is None:
-        raise InputError("`--memory` must be a GPU's name or a size, as in H100 or 80GiB, but is missing.")
+        raise _missing_memory()
     seq_len = integer("--seq-len", arguments.seq_len or str(USUAL_SEQ_LENS[0]))
     ranks = integer("--nproc_per_node", arguments.nproc_per_node) * integer("--nnodes", arguments.nnodes)
     run = HuggingFaceRun(
@@ -198,32 +198,37 @@ def _print_one(
     tracer: Tracer,
     command: str,
 ) -> None:
+    size, as_json = shown_size(planned), arguments.json
     ways = [] if planned.fits else list(ways_to_fit(launch, planned, tracer))
-    texts = [plan_text(planned, ways=ways, command=command)]
+    if not as_json:  # before what takes time, and may fail
+        print(plan_text(planned, ways=ways, command=command), flush=True)
     effects: list[PlannedChange] = []
     if arguments.what_if:
-        size = shown_size(planned)
         effects = list(what_if(replace(launch, batch_sizes=(size.batch_size,)), tracer))
-        texts.append(what_if_text(effects))
+        if not as_json:
+            print(f"\n{what_if_text(effects)}", flush=True)
     events = None
     if outputs.any:
-        size = shown_size(planned)
         cfg = as_traced(launch.cfg, AdaptiveSettings.from_cfg(launch.cfg))
         events = tracer.events(
             cfg, world_size=launch.world_size, batch_size=size.batch_size, seq_len=max(launch.seq_lens)
         )
-        texts += outputs.texts(events, planned)
-    if arguments.json:
+        for text in outputs.texts(events, planned):
+            if not as_json:
+                print(f"\n{text}", flush=True)
+    if as_json:
         print(json.dumps(plan_json(planned, ways=ways, effects=effects, events=events), indent=2))
-    else:
-        print("\n\n".join(texts))
+
+
+def _missing_memory() -> InputError:
+    return InputError("`--memory` must be a GPU's name or a size, as in H100 or 80GiB, but is missing.")
 
 
 def _cards(arguments: argparse.Namespace, settings: AdaptiveSettings) -> list[Card]:
     """The GPUs to plan for, as the user named them."""
     if arguments.memory is None:
         if settings.memory_limit_bytes is None:
-            raise InputError("`--memory` must be a GPU's name or a size, as in H100 or 80GiB, but is missing.")
+            raise _missing_memory()
         name = format_bytes(settings.memory_limit_bytes)
         return [Card.limited(name, calibration=arguments.calibration)]
     names = arguments.memory.split(",")

@@ -66,7 +66,7 @@ def plan_max_batch_size(
     overhead = card.overhead(ranks, attention_width=traced.attention_elements) if on_cuda else Overhead.none()
     of_rank = Device(name=card.name, memory_bytes=card.memory_bytes, margin=margin, overhead=overhead)
     sizes = BatchSizes(traced.peaks, of_rank)
-    length = sizes.plan(used=max(1, sizes.largest() or 1), tokens_per_step=None, asked=batch_sizes)
+    length = sizes.plan(used=max(1, sizes.largest or 1), tokens_per_step=None, asked=batch_sizes)
     step = TracedStep(
         (traced.peaks,),
         num_layers=0,

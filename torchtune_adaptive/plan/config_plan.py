@@ -10,7 +10,6 @@ from torchtune_adaptive.errors import require_integer
 from torchtune_adaptive.plan.decide import BatchSizes, Device, LengthPlan, Plan
 from torchtune_adaptive.plan.gpu import Card, Overhead
 from torchtune_adaptive.plan.host import HostPlan, Launch, plan_host
-from torchtune_adaptive.plan.trace.events import StepEvents
 from torchtune_adaptive.plan.trace.peaks import StepPeaks, TracedStep
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training.batch.rank_shares import check_samples_per_step, largest_share
@@ -23,8 +22,6 @@ class StepTracer(Protocol):
     """Traces steps of configs, as ``trace.client.Tracer`` does."""
 
     def step(self, cfg: DictConfig, *, world_size: int, seq_lens: list[int]) -> TracedStep: ...
-
-    def events(self, cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int) -> StepEvents: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +75,8 @@ class ConfigLaunch:
     def _length(self, run: "_Run", peaks: StepPeaks, step: TracedStep, device: Device) -> LengthPlan:
         sizes = BatchSizes(peaks, device, sequences=step.sequences)
         row_tokens = step.sequences * peaks.seq_len
-        largest = sizes.largest()
-        used = run.rows(largest, row_tokens=row_tokens)
-        tokens = row_tokens * run.samples_per_step(largest)
+        used = run.rows(sizes.largest, row_tokens=row_tokens)
+        tokens = row_tokens * run.samples_per_step(sizes.largest)
         return sizes.plan(used=used, tokens_per_step=tokens, asked=self.batch_sizes)
 
     def _host(self, settings: AdaptiveSettings, step: TracedStep, lengths: tuple[LengthPlan, ...]) -> HostPlan:

@@ -7,7 +7,7 @@ and the device's overhead (``gpu.py``).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal
 
 from torchtune_adaptive.engine.search.strategies import NO_BOUND, binary_search
@@ -174,22 +174,25 @@ class BatchSizes:
         self._device = device
         self._sequences = sequences
 
-    def largest(self, *, safe: bool = False) -> int | None:
-        """The largest batch that fits; 0 if none does, None if memory does not grow with it.
+    @cached_property
+    def largest(self) -> int | None:
+        """The largest batch that fits; 0 if none does, None if memory does not grow with it."""
+        return self._largest("yes", "perhaps")
 
-        If ``safe``, it fits even if the forecast is too low by its full uncertainty.
-        """
-        fits = partial(self._fits, safe=safe)
-        # Not from 1, because a single row may need more memory than two.
-        largest = binary_search(fits, start=2, max_batch_size=NO_BOUND)
-        return None if largest == NO_BOUND else largest
+    @cached_property
+    def safe(self) -> int | None:
+        """The largest batch that fits even if the forecast is too low by its full uncertainty."""
+        return self._largest("yes")
 
     def size(self, batch_size: int) -> SizePlan:
         """The memory of a batch of ``batch_size`` rows."""
         moment, overhead, num_tokens = self._peaks.moment(batch_size), self._device.overhead, self._tokens(batch_size)
         peak_bytes = moment.total.at(batch_size)
         reserved_bytes = overhead.reserved_bytes(peak_bytes, num_tokens=num_tokens)
-        fits: Fits = "perhaps" if self._fits(batch_size) else "no"
+        process_bytes = overhead.outside_bytes + reserved_bytes
+        uncertainty_bytes = overhead.uncertainty_bytes_at(reserved_bytes)
+        usable_bytes = self._device.usable_bytes
+        fits: Fits = "yes" if process_bytes + uncertainty_bytes <= usable_bytes else "perhaps"
         return SizePlan(
             seq_len=self._peaks.seq_len or None,
             batch_size=batch_size,
@@ -198,29 +201,27 @@ class BatchSizes:
             kinds=moment.at(batch_size),
             allocated_bytes=overhead.allocated_bytes(peak_bytes, num_tokens=num_tokens),
             reserved_bytes=reserved_bytes,
-            process_bytes=overhead.outside_bytes + reserved_bytes,
-            uncertainty_bytes=overhead.uncertainty_bytes_at(reserved_bytes),
-            fits="yes" if self._fits(batch_size, safe=True) else fits,
+            process_bytes=process_bytes,
+            uncertainty_bytes=uncertainty_bytes,
+            fits=fits if process_bytes <= usable_bytes else "no",
         )
 
     def plan(self, *, used: int, tokens_per_step: int | None, asked: Sequence[int] = ()) -> LengthPlan:
         """The plan of this length: what fits, the batch that is ``used``, and those ``asked`` for."""
         return LengthPlan(
             seq_len=self._peaks.seq_len or None,
-            largest_batch_size=self.largest(),
-            safe_batch_size=self.largest(safe=True),
+            largest_batch_size=self.largest,
+            safe_batch_size=self.safe,
             used=self.size(used),
             tokens_per_step=tokens_per_step,
             asked=tuple(map(self.size, asked)),
         )
 
-    def _fits(self, batch_size: int, *, safe: bool = False) -> bool:
-        """Whether a process with this batch, and if ``safe`` the forecast's uncertainty, may use as much memory."""
-        overhead, peak_bytes = self._device.overhead, self._peaks.peak_bytes(batch_size)
-        reserved_bytes = overhead.reserved_bytes(peak_bytes, num_tokens=self._tokens(batch_size))
-        if safe:
-            reserved_bytes += overhead.uncertainty_bytes_at(reserved_bytes)
-        return overhead.outside_bytes + reserved_bytes <= self._device.usable_bytes
+    def _largest(self, *enough: Fits) -> int | None:
+        """The largest batch whose ``fits`` is one of ``enough``."""
+        # Not from 1, because a single row may need more memory than two.
+        found = binary_search(lambda size: self.size(size).fits in enough, start=2, max_batch_size=NO_BOUND)
+        return None if found == NO_BOUND else found
 
     def _tokens(self, batch_size: int) -> int:
         """Tokens of the batch as attention kernels count them; samples if the rows are not of tokens."""

@@ -81,7 +81,7 @@ class HuggingFaceRun:
         except (OSError, ValueError) as error:
             raise InputError(
                 "`--hf` must be a folder with a config.json of a causal language model, or a name on the Hub, but is"
-                f" {quote(self.path)}: {reason_of(error)}."
+                f" {quote(self.path)}: {reason_of(error).partition('. ')[0]}."  # a list of all models may follow
             ) from error
         layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
         if self.loss == "chunked":

@@ -97,7 +97,7 @@ def test_the_largest_size_is_that_of_exhaustive_search(step: list[Operation], li
     limits_bytes += [int(peaks.peak_bytes(size)) + off for size in (1, 2, 3, 40) for off in (-1, 0)]
     for limit_bytes in limits_bytes:
         device = Device(name="any", memory_bytes=limit_bytes, margin=0, overhead=Overhead.none())
-        found = BatchSizes(peaks, device).largest()
+        found = BatchSizes(peaks, device).largest
         fitting = [size for size in SIZES if max(each.total_at(size) for each in step) <= limit_bytes]
         if found is None:
             assert fitting[-len(SIZES) + 1 :] == list(SIZES)[1:]  # a single row is a step of its own
