@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from benchmarks.on_gpu.stage import Section, Stage
-from torchtune_adaptive.plan.calibrate import MeasuredCard, StepPeak, calibrate
+from torchtune_adaptive.plan.calibrate import CalibrationLoop, MeasuredCard, StepPeak, calibrate
 from torchtune_adaptive.plan.gpu import (
     CONTEXT_BYTES,
     FRAGMENTATION,
@@ -12,7 +12,6 @@ from torchtune_adaptive.plan.gpu import (
     WORKSPACE_BYTES,
     Calibration,
 )
-from torchtune_adaptive.plan.trace.client import calibration_peak
 from torchtune_adaptive.text import format_bytes
 
 HEADER = ["figure", "measured", "taken without a calibration"]
@@ -21,7 +20,7 @@ HEADER = ["figure", "measured", "taken without a calibration"]
 def measure(stage: Stage) -> Iterator[list[Section]]:
     """Measure the device as `tune-adaptive calibrate` does."""
     card = PretendedCard() if stage.is_rehearsal else None
-    found = calibrate(stage.calibration_path, forecast_peak=calibration_peak, card=card)
+    found = calibrate(stage.calibration_path, card=card)
     text = [f"{found.gpu}, driver {found.driver}, torch {found.torch}, allocator {found.backend}."]
     if stage.is_rehearsal:
         text.append("No device was measured: the figures are pretended.")
@@ -58,6 +57,6 @@ class PretendedCard(MeasuredCard):
     def workspace_bytes(self) -> int:
         return 0
 
-    def train(self, batch_size: int, seq_len: int) -> StepPeak:
-        peak_bytes = round(calibration_peak(batch_size, seq_len))
-        return StepPeak(batch_size * seq_len, peak_bytes, peak_bytes)
+    def train(self, loop: CalibrationLoop, batch_size: int) -> StepPeak:
+        (peak_bytes,) = loop.traced_bytes([batch_size])
+        return StepPeak(loop.make_batch(batch_size).numel(), round(peak_bytes), round(peak_bytes))

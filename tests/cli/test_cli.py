@@ -17,8 +17,10 @@ from tests.support.program import Ended, Program
 from tests.support.step_events import EVENTS
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan import calibrate as calibration
+from torchtune_adaptive.plan.calibrate import CalibrationLoop
 from torchtune_adaptive.plan.gpu import Calibration, memory_of
 from torchtune_adaptive.plan.host import HostFigures
+from torchtune_adaptive.plan.show import outputs
 from torchtune_adaptive.plan.trace import client
 
 FULL = ("plan", "--config", "tiny/full")
@@ -43,8 +45,6 @@ class FakeTracing:
         self.requests.append(request)
         if self.refuses is not None:
             raise InputError(self.refuses)
-        if "config" not in request:
-            return {"peak_bytes": traced(**request)}
         if "seq_lens" not in request:
             events = replace(EVENTS, batch_size=request["batch_size"], seq_len=request["seq_len"])
             return events.as_json()
@@ -180,12 +180,12 @@ def test_no_whole_step_is_traced_unless_requested(program: Program, tracing: Fak
 def test_a_snapshot_and_a_picture_are_written(
     prints_json: bool, program: Program, tracing: FakeTracing, tmp_path: Path
 ) -> None:
-    snapshot, picture, web_page = (tmp_path / "new" / name for name in ("step.pickle", "step.svg", "step.html"))
+    snapshot, picture = tmp_path / "new" / "step.pickle", tmp_path / "new" / "step.svg"
     arguments = (*STEP, "--snapshot", str(snapshot), "--plot", str(picture), *(["--json"] if prints_json else []))
     ended = program(*arguments)
     assert (ended.status, ended.err) == (0, "")
     assert pickle.loads(snapshot.read_bytes())["segments"][0]["total_size"] == 20 * MIB
-    assert picture.read_text().startswith("<svg ")
+    assert "<svg " in picture.read_text()
     assert "tiny/full: memory of one train step" in picture.read_text()
     assert "80.0 GiB" in picture.read_text()
     if prints_json:
@@ -195,9 +195,17 @@ def test_a_snapshot_and_a_picture_are_written(
             f"\n\nAllocations of the step written to {snapshot}; view them at https://pytorch.org/memory_viz.\n\n"
             f"Plot of the step written to {picture}.\n"
         )
-    program(*STEP, "--plot", str(web_page))
-    assert web_page.read_text().startswith("<!doctype html>")
-    assert sorted(path.name for path in snapshot.parent.iterdir()) == ["step.html", "step.pickle", "step.svg"]
+    assert sorted(path.name for path in snapshot.parent.iterdir()) == ["step.pickle", "step.svg"]
+
+
+def test_a_plot_without_matplotlib_is_refused_before_tracing(
+    program: Program, tracing: FakeTracing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(outputs, "find_spec", lambda _: None)
+    ended = program(*STEP, "--plot", str(tmp_path / "step.svg"))
+    assert ended.status == 1
+    assert '`pip install "torchtune-adaptive[plot]"`' in ended.err
+    assert tracing.requests == []
 
 
 def test_a_table_and_a_picture_say_that_parameters_are_on_the_host(
@@ -420,7 +428,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "a plot of another ending": (
         [*MEMORY, "--plot", "step.png"],
-        "`--plot` must be a file that ends in .svg or .html, but is 'step.png' instead.",
+        "`--plot` must be a file that ends in .svg, but is 'step.png' instead.",
     ),
     "a snapshot of another ending": (
         [*MEMORY, "--snapshot", "step.json"],
@@ -465,7 +473,7 @@ def test_a_device_index_that_is_not_a_natural_number_is_refused(index: str, prog
 
 
 def test_a_calibration_prints_its_figures_and_its_file(
-    program: Program, tracing: FakeTracing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked: list[int] = []
 
@@ -474,6 +482,7 @@ def test_a_calibration_prints_its_figures_and_its_file(
         return FakeCard()
 
     monkeypatch.setattr(calibration, "_cuda_card", card_of)
+    monkeypatch.setattr(CalibrationLoop, "traced_bytes", lambda _, batch_sizes: list(map(traced, batch_sizes)))
     path = tmp_path / "card.json"
     ended = program("calibrate", "--output", str(path), "--device-index", "3")
     assert (ended.status, ended.err, asked) == (0, "", [3])

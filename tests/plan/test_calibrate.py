@@ -2,23 +2,22 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.calibrate import (
     BATCH_SIZES,
     CALIBRATION_MODEL,
-    SEQ_LEN,
+    CalibrationLoop,
     MeasuredCard,
     StepPeak,
     calibrate,
     fit_residuals,
-    make_trainer,
     measure_fragmentation,
     measure_nccl_bytes,
 )
@@ -59,31 +58,34 @@ class FakeCard(MeasuredCard):
         self.done.append("product")
         return self.product_workspace_bytes
 
-    def train(self, batch_size: int, seq_len: int) -> StepPeak:
+    def train(self, loop: CalibrationLoop, batch_size: int) -> StepPeak:
         self.done.append("step")
-        tokens = batch_size * seq_len
-        allocated = traced(batch_size, seq_len) + self.step_workspace_bytes + self.bytes_per_token * tokens
+        tokens = loop.make_batch(batch_size).numel()
+        allocated = traced(batch_size) + self.step_workspace_bytes + self.bytes_per_token * tokens
         return StepPeak(tokens, int(allocated), int(allocated * (1 + self.fragmentation)))
 
 
-def traced(batch_size: int, seq_len: int) -> float:
-    return 3 * GIB + 1_000_000 * batch_size * seq_len
+def traced(batch_size: int) -> float:
+    return 3 * GIB + 1_000_000 * batch_size * CALIBRATION_MODEL["max_seq_len"]
+
+
+@pytest.fixture
+def tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CalibrationLoop, "traced_bytes", lambda _, batch_sizes: list(map(traced, batch_sizes)))
 
 
 # ---- a whole calibration
 
 
-def test_a_calibration_finds_what_the_card_adds_and_writes_it(tmp_path: Path) -> None:
+def test_a_calibration_finds_what_the_card_adds_and_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card, path = FakeCard(), tmp_path / "out" / "card.json"
-    forecast: list[tuple[int, int]] = []
 
-    def forecast_peak(batch_size: int, seq_len: int) -> float:
-        assert not card.done  # the host forecasts before the card is used
-        forecast.append((batch_size, seq_len))
-        return traced(batch_size, seq_len)
+    def traced_bytes(_: CalibrationLoop, batch_sizes: Sequence[int]) -> list[float]:
+        assert not card.done  # the host traces before the card is used
+        return list(map(traced, batch_sizes))
 
-    measured = calibrate(path, forecast_peak=forecast_peak, card=card)
-    assert forecast == [(batch_size, SEQ_LEN) for batch_size in BATCH_SIZES]
+    monkeypatch.setattr(CalibrationLoop, "traced_bytes", traced_bytes)
+    measured = calibrate(path, card=card)
     assert card.done == ["product", *["step"] * len(BATCH_SIZES), "group"]  # each is measured when it first runs
     assert Calibration.read(path) == measured
     assert json.loads(path.read_text())["version"] == 1
@@ -97,19 +99,21 @@ def test_a_calibration_finds_what_the_card_adds_and_writes_it(tmp_path: Path) ->
     assert measured.gpu == "fake"
 
 
+@pytest.mark.usefixtures("tracing")
 def test_a_forecast_with_a_calibration_equals_what_the_card_reserves(tmp_path: Path) -> None:
     card = FakeCard()
-    calibrate(tmp_path / "card.json", forecast_peak=traced, card=card)
+    calibrate(tmp_path / "card.json", card=card)
     width = CALIBRATION_MODEL["embed_dim"]
     overhead = Overhead.calibrated(Calibration.read(tmp_path / "card.json"), 1, attention_width=width)
-    unseen = traced(21, SEQ_LEN)
-    reserved = overhead.reserved_bytes(unseen, num_tokens=21 * SEQ_LEN)
-    assert reserved == pytest.approx(card.train(21, SEQ_LEN).reserved_bytes, rel=1e-6)
+    unseen = card.train(CalibrationLoop(), 21)
+    allocated = overhead.allocated_bytes({"backward": traced(21)}, num_tokens=unseen.num_tokens)
+    assert overhead.reserved_bytes(allocated) == pytest.approx(unseen.reserved_bytes, rel=1e-6)
 
 
+@pytest.mark.usefixtures("tracing")
 def test_the_workspace_is_at_least_that_of_the_matrix_product(tmp_path: Path) -> None:
     card = FakeCard(step_workspace_bytes=0)
-    assert calibrate(tmp_path / "a.json", forecast_peak=traced, card=card).workspace_bytes == 64 * MIB
+    assert calibrate(tmp_path / "a.json", card=card).workspace_bytes == 64 * MIB
 
 
 # ---- what is refused
@@ -118,7 +122,7 @@ def test_the_workspace_is_at_least_that_of_the_matrix_product(tmp_path: Path) ->
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_without_cuda_one_sentence_says_where_to_run_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
-        calibrate(tmp_path / "card.json", forecast_peak=traced)
+        calibrate(tmp_path / "card.json")
     message = str(caught.value)
     assert message.startswith("`tune-adaptive calibrate` must run on a machine with CUDA")
     assert message.count(".") == 1
@@ -130,14 +134,15 @@ def test_a_device_that_is_not_there_is_refused(device_index: int, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(InputError, match=rf"`device_index` must be in \[0, 2\), but is {device_index} instead\."):
-        calibrate(Path("unwritten.json"), forecast_peak=traced, device_index=device_index)
+        calibrate(Path("unwritten.json"), device_index=device_index)
     assert not Path("unwritten.json").exists()
 
 
+@pytest.mark.usefixtures("tracing")
 def test_a_card_that_others_use_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     card = FakeCard(context_bytes=12 * GIB)
     with pytest.raises(InputError, match=r"but 12\.0 GiB of it are in use\.$"):
-        calibrate(tmp_path / "card.json", forecast_peak=traced, card=card)
+        calibrate(tmp_path / "card.json", card=card)
     assert not list(tmp_path.iterdir())
     assert not card.done
 
@@ -145,12 +150,13 @@ def test_a_card_that_others_use_is_refused_and_nothing_is_written(tmp_path: Path
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     card = FakeCard()
     with pytest.raises(InputError) as caught:
-        calibrate(tmp_path, forecast_peak=traced, card=card)
+        calibrate(tmp_path, card=card)
     name = str(tmp_path)
     assert str(caught.value).startswith(f"`output` must be a file that can be written, but is {name!r}: Is a dir")
     assert not card.done
 
 
+@pytest.mark.usefixtures("tracing")
 def test_a_full_disk_after_the_measurements_is_reported_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +165,7 @@ def test_a_full_disk_after_the_measurements_is_reported_in_one_sentence(
 
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(InputError, match=r"card\.json': OSError: no space left on device\.$"):
-        calibrate(tmp_path / "card.json", forecast_peak=traced, card=FakeCard())
+        calibrate(tmp_path / "card.json", card=FakeCard())
 
 
 # ---- single measurements
@@ -195,17 +201,21 @@ def test_the_fit_is_at_or_above_every_step_by_at_most_its_misfit(residuals: tupl
 def test_a_train_step_reaches_every_parameter_and_leaves_no_gradient() -> None:
     torch.manual_seed(0)
     small = {"vocab_size": 50, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 32, "max_seq_len": 16}
-    trainer = make_trainer(torch.device("cpu"), small)
-    trainer.train_step(torch.randint(0, 50, (2, 16)))
-    parameters = list(trainer.model.parameters())
+    loop = CalibrationLoop(small)
+    model = loop.build_model()
+    optimizer = loop.build_optimizer(model)
+    loop.train_step(model, optimizer, torch.randint(0, 50, (2, 16)))
+    parameters = list(model.parameters())
     assert {parameter.dtype for parameter in parameters} == {torch.bfloat16}
     assert torch.get_default_dtype() == torch.float32
-    assert all(trainer.optimizer.state[parameter]["exp_avg"].any() for parameter in parameters)
+    assert all(optimizer.state[parameter]["exp_avg"].any() for parameter in parameters)
     assert all(parameter.grad is None for parameter in parameters)
 
 
-def test_the_calibrated_model_can_be_traced_without_its_memory() -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        trainer = make_trainer(torch.device("cpu"))
-        trainer.train_step(torch.zeros(BATCH_SIZES[0], SEQ_LEN, dtype=torch.long))
-        assert len(trainer.optimizer.state) == len(list(trainer.model.parameters()))
+def test_the_calibrated_model_is_traced_without_its_memory() -> None:
+    small, large = CalibrationLoop().traced_bytes([2, 8])
+    with torch.device("meta"):
+        model = CalibrationLoop().build_model()
+    held_bytes = sum(3 * parameter.nbytes for parameter in model.parameters())  # with both moments of AdamW
+    assert held_bytes < small < large < 8 * GIB
+    assert large - small > 6 * 1024 * 2 * 32_000  # more logits, in bfloat16

@@ -48,7 +48,8 @@ class Case(NamedTuple):
         outside = overhead.outside_bytes
         limit = self.memory_bytes if self.memory_limit is None else min(self.memory_bytes, self.memory_limit + outside)
         tokens = batch_size * 128 * -(-self.seq_len // 128)
-        reserved = overhead.reserved_bytes(self.peak_bytes(batch_size), num_tokens=tokens)
+        phases = {"backward": self.peak_bytes(batch_size), "optimizer": self.held_bytes}
+        reserved = overhead.reserved_bytes(overhead.allocated_bytes(phases, num_tokens=tokens))
         uncertainty = overhead.uncertainty_bytes_at(reserved) if certain else 0
         return reserved + uncertainty - (limit - outside) * (1 - self.margin)
 
@@ -88,8 +89,8 @@ def test_the_figures_of_a_plan_are_those_of_the_size_used(case: Case) -> None:
     assert used.phases == {"backward": used.peak_bytes, "optimizer": case.held_bytes}
     assert sum(used.kinds.values()) == used.peak_bytes
     tokens = used.batch_size * 128 * -(-case.seq_len // 128)
-    assert used.allocated_bytes == overhead.allocated_bytes(used.peak_bytes, num_tokens=tokens)
-    assert used.reserved_bytes == overhead.reserved_bytes(used.peak_bytes, num_tokens=tokens)
+    assert used.allocated_bytes == overhead.allocated_bytes(used.phases, num_tokens=tokens)
+    assert used.reserved_bytes == overhead.reserved_bytes(used.allocated_bytes)
     assert used.process_bytes == used.reserved_bytes + overhead.outside_bytes
     assert used.uncertainty_bytes == overhead.uncertainty_bytes_at(used.reserved_bytes)
 

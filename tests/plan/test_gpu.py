@@ -58,12 +58,21 @@ def test_several_of_amds_gpus_hold_more_outside_the_allocator() -> None:
     assert Overhead.default(1, on_amd=True) == Overhead.default(1)
 
 
-def test_expandable_segments_add_less_and_tokens_add_more() -> None:
+def test_expandable_segments_add_less() -> None:
     plain, expandable = Overhead.default(1), Overhead.default(1, expandable_segments=True)
     assert expandable.reserved_bytes(10 * GIB) < plain.reserved_bytes(10 * GIB)
-    assert plain.reserved_bytes(10 * GIB, num_tokens=8192) == plain.reserved_bytes(10 * GIB)
-    wide = Overhead.default(1, attention_width=4096)
-    assert wide.reserved_bytes(10 * GIB, num_tokens=8192) > plain.reserved_bytes(10 * GIB)
+
+
+def test_attention_takes_scratch_memory_in_the_backward_pass_alone() -> None:
+    plain, wide = Overhead.default(1), Overhead.default(1, attention_width=4096)
+    scratch = 8192 * wide.bytes_per_token
+    for phases, added in (
+        ({"loss": 10 * GIB}, 0),
+        ({"backward": 10 * GIB}, scratch),
+        ({"loss": 10 * GIB, "backward": 10 * GIB - 2**20}, scratch - 2**20),
+        ({"loss": 10 * GIB, "backward": 9 * GIB}, 0),
+    ):
+        assert wide.allocated_bytes(phases, num_tokens=8192) == plain.allocated_bytes(phases, num_tokens=8192) + added
 
 
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(32, 128), (64, 128), (32, 64), (8, 32)])
@@ -86,7 +95,7 @@ def test_an_uncalibrated_forecast_is_uncertain_by_a_fraction_but_by_no_less_than
 def test_the_allocator_of_several_ranks_has_more_that_it_cannot_use() -> None:
     one, several = (Overhead.default(ranks).reserved_bytes(10 * GIB) for ranks in (1, 8))
     assert several > 1.05 * one
-    allocated = [Overhead.default(ranks).allocated_bytes(10 * GIB) for ranks in (1, 8)]
+    allocated = [Overhead.default(ranks).allocated_bytes({"backward": 10 * GIB}) for ranks in (1, 8)]
     assert allocated[0] == allocated[1] > 10 * GIB
 
 
@@ -110,8 +119,8 @@ def test_a_world_size_below_one_is_refused(world_size: Any) -> None:
 def test_an_overhead_has_the_figures_of_its_calibration_and_less_uncertainty() -> None:
     overhead = Overhead.calibrated(CALIBRATION, 1, attention_width=4096)
     assert overhead.outside_bytes == CALIBRATION.context_bytes + CALIBRATION.nccl_bytes
-    assert overhead.reserved_bytes(0) == pytest.approx(GIB * 1.5)
-    assert overhead.reserved_bytes(0, num_tokens=10) == pytest.approx((GIB + 10 * 2 * 100_000) * 1.5)
+    assert overhead.reserved_bytes(overhead.allocated_bytes({"loss": 0})) == pytest.approx(GIB * 1.5)
+    assert overhead.allocated_bytes({"backward": 0}, num_tokens=10) == GIB + 10 * 2 * 100_000
     assert "calibrated on H100 (1, torch 2, native)" in overhead.source
     assert overhead.uncertainty_bytes_at(0) == CALIBRATION.misfit_bytes
     assert overhead.uncertainty_bytes_at(90 * GIB) < Overhead.default(1).uncertainty_bytes_at(90 * GIB)

@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 
 from torchtune_adaptive.cli.arguments import Commands, add_command, integer
-from torchtune_adaptive.plan.trace.client import calibration_peak
 
 
 def add_calibrate(commands: Commands) -> None:
@@ -25,5 +24,5 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     from torchtune_adaptive.plan.calibrate import calibrate  # needs torch, which takes seconds to import
 
     index = integer("device_index", arguments.device_index, minimum=0)
-    measured = calibrate(arguments.output, forecast_peak=calibration_peak, device_index=index)
+    measured = calibrate(arguments.output, device_index=index)
     print(f"Calibration of {measured.gpu} written to {arguments.output}: {measured}")

@@ -66,7 +66,7 @@ def add_plan(commands: Commands) -> None:
     command.add_argument(
         "--snapshot", type=Path, help="write a step's allocations to this .pickle file, for pytorch.org/memory_viz"
     )
-    command.add_argument("--plot", type=Path, help="write a plot of a step's memory to this .svg or .html file")
+    command.add_argument("--plot", type=Path, help="write a plot of a step's memory to this .svg file")
     command.add_argument(
         "--calibration", type=Path, help="file that `tune-adaptive calibrate` wrote on the same GPU model"
     )

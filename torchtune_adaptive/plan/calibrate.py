@@ -7,10 +7,10 @@ operation must not run on the GPU before it is measured, because its first run a
 import os
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.files import check_writable, writing
 from torchtune_adaptive.plan.gpu import Calibration
+from torchtune_adaptive.plan.trace.loop import trace_loop
 from torchtune_adaptive.text import format_bytes
 
 # A `llama3` with random weights, small enough for a GPU of 16 GB (an estimate: it has not run on one).
@@ -35,7 +36,6 @@ CALIBRATION_MODEL = {
     "max_seq_len": 1024,
     "intermediate_dim": 8192,
 }
-SEQ_LEN = CALIBRATION_MODEL["max_seq_len"]
 BATCH_SIZES = (2, 3, 8)
 _WARM_UP_STEPS = 2  # the first allocates the optimizer's state; the second already runs as all later steps do
 # An estimate: no CUDA context alone is this large. If more is in use, other processes use the GPU.
@@ -51,12 +51,47 @@ class StepPeak:
     reserved_bytes: int
 
 
-class Trainer(NamedTuple):
-    """A model, its optimizer, and a function that takes one train step on tokens [B, S]."""
+class CalibrationLoop:
+    """The functions of the loop that a calibration runs on the GPU, and traces.
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    train_step: Callable[[torch.Tensor], None]
+    Args:
+        model_arguments: of ``llama3``.
+    """
+
+    def __init__(self, model_arguments: Mapping[str, int] = CALIBRATION_MODEL) -> None:
+        self._arguments = model_arguments
+        self._loss = CEWithChunkedOutputLoss()
+
+    def build_model(self) -> Any:
+        """The model in bfloat16, on the default device."""
+        outer_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model: Any = llama3(**self._arguments)
+        finally:
+            torch.set_default_dtype(outer_dtype)
+        model.set_num_output_chunks(self._loss.num_output_chunks)
+        return model
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of all parameters."""
+        return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def train_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, tokens_BS: torch.Tensor) -> None:
+        """A whole step on tokens [B, S]."""
+        self._loss(model(tokens_BS), tokens_BS).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def make_batch(self, batch_size: int) -> torch.Tensor:
+        """Tokens [B, S]."""
+        return torch.zeros(batch_size, self._arguments["max_seq_len"], dtype=torch.long)
+
+    def traced_bytes(self, batch_sizes: Sequence[int]) -> list[float]:
+        """Traced peaks of a step on a GPU. Nothing runs on one."""
+        traced = trace_loop(self.build_model, self.build_optimizer, self.train_step, self.make_batch)
+        return [traced.peaks.peak_bytes(batch_size) for batch_size in batch_sizes]
 
 
 class MeasuredCard(ABC):
@@ -79,18 +114,14 @@ class MeasuredCard(ABC):
         """Bytes that stay allocated after the first bfloat16 matrix product and its backward pass."""
 
     @abstractmethod
-    def train(self, batch_size: int, seq_len: int) -> StepPeak:
-        """Run some train steps, free the model and return the peak of the last step."""
+    def train(self, loop: CalibrationLoop, batch_size: int) -> StepPeak:
+        """Run some train steps of ``loop``, free the model and return the peak of the last step."""
 
 
-def calibrate(
-    output: Path, *, forecast_peak: Callable[[int, int], float], device_index: int = 0, card: MeasuredCard | None = None
-) -> Calibration:
+def calibrate(output: Path, *, device_index: int = 0, card: MeasuredCard | None = None) -> Calibration:
     """Measure one GPU, write the figures to ``output`` and return them. No other process may use the GPU.
 
     Args:
-        forecast_peak: returns the traced peak bytes of a steady-state train step of ``make_trainer``, for a batch size
-            and a number of tokens per row. It is called before the GPU is used.
         card: the GPU to measure; by default that of ``device_index``.
 
     Raises:
@@ -99,10 +130,11 @@ def calibrate(
     card = _cuda_card(device_index) if card is None else card
     with writing("output", output):
         check_writable(output)  # before minutes of measurements
-    traced_bytes = [forecast_peak(batch_size, SEQ_LEN) for batch_size in BATCH_SIZES]
+    loop = CalibrationLoop()
+    traced_bytes = loop.traced_bytes(BATCH_SIZES)  # before the GPU is used
     created_bytes = measure_context_bytes(card)
     product_bytes = measure_workspace_bytes(card)
-    peaks = [card.train(batch_size, SEQ_LEN) for batch_size in BATCH_SIZES]
+    peaks = [card.train(loop, batch_size) for batch_size in BATCH_SIZES]
     workspace_bytes, bytes_per_token, misfit_bytes = fit_residuals(peaks, traced_bytes)
     measured = Calibration(
         **card.describe(),
@@ -214,38 +246,18 @@ class CudaCard(MeasuredCard):
         torch.cuda.synchronize(self._device)
         return torch.cuda.memory_allocated(self._device) - before_bytes
 
-    def train(self, batch_size: int, seq_len: int) -> StepPeak:
-        trainer = make_trainer(self._device)
-        tokens_BS = torch.zeros(batch_size, seq_len, dtype=torch.long, device=self._device)
+    def train(self, loop: CalibrationLoop, batch_size: int) -> StepPeak:
+        with self._device:
+            model, tokens_BS = loop.build_model(), loop.make_batch(batch_size)
+        optimizer = loop.build_optimizer(model)
         for _ in range(_WARM_UP_STEPS):
-            trainer.train_step(tokens_BS)
+            loop.train_step(model, optimizer, tokens_BS)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
-        trainer.train_step(tokens_BS)
+        loop.train_step(model, optimizer, tokens_BS)
         allocated_bytes = torch.cuda.max_memory_allocated(self._device)
         reserved_bytes = torch.cuda.max_memory_reserved(self._device)
-        del trainer, tokens_BS
+        num_tokens = tokens_BS.numel()
+        del model, optimizer, tokens_BS
         free_memory(self._device)
-        return StepPeak(batch_size * seq_len, allocated_bytes, reserved_bytes)
-
-
-def make_trainer(device: torch.device, model_arguments: Mapping[str, int] = CALIBRATION_MODEL) -> Trainer:
-    """Make the model that a calibration trains, on ``device``. The GPU and the trace both use it."""
-    outer_dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with device:
-            model: Any = llama3(**model_arguments)
-    finally:
-        torch.set_default_dtype(outer_dtype)
-    loss = CEWithChunkedOutputLoss()
-    model.set_num_output_chunks(loss.num_output_chunks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-
-    def train_step(tokens_BS: torch.Tensor) -> None:
-        loss(model(tokens_BS), tokens_BS).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return Trainer(model, optimizer, train_step)
+        return StepPeak(num_tokens, allocated_bytes, reserved_bytes)

@@ -188,7 +188,9 @@ class BatchSizes:
         """The memory of a batch of ``batch_size`` rows."""
         moment, overhead, num_tokens = self._peaks.moment(batch_size), self._device.overhead, self._tokens(batch_size)
         peak_bytes = moment.total.at(batch_size)
-        reserved_bytes = overhead.reserved_bytes(peak_bytes, num_tokens=num_tokens)
+        phases = self._peaks.phases(batch_size)
+        allocated_bytes = overhead.allocated_bytes(phases, num_tokens=num_tokens)
+        reserved_bytes = overhead.reserved_bytes(allocated_bytes)
         process_bytes = overhead.outside_bytes + reserved_bytes
         uncertainty_bytes = overhead.uncertainty_bytes_at(reserved_bytes)
         usable_bytes = self._device.usable_bytes
@@ -197,9 +199,9 @@ class BatchSizes:
             seq_len=self._peaks.seq_len or None,
             batch_size=batch_size,
             peak_bytes=peak_bytes,
-            phases=self._peaks.phases(batch_size),
+            phases=phases,
             kinds=moment.at(batch_size),
-            allocated_bytes=overhead.allocated_bytes(peak_bytes, num_tokens=num_tokens),
+            allocated_bytes=allocated_bytes,
             reserved_bytes=reserved_bytes,
             process_bytes=process_bytes,
             uncertainty_bytes=uncertainty_bytes,

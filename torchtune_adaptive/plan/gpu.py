@@ -1,6 +1,6 @@
 """The memory of a GPU: what CUDA lets a process use of it, and its overhead beside the live bytes that a trace counts.
 
-    allocated = traced + workspaces + scratch per token
+    allocated = traced + workspaces + scratch per token of the backward pass
     reserved  = allocated * (1 + fragmentation)
     process   = reserved + outside the allocator (CUDA context, NCCL)
 
@@ -247,7 +247,7 @@ class Overhead:
     Attributes:
         outside_bytes: memory of the process outside the allocator.
         workspace_bytes: memory of libraries, the same for every batch size.
-        bytes_per_token: memory of kernels per token of a micro-step, with row lengths rounded up to 128.
+        bytes_per_token: memory of the backward pass's kernels per token, with row lengths rounded up to 128.
         fragmentation: reserved minus allocated bytes, as a fraction of allocated bytes.
         uncertainty_bytes, uncertainty_fraction: the forecast may be off by the larger of the two.
         source: where the figures come from, as text.
@@ -322,21 +322,24 @@ class Overhead:
             source=f"calibrated on {measured.gpu} ({measured.driver}, torch {measured.torch}, {measured.backend})",
         )
 
-    def allocated_bytes(self, traced_bytes: float, *, num_tokens: int = 0) -> float:
+    def allocated_bytes(self, traced_bytes: Mapping[str, float], *, num_tokens: int = 0) -> float:
         """The value of ``torch.cuda.max_memory_allocated`` for a micro-step of ``num_tokens`` tokens.
 
-        >>> Overhead(workspace_bytes=50, bytes_per_token=2).allocated_bytes(1000, num_tokens=25)
-        1100
-        """
-        return traced_bytes + self.workspace_bytes + self.bytes_per_token * num_tokens
+        Attention takes its scratch memory in the backward pass, which need not have the highest traced peak.
 
-    def reserved_bytes(self, traced_bytes: float, *, num_tokens: int = 0) -> float:
-        """The value of ``torch.cuda.max_memory_reserved`` for a micro-step of ``num_tokens`` tokens.
+        Args:
+            traced_bytes: the traced peak of each phase.
 
-        >>> Overhead(workspace_bytes=50, bytes_per_token=2, fragmentation=0.5).reserved_bytes(1000, num_tokens=25)
-        1650.0
+        >>> overhead = Overhead(workspace_bytes=50, bytes_per_token=2)
+        >>> overhead.allocated_bytes({"loss": 1000, "backward": 980}, num_tokens=25)
+        1080
         """
-        return self.allocated_bytes(traced_bytes, num_tokens=num_tokens) * (1 + self.fragmentation)
+        scratch = {phase: self.bytes_per_token * num_tokens * (phase == "backward") for phase in traced_bytes}
+        return self.workspace_bytes + max(traced_bytes[phase] + scratch[phase] for phase in traced_bytes)
+
+    def reserved_bytes(self, allocated_bytes: float) -> float:
+        """The value of ``torch.cuda.max_memory_reserved`` for so many allocated bytes."""
+        return allocated_bytes * (1 + self.fragmentation)
 
     def uncertainty_bytes_at(self, reserved_bytes: float) -> float:
         """How far the forecast of ``reserved_bytes`` may be off, in either direction; an estimate."""

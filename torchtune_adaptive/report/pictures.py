@@ -1,6 +1,5 @@
 """The pictures of a run, drawn by matplotlib."""
 
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtune_adaptive.engine.search.strategies import Probe
 from torchtune_adaptive.report.read import OUT_OF_MEMORY, THRASHING, Run, Search
+from torchtune_adaptive.report.style import BLUE, GREEN, GREY, INK, ORANGE, PINK, RED, SOFT, svg_of
 from torchtune_adaptive.text import byte_unit, format_bytes
 
 if TYPE_CHECKING:
@@ -17,45 +17,13 @@ if TYPE_CHECKING:
     from matplotlib.ticker import MaxNLocator
 
 _INCHES = 8.0  # wide
-# On a paper of its own, a picture is legible on a light page and on a dark one.
-_INK, _SOFT, _LINE, _PAPER = "#1b1f24", "#57606a", "#d8dee4", "#ffffff"
-# Okabe and Ito's colours, which the colour-blind can tell apart.
-_BLUE, _ORANGE, _GREEN, _RED, _PINK, _GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#999999"
 _PHASES = {
-    "": ("before forward", _GREY, "v"),
-    "forward": ("forward", _BLUE, "o"),
-    "loss": ("loss", _ORANGE, "s"),
-    "backward": ("backward", _RED, "^"),
-    "clip": ("clip", _PINK, "D"),
-    "optimizer": ("optimizer", _GREEN, "P"),
-}
-_FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
-_STYLE: Any = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib, and is wide: what has room in it has room in other fonts
-    "font.size": 9,
-    "axes.edgecolor": _SOFT,
-    "axes.labelcolor": _INK,
-    "axes.titlecolor": _INK,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.formatter.useoffset": False,
-    "axes.formatter.limits": (-3, 6),
-    "grid.color": _LINE,
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "legend.labelcolor": _INK,
-    "legend.handlelength": 1.7,
-    "legend.columnspacing": 1.4,
-    "text.color": _INK,
-    "xtick.color": _SOFT,
-    "ytick.color": _SOFT,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "torchtune_adaptive",
+    "": ("before forward", GREY, "v"),
+    "forward": ("forward", BLUE, "o"),
+    "loss": ("loss", ORANGE, "s"),
+    "backward": ("backward", RED, "^"),
+    "clip": ("clip", PINK, "D"),
+    "optimizer": ("optimizer", GREEN, "P"),
 }
 _PEAK = "peak_memory_bytes"
 _MOST_POINTS = 1000  # of a line
@@ -87,12 +55,7 @@ class Picture:
 
     def svg(self) -> str:
         """As SVG, with text that stays text."""
-        import matplotlib as mpl
-
-        content = io.StringIO()
-        with mpl.rc_context(_STYLE):
-            self.draw().savefig(content, facecolor=_PAPER, format="svg", metadata={"Date": None, "Creator": None})
-        return content.getvalue().replace("'DejaVu Sans'", _FONT)
+        return svg_of(self.draw)
 
 
 def pictures(run: Run) -> list[Picture]:
@@ -129,12 +92,12 @@ def _search_figure(search: Search) -> "Figure":
     for fits, style in styles.items():
         points = [(probe.batch_size, probe.peak_bytes / unit_bytes) for probe in probes if probe.fits is fits]
         if points:
-            axes.plot(*_columns(points), color=_INK, linestyle="none", **style)
+            axes.plot(*_columns(points), color=INK, linestyle="none", **style)
     for name, num_bytes, line in (("limit", result.memory_limit_bytes, "-"), ("usable", result.usable_bytes, "--")):
         label = f"{name} ({format_bytes(num_bytes)})"
-        axes.axhline(num_bytes / unit_bytes, color=_INK, linestyle=line, linewidth=1.2, label=label)
+        axes.axhline(num_bytes / unit_bytes, color=INK, linestyle=line, linewidth=1.2, label=label)
     if points := [(size, num_bytes / unit_bytes) for size, num_bytes in result.forecast]:
-        axes.plot(*_columns(points), color=_SOFT, linestyle=":", linewidth=1.8, label="forecast of the peak")
+        axes.plot(*_columns(points), color=SOFT, linestyle=":", linewidth=1.8, label="forecast of the peak")
     rows = "" if search.seq_len is None else f", rows of {search.seq_len:,} tokens"
     axes.set_xlabel(f"batch size of the probe{rows}")
     axes.set_ylabel(f"peak memory on rank 0 [{unit}]")
@@ -154,7 +117,7 @@ def _search_figure(search: Search) -> "Figure":
 def _draw_phases(axes: "Axes", probes: Sequence[Probe], unit_bytes: int) -> None:
     phases = dict.fromkeys(phase for probe in probes for phase in probe.phase_peak_bytes)
     for place, phase in enumerate(phases):
-        label, colour, marker = _PHASES.get(phase, (phase, _SOFT, "."))
+        label, colour, marker = _PHASES.get(phase, (phase, SOFT, "."))
         there = [probe for probe in probes if phase in probe.phase_peak_bytes]
         points = [(probe.batch_size, probe.phase_peak_bytes[phase] / unit_bytes) for probe in there]
         fitting = [point for point, probe in zip(points, there, strict=True) if probe.fits]
@@ -178,11 +141,11 @@ def _steps_figure(run: Run) -> "Figure":
         points = _thinned(points, keep=max if name == _PEAK else None)
         style: Any = "steps-post" if name in _HELD else "default"  # which hold from one step to the next
         marker = "." if len(points) < 3 else ""
-        axes.plot(*_columns(points), color=_BLUE, linewidth=1.3, marker=marker, drawstyle=style)
+        axes.plot(*_columns(points), color=BLUE, linewidth=1.3, marker=marker, drawstyle=style)
         axes.set_title(titles[name])
         if name == _PEAK and limit_bytes is not None:
             label = f"memory limit ({format_bytes(limit_bytes)})"
-            axes.axhline(limit_bytes / unit_bytes, color=_INK, linewidth=1.2, label=label)
+            axes.axhline(limit_bytes / unit_bytes, color=INK, linewidth=1.2, label=label)
         if name in _HELD:
             axes.yaxis.set_major_locator(_integer_ticks())
         if name != "loss":
@@ -199,11 +162,11 @@ def _steps_figure(run: Run) -> "Figure":
 def _draw_events(run: Run, panels: Sequence["Axes"]) -> None:
     """Vertical lines through all panels, and a mark at the bottom of the last one for each checkpoint."""
     epochs = [one["step"] for before, one in pairwise(run.steps) if one["epoch"] > before["epoch"]]
-    lines = [("first step of an epoch", epochs, _GREY, "-")]
+    lines = [("first step of an epoch", epochs, GREY, "-")]
     for kind, label, colour, style in (
-        (OUT_OF_MEMORY, "out of memory", _RED, "--"),
-        (THRASHING, "allocator thrashing", _ORANGE, ":"),
-        ("resumed", "resumed", _GREEN, "-."),
+        (OUT_OF_MEMORY, "out of memory", RED, "--"),
+        (THRASHING, "allocator thrashing", ORANGE, ":"),
+        ("resumed", "resumed", GREEN, "-."),
     ):
         lines.append((label, [event["step"] for event in run.of_kind(kind)], colour, style))
     for label, steps, colour, style in lines:
@@ -213,7 +176,7 @@ def _draw_events(run: Run, panels: Sequence["Axes"]) -> None:
                 axes.axvline(step, color=colour, linestyle=style, linewidth=1.2, alpha=0.9, zorder=1.5, label=named)
     if saved := [event["step"] for event in run.of_kind("checkpoint")]:
         at_the_bottom = panels[-1].get_xaxis_transform()
-        mark: dict[str, Any] = {"color": _SOFT, "marker": "^", "linestyle": "none", "label": "checkpoint"}
+        mark: dict[str, Any] = {"color": SOFT, "marker": "^", "linestyle": "none", "label": "checkpoint"}
         panels[-1].plot(saved, [0.04] * len(saved), transform=at_the_bottom, clip_on=False, zorder=3, **mark)
 
 

@@ -116,6 +116,9 @@ def _kinds(_: int) -> dict[str, Any]:
     ]
     seen["activations"] = [step.peaks[0].moment(8, "forward").at(8)["activations"] for step in steps]
     seen["activations on the host"] = steps[-1].host.activations
+    adapters = [*CUDA, "model.num_layers=2", "model.lora_attn_modules=[q_proj]", "model.apply_lora_to_mlp=False"]
+    steps = [_peaks(_cfg("lora", *adapters, f"model.lora_dropout={dropout}")) for dropout in (0.0, 0.1)]
+    seen["dropout"] = [step.moment(8, "forward").total.slope_bytes / SEQ_LEN for step in steps]
     lengths = _cfg("full", SHALLOW, "dataset.packed=True")  # a dense mask
     between = trace_config(lengths, world_size=2, seq_lens=[32, 80, 128]).peaks[1]
     seen["interpolated"], seen["traced"] = between.phases(5), _peaks(lengths, world_size=2, seq_len=80).phases(5)
@@ -207,6 +210,11 @@ def test_paged_state_is_counted_apart_from_state_on_the_device(kinds: dict[str, 
 def test_checkpointing_keeps_less_activations_and_offloading_still_less(kinds: dict[str, Any]) -> None:
     without, checkpointed, offloaded = kinds["activations"]
     assert offloaded < checkpointed < without
+
+
+def test_dropout_keeps_a_mask_of_bytes_as_on_cuda(kinds: dict[str, Any]) -> None:
+    without, with_dropout = kinds["dropout"]
+    assert with_dropout == without + 128  # in the second layer: the input of the first needs no gradient
 
 
 def test_lengths_between_the_shortest_and_the_longest_are_interpolated_even_with_a_dense_mask(

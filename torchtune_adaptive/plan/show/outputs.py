@@ -2,20 +2,23 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchtune_adaptive.errors import InputError, quote
 from torchtune_adaptive.files import check_writable, write_whole, writing
 from torchtune_adaptive.plan.decide import Plan, SizePlan
 from torchtune_adaptive.plan.show.modules import modules_text
-from torchtune_adaptive.plan.show.page import page
-from torchtune_adaptive.plan.show.plot import DrawnDevice, StepPlot
+from torchtune_adaptive.plan.show.plot import DrawnDevice, step_figure
 from torchtune_adaptive.plan.show.snapshot import snapshot_bytes
 from torchtune_adaptive.plan.show.text import offload_note
 from torchtune_adaptive.plan.trace.events import StepEvents
+from torchtune_adaptive.report.style import svg_of
 
-_SNAPSHOT_ENDINGS = (".pickle",)
-_PLOT_ENDINGS = (".svg", ".html")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class StepOutputs:
     """The requested outputs: a table of modules, and files to write.
 
     Raises:
-        InputError: a file's name has a wrong suffix, or the file cannot be written.
+        InputError: a file's name has a wrong suffix, the file cannot be written, or matplotlib is missing for a plot.
     """
 
     modules: bool
@@ -31,17 +34,16 @@ class StepOutputs:
     plot: Path | None
 
     def __post_init__(self) -> None:
-        for option, path, endings in (
-            ("--snapshot", self.snapshot, _SNAPSHOT_ENDINGS),
-            ("--plot", self.plot, _PLOT_ENDINGS),
-        ):
+        for option, path, ending in (("--snapshot", self.snapshot, ".pickle"), ("--plot", self.plot, ".svg")):
             if path is None:
                 continue
-            if path.suffix not in endings:
-                wanted = " or ".join(endings)
-                raise InputError(f"`{option}` must be a file that ends in {wanted}, but is {quote(str(path))} instead.")
+            if path.suffix != ending:
+                raise InputError(f"`{option}` must be a file that ends in {ending}, but is {quote(str(path))} instead.")
             with writing(option, path):
                 check_writable(path)
+        if self.plot is not None and find_spec("matplotlib") is None:
+            install = '`pip install "torchtune-adaptive[plot]"`'
+            raise InputError(f"`--plot` must be left out without matplotlib, which {install} adds, but is given.")
 
     @property
     def any(self) -> bool:
@@ -62,7 +64,7 @@ class StepOutputs:
                 write_whole(self.snapshot, content)
             yield f"Allocations of the step written to {self.snapshot}; view them at https://pytorch.org/memory_viz."
         if self.plot is not None:
-            plot = _plot_text(events, planned, as_page=self.plot.suffix == ".html")
+            plot = svg_of(partial(_plot, events, planned))
             with writing("--plot", self.plot):
                 write_whole(self.plot, plot)
             yield f"Plot of the step written to {self.plot}."
@@ -74,14 +76,13 @@ def shown_size(planned: Plan) -> SizePlan:
     return length.asked[0] if len(length.asked) == 1 else length.used
 
 
-def _plot_text(events: StepEvents, planned: Plan, *, as_page: bool) -> str:
+def _plot(events: StepEvents, planned: Plan) -> "Figure":
     size = shown_size(planned)
-    limit_bytes = planned.device.limit_bytes
     device = DrawnDevice(
-        memory_bytes=planned.device.memory_bytes or limit_bytes,
+        memory_bytes=planned.device.memory_bytes or planned.device.limit_bytes,
         usable_bytes=planned.device.usable_bytes,
         added_bytes=size.process_bytes - size.peak_bytes,
     )
-    note = offload_note([planned])
-    plot = StepPlot(events, title=planned.title, world_size=planned.world_size, device=device, note=note)
-    return page(plot, events, title=planned.title) if as_page else plot.svg()
+    return step_figure(
+        events, title=planned.title, world_size=planned.world_size, device=device, note=offload_note([planned])
+    )

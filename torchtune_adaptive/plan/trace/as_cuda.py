@@ -30,7 +30,7 @@ def as_cuda(ranks: int) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(optimizers_choose_as_on_cuda())
         stack.enter_context(autocast_as_cuda())
-        stack.enter_context(_composed_as_on_cuda())
+        stack.enter_context(composed_as_on_cuda())
         for name, answer in _answers(ranks).items():
             if hasattr(torch.cuda, name):
                 stack.enter_context(mock.patch.object(torch.cuda, name, answer))
@@ -136,14 +136,19 @@ def _without_dropout(
 
 
 @contextmanager
-def _composed_as_on_cuda() -> Iterator[None]:
-    """CUDA has kernels for dropout and for RMS norm, which keep less for the backward pass than what a CPU runs."""
+def composed_as_on_cuda(*, compiles: bool = False) -> Iterator[None]:
+    """CUDA has kernels for dropout and for RMS norm, which keep less for the backward pass than what a CPU runs.
+
+    Args:
+        compiles: leave RMS norm as it is, which compiled code composes itself.
+    """
     library = Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that the kernels replace its own
             library.impl("dropout", _dropout, "CompositeImplicitAutograd")
-            library.impl("rms_norm", _rms_norm, "CompositeImplicitAutograd")
+            if not compiles:
+                library.impl("rms_norm", _rms_norm, "CompositeImplicitAutograd")
         yield
     finally:
         library._destroy()

@@ -86,12 +86,6 @@ class Tracer:
         return from_json(answer)
 
 
-def calibration_peak(batch_size: int, seq_len: int) -> float:
-    """Trace the step that a calibration measures, and return its peak bytes for rows of ``seq_len`` tokens."""
-    request = {"batch_size": batch_size, "seq_len": seq_len}
-    return _run_worker(request, timeout_s=None, shows_progress=False)["peak_bytes"]
-
-
 def _run_worker(request: dict[str, Any], *, timeout_s: float | None, shows_progress: bool) -> dict[str, Any]:
     """Start ``worker`` with ``request`` and return its answer.
 

@@ -4,13 +4,12 @@ It needs a process of its own, because it starts a process group of which only o
 differently is set up here.
 """
 
-import contextlib
 import functools
 import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torchtune.modules.peft import DoRALinear
 
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.trace.as_cuda import composed_as_on_cuda
 from torchtune_adaptive.plan.trace.fake_tensors import (
     NumbersOfFakes,
     make_fake,
@@ -67,6 +67,7 @@ class FakeRecipe:
     def __init__(self, cfg: DictConfig, *, world_size: int, num_layers: int | None = None) -> None:
         self.cfg = _on_fake_device(cfg)
         self._like_cuda = str(cfg.device).startswith("cuda")
+        self._compiles = bool(cfg.get("compile", False))
         self._keeps_on_host = bool(cfg.get("fsdp_cpu_offload", False))
         start_fake_process_group(world_size)
         recipe = _recipe_of(self.cfg)
@@ -197,8 +198,12 @@ class FakeRecipe:
 
     @contextmanager
     def _as_on_device(self) -> Iterator[None]:
-        as_on_cuda = optimizers_choose_as_on_cuda() if self._like_cuda else contextlib.nullcontext()
-        with self._fake_mode, as_on_cuda, shardings_worked_out_unseen():
+        with ExitStack() as stack:
+            if self._like_cuda:
+                stack.enter_context(optimizers_choose_as_on_cuda())
+                stack.enter_context(composed_as_on_cuda(compiles=self._compiles))
+            stack.enter_context(self._fake_mode)
+            stack.enter_context(shardings_worked_out_unseen())
             yield
 
 

@@ -15,22 +15,18 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
 from omegaconf import DictConfig, OmegaConf
-from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
 from torchtune_adaptive.engine.memory.timeline import Timeline, sum_of_timelines
 from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES
 from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.files import write_whole
-from torchtune_adaptive.plan.calibrate import make_trainer
 from torchtune_adaptive.plan.host import HostFigures
 from torchtune_adaptive.plan.trace.events import StepEvents
 from torchtune_adaptive.plan.trace.fake_recipe import FakeRecipe
 from torchtune_adaptive.plan.trace.layer_extrapolation import extrapolate_layers
 from torchtune_adaptive.plan.trace.peaks import StepLines, StepPeaks, TracedStep
-from torchtune_adaptive.plan.trace.recorder import CUDA_GRANULARITY_BYTES, StepTrace
 from torchtune_adaptive.stock.load import setting_up
 from torchtune_adaptive.training.batch.row_format import check_row_length
 
@@ -240,20 +236,6 @@ def trace_events(
     return trace.events(batch_size, seq_len)
 
 
-def trace_calibration(batch_size: int, seq_len: int) -> int:
-    """Peak bytes of a steady-state train step of the model that a calibration trains."""
-    trace = StepTrace(granularity_bytes=CUDA_GRANULARITY_BYTES)
-    with FakeTensorMode():
-        trainer = make_trainer(torch.device("cpu"))
-        tokens_BS = torch.zeros(batch_size, seq_len, dtype=torch.long)
-        trainer.train_step(tokens_BS)
-        trace.mark([list(trainer.model.parameters()), list(trainer.model.buffers()), tokens_BS], "parameters")
-        trace.mark([list(state.values()) for state in trainer.optimizer.state.values()], "optimizer state")
-        with trace:
-            trainer.train_step(tokens_BS)
-    return max(sum_of_timelines(trace.timelines(batch_size).values()).live_bytes)
-
-
 def main() -> None:
     """Answer the request on standard input. Arguments: the answer's file, and one for the traceback of an error.
 
@@ -273,10 +255,8 @@ def main() -> None:
 
 def _answer(request: dict[str, Any], errors: TextIO) -> dict[str, Any]:
     try:
-        if "config" in request:
-            trace = trace_config if "seq_lens" in request else trace_events
-            return trace(OmegaConf.create(request.pop("config")), **request).as_json()
-        return {"peak_bytes": trace_calibration(**request)}
+        trace = trace_config if "seq_lens" in request else trace_events
+        return trace(OmegaConf.create(request.pop("config")), **request).as_json()
     except InputError as error:
         return {"refused": str(error)}
     except Exception as error:
