@@ -103,6 +103,16 @@ def require_integer(name: str, value: object, *, minimum: int) -> int:
     return integer
 
 
+def require_fraction(name: str, value: object) -> None:
+    """Check that the value is a number in [0, 1).
+
+    Raises:
+        InputError: it is not.
+    """
+    if not is_number(value) or not 0 <= value < 1:  # nan fails the comparison
+        raise InputError(f"`{name}` must be in [0, 1), but is {quote(value)} instead.")
+
+
 def require_bool(name: str, value: object) -> None:
     """Check that the value is a bool.
 

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from torchtune_adaptive.engine.search.options import SearchOptions
-from torchtune_adaptive.errors import require_integer, require_one_of
+from torchtune_adaptive.errors import require_fraction, require_integer, require_one_of
 from torchtune_adaptive.plan.decide import BatchSizes, Device, Plan
 from torchtune_adaptive.plan.gpu import Card, Overhead
 from torchtune_adaptive.plan.trace.loop import BuildModel, BuildOptimizer, MakeBatch, TrainStep, trace_loop
@@ -57,7 +56,7 @@ def plan_max_batch_size(
     for size in batch_sizes:
         require_integer("batch_sizes", size, minimum=1)
     require_one_of("device", device, ("cuda", "cpu"))
-    SearchOptions(strategy="binary_search", power_of_two=False, margin=margin)  # checks the margin
+    require_fraction("margin", margin)
     card = Card.named(str(memory), calibration=None if calibration is None else Path(calibration))
     on_cuda = device == "cuda"
     traced = trace_loop(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from torchtune_adaptive.errors import InputError, is_number, quote, require_bool, require_integer, require_one_of
+from torchtune_adaptive.errors import require_bool, require_fraction, require_integer, require_one_of
 
 Strategy: TypeAlias = Literal["linear_extrapolation", "binary_search", "decrease_until_oom"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -35,5 +35,4 @@ class SearchOptions:
         for name in ("memory_limit_bytes", "max_batch_size"):
             if getattr(self, name) is not None:
                 require_integer(name, getattr(self, name), minimum=1)
-        if not is_number(self.margin) or not 0 <= self.margin < 1:  # nan fails the comparison
-            raise InputError(f"`margin` must be in [0, 1), but is {quote(self.margin)} instead.")
+        require_fraction("margin", self.margin)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune_adaptive.errors import InputError, is_number, quote, require_integer
+from torchtune_adaptive.errors import InputError, is_number, quote, require_fraction, require_integer
 from torchtune_adaptive.training.batch.rank_shares import small_samples
 
 
@@ -115,8 +115,7 @@ class gradient_noise_scale(MeasuredSchedule):
     ) -> None:
         if not is_number(max_factor) or not 1 < max_factor < math.inf:
             raise InputError(f"`max_factor` must be above 1 and finite, but is {quote(max_factor)} instead.")
-        if not is_number(smoothing) or not 0 <= smoothing < 1:
-            raise InputError(f"`smoothing` must be in [0, 1), but is {quote(smoothing)} instead.")
+        require_fraction("smoothing", smoothing)
         self.max_factor, self.smoothing = float(max_factor), float(smoothing)
         self.every_steps = require_integer("every_steps", every_steps, minimum=1)
         self.min_measurements = require_integer("min_measurements", min_measurements, minimum=1)
