@@ -20,6 +20,7 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError, RunEnded
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
+from torchtune_adaptive.training import assembly
 from torchtune_adaptive.training.assembly import RecipeParts, build_trainer
 from torchtune_adaptive.training.batch.row_format import Row, TokenRows
 from torchtune_adaptive.training.checkpoints.folder import Checkpoint, CheckpointFolder, write_state
@@ -162,6 +163,14 @@ def test_with_torchtunes_keys_alone_a_run_trains_by_them_and_reports_only_steps(
     assert [(state.epochs_run, state.global_step) for state in recipe.states] == [(1, 6), (2, 12)]
     run_log = tmp_path / "output" / LOG_NAME
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "checkpoints", tmp_path / "output", run_log]
+
+
+def test_a_known_leak_is_named_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(assembly, "leak_warning", lambda _: "steps leak")
+    Recipe(tmp_path).trainer()
+    assert "steps leak" in caplog.messages
 
 
 def test_a_search_restores_all_state_and_training_uses_the_size_found(tmp_path: Path) -> None:

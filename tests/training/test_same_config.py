@@ -25,6 +25,7 @@ from torchtune_adaptive.training.same_config import _agree, check_same_config
         ("teacher_checkpointer.checkpoint_dir", "runs/a", "b", True),
         ("dataset.source", "tatsu-lab/alpaca", "yahma/alpaca-cleaned", False),
         ("dataset.source", "/data/a", "../b", True),
+        ("dataset.source", "/data/a", "tatsu-lab/alpaca", False),
         ("dataset.source", "data/a", "data/b", False),  # names in the Hub, for all that is known
         ("dataset.data_files", "/data/a.json", "~/b.json", True),
         ("dataset.data_files", "data/en.json", "data/fr.json", False),

@@ -258,6 +258,8 @@ def test_the_token_budget_of_the_longest_rows_is_exact_to_the_token(caplog: pyte
     assert max(rows for _, rows, _ in device.tried) == 50  # although 62 rows of 16 tokens would fill it
     assert caplog.messages[-1].startswith("Probes of other row lengths:\nrows of")
     assert caplog.messages[-1].endswith("token budget: 1000 tokens with padding")
+    table = [line.split() for line in caplog.messages[-1].splitlines()[3:-1]]
+    assert {int(length) for length, *_ in table} == {1000 // 32, 16}
     assert str(found.limit(100)) == "1000 tokens"
 
 
