@@ -80,8 +80,8 @@ def test_the_assumptions_are_one_sentence() -> None:
     run = HuggingFaceRun(path="x", seq_len=8, lora_rank=16, lora_modules=("q_proj", "v_proj"), ranks=2)
     assert run.assumptions == (
         "Assumed: weights and computation in bfloat16; every layer recomputed in the backward pass; LoRA of rank 16 on"
-        " q_proj, v_proj; optimizer adamw_torch_fused; loss over all logits at once; flash attention without a padding"
-        " mask; gradients clipped; each layer sharded by FSDP2."
+        " q_proj, v_proj with no dropout; optimizer adamw_torch_fused; loss over all logits at once; flash attention"
+        " without a padding mask; gradients clipped; each layer sharded by FSDP2."
     )
 
 
@@ -95,6 +95,7 @@ def test_the_assumptions_are_one_sentence() -> None:
         ),
         ({"loss": "none"}, "`loss` must be one of full, chunked, but is 'none' instead."),
         ({"lora_rank": 0}, "`lora` must be at least 1, but is 0 instead."),
+        ({"lora_dropout": 1.0}, "`lora_dropout` must be in [0, 1), but is 1.0 instead."),
         ({"micro_steps": 0}, "`micro_steps` must be at least 1, but is 0 instead."),
     ],
 )

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.stock import recipe
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
 
 
@@ -33,6 +35,15 @@ def test_memory_is_recorded_in_the_profilers_active_steps(attributes: dict[str, 
     assert AdaptiveRecipe._memory_steps(stock(**attributes)) == steps
 
 
+def test_a_value_that_a_component_does_not_take_is_refused_before_the_recipe_is_set_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recipe, "check_config", lambda *_, **__: None)
+    cfg = OmegaConf.create({"optimizer": {"_component_": "torch.optim.AdamW", "lr": "fast"}})
+    with pytest.raises(InputError, match=r"^`optimizer\.lr` must be a number"):
+        _Recipe(cfg)
+
+
 class _Data:
     def __init__(self, **_: Any) -> None: ...
 
@@ -47,8 +58,8 @@ class _Recipe(AdaptiveRecipe, _Data): ...
     "wrap", [lambda loader: loader, lambda loader: (None, loader)], ids=["a loader", "and sampler"]
 )
 def test_an_empty_data_set_is_refused_and_another_is_passed_on(wrap: Any) -> None:
-    recipe = _Recipe.__new__(_Recipe)
+    empty_recipe = _Recipe.__new__(_Recipe)
     full = wrap(SimpleNamespace(dataset=[1]))
-    assert recipe._setup_data(full) is full
+    assert empty_recipe._setup_data(full) is full
     with pytest.raises(InputError, match="`dataset` must have samples, but has 0"):
-        recipe._setup_data(wrap(SimpleNamespace(dataset=[])))
+        empty_recipe._setup_data(wrap(SimpleNamespace(dataset=[])))

@@ -312,6 +312,18 @@ def test_a_run_resumed_from_a_step_equals_the_uninterrupted_one(step: int, tmp_p
     assert logged == [one["step"] for one in steps]
 
 
+def test_with_torchtunes_keys_alone_a_resumed_run_goes_on_with_its_schedule(tmp_path: Path) -> None:
+    whole = train(Recipe(tmp_path / "whole"))
+    first = Recipe(tmp_path / "parts")
+    first.parts = replace(first.parts, stop_requested=lambda: len(first.logger.steps) == 1)
+    with pytest.raises(RunEnded):
+        train(first)
+    (checkpoint,) = first.parts.checkpoints.checkpoints()
+    second = Recipe(tmp_path / "parts")
+    second.parts = replace(second.parts, resumed=checkpoint)
+    assert figures(first.logger.steps + train(second), "step", "lr", "loss") == figures(whole, "step", "lr", "loss")
+
+
 def test_steps_are_saved_and_kept_as_the_settings_say(tmp_path: Path) -> None:
     recipe = Recipe(tmp_path)
     train(recipe, save_every_n_steps=3, keep_last_n_checkpoints=2)

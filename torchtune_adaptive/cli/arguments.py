@@ -3,7 +3,7 @@
 import argparse
 from typing import Any, TypeAlias
 
-from torchtune_adaptive.errors import require_integer
+from torchtune_adaptive.errors import require_fraction, require_integer
 
 PROGRAM = "tune-adaptive"
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # argparse has no public name for it
@@ -35,6 +35,20 @@ def integer(name: str, text: str, *, minimum: int = 1) -> int:
     except ValueError:
         value = text  # the check below refuses it and quotes it
     return require_integer(name, value, minimum=minimum)
+
+
+def fraction(name: str, text: str) -> float:
+    """The number in ``text``.
+
+    Raises:
+        InputError: ``text`` is not a number in [0, 1). The message calls the value ``name``.
+    """
+    try:
+        value: float | str = float(text)
+    except ValueError:
+        value = text  # as above
+    require_fraction(name, value)
+    return float(value)
 
 
 def examples(*commands: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.cli.arguments import Commands, add_command, integer, integers
+from torchtune_adaptive.cli.arguments import Commands, add_command, fraction, integer, integers
 from torchtune_adaptive.errors import InputError, quote
 from torchtune_adaptive.plan.changes import ways_to_fit, what_if
 from torchtune_adaptive.plan.config_plan import USUAL_SEQ_LENS, ConfigLaunch, as_traced, row_lengths
@@ -74,6 +74,7 @@ def add_plan(commands: Commands) -> None:
     run = command.add_argument_group("a run of a Hugging Face model (--hf)")
     run.add_argument("--lora", metavar="RANK", help="train LoRA adapters of this rank [all weights]")
     run.add_argument("--lora-modules", metavar="NAMES", default="", help="layers with adapters, or all-linear [peft's]")
+    run.add_argument("--lora-dropout", metavar="P", default="0", help="probability of dropout in adapters [0]")
     run.add_argument(
         "--dtype", default="bf16", help="bf16, fp32, or mixed: float32 weights, bfloat16 computation [bf16]"
     )
@@ -121,6 +122,7 @@ def _plan_hugging_face(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         lora_rank=None if arguments.lora is None else integer("--lora", arguments.lora),
         lora_modules=tuple(filter(None, arguments.lora_modules.split(","))),
+        lora_dropout=fraction("lora_dropout", arguments.lora_dropout),
         checkpointing=not arguments.no_checkpointing,
         optimizer=arguments.optimizer,
         loss=arguments.loss,

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from torchtune_adaptive.errors import InputError, quote, reason_of, require_integer, require_one_of
+from torchtune_adaptive.errors import InputError, quote, reason_of, require_fraction, require_integer, require_one_of
 
 Dtype = Literal["bf16", "fp32", "mixed"]
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor")  # names of the Trainer's `optim`
@@ -35,6 +35,7 @@ class HuggingFaceRun:
         dtype: "bf16" and "fp32": of weights and computation; "mixed": float32 weights, computed in bfloat16.
         lora_rank: train LoRA adapters of this rank, in float32 on one rank; None: train all weights.
         lora_modules: names of layers with adapters, or "all-linear"; empty: those that peft chooses for the model.
+        lora_dropout: probability with which adapters drop a value of their input.
         checkpointing: recompute each layer in the backward pass.
         optimizer: as the Trainer's `optim`.
         loss: "full": over all logits at once; "chunked": over 8 parts of the tokens.
@@ -50,6 +51,7 @@ class HuggingFaceRun:
     dtype: Dtype = "bf16"
     lora_rank: int | None = None
     lora_modules: tuple[str, ...] = ()
+    lora_dropout: float = 0.0
     checkpointing: bool = True
     optimizer: str = "adamw_torch_fused"
     loss: str = "full"
@@ -61,6 +63,7 @@ class HuggingFaceRun:
             require_integer(name, getattr(self, name), minimum=1)
         if self.lora_rank is not None:
             require_integer("lora", self.lora_rank, minimum=1)
+        require_fraction("lora_dropout", self.lora_dropout)
         require_one_of("dtype", self.dtype, tuple(_DTYPES))
         require_one_of("optimizer", self.optimizer, _OPTIMIZERS)
         require_one_of("loss", self.loss, _LOSSES)
@@ -134,10 +137,12 @@ class HuggingFaceRun:
             "mixed": "weights in float32, computation in bfloat16",
         }
         modules = ", ".join(self.lora_modules) or "peft's choice of layers"
+        dropout = f"dropout {self.lora_dropout:g}" if self.lora_dropout else "no dropout"
+        adapters = f"LoRA of rank {self.lora_rank} on {modules} with {dropout}"
         parts = [
             weights[self.dtype],
             "every layer recomputed in the backward pass" if self.checkpointing else "no activation checkpointing",
-            "all weights trained" if self.lora_rank is None else f"LoRA of rank {self.lora_rank} on {modules}",
+            "all weights trained" if self.lora_rank is None else adapters,
             f"optimizer {self.optimizer}",
             "loss over all logits at once" if self.loss == "full" else f"loss over {_CHUNKS} parts of the tokens",
             "flash attention without a padding mask",
@@ -151,7 +156,9 @@ class HuggingFaceRun:
         peft = _imported("peft", needed_for="LoRA")
         modules: Any = list(self.lora_modules) or None
         options = peft.LoraConfig(
-            r=self.lora_rank, target_modules="all-linear" if self.lora_modules == ("all-linear",) else modules
+            r=self.lora_rank,
+            target_modules="all-linear" if self.lora_modules == ("all-linear",) else modules,
+            lora_dropout=self.lora_dropout,
         )
         try:
             with _without_torchao():

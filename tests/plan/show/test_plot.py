@@ -85,7 +85,7 @@ def test_lines_show_the_device_and_what_is_usable_of_it() -> None:
 
 
 @pytest.mark.parametrize(("changes", "missing"), [({"usable_mib": 30}, "usable"), ({"added_mib": 0}, "GPU overhead")])
-def test_a_cpu_without_a_margin_has_one_line(changes: dict[str, float], missing: str) -> None:
+def test_a_cpu_without_a_margin_has_one_line(changes: dict[str, Any], missing: str) -> None:
     assert not any(missing in label for label in legend_of(figure_of(**changes)))
 
 
