@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.plan_cost
 
-Runs ``tune-adaptive plan`` for configs from 1B to 405B on up to 512 ranks. Each plan is a program of its own that
-begins with an empty cache, and runs once more with what the first one left there. Prints a table and writes it to
-``results/plan_cost_cpu.md``.
+Runs ``tune-adaptive plan`` for configs from 1B to 405B on up to 512 ranks, and by ``--hf`` for two of their models.
+Each plan is a program of its own that begins with an empty cache, and runs once more with what the first one left
+there. Prints a table and writes it to ``results/plan_cost_cpu.md``.
 """
 
 import json
@@ -33,6 +33,19 @@ CASES = [
     ("llama3_1/8B_qlora_single_device", 1, "2048"),
     ("llama3_1/405B_qlora", 8, "2048"),
 ]
+# Models of transformers, for `--hf`: figures of their config.json.
+_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+MODELS = {
+    "Llama-3.1-8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    "Llama-3.1-70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80},
+}
+HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -48,18 +61,34 @@ class Run:
 def main() -> None:
     load, started = os.getloadavg()[0], time.perf_counter()
     rows = []
-    for config, ranks, lengths in tqdm(CASES, desc="planning"):
-        command = [sys.executable, "-m", "torchtune_adaptive.cli.main", "plan", "--config", config, "--json"]
-        command += ["--nproc_per_node", str(ranks), "--memory", "80GiB", "--seq-len", lengths]
-        with tempfile.TemporaryDirectory() as cache:
-            cold, again = (_run(command, cache) for _ in range(2))
-        plan = json.loads(cold.answer)
-        largest = " and ".join(str(length["largest_batch_size"]) for length in plan["lengths"])
-        traced = f"{' and '.join(map(str, plan['traced_layers']))} of {plan['num_layers']}"
-        costs = [f"{one:.1f}" for one in (cold.cpu_s, cold.wall_s, again.wall_s)]
-        resident = f"{cold.resident_bytes / 2**30:.2f}"
-        rows.append([config, str(ranks), lengths.replace(",", ", "), traced, *costs, resident, largest])
+    with tempfile.TemporaryDirectory() as models:
+        cases = [(config, ["--config", config], ranks, lengths) for config, ranks, lengths in CASES]
+        cases += [(f"--hf {name}", ["--hf", _folder(Path(models), name)], 8, "2048") for name in MODELS]
+        for name, options, ranks, lengths in tqdm(cases, desc="planning"):
+            command = [sys.executable, "-m", "torchtune_adaptive.cli.main", "plan", *options, "--json"]
+            command += ["--nproc_per_node", str(ranks), "--memory", "80GiB", "--seq-len", lengths]
+            with tempfile.TemporaryDirectory() as cache:
+                cold, again = (_run(command, cache) for _ in range(2))
+            rows.append([name, str(ranks), lengths.replace(",", ", "), *_figures(cold, again)])
     _report(rows, load, time.perf_counter() - started)
+
+
+def _folder(parent: Path, name: str) -> str:
+    """A folder with the model's config.json."""
+    sizes = MODELS[name]
+    folder = parent / name
+    folder.mkdir()
+    heads = {"num_attention_heads": sizes["hidden_size"] // HEAD_DIM}
+    (folder / "config.json").write_text(json.dumps(_LLAMA | sizes | heads))
+    return str(folder)
+
+
+def _figures(cold: Run, again: Run) -> list[str]:
+    plan = json.loads(cold.answer)
+    largest = " and ".join(str(length["largest_batch_size"]) for length in plan["lengths"])
+    traced = f"{' and '.join(map(str, plan['traced_layers']))} of {plan['num_layers']}"
+    costs = [f"{one:.1f}" for one in (cold.cpu_s, cold.wall_s, again.wall_s)]
+    return [traced if plan["traced_layers"] else "all", *costs, f"{cold.resident_bytes / 2**30:.2f}", largest]
 
 
 def _run(command: list[str], cache: str) -> Run:
@@ -88,8 +117,9 @@ def _report(rows: list[list[str]], load: float, seconds: float) -> None:
         provenance("OMP_NUM_THREADS=1 python -m benchmarks.plan_cost", load=load, seconds=seconds),
         "",
         "Seconds of the whole program, imports included, with an empty cache: of CPU time, and by the clock, which"
-        " other load on the machine lengthens. *Again*: the same command once more, which finds the traced steps in its"
-        " cache. The largest batch is with what a GPU adds by the defaults, for each length of rows.",
+        " other load on the machine lengthens. *Again*: the same command once more, which finds the traced steps of a"
+        " config in its cache. Models of `--hf` have weights in bfloat16. The largest batch is with what a GPU adds by"
+        " the defaults, for each length of rows.",
         "",
         *table(header, rows),
     ]
