@@ -83,7 +83,7 @@ class LengthPlan:
     """Batch sizes with rows of ``seq_len`` tokens.
 
     Attributes:
-        largest_batch_size: the largest that fits; 0 if none does, None if memory does not grow with it.
+        largest_batch_size: the largest that fits; 0 if none does, None if ``NO_BOUND`` or more fit.
         safe_batch_size: the largest that fits even if the forecast is too low by its full uncertainty.
         used: what a run with these settings would use; it may not fit.
         tokens_per_step: tokens of an optimizer step of such a run, over all ranks; None if rows are not of tokens.
@@ -176,7 +176,7 @@ class BatchSizes:
 
     @cached_property
     def largest(self) -> int | None:
-        """The largest batch that fits; 0 if none does, None if memory does not grow with it."""
+        """The largest batch that fits; 0 if none does, None if ``NO_BOUND`` or more fit."""
         return self._largest("yes", "perhaps")
 
     @cached_property

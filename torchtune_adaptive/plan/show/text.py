@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from torchtune_adaptive.engine.search.strategies import NO_BOUND
 from torchtune_adaptive.plan.decide import LengthPlan, Plan, PlannedChange, SizePlan
 from torchtune_adaptive.plan.gpu import Overhead
 from torchtune_adaptive.plan.host import HostPlan
@@ -75,7 +76,7 @@ def _advice(length: LengthPlan, ways: Sequence[PlannedChange]) -> str:
     """What to do for the longest rows."""
     largest, safe = length.largest_batch_size, length.safe_batch_size
     if largest is None:
-        return "Memory does not grow with the batch."
+        return f"At least {_rows(NO_BOUND, length)} fit."
     if largest > 0:
         is_safe = "none is safe" if not safe else "1 is safe" if safe == 1 else f"{safe} are safe"
         return f"At most {_rows(largest, length)} {'fits' if largest == 1 else 'fit'}; {is_safe}."
