@@ -240,6 +240,13 @@ def test_the_verdict_names_every_length_and_advises_on_the_longest() -> None:
     assert second == "Not even one fits."
 
 
+def test_the_verdict_says_so_where_a_million_rows_fit() -> None:
+    plan = some_plan()
+    without_end = dataclasses.replace(plan.lengths[0], largest_batch_size=None, safe_batch_size=None)
+    _, advice, *_ = verdict(dataclasses.replace(plan, lengths=(without_end,)))
+    assert advice == "At least 1,048,576 rows of 2048 tokens fit."
+
+
 def test_the_verdict_has_the_host_memory_of_a_machine_only_if_it_is_much() -> None:
     small, large = (some_plan(host=HostFigures(weights=size * GIB)) for size in (20, 140))
     assert len(verdict(small)) == 2
