@@ -122,7 +122,7 @@ def _plan_hugging_face(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         lora_rank=None if arguments.lora is None else integer("--lora", arguments.lora),
         lora_modules=tuple(filter(None, arguments.lora_modules.split(","))),
-        lora_dropout=fraction("lora_dropout", arguments.lora_dropout),
+        lora_dropout=fraction("--lora-dropout", arguments.lora_dropout),
         checkpointing=not arguments.no_checkpointing,
         optimizer=arguments.optimizer,
         loss=arguments.loss,

@@ -9,6 +9,7 @@ from torchtune_adaptive.report.page import page
 from torchtune_adaptive.report.pictures import pictures
 from torchtune_adaptive.report.read import read_run
 from torchtune_adaptive.report.story import story, story_text
+from torchtune_adaptive.report.style import INSTALL
 
 _PAGE_NAME = "report.html"
 
@@ -33,8 +34,7 @@ def _report(arguments: argparse.Namespace) -> None:
     try:
         import matplotlib.figure  # noqa: F401  # an extra
     except ImportError:
-        install = '`pip install "torchtune-adaptive[plot]"`'
-        print(f"\nWithout matplotlib there are no pictures and no page: {install} adds it.")
+        print(f"\nWithout matplotlib there are no pictures and no page: {INSTALL} adds it.")
         return
     drawn = pictures(run)
     folder = arguments.to or arguments.output_dir

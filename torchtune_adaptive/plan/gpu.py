@@ -334,8 +334,10 @@ class Overhead:
         >>> overhead.allocated_bytes({"loss": 1000, "backward": 980}, num_tokens=25)
         1080
         """
-        scratch = {phase: self.bytes_per_token * num_tokens * (phase == "backward") for phase in traced_bytes}
-        return self.workspace_bytes + max(traced_bytes[phase] + scratch[phase] for phase in traced_bytes)
+        scratch_bytes = self.bytes_per_token * num_tokens
+        return self.workspace_bytes + max(
+            peak_bytes + (scratch_bytes if phase == "backward" else 0) for phase, peak_bytes in traced_bytes.items()
+        )
 
     def reserved_bytes(self, allocated_bytes: float) -> float:
         """The value of ``torch.cuda.max_memory_reserved`` for so many allocated bytes."""

@@ -19,6 +19,7 @@ BLUE, SKY, ORANGE, GREEN, RED, PINK, GREY = (
     "#cc79a7",
     "#999999",
 )
+INSTALL = '`pip install "torchtune-adaptive[plot]"`'  # what adds matplotlib
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 _STYLE: Any = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, and is wide: what has room in it has room in other fonts

@@ -94,3 +94,10 @@ def test_a_device_far_above_the_peak_is_named_but_not_drawn() -> None:
     assert not any("device" in label for label in legend_of(figure))
     assert figure.texts[1].get_text().endswith("of 200.0 MiB")
     assert figure.axes[0].get_ylim()[1] == pytest.approx(1.08 * 20)
+    assert figure_of(memory_mib=80 * 1024).axes[0].get_ylabel() == "memory of a rank [MiB]"
+
+
+def test_of_a_long_name_the_end_is_shown() -> None:
+    heading = figure_of(title="/folder" * 20 + "/mine.yaml").texts[0].get_text()
+    assert heading.startswith("…")
+    assert heading.endswith("/mine.yaml: memory of one train step")

@@ -15,7 +15,7 @@ from torchtune_adaptive.plan.show.plot import DrawnDevice, step_figure
 from torchtune_adaptive.plan.show.snapshot import snapshot_bytes
 from torchtune_adaptive.plan.show.text import offload_note
 from torchtune_adaptive.plan.trace.events import StepEvents
-from torchtune_adaptive.report.style import svg_of
+from torchtune_adaptive.report.style import INSTALL, svg_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,8 +42,7 @@ class StepOutputs:
             with writing(option, path):
                 check_writable(path)
         if self.plot is not None and find_spec("matplotlib") is None:
-            install = '`pip install "torchtune-adaptive[plot]"`'
-            raise InputError(f"`--plot` must be left out without matplotlib, which {install} adds, but is given.")
+            raise InputError(f"`--plot` must be left out without matplotlib, which {INSTALL} adds, but is given.")
 
     @property
     def any(self) -> bool:

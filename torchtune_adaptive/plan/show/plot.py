@@ -26,6 +26,7 @@ COLOURS = {
 _INCHES = (9.6, 5.2)
 _PLACE = {"left": 0.07, "right": 0.76, "top": 0.83, "bottom": 0.12, "wspace": 0}
 _CHARS = 80  # of a phase's name in the width of the plot
+_TITLE_CHARS = 60
 _PIXELS = 700  # in the width of the plot
 _HIGHEST_DEVICE = 4  # times the peak; with a larger device's limit drawn, the plot would be flat
 
@@ -56,7 +57,9 @@ def step_figure(events: StepEvents, *, title: str, world_size: int, device: Draw
         own + max(0, 1 - sum(room)) * len(inside) / len(events.operations)
         for own, (_, inside) in zip(room, phases, strict=True)
     ]
-    unit, unit_bytes = byte_unit(max(events.peak_bytes, device.memory_bytes))
+    shows_device = device.memory_bytes <= _HIGHEST_DEVICE * events.peak_bytes
+    highest_bytes = max(events.peak_bytes, device.memory_bytes if shows_device else 0)
+    unit, unit_bytes = byte_unit(highest_bytes)
     figure = Figure(figsize=_INCHES)
     grid = {"width_ratios": widths, **_PLACE}
     panels: Any = figure.subplots(1, len(phases), sharey=True, squeeze=False, gridspec_kw=grid)[0]
@@ -68,10 +71,13 @@ def step_figure(events: StepEvents, *, title: str, world_size: int, device: Draw
         axes.set_xticks([])
         axes.spines.left.set_visible(axes is panels[0])
         axes.tick_params(left=axes is panels[0])
-        _draw_limits(axes, events, device, unit_bytes)
+        if shows_device:
+            _draw_device(axes, device, unit_bytes)
         if events.peak_at in inside:
             _draw_peak(axes, events, unit_bytes)
+    panels[0].set_ylim(0, 1.08 * highest_bytes / unit_bytes)  # of all panels
     panels[0].set_ylabel(f"memory of a rank [{unit}]")
+    title = title if len(title) <= _TITLE_CHARS else f"…{title[1 - _TITLE_CHARS :]}"
     figure.text(0.01, 0.98, f"{title}: memory of one train step", va="top", fontsize="large", fontweight="bold")
     figure.text(0.01, 0.93, _sentence(events, world_size, device), va="top")
     figure.text(0.01, 0.02, "\n".join(filter(None, [_where(events), note])))
@@ -106,16 +112,11 @@ def _draw_kinds(axes: "Axes", events: StepEvents, shown: Sequence[int], *, end: 
     axes.stackplot([*shown, end], *heights, labels=labels, colors=colours, step="post", linewidth=0, rasterized=True)
 
 
-def _draw_limits(axes: "Axes", events: StepEvents, device: DrawnDevice, unit_bytes: int) -> None:
+def _draw_device(axes: "Axes", device: DrawnDevice, unit_bytes: int) -> None:
     """Lines for the device's memory and its usable part, and a band for the GPU's overhead."""
     memory, usable, added = (
         num_bytes / unit_bytes for num_bytes in (device.memory_bytes, device.usable_bytes, device.added_bytes)
     )
-    is_drawn = device.memory_bytes <= _HIGHEST_DEVICE * events.peak_bytes
-    peak = events.peak_bytes / unit_bytes
-    axes.set_ylim(0, 1.08 * (max(memory, peak) if is_drawn else peak))
-    if not is_drawn:
-        return
     if added:
         label = f"GPU overhead: {format_bytes(device.added_bytes)}"
         axes.axhspan(usable - added, usable, facecolor="none", edgecolor=SOFT, hatch="///", linewidth=0, label=label)

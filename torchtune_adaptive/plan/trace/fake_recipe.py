@@ -67,7 +67,6 @@ class FakeRecipe:
     def __init__(self, cfg: DictConfig, *, world_size: int, num_layers: int | None = None) -> None:
         self.cfg = _on_fake_device(cfg)
         self._like_cuda = str(cfg.device).startswith("cuda")
-        self._compiles = bool(cfg.get("compile", False))
         self._keeps_on_host = bool(cfg.get("fsdp_cpu_offload", False))
         start_fake_process_group(world_size)
         recipe = _recipe_of(self.cfg)
@@ -201,7 +200,7 @@ class FakeRecipe:
         with ExitStack() as stack:
             if self._like_cuda:
                 stack.enter_context(optimizers_choose_as_on_cuda())
-                stack.enter_context(composed_as_on_cuda(compiles=self._compiles))
+                stack.enter_context(composed_as_on_cuda(compiles=self.cfg.get("compile", False)))
             stack.enter_context(self._fake_mode)
             stack.enter_context(shardings_worked_out_unseen())
             yield
