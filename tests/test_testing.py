@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.fsdp_ledger import FsdpLedger, RecordedAllGather
 from torchtune_adaptive.engine.distributed.fsdp_state import AllGather
-from torchtune_adaptive.engine.distributed.ledger import Ledger, RecordedAllGather
+from torchtune_adaptive.engine.distributed.ledger import Ledger
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.attempts import Recovery
@@ -111,7 +112,7 @@ class AllGatherAlone(AllGather):
 
 @pytest.mark.parametrize(("kind", "expected"), [("operation", 2), ("all-gather allocation", 1), ("collective", 0)])
 def test_a_buffers_allocation_counts_and_what_happens_within_a_collective_does_not(kind: Any, expected: int) -> None:
-    all_gather: Any = RecordedAllGather(Ledger(nn.Linear(1, 1), CPU), 0, AllGatherAlone())
+    all_gather: Any = RecordedAllGather(FsdpLedger(nn.Linear(1, 1), CPU, reduces_once=False), 0, AllGatherAlone())
     values = torch.ones(3)
     with Fault(None, kind=kind) as fault:
         gathered = all_gather.allocate((3,), dtype=torch.float32, device=CPU)

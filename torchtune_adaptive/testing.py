@@ -20,7 +20,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from torchtune_adaptive.engine.distributed.ledger import Ledger, RecordedAllGather
+from torchtune_adaptive.engine.distributed.fsdp_ledger import RecordedAllGather
+from torchtune_adaptive.engine.distributed.ledger import Ledger
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.memory.operations import OperationMode, is_collective, is_wait
 from torchtune_adaptive.engine.memory.phases import Phases
@@ -132,8 +133,8 @@ class Fault(OperationMode):
         """The ledger's method ``name``, wrapped to track whether a collective is in progress."""
         method = getattr(Ledger, name)
 
-        def noted(*args: Any) -> Any:
-            method(*args)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            method(*args, **kwargs)
             self._is_in_collective = is_under_way
 
         return noted

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torchtune import training
 from torchtune.models.llama2 import llama2, lora_llama2
 from torchtune.modules import TransformerSelfAttentionLayer
@@ -59,6 +60,8 @@ class Case:
     bf16: bool = False
     hsdp: bool = False
     layers: int = 2
+    ddp: bool = False
+    reduce: Literal["each", "last"] = "each"
     timeout_s: float = 30.0  # of its collectives
 
 
@@ -90,7 +93,7 @@ class Trials:
         self.model = self._model()
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.05)
         self.activations: list[weakref.ref[Any]] = []
-        for layer in self.model.layers:
+        for layer in getattr(self.model, "module", self.model).layers:
             layer.register_forward_hook(lambda *hooked: self.activations.append(weakref.ref(hooked[-1])))
         self.windows = [self._window(seed) for seed in range(2)]
         allocate_state(self.optimizer)
@@ -100,7 +103,8 @@ class Trials:
     @cached_property
     def recoverable(self) -> "RecoverableStep[Sums]":
         """The optimizer step as in a training loop. Its first use is a collective."""
-        step = RecoverableStep(self.model, self.micro_step, micro_batch_size=self.micro_batches, on_event=self._note)
+        options: Any = {"on_event": self._note, "reduce": self.case.reduce}
+        step = RecoverableStep(self.model, self.micro_step, micro_batch_size=self.micro_batches, **options)
         step.rehearse(self.windows[0][0])
         return step
 
@@ -132,6 +136,9 @@ class Trials:
         model = model.to(self.device)
         if self.case.checkpointing:
             training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
+        model.set_num_output_chunks(2)
+        if self.case.ddp:
+            return DistributedDataParallel(model, process_group=self._mesh().get_group())
         training.shard_model(
             model,
             [lambda name, module: isinstance(module, TransformerSelfAttentionLayer)],
@@ -139,7 +146,6 @@ class Trials:
             reshard_after_forward=self.case.reshard_after_forward,  # pyright: ignore[reportArgumentType]
             dp_mesh=self._mesh(),
         )
-        model.set_num_output_chunks(2)
         return model
 
     def _mesh(self) -> DeviceMesh:
@@ -241,7 +247,8 @@ class Trials:
                     unsharded = getattr(parameter, "_unsharded_param", None)
                     if parameter.unsharded_accumulated_grad is not None or getattr(unsharded, "grad", None) is not None:
                         left.append(f"{name}: unsharded gradients")
-        left += [f"{name} is unsharded" for name, p in self.model.named_parameters() if not isinstance(p, DTensor)]
+        if not self.case.ddp:
+            left += [f"{name} is unsharded" for name, p in self.model.named_parameters() if not isinstance(p, DTensor)]
         left += [f"{name} has a gradient" for name, p in self.model.named_parameters() if p.grad is not None]
         return left
 

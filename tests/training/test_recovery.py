@@ -15,7 +15,7 @@ from torch import nn
 from tests.support.faults import same_bits, under
 from tests.support.toys import search_options
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.distributed.fsdp_state import CannotRecordError
+from torchtune_adaptive.engine.distributed.ledger import CannotRecordError
 from torchtune_adaptive.engine.memory import resident
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.phases import Phases
@@ -284,7 +284,7 @@ def test_without_recovery_steps_are_the_same_and_an_error_passes(
 
 
 def test_a_model_that_cannot_recover_trains_without_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "Ledger", mock.Mock(side_effect=CannotRecordError("of a reason")))
+    monkeypatch.setattr(rehearsal, "FsdpLedger", mock.Mock(side_effect=CannotRecordError("of a reason")))
     toy = Toy(RowLimit(4))
     assert not toy.recoverable.recovers
     assert same_bits(toy.train(), Toy(RowLimit(4), recovers=False).train())

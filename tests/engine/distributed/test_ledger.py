@@ -22,13 +22,13 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.support.ranks import run_on_ranks
 from tests.support.faults import WIDTH, ShardedTrainee, change_fsdp_settings, fsdp_settings, same_bits
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.fsdp_ledger import FsdpLedger
 from torchtune_adaptive.engine.distributed.fsdp_state import (
-    CannotRecordError,
     Communicators,
     communicators,
     reset_after_failure,
 )
-from torchtune_adaptive.engine.distributed.ledger import CollectiveInDoubtError, Ledger
+from torchtune_adaptive.engine.distributed.ledger import CannotRecordError, CollectiveInDoubtError, Ledger
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.attempts import Recovery
@@ -64,11 +64,11 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 def ledger_of(model: nn.Module) -> Ledger:
     """A ledger whose template is a micro-step of ``model``."""
-    ledger = Ledger(model, CPU)
+    ledger = FsdpLedger(model, CPU, reduces_once=False)
     micro_step(model)  # the first one does lazy set-up
-    ledger.begin()
+    ledger.begin(is_last=True)
     micro_step(model)
-    ledger.template = ledger.issued
+    ledger.templates = ledger.issued, ledger.issued
     model.zero_grad(set_to_none=True)
     return ledger
 
@@ -105,7 +105,7 @@ def recorded_and_issued(model: nn.Module) -> list[list[tuple[str, int | None]]]:
     Each with its number of elements on this rank, except all-reduce, where the profiler does not record it.
     """
     ledger = ledger_of(model)
-    ledger.begin()
+    ledger.begin(is_last=True)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         micro_step(model)
     events = [event for event in profiler.events() or [] if event.name.startswith("c10d::")]
@@ -136,7 +136,7 @@ def one_rank_fails(model: nn.Module) -> list[Trial]:
     trials = []
     for index, place in enumerate(range(0, operations.count, operations.count // POINTS)):
         failing = index % dist.get_world_size()
-        ledger.begin()
+        ledger.begin(is_last=True)
         loss_here = loss_under(Fault(place, ranks=[failing]), model)
         if loss_here is None:
             ledger.replay_rest()
@@ -246,7 +246,7 @@ class Scenarios:
             "generators as before": generators() == before[1],
             "no gradients": all(parameter.grad is None for parameter in model.parameters()),
         }
-        restore = recovery.keep()
+        restore = recovery.start_step()
         micro_step(model)
         constant.fill_(7)
         counted = seen.clone()
@@ -340,11 +340,11 @@ class Scenarios:
         loss = micro_step(model)
         refusals = []
         for place in range(len(ledger.template)):
-            ledger.begin()
+            ledger.begin(is_last=True)
             loss_under(Fault(place, kind="collective"), model)
             assert ledger.issued == ledger.template[:place]
             refusals.append(refusal(ledger))
-        ledger.begin()
+        ledger.begin(is_last=True)
         loss_under(Fault(0), model)
         next_refusal = refusal(ledger)
         return [refusals, next_refusal, micro_step(model) == loss]
@@ -353,12 +353,12 @@ class Scenarios:
         """Why the rest is not replayed after too many micro-steps, and after layers in another order."""
         model = ShardedTrainee().model
         ledger = ledger_of(model)
-        ledger.begin()
+        ledger.begin(is_last=True)
         micro_step(model)
         micro_step(model)
         refusals = [refusal(ledger)]
         take_layers_in_turned_order(model)
-        ledger.begin()
+        ledger.begin(is_last=True)
         loss_under(Fault(60), model)
         assert 0 < len(ledger.issued) < len(ledger.template)
         return [*refusals, refusal(ledger)]
@@ -367,13 +367,14 @@ class Scenarios:
         """The refusals if it has no memory for its buffer, and if it differs from the one in the template."""
         model = ShardedTrainee().model
         ledger = ledger_of(model)
-        ledger.begin()
+        ledger.begin(is_last=True)
         with Fault(2, kind="all-gather allocation"):
             refusals = [refusal(ledger)]
         reset_after_failure(model)
         first, *rest = ledger.template
-        ledger.template = [first._replace(numel=first.numel + 1), *rest]
-        ledger.begin()
+        changed = [first._replace(numel=first.numel + 1), *rest]
+        ledger.templates = changed, changed
+        ledger.begin(is_last=True)
         return [*refusals, refusal(ledger)]
 
 
@@ -472,7 +473,7 @@ def test_a_rehearsal_gives_a_recovery_and_restores_all_state(on_two: list[dict[s
 @pytest.mark.parametrize(
     ("scenario", "reason"),
     [
-        ("with_a_collective_of_its_own", "a micro-step issues 9 collectives, but FSDP2 only 8 of them"),
+        ("with_a_collective_of_its_own", "a micro-step issues 9 collectives, but only 8 of them gather parameters"),
         ("with_other_collectives_for_the_second_batch", "micro-steps on different batches issue different collectives"),
         ("with_ranks_that_take_the_layers_in_different_order", "ranks issue different collectives in a micro-step"),
         ("with_parameters_that_are_not_sharded", "parameters are replicated without being sharded"),

@@ -27,12 +27,20 @@ CASES = [
     Case(checkpointing=True, accumulation=2),
     Case(reshard_after_forward=False, lora=True),
     Case(checkpointing=True, bf16=True, lora=True),
+    Case(ddp=True, accumulation=2),
+    Case(reduce="last", accumulation=2),
 ]
 RESETS_ITSELF = hasattr(FSDPModule, "reset_iter_state")
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"reshard_after_forward": False},
+    {"ddp": True},
+    {"reduce": "last"},
+]
 GRID = [
-    Case(reshard, checkpointing=checkpointing, accumulation=accumulation, lora=lora, bf16=bf16, layers=1)
-    for reshard, checkpointing, accumulation, lora, bf16 in product(
-        (True, False), (False, True), (1, 2), (False, True), (False, True)
+    Case(checkpointing=checkpointing, accumulation=accumulation, lora=lora, bf16=bf16, layers=1, **kind)
+    for kind, checkpointing, accumulation, lora, bf16 in product(
+        KINDS, (False, True), (1, 2), (False, True), (False, True)
     )
 ]
 
@@ -98,7 +106,7 @@ def _hangs(place: int) -> bool:
         try:
             trials.attempt(trials.windows[0], ROWS, {0: Fault(place, ranks=[0])})
         except RuntimeError as error:
-            trials.consensus.max_over_ranks(MemoryPressure.NONE)  # the failed rank waits for this
+            trials.consensus.begin_max(MemoryPressure.NONE, 0)()  # the failed rank waits for this
             return "imed out" in str(error)
     return False
 
@@ -148,7 +156,7 @@ def test_a_change_of_collectives_is_logged_once_and_an_error_then_ends_the_run(
         assert warning == (
             "Micro-steps no longer issue the collectives of the rehearsal:"
             " from now on an out-of-memory error ends the run. A likely cause is gradient accumulation by"
-            " `set_requires_gradient_sync(False)`: leave it on, so that every micro-step reduces its gradients."
+            ' `set_requires_gradient_sync(False)`: leave it on, and pass `reduce="last"`.'
         )
         assert "micro-steps no longer issue the collectives of the rehearsal" in error
         assert "a fault on purpose" in error

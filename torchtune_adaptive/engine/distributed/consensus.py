@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.errors import InputError, RunEnded
 
@@ -44,19 +45,21 @@ class Consensus:
     def of(cls, model: nn.Module, process_group: dist.ProcessGroup | None = None) -> "Consensus":
         """Agreement between the ranks that train ``model``. A collective of these ranks, and of no others.
 
-        They are the ranks of ``process_group``. None: those of the mesh on which FSDP2 has sharded the model, or all
-        ranks of the default group if it is not sharded.
+        They are the ranks of ``process_group``. None: those of the mesh on which FSDP2 has sharded the model, or of its
+        ``DistributedDataParallel``; otherwise all ranks of the default group.
         Raises:
-            InputError: the process group lacks a rank of the model's mesh.
+            InputError: the process group lacks a rank that trains the model.
         """
         sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
-        on_mesh = {rank for parameter in sharded for rank in parameter.device_mesh.mesh.flatten().tolist()}
+        training = {rank for parameter in sharded for rank in parameter.device_mesh.mesh.flatten().tolist()}
+        if isinstance(model, DistributedDataParallel):
+            training = set(dist.get_process_group_ranks(model.process_group))
         if process_group is None:
-            return cls(on_mesh or None)
+            return cls(training or None)
         ranks = dist.get_process_group_ranks(process_group)
-        if not on_mesh <= set(ranks):
+        if not training <= set(ranks):
             raise InputError(
-                f"`process_group` must have every rank of the model's mesh ({sorted(on_mesh)}),"
+                f"`process_group` must have every rank that trains the model ({sorted(training)}),"
                 f" but has {ranks} instead."
             )
         return cls(ranks)

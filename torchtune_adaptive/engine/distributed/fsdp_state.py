@@ -14,12 +14,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.nn.parallel import DistributedDataParallel
 
+from torchtune_adaptive.engine.distributed.ledger import CannotRecordError
+
 # Of the setters ``set_reshard_after_forward`` and ``_backward``, ``set_requires_gradient_sync`` and ``_all_reduce``.
 _GROUP_SETTINGS = ("post_forward_mesh_info", "reshard_after_backward", "reduce_grads", "all_reduce_grads")
-
-
-class CannotRecordError(ValueError):
-    """A model's collectives cannot be recorded; the message says why."""
 
 
 class Communicators(NamedTuple):
@@ -46,7 +44,10 @@ def communicators(model: nn.Module) -> list[Communicators]:
     found = []
     for module in model.modules():
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
-            raise CannotRecordError(f"the model is in a {type(module).__name__}, not sharded by `fully_shard` (FSDP2)")
+            raise CannotRecordError(
+                f"a module is in a {type(module).__name__}; whole models in a DistributedDataParallel and modules"
+                " sharded by `fully_shard` (FSDP2) are supported"
+            )
         if not isinstance(module, FSDPModule):
             continue
         groups = list(param_groups([module._get_fsdp_state()]))
@@ -85,6 +86,11 @@ def param_groups(states: list[Any]) -> Iterator[Any]:
 def fsdp_states(model: nn.Module) -> list[Any]:
     """FSDP2's states of the modules of ``model``."""
     return [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def awaits_another_backward(model: nn.Module) -> bool:
+    """Whether ``set_is_last_backward(False)`` is in force: FSDP2 then keeps its order of modules for the next pass."""
+    return not all(state._state_ctx.is_last_backward for state in fsdp_states(model))
 
 
 class KeptSettings:

@@ -1,4 +1,4 @@
-"""Record the collectives that FSDP2 issues in a micro-step, and replay those that a failed rank has not issued.
+"""Record the collectives of a micro-step, and replay those that a failed rank has not issued.
 
 When one rank fails, its peers wait for it in their next collective. The ledger knows the collectives of a whole
 micro-step (the template) and those that the rank has already issued, so the rank can issue the rest without
@@ -6,14 +6,18 @@ computing. All ranks then issue the same sequence. Recording adds a list entry p
 communicates nor waits for the device.
 """
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from torchtune_adaptive.engine.distributed.fsdp_state import AllGather, Communicators, ReduceScatter, communicators
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+
+
+class CannotRecordError(ValueError):
+    """A model's collectives cannot be recorded; the message says why."""
 
 
 class CollectiveInDoubtError(RuntimeError):
@@ -21,10 +25,10 @@ class CollectiveInDoubtError(RuntimeError):
 
 
 class Collective(NamedTuple):
-    """One collective of an FSDP2 module. ``numel`` is the number of elements per rank."""
+    """One collective. ``numel`` counts elements per rank, and ``place`` is the number of its FSDP2 module or bucket."""
 
     kind: str
-    module_index: int
+    place: int
     numel: int
     dtype: torch.dtype
     group: dist.ProcessGroup
@@ -33,44 +37,45 @@ class Collective(NamedTuple):
     def description(self) -> str:
         """Describe what must be equal on every rank. The group itself is not included: under HSDP groups differ."""
         op = self.op if isinstance(self.op, dist.ReduceOp.RedOpType) else type(self.op).__name__
-        return (
-            f"{self.kind} of {self.numel} {self.dtype} among {self.group.size()} ranks at {self.module_index} by {op}"
-        )
+        return f"{self.kind} of {self.numel} {self.dtype} among {self.group.size()} ranks at {self.place} by {op}"
 
 
-class Ledger:
+class Ledger(ABC):
     """Records the collectives of one micro-step at a time, and replays the rest of it.
 
     Attributes:
-        template: the collectives of a whole micro-step, which must be the same on every rank and for every batch.
+        templates: the collectives of a whole micro-step, which must be the same on every rank and for every batch.
+            First those of a micro-step that is not the last one of its optimizer step, then those of the last one.
+        has_unused: whether a trained parameter had no gradient on this rank in the last step, but zeros were reduced.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        """Replace the communication functions of ``model``'s FSDP2 modules, if any, by functions that record them.
+    has_unused = False
 
-        Raises:
-            CannotRecordError: the model communicates in a way that cannot be recorded.
-        """
-        self.template: list[Collective] = []
-        self._device = device
+    def __init__(self, *, reduces_once: bool) -> None:
+        """With gradients reduced in the last micro-step of an optimizer step only, or in each one."""
+        self.reduces_once = reduces_once
+        self.templates: tuple[list[Collective], list[Collective]] = ([], [])
+        self.is_last = True
         self._issued: list[Collective] = []
         self._in_doubt = False
-        self._communicators = communicators(model)
-        for index, found in enumerate(self._communicators):
-            replicated = found.replicate_group is not None
-            reduce_scatter = RecordedReduceScatter(self, index, found.reduce_scatter, all_reduce_follows=replicated)
-            found.module.set_custom_all_gather(RecordedAllGather(self, index, found.all_gather))
-            found.module.set_custom_reduce_scatter(reduce_scatter)
-            if replicated:
-                found.module.set_all_reduce_hook(_RecordAllReduce(self, index, found))
 
+    @abstractmethod
     def detach(self) -> None:
-        """Restore the original communication functions."""
-        for found in self._communicators:
-            found.module.set_custom_all_gather(found.all_gather)
-            found.module.set_custom_reduce_scatter(found.reduce_scatter)
-            if found.replicate_group is not None:
-                found.module.set_all_reduce_hook(found.all_reduce_hook)
+        """Restore the model as it was."""
+
+    @abstractmethod
+    def running(self) -> AbstractContextManager[None]:
+        """Context of a micro-step. Unless it fails, its gradients are reduced afterwards, if they must be."""
+
+    @abstractmethod
+    def _replay(self, collective: Collective) -> None:
+        """Issue ``collective`` without computing, and record it."""
+
+    def start_step(self) -> None:  # noqa: B027
+        """Issue the collectives that come before the first micro-step of an optimizer step."""
+
+    def drop_unused(self, consensus: Consensus) -> None:  # noqa: B027
+        """Set gradients to None that no rank has computed. A collective; only if ``has_unused`` on some rank."""
 
     @property
     def issued(self) -> list[Collective]:
@@ -78,12 +83,18 @@ class Ledger:
         return list(self._issued)
 
     @property
+    def template(self) -> list[Collective]:
+        """The collectives of the present micro-step, if nothing fails."""
+        return self.templates[self.is_last]
+
+    @property
     def agrees(self) -> bool:
         """Whether the collectives since ``begin`` are equal to the template."""
         return self._issued == self.template
 
-    def begin(self) -> None:
-        """Start recording a new micro-step."""
+    def begin(self, *, is_last: bool) -> None:
+        """Start recording a new micro-step, which may be the last one of its optimizer step."""
+        self.is_last = is_last
         self._issued.clear()
         self._in_doubt = False
 
@@ -99,11 +110,7 @@ class Ledger:
     def replay_rest(self) -> None:
         """Issue the collectives of the template that were not issued since ``begin``, while the peers issue theirs.
 
-        All-gathers send the real parameters, so the peers compute with correct values. There is one exception: with
-        ``reshard_after_forward`` as a number, the all-gathers of a backward pass within the smaller group send zeros,
-        because this rank no longer has its part of the parameters. Reductions send zeros. The peers' gradients must
-        be thrown away. Call ``reset_after_failure`` on the model first.
-
+        The peers' gradients must be thrown away. Call ``reset_after_failure`` on the model first.
         Raises:
             CollectiveInDoubtError: the last collective failed while it was issued, the issued collectives are not the
                 first ones of the template, or a replayed one failed.
@@ -122,90 +129,3 @@ class Ledger:
                 ) from error
             if self._issued[-1:] != [collective]:
                 raise CollectiveInDoubtError(f"this rank's {collective.kind} was not issued as in the rehearsal")
-
-    def _replay(self, collective: Collective) -> None:
-        """Issue ``collective`` and record it."""
-        kind, index, numel, dtype, group, op = collective
-        found = self._communicators[index]
-        if kind == "all-gather" and group == found.shard_group:
-            found.module.unshard()  # this also records the collective
-            found.module.reshard()
-            return
-        if kind == "all-gather":  # within a smaller group, because `reshard_after_forward` is an int
-            output = found.all_gather.allocate((numel * group.size(),), dtype=dtype, device=self._device)
-            own = output.narrow(0, group.rank() * numel, numel).zero_()
-            found.all_gather(output_tensor=output, input_tensor=own, group=group)
-        elif kind == "reduce-scatter":
-            zeros = found.reduce_scatter.allocate((numel * group.size(),), dtype=dtype, device=self._device).zero_()
-            output = found.reduce_scatter.allocate((numel,), dtype=dtype, device=self._device)
-            found.reduce_scatter(output_tensor=output, input_tensor=zeros, group=group, op=op)
-        else:
-            dist.all_reduce(torch.zeros(numel, dtype=dtype, device=self._device), op=op, group=group)
-        self.record(collective)
-
-
-class _Recorded:
-    """Wraps ``inner``, one of FSDP2's communication functions, and allocates its buffers."""
-
-    def __init__(self, ledger: Ledger, index: int, inner: Any, *, all_reduce_follows: bool = False) -> None:
-        self._ledger = ledger
-        self._index = index
-        self._inner = inner
-        self._all_reduce_follows = all_reduce_follows
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self._inner.allocate(size, dtype=dtype, device=device)
-
-
-class RecordedAllGather(_Recorded, AllGather):
-    """FSDP2's own all-gather, recorded."""
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        self._ledger.issuing()
-        work = self._inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
-        numel, dtype = input_tensor.numel(), output_tensor.dtype
-        self._ledger.record(Collective("all-gather", self._index, numel, dtype, group))
-        return work
-
-
-class RecordedReduceScatter(_Recorded, ReduceScatter):
-    """FSDP2's own reduce-scatter, recorded."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self._ledger.issuing()
-        work = self._inner(
-            output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
-        )
-        numel, dtype = output_tensor.numel(), output_tensor.dtype
-        self._ledger.record(Collective("reduce-scatter", self._index, numel, dtype, group, op))
-        if self._all_reduce_follows:
-            self._ledger.issuing()  # FSDP2 issues it next, and then calls `_RecordAllReduce`
-        return work
-
-
-class _RecordAllReduce:
-    """Hook that FSDP2 calls after HSDP's all-reduce of a module's gradients. Calls the hook that it replaces."""
-
-    def __init__(self, ledger: Ledger, index: int, found: Communicators) -> None:
-        self._ledger = ledger
-        self._index = index
-        self._group = found.replicate_group
-        self._next = found.all_reduce_hook
-
-    def __call__(self, reduced: torch.Tensor) -> None:
-        assert self._group is not None
-        # FSDP2's default: types that may overflow are summed, and divided separately.
-        is_wide = reduced.dtype in (torch.float32, torch.bfloat16)
-        op = dist.ReduceOp.AVG if is_wide else dist.ReduceOp.SUM
-        self._ledger.record(Collective("all-reduce", self._index, reduced.numel(), reduced.dtype, self._group, op))
-        if self._next is not None:
-            self._next(reduced)

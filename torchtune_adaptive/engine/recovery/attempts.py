@@ -66,7 +66,7 @@ class Recovery:
     """Runs the micro-steps of one model on one rank, and keeps collectives aligned after an out-of-memory error.
 
     Args:
-        ledger: attached to ``model``, with its template set.
+        ledger: attached to ``model``, with its templates set.
         changing_buffers: the buffers that a micro-step changes. ``keep`` saves them.
         release: releases memory that an aborted micro-step holds outside ``model``.
     """
@@ -91,8 +91,9 @@ class Recovery:
         self._settings = KeptSettings(self._states)
         self._is_in_step = True
 
-    def keep(self) -> Callable[[], None]:
-        """Save the random states and the changing buffers, and return a function that restores them."""
+    def start_step(self) -> Callable[[], None]:
+        """Save the random states and the changing buffers, and return a function that restores them. A collective."""
+        self._ledger.start_step()
         random_states, buffers = RandomStates(self._device), KeptTensors(self._changing_buffers)
 
         def restore() -> None:
@@ -115,7 +116,8 @@ class Recovery:
         Args:
             is_thrashing: called on ranks that did not run out of memory.
             is_even: whether all ranks are known to have equally many micro-steps. Otherwise ranks exchange their
-                numbers after the first micro-step, and need a second collective if a rank has several.
+                numbers: before the first micro-step if only the last one reduces gradients; else after it, with a
+                second collective if a rank has several.
         Raises:
             CollectiveInDoubtError: this rank cannot issue the same collectives as its peers. It must exit, and the
                 launcher then ends the others.
@@ -123,21 +125,26 @@ class Recovery:
         """
         attempt = Attempt[Result]()
         self._settings = KeptSettings(self._states)
-        if is_even:
+        has_unused = 0
+        if not is_even and self._ledger.reduces_once:
+            _check_numbers(*self._consensus.min_and_max(len(micro_steps)))
+        if is_even or self._ledger.reduces_once:
             self._run_all(micro_steps, attempt)
-            worst = self._consensus.max_over_ranks(_measure(attempt, is_thrashing))
+            worst, has_unused = self._consensus.begin_max(_measure(attempt, is_thrashing), self._ledger.has_unused)()
         else:
             worst = self._run_and_compare(micro_steps, attempt, is_thrashing)
         attempt.pressure = MemoryPressure(worst)
         if attempt.pressure is MemoryPressure.OUT_OF_MEMORY:
             attempt.result = None
             self._clean()
+        elif has_unused:
+            self._ledger.drop_unused(self._consensus)
         return attempt
 
     def _run_all(self, micro_steps: Sequence[Callable[[], Result]], attempt: Attempt[Result]) -> None:
         """Run ``micro_steps``. After an error, only issue the collectives of the rest."""
-        for micro_step in micro_steps:
-            self._ledger.begin()
+        for number, micro_step in enumerate(micro_steps, start=1):
+            self._ledger.begin(is_last=number == len(micro_steps))
             if attempt.error is None:
                 self._run(micro_step, attempt)
             if attempt.error is not None:
@@ -147,7 +154,7 @@ class Recovery:
                 log.warning(
                     "Micro-steps no longer issue the collectives of the rehearsal:"
                     " from now on an out-of-memory error ends the run. A likely cause is gradient accumulation by"
-                    " `set_requires_gradient_sync(False)`: leave it on, so that every micro-step reduces its gradients."
+                    ' `set_requires_gradient_sync(False)`: leave it on, and pass `reduce="last"`.'
                 )
 
     def _run_and_compare(
@@ -172,14 +179,13 @@ class Recovery:
             worst = self._consensus.max_over_ranks(so_far if number == 1 else _measure(attempt, is_thrashing))
         if -negated_fewest != most or not most:
             self._clean()
-            uneven = f"but one has {-negated_fewest} and another has {most}."
-            raise InputError(f"Every rank must have the same number of micro-steps, {uneven}" if most else NO_SAMPLES)
+        _check_numbers(-negated_fewest, most)
         return worst
 
     def _replay_another(self) -> None:
         """Issue the collectives of a micro-step that this rank does not have; its peers would wait for them."""
         reason = "fewer micro-steps than on another rank"
-        self._ledger.begin()
+        self._ledger.begin(is_last=True)
         self._clean_up_after(reason)
         self._replay_rest(reason)
 
@@ -189,7 +195,9 @@ class Recovery:
         Only the text is kept, because the error's traceback keeps all tensors alive.
         """
         try:
-            attempt.result = sum_of_results(attempt.result, micro_step())
+            with self._ledger.running():
+                result = micro_step()
+            attempt.result = sum_of_results(attempt.result, result)
         except Exception as error:
             if is_out_of_memory_in_collective(error):
                 raise CollectiveInDoubtError(
@@ -239,6 +247,16 @@ def _measure(attempt: Attempt[Any], is_thrashing: Callable[[], bool]) -> MemoryP
     is_out = attempt.error is not None
     attempt.own_pressure = MemoryPressure.OUT_OF_MEMORY if is_out else MemoryPressure(is_thrashing())
     return attempt.own_pressure
+
+
+def _check_numbers(fewest: int, most: int) -> None:
+    """Check the numbers of micro-steps on the ranks that have the fewest and the most."""
+    if not most:
+        raise InputError(NO_SAMPLES)
+    if fewest != most:
+        raise InputError(
+            f"Every rank must have the same number of micro-steps, but one has {fewest} and another has {most}."
+        )
 
 
 def sum_of_results(one: Any, other: Any) -> Any:

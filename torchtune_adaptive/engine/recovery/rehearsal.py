@@ -7,15 +7,18 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.ddp_ledger import DdpLedger
+from torchtune_adaptive.engine.distributed.fsdp_ledger import FsdpLedger
 from torchtune_adaptive.engine.distributed.fsdp_state import (
-    CannotRecordError,
     KeptSettings,
+    awaits_another_backward,
     fsdp_states,
     reset_after_failure,
 )
-from torchtune_adaptive.engine.distributed.ledger import Collective, Ledger
+from torchtune_adaptive.engine.distributed.ledger import CannotRecordError, Collective, Ledger
 from torchtune_adaptive.engine.distributed.snapshot import KeptTensors, keep_random_states
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.engine.memory.operations import CountCollectives
@@ -54,6 +57,7 @@ def rehearse(
     device: torch.device,
     watch: PressureWatch,
     release: Callable[[], object] = lambda: None,
+    reduces_once: bool = False,
 ) -> Recovery:
     """Run the first micro-steps that fit, with a vote before each collective, and return a recovery for such steps.
 
@@ -64,12 +68,13 @@ def rehearse(
     Args:
         tries: forward and backward passes on batches of different shapes; then others to try if memory runs out.
         release: releases memory that an aborted micro-step holds outside ``model``.
+        reduces_once: whether FSDP2 reduces gradients in the last micro-step of an optimizer step only.
 
     Raises:
         CannotRecoverError: recovery is not possible for this model and these micro-steps.
         NothingFitsError: none of the micro-steps fits.
     """
-    ledger = _attached_ledger(model, device, watch.consensus)
+    ledger = _attached_ledger(model, device, watch.consensus, reduces_once=reduces_once)
     with ExitStack() as without_recovery:
         without_recovery.callback(ledger.detach)
         for micro_steps in tries:
@@ -81,7 +86,7 @@ def rehearse(
             if found.reason:
                 raise cannot_recover(found.reason)
             without_recovery.pop_all()
-            ledger.template = found.template
+            ledger.templates = found.templates
             buffers = found.changing_buffers
             return Recovery(
                 model, device, consensus=watch.consensus, ledger=ledger, changing_buffers=buffers, release=release
@@ -96,7 +101,7 @@ class _Found(NamedTuple):
     """What micro-steps have shown. ``reason``: why recovery is not possible, "" if it is."""
 
     reason: str
-    template: list[Collective]
+    templates: tuple[list[Collective], list[Collective]]
     changing_buffers: list[torch.Tensor]
 
 
@@ -108,17 +113,22 @@ def _run(
     consensus: Consensus,
     release: Callable[[], object],
 ) -> _Found | None:
-    """Run ``micro_steps`` once; None if some rank ran out of memory. A collective."""
-    recorded: list[list[Collective]] = []  # FSDP2's collectives of each micro-step
-    num_issued: list[int] = []  # number of all collectives of each micro-step
+    """Run ``micro_steps`` once, or twice if only a last one reduces; None if some rank ran out of memory. A collective.
+
+    A micro-step that reduces must issue the same collectives with and without gradients of others before it.
+    """
+    recorded: list[tuple[bool, int, list[Collective]]] = []  # is it a last one, its collectives, and those of the model
+    awaits_another = False
 
     def run_and_record() -> None:
-        for micro_step in micro_steps:
-            ledger.begin()
-            with CountCollectives() as counter:
-                micro_step()
-            recorded.append(ledger.issued)
-            num_issued.append(counter.issued)
+        nonlocal awaits_another
+        for is_last in (False, True) if ledger.reduces_once else (True,):
+            for micro_step in micro_steps:
+                ledger.begin(is_last=is_last)
+                with CountCollectives() as counter, ledger.running():
+                    micro_step()
+                recorded.append((is_last, counter.issued, ledger.issued))
+                awaits_another |= awaits_another_backward(model)
 
     settings, buffers = KeptSettings(fsdp_states(model)), KeptTensors(model.buffers())
     with keep_random_states():
@@ -131,17 +141,23 @@ def _run(
     if outcome is Outcome.OUT_OF_MEMORY:
         settings.restore()
         return None
-    reason = consensus.first_reason(_why_not_covered(recorded, num_issued))
-    if not reason and _differs_between_ranks(recorded[0], consensus):
+    templates = recorded[0][-1], recorded[-1][-1]
+    reason = "a micro-step ends after `set_is_last_backward(False)`" if awaits_another else ""
+    reason = consensus.first_reason(reason or _why_not_covered(recorded, templates))
+    if not reason and _differs_between_ranks(templates, consensus):
         reason = "ranks issue different collectives in a micro-step"
-    return _Found(reason, recorded[0], changing_buffers)
+    return _Found(reason, templates, changing_buffers)
 
 
-def _attached_ledger(model: nn.Module, device: torch.device, consensus: Consensus) -> Ledger:
+def _attached_ledger(model: nn.Module, device: torch.device, consensus: Consensus, *, reduces_once: bool) -> Ledger:
     """A ledger on every rank. If one rank cannot attach it, none does, and all have its reason. A collective."""
-    ledger, reason = None, ""
+    ledger: Ledger | None = None
+    reason = ""
     try:
-        ledger = Ledger(model, device)
+        if isinstance(model, DistributedDataParallel):
+            ledger = DdpLedger(model, device)
+        else:
+            ledger = FsdpLedger(model, device, reduces_once=reduces_once)
     except CannotRecordError as error:
         reason = str(error)
     reason = consensus.first_reason(reason)
@@ -152,21 +168,23 @@ def _attached_ledger(model: nn.Module, device: torch.device, consensus: Consensu
     raise cannot_recover(reason)
 
 
-def _why_not_covered(recorded: list[list[Collective]], num_issued: list[int]) -> str:
-    """Why the collectives of the first micro-step do not describe those of every one on this rank, or ""."""
-    for of_all, of_fsdp in zip(num_issued, map(len, recorded), strict=True):
-        if of_all != of_fsdp:
+def _why_not_covered(
+    recorded: list[tuple[bool, int, list[Collective]]], templates: tuple[list[Collective], list[Collective]]
+) -> str:
+    """Why the ``templates`` do not describe the collectives of every micro-step on this rank, or ""."""
+    for _, num_issued, issued in recorded:
+        if num_issued != len(issued):
             return (
-                f"a micro-step issues {of_all} collectives, but FSDP2 only {of_fsdp} of them:"
-                " the others, for example of tensor or context parallelism, may depend on the batch"
+                f"a micro-step issues {num_issued} collectives, but only {len(issued)} of them gather parameters or"
+                " reduce gradients: the others, for example of tensor or context parallelism, may depend on the batch"
             )
-    if any(one != recorded[0] for one in recorded):
+    if any(issued != templates[is_last] for is_last, _, issued in recorded):
         return "micro-steps on different batches issue different collectives"
     return ""
 
 
-def _differs_between_ranks(template: list[Collective], consensus: Consensus) -> bool:
-    text = "\n".join(collective.description() for collective in template)
+def _differs_between_ranks(templates: tuple[list[Collective], list[Collective]], consensus: Consensus) -> bool:
+    text = "\n".join(collective.description() for template in templates for collective in template)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     smallest, largest = consensus.min_and_max(digest)
     return smallest != largest

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, Mem
 from torchtune_adaptive.engine.recovery.micro_batches import Cutter, Slices
 from torchtune_adaptive.engine.recovery.rehearsal import allocate_states, rehearse
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
-from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError, NothingFitsError
+from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError, NothingFitsError, require_one_of
 from torchtune_adaptive.text import parse_memory
 
 Sums = TypeVar("Sums")
@@ -25,17 +25,21 @@ class RecoverableStep(Generic[Sums]):
     """Runs the forward and backward passes of an optimizer step in micro-batches, and recovers from out of memory.
 
     If any rank runs out of memory, all ranks drop their gradients, halve the micro-batch, and run the same samples
-    again with the same random numbers. No rank is left waiting in a collective. Works on one device and under FSDP2.
+    again with the same random numbers. No rank is left waiting in a collective. Works on one device, in
+    ``DistributedDataParallel`` and under FSDP2.
     Args:
-        model: everything on the device; several models in an ``nn.ModuleList``. Under FSDP2 it must be sharded.
+        model: everything on the device; several models in an ``nn.ModuleList``. Under FSDP2 it must be sharded. A
+            ``DistributedDataParallel`` itself, not the model in it.
         micro_step: forward pass, loss and backward pass of one micro-batch. It must not change anything else, because
-            it may run again. Under FSDP2 every micro-step must reduce its gradients: leave
-            ``set_requires_gradient_sync`` on, or recovery turns itself off with a warning. Its results are summed: a
-            tensor or number, a tuple of them, anything with ``+``, or None. Detach tensors, or they keep the graph
-            alive.
+            it may run again. It must leave the synchronisation of gradients to this class: no ``no_sync``, no
+            ``set_requires_gradient_sync``. Its results are summed: a tensor or number, a tuple of them, anything with
+            ``+``, or None. Detach tensors, or they keep the graph alive.
         micro_batch_size: samples per micro-batch, the same on every rank; or an object that cuts micro-batches.
         optimizer: the optimizer, or several. ``rehearse`` creates the state of Adam and AdamW, so that its memory is in
             use before training.
+        reduce: "each": FSDP2 reduces gradients in each micro-step; "last": only in the last one of an optimizer step,
+            which communicates less, but every rank then keeps the whole gradients until then.
+            ``DistributedDataParallel`` always does so.
         release: frees what an interrupted ``micro_step`` keeps outside of the model, such as a list of activations.
         on_event: called on every rank after a shortage of memory. The default logs a warning on the first rank.
         process_group: the ranks that train the model. None: those of the mesh on which FSDP2 has sharded it, or all
@@ -67,6 +71,7 @@ class RecoverableStep(Generic[Sums]):
         *,
         micro_batch_size: int | Cutter,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        reduce: Literal["each", "last"] = "each",
         release: Callable[[], object] = lambda: None,
         on_event: Callable[[MemoryEvent], object] | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -78,6 +83,8 @@ class RecoverableStep(Generic[Sums]):
         self._micro_step = micro_step
         self._cutter = micro_batch_size if isinstance(micro_batch_size, Cutter) else Slices(micro_batch_size)
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        require_one_of("reduce", reduce, ("each", "last"))
+        self._reduces_once = reduce == "last"
         self._release = release
         self._device = computing_device(model)
         self._owns_watch = watch is None
@@ -136,6 +143,7 @@ class RecoverableStep(Generic[Sums]):
             device=self._device,
             watch=self._watch,
             release=self._release,
+            reduces_once=self._reduces_once,
         )
 
     def disable(self) -> None:
@@ -172,7 +180,7 @@ class RecoverableStep(Generic[Sums]):
                 raise InputError(NO_SAMPLES)
             return functools.reduce(sum_of_results, (run() for run in runs))
         _check_no_gradients(self._trained)
-        restore = self._recovery.keep()
+        restore = self._recovery.start_step()
         while True:
             is_even = self._cutter.is_even
             attempt = self._recovery.attempt(

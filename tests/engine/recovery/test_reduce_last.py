@@ -1,0 +1,151 @@
+"""With ``reduce="last"``, FSDP2 reduces gradients once per optimizer step, as plain gradient accumulation does."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from benchmarks.support.ranks import run_on_ranks
+from tests.support.faults import fsdp_settings, same_bits, tensors_of
+from torchtune_adaptive import CannotRecoverError, InputError, RecoverableStep
+from torchtune_adaptive.testing import Fault, wrap_micro_steps
+
+ROWS, STEPS, WIDTH = 8, 3, 16
+LARGE, SMALL = 4, 2  # rows of a micro-batch
+FAULTS = ((0, 0), (0, 30), (0, 75), (1, 1), (1, 40), (1, 90))  # micro-step, place
+
+
+class Training:
+    """A few optimizer steps under FSDP2, plain or with recovery."""
+
+    def __init__(self, *, bf16: bool = False) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(2)]
+        self.model: Any = nn.Sequential(*layers, nn.Linear(WIDTH, 4))
+        options: Any = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if bf16 else {}
+        for part in [*layers, self.model]:
+            fully_shard(part, **options)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        torch.manual_seed(1 + dist.get_rank())
+
+    def micro_step(self, rows: torch.Tensor) -> torch.Tensor:
+        loss = self.model(rows).float().square().sum() / ROWS
+        loss.backward()
+        return loss.detach()
+
+    def plain(self, *sizes: int) -> list[torch.Tensor]:
+        """The final state after steps with micro-batches of these sizes."""
+        for number, size in enumerate(sizes):
+            parts = self.rows(number).split(size)
+            for micro_step, rows in enumerate(parts, start=1):
+                self.model.set_requires_gradient_sync(micro_step == len(parts))
+                self.micro_step(rows)
+            self._update()
+        return [tensor.clone() for tensor in tensors_of(self.model, self.optimizer)]
+
+    def recoverable(self, size: int = LARGE, micro_step: Any = None) -> RecoverableStep[torch.Tensor]:
+        options: Any = {"micro_batch_size": size, "optimizer": self.optimizer, "reduce": "last"}
+        return RecoverableStep(self.model, micro_step or self.micro_step, on_event=lambda event: None, **options)
+
+    def recovering(self, size: int, fault: tuple[int, int] | None = None, *, step: int = 0) -> list[torch.Tensor]:
+        """The same with recovery, and a fault of rank 1 in a micro-step of a step, at a place."""
+        recoverable = self.recoverable(size)
+        for number in range(STEPS):
+
+            def around(micro_step: int, run: Callable[[], Any], number: int = number) -> Any:
+                strikes = fault is not None and (number, micro_step) == (step, fault[0])
+                with Fault(fault[1], ranks=[1]) if fault and strikes else nullcontext():
+                    return run()
+
+            wrap_micro_steps(recoverable, around)
+            recoverable(self.rows(number))
+            self._update()
+        assert len(recoverable.events) == (fault is not None)
+        recoverable.close()
+        return [tensor.clone() for tensor in tensors_of(self.model, self.optimizer)]
+
+    def rows(self, number: int) -> torch.Tensor:
+        return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * number + dist.get_rank()))
+
+    def _update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _compared(rank: int) -> dict[str, bool]:
+    """What is equal, bit for bit, to plain accumulation."""
+    found = {}
+    for bf16 in (False, True):
+        small = Training(bf16=bf16).plain(*[SMALL] * STEPS)
+        for size in (LARGE, ROWS):
+            plain = Training(bf16=bf16).plain(*[size] * STEPS)
+            found[f"{size} rows, bf16 {bf16}"] = same_bits(plain, Training(bf16=bf16).recovering(size))
+        for fault in FAULTS:
+            found[f"fault {fault}, bf16 {bf16}"] = same_bits(small, Training(bf16=bf16).recovering(LARGE, fault))
+        later = Training(bf16=bf16).recovering(LARGE, FAULTS[-1], step=2)
+        plain = Training(bf16=bf16).plain(LARGE, LARGE, SMALL)
+        found[f"fault in the last step, bf16 {bf16}"] = same_bits(plain, later)
+    return found
+
+
+def test_it_equals_plain_accumulation_bit_for_bit_with_faults_and_without() -> None:
+    for found in run_on_ranks(_compared, 2):
+        assert [what for what, is_equal in found.items() if not is_equal] == []
+
+
+def _collectives(rank: int) -> tuple[list[set[str]], bool]:
+    """The kinds of collectives in both templates, and whether FSDP2's settings are as before after a step."""
+    training = Training()
+    step = training.recoverable()
+    training.model(torch.ones(1, WIDTH))  # sets FSDP2 up
+    before = fsdp_settings(training.model)
+    step(training.rows(0))
+    recovery: Any = step._recovery
+    return [{one.kind for one in template} for template in recovery._ledger.templates], (
+        fsdp_settings(training.model) == before
+    )
+
+
+def test_only_the_last_micro_step_reduces() -> None:
+    for (others, last), is_as_before in run_on_ranks(_collectives, 2):
+        assert others == {"all-gather"}
+        assert last == {"all-gather", "reduce-scatter"}
+        assert is_as_before
+
+
+def _uneven(rank: int) -> tuple[str, bool]:
+    """The error if ranks have different numbers of micro-steps, and whether training continues as if it was not."""
+    training = Training()
+    step = training.recoverable()
+    step.rehearse(training.rows(0))
+    with pytest.raises(InputError) as raised:
+        step(training.rows(0)[: 4 + 4 * rank])
+    return str(raised.value), bool(step(training.rows(0)).isfinite())
+
+
+def test_different_numbers_of_micro_steps_are_an_error_on_every_rank() -> None:
+    sentence = "Every rank must have the same number of micro-steps, but one has 1 and another has 2."
+    assert run_on_ranks(_uneven, 2) == [(sentence, True)] * 2
+
+
+def _not_last(rank: int) -> str:
+    """Why there is no recovery if micro-steps call ``set_is_last_backward(False)``."""
+    training = Training()
+
+    def micro_step(rows: torch.Tensor) -> torch.Tensor:
+        training.model.set_is_last_backward(False)
+        return training.micro_step(rows)
+
+    with pytest.raises(CannotRecoverError) as raised:
+        training.recoverable(micro_step=micro_step)(training.rows(0))
+    return str(raised.value)
+
+
+def test_set_is_last_backward_is_refused() -> None:
+    for sentence in run_on_ranks(_not_last, 2):
+        assert sentence.endswith("will end the run: a micro-step ends after `set_is_last_backward(False)`.")

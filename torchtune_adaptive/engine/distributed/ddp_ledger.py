@@ -1,0 +1,192 @@
+"""The ledger of a model in ``DistributedDataParallel``, whose gradients it averages itself.
+
+No micro-step uses the reducer of ``DistributedDataParallel``, which cannot be reset after an error. In the last
+micro-step of an optimizer step, gradients are averaged in buckets: each as soon as the backward pass has computed it,
+and in place, so that nothing is allocated. A rank that fails replays the rest of the buckets with zeros.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.ledger import CannotRecordError, Collective, Ledger
+
+BUCKET_BYTES = 25 * 2**20  # the default of `DistributedDataParallel`
+
+
+class DdpLedger(Ledger):
+    """Averages the gradients of ``ddp`` as its own backward pass would, and records the collectives."""
+
+    def __init__(self, ddp: DistributedDataParallel, device: torch.device) -> None:
+        """Attach to ``ddp``.
+
+        Raises:
+            CannotRecordError: ``ddp`` is used in a way that cannot be recorded.
+        """
+        super().__init__(reduces_once=True)
+        if what := _not_supported(ddp):
+            raise CannotRecordError(f"DistributedDataParallel with {what} is not supported")
+        if ddp.static_graph:  # otherwise its first backward pass must reduce gradients itself
+            ddp._static_graph_delay_allreduce_enqueued = True
+        self._ddp = ddp
+        self._device = device
+        self._group: Any = ddp.process_group
+        self._parameters: list[nn.Parameter] = list(ddp._module_parameters)  # those that it trains
+        self._buckets = buckets_of(self._parameters[::-1], BUCKET_BYTES)  # the last ones have their gradients first
+        self._bucket_of = {parameter: number for number, bucket in enumerate(self._buckets) for parameter in bucket}
+        # How often a parameter's gradient grows in a micro-step; infinite if that may differ.
+        self._expected: dict[nn.Parameter, float] = {}
+        self._grown: Counter[nn.Parameter] = Counter()
+        self._missing: list[float] = []  # per bucket, how often its gradients have still to grow
+        self._unused: set[nn.Parameter] = set()
+        self._works: list[dist.Work] = []
+        self._hooks = [one.register_post_accumulate_grad_hook(self._has_grown) for one in self._parameters]
+
+    def detach(self) -> None:
+        """Remove the hooks on the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def start_step(self) -> None:
+        """Broadcast the buffers, as ``DistributedDataParallel`` does in the first forward pass of a step."""
+        if self._ddp.will_sync_module_buffers():
+            self._ddp._sync_buffers()
+        self._ddp.require_forward_param_sync = True  # as after a step that it has reduced itself
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context of a micro-step; at the end of the last one, gradients are averaged."""
+        self._grown.clear()
+        self._unused.clear()
+        self._missing = [sum(self._expected.get(one, math.inf) for one in bucket) for bucket in self._buckets]
+        kept = self._ddp.require_forward_param_sync
+        self._ddp.require_forward_param_sync = False  # `start_step` has broadcast the buffers
+        try:
+            with self._ddp.no_sync():
+                yield
+        finally:
+            self._ddp.require_forward_param_sync = kept
+        if self.is_last:
+            while len(self._issued) < len(self._buckets):
+                self._issue()
+            self._wait()
+        self._learn()
+
+    def drop_unused(self, consensus: Consensus) -> None:
+        """Set gradients to None that no rank has computed, as ``find_unused_parameters`` does. A collective."""
+        is_used = consensus.begin_max(*(one not in self._unused for one in self._parameters))()
+        for parameter, is_used_somewhere in zip(self._parameters, is_used, strict=True):
+            if not is_used_somewhere:
+                parameter.grad = None
+
+    @property
+    def has_unused(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether a trained parameter had no gradient in the last micro-step of this rank."""
+        return bool(self._unused)
+
+    def replay_rest(self) -> None:
+        """Issue the rest of the buckets with zeros, and wait for all of them."""
+        super().replay_rest()
+        self._wait()
+
+    def _replay(self, collective: Collective) -> None:
+        zeros = torch.zeros(collective.numel, dtype=collective.dtype, device=self._device)
+        bucket = self._buckets[collective.place]
+        self._all_reduce(list(zeros.split([one.numel() for one in bucket])), collective)
+
+    def _has_grown(self, parameter: torch.Tensor) -> None:
+        """Note that the backward pass has added to the gradient of ``parameter``, and issue buckets that are complete.
+
+        Raises:
+            RuntimeError: the gradient was already being averaged.
+        """
+        assert isinstance(parameter, nn.Parameter)
+        self._grown[parameter] += 1
+        number = self._bucket_of[parameter]
+        self._missing[number] -= 1
+        if not self.is_last:
+            return
+        if number < len(self._issued):
+            raise RuntimeError(
+                "A gradient grew after it had been averaged: the micro-step uses a parameter more often than the ones"
+                " before it. Call `RecoverableStep.disable()` to train this model without recovery."
+            )
+        while len(self._issued) < len(self._buckets) and not self._missing[len(self._issued)]:
+            self._issue()
+
+    def _issue(self) -> None:
+        """Average the gradients of the next bucket."""
+        number = len(self._issued)
+        bucket = self._buckets[number]
+        for parameter in bucket:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+                self._unused.add(parameter)
+        gradients = [one.grad for one in bucket if one.grad is not None]
+        for gradient in gradients:
+            gradient.mul_(1 / self._group.size())  # before the sum, as DistributedDataParallel does
+        numel = sum(one.numel() for one in bucket)
+        self._all_reduce(gradients, Collective("all-reduce", number, numel, bucket[0].dtype, self._group))
+
+    def _all_reduce(self, tensors: list[torch.Tensor], collective: Collective) -> None:
+        options = dist.AllreduceCoalescedOptions()
+        options.asyncOp = True
+        self.issuing()
+        self._works.append(self._group.allreduce_coalesced(tensors, options))
+        self.record(collective)
+
+    def _wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+    def _learn(self) -> None:
+        """Note how often each gradient has grown in a micro-step that has succeeded."""
+        for parameter in self._parameters:
+            grown = self._grown[parameter] or math.inf  # one without a gradient may have one later
+            self._expected[parameter] = grown if self._expected.get(parameter, grown) == grown else math.inf
+
+
+def _not_supported(ddp: DistributedDataParallel) -> str:
+    """What ``ddp`` is used with that recovery does not support, or ""."""
+    parameters = ddp._module_parameters
+    reasons = {
+        "another DistributedDataParallel or FSDP2 in it": any(
+            isinstance(one, DistributedDataParallel | FSDPModule) for one in ddp.module.modules()
+        ),
+        "its own mixed precision": ddp.mixed_precision is not None,
+        "a communication hook": bool(ddp._comm_hooks),
+        "a hook for buffers": hasattr(ddp, "buffer_hook"),
+        "an optimizer in its backward pass": any(hasattr(one, "_in_backward_optimizers") for one in parameters),
+        "compiled autograd": ddp._use_python_reducer,
+        "delayed all-reduces": bool(ddp._delay_all_reduce_params),
+        "parameters on a device mesh": any(isinstance(one, DTensor) for one in parameters),
+        "complex parameters": any(one.is_complex() for one in parameters),
+        "sparse gradients": any(
+            isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse for one in ddp.module.modules()
+        ),
+    }
+    return next((what for what, is_used in reasons.items() if is_used), "")
+
+
+def buckets_of(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """``parameters`` in buckets of at most ``bucket_bytes``, or of one parameter; each of one type."""
+    buckets: list[list[nn.Parameter]] = []
+    filled = 0
+    for parameter in parameters:
+        if not buckets or buckets[-1][0].dtype != parameter.dtype or filled + parameter.nbytes > bucket_bytes:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(parameter)
+        filled += parameter.nbytes
+    return buckets

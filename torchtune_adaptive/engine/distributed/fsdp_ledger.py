@@ -1,0 +1,147 @@
+"""The ledger of a model under FSDP2, or of one that issues no collectives."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtune_adaptive.engine.distributed.fsdp_state import AllGather, Communicators, ReduceScatter, communicators
+from torchtune_adaptive.engine.distributed.ledger import Collective, Ledger
+
+
+class FsdpLedger(Ledger):
+    """Records the collectives of FSDP2, which include those of HSDP.
+
+    Replayed all-gathers send the real parameters, so the peers compute with correct values. There is one exception:
+    with ``reshard_after_forward`` as a number, the all-gathers of a backward pass within the smaller group send zeros,
+    because this rank no longer has its part of the parameters. Replayed reductions send zeros.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, *, reduces_once: bool) -> None:
+        """Replace the communication functions of ``model``'s FSDP2 modules, if any, by functions that record them.
+
+        Raises:
+            CannotRecordError: the model communicates in a way that cannot be recorded.
+        """
+        super().__init__(reduces_once=reduces_once)
+        self._device = device
+        self._communicators = communicators(model)
+        for index, found in enumerate(self._communicators):
+            replicated = found.replicate_group is not None
+            reduce_scatter = RecordedReduceScatter(self, index, found.reduce_scatter, all_reduce_follows=replicated)
+            found.module.set_custom_all_gather(RecordedAllGather(self, index, found.all_gather))
+            found.module.set_custom_reduce_scatter(reduce_scatter)
+            if replicated:
+                found.module.set_all_reduce_hook(_RecordAllReduce(self, index, found))
+
+    def detach(self) -> None:
+        """Restore the original communication functions."""
+        for found in self._communicators:
+            found.module.set_custom_all_gather(found.all_gather)
+            found.module.set_custom_reduce_scatter(found.reduce_scatter)
+            if found.replicate_group is not None:
+                found.module.set_all_reduce_hook(found.all_reduce_hook)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context of a micro-step: it reduces gradients in each one, or only in the last."""
+        if self.reduces_once:
+            self._set_gradient_sync(self.is_last)
+        try:
+            yield
+        finally:
+            if self.reduces_once:
+                self._set_gradient_sync(True)
+
+    def _set_gradient_sync(self, is_on: bool) -> None:
+        for found in self._communicators:
+            found.module.set_requires_gradient_sync(is_on, recurse=False)
+
+    def _replay(self, collective: Collective) -> None:
+        kind, index, numel, dtype, group, op = collective
+        found = self._communicators[index]
+        if kind == "all-gather" and group == found.shard_group:
+            found.module.unshard()  # this also records the collective
+            found.module.reshard()
+            return
+        if kind == "all-gather":  # within a smaller group, because `reshard_after_forward` is an int
+            output = found.all_gather.allocate((numel * group.size(),), dtype=dtype, device=self._device)
+            own = output.narrow(0, group.rank() * numel, numel).zero_()
+            found.all_gather(output_tensor=output, input_tensor=own, group=group)
+        elif kind == "reduce-scatter":
+            zeros = found.reduce_scatter.allocate((numel * group.size(),), dtype=dtype, device=self._device).zero_()
+            output = found.reduce_scatter.allocate((numel,), dtype=dtype, device=self._device)
+            found.reduce_scatter(output_tensor=output, input_tensor=zeros, group=group, op=op)
+        else:
+            dist.all_reduce(torch.zeros(numel, dtype=dtype, device=self._device), op=op, group=group)
+        self.record(collective)
+
+
+class _Recorded:
+    """Wraps ``inner``, one of FSDP2's communication functions, and allocates its buffers."""
+
+    def __init__(self, ledger: FsdpLedger, index: int, inner: Any, *, all_reduce_follows: bool = False) -> None:
+        self._ledger = ledger
+        self._index = index
+        self._inner = inner
+        self._all_reduce_follows = all_reduce_follows
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._inner.allocate(size, dtype=dtype, device=device)
+
+
+class RecordedAllGather(_Recorded, AllGather):
+    """FSDP2's own all-gather, recorded."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._ledger.issuing()
+        work = self._inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
+        numel, dtype = input_tensor.numel(), output_tensor.dtype
+        self._ledger.record(Collective("all-gather", self._index, numel, dtype, group))
+        return work
+
+
+class RecordedReduceScatter(_Recorded, ReduceScatter):
+    """FSDP2's own reduce-scatter, recorded."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._ledger.issuing()
+        work = self._inner(
+            output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
+        )
+        numel, dtype = output_tensor.numel(), output_tensor.dtype
+        self._ledger.record(Collective("reduce-scatter", self._index, numel, dtype, group, op))
+        if self._all_reduce_follows:
+            self._ledger.issuing()  # FSDP2 issues it next, and then calls `_RecordAllReduce`
+        return work
+
+
+class _RecordAllReduce:
+    """Hook that FSDP2 calls after HSDP's all-reduce of a module's gradients. Calls the hook that it replaces."""
+
+    def __init__(self, ledger: FsdpLedger, index: int, found: Communicators) -> None:
+        self._ledger = ledger
+        self._index = index
+        self._group = found.replicate_group
+        self._next = found.all_reduce_hook
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        assert self._group is not None
+        # FSDP2's default: types that may overflow are summed, and divided separately.
+        is_wide = reduced.dtype in (torch.float32, torch.bfloat16)
+        op = dist.ReduceOp.AVG if is_wide else dist.ReduceOp.SUM
+        self._ledger.record(Collective("all-reduce", self._index, reduced.numel(), reduced.dtype, self._group, op))
+        if self._next is not None:
+            self._next(reduced)
