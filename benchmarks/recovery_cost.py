@@ -1,4 +1,4 @@
-"""What does ``RecoverableStep`` cost a plain FSDP2 loop in which memory does not run out?
+"""What does ``RecoverableStep`` cost a plain loop, under FSDP2 or DDP, in which memory does not run out?
 
     OMP_NUM_THREADS=1 python -m benchmarks.recovery_cost
 
@@ -9,10 +9,11 @@ with the same parameters. Prints a table and writes it to ``results/recovery_cos
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
@@ -37,20 +39,21 @@ RATIOS = tuple((other, PLAIN) for other in VARIANTS[1:])
 
 @dataclass(frozen=True)
 class Case:
-    """A model of sharded layers, what a step trains on, and in how many rounds a step is timed."""
+    """A model of layers, what a step trains on, and in how many rounds a step is timed."""
 
     layers: int
     width: int
     samples: int
     micro_batch_size: int
     rounds: int
+    kind: Literal["FSDP2", "FSDP2, reduced once", "DDP"] = "FSDP2"
 
     @property
     def name(self) -> str:
         """The step in words."""
         micro_steps = self.samples // self.micro_batch_size
         layers = f"{self.layers} layer{'s' * (self.layers > 1)} of width {self.width}"
-        return f"{layers}, {micro_steps} x {self.micro_batch_size} samples"
+        return f"{self.kind}: {layers}, {micro_steps} x {self.micro_batch_size} samples"
 
 
 CASES = [
@@ -58,26 +61,36 @@ CASES = [
     Case(layers=4, width=224, samples=256, micro_batch_size=256, rounds=900),
     Case(layers=4, width=128, samples=256, micro_batch_size=64, rounds=300),
     Case(layers=8, width=256, samples=1024, micro_batch_size=1024, rounds=120),
+    Case(layers=4, width=128, samples=256, micro_batch_size=64, rounds=300, kind="FSDP2, reduced once"),
+    Case(layers=4, width=224, samples=256, micro_batch_size=256, rounds=900, kind="DDP"),
+    Case(layers=8, width=512, samples=256, micro_batch_size=256, rounds=120, kind="DDP"),
+    Case(layers=8, width=512, samples=256, micro_batch_size=64, rounds=120, kind="DDP"),
 ]
 
 
 class Loop:
-    """A plain FSDP2 loop, whose forward and backward may go through ``RecoverableStep``. A collective."""
+    """A plain loop, whose forward and backward passes may go through ``RecoverableStep``. A collective."""
 
     def __init__(self, case: Case, variant: str) -> None:
         torch.manual_seed(0)
         self._case = case
         layers = [nn.Sequential(nn.Linear(case.width, 2 * case.width), nn.GELU()) for _ in range(case.layers)]
-        self.model = nn.Sequential(*(nn.Sequential(layer, nn.Linear(2 * case.width, case.width)) for layer in layers))
-        for layer in self.model:
-            fully_shard(layer)
-        fully_shard(self.model)
+        model = nn.Sequential(*(nn.Sequential(layer, nn.Linear(2 * case.width, case.width)) for layer in layers))
+        self.model: Any = DistributedDataParallel(model) if case.kind == "DDP" else model
+        if case.kind != "DDP":
+            for layer in model:
+                fully_shard(layer)
+            fully_shard(model)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self._samples = torch.randn(case.samples, case.width)
         self._forward_backward: Callable[[torch.Tensor], tuple[torch.Tensor, int]] = self._micro_steps
         if variant == OURS:
             step = RecoverableStep(
-                self.model, self._micro_step, micro_batch_size=case.micro_batch_size, optimizer=self._optimizer
+                self.model,
+                self._micro_step,
+                micro_batch_size=case.micro_batch_size,
+                optimizer=self._optimizer,
+                reduce="each" if case.kind == "FSDP2" else "last",
             )
             step.rehearse(self._samples)
             self._forward_backward = step
@@ -107,7 +120,16 @@ class Loop:
         return loss_sum.detach(), len(samples)
 
     def _micro_steps(self, samples: torch.Tensor) -> tuple[torch.Tensor, int]:
-        losses, numbers = zip(*map(self._micro_step, samples.split(self._case.micro_batch_size)), strict=True)
+        *others, last = samples.split(self._case.micro_batch_size)
+        sums = []
+        if self._case.kind == "FSDP2, reduced once":
+            self.model.set_requires_gradient_sync(False)
+        with self.model.no_sync() if self._case.kind == "DDP" else nullcontext():
+            sums += map(self._micro_step, others)
+        if self._case.kind == "FSDP2, reduced once":
+            self.model.set_requires_gradient_sync(True)
+        sums.append(self._micro_step(last))
+        losses, numbers = zip(*sums, strict=True)
         return torch.stack(losses).sum(), sum(numbers)
 
 
@@ -165,17 +187,18 @@ def _report(measured: list[tuple[Case, Times]], run: dict[str, Any]) -> None:
     header = ["step", "rounds", "clock", f"{PLAIN}, ms"]
     header += [*(f"{one} / {other}" for one, other in RATIOS), f"{OURS} - {PLAIN}, ms per step"]
     lines = [
-        "# What recovery costs a plain FSDP2 loop, CPU",
+        "# What recovery costs a plain loop, CPU",
         "",
         provenance(COMMAND, **run),
         "",
-        "A model of sharded layers and its root, AdamW, clipping. All loops live in the same processes and take turns"
-        " in every round; their parameters at the end are equal, bit for bit. Ratios of speeds, larger than 1 where the"
-        " first is faster; median over the rounds (and its interval of 95 % confidence). By the wall's clock, and by"
-        " the CPU time of rank 0's training thread, which leaves out its waits for the other rank and which other load"
-        f" disturbs less. '{EXCHANGE}' is a plain loop in which the ranks exchange one number after each backward pass:"
-        " on a machine with no more cores than ranks gloo's threads wait for each other."
-        f" '{PLAIN_AGAIN}' is a second plain loop: how far equal loops seem to differ.",
+        "AdamW, clipping. Under FSDP2 each layer is sharded, and the root. 'Reduced once': both loops reduce gradients"
+        " in the last micro-step only, as they also do with DDP (DistributedDataParallel). All loops live in the same"
+        " processes and take turns in every round; their parameters at the end are equal, bit for bit. Ratios of"
+        " speeds, larger than 1 where the first is faster; median over the rounds (and its interval of 95 %"
+        " confidence). By the wall's clock, and by the CPU time of rank 0's training thread, which leaves out its waits"
+        f" for the other rank and which other load disturbs less. '{EXCHANGE}' is a plain loop in which the ranks"
+        " exchange one number after each backward pass: on a machine with no more cores than ranks gloo's threads wait"
+        f" for each other. '{PLAIN_AGAIN}' is a second plain loop: how far equal loops seem to differ.",
         "",
         *table(header, [row for case, times in measured for row in _rows(case, times)]),
     ]
