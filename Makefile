@@ -85,13 +85,13 @@ $(STAMP): pyproject.toml
 
 $(PEERS_STAMP): pyproject.toml benchmarks/peers.txt
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install 'torch>=2.9,<2.14' -e . -r benchmarks/peers.txt
+	.venv-peers/bin/python -m pip install 'torch>=2.9,<2.14' -e '.[torchtune]' -r benchmarks/peers.txt
 	touch $@
 
-# Without torchtune and torchao, beside which peft refuses LoRA. The package is found by its path.
-$(HUGGING_FACE_STAMP): benchmarks/hugging_face.txt
+# Without torchtune and torchao, beside which peft refuses LoRA.
+$(HUGGING_FACE_STAMP): pyproject.toml benchmarks/hugging_face.txt
 	$(PYTHON) -m venv .venv-hugging-face
-	.venv-hugging-face/bin/python -m pip install 'torch>=2.9,<2.14' -r benchmarks/hugging_face.txt
+	.venv-hugging-face/bin/python -m pip install 'torch>=2.9,<2.14' -e . -r benchmarks/hugging_face.txt
 	touch $@
 
 # Tests, the parts of `make gpu` as far as they can run without a GPU, and the search against its peers.

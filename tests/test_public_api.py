@@ -16,7 +16,9 @@ def test_the_package_offers_these_names() -> None:
         "Probe",
         "RecoverableStep",
         "SearchResult",
+        "TokenSearchResult",
         "find_max_batch_size",
+        "find_max_tokens",
         "plan_max_batch_size",
     ]
 

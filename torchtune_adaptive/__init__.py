@@ -9,7 +9,7 @@ from torchtune_adaptive.errors import CannotRecoverError, InputError, NothingFit
 if TYPE_CHECKING:
     from torchtune_adaptive.engine.recovery.step import RecoverableStep
     from torchtune_adaptive.engine.recovery.watch import MemoryEvent
-    from torchtune_adaptive.engine.search.any_loop import find_max_batch_size
+    from torchtune_adaptive.engine.search.any_loop import TokenSearchResult, find_max_batch_size, find_max_tokens
     from torchtune_adaptive.plan.any_loop import plan_max_batch_size
 
 __all__ = [
@@ -20,7 +20,9 @@ __all__ = [
     "Probe",
     "RecoverableStep",
     "SearchResult",
+    "TokenSearchResult",
     "find_max_batch_size",
+    "find_max_tokens",
     "plan_max_batch_size",
 ]
 
@@ -28,7 +30,9 @@ __all__ = [
 _WITH_TORCH = {
     "MemoryEvent": "engine.recovery.watch",
     "RecoverableStep": "engine.recovery.step",
+    "TokenSearchResult": "engine.search.any_loop",
     "find_max_batch_size": "engine.search.any_loop",
+    "find_max_tokens": "engine.search.any_loop",
     "plan_max_batch_size": "plan.any_loop",
 }
 

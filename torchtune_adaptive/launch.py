@@ -14,6 +14,10 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from torchtune_adaptive.stock.installed import require_torchtune
+
+require_torchtune()
+
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded, reason_of

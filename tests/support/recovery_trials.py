@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from benchmarks.support.ranks import DEVICE, device_of_rank
 from tests.support.faults import same_bits, tensors_of, under
+from torchtune_adaptive.engine.distributed import ddp_ledger
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.fsdp_state import param_groups
 from torchtune_adaptive.engine.memory.phases import Phases
@@ -36,6 +38,7 @@ from torchtune_adaptive.testing import Fault, wrap_micro_steps
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"vocab_size": 24, "num_heads": 2, "num_kv_heads": 2, "embed_dim": 8, "max_seq_len": 16}
 ROWS = 2  # in a batch; halved after a fault
+DDP_BUCKET_BYTES = 1024  # so that the small model has several
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ class Trials:
         """The optimizer step as in a training loop. Its first use is a collective."""
         options: Any = {"on_event": self._note, "reduce": self.case.reduce}
         step = RecoverableStep(self.model, self.micro_step, micro_batch_size=self.micro_batches, **options)
-        step.rehearse(self.windows[0][0])
+        with mock.patch.object(ddp_ledger, "BUCKET_BYTES", DDP_BUCKET_BYTES):
+            step.rehearse(self.windows[0][0])
         return step
 
     @cached_property

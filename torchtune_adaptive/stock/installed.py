@@ -1,13 +1,26 @@
 """torchtune's recipes and configs and ours: names and files. torchtune, whose import takes seconds, is not imported."""
 
 import importlib.util
+import os
 import re
+import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 _PREFIX = "adaptive_"
+
+
+def require_torchtune() -> None:
+    """End the program with status 1, and one sentence per machine, if what the extra `torchtune` brings is missing."""
+    missing = [name for name in ("torchtune", "torchao", "omegaconf") if importlib.util.find_spec(name) is None]
+    if missing:
+        sentence = (
+            "torchtune_adaptive: the recipes and `tune-adaptive` need packages that are not installed"
+            f" ({', '.join(missing)}): `pip install 'torchtune-adaptive[torchtune]'` installs them."
+        )
+        sys.exit(sentence if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
 
 
 def module_from_file(name: str, path: Path) -> ModuleType:
@@ -85,6 +98,6 @@ def _registered_recipes() -> list[Any]:
 
 def _package_dir() -> Path:
     spec = importlib.util.find_spec("torchtune")
-    assert spec is not None, "torchtune is a requirement of this package"
+    assert spec is not None, "see `require_torchtune`"
     assert spec.origin is not None, spec
     return Path(spec.origin).parent

@@ -10,9 +10,10 @@ from torch import nn
 from torchtune import utils
 
 from torchtune_adaptive.engine.search.find import search
-from torchtune_adaptive.engine.search.strategies import Probe, SearchResult
+from torchtune_adaptive.engine.search.strategies import SearchResult
 from torchtune_adaptive.engine.search.tables import length_table, probe_table, rate_table, summary
 from torchtune_adaptive.engine.search.throughput import smallest_near_best, tokens_per_second
+from torchtune_adaptive.engine.search.token_budget import search_token_budget
 from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import AdaptiveSettings
@@ -20,7 +21,6 @@ from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, 
 from torchtune_adaptive.training.batch.loader import StepLoader, check_fills_step
 from torchtune_adaptive.training.batch.rank_shares import largest_share
 from torchtune_adaptive.training.batch.row_format import Row, RowFormat, check_row_length, is_packed
-from torchtune_adaptive.training.token_budget import largest_token_budget
 
 log = utils.get_logger("DEBUG")
 
@@ -123,23 +123,16 @@ class SizeFinder:
 
     def _largest_token_budget(self, row: Row, result: SearchResult, max_rows: int) -> int:
         """Padded tokens of the largest micro-batch that fits for any row lengths. A collective."""
-        tried: list[tuple[int, Probe]] = []
-        # Shorter rows may be more than `max_batch_size`, and are seldom fewer than the bound.
-        from_above = replace(
-            self.settings.search_options, strategy="decrease_until_oom", power_of_two=False, max_batch_size=None
-        )
 
-        def largest_rows_at(length: int, bound: int) -> int:
-            stretched = self.row_format.stretched(row, length // self.row_format.sequences)
-            found = search(self.workload, partial(self._probe_batch, stretched), from_above, start=bound, bound=bound)
-            tried.extend((length, probe) for probe in found.probes)
-            return found.exact_batch_size
+        def make_batch(rows: int, length: int) -> list[list[Row]]:
+            return self._probe_batch(self.row_format.stretched(row, length // self.row_format.sequences), rows)
 
-        budget = largest_token_budget(
-            largest_rows_at,
+        budget, tried = search_token_budget(
+            self.workload,
+            make_batch,
+            self.settings.search_options,
+            result,
             seq_len=self.row_format.padded_tokens(row),
-            rows=result.exact_batch_size,
-            forecast_rows=result.forecast_rows,
             max_rows=max_rows,
         )
         utils.log_rank_zero(

@@ -164,20 +164,6 @@ def test_it_equals_plain_training_bit_for_bit_with_faults_and_without(compared: 
         assert [what for what, is_equal in of_rank[name].items() if not is_equal] == []
 
 
-def _static_graph(rank: int) -> list[bool]:
-    """Plain DistributedDataParallel with a static graph cannot accumulate: it is compared where it need not."""
-    static, plain = Variant(options={"static_graph": True}), Variant()
-    small = Training(plain).plain(*[SMALL] * STEPS)
-    return [
-        same_bits(Training(static).plain(*[ROWS] * STEPS), Training(static).recovering(ROWS)),
-        *(same_bits(small, Training(static).recovering(LARGE, place)) for place in FAULTS),
-    ]
-
-
-def test_a_static_graph_is_trained_too() -> None:
-    assert run_on_ranks(_static_graph, 2) == [[True] * 5] * 2
-
-
 def _on_four(rank: int) -> list[float]:
     """The largest difference from plain training, without a fault and with one."""
     plain = Training(Variant()).plain(*[SMALL] * STEPS)
@@ -256,6 +242,7 @@ def _refused(rank: int) -> dict[str, str]:
         "buffer hook": (Variant(), buffer_hook),
         "nested": (Variant(), nested),
         "mixed precision": (Variant(options={"mixed_precision": half}), lambda training: None),
+        "static graph": (Variant(options={"static_graph": True}), lambda training: None),
         "collective in forward": (Variant("collective in forward"), lambda training: None),
     }
     told = {}
@@ -279,6 +266,7 @@ def test_what_cannot_work_is_refused_by_name_on_every_rank() -> None:
     assert first["hook"] == f"{prefix}a communication hook{suffix}"
     assert first["buffer hook"] == f"{prefix}a hook for buffers{suffix}"
     assert first["nested"] == f"{prefix}another DistributedDataParallel or FSDP2 in it{suffix}"
+    assert first["static graph"] == f"{prefix}a static graph{suffix}"
     assert first["mixed precision"] == f"{prefix}its own mixed precision{suffix}"
     assert "1 collectives, but only 0 of them gather parameters or reduce gradients" in first["collective in forward"]
     assert "a module is in a DistributedDataParallel; whole models in" in first["inside"]

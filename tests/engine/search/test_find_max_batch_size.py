@@ -7,8 +7,10 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.support.ranks import run_on_ranks
@@ -293,12 +295,50 @@ def on_unequal_ranks(rank: int, limits: tuple[int, int]) -> dict[str, Any]:
             outcomes.append(str(error))
     found["nothing fits on one rank"] = outcomes
     found["settings"] = fails_while_settings_are_changed()
+    found["DDP"] = in_distributed_data_parallel(limits[rank] * 5, min(limits) * 5)
     found["failing on rank 1"] = fails_on_rank_1(rank, trainee, limits[rank])
     found["without a trace"] = same_bits(trainee.state(), before)
     trainee.step()
     sizes = range(1, MOST_ROWS + 1)
     found["peaks"] = [0, *(peak_of(trainee.train, trainee.batch(size), trainee) for size in sizes)]
     return found
+
+
+class Replicated(Loop):
+    """A model in DistributedDataParallel."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3)]
+        self.model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.005, **options)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def make_batch(self, batch_size: int) -> torch.Tensor:
+        return torch.full((batch_size, 16), 1.0 + dist.get_rank())
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.model(batch).square().sum()
+
+    def trained(self) -> list[torch.Tensor]:
+        """The state after three steps."""
+        for _ in range(3):
+            self.train_step(self.make_batch(4))
+        return self.state()
+
+
+def in_distributed_data_parallel(limit_bytes: int, lowest_limit: int) -> dict[str, Any]:
+    """What every strategy finds, the largest size that fits on this rank, and whether training then is as without."""
+    found: dict[str, Any] = {}
+    loop, undisturbed = Replicated(), Replicated().trained()
+    for strategy in STRATEGIES:
+        loop = Replicated()
+        sizes = [loop.find(limit_bytes, strategy=strategy).exact_batch_size for _ in range(2)]
+        found[strategy] = (sizes, same_bits(loop.trained(), undisturbed))
+    with loop.model.no_sync():  # pyright: ignore[reportCallIssue]  # the meter does not know the reducer's buckets
+        peaks = [peak_of(loop.train_step, loop.make_batch(size), loop) for size in range(1, MOST_ROWS + 1)]
+    with pytest.raises(InputError) as raised:
+        Replicated(static_graph=True).find(limit_bytes)
+    return found | {"largest": sum(peak <= lowest_limit for peak in peaks), "refused": str(raised.value)}
 
 
 def fails_while_settings_are_changed() -> list[Any]:
@@ -383,6 +423,16 @@ def test_settings_of_fsdp_that_a_failed_step_has_changed_are_restored(on_ranks: 
         first, *rest = ranks["settings"]
         assert len(rest) > 4
         assert rest == [first] * len(rest)
+
+
+def test_a_model_in_distributed_data_parallel_is_searched_and_trains_as_without(on_ranks: list[dict[str, Any]]) -> None:
+    largest = on_ranks[1]["DDP"]["largest"]
+    assert 10 < largest < MOST_ROWS
+    for ranks in on_ranks:
+        assert [ranks["DDP"][strategy] for strategy in STRATEGIES] == [([largest] * 2, True)] * len(STRATEGIES)
+        assert ranks["DDP"]["refused"] == (
+            "`static_graph` of DistributedDataParallel must be False, but is True instead."
+        )
 
 
 def test_an_error_on_one_rank_ends_the_search_on_all(on_ranks: list[dict[str, Any]]) -> None:

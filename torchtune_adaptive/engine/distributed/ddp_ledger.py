@@ -36,8 +36,6 @@ class DdpLedger(Ledger):
         super().__init__(reduces_once=True)
         if what := _not_supported(ddp):
             raise CannotRecordError(f"DistributedDataParallel with {what} is not supported")
-        if ddp.static_graph:  # otherwise its first backward pass must reduce gradients itself
-            ddp._static_graph_delay_allreduce_enqueued = True
         self._ddp = ddp
         self._device = device
         self._group: Any = ddp.process_group
@@ -165,6 +163,7 @@ def _not_supported(ddp: DistributedDataParallel) -> str:
             isinstance(one, DistributedDataParallel | FSDPModule) for one in ddp.module.modules()
         ),
         "its own mixed precision": ddp.mixed_precision is not None,
+        "a static graph": ddp.static_graph,
         "a communication hook": bool(ddp._comm_hooks),
         "a hook for buffers": hasattr(ddp, "buffer_hook"),
         "an optimizer in its backward pass": any(hasattr(one, "_in_backward_optimizers") for one in parameters),

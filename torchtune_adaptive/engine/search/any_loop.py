@@ -1,22 +1,25 @@
-"""``find_max_batch_size``: the search for any PyTorch training loop."""
+"""``find_max_batch_size`` and ``find_max_tokens``: the search for any PyTorch training loop."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.memory.devices import computing_device, meter_for
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
 from torchtune_adaptive.engine.search.find import search
 from torchtune_adaptive.engine.search.options import SearchOptions, Strategy
-from torchtune_adaptive.engine.search.strategies import NO_BOUND, SMALL_BATCH_SIZES, SearchResult
+from torchtune_adaptive.engine.search.strategies import NO_BOUND, SMALL_BATCH_SIZES, Probe, SearchResult
+from torchtune_adaptive.engine.search.token_budget import search_token_budget
 from torchtune_adaptive.engine.search.workload import Workload
-from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.text import parse_memory
+from torchtune_adaptive.errors import InputError, require_integer
+from torchtune_adaptive.text import count_text, parse_memory
 
 
 def find_max_batch_size(
@@ -78,13 +81,113 @@ def find_max_batch_size(
     )
     if strategy == "decrease_until_oom" and max_batch_size is None:
         raise InputError("`max_batch_size` must be a number for strategy 'decrease_until_oom', but is None instead.")
+    with _workload(train_step, model, optimizer, process_group) as workload:
+        return search(workload, make_batch, options, start=SMALL_BATCH_SIZES[0], bound=max_batch_size or NO_BOUND)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSearchResult:
+    """The result of ``find_max_tokens``.
+
+    Attributes:
+        max_tokens: the most tokens of a micro-batch, padding included, with which rows of any length fit.
+        seq_len: tokens of the longest row.
+        longest: the search with rows of ``seq_len`` tokens.
+        shorter: the probes with shorter rows, each with the length of its rows.
+    """
+
+    max_tokens: int
+    seq_len: int
+    longest: SearchResult
+    shorter: tuple[tuple[int, Probe], ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.max_tokens} tokens (rows of {self.seq_len} tokens: {self.longest.exact_batch_size}; shorter rows:"
+            f" {count_text(len(self.shorter), 'probe')})"
+        )
+
+
+def find_max_tokens(
+    train_step: Callable[[Any], object],
+    make_batch: Callable[[int, int], Any],
+    *,
+    seq_len: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    memory_limit: int | str | None = None,
+    margin: float = 0.05,
+    max_rows: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> TokenSearchResult:
+    """Finds the largest token budget of a micro-batch, for loops that pad or pack rows up to so many tokens.
+
+    It searches with rows of ``seq_len`` tokens. Then it tries the budget with rows of a half, a quarter and an eighth
+    of that length, and lowers it if they need more memory per token. Everything else is as in ``find_max_batch_size``.
+    Args:
+        train_step: as for ``find_max_batch_size``.
+        make_batch: ``make_batch(rows, length)`` returns a batch of so many rows of ``length`` tokens each; for packed
+            rows, one row of so many documents.
+        seq_len: tokens of the longest row or document in training.
+        max_rows: the most rows that a micro-batch can have. None: no such bound.
+    Raises:
+        InputError: an argument is invalid (a ``ValueError``).
+        NothingFitsError: a single row of ``seq_len`` tokens does not fit (an ``InputError``).
+
+    >>> model = torch.nn.Linear(8, 8)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> def train_step(batch):
+    ...     model(batch).sum().backward()
+    ...     optimizer.step()
+    >>> def make_batch(rows, length):
+    ...     return torch.ones(rows, length, 8)
+    >>> found = find_max_tokens(
+    ...     train_step, make_batch, seq_len=100, model=model, optimizer=optimizer, memory_limit="64KiB", margin=0.0
+    ... )
+    >>> found.max_tokens
+    1019
+    """
+    require_integer("seq_len", seq_len, minimum=1)
+    options = SearchOptions(
+        strategy="linear_extrapolation",
+        power_of_two=False,
+        memory_limit_bytes=None if memory_limit is None else parse_memory(memory_limit),
+        margin=margin,
+    )
+    bound = NO_BOUND if max_rows is None else require_integer("max_rows", max_rows, minimum=1)
+    with _workload(train_step, model, optimizer, process_group) as workload:
+        longest = search(
+            workload, lambda rows: make_batch(rows, seq_len), options, start=SMALL_BATCH_SIZES[0], bound=bound
+        )
+        budget, tried = search_token_budget(workload, make_batch, options, longest, seq_len=seq_len, max_rows=bound)
+    return TokenSearchResult(max_tokens=budget, seq_len=seq_len, longest=longest, shorter=tuple(tried))
+
+
+@contextlib.contextmanager
+def _workload(
+    train_step: Callable[[Any], object],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    process_group: dist.ProcessGroup | None,
+) -> Iterator[Workload]:
+    """Context: the workload of a search in a loop. On exit, CUDA's cache is prepared for training.
+
+    The reducer of a ``DistributedDataParallel`` takes no part, because it cannot be reset after a step that failed. Its
+    buckets are in memory nevertheless.
+    """
     device = computing_device(model)
     meter = meter_for(device, model, [optimizer])
     with (
         phases_by_hooks(model, optimizer, meter.enter_phase),
         contextlib.closing(Consensus.of(model, process_group)) as consensus,
+        contextlib.ExitStack() as stack,
     ):
-        workload = Workload(
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                if module.static_graph:  # steps without its reducer would confuse it for good
+                    raise InputError("`static_graph` of DistributedDataParallel must be False, but is True instead.")
+                stack.enter_context(module.no_sync())
+        yield Workload(
             train_step=train_step,
             model=model,
             optimizers=[optimizer],
@@ -92,10 +195,8 @@ def find_max_batch_size(
             meter=meter,
             consensus=consensus,
         )
-        found = search(workload, make_batch, options, start=SMALL_BATCH_SIZES[0], bound=max_batch_size or NO_BOUND)
     if device.type == "cuda" and not optimizer.state:
         _empty_cache_before_first_step(optimizer)
-    return found
 
 
 def _empty_cache_before_first_step(optimizer: torch.optim.Optimizer) -> None:

@@ -93,7 +93,7 @@ def decrease_until_oom(fits: Fits, *, max_batch_size: int) -> int:
     candidate, failed = max_batch_size, max_batch_size + 1
     while candidate and not fits(candidate):
         candidate, failed = candidate // 2, candidate
-    return _bisect(fits, fitted=candidate, failed=failed)
+    return bisect(fits, fitted=candidate, failed=failed)
 
 
 def binary_search(fits: Fits, *, start: int, max_batch_size: int) -> int:
@@ -108,7 +108,7 @@ def binary_search(fits: Fits, *, start: int, max_batch_size: int) -> int:
             fitted, candidate = candidate, 2 * candidate
         else:
             failed = candidate
-    return _bisect(fits, fitted=fitted, failed=failed)
+    return bisect(fits, fitted=fitted, failed=failed)
 
 
 def linear_extrapolation(fits: Fits, forecast: Callable[[], int | None], *, max_batch_size: int) -> int:
@@ -149,7 +149,7 @@ def round_down_to_power_of_two(batch_size: int) -> int:
     return 1 << (batch_size.bit_length() - 1)
 
 
-def _bisect(fits: Fits, *, fitted: int, failed: int) -> int:
+def bisect(fits: Fits, *, fitted: int, failed: int) -> int:
     """Largest size in [fitted, failed) that fits, if ``fitted`` does (0 always does) and ``failed`` does not."""
     while failed - fitted > 1:
         middle = (fitted + failed) // 2

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from torchtune_adaptive.training.token_budget import largest_token_budget
+from torchtune_adaptive.engine.search.token_budget import largest_token_budget
 
 properties = settings(derandomize=True, deadline=None, max_examples=150)
 
@@ -46,13 +46,13 @@ class Device:
 
 
 @st.composite
-def devices(draw: st.DrawFn, *, dearest_row: int = 0) -> tuple[Device, int, int, int]:
+def devices(draw: st.DrawFn, *, dearest_row: int = 0, most_rows: int = 40) -> tuple[Device, int, int, int]:
     """A device, the greatest row length, how many such rows fit, and the most rows of a micro-batch."""
     seq_len = draw(st.integers(1, 300))
     figures = [draw(st.integers(0, most)) for most in (10**6, 5, dearest_row)]
     device = Device(0, *figures, a=draw(st.integers(1, 100)), d=draw(st.integers(0, 3)))
     per_row = device.k + device.a * seq_len + device.d * seq_len**2
-    rows = draw(st.integers(1, 40))
+    rows = draw(st.integers(1, most_rows))
     device.limit_bytes = device.c + device.e * seq_len**2 + rows * per_row + draw(st.integers(0, per_row - 1))
     return device, seq_len, rows, draw(st.integers(rows, 10_000))
 
@@ -76,9 +76,25 @@ def test_without_a_forecast_or_with_one_of_whole_rows_the_budget_is_those_rows(
     found: tuple[Device, int, int, int], has_forecast: bool
 ) -> None:
     device, seq_len, rows, max_rows = found
+    assume(has_forecast or rows >= 3)
     forecast = float(rows) if has_forecast else None
     budget = device.budget(seq_len=seq_len, rows=rows, forecast_rows=forecast, max_rows=max_rows)
     assert budget == rows * seq_len
+
+
+@properties
+@given(found=devices(most_rows=2))
+def test_without_a_forecast_the_length_of_one_row_more_is_searched_if_few_fit(
+    found: tuple[Device, int, int, int],
+) -> None:
+    device, seq_len, rows, max_rows = found
+    budget = device.budget(seq_len=seq_len, rows=rows, forecast_rows=None, max_rows=max_rows)
+    assert device.misfits(budget, lengths=range(1, seq_len + 1), max_rows=max_rows) == []
+    if rows < max_rows:
+        fitting = [length for length in range(1, seq_len + 1) if device.fits(rows + 1, length)]
+        longest = max(fitting, default=0)
+        assert budget > (rows + 1) * (longest - max(1, seq_len // 32))
+        assert len(device.asked) <= 9
 
 
 @properties

@@ -1,0 +1,179 @@
+"""The token budget is the one that exhaustive search over row lengths finds, on one rank and on two."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.support.ranks import run_on_ranks
+from tests.engine.search.test_find_max_batch_size import peak_of
+from tests.support.faults import ShardedTrainee, same_bits
+from torchtune_adaptive import InputError, NothingFitsError, TokenSearchResult, find_max_tokens
+
+SEQ_LEN, VOCABULARY, WIDTH = 128, 50, 8
+LENGTHS = range(16, SEQ_LEN + 1, 16)
+
+
+class Loop:
+    """A training loop on rows of tokens, padded: ``[rows, length]``."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.ModuleList([nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def make_batch(self, rows: int, length: int) -> torch.Tensor:
+        return torch.ones(rows, length, dtype=torch.long)
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The hidden states of ``tokens``, [rows, length, WIDTH]."""
+        return F.gelu(self.model[1](self.model[0](tokens)))
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.hidden(tokens).square().sum()
+
+    def train_step(self, batch: torch.Tensor) -> None:
+        for _ in range(2):
+            self.loss(batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def find(self, limit_bytes: int, **options: Any) -> TokenSearchResult:
+        options = {"seq_len": SEQ_LEN, "margin": 0.0, "memory_limit": limit_bytes} | options
+        return find_max_tokens(self.train_step, self.make_batch, model=self.model, optimizer=self.optimizer, **options)
+
+
+class Attention(Loop):
+    """Scores take memory that grows with the square of a row's length."""
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = super().hidden(tokens)
+        return (hidden @ hidden.transpose(1, 2)).softmax(-1) @ hidden
+
+
+class Logits(Loop):
+    """The loss over the whole vocabulary, which takes most of the memory."""
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.hidden(tokens) @ self.model[0].weight.T  # pyright: ignore[reportOperatorIssue]
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
+
+
+class Packed(Loop):
+    """Documents follow each other in one row."""
+
+    def make_batch(self, rows: int, length: int) -> torch.Tensor:
+        return torch.ones(1, rows * length, dtype=torch.long)
+
+
+class CostlyRows(Loop):
+    """Each row has as many tokens more, such as an image: short rows need the most memory for each token."""
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().hidden(F.pad(tokens, (32, 0)))
+
+
+LIMITS: dict[type[Loop], int] = {
+    Loop: 250_000,
+    Attention: 1_500_000,
+    Logits: 700_000,
+    Packed: 210_000,
+    CostlyRows: 600_000,
+}
+
+
+def exhaustive(peak_bytes: Callable[[int, int], int], limit_bytes: int) -> int:
+    """The largest number of tokens so that all rows of a length fit that have as many or fewer in total."""
+    budget = 10**9
+    for length in LENGTHS:
+        rows = 1
+        while peak_bytes(rows, length) <= limit_bytes:
+            rows += 1
+        budget = min(budget, rows * length - 1)
+    return budget
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LIMITS, ids=lambda kind: kind.__name__)
+def test_the_budget_is_what_exhaustive_search_finds(kind: type[Loop]) -> None:
+    loop = kind()
+    before = [tensor.clone() for tensor in loop.model.parameters()]
+    found = loop.find(LIMITS[kind])
+    assert same_bits(before, list(loop.model.parameters()))
+    assert not loop.optimizer.state
+    loop.train_step(loop.make_batch(1, SEQ_LEN))  # creates the optimizer's state
+
+    def peak_bytes(rows: int, length: int) -> int:
+        return peak_of(loop.train_step, loop.make_batch(rows, length), loop)
+
+    largest = exhaustive(peak_bytes, LIMITS[kind])
+    assert largest > 4 * SEQ_LEN
+    assert largest - min(LENGTHS) < found.max_tokens <= largest
+
+
+def test_the_result_says_what_was_tried() -> None:
+    found = CostlyRows().find(LIMITS[CostlyRows])
+    assert found.max_tokens < found.longest.exact_batch_size * SEQ_LEN
+    assert {length for length, _ in found.shorter} >= {64, 32, 16}
+    assert str(found).startswith(f"{found.max_tokens} tokens (rows of 128 tokens: {found.longest.exact_batch_size};")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"seq_len": 0}, "`seq_len` must be at least 1, but is 0 instead"),
+        ({"max_rows": 1.5}, "`max_rows` must be an integer, but is 1.5 instead"),
+        ({"memory_limit": "lots"}, "`memory_limit` must be a size"),
+    ],
+)
+def test_bad_arguments_are_refused_before_any_step(options: dict[str, Any], sentence: str) -> None:
+    loop, steps = Loop(), []
+    loop.train_step = steps.append
+    with pytest.raises(InputError, match=sentence):
+        loop.find(10**6, **options)
+    assert steps == []
+
+
+def test_nothing_fits_if_the_longest_row_does_not() -> None:
+    with pytest.raises(NothingFitsError, match="not even one row fits"):
+        Attention().find(100_000)
+
+
+def test_a_bound_on_rows_is_kept() -> None:
+    found = Loop().find(10**6, max_rows=3)
+    assert found.max_tokens == 3 * SEQ_LEN
+    assert max(probe.batch_size for probe in found.longest.probes) == 3
+    assert all(probe.batch_size <= 3 for _, probe in found.shorter)
+
+
+# ---- on two ranks
+
+UNEQUAL = (90_000, 60_000)  # bytes
+
+
+def _on_unequal_ranks(rank: int) -> dict[str, Any]:
+    """The budget that is found if rank 1 has less memory, and what exhaustive search finds on this rank."""
+    trainee = ShardedTrainee(warm_steps=0)
+    before = trainee.state()
+
+    def make_batch(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return trainee.batch(rows * length)
+
+    options: Any = {"memory_limit": UNEQUAL[rank], "margin": 0.0, "seq_len": 64}
+    found = find_max_tokens(trainee.train, make_batch, model=trainee.model, optimizer=trainee.optimizer, **options)
+    restored = same_bits(trainee.state(), before)
+    trainee.step()
+    tokens = 16
+    while peak_of(trainee.train, trainee.batch(tokens), trainee) <= min(UNEQUAL):
+        tokens += 1
+    return {"found": found.max_tokens, "restored": restored, "largest": tokens - 1}
+
+
+def test_both_ranks_find_the_budget_of_the_rank_with_less_memory() -> None:
+    ranks = run_on_ranks(_on_unequal_ranks, 2)
+    assert all(rank["restored"] for rank in ranks)
+    assert ranks[0]["found"] == ranks[1]["found"]
+    assert ranks[1]["largest"] - 16 < ranks[1]["found"] <= ranks[1]["largest"]
