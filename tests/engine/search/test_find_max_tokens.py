@@ -130,8 +130,9 @@ def test_the_result_says_what_was_tried() -> None:
     ],
 )
 def test_bad_arguments_are_refused_before_any_step(options: dict[str, Any], sentence: str) -> None:
-    loop, steps = Loop(), []
-    loop.train_step = steps.append
+    loop = Loop()
+    steps: list[torch.Tensor] = []
+    loop.train_step = lambda batch: steps.append(batch)
     with pytest.raises(InputError, match=sentence):
         loop.find(10**6, **options)
     assert steps == []
