@@ -26,7 +26,7 @@ FAULTS = (0, 9, 30, 55)  # places in a micro-step
 
 
 class Net(nn.Module):
-    """With dropout, and layers that only some ranks or none use, or a norm with buffers.
+    """With dropout, and layers that are frozen, that only some ranks or none use, or a norm with buffers.
 
     ``backward_starts`` is called when the backward pass arrives at the first layer.
     """
@@ -39,6 +39,7 @@ class Net(nn.Module):
         self.dropout = nn.Dropout(0.1)
         self.of_rank_one, self.of_no_rank = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.last = nn.Linear(WIDTH, 4)
+        self.second.requires_grad_("frozen" not in kind)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         hidden = self.dropout(self.norm(self.second(torch.relu(self.first(rows)))))
@@ -68,6 +69,7 @@ VARIANTS = {
     "batch norm without broadcasts": Variant("norm", options={"broadcast_buffers": False}),
     "gradients as views": Variant(options={"gradient_as_bucket_view": True}),
     "small buckets": Variant(options={"bucket_cap_mb": 0.001}),
+    "frozen parameters": Variant("frozen"),
     "unused parameters": Variant("unused", options={"find_unused_parameters": True}),
 }
 
