@@ -10,11 +10,11 @@ from torchtune_adaptive import engine
 @pytest.mark.parametrize(
     ("version", "local_rank", "told"),
     [
-        ("2.13.0+cpu", "0", []),
+        ("2.15.0+cpu", "0", []),
         ("2.9.1", "0", []),
-        ("2.14.0", "0", ["torchtune_adaptive is tested up to torch 2.13, but 2.14.0 is installed."]),
-        ("3.0.0a0+git", "0", ["torchtune_adaptive is tested up to torch 2.13, but 3.0.0a0+git is installed."]),
-        ("2.14.0", "1", []),
+        ("2.16.0", "0", ["torchtune_adaptive is tested up to torch 2.15, but 2.16.0 is installed."]),
+        ("3.0.0a0+git", "0", ["torchtune_adaptive is tested up to torch 2.15, but 3.0.0a0+git is installed."]),
+        ("2.16.0", "1", []),
     ],
 )
 def test_only_a_newer_torch_gives_a_warning_and_only_on_the_first_rank(

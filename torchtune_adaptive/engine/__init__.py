@@ -4,7 +4,7 @@ import os
 import warnings
 from importlib.metadata import version
 
-NEWEST_TESTED_TORCH = (2, 13)
+NEWEST_TESTED_TORCH = (2, 15)
 
 
 def warn_of_newer_torch() -> None:

@@ -139,14 +139,15 @@ def test_without_the_replay_the_peers_hang(without_parts: list[dict[str, Any]]) 
 
 
 @pytest.mark.skipif(not RESETS_ITSELF, reason="FSDP2 has no `reset_iter_state` before torch 2.13")
-def test_with_reset_iter_state_alone_parameters_are_wrong_and_memory_is_kept(
+def test_reset_iter_state_alone_is_not_enough(
     without_parts: list[dict[str, Any]],
 ) -> None:
     tallies = [parts["by reset_iter_state alone"] for parts in without_parts]
     for tally in tallies:
         print(f"{tally.struck} faults, {len(tally.wrong)} results wrong, {len(tally.left_behind)} states left behind")
     assert all(tally.struck > 20 for tally in tallies)
-    assert all(len(tally.wrong) >= 5 for tally in tallies)
+    if torch.__version__.startswith("2.13."):  # later ones reset parameters and gradients
+        assert all(len(tally.wrong) >= 5 for tally in tallies)
     assert any(tally.left_behind for tally in tallies)
 
 

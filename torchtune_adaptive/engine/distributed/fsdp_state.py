@@ -167,7 +167,8 @@ def _reset_group(group: Any) -> None:
     group._partial_reduce_output = None
     group._all_reduce_state = None
     for parameter in group.fsdp_params:
-        parameter.unsharded_accumulated_grad = None
+        if "unsharded_accumulated_grad" in vars(parameter):  # up to torch 2.13; later that of `_unsharded_param`
+            parameter.unsharded_accumulated_grad = None
         parameter.grad_offload_event = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
