@@ -51,7 +51,8 @@ NOT_MEASURED = (
     "The searches of Composer and SkyRL, which need CUDA and Ray; other projects' searches on several ranks, which do"
     " not agree between ranks.",
     "torch 2.9 to 2.12 and Python 3.10: the tests pass, and growth of host memory is measured with each torch; all"
-    " other figures are of torch 2.13 with Python 3.11. With torch 2.15 only the tests of `engine` and of plans of loops.",
+    " other figures are of torch 2.13 with Python 3.11. With torch 2.15 only the tests of `engine` and of plans of"
+    " loops.",
 )
 
 

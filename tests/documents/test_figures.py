@@ -71,7 +71,7 @@ _IN_WORDS = re.compile(
 )
 _SAME_UNIT = re.compile(r"(?:,| and| to| or| /) (?:\d+ of )?")
 _NAME = re.compile(  # of versions of torch, torchao and Python, of models, ranks and appendices
-    r"\b(?:2\.(?:9|1[0-3])|3\.1[0-2]|torchao below 0\.16)\b"
+    r"\b(?:2\.(?:9|1[0-5])|3\.1[0-2]|torchao below 0\.16)\b"
     r"|\b(?:Llama|Qwen|Gemma|Phi|Mistral|appendix [A-Z]|rank)[ .][\d.]+(?:(?:,| and) \d[\d.]*)*"
 )
 _CODE = re.compile(r"(`+).+?\1")
