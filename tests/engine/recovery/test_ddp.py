@@ -290,6 +290,26 @@ def test_a_gradient_that_grows_after_its_average_is_an_error_not_a_wrong_result(
         assert sentence.startswith("A gradient grew after it had been averaged")
 
 
+def _used_twice_at_times(rank: int) -> list[torch.Tensor]:
+    """The parameters after steps in which micro-steps of several rows have two backward passes, and others one."""
+    training = Training(Variant())
+
+    def micro_step(rows: torch.Tensor) -> torch.Tensor:
+        training.variant = Variant(passes=1 + (len(rows) > 1))
+        return training.micro_step(rows)
+
+    step = RecoverableStep(training.ddp, micro_step, micro_batch_size=LARGE)
+    step.rehearse(training._rows(0))
+    for number, rows in enumerate((1, LARGE, 1, LARGE)):
+        step(training._rows(number)[:rows])
+        training._update()
+    return [parameter.detach() for parameter in training.ddp.parameters()]
+
+
+def test_how_often_a_gradient_grows_may_change_if_it_did_so_in_the_rehearsal() -> None:
+    assert same_bits(*run_on_ranks(_used_twice_at_times, 2))
+
+
 def _group_of_two(rank: int) -> list[Any]:
     """The events of two ranks of four that train a model together, while the others do something else."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]

@@ -98,24 +98,35 @@ def test_it_equals_plain_accumulation_bit_for_bit_with_faults_and_without() -> N
         assert [what for what, is_equal in found.items() if not is_equal] == []
 
 
-def _collectives(rank: int) -> tuple[list[set[str]], bool]:
-    """The kinds of collectives in both templates, and whether FSDP2's settings are as before after a step."""
+def _collectives(rank: int) -> tuple[list[set[str]], list[bool]]:
+    """The kinds of collectives in both templates, and whether FSDP2's settings are as before after steps.
+
+    Of these the second ends with an error in its first micro-step.
+    """
     training = Training()
     step = training.recoverable()
     training.model(torch.ones(1, WIDTH))  # sets FSDP2 up
     before = fsdp_settings(training.model)
     step(training.rows(0))
+    are_as_before = [fsdp_settings(training.model) == before]
+    training._update()
+    wrap_micro_steps(step, _fail)
+    with pytest.raises(KeyError):
+        step(training.rows(0))
+    are_as_before.append(fsdp_settings(training.model) == before)
     recovery: Any = step._recovery
-    return [{one.kind for one in template} for template in recovery._ledger.templates], (
-        fsdp_settings(training.model) == before
-    )
+    return [{one.kind for one in template} for template in recovery._ledger.templates], are_as_before
+
+
+def _fail(number: int, run: Callable[[], Any]) -> Any:
+    raise KeyError("the user's own mistake")
 
 
 def test_only_the_last_micro_step_reduces() -> None:
-    for (others, last), is_as_before in run_on_ranks(_collectives, 2):
+    for (others, last), are_as_before in run_on_ranks(_collectives, 2):
         assert others == {"all-gather"}
         assert last == {"all-gather", "reduce-scatter"}
-        assert is_as_before
+        assert are_as_before == [True, True]
 
 
 def _uneven(rank: int) -> tuple[str, bool]:
