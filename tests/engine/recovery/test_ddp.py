@@ -39,6 +39,7 @@ class Net(nn.Module):
         self.dropout = nn.Dropout(0.1)
         self.of_rank_one, self.of_no_rank = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.last = nn.Linear(WIDTH, 4)
+        self.second.requires_grad_(kind != "frozen")
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         hidden = self.dropout(self.norm(self.second(torch.relu(self.first(rows)))))
@@ -67,6 +68,7 @@ VARIANTS = {
     "batch norm": Variant("norm"),
     "batch norm without broadcasts": Variant("norm", options={"broadcast_buffers": False}),
     "gradients as views": Variant(options={"gradient_as_bucket_view": True}),
+    "frozen parameters": Variant("frozen"),
     "small buckets": Variant(options={"bucket_cap_mb": 0.001}),
     "unused parameters": Variant("unused", options={"find_unused_parameters": True}),
 }

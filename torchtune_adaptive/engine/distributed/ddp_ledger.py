@@ -41,7 +41,7 @@ class DdpLedger(Ledger):
         self._ddp = ddp
         self._device = device
         self._group: Any = ddp.process_group
-        self._parameters: list[nn.Parameter] = list(ddp._module_parameters)  # those that it trains
+        self._parameters: list[nn.Parameter] = [one for one in ddp._module_parameters if one.requires_grad]
         self._buckets = buckets_of(self._parameters[::-1], BUCKET_BYTES)  # the last ones have their gradients first
         self._bucket_of = {parameter: number for number, bucket in enumerate(self._buckets) for parameter in bucket}
         # How often a parameter's gradient grows in a micro-step; infinite if that may differ.
