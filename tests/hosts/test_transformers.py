@@ -4,6 +4,7 @@ import copy
 import logging
 import random
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from benchmarks.support import ranks
 from benchmarks.support.ranks import run_on_ranks
 from tests.hosts import trainers
 from tests.hosts.trainers import BATCH, HOSTS, LIMITS, comparisons, difference, make, trained, with_fault
+from tests.support.documents import blocks
 from torchtune_adaptive import InputError, NothingFitsError
 from torchtune_adaptive.hosts import transformers as hosts
 from torchtune_adaptive.hosts.host_batches import HostBatch, HostBatches
@@ -185,6 +187,16 @@ def test_ranks_search_together_if_one_has_less_memory(is_sharded: bool) -> None:
     assert one[0][0] < BATCH
 
 
+def test_errors_are_raised_on_all_ranks() -> None:
+    one, other = run_on_ranks(trainers.errors_on_rank, 2)
+    assert one == other
+    assert [text[:60] for text in one] == [
+        "InputError: Every trained parameter must be sharded, but ada",
+        "NothingFitsError: a single row per micro-step must fit, but ",
+    ]
+    assert "in step 2 rank 1 ran out of memory" in one[1]
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Any:
         yield from trainers.rows("trainer", 96)
@@ -318,7 +330,7 @@ def regression(**options: Any) -> Any:
 @pytest.mark.parametrize("size", [1, BATCH])
 def test_a_loss_that_is_not_divided_by_the_labels_of_the_step_is_refused(size: int) -> None:
     trainer = regression(options={"micro_batch_size": size})
-    with pytest.raises(InputError, match="does not depend on it: it is that of LlamaForSequenceClassification"):
+    with pytest.raises(InputError, match="but that of LlamaForSequenceClassification is not"):
         trainer.train()
 
 
@@ -459,3 +471,17 @@ def test_a_batch_with_other_rows_is_refused() -> None:
     batch = HostBatch({"input_ids": torch.zeros(4, 2), "pixels": torch.zeros(9, 2)}, None, 1)
     with pytest.raises(InputError, match=r"one row per sample, but has .'input_ids': 4, 'pixels': 9. instead"):
         HostBatches(2).cut([batch])
+
+
+def test_the_code_of_the_document_runs() -> None:
+    document = Path(__file__).parents[2] / "docs" / "hosts.md"
+    like, sft = make("trainer", is_adaptive=False), make("sft", is_adaptive=False)
+    names = {"model": trainers.model("trainer"), "args": like.args, "rows": like.train_dataset}
+    names |= {"collate": trainers.collate, "sft_args": sft.args, "texts": trainers.rows("sft", 32)}
+    names |= {"tokenizer": trainers.tokenizer(), "__name__": __name__}
+    for block in blocks(document, "py"):
+        if block.heading != "Hugging Face":  # needs Axolotl
+            continue
+        exec(compile(block.text, str(document), "exec"), names)
+        assert names["trainer"].state.global_step == names["args"].max_steps
+    assert type(names["trainer"]).__name__ == "MyTrainer"

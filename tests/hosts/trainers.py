@@ -25,6 +25,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
+from torchtune_adaptive import InputError
 from torchtune_adaptive.hosts.transformers import AdaptiveTrainerMixin
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
 
@@ -288,6 +289,23 @@ def searches_on_rank(rank: int, is_sharded: bool) -> list[tuple[int, list[Any], 
         found.append(
             (size, ours.events, difference(ours, trained(make(host, options={"micro_batch_size": size}, **common))))
         )
+    return found
+
+
+def errors_on_rank(rank: int) -> list[str]:
+    """The errors of adapters on a model that was sharded when it was loaded, and of a sample that does not fit."""
+    on_rank(rank)
+    found = []
+    adapters = make("lora", is_sharded=True, options={"micro_batch_size": 1})
+    too_large = make("sft", options={"micro_batch_size": 1})
+    for run in (
+        adapters.train,
+        lambda: with_fault(too_large, step=1, micro_step=2, place=40, rank=1),
+    ):
+        try:
+            run()
+        except InputError as error:
+            found.append(f"{type(error).__name__}: {error}")
     return found
 
 

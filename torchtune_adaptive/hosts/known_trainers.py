@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from torchtune_adaptive.errors import InputError, quote
 
 
@@ -74,3 +76,35 @@ def why_refused(trainer: Any) -> str:
         f"`loss_type` must be a mean over pairs, but {quote(whole)} needs whole batches": bool(whole),
     }
     return next((f"{reason}." for reason, applies in reasons.items() if applies), "")
+
+
+def is_divided_by_items(trainer: Any, num_items: Any, *, means_over_samples: bool) -> bool:
+    """Whether the loss itself is divided by ``num_items``; otherwise it is a mean, which ``Trainer`` divides.
+
+    Raises:
+        InputError: the losses of micro-batches do not add up to that of the whole batch.
+    """
+    is_divided = trainer.loss_is_scaled_for_ga
+    if is_divided is None:
+        is_counted = trainer.model_accepts_loss_kwargs and num_items is not None
+        is_divided = is_counted or trainer.compute_loss_func is not None
+    if not (num_items is not None if is_divided else means_over_samples):
+        raise InputError(
+            "The loss must be divided by `num_items_in_batch`, or be a mean over samples, which the class attribute"
+            f" `loss_is_mean_over_samples = True` declares; but `num_items_in_batch` is {quote(num_items)} here,"
+            f" and the attribute is {trainer.loss_is_mean_over_samples}."
+        )
+    return is_divided
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Check that transformers averages no gradients in hooks, with collectives that recovery does not know.
+
+    Raises:
+        InputError: it does.
+    """
+    if any(hasattr(one, "_replicated_grad_hook_registered") for one in model.parameters()):
+        raise InputError(
+            "Every trained parameter must be sharded, but adapters were added to a model that `DistributedConfig` had"
+            " sharded: use DistributedDataParallel."
+        )

@@ -23,9 +23,9 @@ from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent
 from torchtune_adaptive.engine.search.any_loop import find_max_batch_size
-from torchtune_adaptive.errors import InputError, quote
+from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.hosts.host_batches import HostBatch, HostBatches, is_halved, worst_batches
-from torchtune_adaptive.hosts.known_trainers import kind_of, why_refused
+from torchtune_adaptive.hosts.known_trainers import check_parameters, is_divided_by_items, kind_of, why_refused
 from torchtune_adaptive.hosts.late_gathers import LateGathers
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class AdaptiveTrainerMixin(_Host):
 
         Returns the sum of their losses, and 0 for the batches before.
         """
-        self._check_loss(num_items_in_batch)
+        is_divided_by_items(self, num_items_in_batch, means_over_samples=self._means_over_samples)
         self._held.append(HostBatch(inputs, num_items_in_batch, self.current_gradient_accumulation_steps))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -118,26 +118,8 @@ class AdaptiveTrainerMixin(_Host):
             self._memory_logs = {}
         super().log(logs, *args, **kwargs)
 
-    def _check_loss(self, num_items: Any) -> None:
-        """Check that the losses of micro-batches add up to that of the whole batch."""
-        is_divided = self.loss_is_scaled_for_ga  # by the loss itself; otherwise `Trainer` divides a mean
-        if is_divided is None:
-            is_divided = (
-                self.model_accepts_loss_kwargs and num_items is not None
-            ) or self.compute_loss_func is not None
-        if not (num_items is not None if is_divided else self._means_over_samples):
-            raise InputError(
-                "The loss must be divided by `num_items_in_batch`, or be a mean over samples, which the class attribute"
-                f" `loss_is_mean_over_samples = True` declares; but `num_items_in_batch` is {quote(num_items)} here,"
-                f" and the attribute is {self.loss_is_mean_over_samples}."
-            )
-
     def _make_step(self, model: nn.Module, batches: list[HostBatch]) -> RecoverableStep[Any]:
-        if any(hasattr(one, "_replicated_grad_hook_registered") for one in model.parameters()):
-            raise InputError(
-                "Every trained parameter must be sharded, but adapters were added to a model that"
-                " `DistributedConfig` had sharded: use accelerate's FSDP2, or DistributedDataParallel."
-            )
+        check_parameters(model)
         if not self._is_searched:
             self._search(model, batches)
             self._is_searched = True
@@ -155,13 +137,12 @@ class AdaptiveTrainerMixin(_Host):
         self._rehearsed = []
         step.rehearse(batches)
         rehearsed, self._rehearsed = self._rehearsed, None
-        ignores = torch.tensor([batches[0].num_items is not None and not is_halved(rehearsed)], device=self.args.device)
+        is_divided = is_divided_by_items(self, batches[0].num_items, means_over_samples=self._means_over_samples)
+        ignores = torch.tensor([is_divided and not is_halved(rehearsed)], device=self.args.device)
         if self.accelerator.gather(ignores).any():
             step.close()
-            raise InputError(
-                "The loss must be divided by `num_items_in_batch`, but does not depend on it: it is that of"
-                f" {type(self.accelerator.unwrap_model(model)).__name__}."
-            )
+            name = type(self.accelerator.unwrap_model(model)).__name__
+            raise InputError(f"The loss must be divided by `num_items_in_batch`, but that of {name} is not.")
         return step
 
     def _with_reference(self, model: nn.Module) -> nn.Module:
