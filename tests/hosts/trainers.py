@@ -11,9 +11,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 import transformers
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.tensor import DTensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -103,13 +106,16 @@ def make(
     is_adaptive: bool = True,
     base: type | None = None,
     accumulation: int = 1,
-    is_sharded: bool = False,
+    sharding: str = "",
     dropout: float = 0.1,
     number_of_rows: int = 96,
     options: dict[str, Any] | None = None,
     **args: Any,
 ) -> Any:
-    """A trainer; ``options`` are those of its constructor, ``args`` those of its arguments."""
+    """A trainer; ``options`` are those of its constructor, ``args`` those of its arguments.
+
+    ``sharding``: by FSDP2, when the model is loaded ("load") or by accelerate ("accelerate"); "" is not at all.
+    """
     common: dict[str, Any] = {
         "per_device_train_batch_size": BATCH,
         "gradient_accumulation_steps": accumulation,
@@ -125,6 +131,9 @@ def make(
         "seed": 3,
         **args,
     }
+    if sharding == "accelerate":
+        layers = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+        common |= {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT", **layers}}
     folder = saved_model(host)
     more: dict[str, Any] = {"train_dataset": rows(host, number_of_rows)}
     if host == "trainer":
@@ -146,7 +155,10 @@ def make(
         kind = type(f"Adaptive{kind.__name__}", (AdaptiveTrainerMixin, kind), {})
     transformers.set_seed(3)
     torch.manual_seed(5)
-    one = model(host, is_sharded=is_sharded, dropout=dropout)
+    one = model(host, is_sharded=sharding == "load", dropout=dropout)
+    if sharding == "accelerate":  # which refuses FSDP2 on CPUs
+        AcceleratorState._reset_state()
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_NPU
     return kind(args=arguments, **{"model": one, **more, **(options or {})})
 
 
@@ -251,14 +263,16 @@ def without_memory(one: Outcome) -> Outcome:
     return one._replace(logs=logs)
 
 
-def comparisons(host: str, accumulation: int, *, is_sharded: bool = False, rank: int = 0) -> dict[str, Any]:
+def comparisons(host: str, accumulation: int, *, sharding: str = "", rank: int = 0) -> dict[str, Any]:
     """How trainings with faults and without differ from those that they must equal."""
-    common = {"accumulation": accumulation, "is_sharded": is_sharded}
+    common = {"accumulation": accumulation, "sharding": sharding}
 
     def ours(size: int) -> Any:
         return make(host, options={"micro_batch_size": size}, **common)
 
-    plain = trained(make(host, is_adaptive=False, **common))
+    trainer = make(host, is_adaptive=False, **common)
+    plain = trained(trainer)
+    assert any(isinstance(one, DTensor) for one in trainer.model.parameters()) == bool(sharding)
     whole = counted(ours(BATCH))
     places = whole.operations
     early = with_fault(ours(BATCH), step=0, micro_step=0, place=places // 4, rank=rank)
@@ -272,18 +286,18 @@ def comparisons(host: str, accumulation: int, *, is_sharded: bool = False, rank:
     }
 
 
-def comparisons_on_rank(rank: int, is_sharded: bool, cases: list[tuple[str, int]]) -> dict[tuple[str, int], Any]:
+def comparisons_on_rank(rank: int, sharding: str, cases: list[tuple[str, int]]) -> dict[tuple[str, int], Any]:
     """``comparisons`` of all cases on this rank of two, with faults on the last one."""
     on_rank(rank)
-    return {case: comparisons(*case, is_sharded=is_sharded, rank=1) for case in cases}
+    return {case: comparisons(*case, sharding=sharding, rank=1) for case in cases}
 
 
-def searches_on_rank(rank: int, is_sharded: bool) -> list[tuple[int, list[Any], Any]]:
+def searches_on_rank(rank: int, sharding: str) -> list[tuple[int, list[Any], Any]]:
     """The sizes that searches find if the last rank has little memory, events, and what differs from told runs."""
     on_rank(rank)
     found = []
-    for host, limit in (("trainer", "550KiB" if is_sharded else "600KiB"), ("dpo", LIMITS["dpo"])):
-        common: dict[str, Any] = {"accumulation": 2, "is_sharded": is_sharded}
+    for host, limit in (("trainer", "550KiB" if sharding else "600KiB"), ("dpo", LIMITS["dpo"])):
+        common: dict[str, Any] = {"accumulation": 2, "sharding": sharding}
         searched = make(host, options={"memory_limit": limit if rank else "64MiB"}, **common)
         ours, size = trained(searched), searched.micro_batch_size
         found.append(
@@ -296,7 +310,7 @@ def errors_on_rank(rank: int) -> list[str]:
     """The errors of adapters on a model that was sharded when it was loaded, and of a sample that does not fit."""
     on_rank(rank)
     found = []
-    adapters = make("lora", is_sharded=True, options={"micro_batch_size": 1})
+    adapters = make("lora", sharding="load", options={"micro_batch_size": 1})
     too_large = make("sft", options={"micro_batch_size": 1})
     for run in (
         adapters.train,
