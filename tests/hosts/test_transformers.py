@@ -1,5 +1,7 @@
 """``AdaptiveTrainerMixin`` trains as the trainer that it extends, and recovers from out of memory."""
 
+# pyright: reportMissingImports=false
+
 import copy
 import logging
 import random
@@ -29,6 +31,7 @@ from torchtune_adaptive.hosts import transformers as hosts
 from torchtune_adaptive.hosts.host_batches import HostBatch, HostBatches
 from torchtune_adaptive.hosts.known_trainers import kind_of, why_refused
 from torchtune_adaptive.hosts.transformers import AdaptiveTrainerMixin
+from torchtune_adaptive.testing import out_of_memory
 
 pytestmark = [pytest.mark.hosts, pytest.mark.filterwarnings("ignore")]
 
@@ -108,6 +111,10 @@ def test_the_last_steps_of_an_epoch_are_smaller() -> None:
         assert faulty.events == [(2, 3, 1)]
 
 
+def test_metrics_of_the_last_batch_of_an_epoch_equal_the_host_on_two_ranks() -> None:
+    assert run_on_ranks(trainers.last_batch_on_rank, 2) == [(0.0, {})] * 2
+
+
 def test_evaluation_and_checkpoints_between_steps(tmp_path: Any) -> None:
     """An event's size stays over evaluation; training resumed from a checkpoint continues with the same bits."""
     common: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "dropout": 0.0}
@@ -183,6 +190,28 @@ def test_a_search_leaves_no_trace(host: str, caplog: pytest.LogCaptureFixture) -
     told = make(host, options={"micro_batch_size": trainer.micro_batch_size}, accumulation=2)
     assert 1 <= trainer.micro_batch_size <= BATCH
     assert difference(ours, trained(told)) == (0.0, {})
+
+
+def test_a_search_whose_last_probe_fails_leaves_no_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make("sft", options={"memory_limit": LIMITS["sft"]})
+
+    def fails_at_last(train_step: Any, make_batch: Any, *, model: nn.Module, optimizer: Any, **_: Any) -> Any:
+        with monkeypatch.context() as patches:
+            patches.setattr(optimizer, "step", out_of_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                train_step(make_batch(1))
+        model.zero_grad()
+        return SimpleNamespace(batch_size=1)
+
+    def searched(*args: Any) -> None:
+        before = copy.deepcopy([getattr(trainer, name) for name in trainer.counters])
+        search(*args)
+        assert [getattr(trainer, name) for name in trainer.counters] == before
+
+    search, trainer._search = trainer._search, searched
+    monkeypatch.setattr(hosts, "find_max_batch_size", fails_at_last)
+    trainer.train()
+    assert trainer.micro_batch_size == 1
 
 
 @pytest.mark.parametrize("sharding", ["", "load"])

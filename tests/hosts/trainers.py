@@ -1,5 +1,7 @@
 """Tiny trainers on the CPU, with and without ``AdaptiveTrainerMixin``, and what their trainings give."""
 
+# pyright: reportMissingImports=false
+
 import os
 import random
 import tempfile
@@ -304,6 +306,14 @@ def searches_on_rank(rank: int, sharding: str) -> list[tuple[int, list[Any], Any
             (size, ours.events, difference(ours, trained(make(host, options={"micro_batch_size": size}, **common))))
         )
     return found
+
+
+def last_batch_on_rank(rank: int) -> Any:
+    """What differs from the host if only the first rank has samples of its own in the last batch of an epoch."""
+    on_rank(rank)
+    common: dict[str, Any] = {"number_of_rows": 2 * BATCH + 1, "max_steps": -1, "num_train_epochs": 1}
+    ours = trained(make("sft", options={"micro_batch_size": BATCH}, **common))
+    return difference(ours, trained(make("sft", is_adaptive=False, **common)))
 
 
 def errors_on_rank(rank: int) -> list[str]:
