@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -136,7 +136,7 @@ def worst_batches(
         collate: makes a batch of a list of samples.
         batches: the batches of the first optimizer step.
     """
-    if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and isinstance(data, Sized)):
+    if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         log.info("The search uses the longest batch of the first step, because the data cannot be indexed.")
         batch = max(batches, key=lambda one: _numel(one.inputs))
         return partial(cutter.first, batch), min(cutter.size, cutter.num_samples(batch.inputs))

@@ -62,7 +62,7 @@ class AdaptiveTrainerMixin(_Host):
         size = self.args.per_device_train_batch_size if micro_batch_size is None else micro_batch_size
         self._batches = HostBatches(size, rows_per_sample=2 if kind.samples_are_pairs else 1)
         self._is_searched = micro_batch_size is not None
-        self._memory_options = {} if memory_limit is None else {"memory_limit": memory_limit}
+        self._memory_options: dict[str, Any] = {} if memory_limit is None else {"memory_limit": memory_limit}
         self._held: list[HostBatch] = []
         self._recoverable: RecoverableStep[Any] | None = None
         self._gathers = LateGathers(self.accelerator)
@@ -108,7 +108,7 @@ class AdaptiveTrainerMixin(_Host):
             loss = self._recoverable(batches)
         finally:
             self.current_gradient_accumulation_steps = divisor
-        vars(self).update(self._gathers.finish({name: getattr(self, name) for name in self._counted}))
+        self.__dict__.update(self._gathers.finish({name: getattr(self, name) for name in self._counted}))
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -168,9 +168,9 @@ class AdaptiveTrainerMixin(_Host):
     def _release(self) -> None:
         """Undo what failed micro-steps have changed in the trainer."""
         self._gathers.clear()
-        vars(self).update(copy.deepcopy(self._counted))
+        self.__dict__.update(copy.deepcopy(self._counted))
 
-    def _search(self, model: nn.Module, batches: list[HostBatch]) -> None:
+    def _search(self, model: Any, batches: list[HostBatch]) -> None:
         """Find the micro-batch size. It leaves no trace in the trainer. A collective."""
         if self.args.device.type != "cuda" and not self._memory_options:
             log.info(
