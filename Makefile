@@ -2,11 +2,12 @@ PYTHON ?= python3
 STAMP := .venv/stamp
 PEERS_STAMP := .venv-peers/stamp
 HUGGING_FACE_STAMP := .venv-hugging-face/stamp
+HOSTS_STAMP := .venv-hosts/stamp
 SIMULATED_TORCH := 2.13.0
 SIMULATED_STAMP := .venv-simulated-gpu/stamp-$(SIMULATED_TORCH)
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
-.PHONY: test fast demo docs reference pictures bench gpu simulated-gpu plans starts exhaustive format clean
+.PHONY: test fast demo docs reference pictures bench gpu simulated-gpu hosts plans starts exhaustive format clean
 
 test: $(STAMP)
 	$(IN_VENV) scripts/check
@@ -14,7 +15,7 @@ test: $(STAMP)
 
 # After each edit: tests that start no processes.
 fast: $(STAMP)
-	$(IN_VENV) scripts/test -n 2 -m "not processes and not slow and not exhaustive and not simulated_gpu"
+	$(IN_VENV) scripts/test -n 2 -m "not processes and not slow and not exhaustive and not simulated_gpu and not hosts"
 
 demo: $(STAMP)
 	$(IN_VENV) scripts/demo
@@ -66,6 +67,10 @@ starts: $(STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.stock_starts
 	.venv/bin/python -m benchmarks.evidence
 
+# The trainers of transformers and TRL, with search and recovery.
+hosts: $(HOSTS_STAMP)
+	OMP_NUM_THREADS=1 .venv-hosts/bin/python -m pytest -m hosts tests/hosts
+
 exhaustive: $(STAMP)
 	$(IN_VENV) scripts/test -m exhaustive
 
@@ -74,7 +79,7 @@ format: $(STAMP)
 	.venv/bin/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-peers .venv-hugging-face demo_output site build dist .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-peers .venv-hugging-face .venv-hosts demo_output site build dist .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The bound on torch picks a CPU wheel where one is at hand.
@@ -92,6 +97,11 @@ $(PEERS_STAMP): pyproject.toml benchmarks/peers.txt
 $(HUGGING_FACE_STAMP): pyproject.toml benchmarks/hugging_face.txt
 	$(PYTHON) -m venv .venv-hugging-face
 	.venv-hugging-face/bin/python -m pip install 'torch>=2.9,<2.14' -e . -r benchmarks/hugging_face.txt
+	touch $@
+
+$(HOSTS_STAMP): pyproject.toml tests/hosts/requirements.txt
+	$(PYTHON) -m venv .venv-hosts
+	.venv-hosts/bin/python -m pip install 'torch>=2.9,<2.14' -e . -r tests/hosts/requirements.txt
 	touch $@
 
 # Tests, the parts of `make gpu` as far as they can run without a GPU, and the search against its peers.

@@ -14,7 +14,7 @@ LAYERS = [
     {"errors"},
     {"text", "files"},
     {"engine"},
-    {"settings", "schedule", "training", "testing", "tiny"},
+    {"settings", "schedule", "training", "testing", "tiny", "hosts"},
     {"stock"},
     {"launch"},
     {"plan", "report", "cli"},

@@ -21,8 +21,9 @@ DEVICE = os.environ.get("TEST_DEVICE", "cpu")  # of the recipes in tests; "cuda"
 # Limits that matter only when something hangs: a machine that others use too may be very slow.
 _GROUP_TIMEOUT = timedelta(seconds=300)
 _IMPORT_TIMEOUT_S = 600.0
-# Imported only once, by the process that all ranks are forked from: imports take seconds, a fork does not.
-_IMPORTED_ONCE = [
+# Imported only once, by the process that all ranks are forked from, if they are installed: imports take seconds, a fork
+# does not. Tests of other packages may replace the list before ranks start.
+IMPORTED_ONCE = [
     "adaptive_full_finetune_distributed",
     "adaptive_full_finetune_single_device",
     "adaptive_lora_finetune_distributed",
@@ -81,7 +82,7 @@ def run_alone(function: Callable[..., Any], *args: Any, timeout_s: float = 600.0
 def _run(function: Callable[..., Any], calls: list[tuple[Any, ...]], *, has_group: bool, timeout_s: float) -> list[Any]:
     """What ``function`` returns for the arguments of each of ``calls``, in processes of their own."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED_ONCE if DEVICE == "cpu" else [])  # torchtune's import starts CUDA
+    context.set_forkserver_preload(IMPORTED_ONCE if DEVICE == "cpu" else [])  # torchtune's import starts CUDA
     with tempfile.TemporaryDirectory(prefix="ranks_") as directory:
         store = f"file://{directory}/store" if has_group else None
         ranks: list[_Rank] = []

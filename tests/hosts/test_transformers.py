@@ -1,0 +1,522 @@
+"""``AdaptiveTrainerMixin`` trains as the trainer that it extends, and recovers from out of memory."""
+
+# pyright: reportMissingImports=false
+
+import copy
+import logging
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="`make hosts` runs this file")
+
+import trl
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import LlamaForSequenceClassification, Trainer, TrainerCallback
+
+from benchmarks.support import ranks
+from benchmarks.support.ranks import run_on_ranks
+from tests.hosts import trainers
+from tests.hosts.trainers import BATCH, HOSTS, LIMITS, comparisons, difference, make, trained, with_fault
+from tests.support.documents import blocks
+from torchtune_adaptive import InputError, NothingFitsError
+from torchtune_adaptive.hosts import transformers as hosts
+from torchtune_adaptive.hosts.host_batches import HostBatch, HostBatches
+from torchtune_adaptive.hosts.known_trainers import kind_of, why_refused
+from torchtune_adaptive.hosts.transformers import AdaptiveTrainerMixin
+from torchtune_adaptive.testing import out_of_memory
+
+pytestmark = [pytest.mark.hosts, pytest.mark.filterwarnings("ignore")]
+
+CASES = [(host, accumulation) for host in HOSTS for accumulation in (1, 4)]
+SHARDED_CASES = [(host, accumulation) for host, accumulation in CASES if host != "lora"]  # refused: see below
+LOGGED = {"sft": "num_tokens", "lora": "entropy", "dpo": "rewards/margins", "reward": "max_reward"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_once() -> None:
+    ranks.IMPORTED_ONCE[:] = ["tests.hosts.trainers"]
+    for host in HOSTS:
+        trainers.saved_model(host)
+
+
+def assert_equal(found: dict[str, Any], host: str) -> None:
+    """All that ``comparisons`` has compared is equal, bit for bit."""
+    assert (found["plain"], found["early"], found["late"]) == ((0.0, {}),) * 3
+    assert found["events"] == ([], [(1, BATCH, BATCH // 2)], [(2, BATCH, BATCH // 2)])
+    assert LOGGED.get(host, "loss") in found["names"]
+
+
+@pytest.mark.parametrize(("host", "accumulation"), CASES)
+def test_one_process_equals_the_host_and_with_faults_a_told_run(host: str, accumulation: int) -> None:
+    assert_equal(comparisons(host, accumulation), host)
+
+
+@pytest.fixture(scope="module")
+def in_ddp() -> list[Any]:
+    return run_on_ranks(trainers.comparisons_on_rank, 2, "", CASES)
+
+
+@pytest.fixture(scope="module")
+def in_fsdp2() -> list[Any]:
+    return run_on_ranks(trainers.comparisons_on_rank, 2, "load", SHARDED_CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ddp_equals_the_host_and_with_faults_a_told_run(in_ddp: list[Any], case: tuple[str, int]) -> None:
+    for of_rank in in_ddp:
+        assert_equal(of_rank[case], case[0])
+
+
+@pytest.mark.parametrize("case", SHARDED_CASES)
+def test_fsdp2_equals_the_host_and_with_faults_a_told_run(in_fsdp2: list[Any], case: tuple[str, int]) -> None:
+    for of_rank in in_fsdp2:
+        assert_equal(of_rank[case], case[0])
+
+
+def test_fsdp2_by_accelerate_equals_the_host_and_with_faults_a_told_run() -> None:
+    """On a machine of which accelerate believes that it has NPUs: it refuses FSDP2 on CPUs."""
+    for of_rank in run_on_ranks(trainers.comparisons_on_rank, 2, "accelerate", [("sft", 4)]):
+        assert_equal(of_rank["sft", 4], "sft")
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_smaller_micro_batches_differ_by_rounding(host: str) -> None:
+    common: dict[str, Any] = {"accumulation": 2, "dropout": 0.0, "optim": "sgd"}
+    small = trained(make(host, options={"micro_batch_size": 1}, **common))
+    plain = trained(make(host, is_adaptive=False, **common))
+    parameters, logs = difference(small, plain)
+    means_of_means = {"entropy", "mean_token_accuracy", "min_reward", "max_reward", "logits/chosen", "logits/rejected"}
+    assert parameters < 1e-6
+    assert {name for name, size in logs.items() if size > 1e-4} <= means_of_means
+
+
+def test_the_last_steps_of_an_epoch_are_smaller() -> None:
+    """15 rows: batches of 4, 4, 4 and 3; the second step has the last one only."""
+    common: dict[str, Any] = {"accumulation": 3, "number_of_rows": 15, "max_steps": -1, "num_train_epochs": 2}
+    for host in ("sft", "reward"):
+        plain = trained(make(host, is_adaptive=False, **common))
+        assert len(plain.logs) == 5
+        assert difference(trained(make(host, options={"micro_batch_size": BATCH}, **common)), plain) == (0.0, {})
+        faulty = with_fault(
+            make(host, options={"micro_batch_size": 3}, **common), step=1, micro_step=0, place=9, rank=0
+        )
+        assert faulty.events == [(2, 3, 1)]
+
+
+def test_metrics_of_the_last_batch_of_an_epoch_equal_the_host_on_two_ranks() -> None:
+    assert run_on_ranks(trainers.last_batch_on_rank, 2) == [(0.0, {})] * 2
+
+
+def test_evaluation_and_checkpoints_between_steps(tmp_path: Any) -> None:
+    """An event's size stays over evaluation; training resumed from a checkpoint continues with the same bits."""
+    common: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "dropout": 0.0}
+    more = {"eval_dataset": trainers.rows("sft", 8)}
+    plain = trained(make("sft", is_adaptive=False, options=more, **common))
+    options = {"micro_batch_size": BATCH, **more}
+    saved: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    first = make("sft", options=options, **common, **saved)
+    first.args.output_dir = str(tmp_path)
+    found = trained(first)
+    assert difference(found, plain) == (0.0, {})
+    assert "eval_loss" in found.logs[1]
+    resumed = make("sft", options=options, **common)
+    resumed.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
+    assert difference(trainers.outcome(resumed)._replace(logs=[]), plain._replace(logs=[])) == (0.0, {})
+    smaller = make("sft", options=options, **common)
+    faulty = with_fault(smaller, step=0, micro_step=0, place=40, rank=0)
+    assert smaller.micro_batch_size == BATCH // 2
+    assert faulty.events == [(1, BATCH, BATCH // 2)]
+
+
+class Events(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def on_memory_event(self, args: Any, state: Any, control: Any, *, event: Any, **_: Any) -> None:
+        self.seen.append((state.global_step, event.after))
+
+
+def test_an_event_reaches_callbacks_logs_and_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    events = Events()
+    trainer = make("sft", options={"micro_batch_size": BATCH, "callbacks": [events]})
+    with caplog.at_level(logging.WARNING, logger=hosts.log.name):
+        found = with_fault(trainer, step=1, micro_step=0, place=40, rank=0)
+    assert events.seen == [(1, 2)]
+    memory = [{name: log[name] for name in log if name.startswith("memory/")} for log in found.logs]
+    assert memory == [{}, {"memory/micro_batch_size": 2, "memory/retries": 1}, {}, {}]
+    assert "num_tokens" in found.logs[1]
+    assert [record.message[:33] for record in caplog.records] == ["micro-batch 4 -> 2 samples: in st"]
+
+
+def test_a_single_sample_that_does_not_fit_ends_training() -> None:
+    trainer = make("trainer", options={"micro_batch_size": 1})
+    with pytest.raises(NothingFitsError, match="a single row per micro-step must fit, but in step 1 rank 0"):
+        with_fault(trainer, step=0, micro_step=0, place=40, rank=0)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_search_leaves_no_trace(host: str, caplog: pytest.LogCaptureFixture) -> None:
+    found: dict[str, Any] = {}
+    trainer = make(host, options={"memory_limit": LIMITS[host]}, accumulation=2)
+    search = trainer._search
+
+    def searched(*args: Any) -> None:
+        def everything() -> Any:
+            counters = copy.deepcopy({name: getattr(trainer, name, None) for name in trainer.counters})
+            state = copy.deepcopy((trainer.state, trainer.lr_scheduler.state_dict(), trainer.optimizer.state_dict()))
+            parameters = [one.detach().clone() for one in trainer.model.parameters()]
+            own = trainer.current_gradient_accumulation_steps, vars(trainer.accelerator).keys(), trainer.control
+            return [*parameters, torch.get_rng_state()], random.getstate(), counters, str(state), str(own)
+
+        before = everything()
+        search(*args)
+        after = everything()
+        found["is equal"] = before[1:] == after[1:] and all(map(torch.equal, before[0], after[0]))
+        found["gradients"] = [one for one in trainer.model.parameters() if one.grad is not None]
+
+    trainer._search = searched
+    with caplog.at_level(logging.INFO, logger=hosts.log.name):
+        ours = trained(trainer)
+    assert found == {"is equal": True, "gradients": []}
+    assert [record.message[:20] for record in caplog.records] == ["The micro-batch has "]
+    told = make(host, options={"micro_batch_size": trainer.micro_batch_size}, accumulation=2)
+    assert 1 <= trainer.micro_batch_size <= BATCH
+    assert difference(ours, trained(told)) == (0.0, {})
+
+
+def test_a_search_whose_last_probe_fails_leaves_no_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make("sft", options={"memory_limit": LIMITS["sft"]})
+
+    def fails_at_last(train_step: Any, make_batch: Any, *, model: nn.Module, optimizer: Any, **_: Any) -> Any:
+        with monkeypatch.context() as patches:
+            patches.setattr(optimizer, "step", out_of_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                train_step(make_batch(1))
+        model.zero_grad()
+        return SimpleNamespace(batch_size=1)
+
+    def searched(*args: Any) -> None:
+        before = copy.deepcopy([getattr(trainer, name) for name in trainer.counters])
+        search(*args)
+        assert [getattr(trainer, name) for name in trainer.counters] == before
+
+    search, trainer._search = trainer._search, searched
+    monkeypatch.setattr(hosts, "find_max_batch_size", fails_at_last)
+    trainer.train()
+    assert trainer.micro_batch_size == 1
+
+
+@pytest.mark.parametrize("sharding", ["", "load"])
+def test_ranks_search_together_if_one_has_less_memory(sharding: str) -> None:
+    one, other = run_on_ranks(trainers.searches_on_rank, 2, sharding)
+    assert one == other
+    assert [(events, differs) for _, events, differs in one] == [([], (0.0, {}))] * 2
+    assert one[0][0] < BATCH
+
+
+def test_errors_are_raised_on_all_ranks() -> None:
+    one, other = run_on_ranks(trainers.errors_on_rank, 2)
+    assert one == other
+    assert [text[:60] for text in one] == [
+        "InputError: Every trained parameter must be sharded, but ada",
+        "NothingFitsError: a single row per micro-step must fit, but ",
+    ]
+    assert "in step 2 rank 1 ran out of memory" in one[1]
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        yield from trainers.rows("trainer", 96)
+
+
+def test_a_search_uses_the_batches_at_hand_if_the_data_cannot_be_indexed(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make("trainer", options={"memory_limit": LIMITS["trainer"], "train_dataset": Stream()})
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive.hosts"):
+        trainer.train()
+    texts = [record.message for record in caplog.records]
+    assert texts[0] == "The search uses the longest batch of the first step, because the data cannot be indexed."
+    assert texts[1].startswith("The micro-batch has ")
+
+
+def test_a_cpu_without_a_limit_is_not_searched(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make("trainer")
+    with caplog.at_level(logging.INFO, logger=hosts.log.name):
+        trainer.train()
+    assert [record.message for record in caplog.records] == [
+        "The micro-batch is `per_device_train_batch_size` (4): a cpu needs `memory_limit` for a search."
+    ]
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("host", "args", "text"),
+    [
+        ("trainer", {"auto_find_batch_size": True}, "`auto_find_batch_size` must be False: it restarts training"),
+        ("trainer", {"optim": "adalomo"}, "`optim` must not step in the backward pass, which may run again, but is"),
+        ("sft", {"padding_free": True, "max_length": None}, "documents in one row cannot be cut apart"),
+        ("sft", {"packing": True}, "documents in one row cannot be cut apart"),
+        ("dpo", {"loss_type": ["sigmoid", "sft"]}, "`loss_type` must be a mean over pairs, but ['sft'] needs whole"),
+    ],
+)
+def test_arguments_that_do_not_allow_recovery_are_refused(host: str, args: dict[str, Any], text: str) -> None:
+    with pytest.raises(InputError) as refused:
+        make(host, **args)
+    assert text in str(refused.value)
+
+
+@pytest.mark.parametrize("size", [0, 2.5])
+def test_a_micro_batch_size_must_be_a_positive_integer(size: Any) -> None:
+    with pytest.raises(InputError, match="`micro_batch_size` must be"):
+        make("trainer", options={"micro_batch_size": size})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("n_gpu", 2, "A process must train on one device, but has 2 instead: start it by `torchrun`."),
+        ("scaler", object(), "`fp16` must be False, because its gradient scaler has not been tried: use `bf16`."),
+        ("is_model_parallel", True, "The model must be on one device per process, but its `device_map` has several."),
+        ("_is_vlm", True, "Batches must be of text only, but the model takes images."),
+        ("activation_offloading", True, "`activation_offloading` must be False, because what it keeps"),
+        ("tp_size", 2, "Tensor, context and sequence parallelism must be off, but their sizes are (2, 1, 1)."),
+        ("fsdp_version", 1, "`fsdp_version` must be 2, but is 1 instead."),
+        ("DEEPSPEED", None, "must be connected by DistributedDataParallel or FSDP2, but are by DEEPSPEED instead."),
+        ("torch_compile", True, "`torch_compile` must be False with several processes, because it compiles"),
+    ],
+)
+def test_what_cannot_be_had_on_a_cpu_is_refused(
+    name: str, value: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make("sft", is_adaptive=False)
+    args = SimpleNamespace(**{**vars(trainer.args), "n_gpu": 1, "torch_compile": False})
+    accelerator = SimpleNamespace(
+        scaler=None,
+        num_processes=2,
+        distributed_type=DistributedType.MULTI_CPU,
+        state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=2)),
+    )
+    monkeypatch.setattr(trainer, "args", args)
+    monkeypatch.setattr(trainer, "accelerator", accelerator)
+    monkeypatch.setattr(trainer, "get_tp_size", lambda: 1)
+    assert why_refused(trainer) == ""
+    if name == "tp_size":
+        monkeypatch.setattr(trainer, "get_tp_size", lambda: value)
+    elif name == "DEEPSPEED":
+        accelerator.distributed_type = DistributedType.DEEPSPEED
+    elif name == "fsdp_version":
+        accelerator.state.fsdp_plugin.fsdp_version = value
+    else:
+        owner = next((one for one in (args, accelerator, trainer) if name in vars(one)), trainer)
+        monkeypatch.setattr(owner, name, value, raising=False)
+    assert text in why_refused(trainer)
+
+
+@pytest.mark.parametrize("name", ["KTOTrainer", "GRPOTrainer", "RLOOTrainer"])
+def test_trainers_of_trl_that_are_not_known_are_refused_by_name(name: str) -> None:
+    unknown = type("Mine", (AdaptiveTrainerMixin, getattr(trl, name)), {})
+    with pytest.raises(InputError, match=f"but is {name} instead: declare its batches by the class attributes"):
+        unknown(model=None)
+
+
+def test_an_unknown_subclass_in_trl_of_a_known_trainer_is_refused() -> None:
+    from trl.experimental.gkd import GKDTrainer  # warns
+
+    with pytest.raises(InputError, match="but is GKDTrainer instead"):
+        type("Mine", (AdaptiveTrainerMixin, GKDTrainer), {})(model=None)
+
+
+def test_an_unknown_trainer_can_be_declared() -> None:
+    declared = {"samples_are_pairs": True, "loss_is_mean_over_samples": False}
+    assert kind_of(type("Mine", (AdaptiveTrainerMixin, trl.KTOTrainer), declared)) == (True, False)
+
+
+class Regression(Trainer):
+    """A user's own trainer, whose loss is a mean over samples."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def regression(**options: Any) -> Any:
+    """A trainer on rows with one number each, whose loss does not depend on the number of labels."""
+
+    def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+        batch = trainers.collate(samples)
+        return {**batch, "labels": torch.tensor([float(len(sample["input_ids"])) for sample in samples])}
+
+    model = LlamaForSequenceClassification.from_pretrained(trainers.saved_model("reward"), num_labels=1)
+    model.config.problem_type = "regression"
+    return make("trainer", options={"data_collator": collate, "model": model, **options.pop("options", {})}, **options)
+
+
+@pytest.mark.parametrize("size", [1, BATCH])
+def test_a_loss_that_is_not_divided_by_the_labels_of_the_step_is_refused(size: int) -> None:
+    trainer = regression(options={"micro_batch_size": size})
+    with pytest.raises(InputError, match="but that of LlamaForSequenceClassification is not"):
+        trainer.train()
+
+
+def test_a_loss_without_num_items_must_be_declared_a_mean_over_samples() -> None:
+    trainer = regression(options={"micro_batch_size": 2})
+    trainer.model_accepts_loss_kwargs = False
+    with pytest.raises(InputError, match="or be a mean over samples, which the class attribute"):
+        trainer.train()
+
+
+def test_a_declared_mean_over_samples_equals_the_host() -> None:
+    base = type("Declared", (AdaptiveTrainerMixin, Regression), {"loss_is_mean_over_samples": True})
+    found = []
+    for kind, size in ((Regression, {}), (base, {"micro_batch_size": 2})):
+        is_adaptive = kind is base
+        trainer = regression(base=kind, is_adaptive=is_adaptive, accumulation=2, optim="sgd", options=size)
+        trainer.model_accepts_loss_kwargs = False
+        found.append(trained(trainer))
+    parameters, logs = difference(*found)
+    assert parameters < 1e-4
+    assert max(logs.values(), default=0) < 1e-2
+
+
+def test_a_loss_function_and_label_smoothing_equal_the_host() -> None:
+    def loss_sum(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        logits = outputs["logits"][:, :-1].flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+    for options, args in (({"compute_loss_func": loss_sum}, {}), ({}, {"label_smoothing_factor": 0.1})):
+        common: dict[str, Any] = {"accumulation": 2, "dropout": 0.0, "optim": "sgd", **args}
+        plain = trained(make("trainer", is_adaptive=False, options=options, **common))
+        whole = trained(make("trainer", options={"micro_batch_size": BATCH, **options}, **common))
+        small = trained(make("trainer", options={"micro_batch_size": 1, **options}, **common))
+        assert difference(whole, plain) == (0.0, {})
+        assert difference(small, plain)[0] < 1e-6
+
+
+def test_a_compiled_model_recovers_in_one_process() -> None:
+    common: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager", "dropout": 0.0}
+    plain = trained(make("trainer", is_adaptive=False, **common))
+    assert difference(trained(make("trainer", options={"micro_batch_size": BATCH}, **common)), plain) == (0.0, {})
+    faulty = with_fault(
+        make("trainer", options={"micro_batch_size": BATCH}, **common), step=1, micro_step=0, place=60, rank=0
+    )
+    assert faulty.events == [(2, BATCH, BATCH // 2)]
+
+
+# ---- names
+
+
+@pytest.mark.parametrize(
+    "name", ["AdaptiveTrainer", "AdaptiveSFTTrainer", "AdaptiveDPOTrainer", "AdaptiveRewardTrainer"]
+)
+def test_the_ready_made_classes_have_dotted_names(name: str) -> None:
+    found = getattr(hosts, name)
+    assert found is getattr(hosts, name)
+    assert (found.__module__, found.__qualname__) == ("torchtune_adaptive.hosts.transformers", name)
+    assert found.__mro__[2].__name__ == name.removeprefix("Adaptive")
+
+
+def test_without_trl_its_classes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", None)
+    monkeypatch.delitem(vars(hosts), "AdaptiveSFTTrainer", raising=False)
+    with pytest.raises(ImportError, match="`AdaptiveSFTTrainer` needs the package `trl`, which is not installed"):
+        hosts.AdaptiveSFTTrainer  # noqa: B018
+
+
+def test_training_ready_made_and_twice() -> None:
+    trainer = make("sft", base=hosts.AdaptiveSFTTrainer, options={"micro_batch_size": 2})
+    once = trained(trainer)
+    assert difference(once, trained(make("sft", options={"micro_batch_size": 2}))) == (0.0, {})
+    plain = make("sft", is_adaptive=False)
+    plain.train()
+    trainer.train()
+    plain.train()
+    assert len(trainer.state.log_history) == len(plain.state.log_history)
+
+
+# ---- private names of the hosts: what breaks if one is gone
+
+
+def test_accelerate_says_with_which_batch_an_optimizer_step_ends() -> None:
+    """Otherwise batches would never be run. ``plugin_kwargs`` decides how FSDP2 reduces."""
+    trainer = make("trainer", is_adaptive=False)
+    assert trainer.accelerator.sync_gradients is True
+    trainer.accelerator.gradient_state._set_sync_gradients(False)
+    assert trainer.accelerator.sync_gradients is False
+    trainer.accelerator.gradient_state._set_sync_gradients(True)
+    assert not trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+
+
+def test_transformers_divides_means_by_current_gradient_accumulation_steps() -> None:
+    """Otherwise the parts of a batch whose loss is a mean would have too much weight."""
+    code = Trainer.training_step.__code__
+    assert {"current_gradient_accumulation_steps", "loss_is_scaled_for_ga", "model_accepts_loss_kwargs"} <= {
+        *code.co_names
+    }
+
+
+@pytest.mark.parametrize("host", ["sft", "dpo", "reward"])
+def test_trl_keeps_its_counters_where_they_are_restored(host: str) -> None:
+    """Otherwise tokens and metrics of a step that ran again would count twice."""
+    trainer = make(host, is_adaptive=False, max_steps=1)
+    before = {
+        name: copy.deepcopy(value) for name, value in vars(trainer).items() if isinstance(value, dict | int | list)
+    }
+    trainer.log = lambda *_: None
+    trainer.train()
+    assert trainer._total_train_tokens > 0
+    assert trainer._metrics["train"]
+    changed = {name for name, value in before.items() if vars(trainer)[name] != value}
+    assert changed - {
+        "_created_lr_scheduler",
+        "_initial_global_step",
+        "_globalstep_last_logged",
+        "_loggers_initialized",
+        "is_in_train",
+        "current_flos",
+        "_initial_num_input_tokens_seen",
+    } == {*AdaptiveTrainerMixin.counters}
+
+
+def test_transformers_marks_adapters_on_a_model_sharded_when_loaded() -> None:
+    """Otherwise their gradients' all-reduce would be refused in the rehearsal, or hang a search."""
+    assert "_replicated_grad_hook_registered" in Trainer._sync_replicated_trainable_parameters.__code__.co_consts
+
+
+def test_the_parts_of_pairs_stay_together() -> None:
+    ids = torch.arange(8).reshape(8, 1)  # chosen 0 to 3, rejected 4 to 7
+    batch = HostBatch({"input_ids": ids, "margin": torch.arange(4), "names": list("abcd")}, None, 1)
+    parts = HostBatches(3, rows_per_sample=2).cut([batch])
+    assert [part.inputs["input_ids"].flatten().tolist() for part in parts] == [[0, 1, 2, 4, 5, 6], [3, 7]]
+    assert [part.inputs["margin"].tolist() for part in parts] == [[0, 1, 2], [3]]
+    assert [part.inputs["names"] for part in parts] == [["a", "b", "c"], ["d"]]
+
+
+def test_a_batch_with_other_rows_is_refused() -> None:
+    batch = HostBatch({"input_ids": torch.zeros(4, 2), "pixels": torch.zeros(9, 2)}, None, 1)
+    with pytest.raises(InputError, match=r"one row per sample, but has .'input_ids': 4, 'pixels': 9. instead"):
+        HostBatches(2).cut([batch])
+
+
+def test_the_code_of_the_document_runs() -> None:
+    document = Path(__file__).parents[2] / "docs" / "hosts.md"
+    like, sft = make("trainer", is_adaptive=False), make("sft", is_adaptive=False)
+    names = {"model": trainers.model("trainer"), "args": like.args, "rows": like.train_dataset}
+    names |= {"collate": trainers.collate, "sft_args": sft.args, "texts": trainers.rows("sft", 32)}
+    names |= {"tokenizer": trainers.tokenizer(), "__name__": __name__}
+    for block in blocks(document, "py"):
+        if "axolotl" in block.text:  # which is not installed
+            continue
+        exec(compile(block.text, str(document), "exec"), names)
+        assert names["trainer"].state.global_step == names["args"].max_steps
+    assert type(names["trainer"]).__name__ == "MyTrainer"

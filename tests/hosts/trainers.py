@@ -1,0 +1,341 @@
+"""Tiny trainers on the CPU, with and without ``AdaptiveTrainerMixin``, and what their trainings give."""
+
+# pyright: reportMissingImports=false, reportArgumentType=false, reportCallIssue=false, reportPrivateImportUsage=false
+# The types of transformers do not hold.
+
+import os
+import random
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import transformers
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.tensor import DTensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.distributed import DistributedConfig
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+from torchtune_adaptive import InputError
+from torchtune_adaptive.hosts.transformers import AdaptiveTrainerMixin
+from torchtune_adaptive.testing import Fault, wrap_micro_steps
+
+warnings.filterwarnings("ignore")
+transformers.logging.set_verbosity_error()
+
+HOSTS = ("trainer", "sft", "lora", "dpo", "reward")
+BATCH, STEPS = 4, 3
+LIMITS = {"trainer": "650KiB", "sft": "4MiB", "lora": "4MiB", "dpo": "16MiB", "reward": "1200KiB"}  # of a search
+_BASES = {"trainer": Trainer, "sft": SFTTrainer, "lora": SFTTrainer, "dpo": DPOTrainer, "reward": RewardTrainer}
+_NOT_TRAINING = ("runtime", "per_second")  # in names of what is logged
+
+
+class Outcome(NamedTuple):
+    """What a training gives: trained parameters, all that it has logged but for times, and its events."""
+
+    parameters: dict[str, torch.Tensor]
+    logs: list[dict[str, float]]
+    events: list[tuple[int, int, int]]  # step, size before and after
+    operations: int  # of a counted micro-step
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {"<pad>": 0, "<unk>": 1, "<eos>": 2, **{f"w{number}": number for number in range(3, 64)}}
+    one = Tokenizer(models.WordLevel(words, "<unk>"))
+    one.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=one, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>")
+
+
+def saved_model(host: str) -> str:
+    """The folder of a tiny model, the same for every process of this user."""
+    name = "classifier" if host == "reward" else "causal"
+    folder = f"{tempfile.gettempdir()}/tiny_llama_{name}_{os.getuid()}"
+    if not os.path.exists(f"{folder}/model.safetensors"):
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        tokens = {"pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 2}
+        config = LlamaConfig(**sizes, **tokens, num_attention_heads=2, num_labels=1 if host == "reward" else 2)
+        kind = LlamaForSequenceClassification if host == "reward" else LlamaForCausalLM
+        kind(config).save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+    return folder
+
+
+def model(host: str, *, is_sharded: bool = False, dropout: float = 0.1) -> Any:
+    kind = LlamaForSequenceClassification if host == "reward" else LlamaForCausalLM
+    sharded = {"distributed_config": DistributedConfig(fsdp_size=2)} if is_sharded else {}
+    labels = {"num_labels": 1} if host == "reward" else {}
+    return kind.from_pretrained(saved_model(host), attention_dropout=dropout, dtype=torch.float32, **sharded, **labels)
+
+
+def text(seed: int, longest: int = 14) -> str:
+    chance = random.Random(seed)
+    return " ".join(f"w{chance.randint(3, 63)}" for _ in range(chance.randint(2, longest)))
+
+
+def rows(host: str, number: int) -> Any:
+    if host in ("sft", "lora"):
+        return Dataset.from_list([{"text": text(seed)} for seed in range(number)])
+    if host in ("dpo", "reward"):
+        both = ({"chosen": f" {text(1000 + seed)}", "rejected": f" {text(2000 + seed)}"} for seed in range(number))
+        return Dataset.from_list([{"prompt": text(seed), **one} for seed, one in enumerate(both)])
+    return [{"input_ids": [int(word[1:]) for word in text(seed).split()]} for seed in range(number)]
+
+
+def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    ids = [sample["input_ids"] for sample in samples]
+    tokens = torch.tensor([one + [-100] * (max(map(len, ids)) - len(one)) for one in ids])
+    return {"input_ids": tokens.clamp(min=0), "attention_mask": (tokens >= 0).long(), "labels": tokens}
+
+
+def make(
+    host: str,
+    *,
+    is_adaptive: bool = True,
+    base: type | None = None,
+    accumulation: int = 1,
+    sharding: str = "",
+    dropout: float = 0.1,
+    number_of_rows: int = 96,
+    options: dict[str, Any] | None = None,
+    **args: Any,
+) -> Any:
+    """A trainer; ``options`` are those of its constructor, ``args`` those of its arguments.
+
+    ``sharding``: by FSDP2, when the model is loaded ("load") or by accelerate ("accelerate"); "" is not at all.
+    """
+    common: dict[str, Any] = {
+        "per_device_train_batch_size": BATCH,
+        "gradient_accumulation_steps": accumulation,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "learning_rate": 0.01,
+        "disable_tqdm": True,
+        "log_level": "error",
+        "seed": 3,
+        **args,
+    }
+    if sharding == "accelerate":
+        layers = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+        common |= {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT", **layers}}
+    folder = saved_model(host)
+    more: dict[str, Any] = {"train_dataset": rows(host, number_of_rows)}
+    if host == "trainer":
+        arguments = TrainingArguments(folder, **common)
+        more["data_collator"] = collate
+    else:
+        more["processing_class"] = tokenizer()
+        common = {"gradient_checkpointing": host == "lora", **common}
+        if host == "dpo":
+            arguments = DPOConfig(folder, **{"max_length": 32, "beta": 0.5, **common})
+        elif host == "reward":
+            arguments = RewardConfig(folder, **{"max_length": 32, "disable_dropout": False, **common})
+        else:
+            arguments = SFTConfig(folder, **{"max_length": 16, **common})
+    if host == "lora":
+        more["peft_config"] = LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout)
+    kind = base or _BASES[host]
+    if is_adaptive and not issubclass(kind, AdaptiveTrainerMixin):
+        kind = type(f"Adaptive{kind.__name__}", (AdaptiveTrainerMixin, kind), {})
+    transformers.set_seed(3)
+    torch.manual_seed(5)
+    one = model(host, is_sharded=sharding == "load", dropout=dropout)
+    if sharding == "accelerate":  # which refuses FSDP2 on CPUs
+        AcceleratorState._reset_state()
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_NPU
+    return kind(args=arguments, **{"model": one, **more, **(options or {})})
+
+
+def outcome(trainer: Any, operations: int = 0) -> Outcome:
+    trained = {name: one for name, one in trainer.model.named_parameters() if one.requires_grad}
+    whole = {name: one.full_tensor() if hasattr(one, "full_tensor") else one for name, one in trained.items()}
+    logs = [
+        {name: value for name, value in entry.items() if not name.endswith(_NOT_TRAINING)}
+        for entry in trainer.state.log_history
+    ]
+    events = [(event.step, event.before, event.after) for event in getattr(trainer, "memory_events", [])]
+    return Outcome({name: one.detach().clone() for name, one in whole.items()}, logs, events, operations)
+
+
+def trained(trainer: Any) -> Outcome:
+    trainer.train()
+    return outcome(trainer)
+
+
+Around = Callable[[int, Callable[[], Any]], Any]
+
+
+def trained_around(trainer: Any, around: Callable[[Any], Around]) -> Outcome:
+    """Train with every micro-step run by ``around(trainer)``."""
+    make_step = trainer._make_step
+
+    def make_step_around(*args: Any) -> Any:
+        step = make_step(*args)
+        wrap_micro_steps(step, around(trainer))
+        return step
+
+    trainer._make_step = make_step_around
+    return trained(trainer)
+
+
+def counted(trainer: Any) -> Outcome:
+    """Train, and count the operations of the first micro-step."""
+    fault = Fault(None)
+
+    def around(_: Any) -> Around:
+        def run(number: int, micro_step: Callable[[], Any]) -> Any:
+            if fault.count or number:
+                return micro_step()
+            with fault:
+                return micro_step()
+
+        return run
+
+    found = trained_around(trainer, around)
+    return found._replace(operations=fault.count)
+
+
+def with_fault(trainer: Any, *, step: int, micro_step: int, place: int, rank: int) -> Outcome:
+    """Train with an out-of-memory error in a micro-step; steps and micro-steps count from 0."""
+    fault = Fault(place, ranks=[rank])
+
+    def around(trainer: Any) -> Around:
+        def run(number: int, run_it: Callable[[], Any]) -> Any:
+            if (trainer.state.global_step, number) != (step, micro_step) or fault.count:
+                return run_it()
+            with fault:
+                return run_it()
+
+        return run
+
+    found = trained_around(trainer, around)
+    here = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    assert fault.has_struck == (here == rank)
+    return found
+
+
+def with_size_from(trainer: Any, *, step: int, size: int) -> Outcome:
+    """Train with another micro-batch size from optimizer step ``step`` on, counted from 0."""
+
+    def around(trainer: Any) -> Around:
+        def run(_: int, micro_step: Callable[[], Any]) -> Any:
+            if trainer.state.global_step + 1 == step:
+                trainer._batches.size = size  # of the next cut
+            return micro_step()
+
+        return run
+
+    return trained_around(trainer, around)
+
+
+def difference(one: Outcome, other: Outcome) -> tuple[float, dict[str, float]]:
+    """The largest difference of parameters, and of each logged value that is not equal."""
+    assert one.parameters.keys() == other.parameters.keys()
+    assert [log.keys() for log in one.logs] == [log.keys() for log in other.logs], (one.logs, other.logs)
+    parameters = max((one.parameters[name] - other.parameters[name]).abs().max().item() for name in one.parameters)
+    logs: dict[str, float] = {}
+    for mine, its in zip(one.logs, other.logs, strict=True):
+        for name in mine:
+            if mine[name] != its[name]:
+                logs[name] = max(logs.get(name, 0.0), abs(mine[name] - its[name]))
+    return parameters, logs
+
+
+def without_memory(one: Outcome) -> Outcome:
+    """Without what events add to the logs."""
+    logs = [{name: value for name, value in log.items() if not name.startswith("memory/")} for log in one.logs]
+    return one._replace(logs=logs)
+
+
+def comparisons(host: str, accumulation: int, *, sharding: str = "", rank: int = 0) -> dict[str, Any]:
+    """How trainings with faults and without differ from those that they must equal."""
+    common = {"accumulation": accumulation, "sharding": sharding}
+
+    def ours(size: int) -> Any:
+        return make(host, options={"micro_batch_size": size}, **common)
+
+    trainer = make(host, is_adaptive=False, **common)
+    plain = trained(trainer)
+    assert any(isinstance(one, DTensor) for one in trainer.model.parameters()) == bool(sharding)
+    whole = counted(ours(BATCH))
+    places = whole.operations
+    early = with_fault(ours(BATCH), step=0, micro_step=0, place=places // 4, rank=rank)
+    late = with_fault(ours(BATCH), step=1, micro_step=accumulation - 1, place=places * 3 // 4, rank=rank)
+    return {
+        "plain": difference(whole, plain),
+        "early": difference(without_memory(early), trained(ours(BATCH // 2))),
+        "late": difference(without_memory(late), with_size_from(ours(BATCH), step=1, size=BATCH // 2)),
+        "events": (whole.events, early.events, late.events),
+        "names": sorted({name for log in plain.logs for name in log}),
+    }
+
+
+def comparisons_on_rank(rank: int, sharding: str, cases: list[tuple[str, int]]) -> dict[tuple[str, int], Any]:
+    """``comparisons`` of all cases on this rank of two, with faults on the last one."""
+    on_rank(rank)
+    return {case: comparisons(*case, sharding=sharding, rank=1) for case in cases}
+
+
+def searches_on_rank(rank: int, sharding: str) -> list[tuple[int, list[Any], Any]]:
+    """The sizes that searches find if the last rank has little memory, events, and what differs from told runs."""
+    on_rank(rank)
+    found = []
+    for host, limit in (("trainer", "550KiB" if sharding else "600KiB"), ("dpo", LIMITS["dpo"])):
+        common: dict[str, Any] = {"accumulation": 2, "sharding": sharding}
+        searched = make(host, options={"memory_limit": limit if rank else "64MiB"}, **common)
+        ours, size = trained(searched), searched.micro_batch_size
+        found.append(
+            (size, ours.events, difference(ours, trained(make(host, options={"micro_batch_size": size}, **common))))
+        )
+    return found
+
+
+def last_batch_on_rank(rank: int) -> Any:
+    """What differs from the host if only the first rank has samples of its own in the last batch of an epoch."""
+    on_rank(rank)
+    common: dict[str, Any] = {"number_of_rows": 2 * BATCH + 1, "max_steps": -1, "num_train_epochs": 1}
+    ours = trained(make("sft", options={"micro_batch_size": BATCH}, **common))
+    return difference(ours, trained(make("sft", is_adaptive=False, **common)))
+
+
+def errors_on_rank(rank: int) -> list[str]:
+    """The errors of adapters on a model that was sharded when it was loaded, and of a sample that does not fit."""
+    on_rank(rank)
+    found = []
+    adapters = make("lora", sharding="load", options={"micro_batch_size": 1})
+    too_large = make("sft", options={"micro_batch_size": 1})
+    for run in (
+        adapters.train,
+        lambda: with_fault(too_large, step=1, micro_step=2, place=40, rank=1),
+    ):
+        try:
+            run()
+        except InputError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def on_rank(rank: int) -> None:
+    """Tell ``accelerate`` that this process is one of two, whose process group exists."""
+    torch.set_num_threads(1)
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 29500}
+    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="localhost")

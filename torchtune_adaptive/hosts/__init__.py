@@ -1,0 +1,1 @@
+"""Recovery and search in the trainers of other packages."""

@@ -1,0 +1,161 @@
+"""The batches that a trainer has collated, cut into micro-batches."""
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import IterableDataset
+
+from torchtune_adaptive.engine.distributed.snapshot import keep_random_states
+from torchtune_adaptive.errors import InputError, quote, require_integer
+
+log = logging.getLogger(__name__)
+
+
+class HostBatch(NamedTuple):
+    """A batch of the trainer, or the part of one in a micro-batch.
+
+    Attributes:
+        inputs: tensors and lists with an entry per row, and values for all rows.
+        num_items: the labels in the optimizer step on all ranks, by which the loss is divided; None: not counted.
+        divisor: by what the trainer divides a loss that is a mean over samples. For a whole batch, the number of
+            batches in the optimizer step.
+    """
+
+    inputs: Mapping[str, Any]
+    num_items: Any
+    divisor: float
+
+
+class HostBatches:
+    """Cuts the batches of an optimizer step into micro-batches. None has rows of two batches.
+
+    Args:
+        size: samples in a micro-batch.
+        rows_per_sample: 2 if a sample is a pair whose parts are in the first and in the second half of a batch.
+    Raises:
+        InputError: ``size`` is not an integer of at least 1.
+
+    >>> batch = HostBatch({"input_ids": torch.tensor([[3], [1], [4]])}, num_items=None, divisor=1)
+    >>> [(part.inputs["input_ids"].tolist(), part.divisor) for part in HostBatches(2).cut([batch])]
+    [([[3], [1]], 1.5), ([[4]], 3.0)]
+    """
+
+    is_even = False
+    unit = "samples"
+
+    def __init__(self, size: int, *, rows_per_sample: int = 1) -> None:
+        self.size = require_integer("micro_batch_size", size, minimum=1)
+        self._rows_per_sample = rows_per_sample
+
+    def cut(self, samples: Sequence[HostBatch]) -> list[HostBatch]:
+        """The micro-batches of all batches, in their order."""
+        return [
+            self._part(batch, start, start + self.size)
+            for batch in samples
+            for start in range(0, self.num_samples(batch.inputs), self.size)
+        ]
+
+    def can_reduce(self, samples: Sequence[HostBatch]) -> bool:
+        """Whether a micro-batch has more than one sample."""
+        return self._largest(samples) > 1
+
+    def reduce(self, samples: Sequence[HostBatch]) -> None:
+        """Halve the size of the largest micro-batch, rounded down."""
+        self.size = self._largest(samples) // 2
+
+    def rehearsals(self, samples: Sequence[HostBatch]) -> list[list[HostBatch]]:
+        """The first sample, then the first two, then the first with twice the items; to try next, the first only."""
+        if not samples:
+            return []
+        one = self.first(samples[0], 1)
+        most = min(self.size, self.num_samples(samples[0].inputs))
+        again = one if one.num_items is None else one._replace(num_items=2 * one.num_items)
+        return [[one, self.first(samples[0], min(number, most)), again] for number in (2, 1)]
+
+    def first(self, batch: HostBatch, num_samples: int) -> HostBatch:
+        """The first ``num_samples`` of ``batch``."""
+        return self._part(batch, 0, num_samples)
+
+    def num_samples(self, inputs: Mapping[str, Any]) -> int:
+        """The number of samples in a batch.
+
+        Raises:
+            InputError: the batch has something whose rows are not known.
+        """
+        lengths = {name: len(value) for name, value in inputs.items() if _has_rows(value)}
+        num_samples = max(lengths.values(), default=0) // self._rows_per_sample
+        if not num_samples or not {*lengths.values()} <= {num_samples, num_samples * self._rows_per_sample}:
+            rows = "two rows" if self._rows_per_sample > 1 else "one row"
+            raise InputError(f"Every tensor of a batch must have {rows} per sample, but has {quote(lengths)} instead.")
+        return num_samples
+
+    def _largest(self, samples: Sequence[HostBatch]) -> int:
+        return min(self.size, max(self.num_samples(batch.inputs) for batch in samples))
+
+    def _part(self, batch: HostBatch, start: int, stop: int) -> HostBatch:
+        num_samples = self.num_samples(batch.inputs)
+        stop = min(stop, num_samples)
+
+        def part(value: Any) -> Any:
+            if not _has_rows(value):
+                return value
+            if len(value) == num_samples:
+                return value[start:stop]
+            halves = value[start:stop], value[num_samples + start : num_samples + stop]
+            return torch.cat(halves) if isinstance(value, torch.Tensor) else [*halves[0], *halves[1]]
+
+        inputs = {name: part(value) for name, value in batch.inputs.items()}
+        return batch._replace(inputs=inputs, divisor=batch.divisor * num_samples / (stop - start))
+
+
+def _has_rows(value: Any) -> bool:
+    """Whether a value of a batch has an entry per row, or is refused for not having it."""
+    return value.ndim > 0 if isinstance(value, torch.Tensor) else isinstance(value, list | tuple)
+
+
+def is_halved(losses: Sequence[torch.Tensor]) -> bool:
+    """Whether twice the items have halved the loss of a sample. ``losses`` are those of ``HostBatches.rehearsals``.
+
+    Losses of 0 count as halved, and so do those with a small part that does not depend on the items.
+    """
+    once, _, again = (loss.abs().item() for loss in losses[-3:])
+    return not again > 0.75 * once
+
+
+def worst_batches(
+    data: Any, collate: Callable[[list[Any]], Mapping[str, Any]], batches: Sequence[HostBatch], cutter: HostBatches
+) -> tuple[Callable[[int], HostBatch], int]:
+    """A function that makes a batch of n samples as long as any in training, and the largest n.
+
+    Args:
+        data: the samples. If they cannot be indexed, the longest of ``batches`` is cut instead.
+        collate: makes a batch of a list of samples.
+        batches: the batches of the first optimizer step.
+    """
+    if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        log.info("The search uses the longest batch of the first step, because the data cannot be indexed.")
+        batch = max(batches, key=lambda one: _numel(one.inputs))
+        return partial(cutter.first, batch), min(cutter.size, cutter.num_samples(batch.inputs))
+
+    def collated(samples: list[Any]) -> Mapping[str, Any]:
+        return collate([copy.copy(sample) for sample in samples])  # some collators change their samples
+
+    with keep_random_states():
+        sizes = [_numel(collated([data[number]])) for number in range(len(data))]
+        longest, shortest = (data[sizes.index(size)] for size in (max(sizes), min(sizes)))
+
+    def make_batch(size: int) -> HostBatch:
+        inputs = collated([longest] + [shortest] * (size - 1))  # of two lengths, so that there is a padding mask
+        if (found := cutter.num_samples(inputs)) != size:
+            raise InputError(f"A batch of {size} samples must have a row for each, but has {found} instead.")
+        return batches[0]._replace(inputs=inputs)
+
+    return make_batch, cutter.size
+
+
+def _numel(inputs: Mapping[str, Any]) -> int:
+    return sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))

@@ -1,0 +1,247 @@
+"""Search and recovery in ``transformers.Trainer`` and in TRL's trainers.
+
+    class MyTrainer(AdaptiveTrainerMixin, SFTTrainer): ...
+
+    MyTrainer(model, args=args, train_dataset=rows).train()
+
+Global batch, learning rate and number of optimizer steps are those of the trainer. Only the forward and backward passes
+of an optimizer step are run in smaller parts, all of them together after its last batch has come.
+"""
+
+import copy
+import importlib
+import logging
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer
+
+from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
+from torchtune_adaptive.engine.recovery.step import RecoverableStep
+from torchtune_adaptive.engine.recovery.watch import MemoryEvent
+from torchtune_adaptive.engine.search.any_loop import find_max_batch_size
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.hosts.host_batches import HostBatch, HostBatches, is_halved, worst_batches
+from torchtune_adaptive.hosts.known_trainers import check_parameters, is_divided_by_items, kind_of, why_refused
+from torchtune_adaptive.hosts.late_gathers import LateGathers
+
+log = logging.getLogger(__name__)
+_Host: Any = object  # the trainer whose methods the mixin calls
+
+
+class AdaptiveTrainerMixin(_Host):
+    """Runs each optimizer step in micro-batches that fit, and again in smaller ones if memory runs out.
+
+    Args:
+        micro_batch_size: samples per micro-batch, the same on every rank. None: as many as fit, at most
+            ``per_device_train_batch_size``; a search before the first step finds out.
+        memory_limit: memory that this rank may use, in bytes or as text such as "80GiB". None: what the device has. A
+            CPU needs one for a search.
+    Raises:
+        InputError: the trainer, or one of its arguments, does not allow recovery.
+    """
+
+    samples_are_pairs: ClassVar[bool | None] = None
+    """Whether a sample has a row in the first and one in the second half of a batch. None: as the base class."""
+    loss_is_mean_over_samples: ClassVar[bool | None] = None
+    """Whether the loss is a mean over the samples of a batch. None: as the base class."""
+    counters: ClassVar[tuple[str, ...]] = ("_metrics", "_total_train_tokens")
+    """Attributes that a forward pass changes. They are restored before it runs again."""
+
+    def __init__(
+        self, *args: Any, micro_batch_size: int | None = None, memory_limit: int | str | None = None, **kwargs: Any
+    ) -> None:
+        kind = kind_of(type(self))
+        super().__init__(*args, **kwargs)
+        if reason := why_refused(self):
+            raise InputError(reason)
+        self._means_over_samples = kind.loss_is_mean_over_samples
+        size = self.args.per_device_train_batch_size if micro_batch_size is None else micro_batch_size
+        self._batches = HostBatches(size, rows_per_sample=2 if kind.samples_are_pairs else 1)
+        self._is_searched = micro_batch_size is not None
+        self._memory_options: dict[str, Any] = {} if memory_limit is None else {"memory_limit": memory_limit}
+        self._held: list[HostBatch] = []
+        self._recoverable: RecoverableStep[Any] | None = None
+        self._gathers = LateGathers(self.accelerator)
+        self._counted: dict[str, Any] = {}  # the counters before the optimizer step
+        self._rehearsed: list[torch.Tensor] | None = None  # the losses of a rehearsal, while it runs
+        self._memory_logs: dict[str, int] = {}
+        self.memory_events: list[MemoryEvent] = []
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The current number of samples in a micro-batch."""
+        return self._batches.size
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the base class does.
+
+        Raises:
+            NothingFitsError: a single sample does not fit. Raised on every rank.
+            CannotRecoverError: recovery is not possible for this model.
+        """
+        self._held.clear()
+        self._close()  # of an earlier training that failed
+        result = super().train(*args, **kwargs)
+        self._close()
+        return result
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Keep a batch. With the last one of an optimizer step, run the forward and backward passes of all.
+
+        Returns the sum of their losses, and 0 for the batches before.
+        """
+        is_divided_by_items(self, num_items_in_batch, means_over_samples=self._means_over_samples)
+        self._held.append(HostBatch(inputs, num_items_in_batch, self.current_gradient_accumulation_steps))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        batches, self._held = self._held, []
+        self._counted = {name: copy.deepcopy(getattr(self, name)) for name in self.counters if hasattr(self, name)}
+        divisor = self.current_gradient_accumulation_steps
+        try:
+            self._recoverable = self._recoverable or self._make_step(model, batches)
+            loss = self._recoverable(batches)
+        finally:
+            self.current_gradient_accumulation_steps = divisor
+        self.__dict__.update(self._gathers.finish({name: getattr(self, name) for name in self._counted}))
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as the base class does, with the events since the last training log."""
+        if "loss" in logs or "train_loss" in logs:
+            logs.update(self._memory_logs)
+            self._memory_logs = {}
+        super().log(logs, *args, **kwargs)
+
+    def _make_step(self, model: nn.Module, batches: list[HostBatch]) -> RecoverableStep[Any]:
+        check_parameters(model)
+        if not self._is_searched:
+            self._search(model, batches)
+            self._is_searched = True
+        step = RecoverableStep(
+            model if isinstance(model, DistributedDataParallel) else self._with_reference(model),
+            partial(self._micro_step, model),
+            micro_batch_size=self._batches,
+            optimizer=self.optimizer.optimizer,  # torch's, not accelerate's
+            reduce="last" if self._reduces_once() else "each",
+            release=self._release,
+            on_event=self._on_event,
+            steps_done=self.state.global_step,
+            **self._memory_options,
+        )
+        self._rehearsed = []
+        step.rehearse(batches)
+        rehearsed, self._rehearsed = self._rehearsed, None
+        is_divided = is_divided_by_items(self, batches[0].num_items, means_over_samples=self._means_over_samples)
+        ignores = torch.tensor([is_divided and not is_halved(rehearsed)], device=self.args.device)
+        if self.accelerator.gather(ignores).any():
+            step.close()
+            name = type(self.accelerator.unwrap_model(model)).__name__
+            raise InputError(f"The loss must be divided by `num_items_in_batch`, but that of {name} is not.")
+        return step
+
+    def _with_reference(self, model: nn.Module) -> nn.Module:
+        """``model``, together with the reference model of DPO if there is one."""
+        reference = getattr(self, "ref_model", None)
+        return model if reference is None else nn.ModuleList([model, reference])
+
+    def _reduces_once(self) -> bool:
+        """Whether FSDP2 reduces gradients only with the last batch of an optimizer step, as the trainer does."""
+        reduces_each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        return self.args.gradient_accumulation_steps > 1 and not reduces_each
+
+    def _micro_step(self, model: nn.Module, micro_batch: HostBatch) -> torch.Tensor:
+        self.current_gradient_accumulation_steps = micro_batch.divisor
+        if self._rehearsed is not None:
+            torch.manual_seed(0)  # for losses that can be compared; a rehearsal restores the generators
+        with self._gathers.collected():
+            loss = super().training_step(model, micro_batch.inputs, micro_batch.num_items)
+        if self._rehearsed is not None:
+            self._rehearsed.append(loss)
+        return loss
+
+    def _release(self) -> None:
+        """Undo what failed micro-steps have changed in the trainer."""
+        self._gathers.clear()
+        self.__dict__.update(copy.deepcopy(self._counted))
+
+    def _search(self, model: Any, batches: list[HostBatch]) -> None:
+        """Find the micro-batch size. It leaves no trace in the trainer. A collective."""
+        if self.args.device.type != "cuda" and not self._memory_options:
+            log.info(
+                "The micro-batch is `per_device_train_batch_size` (%d): a %s needs `memory_limit` for a search.",
+                self._batches.size,
+                self.args.device.type,
+            )
+            return
+        model = model.module if isinstance(model, DistributedDataParallel) else model  # whose reducer cannot be reset
+        reduces_once = self._reduces_once() and hasattr(model, "set_requires_gradient_sync")
+
+        def train_step(batch: HostBatch) -> None:
+            for is_last in (False, True):  # the second micro-step needs more memory: gradients exist
+                if reduces_once:
+                    model.set_requires_gradient_sync(is_last)
+                self._micro_step(model, batch)
+            self.optimizer.optimizer.step()
+            self._release()
+
+        loader = self.callback_handler.train_dataloader
+        make_batch, most = worst_batches(loader.dataset, loader.collate_fn, batches, self._batches)
+        try:
+            found = find_max_batch_size(
+                train_step,
+                make_batch,
+                model=self._with_reference(model),
+                optimizer=self.optimizer.optimizer,
+                max_batch_size=most,
+                **self._memory_options,
+            )
+        finally:
+            self._release()
+        self._batches.size = found.batch_size
+        log.info("The micro-batch has %d samples: %s", found.batch_size, found)
+
+    def _on_event(self, event: MemoryEvent) -> None:
+        """Log ``event``, and pass it to the callbacks that have a method for it."""
+        if self.is_world_process_zero():
+            log.warning("%s", event)
+        self.memory_events.append(event)
+        retries = self._memory_logs.get("memory/retries", 0) + (event.pressure is MemoryPressure.OUT_OF_MEMORY)
+        self._memory_logs = {"memory/micro_batch_size": event.after, "memory/retries": retries}
+        for callback in self.callback_handler.callbacks:
+            if hasattr(callback, "on_memory_event"):
+                callback.on_memory_event(self.args, self.state, self.control, event=event, model=self.model)
+
+    def _close(self) -> None:
+        if self._recoverable is not None:
+            self._recoverable.close()
+            self._recoverable = None
+
+
+class AdaptiveTrainer(AdaptiveTrainerMixin, Trainer):
+    """``transformers.Trainer`` with search and recovery."""
+
+
+_TRL_TRAINERS = {f"Adaptive{name}": name for name in ("SFTTrainer", "DPOTrainer", "RewardTrainer")}
+
+
+def __getattr__(name: str) -> Any:
+    """``AdaptiveSFTTrainer``, ``AdaptiveDPOTrainer`` and ``AdaptiveRewardTrainer``, created at first use.
+
+    Raises:
+        ImportError: TRL is not installed.
+    """
+    if name not in _TRL_TRAINERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        trl = importlib.import_module("trl")
+    except ModuleNotFoundError as error:
+        raise ImportError(f"`{name}` needs the package `trl`, which is not installed.") from error
+    base = getattr(trl, _TRL_TRAINERS[name])
+    options = {"__module__": __name__, "__doc__": f"``trl.{base.__name__}`` with search and recovery."}
+    return globals().setdefault(name, type(name, (AdaptiveTrainerMixin, base), options))
