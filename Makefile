@@ -3,6 +3,7 @@ STAMP := .venv/stamp
 PEERS_STAMP := .venv-peers/stamp
 HUGGING_FACE_STAMP := .venv-hugging-face/stamp
 HOSTS_STAMP := .venv-hosts/stamp
+TORCHTITAN_STAMP := .venv-torchtitan/stamp
 SIMULATED_TORCH := 2.13.0
 SIMULATED_STAMP := .venv-simulated-gpu/stamp-$(SIMULATED_TORCH)
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
@@ -67,9 +68,10 @@ starts: $(STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.stock_starts
 	.venv/bin/python -m benchmarks.evidence
 
-# The trainers of transformers and TRL, with search and recovery.
-hosts: $(HOSTS_STAMP)
-	OMP_NUM_THREADS=1 .venv-hosts/bin/python -m pytest -m hosts tests/hosts
+# Search and recovery in other trainers.
+hosts: $(HOSTS_STAMP) $(TORCHTITAN_STAMP)
+	OMP_NUM_THREADS=1 .venv-hosts/bin/python -m pytest -m hosts tests/hosts/test_transformers.py
+	OMP_NUM_THREADS=1 .venv-torchtitan/bin/python -m pytest -m hosts tests/hosts/test_torchtitan.py
 
 exhaustive: $(STAMP)
 	$(IN_VENV) scripts/test -m exhaustive
@@ -79,7 +81,7 @@ format: $(STAMP)
 	.venv/bin/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-peers .venv-hugging-face .venv-hosts demo_output site build dist .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-peers .venv-hugging-face .venv-hosts .venv-torchtitan demo_output site build dist .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The bound on torch picks a CPU wheel where one is at hand.
@@ -102,6 +104,11 @@ $(HUGGING_FACE_STAMP): pyproject.toml benchmarks/hugging_face.txt
 $(HOSTS_STAMP): pyproject.toml tests/hosts/requirements.txt
 	$(PYTHON) -m venv .venv-hosts
 	.venv-hosts/bin/python -m pip install 'torch>=2.9,<2.14' -e . -r tests/hosts/requirements.txt
+	touch $@
+
+$(TORCHTITAN_STAMP): pyproject.toml tests/hosts/requirements_torchtitan.txt
+	$(PYTHON) -m venv .venv-torchtitan
+	.venv-torchtitan/bin/python -m pip install 'torch>=2.9,<2.14' -e . -r tests/hosts/requirements_torchtitan.txt
 	touch $@
 
 # Tests, the parts of `make gpu` as far as they can run without a GPU, and the search against its peers.

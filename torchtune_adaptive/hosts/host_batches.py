@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from torchtune_adaptive.engine.distributed.snapshot import keep_random_states
+from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.errors import InputError, quote, require_integer
 
 log = logging.getLogger(__name__)
@@ -127,7 +128,12 @@ def is_halved(losses: Sequence[torch.Tensor]) -> bool:
 
 
 def worst_batches(
-    data: Any, collate: Callable[[list[Any]], Mapping[str, Any]], batches: Sequence[HostBatch], cutter: HostBatches
+    data: Any,
+    collate: Callable[[list[Any]], Mapping[str, Any]],
+    batches: Sequence[HostBatch],
+    cutter: HostBatches,
+    *,
+    shows_progress: bool,
 ) -> tuple[Callable[[int], HostBatch], int]:
     """A function that makes a batch of n samples as long as any in training, and the largest n.
 
@@ -145,7 +151,8 @@ def worst_batches(
         return collate([copy.copy(sample) for sample in samples])  # some collators change their samples
 
     with keep_random_states():
-        sizes = [_numel(collated([data[number]])) for number in range(len(data))]
+        every = Bar(range(len(data)), desc="looking for the longest sample", disable=not shows_progress)
+        sizes = [_numel(collated([data[number]])) for number in every]
         longest, shortest = (data[sizes.index(size)] for size in (max(sizes), min(sizes)))
 
     def make_batch(size: int) -> HostBatch:

@@ -191,7 +191,10 @@ class AdaptiveTrainerMixin(_Host):
             self._release()
 
         loader = self.callback_handler.train_dataloader
-        make_batch, most = worst_batches(loader.dataset, loader.collate_fn, batches, self._batches)
+        shows_progress = self.is_local_process_zero() and not self.args.disable_tqdm
+        make_batch, most = worst_batches(
+            loader.dataset, loader.collate_fn, batches, self._batches, shows_progress=shows_progress
+        )
         try:
             found = find_max_batch_size(
                 train_step,
