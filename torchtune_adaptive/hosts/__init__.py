@@ -1,0 +1,1 @@
+"""Recovery inside the trainers of other packages, each of which is imported by its own module only."""
