@@ -102,7 +102,9 @@ def plain_config(*, chunked: bool = False, accumulate: int = 1) -> Trainer.Confi
             mixed_precision_param="float32",
             disable_cuda_graphs=True,
         ),
-        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),  # the default needs torch 2.14 on several ranks
+        parallelism=ParallelismConfig(
+            spmd_backend="partial_dtensor"
+        ),  # the default needs a newer torch on several ranks
         dataloader=Documents.Config(),
         tokenizer=NoTokenizer.Config(),
         validator=Validator.Config(enable=True, freq=2, steps=1, dataloader=Documents.Config()),

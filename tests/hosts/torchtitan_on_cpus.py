@@ -41,7 +41,7 @@ def _divide_after_sum(self: FSDPModule, factor: float) -> None:
 torch.autograd.set_multithreading_enabled(False)  # as torchtitan does, if it makes the process group itself
 dist.barrier = _barrier_without_devices
 FSDPModule.set_gradient_divide_factor = _divide_after_sum
-if not hasattr(dist, "set_timeout"):  # torchtitan calls it after the first step: it is written for torch 2.14
+if not hasattr(dist, "set_timeout"):  # torchtitan calls it after the first step: it is written for newer versions
     dist.set_timeout = lambda timeout, group=None: None  # pyright: ignore[reportAttributeAccessIssue]
 
 if __name__ == "__main__":
