@@ -1,0 +1,291 @@
+"""``AdaptiveTrainer``: torchtitan's own trainer, bit for bit, that also recovers."""
+
+# pyright: reportMissingImports=false
+
+import inspect
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.support.ranks import run_on_ranks
+
+pytest.importorskip("torchtitan", reason="torchtitan is in tests/hosts/requirements_torchtitan.txt")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of torch about its own modules
+    from tests.hosts.titan_runs import (  # before torchtitan's own modules
+        ROWS,
+        STEPS,
+        TOKENS,
+        AdaptiveRecordingTrainer,
+        Run,
+        plain_config,
+        recovering,
+        train,
+    )
+
+    # isort: split
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torchtitan.components.checkpointer import CheckpointManager
+    from torchtitan.config.configs import ParallelismConfig
+    from torchtitan.trainer import Trainer
+
+from torchtune_adaptive import CannotRecoverError, InputError
+from torchtune_adaptive.hosts.torchtitan import _DEGREES_OF_ONE, _LABELS, AdaptiveTrainer, _joined
+from torchtune_adaptive.testing import Fault, out_of_memory
+
+pytestmark = pytest.mark.hosts
+
+SMALL = ROWS // 2
+PLACES = (0.0, 0.7)  # of a fault, as fractions of a micro-step's operations
+PLAIN, CHUNKED = "plain loss", "chunked loss"
+CASES = {1: [(PLAIN, 1), (CHUNKED, 2)], 2: [(PLAIN, 1), (PLAIN, 2), (CHUNKED, 1), (CHUNKED, 2)]}  # by number of ranks
+with_each_case = pytest.mark.parametrize(
+    ("results", "loss", "accumulate"),
+    [(world_size, *case) for world_size, cases in CASES.items() for case in cases],
+    indirect=["results"],
+)
+
+
+class Faults:
+    """A fault on the last rank, once, in a micro-step of an optimizer step."""
+
+    def __init__(self, step: int, number: int, place: int | None) -> None:
+        self.fault = Fault(place, ranks=[dist.get_world_size() - 1])
+        self._where = step, number
+
+    def around(self, trainer: Any, step: int, number: int, run: Callable[[], Any]) -> Any:
+        if (step, number) != self._where:
+            return run()
+        with self.fault:
+            return run()
+
+
+def fail_in_third_chunk(trainer: Any, step: int, number: int, run: Callable[[], Any]) -> Any:
+    """The last rank runs out of memory while the output layer is not resharded between chunks."""
+    loss, calls = trainer.loss_fn.loss_fn, 0
+
+    def fail_once(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if (step, number, calls) == (0, 0, 3) and dist.get_rank() == dist.get_world_size() - 1:
+            out_of_memory()
+        return loss(*args, **kwargs)
+
+    trainer.loss_fn.loss_fn = fail_once
+    try:
+        return run()
+    finally:
+        trainer.loss_fn.loss_fn = loss
+
+
+def compare(world_size: int, *, chunked: bool, accumulate: int) -> dict[str, Any]:
+    """Whether trainings are equal, by name; the same on every rank."""
+    os.environ["WORLD_SIZE"] = str(world_size)
+    logged = _Warnings()
+
+    def run(size: int | None, around: Any = None, **options: Any) -> Run:
+        return train(recovering(plain_config(chunked=chunked, accumulate=accumulate), size), around, **options)
+
+    counting = Faults(0, 0, None)
+    plain, ours = train(plain_config(chunked=chunked, accumulate=accumulate)), run(None, counting.around)
+    small, then_small = run(SMALL), run(ROWS, told=SMALL)
+    found = {"no faults": ours.equals(plain), "tokens": ours.train_state["ntokens_seen"], "small": small.equals(plain)}
+    found["no events"] = not (plain.events or ours.events or small.events)
+    for place in PLACES:
+        faults = Faults(0, 0, int(place * counting.fault.count))
+        found[f"fault at {place} of the first step"] = _recovers(run(ROWS, faults.around), small, step=1)
+    faults = Faults(1, accumulate - 1, counting.fault.count // 2)
+    found["fault in the second step"] = _recovers(run(ROWS, faults.around), then_small, step=2)
+    if chunked:
+        found["fault in a chunk"] = _recovers(run(ROWS, fail_in_third_chunk), small, step=1)
+    found["warnings"] = logged.texts
+    return found
+
+
+def _recovers(run: Run, told: Run, *, step: int) -> bool:
+    """Whether a run has one event, in this step, and equals a told one."""
+    (event,) = run.events
+    assert (event.step, event.before, event.after, event.unit) == (step, ROWS, SMALL, "samples"), event
+    assert event.ranks == (dist.get_world_size() - 1,), event
+    return run.equals(told)
+
+
+class _Warnings(logging.Handler):
+    """The warnings of the engine that reach torchtitan's logger."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        from torchtitan.tools.logging import logger
+
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name.startswith("torchtune_adaptive"):
+            self.texts.append(record.getMessage())
+
+
+def compare_all(rank: int, world_size: int) -> dict[tuple[str, int], dict[str, Any]]:
+    cases = CASES[world_size]
+    return {case: compare(world_size, chunked=case[0] == CHUNKED, accumulate=case[1]) for case in cases}
+
+
+Results = list[dict[tuple[str, int], dict[str, Any]]]  # of each rank
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> Results:
+    """Computed once for a number of ranks, because torchtitan's imports take seconds."""
+    return run_on_ranks(compare_all, request.param, request.param)
+
+
+@with_each_case
+def test_without_faults_training_equals_torchtitans_bit_for_bit(results: Results, loss: str, accumulate: int) -> None:
+    for rank in results:
+        found = rank[loss, accumulate]
+        assert found["no faults"]
+        assert found["no events"]
+        assert not found["small"]  # or faults would show nothing: smaller micro-batches are rounded otherwise
+        assert found["tokens"] == STEPS * accumulate * ROWS * TOKENS
+
+
+@with_each_case
+def test_after_a_fault_training_equals_one_told_the_smaller_size(results: Results, loss: str, accumulate: int) -> None:
+    for rank in results:
+        found = rank[loss, accumulate]
+        equal = {name: is_equal for name, is_equal in found.items() if name.startswith("fault")}
+        assert len(equal) == len(PLACES) + 1 + (loss == CHUNKED)
+        assert all(equal.values()), equal
+
+
+@with_each_case
+def test_torchtitans_logger_has_each_event_on_the_first_rank(results: Results, loss: str, accumulate: int) -> None:
+    first, *others = (rank[loss, accumulate]["warnings"] for rank in results)
+    assert len(first) == len(PLACES) + 1 + (loss == CHUNKED)
+    assert all(text.startswith(f"micro-batch {ROWS} -> {SMALL} samples: in step ") for text in first)
+    assert not any(others)
+
+
+def resume(rank: int, folder: str) -> dict[str, Any]:
+    """Resume trainings after two of three steps, with and without recovery, from checkpoints of both trainers."""
+
+    def run(adaptive: bool, name: str, load_step: int, around: Any = None) -> Run:
+        config = plain_config(chunked=True)
+        config.checkpoint = CheckpointManager.Config(enable=True, folder=name, interval=2, load_step=load_step)
+        config.dump_folder = folder
+        return train(recovering(config) if adaptive else config, around)
+
+    runs = {"plain": run(False, "plain", -1), "adaptive": run(True, "adaptive", -1)}
+    keys = [FileSystemReader(f"{folder}/{name}/step-2").read_metadata().state_dict_metadata.keys() for name in runs]
+    resumed = [run(adaptive, name, 2) for adaptive in (False, True) for name in runs]
+    event = run(True, "plain", 2, Faults(2, 0, 100).around).events[0]
+    return {
+        "same keys": keys[0] == keys[1],
+        "equal": [one.logged == runs["plain"].logged[2:] and one.has_tensors_of(runs["plain"]) for one in resumed],
+        "event": event.step,
+    }
+
+
+def test_checkpoints_are_torchtitans_own(tmp_path: Path) -> None:
+    (found,) = run_on_ranks(resume, 1, str(tmp_path))
+    assert found == {"same keys": True, "equal": [True] * 4, "event": 3}
+
+
+def train_with_another_subclass(rank: int) -> tuple[list[int], int]:
+    plain = plain_config(accumulate=2)
+    config = AdaptiveRecordingTrainer.Config(**{one.name: getattr(plain, one.name) for one in fields(plain)})
+    config.adaptive.micro_batch_size = 3
+    run = train(config)
+    return config.rows, run.train_state["ntokens_seen"]
+
+
+def test_another_subclass_of_trainer_can_be_made_adaptive() -> None:
+    ((rows, tokens),) = run_on_ranks(train_with_another_subclass, 1)
+    rehearsed, trained = rows[: -3 * STEPS], rows[-3 * STEPS :]
+    assert trained == [3, 3, 2] * STEPS
+    assert set(rehearsed) == {1, 2}
+    assert tokens == STEPS * 2 * ROWS * TOKENS
+
+
+@pytest.mark.parametrize("name", _DEGREES_OF_ONE)
+def test_parallelism_other_than_sharding_is_refused(name: str) -> None:
+    config = recovering(plain_config())
+    setattr(config.parallelism, name, 2)
+    with pytest.raises(CannotRecoverError, match=rf"^For .* errors, `--parallelism\.{name}` must be 1, but is 2\.$"):
+        AdaptiveTrainer(config)
+
+
+def test_cuda_graphs_are_refused() -> None:
+    config = recovering(plain_config())
+    config.training.disable_cuda_graphs = False
+    with pytest.raises(CannotRecoverError, match=r"`--training\.disable_cuda_graphs` must be set\.$"):
+        AdaptiveTrainer(config)
+
+
+def test_full_dtensor_is_refused() -> None:
+    config = recovering(plain_config())
+    config.parallelism.spmd_backend = "full_dtensor"
+    with pytest.raises(CannotRecoverError, match=r"`--parallelism\.spmd_backend` must be .*, but is full_dtensor\.$"):
+        AdaptiveTrainer(config)
+
+
+def batch(rows: int = 2, tokens: int = 8, **more: Any) -> dict[str, Any]:
+    return {"input": torch.zeros(rows, tokens), _LABELS: torch.zeros(rows, tokens), **more}
+
+
+def test_batches_of_a_step_are_joined_by_rows() -> None:
+    joined = _joined([batch(2, positions=torch.ones(2, 8, 3)), batch(1, positions=torch.ones(1, 8, 3))])
+    assert {name: tuple(tensor.shape) for name, tensor in joined.items()} == {
+        "input": (3, 8),
+        _LABELS: (3, 8),
+        "positions": (3, 8, 3),
+    }
+
+
+@pytest.mark.parametrize(
+    ("batches", "name"),
+    [
+        ([batch(images=torch.zeros(2, 3, 4, 4))], "images"),  # as many as rows, but they may be of any row
+        ([batch(images=torch.zeros(7, 8))], "images"),
+        ([batch(mask="causal")], "mask"),
+        ([batch(), batch(tokens=4)], "input"),
+        ([batch(), batch(positions=torch.zeros(2, 8))], "positions"),
+        ([batch(positions=torch.zeros(2, 8)), batch()], "positions"),
+    ],
+)
+def test_batches_that_cannot_be_cut_into_rows_are_refused(batches: list[Any], name: str) -> None:
+    with pytest.raises(InputError, match=rf"^`{name}` must be a tensor \[rows, tokens, \.\.\.\] in each batch"):
+        _joined(batches)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("--adaptive.micro_batch_size 2", "Training completed"), ("--adaptive.memory_limit 1MiB", "limit 1.0 MiB")],
+)
+def test_torchtitans_own_program_finds_the_trainer_and_its_flags(flags: str, expected: str, tmp_path: Path) -> None:
+    program = "-m torch.distributed.run --nproc_per_node 2 -m tests.hosts.torchtitan_on_cpus"
+    config = f"--module tests.hosts.titan_runs --config adaptive_config --training.steps 1 --dump_folder {tmp_path}"
+    command = [sys.executable, *program.split(), *config.split(), *flags.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert expected in done.stdout + done.stderr, done.stderr[-4000:]
+
+
+def test_the_parts_of_torchtitan_that_are_used_are_as_in_version_0_3() -> None:
+    parameters = inspect.signature(Trainer.forward_backward_step).parameters.values()
+    assert [one.name for one in parameters] == ["self", "input_dict", "labels", "global_valid_tokens"]
+    assert all(one.kind is one.KEYWORD_ONLY for one in list(parameters)[1:])
+    degrees = {one.name for one in fields(ParallelismConfig) if one.name.endswith("_degree")}
+    assert degrees == {*_DEGREES_OF_ONE, "data_parallel_shard_degree"}
+    backends = get_args(get_type_hints(ParallelismConfig)["spmd_backend"])
+    assert set(backends) == {"partial_dtensor", "full_dtensor", "spmd_types"}
