@@ -14,7 +14,6 @@ from torch import Tensor
 from torchtitan.trainer import Trainer  # pyright: ignore[reportMissingImports]
 
 from torchtune_adaptive import CannotRecoverError, InputError, RecoverableStep
-from torchtune_adaptive.engine.distributed.fsdp_state import reset_after_failure
 
 _LABELS = "labels of the loss"  # among the tensors of a batch; no argument of a model can have this name
 _DEGREES_OF_ONE = (
@@ -82,8 +81,6 @@ class AdaptiveTrainer(Trainer):
         if self.recoverable is None:
             self.recoverable = self._recoverable_step()
         self._global_valid_tokens, tokens_before = global_valid_tokens, self.ntokens_seen
-        # A validation has no backward pass, after which FSDP2 would gather in another order once.
-        reset_after_failure(self.model_parts[0])
         loss = self.recoverable(rows)
         self.ntokens_seen = tokens_before + rows[_LABELS].numel()  # each micro-step counts, even if it runs again
         return loss

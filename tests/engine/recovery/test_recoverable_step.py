@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from benchmarks.support.ranks import run_alone, run_on_ranks
 from tests.support.documents import REPOSITORY, blocks
-from tests.support.faults import same_bits, under
+from tests.support.faults import WIDTH, same_bits, tensors_of, under
 from tests.support.recovery_trials import ROWS, Case, Trials
 from torchtune_adaptive import (
     InputError,
@@ -379,6 +379,41 @@ def test_settings_of_fsdp_that_a_failed_micro_step_has_changed_are_restored() ->
     for struck, wrong in run_on_ranks(_faults_in_a_chunked_loss, 2):
         assert struck > 20
         assert wrong == []
+
+
+def _validations(rank: int) -> list[bool]:
+    """Whether training with validations between steps, and a fault, is as training told the smaller micro-batches."""
+    found = []
+    for reshard_after_forward in (None, True, False):
+        states = []
+        for size, is_validated in ((4, True), (2, False)):
+            torch.manual_seed(0)
+            layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+            model: Any = nn.Sequential(*layers, nn.Linear(WIDTH, 2))
+            for module in (*layers, model):
+                fully_shard(module, reshard_after_forward=reshard_after_forward)
+
+            def micro_step(rows: torch.Tensor, model: Any = model) -> None:
+                model(rows).square().sum().backward()
+
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            step = RecoverableStep(model, micro_step, micro_batch_size=size, on_event=lambda event: None)
+            for number in range(3):
+                if is_validated:
+                    with torch.no_grad():
+                        model(torch.ones(3, WIDTH))
+                    wrap_micro_steps(step, partial(under, {0: Fault(30, ranks=[1])} if number == 2 else {}))
+                step(torch.ones(8, WIDTH).cumsum(0) if number == 2 else torch.ones(2, WIDTH))
+                optimizer.step()
+                optimizer.zero_grad()
+            assert len(step.events) == is_validated
+            states.append(tensors_of(model, optimizer))
+        found.append(same_bits(*states))
+    return found
+
+
+def test_a_validation_between_steps_does_not_prevent_recovery() -> None:
+    assert run_on_ranks(_validations, 2) == [[True] * 3] * 2
 
 
 def _trainers_of_a_larger_program(rank: int) -> dict[str, Any]:

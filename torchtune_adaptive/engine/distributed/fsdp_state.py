@@ -1,6 +1,6 @@
 """Access to FSDP2's private state. No other module touches it, and nothing here communicates.
 
-The tests of recovery pass with torch 2.9.1, 2.10.0, 2.11.0, 2.12.1 and 2.13.0.
+The tests of recovery pass with torch 2.9.1, 2.10.0, 2.11.0, 2.12.1, 2.13.0 and 2.15.0.
 """
 
 from collections.abc import Iterator
@@ -91,6 +91,19 @@ def fsdp_states(model: nn.Module) -> list[Any]:
 def awaits_another_backward(model: nn.Module) -> bool:
     """Whether ``set_is_last_backward(False)`` is in force: FSDP2 then keeps its order of modules for the next pass."""
     return not all(state._state_ctx.is_last_backward for state in fsdp_states(model))
+
+
+def drop_forward_passes(states: list[Any]) -> None:
+    """Drop what FSDP2 keeps of forward passes without a backward pass, as of a validation or a reference model.
+
+    It keeps their order, and parameters for the backward pass. The next micro-step would gather others than usual.
+    """
+    used = [state for state in states if state._is_root is not None]  # None before the first forward pass
+    for state in used:
+        state._comm_ctx.post_forward_order.clear()
+    for group in param_groups(used):
+        group._post_forward_indices.clear()
+        group._to_sharded()
 
 
 class KeptSettings:

@@ -16,7 +16,12 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states, reset_after_failure
+from torchtune_adaptive.engine.distributed.fsdp_state import (
+    KeptSettings,
+    drop_forward_passes,
+    fsdp_states,
+    reset_after_failure,
+)
 from torchtune_adaptive.engine.distributed.ledger import CollectiveInDoubtError, Ledger
 from torchtune_adaptive.engine.distributed.snapshot import KeptTensors, RandomStates
 from torchtune_adaptive.engine.memory.out_of_memory import (
@@ -144,6 +149,7 @@ class Recovery:
     def _run_all(self, micro_steps: Sequence[Callable[[], Result]], attempt: Attempt[Result]) -> None:
         """Run ``micro_steps``. After an error, only issue the collectives of the rest."""
         for number, micro_step in enumerate(micro_steps, start=1):
+            drop_forward_passes(self._states)
             self._ledger.begin(is_last=number == len(micro_steps))
             if attempt.error is None:
                 self._run(micro_step, attempt)

@@ -15,6 +15,7 @@ from torchtune_adaptive.engine.distributed.fsdp_ledger import FsdpLedger
 from torchtune_adaptive.engine.distributed.fsdp_state import (
     KeptSettings,
     awaits_another_backward,
+    drop_forward_passes,
     fsdp_states,
     reset_after_failure,
 )
@@ -124,13 +125,15 @@ def _run(
         nonlocal awaits_another
         for is_last in (False, True) if ledger.reduces_once else (True,):
             for micro_step in micro_steps:
+                drop_forward_passes(states)
                 ledger.begin(is_last=is_last)
                 with CountCollectives() as counter, ledger.running():
                     micro_step()
                 recorded.append((is_last, counter.issued, ledger.issued))
                 awaits_another |= awaits_another_backward(model)
 
-    settings, buffers = KeptSettings(fsdp_states(model)), KeptTensors(model.buffers())
+    states = fsdp_states(model)
+    settings, buffers = KeptSettings(states), KeptTensors(model.buffers())
     with keep_random_states():
         outcome = run_with_votes(run_and_record, consensus)
     release()
