@@ -14,32 +14,29 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded, reason_of
 from torchtune_adaptive.stock.installed import require_torchtune
 
-require_torchtune()
-
-from omegaconf import DictConfig
-
-from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded, reason_of
-from torchtune_adaptive.settings import named_by_path
-from torchtune_adaptive.stock.checks import check_run
-from torchtune_adaptive.stock.configs import resolve_config_argument
-from torchtune_adaptive.training.signals import end_as_asked
-
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from torchtune_adaptive.stock.recipe import AdaptiveRecipe
 
 
 def check_first() -> None:
-    """End the program with one sentence if a value is invalid. A recipe calls this before it imports torch.
+    """End the program with one sentence if a package is missing or a value is invalid, before torch is imported.
 
-    It also filters messages that torch's libraries print when they are imported. On several nodes it checks nothing:
-    a node that refuses a value has to notify the others, as ``launch`` does.
+    A recipe calls this before its other imports. It also filters messages that torch's libraries print when they are
+    imported. On several nodes it checks no values: a node that refuses one has to notify the others, as ``launch``
+    does.
     """
     filter_messages()
-    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
-        return
     try:
+        require_torchtune()
+        from torchtune_adaptive.stock.checks import check_run
+
+        if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
+            return
         check_run(sys.argv[1:], ranks=int(os.environ.get("WORLD_SIZE", 1)))
     except InputError as error:
         _say_once(str(error))
@@ -65,9 +62,11 @@ def launch(recipe_class: "type[AdaptiveRecipe]") -> NoReturn:
     """
     from torchtune import config
 
+    from torchtune_adaptive.stock.configs import resolve_config_argument
     from torchtune_adaptive.training.nodes import watch_nodes  # needs torch
+    from torchtune_adaptive.training.signals import end_as_asked
 
-    def recipe_main(cfg: DictConfig) -> None:
+    def recipe_main(cfg: "DictConfig") -> None:
         run_recipe(recipe_class, cfg)
 
     recipe_main.__doc__ = sys.modules["__main__"].__doc__  # shown by --help
@@ -103,14 +102,20 @@ def launch(recipe_class: "type[AdaptiveRecipe]") -> NoReturn:
     _leave(0)
 
 
-@named_by_path()
-def run_recipe(recipe_class: "type[AdaptiveRecipe]", cfg: DictConfig) -> None:
+def run_recipe(recipe_class: "type[AdaptiveRecipe]", cfg: "DictConfig") -> None:
     """Set up, train and clean up. A collective of all ranks of the launch.
 
     Raises:
         InputError: a value is invalid.
         RunEnded: training is already complete, a signal has ended the run, or the config asks only for the search.
     """
+    from torchtune_adaptive.settings import named_by_path
+
+    with named_by_path():
+        _set_up_and_train(recipe_class, cfg)
+
+
+def _set_up_and_train(recipe_class: "type[AdaptiveRecipe]", cfg: "DictConfig") -> None:
     from torchtune import config, training
 
     from torchtune_adaptive.stock.checks import check_device

@@ -1,26 +1,29 @@
 """torchtune's recipes and configs and ours: names and files. torchtune, whose import takes seconds, is not imported."""
 
 import importlib.util
-import os
 import re
-import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torchtune_adaptive.errors import InputError
+
 _PREFIX = "adaptive_"
 
 
 def require_torchtune() -> None:
-    """End the program with status 1, and one sentence per machine, if what the extra `torchtune` brings is missing."""
+    """Check that what recipes and the program need beside torch is installed.
+
+    Raises:
+        InputError: it is not.
+    """
     missing = [name for name in ("torchtune", "torchao", "omegaconf") if importlib.util.find_spec(name) is None]
     if missing:
-        sentence = (
-            "torchtune_adaptive: the recipes and `tune-adaptive` need packages that are not installed"
-            f" ({', '.join(missing)}): `pip install 'torchtune-adaptive[torchtune]'` installs them."
+        raise InputError(
+            f"The recipes and `tune-adaptive` need packages that are not installed ({', '.join(missing)}):"
+            " `pip install 'torchtune-adaptive[torchtune]'` installs them."
         )
-        sys.exit(sentence if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
 
 
 def module_from_file(name: str, path: Path) -> ModuleType:
