@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torchtitan.trainer import Trainer  # pyright: ignore[reportMissingImports]
 
-from torchtune_adaptive import CannotRecoverError, InputError, RecoverableStep
+from torchtune_adaptive.engine.recovery.step import RecoverableStep
+from torchtune_adaptive.errors import CannotRecoverError, InputError
 
 _LABELS = "labels of the loss"  # among the tensors of a batch; no argument of a model can have this name
 _DEGREES_OF_ONE = (
