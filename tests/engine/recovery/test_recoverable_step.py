@@ -27,6 +27,7 @@ from torchtune_adaptive import (
     find_max_batch_size,
 )
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.fsdp_state import fsdp_states
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
 from torchtune_adaptive.engine.recovery.micro_batches import Slices
 from torchtune_adaptive.testing import Fault, out_of_memory, wrap_micro_steps
@@ -381,27 +382,50 @@ def test_settings_of_fsdp_that_a_failed_micro_step_has_changed_are_restored() ->
         assert wrong == []
 
 
+def _layers(reshard_after_forward: bool | None) -> nn.Module:
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, 2))
+    for module in (*layers, model):
+        fully_shard(module, reshard_after_forward=reshard_after_forward)
+    return model
+
+
+class _Loss(nn.Module):
+    """Calls ``head`` alone, which is in a group with ``norm``. A validation skips ``extra``, gathered ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk: Any = nn.Linear(WIDTH, WIDTH)
+        self.extra, self.norm, self.head = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2)
+        for modules in (self.trunk, self.extra, [self.norm, self.head], self):
+            fully_shard(modules)
+        self.trunk.set_modules_to_forward_prefetch([self.extra])
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden = self.trunk(rows)
+        return self.norm(self.extra(hidden) if torch.is_grad_enabled() else hidden)
+
+
 def _validations(rank: int) -> list[bool]:
     """Whether training with validations between steps, and a fault, is as training told the smaller micro-batches."""
     found = []
-    for reshard_after_forward in (None, True, False):
+    for build in (*(partial(_layers, reshard) for reshard in (None, True, False)), _Loss):
         states = []
         for size, is_validated in ((4, True), (2, False)):
             torch.manual_seed(0)
-            layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
-            model: Any = nn.Sequential(*layers, nn.Linear(WIDTH, 2))
-            for module in (*layers, model):
-                fully_shard(module, reshard_after_forward=reshard_after_forward)
+            model = build()
+            head = getattr(model, "head", nn.Identity())
 
-            def micro_step(rows: torch.Tensor, model: Any = model) -> None:
-                model(rows).square().sum().backward()
+            def micro_step(rows: torch.Tensor, model: nn.Module = model, head: nn.Module = head) -> None:
+                assert not any(state._modules_to_run_forward for state in fsdp_states(model))
+                head(model(rows)).square().sum().backward()
 
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
             step = RecoverableStep(model, micro_step, micro_batch_size=size, on_event=lambda event: None)
             for number in range(3):
                 if is_validated:
                     with torch.no_grad():
-                        model(torch.ones(3, WIDTH))
+                        head(model(torch.ones(3, WIDTH)))
                     wrap_micro_steps(step, partial(under, {0: Fault(30, ranks=[1])} if number == 2 else {}))
                 step(torch.ones(8, WIDTH).cumsum(0) if number == 2 else torch.ones(2, WIDTH))
                 optimizer.step()
@@ -413,7 +437,7 @@ def _validations(rank: int) -> list[bool]:
 
 
 def test_a_validation_between_steps_does_not_prevent_recovery() -> None:
-    assert run_on_ranks(_validations, 2) == [[True] * 3] * 2
+    assert run_on_ranks(_validations, 2) == [[True] * 4] * 2
 
 
 def _trainers_of_a_larger_program(rank: int) -> dict[str, Any]:

@@ -96,12 +96,20 @@ def awaits_another_backward(model: nn.Module) -> bool:
 def drop_forward_passes(states: list[Any]) -> None:
     """Drop what FSDP2 keeps of forward passes without a backward pass, as of a validation or a reference model.
 
-    It keeps their order, and parameters for the backward pass. The next micro-step would gather others than usual.
+    It keeps their order, parameters for the backward pass, parameters gathered ahead that no module used, and modules
+    whose group did not run as a whole. The next micro-step would gather others than usual. Gradients stay.
     """
     used = [state for state in states if state._is_root is not None]  # None before the first forward pass
     for state in used:
-        state._comm_ctx.post_forward_order.clear()
+        _reset_forward(state)
     for group in param_groups(used):
+        if (pending := group._all_gather_result) is not None:
+            if pending.all_gather_event is not None:
+                group.device_handle.current_stream().wait_event(pending.all_gather_event)
+            if pending.all_gather_work is not None:
+                pending.all_gather_work.wait()
+            group._all_gather_result = None
+        group._training_state = TrainingState.IDLE
         group._post_forward_indices.clear()
         group._to_sharded()
 
@@ -159,16 +167,20 @@ def reset_after_failure(model: nn.Module) -> None:
 
 def _reset_state(state: Any) -> None:
     """Reset each field that ``reset_iter_state`` resets, for torch versions without it. Delete with torch < 2.13."""
-    state._training_state = TrainingState.IDLE
-    state._state_ctx.iter_forward_root = None
+    _reset_forward(state)
     state._state_ctx.post_backward_final_callback_queued = False
-    state._comm_ctx.all_gather_state = None
-    state._comm_ctx.post_forward_order.clear()
-    state._modules_to_run_forward.clear()
     if hasattr(state._comm_ctx, "reduce_scatter_state"):  # up to torch 2.11; replaced by the two containers below
         state._comm_ctx.reduce_scatter_state = None
     for name in ("reduce_scatter_states", "_last_post_reduce_events"):
         getattr(state._comm_ctx, name, []).clear()
+
+
+def _reset_forward(state: Any) -> None:
+    state._training_state = TrainingState.IDLE
+    state._state_ctx.iter_forward_root = None
+    state._comm_ctx.all_gather_state = None
+    state._comm_ctx.post_forward_order.clear()
+    state._modules_to_run_forward.clear()
 
 
 def _reset_group(group: Any) -> None:
