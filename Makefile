@@ -33,7 +33,7 @@ reference: $(STAMP)
 pictures: $(STAMP)
 	$(IN_VENV) scripts/pictures
 
-bench: $(STAMP) $(PEERS_STAMP) $(HUGGING_FACE_STAMP)
+bench: $(STAMP) $(PEERS_STAMP) $(HUGGING_FACE_STAMP) $(HOSTS_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.search_accuracy
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.loop
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.forecast_accuracy
@@ -43,6 +43,7 @@ bench: $(STAMP) $(PEERS_STAMP) $(HUGGING_FACE_STAMP)
 	.venv/bin/python -m benchmarks.plan_cost
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_memory
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.recovery_cost
+	OMP_NUM_THREADS=1 .venv-hosts/bin/python -m benchmarks.auto_find_batch_size
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_growth
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_growth --soak
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.tokens --cost

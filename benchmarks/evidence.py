@@ -24,6 +24,7 @@ QUESTIONS = {
     "host_memory_cpu": "Is the predicted host memory right?",
     "recovery_cpu": "Does training continue correctly after out-of-memory errors?",
     "recovery_cost_cpu": "What does `RecoverableStep` cost in a plain loop?",
+    "auto_find_batch_size_cpu": "What does an error in the middle of training cost with `transformers.Trainer`?",
     "loop_cpu": "How fast are the recipes compared with torchtune's?",
     "host_growth_cpu": "Does host memory grow with the steps of a sharded model?",
     "crashes_cpu": "Does a killed run continue with the same results?",
