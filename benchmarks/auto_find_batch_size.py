@@ -35,7 +35,7 @@ from torchtune_adaptive.text import count_text, parse_memory
 
 RESULT = Path(__file__).parent / "results" / "auto_find_batch_size_cpu.md"
 BATCH, STEPS, LONG_STEPS = 8, 60, (25, 26, 45)  # the steps that have a long sample, counted from 1
-SHOWN = (1, 10, 24, 25, 26, 40, STEPS)  # the steps whose loss the table has
+SHOWN = (1, 10, 20, 30, 40, 50)  # the steps whose loss the table has
 LIMIT = "6MiB"
 WAIT_S = 60  # that a rank waits for another
 UNDISTURBED, THEIRS = "undisturbed, no limit", "`auto_find_batch_size`"
@@ -83,15 +83,15 @@ class Watched(_Host):
 
     run: Run
 
-    def _get_train_sampler(self, *args: Any) -> Any:
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.run.batches.append([])
         return super()._inner_training_loop(*args, **kwargs)
 
-    def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
-        loss = super().training_step(model, inputs, *args)
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = super().training_step(model, inputs, num_items_in_batch)
         self.run.batches[-1].append(len(inputs["input_ids"]))
         return loss
 

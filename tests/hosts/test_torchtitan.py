@@ -92,7 +92,9 @@ def fail_in_third_chunk(trainer: Any, step: int, number: int, run: Callable[[], 
 def compare(world_size: int, *, chunked: bool, accumulate: int) -> dict[str, Any]:
     """Whether trainings are equal, by name; the same on every rank."""
     os.environ["WORLD_SIZE"] = str(world_size)
-    logged = _Warnings()
+    from torchtitan.tools.logging import logger
+
+    logger.addHandler(logged := _Warnings())
 
     def run(size: int | None, around: Any = None, **options: Any) -> Run:
         return train(recovering(plain_config(chunked=chunked, accumulate=accumulate), size), around, **options)
@@ -109,6 +111,7 @@ def compare(world_size: int, *, chunked: bool, accumulate: int) -> dict[str, Any
     found["fault in the second step"] = _recovers(run(ROWS, faults.around), then_small, step=2)
     if chunked:
         found["fault in a chunk"] = _recovers(run(ROWS, fail_in_third_chunk), small, step=1)
+    logger.removeHandler(logged)
     found["warnings"] = logged.texts
     return found
 
@@ -127,9 +130,6 @@ class _Warnings(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
-        from torchtitan.tools.logging import logger
-
-        logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name.startswith("torchtune_adaptive"):
