@@ -121,12 +121,12 @@ simulated-gpu: $(STAMP) $(SIMULATED_STAMP)
 	.venv/bin/python -m benchmarks.evidence
 
 # torch as it is for CUDA, with stand-ins for CUDA itself: see tests/simulated_gpu/README.md.
-$(SIMULATED_STAMP): pyproject.toml benchmarks/peers.txt $(wildcard tests/simulated_gpu/*.*)
+$(SIMULATED_STAMP): pyproject.toml benchmarks/peers.txt tests/hosts/requirements.txt $(wildcard tests/simulated_gpu/*.*)
 	rm -f .venv-simulated-gpu/stamp-*
 	$(PYTHON) -m venv .venv-simulated-gpu
 	.venv-simulated-gpu/bin/python -m pip install --no-deps 'torch===$(SIMULATED_TORCH)'
 	.venv-simulated-gpu/bin/python -m pip install --no-deps --upgrade --target .venv-simulated-gpu/headers \
 		nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
 	.venv-simulated-gpu/bin/python -m tests.simulated_gpu.install .venv-simulated-gpu/headers/nvidia/cu13/include
-	.venv-simulated-gpu/bin/python -m pip install -e '.[dev]' -r benchmarks/peers.txt
+	.venv-simulated-gpu/bin/python -m pip install -e '.[dev]' -r benchmarks/peers.txt -r tests/hosts/requirements.txt
 	touch $@

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from benchmarks.support.ranks import run_on_ranks
 from examples import fsdp2_loop, titan_style
 from tests.support.faults import same_bits
-from torchtune_adaptive import InputError, MemoryEvent, RecoverableStep
+from torchtune_adaptive import MemoryEvent, RecoverableStep
 from torchtune_adaptive.engine.memory.operations import plain_parts
 from torchtune_adaptive.engine.recovery.micro_batches import Slices
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
@@ -90,6 +90,8 @@ def _by_titan(around: Any) -> Outcome:
 
 def _trainer(kind: str, model_path: Path, *, batch_size: int = 8, accumulation: int = 1, **options: Any) -> Any:
     """A Trainer or an AdaptiveTrainer, with a learning rate at which a wrong gradient shows."""
+    import transformers
+
     from examples import transformers_trainer as program
 
     arguments: dict[str, Any] = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
@@ -99,21 +101,22 @@ def _trainer(kind: str, model_path: Path, *, batch_size: int = 8, accumulation: 
     )
     data = [{"input_ids": [(7 * row + column) % 64 for column in range(2 + row % 15)]} for row in range(64)]
     model = program.load_model(model_path, args.world_size)
-    return getattr(program, kind)(model, args, train_dataset=data, data_collator=program.collate, **options)
+    trainer: Any = getattr(program, kind, transformers.Trainer)
+    return trainer(model, args, train_dataset=data, data_collator=program.collate, **options)
 
 
 def _by_trainer(model_path: Path, around: Any) -> Outcome:
-    trainer = _trainer("AdaptiveTrainer", model_path, micro_batch_size=around.slices)
-    make_step = trainer.make_step
+    trainer = _trainer("AdaptiveTrainer", model_path, micro_batch_size=4)
+    make_step, around.slices = trainer._make_step, trainer._batches
 
     def make_wrapped_step(*args: Any) -> Any:
         step = make_step(*args)
         wrap_micro_steps(step, around)
         return step
 
-    with mock.patch.object(trainer, "make_step", make_wrapped_step):
+    with mock.patch.object(trainer, "_make_step", make_wrapped_step):
         trainer.train()
-    return _outcome(trainer.model, trainer.step.events)
+    return _outcome(trainer.model, trainer.memory_events)
 
 
 def _beside_stock(model_path: Path, **options: Any) -> dict[str, Any]:
@@ -129,7 +132,7 @@ def _beside_stock(model_path: Path, **options: Any) -> dict[str, Any]:
         "moved": [(one - other).abs().max().item() for one, other in zip(of_stock, start, strict=True)],
         "apart": [(one - other).abs().max().item() for one, other in zip(of_stock, of_ours, strict=True)],
         "logged": [figures[:STEPS] for figures in logged],
-        "micro-batch": ours.step.micro_batch_size,
+        "micro-batch": ours.micro_batch_size,
     }
 
 
@@ -199,14 +202,6 @@ def _searched_by_loop() -> dict[str, Any]:
     return {"size": size, "unchanged": same_bits(before, _outcome(model, ())[0])}
 
 
-def _refused(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except InputError as error:
-        return str(error)
-    return ""
-
-
 def _on_two_ranks(rank: int, directory: Path) -> dict[str, Any]:
     results: dict[str, Any] = {"fsdp2_loop": _compared(partial(_by_loop, fsdp2_loop))}
     results["titan_style"] = _compared(_by_titan)
@@ -228,7 +223,7 @@ def _on_two_ranks(rank: int, directory: Path) -> dict[str, Any]:
         results["transformers_trainer"] = _compared(partial(_by_trainer, directory / "dropout"))
         results["beside stock"] = _beside_stock(directory / "exact", micro_batch_size=4)
         with mock.patch("examples.transformers_trainer.DistributedConfig", return_value=None):  # so not sharded
-            results["refused"] = _refused(_trainer("AdaptiveTrainer", directory / "exact", micro_batch_size=4).train)
+            results["transformers_trainer in DDP"] = _compared(partial(_by_trainer, directory / "dropout"))
     dist.destroy_process_group()
     return results | (_alone(directory) if rank == 0 else {})
 
@@ -239,7 +234,6 @@ def _alone(directory: Path) -> dict[str, Any]:
 
     results: dict[str, Any] = {"transformers_trainer alone": _compared(partial(_by_trainer, directory / "dropout"))}
     results["beside stock alone"] = _beside_stock(directory / "exact", memory_limit="400KiB")
-    results["refused alone"] = _refused(lambda: _trainer("AdaptiveTrainer", directory / "exact", accumulation=2))
     model = transformers_search.make_model()
     results["found"] = transformers_search.find(model, torch.optim.AdamW(model.parameters()), "20MiB")
     printed = io.StringIO()
@@ -257,7 +251,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_on_ranks(_on_two_ranks, 2, tmp_path_factory.mktemp("examples"))
 
 
-@pytest.mark.parametrize("program", ["fsdp2_loop", "titan_style", "transformers_loop", "transformers_trainer"])
+@pytest.mark.parametrize(
+    "program", ["fsdp2_loop", "titan_style", "transformers_loop", "transformers_trainer", "transformers_trainer in DDP"]
+)
 def test_after_an_error_on_one_rank_two_ranks_train_as_with_smaller_micro_batches(
     results: list[dict[str, Any]], program: str
 ) -> None:
@@ -290,11 +286,6 @@ def test_adaptive_trainer_trains_as_trainer_does(results: list[dict[str, Any]]) 
     assert results[0]["beside stock alone"]["micro-batch"] == 5  # found under a limit of memory
 
 
-def test_adaptive_trainer_refuses_what_it_cannot_recover(results: list[dict[str, Any]]) -> None:
-    assert "must not be wrapped, as by DDP" in results[0]["refused"]
-    assert "`gradient_accumulation_steps` must be 1" in results[0]["refused alone"]
-
-
 def test_a_search_finds_the_same_on_every_rank_and_changes_nothing(results: list[dict[str, Any]]) -> None:
     assert [rank["search"] for rank in results] == [{"size": 4, "unchanged": True}] * 2
 
@@ -313,6 +304,7 @@ def test_every_program_runs_as_a_script(results: list[dict[str, Any]]) -> None:
     assert printed.count("tensor(") == 5
     assert printed.count("grad_norm") == 5
     assert "batch size 48" in printed
+    assert "8 samples per step, at most 6 at once" in printed
 
 
 def test_the_readme_names_every_program() -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.support.ranks import run_on_ranks
+from tests.support.documents import blocks
 
 pytest.importorskip("torchtitan", reason="torchtitan is in tests/hosts/requirements_torchtitan.txt")
 
@@ -41,7 +42,7 @@ with warnings.catch_warnings():
     from torchtitan.trainer import Trainer
 
 from torchtune_adaptive import CannotRecoverError, InputError
-from torchtune_adaptive.hosts.torchtitan import _DEGREES_OF_ONE, _LABELS, AdaptiveTrainer, _joined
+from torchtune_adaptive.hosts.torchtitan import _DEGREES_OF_ONE, _LABELS, AdaptiveConfig, AdaptiveTrainer, _joined
 from torchtune_adaptive.testing import Fault, out_of_memory
 
 pytestmark = pytest.mark.hosts
@@ -279,6 +280,17 @@ def test_torchtitans_own_program_finds_the_trainer_and_its_flags(flags: str, exp
     command = [sys.executable, *program.split(), *config.split(), *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert expected in done.stdout + done.stderr, done.stderr[-4000:]
+
+
+def test_the_code_of_the_document_runs() -> None:
+    names: dict[str, Any] = {"dataclass": dataclass, "field": field, "TheirTrainer": Trainer}
+    names |= {"AdaptiveConfig": AdaptiveConfig, "__name__": __name__}
+    document = Path(__file__).parents[2] / "docs" / "hosts.md"
+    for block in blocks(document, "py"):
+        if "hosts.transformers" not in block.text:
+            exec(compile(block.text, str(document), "exec"), names)
+    assert names["llama3_8b"]().adaptive.micro_batch_size == 4
+    assert issubclass(names["MyTrainer"], AdaptiveTrainer)
 
 
 def test_the_parts_of_torchtitan_that_are_used_are_as_in_version_0_3() -> None:
