@@ -210,7 +210,7 @@ def main() -> None:
         lines += ["", f"## {title}", "", *counts, "", *losses]
     command = ".venv-hosts/bin/python -m benchmarks.auto_find_batch_size"
     run = provenance(command, seconds=time.monotonic() - started, load=load, packages=PACKAGES)
-    publish([*HEAD, *lines, "", run], RESULT)
+    publish([*HEAD[:2], run, "", *HEAD[2:], *lines], RESULT)
 
 
 if __name__ == "__main__":
