@@ -84,7 +84,7 @@ def is_divided_by_items(trainer: Any, num_items: Any, *, means_over_samples: boo
     Raises:
         InputError: the losses of micro-batches do not add up to that of the whole batch.
     """
-    is_divided = getattr(trainer, "loss_is_scaled_for_ga", None)  # since transformers 5.20
+    is_divided = getattr(trainer, "loss_is_scaled_for_ga", None)  # not in transformers 5.16
     if is_divided is None:
         is_counted = trainer.model_accepts_loss_kwargs and num_items is not None
         is_divided = is_counted or trainer.compute_loss_func is not None
