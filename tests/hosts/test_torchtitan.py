@@ -50,9 +50,15 @@ pytestmark = pytest.mark.hosts
 SMALL = ROWS // 2
 PLACES = (0.0, 0.7)  # of a fault, as fractions of a micro-step's operations
 PLAIN, CHUNKED = "plain loss", "chunked loss"
-CASES = {1: [(PLAIN, 1), (CHUNKED, 2)], 2: [(PLAIN, 1), (PLAIN, 2), (CHUNKED, 1), (CHUNKED, 2)]}  # by number of ranks
+CASES = {  # by number of ranks: the loss, batches per step, replicas
+    1: [(PLAIN, 1, 1), (CHUNKED, 4, 1)],
+    2: [(PLAIN, 1, 1), (PLAIN, 4, 1), (CHUNKED, 1, 1), (CHUNKED, 4, 1), (PLAIN, 1, 2), (CHUNKED, 4, 2)],
+    4: [(PLAIN, 2, 2)],
+}
+Case = tuple[str, int, int]
+Results = list[dict[Case, dict[str, Any]]]  # of each rank
 with_each_case = pytest.mark.parametrize(
-    ("results", "loss", "accumulate"),
+    ("results", "loss", "accumulate", "replicas"),
     [(world_size, *case) for world_size, cases in CASES.items() for case in cases],
     indirect=["results"],
 )
@@ -90,27 +96,27 @@ def fail_in_third_chunk(trainer: Any, step: int, number: int, run: Callable[[], 
         trainer.loss_fn.loss_fn = loss
 
 
-def compare(world_size: int, *, chunked: bool, accumulate: int) -> dict[str, Any]:
+def compare(world_size: int, **options: Any) -> dict[str, Any]:
     """Whether trainings are equal, by name; the same on every rank."""
     os.environ["WORLD_SIZE"] = str(world_size)
     from torchtitan.tools.logging import logger
 
     logger.addHandler(logged := _Warnings())
 
-    def run(size: int | None, around: Any = None, **options: Any) -> Run:
-        return train(recovering(plain_config(chunked=chunked, accumulate=accumulate), size), around, **options)
+    def run(size: int | None, around: Any = None, told: int | None = None) -> Run:
+        return train(recovering(plain_config(**options), size), around, told=told)
 
     counting = Faults(0, 0, None)
-    plain, ours = train(plain_config(chunked=chunked, accumulate=accumulate)), run(None, counting.around)
+    plain, ours = train(plain_config(**options)), run(None, counting.around)
     small, then_small = run(SMALL), run(ROWS, told=SMALL)
     found = {"no faults": ours.equals(plain), "tokens": ours.train_state["ntokens_seen"], "small": small.equals(plain)}
     found["no events"] = not (plain.events or ours.events or small.events)
     for place in PLACES:
         faults = Faults(0, 0, int(place * counting.fault.count))
         found[f"fault at {place} of the first step"] = _recovers(run(ROWS, faults.around), small, step=1)
-    faults = Faults(1, accumulate - 1, counting.fault.count // 2)
+    faults = Faults(1, options["accumulate"] - 1, counting.fault.count // 2)
     found["fault in the second step"] = _recovers(run(ROWS, faults.around), then_small, step=2)
-    if chunked:
+    if options["chunked"]:
         found["fault in a chunk"] = _recovers(run(ROWS, fail_in_third_chunk), small, step=1)
     logger.removeHandler(logged)
     found["warnings"] = logged.texts
@@ -137,24 +143,27 @@ class _Warnings(logging.Handler):
             self.texts.append(record.getMessage())
 
 
-def compare_all(rank: int, world_size: int) -> dict[tuple[str, int], dict[str, Any]]:
-    cases = CASES[world_size]
-    return {case: compare(world_size, chunked=case[0] == CHUNKED, accumulate=case[1]) for case in cases}
-
-
-Results = list[dict[tuple[str, int], dict[str, Any]]]  # of each rank
+def compare_all(rank: int, world_size: int) -> dict[Case, dict[str, Any]]:
+    return {
+        (loss, accumulate, replicas): compare(
+            world_size, chunked=loss == CHUNKED, accumulate=accumulate, replicas=replicas
+        )
+        for loss, accumulate, replicas in CASES[world_size]
+    }
 
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> Results:
     """Computed once for a number of ranks, because torchtitan's imports take seconds."""
-    return run_on_ranks(compare_all, request.param, request.param)
+    return run_on_ranks(compare_all, request.param, request.param, timeout_s=3600)
 
 
 @with_each_case
-def test_without_faults_training_equals_torchtitans_bit_for_bit(results: Results, loss: str, accumulate: int) -> None:
+def test_without_faults_training_equals_torchtitans_bit_for_bit(
+    results: Results, loss: str, accumulate: int, replicas: int
+) -> None:
     for rank in results:
-        found = rank[loss, accumulate]
+        found = rank[loss, accumulate, replicas]
         assert found["no faults"]
         assert found["no events"]
         assert not found["small"]  # or faults would show nothing: smaller micro-batches are rounded otherwise
@@ -162,17 +171,21 @@ def test_without_faults_training_equals_torchtitans_bit_for_bit(results: Results
 
 
 @with_each_case
-def test_after_a_fault_training_equals_one_told_the_smaller_size(results: Results, loss: str, accumulate: int) -> None:
+def test_after_a_fault_training_equals_one_told_the_smaller_size(
+    results: Results, loss: str, accumulate: int, replicas: int
+) -> None:
     for rank in results:
-        found = rank[loss, accumulate]
+        found = rank[loss, accumulate, replicas]
         equal = {name: is_equal for name, is_equal in found.items() if name.startswith("fault")}
         assert len(equal) == len(PLACES) + 1 + (loss == CHUNKED)
         assert all(equal.values()), equal
 
 
 @with_each_case
-def test_torchtitans_logger_has_each_event_on_the_first_rank(results: Results, loss: str, accumulate: int) -> None:
-    first, *others = (rank[loss, accumulate]["warnings"] for rank in results)
+def test_torchtitans_logger_has_each_event_on_the_first_rank(
+    results: Results, loss: str, accumulate: int, replicas: int
+) -> None:
+    first, *others = (rank[loss, accumulate, replicas]["warnings"] for rank in results)
     assert len(first) == len(PLACES) + 1 + (loss == CHUNKED)
     assert all(text.startswith(f"micro-batch {ROWS} -> {SMALL} samples: in step ") for text in first)
     assert not any(others)
@@ -298,6 +311,6 @@ def test_the_parts_of_torchtitan_that_are_used_are_as_in_version_0_3() -> None:
     assert [one.name for one in parameters] == ["self", "input_dict", "labels", "global_valid_tokens"]
     assert all(one.kind is one.KEYWORD_ONLY for one in list(parameters)[1:])
     degrees = {one.name for one in fields(ParallelismConfig) if one.name.endswith("_degree")}
-    assert degrees == {*_DEGREES_OF_ONE, "data_parallel_shard_degree"}
+    assert degrees == {*_DEGREES_OF_ONE, "data_parallel_shard_degree", "data_parallel_replicate_degree"}
     backends = get_args(get_type_hints(ParallelismConfig)["spmd_backend"])
     assert set(backends) == {"partial_dtensor", "full_dtensor", "spmd_types"}

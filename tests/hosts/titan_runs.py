@@ -82,8 +82,8 @@ class NoTokenizer(BaseTokenizer):
         return VOCABULARY
 
 
-def plain_config(*, chunked: bool = False, accumulate: int = 1) -> Trainer.Config:
-    """The config of torchtitan's own trainer."""
+def plain_config(*, chunked: bool = False, accumulate: int = 1, replicas: int = 1) -> Trainer.Config:
+    """The config of torchtitan's own trainer. All ranks of a replica shard it."""
     spec = model_registry("debugmodel")
     spec.model.layers = spec.model.layers[:2]
     for layer in spec.model.layers:
@@ -103,8 +103,9 @@ def plain_config(*, chunked: bool = False, accumulate: int = 1) -> Trainer.Confi
             disable_cuda_graphs=True,
         ),
         parallelism=ParallelismConfig(
-            spmd_backend="partial_dtensor"
-        ),  # the default needs a newer torch on several ranks
+            data_parallel_replicate_degree=replicas,
+            spmd_backend="partial_dtensor",  # the default needs a newer torch on several ranks
+        ),
         dataloader=Documents.Config(),
         tokenizer=NoTokenizer.Config(),
         validator=Validator.Config(enable=True, freq=2, steps=1, dataloader=Documents.Config()),

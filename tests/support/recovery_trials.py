@@ -61,7 +61,8 @@ class Case:
     accumulation: int = 1
     lora: bool = False
     bf16: bool = False
-    hsdp: bool = False
+    hsdp: bool = False  # of two replicas; on two ranks nothing is sharded
+    sums: bool = False  # gradients between ranks, instead of averages
     layers: int = 2
     ddp: bool = False
     reduce: Literal["each", "last"] = "each"
@@ -150,6 +151,11 @@ class Trials:
             reshard_after_forward=self.case.reshard_after_forward,  # pyright: ignore[reportArgumentType]
             dp_mesh=self._mesh(),
         )
+        if self.case.sums:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)
+                    module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide in a sum
         return model
 
     def _mesh(self) -> DeviceMesh:

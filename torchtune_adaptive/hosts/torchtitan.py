@@ -18,7 +18,6 @@ from torchtune_adaptive.errors import CannotRecoverError, InputError
 
 _LABELS = "labels of the loss"  # among the tensors of a batch; no argument of a model can have this name
 _DEGREES_OF_ONE = (
-    "data_parallel_replicate_degree",  # torchtitan sums the gradients of replicas, which is not FSDP2's default
     "tensor_parallel_degree",
     "context_parallel_degree",
     "expert_parallel_degree",
@@ -45,7 +44,7 @@ class AdaptiveTrainer(Trainer):
     Attributes:
         recoverable: the step that recovers, with its events. None before the first optimizer step.
     Raises:
-        CannotRecoverError: the config has CUDA graphs, or a parallelism other than FSDP2's sharding.
+        CannotRecoverError: the config has CUDA graphs, or a parallelism other than replicas and FSDP2's sharding.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -5,11 +5,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from torchtune_adaptive.engine.memory import out_of_memory
 from torchtune_adaptive.engine.memory.out_of_memory import (
@@ -89,6 +91,16 @@ def test_out_of_memory_in_the_collective_library_is_another_kind(text: str) -> N
     for error in (dist.DistBackendError(text), RuntimeError(f"NCCL error: {text}")):
         assert is_out_of_memory_in_collective(error)
         assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_any_out_of_memory_within_a_function_of_torch_that_issues_collectives_is_of_that_kind(error: Exception) -> None:
+    within = mock.patch.object(distributed_c10d, "_rank_not_in_group", side_effect=error)
+    with within, pytest.raises(type(error)) as raised:
+        dist.all_reduce(torch.ones(1), group=dist.GroupMember.NON_GROUP_MEMBER)
+    assert is_out_of_memory_in_collective(raised.value)
+    assert not comes_from_out_of_memory(raised.value)
+    assert not is_out_of_memory_in_collective(type(error)("CUDA out of memory"))
 
 
 @pytest.mark.parametrize("text", OTHER_COLLECTIVE_TEXTS)

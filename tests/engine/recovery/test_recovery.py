@@ -29,9 +29,13 @@ CASES = [
     Case(checkpointing=True, bf16=True, lora=True),
     Case(ddp=True, accumulation=2),
     Case(reduce="last", accumulation=2),
+    Case(hsdp=True, sums=True, accumulation=2),
 ]
 ON_EITHER_RANK = [Case(), Case(ddp=True, accumulation=2), Case(reduce="last", accumulation=2)]
-ON_FOUR_RANKS = [*ON_EITHER_RANK, Case(hsdp=True), Case(hsdp=True, bf16=True, accumulation=2)]
+ON_FOUR_RANKS = [
+    *ON_EITHER_RANK,
+    *(Case(hsdp=True, sums=sums, bf16=not sums, accumulation=2) for sums in (False, True)),
+]
 RESETS_ITSELF = hasattr(FSDPModule, "reset_iter_state")
 KINDS: list[dict[str, Any]] = [
     {},
@@ -172,6 +176,7 @@ def _on_four_ranks(rank: int) -> tuple[dict[str, Tally], str]:
     tallies = (
         _tallies(Case(), "all 0", 199)
         | _tallies(Case(hsdp=True, bf16=True), "all turns", 199)
+        | _tallies(Case(hsdp=True, sums=True), "turns", 199)
         | _tallies(Case(reshard_after_forward=2, checkpointing=True), "turns", 199)
     )
     return tallies, _fails_after_an_all_reduce(Trials(Case(hsdp=True, layers=1)))

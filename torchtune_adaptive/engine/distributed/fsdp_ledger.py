@@ -13,7 +13,7 @@ from torchtune_adaptive.engine.distributed.ledger import Collective, Ledger
 
 
 class FsdpLedger(Ledger):
-    """Records the collectives of FSDP2, which include those of HSDP.
+    """Records the collectives of FSDP2, which include those of HSDP and of replicas alone.
 
     Replayed all-gathers send the real parameters, so the peers compute with correct values. There is one exception:
     with ``reshard_after_forward`` as a number, the all-gathers of a backward pass within the smaller group send zeros,
@@ -129,19 +129,19 @@ class RecordedReduceScatter(_Recorded, ReduceScatter):
 
 
 class _RecordAllReduce:
-    """Hook that FSDP2 calls after HSDP's all-reduce of a module's gradients. Calls the hook that it replaces."""
+    """Hook that FSDP2 calls after the all-reduce of a module's gradients. Calls the hook that it replaces."""
 
     def __init__(self, ledger: FsdpLedger, index: int, found: Communicators) -> None:
         self._ledger = ledger
         self._index = index
         self._group = found.replicate_group
+        self._op = found.replicate_op
         self._next = found.all_reduce_hook
 
     def __call__(self, reduced: torch.Tensor) -> None:
         assert self._group is not None
-        # FSDP2's default: types that may overflow are summed, and divided separately.
-        is_wide = reduced.dtype in (torch.float32, torch.bfloat16)
-        op = dist.ReduceOp.AVG if is_wide else dist.ReduceOp.SUM
+        # Types that may overflow are summed, and divided separately.
+        op = self._op if reduced.dtype in (torch.float32, torch.bfloat16) else dist.ReduceOp.SUM
         self._ledger.record(Collective("all-reduce", self._index, reduced.numel(), reduced.dtype, self._group, op))
         if self._next is not None:
             self._next(reduced)

@@ -23,7 +23,8 @@ _GROUP_SETTINGS = ("post_forward_mesh_info", "reshard_after_backward", "reduce_g
 class Communicators(NamedTuple):
     """The communication functions and groups of one FSDP2 module that has parameters of its own.
 
-    ``shard_group`` gathers its parameters. ``replicate_group`` reduces its gradients under HSDP, otherwise it is None.
+    ``shard_group`` gathers its parameters. ``replicate_group`` reduces its gradients under HSDP and between replicas by
+    ``replicate_op``, otherwise it is None.
     """
 
     module: FSDPModule
@@ -32,14 +33,14 @@ class Communicators(NamedTuple):
     all_reduce_hook: Any
     shard_group: dist.ProcessGroup | None
     replicate_group: dist.ProcessGroup | None
+    replicate_op: Any
 
 
 def communicators(model: nn.Module) -> list[Communicators]:
     """Return the communicators of all FSDP2 modules of ``model``, in the order of ``model.modules()``.
 
     Raises:
-        CannotRecordError: a module is sharded over several meshes or not by FSDP2, or HSDP does not have its default
-            settings.
+        CannotRecordError: a module is sharded over several meshes or not by FSDP2.
     """
     found = []
     for module in model.modules():
@@ -54,21 +55,16 @@ def communicators(model: nn.Module) -> list[Communicators]:
         if len(groups) > 1:
             raise CannotRecordError(f"a module of type {type(module).__name__} is sharded over several meshes")
         for group in groups:
-            replicate_group = getattr(group.mesh_info, "replicate_process_group", None)
-            own_division = group.gradient_divide_factor is not None or group.force_sum_reduction_for_comms
-            if replicate_group is not None and own_division:
-                raise CannotRecordError("HSDP divides gradients in a way that is not its default")
-            shard_group = getattr(group.mesh_info, "shard_process_group", None)
-            if replicate_group is not None and (shard_group is None or shard_group.size() == 1):
-                raise CannotRecordError("parameters are replicated without being sharded")
+            has_own_division = group.gradient_divide_factor is not None or group.force_sum_reduction_for_comms
             found.append(
                 Communicators(
                     module,
                     group._all_gather_comm,
                     group._reduce_scatter_comm,
                     group._all_reduce_hook,
-                    shard_group,
-                    replicate_group,
+                    getattr(group.mesh_info, "shard_process_group", None),
+                    getattr(group.mesh_info, "replicate_process_group", None),
+                    dist.ReduceOp.SUM if has_own_division else dist.ReduceOp.AVG,
                 )
             )
     return found

@@ -3,8 +3,10 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 
 import torch
+from torch.distributed import distributed_c10d
 
 _TEXTS = (
     "CUDA out of memory",  # caching allocator, when re-raised as a plain RuntimeError
@@ -37,16 +39,21 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_out_of_memory_in_collective(error: BaseException) -> bool:
-    """Return whether the collective library ran out of memory. The collective may or may not have been issued."""
-    texts = [str(one) for one in errors_behind(error) if _is_of_collective(one)]
-    return any("out of memory" in text or _says_out_of_memory(text) for text in texts)  # as in NCCL's "Cuda failure 2"
+    """Return whether memory ran out within a collective. The collective may or may not have been issued."""
+    return any(
+        isinstance(one, (torch.OutOfMemoryError, MemoryError))
+        or "out of memory" in str(one)  # as in NCCL's "Cuda failure 2"
+        or _says_out_of_memory(str(one))
+        for one in errors_behind(error)
+        if _is_of_collective(one)
+    )
 
 
 def comes_from_out_of_memory(error: BaseException) -> bool:
     """Return whether ``error`` is an out-of-memory error, or was raised while one was being handled.
 
     For example, torchtune's activation offloading raises its own error when its context is left in mid-forward.
-    False if any of these errors comes from the collective library.
+    False if any of these errors comes from a collective.
     """
     chain = list(errors_behind(error))
     return any(map(is_out_of_memory, chain)) and not any(map(_is_of_collective, chain))
@@ -67,7 +74,9 @@ def _says_out_of_memory(message: str) -> bool:
 
 
 def _is_of_collective(error: BaseException) -> bool:
-    return isinstance(error, torch.distributed.DistBackendError) or "NCCL" in str(error)
+    if isinstance(error, torch.distributed.DistBackendError) or "NCCL" in str(error):
+        return True
+    return any(frame.f_code.co_filename == distributed_c10d.__file__ for frame, _ in walk_tb(error.__traceback__))
 
 
 def free_memory(device: torch.device) -> None:
