@@ -89,6 +89,7 @@ clean:
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install 'torch>=2.9,<2.14' -e '.[dev,plot]'
+	.venv/bin/python -m pip install --no-deps --upgrade --target .venv/torchvision torchvision==0.28.0 # why apart: tests/support/images.py
 	touch $@
 
 $(PEERS_STAMP): pyproject.toml benchmarks/peers.txt

@@ -67,6 +67,7 @@ def test_every_key_is_read():
         "max_batch_size": 96,
         "margin": 0.1,
         "seq_len": 2048,
+        "max_images": 2,
         "oom_recovery": False,
         "global_batch_size": 256,
         "max_tokens_per_micro_batch": 8192,

@@ -30,7 +30,7 @@ Objective: TypeAlias = Literal["memory", "throughput"]
 # How alike (difflib ratio) an unknown top-level key must be to one of these to be taken for a typo: high
 # enough for a config's other keys (`adapter`, `forward_batch_size`) to pass.
 _LIKENESS = {"use_maximum_batch_size": 0.8, "batch_increase_function": 0.75, "adaptive": 0.85}
-_POSITIVE = ("seq_len", "global_batch_size", "save_every_n_steps", "keep_last_n_checkpoints")
+_POSITIVE = ("seq_len", "max_images", "global_batch_size", "save_every_n_steps", "keep_last_n_checkpoints")
 _FLAGS = ("use_maximum_batch_size", "oom_recovery", "save_in_background", "search_only")
 
 
@@ -80,6 +80,7 @@ class AdaptiveSettings:
     ] = None
     margin: Annotated[float, "fraction of the memory limit that a search keeps free"] = 0.05
     seq_len: Annotated[int | None, "tokens per row of a search's test steps; null: the longest row there can be"] = None
+    max_images: Annotated[int | None, "images per row of a search's test steps; null: the most of a sample"] = None
     oom_recovery: Annotated[bool, "out of memory in training: repeat the step with smaller micro-batches"] = True
     global_batch_size: Annotated[
         int | None, "samples per optimizer step over all ranks; null: as torchtune's own keys say"

@@ -66,10 +66,10 @@ def outcomes(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_parity(kind: str, outcomes: Any) -> None:
     """Losses, rates, norms and parameters equal the stock recipe's bit for bit, unless it logs other quantities."""
-    _check_parity(kind, [rank["parity"] for rank in outcomes(kind)], accumulation=2)
+    check_parity(kind, [rank["parity"] for rank in outcomes(kind)], accumulation=2)
 
 
-def _check_parity(kind: str, ranks: list[dict[str, Any]], *, accumulation: int) -> None:
+def check_parity(kind: str, ranks: list[dict[str, Any]], *, accumulation: int) -> None:
     assert all(rank["parameters equal"] for rank in ranks)
     stock_steps, steps = ranks[0]["steps"]
     assert len(stock_steps) == len(steps) == 4
@@ -93,10 +93,10 @@ def test_the_loss_of_lora_dpo_is_the_mean_over_ranks_where_stock_logs_their_sum(
 @pytest.mark.parametrize("kind", KINDS)
 def test_search(kind: str, outcomes: Any) -> None:
     """The search finds the largest number of rows that fits in a metered step, and restores all state."""
-    _check_search([rank["search"] for rank in outcomes(kind)], strategies=STRATEGIES[:1])
+    check_search([rank["search"] for rank in outcomes(kind)], strategies=STRATEGIES[:1])
 
 
-def _check_search(ranks: list[dict[str, Any]], *, strategies: tuple[str, ...]) -> None:
+def check_search(ranks: list[dict[str, Any]], *, strategies: tuple[str, ...]) -> None:
     for rank in ranks:
         assert rank["found"] == [ROWS_THAT_FIT] * len(strategies)
         assert rank["traces"] == []
@@ -115,10 +115,10 @@ def test_growth(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_recovery(kind: str, outcomes: Any) -> None:
     """Training with faults equals a run configured with the same micro-batches, and no memory stays allocated."""
-    _check_recovery([rank["recovery"] for rank in outcomes(kind)])
+    check_recovery([rank["recovery"] for rank in outcomes(kind)])
 
 
-def _check_recovery(ranks: list[dict[str, Any]]) -> None:
+def check_recovery(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["parameters equal"]
         assert rank["retries"] == rank["struck"] >= 0.95 * rank["faults"]
@@ -134,10 +134,10 @@ def _check_recovery(ranks: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_resume(kind: str, outcomes: Any) -> None:
     """A run resumes from an adaptive checkpoint within an epoch."""
-    _check_resume([rank["resume"] for rank in outcomes(kind)], steps_left=2)
+    check_resume([rank["resume"] for rank in outcomes(kind)], steps_left=2)
 
 
-def _check_resume(ranks: list[dict[str, Any]], *, steps_left: int) -> None:
+def check_resume(ranks: list[dict[str, Any]], *, steps_left: int) -> None:
     assert all(rank["parameters equal"] for rank in ranks)
     steps, resumed = ranks[0]["figures"]
     assert len(steps) == steps_left
@@ -177,7 +177,7 @@ def in_backward(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any
 @pytest.mark.parametrize("kind", STEPS_IN_BACKWARD)
 def test_search_in_backward(kind: str, in_backward: Any) -> None:
     """Each backward pass of a probe changes the weights; they are restored afterwards."""
-    _check_search([rank["search"] for rank in in_backward(kind)], strategies=STRATEGIES[:2])
+    check_search([rank["search"] for rank in in_backward(kind)], strategies=STRATEGIES[:2])
 
 
 @pytest.mark.parametrize("kind", STEPS_IN_BACKWARD)
@@ -189,10 +189,10 @@ def test_growth_in_backward(kind: str, in_backward: Any) -> None:
 @pytest.mark.parametrize("kind", RECIPES)
 def test_every_strategy_and_every_seventh_operation(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
     ranks = _run(_exhaustive_trials, kind, tiny_dir, tmp_path, timeout_s=7200)
-    _check_parity(kind, [rank["parity"] for rank in ranks], accumulation=1)
-    _check_search([rank["search"] for rank in ranks], strategies=STRATEGIES)
-    _check_recovery([rank["recovery"] for rank in ranks])
-    _check_resume([rank["resume"] for rank in ranks], steps_left=3)  # from torchtune's checkpoint of an epoch
+    check_parity(kind, [rank["parity"] for rank in ranks], accumulation=1)
+    check_search([rank["search"] for rank in ranks], strategies=STRATEGIES)
+    check_recovery([rank["recovery"] for rank in ranks])
+    check_resume([rank["resume"] for rank in ranks], steps_left=3)  # from torchtune's checkpoint of an epoch
     print(f"{kind}: {ranks[0]['recovery']['struck']} faults, and as many right results")
 
 

@@ -1,5 +1,6 @@
 """What is refused of a config before its recipe is set up, and what torchtune's own set-up refuses."""
 
+import importlib
 import logging
 import re
 import subprocess
@@ -15,6 +16,7 @@ from torch import nn
 from torchtune.modules.model_fusion import DeepFusionModel, EarlyFusionModel
 
 from benchmarks.support.recipe_runs import SHALLOW, adaptive_recipe, shallow_assets, tiny_config
+from tests.support.toys import without_torchvision
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.launch import check_first, filter_messages
 from torchtune_adaptive.settings import AdaptiveSettings, named_by_path
@@ -219,6 +221,7 @@ def test_a_value_that_a_component_does_not_take_is_refused(block: dict[str, Any]
     "block",
     [
         {"_component_": ADAMW, "lr": 1e-3, "weight_decay": 0, "fused": None, "betas": [0.9, 0.99]},
+        {"_component_": "torch.optim.RAdam", "betas": [0.9, 0.99]},
         {"_component_": "tests.stock.test_checks.OfUser", "size": "x", "mode": "fast", "other": 1},
         {"lr": "fast"},
         {"_component_": "torch.optim.Nonsense", "lr": "fast"},  # which the set-up refuses, as the next
@@ -231,9 +234,18 @@ def test_a_value_that_a_component_may_take_passes(block: Any) -> None:
     check_components(OmegaConf.create({"block": block}))
 
 
+def test_a_component_that_needs_torchvision_is_refused_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_torchvision(monkeypatch)
+    assert refusal(check_components, {"model": {"_component_": "torchtune.models.clip.clip_vision_encoder"}}) == (
+        "`model` must be one that can be imported, but 'torchtune.models.clip.clip_vision_encoder' needs torchvision:"
+        " `pip install torchvision` provides it."
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The import path:DeprecationWarning")  # torchtune's, of its own phi4
 def test_the_keys_and_values_of_every_config_pass() -> None:
+    importlib.import_module("tests.support.images")  # which finds torchvision
     configs = every_config()
     assert len(configs) > 150
     for cfg in configs:
@@ -370,13 +382,13 @@ def test_an_optimizer_of_a_file_in_the_working_directory_passes(
     check_option(config)
 
 
-@pytest.mark.parametrize("kind", [DeepFusionModel, EarlyFusionModel])
-def test_a_model_of_images_is_trained_but_not_searched(kind: Any) -> None:
-    model, searches = kind.__new__(kind), AdaptiveSettings(use_maximum_batch_size=True)
-    with pytest.raises(InputError, match=rf"`model` must be a text model .*, but is a {kind.__name__} instead"):
+def test_a_model_with_images_among_its_tokens_is_trained_but_not_searched() -> None:
+    model, searches = EarlyFusionModel.__new__(EarlyFusionModel), AdaptiveSettings(use_maximum_batch_size=True)
+    with pytest.raises(InputError, match=r"a text model or a DeepFusionModel .*, but is a EarlyFusionModel instead"):
         check_model(model, searches)
     check_model(model, AdaptiveSettings())
-    check_model(nn.Linear(1, 1), searches)
+    for other in (DeepFusionModel.__new__(DeepFusionModel), nn.Linear(1, 1)):
+        check_model(other, searches)
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,8 @@ class Trials:
     def _limit_bytes(self) -> int:
         """A limit under which ``ROWS_THAT_FIT`` rows fit and one more does not, by the peaks of metered steps."""
         recipe = set_up(self._silent, self._config(**self._dropout))
-        row = recipe.row_format().stretched(recipe.trainer.loader.dataset[0], 64)
+        lengths: dict[str, Any] = {"seq_len": 64, "tokenizer_max_seq_len": None, "consensus": recipe._consensus}
+        row = recipe.row_format().worst_case(recipe.trainer.loader.dataset, **lengths)
         micro_steps = self._more.get("gradient_accumulation_steps", 1)
         peaks = metered_peaks(recipe, row, (1, ROWS_THAT_FIT, ROWS_THAT_FIT + 1), micro_steps=micro_steps)
         return sum(peaks[1:]) // 2

@@ -1,6 +1,10 @@
 """Small stand-ins that several unit tests use."""
 
+import sys
 from typing import Any
+
+import pytest
+import torchtune
 
 from torchtune_adaptive.engine.search.options import SearchOptions
 from torchtune_adaptive.engine.search.strategies import SearchResult
@@ -64,3 +68,12 @@ def search_options(**changed: Any) -> SearchOptions:
     """A search for the exact size that fits, without a margin."""
     options: dict[str, Any] = {"strategy": "linear_extrapolation", "power_of_two": False, "margin": 0.0}
     return SearchOptions(**options | changed)
+
+
+def without_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torchtune's parts for images be imported anew, without torchvision."""
+    for name in list(sys.modules):
+        if name.startswith(("torchvision", "torchtune.models", "torchtune.modules.transforms")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(torchtune, "models", raising=False)
+    monkeypatch.setitem(sys.modules, "torchvision", None)

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any, get_args
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -225,6 +225,8 @@ def _check_paths(name: str, block: dict[str, Any]) -> None:
 
 # ---- what needs torch: the device, components, the model
 
+INSTALL_TORCHVISION = "`pip install torchvision` provides it"
+
 
 def check_device(cfg: DictConfig) -> None:
     """Refuse a device that this machine does not have. torchtune would train on the CPU instead of a missing GPU."""
@@ -261,7 +263,7 @@ def check_device(cfg: DictConfig) -> None:
 def check_components(cfg: DictConfig) -> None:
     """Refuse a text for a component's argument that is a number or a flag. Some are used only in training.
 
-    A component that cannot be imported is left to torchtune's set-up.
+    A component that cannot be imported is left to torchtune's set-up, unless it needs torchvision.
     """
     from torchtune.config._utils import _get_component_from_path
 
@@ -273,12 +275,23 @@ def check_components(cfg: DictConfig) -> None:
             continue
         try:
             parameters = _parameters(_get_component_from_path(path))
-        except Exception:  # importing runs any code
+        except Exception as error:  # importing runs any code
+            if lacks_torchvision(error):
+                raise InputError(
+                    f"`{name}` must be one that can be imported, but {quote(path)} needs torchvision:"
+                    f" {INSTALL_TORCHVISION}."
+                ) from error
             continue
         for key, value in block.items():
             wanted = _wanted(parameters[key]) if key in parameters else ""
             if wanted and isinstance(value, str | list | dict):
                 raise InputError(f"`{name}.{key}` must be {wanted}, but is {quote(value)} instead.")
+
+
+def lacks_torchvision(error: Exception) -> bool:
+    """Whether torchtune could not import a component because torchvision is not installed."""
+    cause = error.__cause__ or error
+    return isinstance(cause, ModuleNotFoundError) and cause.name == "torchvision"
 
 
 def _parameters(component: Any) -> dict[str, inspect.Parameter]:
@@ -301,18 +314,19 @@ def _wanted(parameter: inspect.Parameter) -> str:
     annotation = parameter.annotation
     if annotation is parameter.empty:
         return "a number" if isinstance(parameter.default, float) else ""
-    types = {*(get_args(annotation) or (annotation,))} - {NoneType, Tensor}
+    is_union = get_origin(annotation) in (Union, UnionType)
+    types = {*(get_args(annotation) if is_union else (annotation,))} - {NoneType, Tensor}
     if types == {bool}:
         return "True or False"
     return "a number" if types and types <= {int, float} else ""
 
 
 def check_model(model: "nn.Module", settings: AdaptiveSettings) -> None:
-    """Refuse a model of images for a search."""
-    from torchtune.modules.model_fusion import DeepFusionModel, EarlyFusionModel
+    """Refuse a model with images among its tokens for a search: torchtune has no format of samples for it."""
+    from torchtune.modules.model_fusion import EarlyFusionModel
 
-    if settings.searches and isinstance(model, DeepFusionModel | EarlyFusionModel):
+    if settings.searches and isinstance(model, EarlyFusionModel):
         raise InputError(
-            "`model` must be a text model for a batch size search, whose probes have no images,"
+            "`model` must be a text model or a DeepFusionModel for a batch size search,"
             f" but is a {type(model).__name__} instead."
         )

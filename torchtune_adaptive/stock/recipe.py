@@ -11,9 +11,10 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
 from torchtune import training
+from torchtune.modules.model_fusion import DeepFusionModel
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.distributed.snapshot import KeptTensors
+from torchtune_adaptive.engine.distributed.snapshot import KeptTensors, keep_random_states
 from torchtune_adaptive.engine.memory.devices import check_limit
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.stock.checkpoints import WholeCheckpointer
@@ -28,6 +29,7 @@ from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.stock.load import setting_up, with_samples
 from torchtune_adaptive.stock.resume import checkpoint_folder, find_checkpoint, resuming
 from torchtune_adaptive.training.assembly import RecipeParts, build_trainer
+from torchtune_adaptive.training.batch.image_rows import text_or_images
 from torchtune_adaptive.training.batch.row_format import RowFormat, TokenRows
 from torchtune_adaptive.training.metrics import TolerantLogger
 from torchtune_adaptive.training.objectives import NextToken, Objective
@@ -96,7 +98,15 @@ class AdaptiveRecipe:
 
     def row_format(self) -> RowFormat:
         """The format of samples."""
-        return TokenRows(self._loss_fn.ignore_index)
+        if not isinstance(self._model, DeepFusionModel):
+            return TokenRows(self._loss_fn.ignore_index)
+        with keep_random_states():  # the data set's transforms may use them
+            return text_or_images(
+                self._dataloader.dataset,
+                self._loss_fn.ignore_index,
+                max_images=self._settings.max_images,
+                max_tiles=getattr(self._tokenizer, "max_num_tiles", None),
+            )
 
     def keep_whole(self) -> WholeCheckpointer:
         """Make checkpoints of epochs atomic, and return the checkpointer for that."""
@@ -115,6 +125,7 @@ class AdaptiveRecipe:
         resumed = self._resumed
         epochs_run = self.epochs_run if resumed is None else resumed.epochs_run
         check_model(self._model, self._settings)
+        row_format = self.row_format()
         self._activations = self.activations_handling_ctx = Activations(self.activations_handling_ctx)
         parts = RecipeParts(
             models=self.models(),
@@ -126,8 +137,8 @@ class AdaptiveRecipe:
                 cfg_lr_scheduler=cfg.lr_scheduler, num_training_steps=steps, last_epoch=last
             ),
             sampler=self._dataloader.sampler,
-            collate=self._dataloader.collate_fn,
-            row_format=self.row_format(),
+            collate=row_format.collating(self._dataloader.collate_fn),
+            row_format=row_format,
             tokenizer_max_seq_len=getattr(self._tokenizer, "max_seq_len", None),
             batch_size=cfg.batch_size,
             micro_steps=self._gradient_accumulation_steps,

@@ -15,7 +15,7 @@ from torchtune_adaptive.engine.search.tables import length_table, probe_table, r
 from torchtune_adaptive.engine.search.throughput import smallest_near_best, tokens_per_second
 from torchtune_adaptive.engine.search.token_budget import search_token_budget
 from torchtune_adaptive.engine.search.workload import Workload
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import InputError, quote
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit, halvings
 from torchtune_adaptive.training.batch.loader import StepLoader, check_fills_step
@@ -94,6 +94,11 @@ class SizeFinder:
             raise InputError(
                 "`dataset.packed` must be False for `max_tokens_per_micro_batch`, because packed rows have one length,"
                 " but is True instead."
+            )
+        if budget is not None and not self.row_format.memory_follows_tokens:
+            raise InputError(
+                "`max_tokens_per_micro_batch` must be null for samples with images, because memory also follows the"
+                f" images, but is {quote(budget)} instead."
             )
         sizes = self._search() if settings.searches else Sizes()
         if isinstance(budget, int):

@@ -2,7 +2,6 @@
 
 import io
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torchtune import config
 
 from benchmarks.support.ranks import run_on_ranks
+from tests.support.toys import without_torchvision
 from torchtune_adaptive.engine.memory.timeline import Timeline
 from torchtune_adaptive.errors import InputError, TracingError
 from torchtune_adaptive.plan.host import HostFigures
@@ -243,14 +243,8 @@ def test_a_config_that_cannot_be_planned_is_refused_with_the_reason(kinds: dict[
 
 
 def test_without_torchvision_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(sys.modules):
-        if name.startswith(("torchtune.models.clip", "torchtune.models.llama3_2_vision")):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-    sentence = (
-        r"'torchtune.models.llama3_2_vision.llama3_2_vision_11b' is not: .*; `pip install torchvision` provides it"
-    )
-    with pytest.raises(InputError, match=sentence):
+    without_torchvision(monkeypatch)
+    with pytest.raises(InputError, match=r"\.llama3_2_vision_11b' is not: .*; `pip install torchvision` provides it"):
         layers_limited_to(1, "torchtune.models.llama3_2_vision.llama3_2_vision_11b").__enter__()
 
 

@@ -11,8 +11,7 @@ from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
 from torchtune_adaptive.errors import InputError, quote, reason_of, require_integer
-
-_NEEDS_TORCHVISION = "`pip install torchvision` provides it, but models that take images are not planned"
+from torchtune_adaptive.stock.checks import INSTALL_TORCHVISION, lacks_torchvision
 
 
 @contextmanager
@@ -64,9 +63,8 @@ def _import_builders(component: str) -> None:
     try:
         _get_component_from_path(component)
     except InstantiationError as error:
-        cause = error.__cause__ or error
-        needs_torchvision = isinstance(cause, ModuleNotFoundError) and cause.name == "torchvision"
+        advice = f"; {INSTALL_TORCHVISION}." if lacks_torchvision(error) else "."
         raise InputError(
-            f"`model` must be one that can be imported, but {quote(component)} is not: {reason_of(cause)}"
-            + (f"; {_NEEDS_TORCHVISION}." if needs_torchvision else ".")
+            f"`model` must be one that can be imported, but {quote(component)} is not:"
+            f" {reason_of(error.__cause__ or error)}{advice}"
         ) from error

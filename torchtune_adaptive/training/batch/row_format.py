@@ -1,7 +1,7 @@
 """The format of samples: their length, and samples for probes. One class for each kind of data set."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -25,10 +25,12 @@ class RowFormat(ABC):
     Attributes:
         keys: the keys of every sample.
         sequences: sequences per sample in a batch, all padded to the longest one.
+        memory_follows_tokens: whether a micro-batch's memory depends on its padded tokens alone.
     """
 
     keys: tuple[str, ...] = ()
     sequences = 1
+    memory_follows_tokens = True
 
     @abstractmethod
     def num_tokens(self, row: Row) -> int:
@@ -89,12 +91,7 @@ class RowFormat(ABC):
         Raises:
             InputError: the first sample cannot be loaded, or has another format.
         """
-        try:
-            row = dataset[0]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InputError(
-                f"`dataset` must have samples, but loading the first one failed: {reason_of(error)}."
-            ) from error
+        row = load_sample(dataset, 0)
         if not set(self.keys) <= set(row):
             raise InputError(
                 f"`dataset` must have samples with {', '.join(self.keys)}, but its first one has {', '.join(row)}."
@@ -127,11 +124,19 @@ class RowFormat(ABC):
         rows = [first, second] if batch_size > 1 else [second]
         return [[self.shortened(first, small)], [self.shortened(row, large) for row in rows]]
 
+    def collating(self, collate: Callable[[Sequence[Row]], Any]) -> Callable[[Sequence[Row]], Any]:
+        """``collate``, for samples of this format."""
+        return collate
+
     def _lengths(self, dataset: Any, consensus: Consensus, *, task: str) -> Iterator[tuple[int, int]]:
         """Index and length of each sample of this rank's share."""
+        return ((index, self.num_tokens(row)) for index, row in self._share(dataset, consensus, task=task))
+
+    def _share(self, dataset: Any, consensus: Consensus, *, task: str) -> Iterator[tuple[int, Row]]:
+        """Index and sample of each of this rank's share, with a progress bar."""
         share = range(consensus.rank, len(dataset), consensus.world_size)
         for index in Bar(share, desc=task, disable=consensus.rank != 0):
-            yield index, self.num_tokens(dataset[index])
+            yield index, load_sample(dataset, index)
 
 
 class TokenRows(RowFormat):
@@ -150,7 +155,7 @@ class TokenRows(RowFormat):
         return len(row["tokens"])
 
     def stretched(self, row: Row, length: int) -> Row:
-        tokens = _repeated(row["tokens"], length)
+        tokens = repeated(row["tokens"], length)
         return row | {"tokens": tokens, "labels": list(tokens)}
 
     def shortened(self, row: Row, length: int) -> Row:
@@ -179,7 +184,7 @@ class PreferenceRows(RowFormat):
 
     def stretched(self, row: Row, length: int) -> Row:
         longest = max(row["chosen_input_ids"], row["rejected_input_ids"], key=len)
-        tokens = _repeated(longest, length)
+        tokens = repeated(longest, length)
         return {f"{answer}_{part}": list(tokens) for answer in _ANSWERS for part in _PARTS}
 
     def shortened(self, row: Row, length: int) -> Row:
@@ -189,6 +194,19 @@ class PreferenceRows(RowFormat):
         short = self.shortened(row, _REHEARSAL_TOKENS[0])
         masked = {f"{one}_labels": [CROSS_ENTROPY_IGNORE_IDX] * len(short[f"{one}_labels"]) for one in _ANSWERS}
         return short | masked
+
+
+def load_sample(dataset: Any, index: int) -> Row:
+    """The sample of ``dataset`` at ``index``.
+
+    Raises:
+        InputError: it cannot be loaded.
+    """
+    try:
+        return dataset[index]
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        place = f"sample {index}" if index else "the first one"
+        raise InputError(f"`dataset` must have samples, but loading {place} failed: {reason_of(error)}.") from error
 
 
 def is_packed(dataset: Any) -> bool:
@@ -205,7 +223,7 @@ def check_row_length(seq_len: int, model: nn.Module, *, key: str = "") -> None:
     Raises:
         InputError: the model's maximum length is below ``seq_len``.
     """
-    longest = getattr(model, "max_seq_len", None)
+    longest = getattr(getattr(model, "decoder", model), "max_seq_len", None)  # of models with images, the decoder's
     if longest is not None and seq_len > longest:
         advice = f"; set `{key}` to {longest} or less" if key else ""
         raise InputError(
@@ -213,7 +231,7 @@ def check_row_length(seq_len: int, model: nn.Module, *, key: str = "") -> None:
         )
 
 
-def _repeated(tokens: Sequence[int] | torch.Tensor, length: int) -> list[int]:
+def repeated(tokens: Sequence[int] | torch.Tensor, length: int) -> list[int]:
     """``tokens``, repeated or truncated to ``length``."""
     values = tokens.tolist() if isinstance(tokens, torch.Tensor) else list(tokens)
     return (values * (length // max(len(values), 1) + 1))[:length]
