@@ -353,7 +353,7 @@ def test_what_if_is_refused_for_several_batch_sizes(program: Program, tracing: F
 
 
 def test_a_refusal_of_the_worker_is_printed(program: Program, tracing: FakeTracing) -> None:
-    tracing.refuses = "`model` must be a text model, but is an image instead."
+    tracing.refuses = "`model` must be a TransformerDecoder, but is an image instead."
     ended = program(*FULL, "--memory", "H100", *CUDA)
     assert ended == Ended(1, "", f"tune-adaptive plan: {tracing.refuses}\n")
 

@@ -213,7 +213,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         "lora_kd",
         {"kd_loss__num_output_chunks": 3},
     ),
-    "`teacher_model` must be a text model": (
+    "`teacher_model` must be a TransformerDecoder": (
         "lora_kd",
         {"teacher_model": {"_component_": "tests.support.fake_models.of_images"}},
     ),

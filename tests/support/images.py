@@ -22,13 +22,10 @@ if not torch.version.cuda:
     for _name in ("nms", "qnms"):
         _OPERATORS.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 with mock.patch.object(sys, "path", [*sys.path, str(Path(sys.prefix) / "torchvision")]):
-    from torchtune.models.llama3_2_vision import llama3_2_vision_transform  # noqa: F401  # for configs
-    from torchtune.models.llama3_2_vision._component_builders import (
-        llama3_2_vision_decoder,
-        llama3_2_vision_encoder,
-        lora_llama3_2_vision_decoder,
-        lora_llama3_2_vision_encoder,
+    from torchtune.models.llama3_2_vision import (
+        _component_builders as builders,  # called by module, so that a plan can replace them
     )
+    from torchtune.models.llama3_2_vision import llama3_2_vision_transform  # noqa: F401  # for configs
     from torchtune.modules.model_fusion import DeepFusionModel
 
 BYTES, TILE, PATCH, MAX_TILES = 256, 28, 14, 4  # torchtune's tokenizer has this patch
@@ -58,8 +55,8 @@ _LORA = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "
 def model(num_layers: int = 2, attn_dropout: float = 0.0) -> DeepFusionModel:
     """All parts are trained."""
     parts = {
-        "encoder": llama3_2_vision_encoder(clip_hidden_states=[0], **_ENCODER),
-        "decoder": llama3_2_vision_decoder(num_layers=num_layers, **_DECODER),
+        "encoder": builders.llama3_2_vision_encoder(clip_hidden_states=[0], **_ENCODER),
+        "decoder": builders.llama3_2_vision_decoder(num_layers=num_layers, **_DECODER),
     }
     return _opened(DeepFusionModel(**parts, decoder_trainable=True, encoder_trainable=True))
 
@@ -67,8 +64,8 @@ def model(num_layers: int = 2, attn_dropout: float = 0.0) -> DeepFusionModel:
 def lora_model(num_layers: int = 2, **lora: Any) -> DeepFusionModel:
     """As in the stock configs, adapters are trained in the encoder and in the fusion layers."""
     parts = {
-        "encoder": lora_llama3_2_vision_encoder(True, True, clip_hidden_states=[0], **lora, **_ENCODER),
-        "decoder": lora_llama3_2_vision_decoder(False, True, num_layers=num_layers, **lora, **_DECODER),
+        "encoder": builders.lora_llama3_2_vision_encoder(True, True, clip_hidden_states=[0], **lora, **_ENCODER),
+        "decoder": builders.lora_llama3_2_vision_decoder(False, True, num_layers=num_layers, **lora, **_DECODER),
     }
     return _opened(DeepFusionModel(**parts, encoder_trainable=True))
 

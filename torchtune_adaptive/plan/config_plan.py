@@ -60,7 +60,16 @@ class ConfigLaunch:
         device = self._device(settings, step)
         lengths = tuple(self._length(run, peaks, step, device) for peaks in step.peaks)
         host = self._host(settings, step, lengths)
-        return Plan(title=self.title, world_size=self.world_size, device=device, step=step, lengths=lengths, host=host)
+        images = "images" if step.images > 1 else "image"
+        return Plan(
+            title=self.title,
+            world_size=self.world_size,
+            device=device,
+            step=step,
+            lengths=lengths,
+            host=host,
+            assumptions=f"Assumed: {step.images} {images} of {step.tiles} tiles per row." if step.images else "",
+        )
 
     def _device(self, settings: AdaptiveSettings, step: TracedStep) -> Device:
         width = step.attention_width

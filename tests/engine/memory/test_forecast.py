@@ -1,5 +1,7 @@
 """Envelope and largest batch size, compared with brute force."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -80,6 +82,60 @@ def test_steps_with_different_operations_give_no_forecast(operations: tuple[str,
     small = Timeline(2, ("mm", "add"), (10, 20))
     large = Timeline(3, operations, tuple(range(len(operations))))
     assert Forecast.from_timelines(small, large) is None
+
+
+@st.composite
+def steps_with_loops(draw: st.DrawFn) -> Callable[[int], Timeline]:
+    """A function from a batch size to the timeline of a step that loops over the rows, perhaps twice.
+
+    Bytes after an operation of a loop are linear in the pass and in the batch size. As in a backward pass, all passes
+    but the first may accumulate gradients, and the last may let go of them.
+    """
+    at_end = draw(st.sampled_from([(), ("aten.add.Tensor", "aten.detach.default")]))
+    loops = [[*draw(st.permutations(("mm", "add", "view"))), *at_end] for _ in range(draw(st.integers(1, 2)))]
+    parts = [["in"]]
+    for number, loop in enumerate(loops):
+        parts += [loop, [f"after loop {number}: {place}" for place in range(8)]]
+    memory = [[(draw(growing_or_constant), draw(st.integers(-3, 9))) for _ in part] for part in parts]
+
+    def step(batch_size: int) -> Timeline:
+        recorded: list[tuple[str, int]] = []
+        for part, of_part in zip(parts, memory, strict=True):
+            last_pass = batch_size - 1 if part in loops else 0
+            for one_pass in range(last_pass + 1):
+                for name, (line, per_pass) in zip(part, of_part, strict=True):
+                    skipped = {"aten.add.Tensor": one_pass == 0, "aten.detach.default": one_pass < last_pass}
+                    if not skipped.get(name):
+                        recorded.append((name, int(line.at(batch_size)) + per_pass * one_pass))
+        return Timeline(batch_size, tuple(name for name, _ in recorded), tuple(live for _, live in recorded))
+
+    return step
+
+
+@properties
+@given(steps_with_loops(), st.sampled_from([(2, 3), (2, 4), (3, 7)]))
+def test_a_step_that_loops_over_rows_has_the_forecast_peak_at_every_size(
+    step: Callable[[int], Timeline], sizes: tuple[int, int]
+) -> None:
+    forecast = Forecast.from_timelines(*map(step, sizes))
+    assert forecast is not None
+    for size in range(max(sizes), 30):
+        assert forecast.peak_bytes(size) == max(step(size).live_bytes)
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        ("in", "row", "row", "row", "other"),
+        ("in", "row", "row", "new", "out"),
+        ("in", "row", "row", "in", "out"),
+        ("in", "row", "out"),
+    ],
+    ids=["other end", "other pass", "pass that was not before", "fewer passes"],
+)
+def test_a_step_that_differs_by_more_than_passes_of_loops_gives_no_forecast(large: tuple[str, ...]) -> None:
+    small = Timeline(2, ("in", "row", "row", "out"), (0, 0, 0, 0))
+    assert Forecast.from_timelines(small, Timeline(3, large, (0,) * len(large))) is None
 
 
 def test_an_operation_whose_memory_falls_does_not_hide_the_size_that_fits() -> None:

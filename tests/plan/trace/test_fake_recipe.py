@@ -48,7 +48,7 @@ def _model(component: str, **arguments: int) -> list[str]:
 
 
 REFUSED = {
-    "`model` must be a text model": _model("of_images"),
+    "`model` must be a TransformerDecoder": _model("of_images"),
     "The config must be one that its recipe can set up": ["optimizer_in_bwd=True"],  # while gradients are clipped
     "`optimizer` of bitsandbytes must be one of Adam, ": ["optimizer=bitsandbytes.optim.Unknown8bit"],
     "`optimizer` must be one whose step needs no closure, but LBFGS needs": [
@@ -261,6 +261,7 @@ class RepeatingRecipe:
     def __init__(self, cfg: DictConfig, *, world_size: int, num_layers: int | None = None) -> None:
         self.models = [nn.Identity()]
         self.true_num_layers = 10
+        self.fusion_interval = 0
         self.num_layers = num_layers or self.true_num_layers
         self._operation = cfg.get("operation", "mm")
         self._last_bytes = cfg.get("last_bytes", {}).get(self.num_layers, 0)
@@ -296,6 +297,24 @@ def test_peaks_and_figures_of_each_length_are_those_of_the_whole_model(
     for peaks, seq_len in zip(step.peaks, (80, 32, 128), strict=True):
         assert peaks.seq_len == seq_len
         assert [peaks.peak_bytes(rows) for rows in (1, 2, 7)] == [10 * seq_len * rows for rows in (1, 2, 7)]
+
+
+class LoopingRecipe(RepeatingRecipe):
+    """One whose step loops over the rows, each of which keeps 1000 bytes; the config gives the bytes at the end."""
+
+    def timelines(self, batch_size: int) -> dict[str, Timeline]:
+        live_bytes = (0, *(1000 * row for row in range(1, batch_size + 1)), self._last_bytes * batch_size**2)
+        operations = ("in", *["row"] * batch_size, "out")
+        return {"activations": Timeline(batch_size, operations, live_bytes, ("forward",) * len(operations))}
+
+
+def test_lines_through_passes_of_a_loop_are_confirmed_by_a_larger_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "FakeRecipe", LoopingRecipe)
+    peaks = trace_config(OmegaConf.create({}), world_size=1, seq_lens=[32]).peaks[0]
+    assert [peaks.peak_bytes(rows) for rows in (1, 2, 7)] == [1000, 2000, 7000]
+    cfg = OmegaConf.create({"last_bytes": dict.fromkeys((4, 6, 8, 10), 500)})
+    with pytest.raises(InputError, match=r"but that of 5 rows of 32 tokens does not follow from that of fewer rows"):
+        trace_config(cfg, world_size=1, seq_lens=[32])
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,20 @@ Live bytes after one operation are linear in the batch size: ``intercept + slope
 determine this line for every operation. The peak of the step is the maximum over all lines, their upper envelope. The
 peak itself is not linear: at small sizes it is in the optimizer step, at large sizes in the loss or in the backward
 pass. A line through two peaks can therefore be wrong by 80 %.
+
+Some models loop over the rows of a batch. Bytes in a pass of the loop are linear in the pass and in the batch size. So
+a line through any two passes is that of a pass too: of one that keeps its distance from the loop's start, from its end,
+or between both.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+_LONGEST_PASS = 256  # operations
+_SAME_AFTER_LOOP = 8  # operations, before which another loop may not begin
+_ACCUMULATING = ("aten.add.Tensor", "aten.detach.default")  # gradients: the first pass does not add, the last detaches
 
 
 @dataclass(frozen=True)
@@ -72,12 +81,75 @@ class Forecast:
 
 
 def operation_lines(small: Timeline, large: Timeline) -> list[Line] | None:
-    """Return the line of every operation, in order, from two batch sizes. None if their operations differ."""
-    if small.operations != large.operations:
-        return None
+    """Return the line of every operation of ``large``, in order. None if ``small`` has others, but for passes of loops.
+
+    >>> small = Timeline(2, ("in", "row", "row"), (4, 5, 6))
+    >>> large = Timeline(3, ("in", "row", "row", "row"), (6, 7, 8, 9))
+    >>> [(line.at(2), line.at(3), line.at(4)) for line in operation_lines(small, large)]
+    [(4.0, 6.0, 8.0), (5.0, 7.0, 9.0), (6.0, 8.0, 10.0), (6.0, 9.0, 12.0)]
+    """
     sizes = large.batch_size - small.batch_size
+    places = _places_in(small.operations, large.operations, more_rows=sizes)
+    if places is None:
+        return None
+    small = replace(small, live_bytes=tuple(small.live_bytes[place] for place in places))
     slopes = [(high - low) / sizes for low, high in zip(small.live_bytes, large.live_bytes, strict=True)]
     return [Line(low - slope * small.batch_size, slope) for low, slope in zip(small.live_bytes, slopes, strict=True)]
+
+
+@lru_cache(maxsize=4)  # all kinds of bytes of two steps are compared one after the other
+def _places_in(few: tuple[str, ...], more: tuple[str, ...], *, more_rows: int) -> Sequence[int] | None:
+    """For each operation of ``more`` its place in ``few``. A pass that only ``more`` has takes those of the one before.
+
+    None if the operations differ otherwise.
+    """
+    if few == more:
+        return range(len(more))
+    places: list[int] = []
+    place = 0
+    while len(places) < len(more):
+        start = len(places)
+        if place < len(few) and few[place] == more[start]:
+            places.append(place)
+            place += 1
+        elif found := _before_pass(few[place : place + _SAME_AFTER_LOOP], more, start, more_rows):
+            places += [places[index] for index in found] * more_rows
+        else:
+            return None
+    return places if place == len(few) else None
+
+
+def _before_pass(rest: tuple[str, ...], more: tuple[str, ...], start: int, more_rows: int) -> list[int] | None:
+    """For each operation of the pass that begins at ``start``, its place in the pass before; None if there is none.
+
+    After this pass and equal ones, ``more_rows`` together, ``rest`` must follow.
+    """
+    for length in range(1, min(_LONGEST_PASS, (len(more) - start) // more_rows) + 1):
+        end = start + more_rows * length
+        one_pass = more[start : start + length]
+        if more[end : end + _SAME_AFTER_LOOP] == rest and more[start:end] == one_pass * more_rows:
+            found = _aligned_backwards(one_pass, more[:start])
+            if found:
+                return found
+    return None
+
+
+def _aligned_backwards(one_pass: tuple[str, ...], before: tuple[str, ...]) -> list[int] | None:
+    """For each operation of a pass, the place of its equal at the end of ``before``; None if others are there.
+
+    Only one of the two may accumulate gradients. An operation for it takes the place of the one before it.
+    """
+    found: list[int] = []
+    index = len(before) - 1
+    for name in reversed(one_pass):
+        while index >= 0 and before[index] != name and before[index] in _ACCUMULATING:
+            index -= 1
+        is_equal = index >= 0 and before[index] == name
+        if index < 0 or not (is_equal or name in _ACCUMULATING):
+            return None
+        found.append(index)
+        index -= is_equal
+    return found[::-1]
 
 
 def lines_between(seq_len: int, short: tuple[int, Sequence[Line]], long: tuple[int, Sequence[Line]]) -> list[Line]:

@@ -17,15 +17,16 @@ import torchtune.training._activation_offloading as torchtune_offloading
 import torchtune.training.activations as torchtune_activations
 from omegaconf import DictConfig, ListConfig
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torchtune import config
 from torchtune.modules import TransformerDecoder
+from torchtune.modules.model_fusion import DeepFusionModel, FusionLayer
 from torchtune.modules.peft import DoRALinear
 
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.trace.as_cuda import composed_as_on_cuda
+from torchtune_adaptive.plan.trace.fake_images import FakesWithIntegers, images_of
 from torchtune_adaptive.plan.trace.fake_tensors import (
     NumbersOfFakes,
     make_fake,
@@ -42,7 +43,7 @@ from torchtune_adaptive.plan.trace.running_modules import RunningModules
 from torchtune_adaptive.stock.configs import method_of, resolved
 from torchtune_adaptive.stock.installed import adaptive_name
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
-from torchtune_adaptive.training.batch.row_format import PreferenceRows, Row
+from torchtune_adaptive.training.batch.row_format import PreferenceRows, Row, RowFormat, TokenRows
 from torchtune_adaptive.training.train_step import TrainStep
 
 # The stock recipes of these methods shard the trained model without `custom_sharded_layers`.
@@ -59,6 +60,7 @@ class FakeRecipe:
         models: all on the device, the trained one first.
         num_layers: layers of the trained model that were built.
         true_num_layers: layers that the config's trained model has.
+        fusion_interval: every such layer of the trained model is fused with images; 0 in text models.
 
     Raises:
         InputError: the config cannot be planned, or ``num_layers`` is given for models of different depths.
@@ -75,10 +77,13 @@ class FakeRecipe:
             # To extrapolate them, one model must get more layers while the others stay the same.
             raise InputError(f"Models must be equally deep to be built with fewer layers, but have {true_nums} layers.")
         self.models: list[Any] = recipe.models()
-        self.num_layers = len(self.models[0].layers)
+        self.num_layers = len(_layers_of(self.models[0]))
         self.true_num_layers = true_nums[0]
+        fused = (number for number, layer in enumerate(_layers_of(self.models[0]), 1) if isinstance(layer, FusionLayer))
+        self.fusion_interval = next(fused, 0)
+        self._images = images_of(self.models[0], cfg)
         self._micro_steps = min(2, recipe._gradient_accumulation_steps)
-        self._fake_mode = FakeTensorMode()
+        self._fake_mode = FakesWithIntegers()
         with self._as_on_device():
             make_fake(nn.ModuleList(self.models))
             _set_up_optimizer_and_loss(recipe, self.cfg)
@@ -138,8 +143,10 @@ class FakeRecipe:
             "num_parameters": trained + sum(frozen),
             "num_frozen_parameters": sum(frozen),
             "paged_bytes": sum(getattr(optimizer, "paged_bytes", 0) for optimizer in self._stepping.optimizers),
-            "attention_width": max(model.num_heads * model.head_dim for model in self.models),
+            "attention_width": max(text.num_heads * text.head_dim for text in map(_text_part, self.models)),
             "sequences": self._row_format.sequences,
+            "images": 0 if self._images is None else self._images.images,
+            "tiles": 0 if self._images is None else self._images.tiles,
         }
 
     def host_figures(self) -> dict[str, int]:
@@ -189,7 +196,9 @@ class FakeRecipe:
         if isinstance(self._row_format, PreferenceRows):
             return tuple(torch.zeros(shape, dtype=torch.long) for _ in ("tokens", "labels"))
         names = ("tokens", "labels", "input_pos") if _is_packed(self.cfg.dataset) else ("tokens", "labels")
-        batch = {name: torch.zeros(shape, dtype=torch.long) for name in names}
+        batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.long) for name in names}
+        if self._images is not None:
+            batch |= self._images.batch(*shape, mode=self._fake_mode)
         if "input_pos" in batch and not self._like_cuda:
             # CUDA uses flex attention with a block mask instead; its memory is counted as that of causal attention.
             batch["mask"] = torch.zeros(*shape, shape[1], dtype=torch.bool)
@@ -256,12 +265,15 @@ class _WithoutRanks(AdaptiveRecipe):
     def __init__(self, cfg: DictConfig) -> None:
         super(AdaptiveRecipe, self).__init__(cfg=cfg)  # pyright: ignore[reportCallIssue]
 
+    def row_format(self) -> RowFormat:
+        return TokenRows(self._loss_fn.ignore_index)  # also of texts with images: there is no sample to see
+
 
 def _set_up_models(recipe: Any, cfg: DictConfig, num_layers: int | None) -> list[int]:
     """Build the recipe's models, the trained one first, and return how many layers the config's models have.
 
     Raises:
-        InputError: one of them is not a text model.
+        InputError: one of them is neither a text model nor one of texts and images.
     """
     method, true_nums = method_of(cfg), []
 
@@ -286,10 +298,12 @@ def _set_up_models(recipe: Any, cfg: DictConfig, num_layers: int | None) -> list
         taken = inspect.signature(set_up).parameters
         with layers_limited_to(num_layers, str(cfg[key]._component_)) as counts:
             model = set_up(**{name: value for name, value in values.items() if name in taken})
-        if not isinstance(model, TransformerDecoder):
+        if not isinstance(_text_part(model), TransformerDecoder):
             kind = type(model).__name__
-            raise InputError(f"`{key}` must be a text model (a TransformerDecoder), but is a {kind} instead.")
-        true_nums.append(counts[0] if counts else len(model.layers))
+            raise InputError(
+                f"`{key}` must be a TransformerDecoder, alone or in a DeepFusionModel, but is a {kind} instead."
+            )
+        true_nums.append(counts[0] if counts else len(_layers_of(model)))
         return model
 
     recipe._model = built(recipe._setup_model, "model")
@@ -303,6 +317,15 @@ def _set_up_models(recipe: Any, cfg: DictConfig, num_layers: int | None) -> list
             recipe._clip_grad_norm = cfg.get("clip_grad_norm", None)
             recipe._teacher_model.requires_grad_(True)
     return true_nums
+
+
+def _text_part(model: Any) -> Any:
+    """The model, or its decoder if it has an encoder of images."""
+    return model.decoder if isinstance(model, DeepFusionModel) else model
+
+
+def _layers_of(model: Any) -> Any:
+    return _text_part(model).layers
 
 
 def _set_up_optimizer_and_loss(recipe: Any, cfg: DictConfig) -> None:

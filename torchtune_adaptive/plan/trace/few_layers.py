@@ -46,11 +46,12 @@ def layers_limited_to(num_layers: int | None, component: str) -> Iterator[list[i
 
 
 def _builders() -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Each function in torchtune's imported models that takes ``num_layers``, with its module's namespace and name."""
+    """Each function in torchtune's imported models that builds layers of text, with its module's namespace and name."""
+    taken = {"num_layers", "vocab_size"}
     for module_name, module in sys.modules.items():
         if module_name.startswith("torchtune.models."):
             for key, value in vars(module).items():
-                if inspect.isfunction(value) and "num_layers" in inspect.signature(value).parameters:
+                if inspect.isfunction(value) and taken <= inspect.signature(value).parameters.keys():
                     yield vars(module), key, value
 
 

@@ -3,6 +3,7 @@
 Every key that torchtune's recipes read is in one of these tables, or refused.
 """
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -81,8 +82,14 @@ def traced_content(cfg: DictConfig) -> dict[str, Any]:
     dataset = found.pop("dataset", None)
     blocks = dataset if isinstance(dataset, list) else [dataset]
     found["packed"] = any(isinstance(block, dict) and block.get("packed", False) for block in blocks)
+    found["max_images"] = max_images(content)
     found["gradient_accumulation_steps"] = min(2, content.get("gradient_accumulation_steps") or 1)
     return found
+
+
+def max_images(content: Mapping[str, Any]) -> int:
+    """Images of a planned row, if the model takes images: a plan reads no data set."""
+    return (content.get("adaptive") or {}).get("max_images") or 1
 
 
 def _refuse_unplanned(content: dict[str, Any]) -> None:

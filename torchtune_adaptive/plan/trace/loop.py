@@ -340,7 +340,8 @@ def _lines(small: StepTrace, large: StepTrace) -> StepLines | None:
         trace.timelines(size, granularity_bytes=1)
         for size, trace in zip(SMALL_BATCH_SIZES, (small, large), strict=True)
     ]
-    lines = StepLines.from_timelines(*exact, seq_len=0)
+    one, other = (next(iter(timelines.values())).operations for timelines in exact)
+    lines = StepLines.from_timelines(*exact, seq_len=0) if one == other else None
     if lines is None:
         return None
     rounded = small.timelines(SMALL_BATCH_SIZES[0])

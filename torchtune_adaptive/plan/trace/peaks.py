@@ -70,7 +70,7 @@ class StepLines:
             if lines is None:
                 return None
             by_kind[kind] = lines
-        timeline = next(iter(small.values()))
+        timeline = next(iter(large.values()))
         return cls(seq_len, timeline.phases, timeline.operations, by_kind)
 
     def interpolated(self, seq_len: int, other: "StepLines") -> "StepLines | None":
@@ -151,6 +151,7 @@ class TracedStep:
         attention_width: heads times head dimension, of the widest model.
         num_frozen_parameters: the part of ``num_parameters`` in models that are not trained (reference or teacher).
         sequences: sequences per row of the batch; two for a pair of answers.
+        images, tiles: images of a row, and tiles of an image.
         host: figures for host memory.
     """
 
@@ -162,6 +163,8 @@ class TracedStep:
     attention_width: int
     num_frozen_parameters: int = 0
     sequences: int = 1
+    images: int = 0
+    tiles: int = 0
     host: HostFigures = field(default_factory=HostFigures)
 
     def as_json(self) -> dict[str, Any]:

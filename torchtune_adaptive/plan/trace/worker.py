@@ -7,6 +7,7 @@ the events of one step, or the reason why there are none.
 import faulthandler
 import json
 import logging
+import math
 import os
 import sys
 import traceback
@@ -31,8 +32,9 @@ from torchtune_adaptive.stock.load import setting_up
 from torchtune_adaptive.training.batch.row_format import check_row_length
 
 # The first and the last layer differ from those between, and in some models every second layer differs from its
-# neighbours.
+# neighbours, or every n-th one is fused with images.
 _FEWEST_LAYERS, _PERIOD = 4, 2
+_ROWS_TO_CHECK, _ROUNDING = 5, 1e-4
 _FEWEST_LAYERS_OFFLOADING = 8  # activation offloading keeps the activations of five layers
 
 Timelines = dict[str, Timeline]  # by kind of memory
@@ -73,10 +75,18 @@ class StepTracer:
         self._progress = tqdm(desc="tracing", unit=" steps", disable=not shows_progress)
         offloading = cfg.get("enable_activation_offloading", False)
         self._fewest_layers = _FEWEST_LAYERS_OFFLOADING if offloading else _FEWEST_LAYERS
+        self._period = _PERIOD
+        # Selective checkpointing wraps every n-th layer, and a small model may have no such layer.
+        self._grows = cfg.get("ac_mode", None) is None
         try:
-            self.num_layers = self._recipe(self._fewest_layers).true_num_layers
+            recipe = self._recipe(self._fewest_layers)
+            self.num_layers = recipe.true_num_layers
+            if recipe.fusion_interval:
+                self._period = recipe.fusion_interval
+                self._fewest_layers = max(self._fewest_layers, 3 * self._period)
         except InputError:  # the models cannot be built with few layers, or not at all
             self.num_layers = self._recipe(None).num_layers
+            self._grows = False
 
     def __enter__(self) -> "StepTracer":
         return self
@@ -90,11 +100,9 @@ class StepTracer:
         Two small models are enough under two conditions: the peaks extrapolated from them are exact for a third small
         model, and the second and the third give the same peaks for the whole model.
         """
-        first = self._fewest_layers + self.num_layers % _PERIOD
-        second, third = first + _PERIOD, first + 2 * _PERIOD
-        # Selective checkpointing wraps every n-th layer, and a small model may have no such layer.
-        buildable = self._fewest_layers in self._recipes and self._cfg.get("ac_mode", None) is None
-        if not buildable or third >= self.num_layers or self._recipe(first).num_layers != first:
+        first = self._fewest_layers + self.num_layers % self._period
+        second, third = first + self._period, first + 2 * self._period
+        if not self._grows or third >= self.num_layers or self._recipe(first).num_layers != first:
             return (self.num_layers,)
         batch_size = SMALL_BATCH_SIZES[0]
 
@@ -137,7 +145,7 @@ class StepTracer:
 
     def _grown(self, layers: tuple[int, ...], figures_of: Callable[[FakeRecipe], dict[str, int]]) -> dict[str, int]:
         few, more = (figures_of(self._recipe(num_layers)) for num_layers in (layers[0], layers[-1]))
-        periods = (self.num_layers - layers[0]) // _PERIOD
+        periods = (self.num_layers - layers[0]) // self._period
         return {name: few[name] + periods * (more[name] - few[name]) for name in few}
 
     def _num_steps(self, seq_lens: Sequence[int], layers: tuple[int, ...]) -> int:
@@ -159,7 +167,20 @@ class StepTracer:
                 f"The model must run the same operations at batch sizes {' and '.join(map(str, SMALL_BATCH_SIZES))}"
                 f" to be planned, but does not (rows of {seq_len} tokens)."
             )
+        if next(iter(small.values())).operations != lines.operations:  # they go through passes of loops over rows
+            self._check_passes(lines, layers)
         return lines
+
+    def _check_passes(self, lines: StepLines, layers: tuple[int, ...]) -> None:
+        """Compare the peaks with those of a step with more rows. The allocator rounds up bytes of both."""
+        rows, seq_len = _ROWS_TO_CHECK, lines.seq_len
+        forecast = StepPeaks.from_lines(lines, single_row=self._whole(layers, 1, seq_len)).phases(rows)
+        traced = _peaks(self._whole(layers, rows, seq_len))
+        if not all(math.isclose(forecast[phase], peak, rel_tol=_ROUNDING) for phase, peak in traced.items()):
+            raise InputError(
+                f"Memory must grow steadily with each row to be planned, but that of {rows} rows of {seq_len} tokens"
+                " does not follow from that of fewer rows."
+            )
 
     def _whole(self, layers: tuple[int, ...], batch_size: int, seq_len: int) -> Timelines:
         """The whole model's timelines: extrapolated from two models, else traced."""

@@ -32,7 +32,7 @@ class Tile:
         return {
             "encoder_input": {
                 "images": [self.empty.expand(tiles, *self.empty.shape[1:])] * images,
-                "aspect_ratio": [torch.tensor([1, tiles])] * images,
+                "aspect_ratio": [torch.tensor([tiles, 1])] * images,  # its position embeddings take the most memory
             },
             "encoder_mask": [torch.full((length, tiles * self.tokens), seen)] * images,
         }

@@ -1,0 +1,103 @@
+"""A step with images, planned with fake tensors, needs exactly the bytes that real steps are metered at."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.support.ranks import run_alone, run_on_ranks
+from benchmarks.support.recipe_runs import adaptive_recipe, metered_step, set_up, tiny_config, without_saving
+from tests.support import images
+from torchtune_adaptive.engine.search.probe import Prober
+from torchtune_adaptive.engine.search.strategies import Probe
+from torchtune_adaptive.engine.search.workload import Workload
+from torchtune_adaptive.plan.trace.peaks import TracedStep
+from torchtune_adaptive.plan.trace.worker import StepTracer, trace_config
+from torchtune_adaptive.training.sizes import probe_batch
+
+SEQ_LEN, IMAGES = 40, 2
+SIZES = (1, 2, 5)
+CASES = [("full_single", 1), ("lora", 2)]
+CASES += [pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("full", 2), ("lora_single", 1))]  # pyright: ignore[reportArgumentType]
+
+
+def _config(kind: str, places: tuple[Path, Path], **overrides: Any) -> DictConfig:
+    tiny_dir, assets = places
+    common: dict[str, Any] = {"gradient_accumulation_steps": 2}
+    common |= {
+        "adaptive": {"oom_recovery": False, "max_images": IMAGES},
+        "enable_activation_checkpointing": "lora" in kind,
+    }
+    return tiny_config(
+        kind, tiny_dir, tiny_dir.with_name("planned"), **images.config_of(kind, assets) | common | overrides
+    )
+
+
+def _probes(_: int, kind: str, places: tuple[Path, Path]) -> tuple[list[Probe], int]:
+    """Real steps of the recipe at ``SIZES``, metered exactly, and the bytes of their row. A collective."""
+    recipe: Any = set_up(without_saving(adaptive_recipe(kind)), _config(kind, places))
+    step, meter = metered_step(recipe)
+    workload = Workload(
+        train_step=step,
+        model=nn.ModuleList(recipe.models()),
+        optimizers=recipe.stepping().optimizers,
+        device=recipe._device,
+        meter=meter,
+        consensus=recipe._consensus,
+    )
+    row = recipe.row_format().worst_case(
+        recipe.trainer.loader.dataset, seq_len=SEQ_LEN, tokenizer_max_seq_len=None, consensus=recipe._consensus
+    )
+    prober = Prober(workload, lambda rows: probe_batch(row, rows, micro_steps=2), meter=meter, forecasts=False)
+    with meter.exactly(), workload.restored() as restore_optimizers:
+        prober.warm_up(2, after_failure=restore_optimizers)
+        for size in SIZES:
+            prober.fits(size)
+    storages = {one.untyped_storage() for one in tree_leaves(row) if isinstance(one, torch.Tensor)}
+    return prober.probes, sum(storage.nbytes() for storage in storages)
+
+
+def _plan(_: int, kind: str, ranks: int, places: tuple[Path, Path], **overrides: Any) -> TracedStep:
+    return trace_config(_config(kind, places, **overrides), world_size=ranks, seq_lens=[SEQ_LEN])
+
+
+@pytest.fixture(scope="module")
+def places(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return tiny_dir, images.make_assets(tmp_path_factory.mktemp("images") / "assets")
+
+
+@pytest.mark.parametrize(("kind", "ranks"), CASES)
+def test_every_phase_needs_what_was_planned_to_the_byte(kind: str, ranks: int, places: tuple[Path, Path]) -> None:
+    """On a CPU the row of a probe is in the metered memory too, from which its batches are made."""
+    step = run_on_ranks(_plan, 1, kind, ranks, places)[0]
+    assert (step.images, step.tiles) == (IMAGES, images.MAX_TILES)
+    peaks = step.peaks[0]
+    real = run_alone(_probes, 0, kind, places) if ranks == 1 else run_on_ranks(_probes, ranks, kind, places)[0]
+    probes, row_bytes = real
+    assert [probe.batch_size for probe in probes] == list(SIZES)
+    for probe in probes:
+        planned = peaks.phases(probe.batch_size)
+        assert {phase: peak + row_bytes for phase, peak in planned.items()} == probe.phase_peak_bytes
+        assert peaks.peak_bytes(probe.batch_size) + row_bytes == probe.peak_bytes
+
+
+def _deep_plans(_: int, places: tuple[Path, Path]) -> Any:
+    """Which layers are traced; peaks and figures of the whole model from these layers, and from all."""
+    tracer = StepTracer(_config("lora", places, model__num_layers=12, gradient_accumulation_steps=1), world_size=2)
+    layers = tracer.layers_to_trace(SEQ_LEN)
+    found = [
+        (tracer.peaks([SEQ_LEN], one)[0].phases(7), tracer.figures(one), tracer.host_figures(one))
+        for one in (layers, (tracer.num_layers,))
+    ]
+    return layers, found
+
+
+@pytest.mark.exhaustive
+def test_many_layers_of_text_are_planned_from_few(places: tuple[Path, Path]) -> None:
+    layers, (from_few, whole) = run_on_ranks(_deep_plans, 1, places)[0]
+    assert layers == (6, 8)  # every second one is fused with the images
+    assert from_few == whole
