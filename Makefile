@@ -65,8 +65,10 @@ plans: $(STAMP)
 	.venv/bin/python -m benchmarks.published_points --output benchmarks/results/published_gpu.md
 	.venv/bin/python -m benchmarks.evidence
 
-starts: $(STAMP)
+# Every stock config, on the CPU; those that need a GPU also on a simulated one.
+starts: $(STAMP) $(SIMULATED_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.stock_starts
+	OMP_NUM_THREADS=1 TEST_DEVICE=cuda .venv-simulated-gpu/bin/python -m benchmarks.stock_starts
 	.venv/bin/python -m benchmarks.evidence
 
 # Search and recovery in other trainers.
@@ -89,7 +91,7 @@ clean:
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install 'torch>=2.9,<2.14' -e '.[dev,plot]'
-	.venv/bin/python -m pip install --no-deps --upgrade --target .venv/torchvision torchvision==0.28.0 # why apart: tests/support/images.py
+	.venv/bin/python -m pip install --no-deps --upgrade --target .venv/torchvision torchvision==0.28.0 # why apart: benchmarks/support/images.py
 	touch $@
 
 $(PEERS_STAMP): pyproject.toml benchmarks/peers.txt
@@ -130,4 +132,5 @@ $(SIMULATED_STAMP): pyproject.toml benchmarks/peers.txt tests/hosts/requirements
 		nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
 	.venv-simulated-gpu/bin/python -m tests.simulated_gpu.install .venv-simulated-gpu/headers/nvidia/cu13/include
 	.venv-simulated-gpu/bin/python -m pip install -e '.[dev]' -r benchmarks/peers.txt -r tests/hosts/requirements.txt
+	.venv-simulated-gpu/bin/python -m pip install --no-deps --upgrade --target .venv-simulated-gpu/torchvision torchvision==0.28.0
 	touch $@

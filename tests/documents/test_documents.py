@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch.distributed as dist
@@ -106,14 +105,8 @@ def test_the_yaml_and_json_of_a_document_can_be_read_and_its_keys_are_accepted(d
 # ---- commands
 
 
-@pytest.fixture
-def bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake of the package that optimizers of some stock configs need."""
-    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
-
-
 @pytest.mark.parametrize("document", [one for one in PRESENT if blocks(one, "bash")], ids=name_of)
-def test_the_commands_of_a_document_would_be_accepted(document: Path, bitsandbytes: None) -> None:
+def test_the_commands_of_a_document_would_be_accepted(document: Path) -> None:
     page = PageCommands()
     for block in blocks(document, "bash"):
         for words in commands(block.text):
@@ -121,7 +114,7 @@ def test_the_commands_of_a_document_would_be_accepted(document: Path, bitsandbyt
 
 
 @documents
-def test_a_command_within_a_sentence_would_be_accepted(document: Path, bitsandbytes: None) -> None:
+def test_a_command_within_a_sentence_would_be_accepted(document: Path) -> None:
     assert list(filter(unknown_command, inline_code(document))) == []
     for code in filter(is_whole, inline_code(document)):
         for words in commands(code):
@@ -209,9 +202,7 @@ class Shell:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("document", [one for one in PRESENT if blocks(one, "bash")], ids=name_of)
-def test_the_commands_of_a_document_do_what_it_shows(
-    document: Path, tiny_dir: Path, bitsandbytes: None, tmp_path: Path
-) -> None:
+def test_the_commands_of_a_document_do_what_it_shows(document: Path, tiny_dir: Path, tmp_path: Path) -> None:
     """Runs the commands that need no GPU, no download and no large model, in their order."""
     page, shell = PageCommands(), Shell(tmp_path)
     for block in blocks(document, "bash"):

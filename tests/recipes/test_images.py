@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.support import images
 from benchmarks.support.ranks import run_alone, run_on_ranks
 from benchmarks.support.recipe_runs import adaptive_recipe, finished, set_up, tiny_config, without_saving
 from tests.recipes.test_methods import check_parity, check_recovery, check_resume, check_search
-from tests.support import images
 from tests.support.method_runs import STRATEGIES, Trials
 from torchtune_adaptive.errors import InputError
 

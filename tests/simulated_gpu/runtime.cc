@@ -339,6 +339,9 @@ cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) { return remove_block(poi
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
   return add_block(pointer, rounded(std::max<size_t>(bytes, 1), 4096), -1);
 }
+// Managed memory stays on the host: where its pages are is not counted.
+cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) { return cudaHostAlloc(pointer, bytes, 0); }
+cudaError_t cudaMemPrefetchAsync(const void*, size_t, cudaMemLocation, unsigned, cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaFreeHost(void* pointer) { return remove_block(pointer); }
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   make_context(gpu_of_thread);

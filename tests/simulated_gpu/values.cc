@@ -241,6 +241,10 @@ void compute(const c10::OperatorHandle& op, Stack& cpu) {
     cpu = backward(attention(cpu, 1, 4, 11, 9), cpu[0].toTensor(), cpu[6].toTensor());
   } else if (name == "aten::_fused_rms_norm_backward") {
     cpu = rms_norm_backward(cpu);
+  } else if (name == "aten::cudnn_convolution") {
+    cpu = {at::convolution(cpu[0].toTensor(), cpu[1].toTensor(), {}, cpu[3].toIntVector(), cpu[2].toIntVector(),
+                           cpu[4].toIntVector(), false, std::vector<int64_t>(cpu[2].toIntVector().size()),
+                           cpu[5].toInt())};
   } else {
     op.callBoxed(&cpu);
   }

@@ -245,7 +245,7 @@ def test_a_component_that_needs_torchvision_is_refused_without_it(monkeypatch: p
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The import path:DeprecationWarning")  # torchtune's, of its own phi4
 def test_the_keys_and_values_of_every_config_pass() -> None:
-    importlib.import_module("tests.support.images")  # which finds torchvision
+    importlib.import_module("benchmarks.support.images")  # which finds torchvision
     configs = every_config()
     assert len(configs) > 150
     for cfg in configs:

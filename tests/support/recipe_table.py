@@ -72,9 +72,7 @@ def with_note(cell: str, notes: dict[str, int]) -> str:
 def row_of_ppo() -> list[str]:
     """The row of PPO, which trains with torchtune's own loop."""
     recipe: Any = ppo.AdaptivePPOFullFinetuneRecipeSingleDevice
-    cfg = load_config(
-        STOCK_CONFIG, ["optimizer=torch.optim.AdamW", "optimizer_in_bwd=False"]
-    )  # its own needs bitsandbytes
+    cfg = load_config(STOCK_CONFIG, ["optimizer_in_bwd=False"])
 
     def refused(keys: dict[str, Any]) -> str:
         return refusal(lambda: recipe(OmegaConf.merge(cfg, keys)))

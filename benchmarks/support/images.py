@@ -33,49 +33,47 @@ TOKENS_PER_TILE = (TILE // PATCH) ** 2 + 1
 _SPECIAL = ("begin_of_text", "end_of_text", "finetune_right_pad_id", "step_id", "start_header_id", "end_header_id")
 _SPECIAL += ("eom_id", "eot_id", "python_tag", "image")  # the image's comes last, as in torchtune
 VOCABULARY = BYTES + len(_SPECIAL) - 1  # without the image's
-_ENCODER: dict[str, Any] = {
-    "patch_size": PATCH,
-    "tile_size": TILE,
-    "max_num_tiles": MAX_TILES,
-    "num_heads": 2,
-    "clip_embed_dim": 32,
-}
-_ENCODER |= {"clip_num_layers": 2, "num_layers_projection": 1, "decoder_embed_dim": 64}
-_DECODER: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "num_special_tokens": 8,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "embed_dim": 64,
-}
-_DECODER |= {"fusion_interval": 2, "max_seq_len": 256, "encoder_max_seq_len": 1024, "intermediate_dim": 128}
+_ENCODER: dict[str, Any] = {"patch_size": PATCH, "tile_size": TILE, "max_num_tiles": MAX_TILES, "num_heads": 2}
+_ENCODER |= {"clip_num_layers": 2, "clip_hidden_states": [0], "num_layers_projection": 1}
+_DECODER: dict[str, Any] = {"vocab_size": VOCABULARY, "num_special_tokens": 8, "num_heads": 4, "num_kv_heads": 2}
+_DECODER |= {"fusion_interval": 2, "max_seq_len": 256, "encoder_max_seq_len": 1024}
 _LORA = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 4, "lora_alpha": 8}
+WIDE = 512  # wide enough for NF4 on two ranks
+_ALL_TRAINED: dict[str, Any] = {"decoder_trainable": True, "encoder_trainable": True}
+MODEL_NAME, WIDE_NAME = "model.pt", "wide.pt"
 
 
-def model(num_layers: int = 2, attn_dropout: float = 0.0) -> DeepFusionModel:
-    """All parts are trained."""
-    parts = {
-        "encoder": builders.llama3_2_vision_encoder(clip_hidden_states=[0], **_ENCODER),
-        "decoder": builders.llama3_2_vision_decoder(num_layers=num_layers, **_DECODER),
+def model(num_layers: int = 2, attn_dropout: float = 0.0, width: int = 64, **trainable: Any) -> DeepFusionModel:
+    """All parts are trained, or those that ``trainable`` says, by torchtune's names."""
+    encoder, decoder = _sizes(num_layers, width)
+    parts: dict[str, Any] = {
+        "encoder": builders.llama3_2_vision_encoder(**encoder),
+        "decoder": builders.llama3_2_vision_decoder(**decoder),
     }
-    return _opened(DeepFusionModel(**parts, decoder_trainable=True, encoder_trainable=True))
+    return _opened(DeepFusionModel(**parts, **_ALL_TRAINED | trainable))
 
 
-def lora_model(num_layers: int = 2, **lora: Any) -> DeepFusionModel:
+def lora_model(num_layers: int = 2, width: int = 64, **lora: Any) -> DeepFusionModel:
     """As in the stock configs, adapters are trained in the encoder and in the fusion layers."""
+    encoder, decoder = _sizes(num_layers, width)
     parts = {
-        "encoder": builders.lora_llama3_2_vision_encoder(True, True, clip_hidden_states=[0], **lora, **_ENCODER),
-        "decoder": builders.lora_llama3_2_vision_decoder(False, True, num_layers=num_layers, **lora, **_DECODER),
+        "encoder": builders.lora_llama3_2_vision_encoder(True, True, **lora, **encoder),
+        "decoder": builders.lora_llama3_2_vision_decoder(False, True, **lora, **decoder),
     }
     return _opened(DeepFusionModel(**parts, encoder_trainable=True))
 
 
 def samples(
-    tokenizer: Any, *, images: Sequence[int] = (1, 2, 1, 1), count: int = 96, packed: bool = False
+    tokenizer: Any,
+    *,
+    images: Sequence[int] = (1, 2, 1, 1),
+    count: int = 96,
+    packed: bool = False,
+    dtype: str = "float32",
 ) -> list[dict[str, Any]]:
     """Questions about coloured rectangles, with numbers of images that repeat ``images``.
 
-    Images are in float32, as the small model: torchtune makes them in bfloat16 for any model.
+    Images are in ``dtype``, which must be the model's: torchtune makes them in bfloat16 for any model.
     """
     assert not packed
     draw = random.Random(0)
@@ -90,7 +88,7 @@ def samples(
         answer = "It is red. " * draw.randrange(1, 6)
         messages = [Message("user", question, masked=True), Message("assistant", answer)]
         row = tokenizer({"messages": messages})
-        row["encoder_input"]["images"] = [image.float() for image in row["encoder_input"]["images"]]
+        row["encoder_input"]["images"] = [image.to(getattr(torch, dtype)) for image in row["encoder_input"]["images"]]
         labels = [
             CROSS_ENTROPY_IGNORE_IDX if masked else token
             for token, masked in zip(row["tokens"], row["mask"], strict=True)
@@ -108,7 +106,8 @@ def make_assets(directory: Path) -> Path:
     (directory / "special.json").write_text(json.dumps({"added_tokens": added}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        torch.save(model().state_dict(), directory / "model.pt")
+        for name, width in ((MODEL_NAME, 64), (WIDE_NAME, WIDE)):
+            torch.save(model(width=width).state_dict(), directory / name)
     return directory
 
 
@@ -127,9 +126,14 @@ def config_of(kind: str, directory: Path) -> dict[str, Any]:
         "dataset": {"_component_": f"{here}.samples"},
         "collate_fn": "torchtune.data.padded_collate_tiled_images_and_mask",
         "checkpointer__checkpoint_dir": str(directory),
-        "checkpointer__checkpoint_files": ["model.pt"],
+        "checkpointer__checkpoint_files": [MODEL_NAME],
         "checkpointer__model_type": "LLAMA3_VISION",
     }
+
+
+def _sizes(num_layers: int, width: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    encoder = _ENCODER | {"clip_embed_dim": width // 2, "decoder_embed_dim": width}
+    return encoder, _DECODER | {"num_layers": num_layers, "embed_dim": width, "intermediate_dim": 2 * width}
 
 
 @cache
