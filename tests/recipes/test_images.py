@@ -47,12 +47,13 @@ def _all_trials(*places: Any) -> dict[str, Any]:
 
 def _exhaustive_trials(*places: Any) -> dict[str, Any]:
     trials = _trials(*places, enable_activation_checkpointing=True)
+    for_forty_steps = {"dataset__count": 160}  # per epoch, on two ranks
     return {
         "parity": trials.parity(1),
         "search": trials.search(),
-        "recovery": _trials(*places, dataset__images=TWO).recovery(points=None),
+        "recovery": _trials(*places, dataset__images=TWO, **for_forty_steps).recovery(points=None),
         "recovery with checkpointing": _trials(
-            *places, enable_activation_checkpointing=True, dataset__images=ONE_OR_NONE
+            *places, enable_activation_checkpointing=True, dataset__images=ONE_OR_NONE, **for_forty_steps
         ).recovery(points=None),
         "resume": trials.resume(within_epoch=False),
     }
