@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from benchmarks.support import images
 from benchmarks.support.ranks import run_alone, run_on_ranks
-from benchmarks.support.recipe_runs import adaptive_recipe, finished, set_up, tiny_config, without_saving
+from benchmarks.support.recipe_runs import COMMON, adaptive_recipe, finished, set_up, tiny_config, without_saving
 from tests.recipes.test_methods import check_parity, check_recovery, check_resume, check_search
+from tests.recipes.test_recovery_recipes import check_tune_run_with_faults
 from tests.support.method_runs import STRATEGIES, Trials
 from torchtune_adaptive.errors import InputError
 
@@ -116,6 +118,17 @@ def test_every_strategy_and_every_seventh_operation(kind: str, tiny_dir: Path, a
         check_recovery([rank[name] for rank in ranks])
         print(f"{kind}, {name}: {ranks[0][name]['struck']} faults, and as many right results")
     check_resume([rank["resume"] for rank in ranks], steps_left=3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_tune_run_ends_well_with_faults(kind: str, tiny_dir: Path, assets: Path, tmp_path: Path) -> None:
+    """Images of equally many tiles, so that losses do not depend on the cut into micro-batches."""
+    options = images.config_of(kind, assets) | {"collate_fn": f"{__name__}.collate_four_tiles", "dataset__images": [1]}
+    logger = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "${output_dir}/logs"}
+    cfg = tiny_config(kind, tiny_dir, tmp_path, metric_logger=logger, **COMMON | options)
+    OmegaConf.save(cfg, tmp_path / "config.yaml")
+    check_tune_run_with_faults(kind, 2, config=str(tmp_path / "config.yaml"), directory=tmp_path)
 
 
 # ---- the cut of a step

@@ -289,44 +289,47 @@ def test_what_was_compiled_before_training_is_dropped(troubles: list[dict[str, A
 
 
 def _tune_run_with_faults(
-    plan: dict[str, Any], ranks: int, *overrides: str, tiny_dir: Path, directory: Path
+    plan: dict[str, Any], ranks: int, *overrides: str, config: str, directory: Path
 ) -> tuple[Any, list[float]]:
     """The finished launch, and the losses it logged."""
     environment = {"FAULTY_RECIPE": json.dumps(plan)}
-    arguments = [f"tiny_dir={tiny_dir}", f"output_dir={directory}", "adaptive.memory_limit=null", *overrides]
+    arguments = [f"output_dir={directory}", "adaptive.memory_limit=null", *overrides]
     with mock.patch.dict(os.environ, environment):
         run = tune_run(
-            *("--nproc_per_node", str(ranks), "faulty_recipe", "--config", f"tiny/{plan['kind']}"),
-            *arguments,
-            directory=directory,
+            *("--nproc_per_node", str(ranks), "faulty_recipe", "--config", config), *arguments, directory=directory
         )
     logged = "".join(path.read_text() for path in sorted((directory / "logs").glob("*.txt")))
     return run, [float(line.partition(" loss:")[2].split()[0]) for line in logged.splitlines() if " loss:" in line]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_tune_run_ends_well_with_a_fault_in_each_epoch(kind: str, ranks: int, tiny_dir: Path, tmp_path: Path) -> None:
-    faults = [[2, 0, ranks - 1, 500], [7, 0, 0, 900]]
+def check_tune_run_with_faults(kind: str, ranks: int, *overrides: str, config: str, directory: Path) -> None:
+    """A fault in each of two epochs: status 0 and the losses of a run without."""
     losses = {}
-    for name, planned in (("faulty", faults), ("fault-free", [])):
-        directory = tmp_path / name
-        directory.mkdir()
-        plan = {"kind": kind, "strike": "out_of_memory", "faults": planned}
+    for name, faults in (("faulty", [[2, 0, ranks - 1, 500], [7, 0, 0, 900]]), ("fault-free", [])):
+        output_dir = directory / name
+        output_dir.mkdir()
+        plan = {"kind": kind, "strike": "out_of_memory", "faults": faults}
         short = ("epochs=2", "max_steps_per_epoch=5")
-        run, losses[name] = _tune_run_with_faults(plan, ranks, *short, tiny_dir=tiny_dir, directory=directory)
+        run, losses[name] = _tune_run_with_faults(plan, ranks, *overrides, *short, config=config, directory=output_dir)
         assert run.returncode == 0, run.stderr[-3000:]
-        assert run.stderr.count("ran out of memory in") == len(planned)
+        assert run.stderr.count("ran out of memory in") == len(faults)
     print(f"{kind}, {ranks} ranks: {losses}")
     assert len(losses["fault-free"]) == 10
     assert losses["faulty"] == pytest.approx(losses["fault-free"], rel=1e-5)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_tune_run_ends_well_with_a_fault_in_each_epoch(kind: str, ranks: int, tiny_dir: Path, tmp_path: Path) -> None:
+    check_tune_run_with_faults(kind, ranks, f"tiny_dir={tiny_dir}", config=f"tiny/{kind}", directory=tmp_path)
+
+
+@pytest.mark.exhaustive
 def test_when_a_rank_is_killed_the_others_end_and_it_is_named(tiny_dir: Path, tmp_path: Path) -> None:
     plan = {"kind": "full", "strike": "kill_process", "faults": [[3, 0, 1, 700]]}
-    run, losses = _tune_run_with_faults(plan, 2, "epochs=1", tiny_dir=tiny_dir, directory=tmp_path)
+    short = (f"tiny_dir={tiny_dir}", "epochs=1")
+    run, losses = _tune_run_with_faults(plan, 2, *short, config="tiny/full", directory=tmp_path)
     assert run.returncode != 0
     assert len(losses) == 3, run.stderr[-3000:]
     assert re.search(r"rank +: 1 .*\n +exitcode +: -9 ", run.stderr)
