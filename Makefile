@@ -60,8 +60,9 @@ gpu: $(STAMP)
 	.venv/bin/python -m benchmarks.gpu
 	.venv/bin/python -m benchmarks.evidence
 
-plans: $(STAMP)
-	.venv/bin/python -m benchmarks.stock_configs
+# Without a GPU, but beside a torch for CUDA, as torchvision needs it.
+plans: $(STAMP) $(SIMULATED_STAMP)
+	PYTHONPATH=.venv-simulated-gpu/torchvision .venv-simulated-gpu/bin/python -m benchmarks.stock_configs
 	.venv/bin/python -m benchmarks.published_points --output benchmarks/results/published_gpu.md
 	.venv/bin/python -m benchmarks.evidence
 

@@ -4,7 +4,7 @@
 
 Traces a train step of every config that torchtune registers for a recipe that trains, except those in development. Each
 is traced on as many ranks as its header launches. Writes tables to ``docs/stock_configs.md``. Ends with status 1 if a
-config was neither planned nor refused.
+config was neither planned nor refused. Models with images need torchvision.
 """
 
 import argparse
@@ -43,7 +43,8 @@ ABOUT = """\
 Nothing here was run on a GPU. A train step of our recipe was traced over fake tensors, with the config as it is, on the
 first of its ranks, which holds the most. The single-device configs are planned for our recipes on one rank. Those with
 `optimizer_in_bwd` are searched and trained with, but an out-of-memory error in training ends the run. A row of
-preference data is a pair of two sequences.
+preference data is a pair of two sequences. A row of a model with images has one image, of as many tiles as the
+tokenizer allows.
 
 - *ranks*: what the config's header launches.
 - *parameters*: of the model, adapters included, over all ranks.
