@@ -85,6 +85,18 @@ def test_every_phase_needs_what_was_planned_to_the_byte(kind: str, ranks: int, p
         assert peaks.peak_bytes(probe.batch_size) + row_bytes == probe.peak_bytes
 
 
+def _plans_of_lengths(_: int, places: tuple[Path, Path]) -> list[dict[str, float]]:
+    """Peaks of rows of 40 tokens, from those of shorter and longer ones, and traced."""
+    cfg = _config("lora", places)
+    plans = [trace_config(cfg, world_size=2, seq_lens=seq_lens) for seq_lens in ([16, SEQ_LEN, 64], [SEQ_LEN])]
+    return [next(one for one in plan.peaks if one.seq_len == SEQ_LEN).phases(5) for plan in plans]
+
+
+def test_lengths_between_two_others_have_the_same_images(places: tuple[Path, Path]) -> None:
+    interpolated, traced = run_on_ranks(_plans_of_lengths, 1, places)[0]
+    assert interpolated == pytest.approx(traced, rel=1e-9)
+
+
 def _deep_plans(_: int, places: tuple[Path, Path]) -> Any:
     """Which layers are traced; peaks and figures of the whole model from these layers, and from all."""
     tracer = StepTracer(_config("lora", places, model__num_layers=12, gradient_accumulation_steps=1), world_size=2)

@@ -73,15 +73,20 @@ class StepLines:
         timeline = next(iter(large.values()))
         return cls(seq_len, timeline.phases, timeline.operations, by_kind)
 
-    def interpolated(self, seq_len: int, other: "StepLines") -> "StepLines | None":
+    def interpolated(self, seq_len: int, other: "StepLines", *, with_images: bool = False) -> "StepLines | None":
         """The lines for rows of ``seq_len`` tokens, interpolated between these and those of another length.
 
         None if the two steps ran different operations.
+
+        Args:
+            with_images: whether rows have images beside their text.
         """
         if self.operations != other.operations:
             return None
         by_kind = {
-            kind: lines_between(seq_len, (self.seq_len, lines), (other.seq_len, other.by_kind[kind]))
+            kind: lines_between(
+                seq_len, (self.seq_len, lines), (other.seq_len, other.by_kind[kind]), with_images=with_images
+            )
             for kind, lines in self.by_kind.items()
         }
         return StepLines(seq_len, self.phases, self.operations, by_kind)

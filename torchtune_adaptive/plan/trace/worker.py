@@ -127,9 +127,11 @@ class StepTracer:
         shortest, longest = min(seq_lens), max(seq_lens)
         self._progress.reset(total=self._num_steps(seq_lens, layers))
         traced = {seq_len: self._lines(seq_len, layers) for seq_len in (shortest, longest)}
+        with_images = self._recipe(layers[0]).fusion_interval > 0
         found: list[StepPeaks] = []
         for seq_len in seq_lens:
-            lines = traced.get(seq_len) or traced[shortest].interpolated(seq_len, traced[longest])
+            lines = traced.get(seq_len)
+            lines = lines or traced[shortest].interpolated(seq_len, traced[longest], with_images=with_images)
             if lines is None:  # the two lengths ran different operations
                 lines = self._lines(seq_len, layers)
             found.append(StepPeaks.from_lines(lines, single_row=self._whole(layers, 1, seq_len)))
