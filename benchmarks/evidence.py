@@ -30,6 +30,7 @@ QUESTIONS = {
     "crashes_cpu": "Does a killed run continue with the same results?",
     "checkpoints_cpu": "What do checkpoints of steps cost?",
     "stock_starts_cpu": "Do torchtune's configs start with our recipes?",
+    "stock_starts_simulated": "And those that need a GPU?",
     "tokens_cpu": "What does a token budget save?",
     "objective_cpu": "Is the largest batch the fastest?",
     "growth_cpu": "How do steps and learning rate follow a growing batch?",
@@ -46,8 +47,8 @@ NOT_MEASURED = (
     "More than four ranks; more than one machine; recovery with NCCL.",
     "Pretrained weights and real data sets. Models here are small and random, data is made up. Large models are"
     " [planned](stock_configs.md), not run.",
-    "Training with activation offloading or bitsandbytes' optimizers. Plans of them are compared with published"
-    " figures.",
+    "Kernels of bitsandbytes for CUDA, which compute nothing on the simulated GPU. Its optimizers train on CPUs here;"
+    " plans of them are compared with published figures.",
     "Whether growth by the gradient noise scale trains a better model, or trains it sooner.",
     "The searches of Composer and SkyRL, which need CUDA and Ray; other projects' searches on several ranks, which do"
     " not agree between ranks.",
