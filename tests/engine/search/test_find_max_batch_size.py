@@ -512,12 +512,12 @@ def test_steps_that_always_run_different_operations_are_searched_without_a_forec
     loop = Perceptron()
     train_step = loop.train_step
 
-    def step_with_an_operation_per_row(batch: dict[str, torch.Tensor]) -> None:
-        for row in batch["inputs"]:
-            row.sum()
+    def step_with_another_operation_for_each_size(batch: dict[str, torch.Tensor]) -> None:
+        operation = (torch.sin, torch.cos, torch.tan)[len(batch["inputs"]) % 3]
+        operation(batch["inputs"][0, 0])
         train_step(batch)
 
-    loop.train_step = step_with_an_operation_per_row
+    loop.train_step = step_with_another_operation_for_each_size
     found = loop.find("64KiB", strategy="linear_extrapolation")
     assert [probe.batch_size for probe in found.probes[:5]] == [2, 3, 2, 3, 6]
     assert found.exact_batch_size == loop.find("64KiB", strategy="binary_search").exact_batch_size > 6
