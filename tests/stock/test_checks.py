@@ -274,7 +274,6 @@ def test_two_messages_that_concern_no_user_are_filtered_and_no_other(caplog: pyt
 # ---- options
 
 SEARCHES: dict[str, Any] = {"use_maximum_batch_size": True}
-GROWS: dict[str, Any] = {"batch_increase_function": lambda epoch, size: 1}
 MEASURES: dict[str, Any] = {"batch_increase_function": gradient_noise_scale()}
 IN_BACKWARD = {"optimizer_in_bwd": True}
 ON_CPU = {"device": "cpu"}
@@ -287,8 +286,11 @@ def check_option(config: dict[str, Any], *, ranks: int = 1, **settings: Any) -> 
 @pytest.mark.parametrize(
     ("config", "settings", "sentence"),
     [
-        ({"tensor_parallel_dim": 2}, SEARCHES, "`tensor_parallel_dim` must be 1 for a batch size search, but is 2"),
-        ({"tensor_parallel_dim": 2}, GROWS, "`tensor_parallel_dim` must be 1 for a batch size search, but is 2"),
+        (
+            {"tensor_parallel_dim": 2},
+            MEASURES,
+            "`tensor_parallel_dim` must be 1 with a `batch_increase_function` that measures gradients, but is 2",
+        ),
         (
             {"compile": True} | ON_CPU,
             SEARCHES,
@@ -336,6 +338,12 @@ def test_options_that_exclude_each_other_are_refused_only_together(
         ({"kd_ratio": 1.5}, "`kd_ratio` must be in [0, 1], but is 1.5 instead."),
         ({"kd_ratio": True}, "`kd_ratio` must be in [0, 1], but is True instead."),
         ({"shuffle": [1]}, "`shuffle` must be True or False, but is [1] instead."),
+        (
+            {"tensor_parallel_dim": 2, "clip_grad_norm": 1.0},
+            "`clip_grad_norm` must be null with `tensor_parallel_dim` 2, because torch cannot clip gradients of"
+            " different meshes, but is 1.0 instead.",
+        ),
+        ({"tensor_parallel_dim": "two"}, "`tensor_parallel_dim` must be an integer, but is 'two' instead."),
         ({"optimizer": None}, "`optimizer` must be a mapping, but is None instead."),
         ({"compile": "yes"}, "`compile` must be True or False, but is 'yes' instead."),
         (
@@ -385,10 +393,17 @@ def test_an_optimizer_of_a_file_in_the_working_directory_passes(
 def test_a_model_with_images_among_its_tokens_is_trained_but_not_searched() -> None:
     model, searches = EarlyFusionModel.__new__(EarlyFusionModel), AdaptiveSettings(use_maximum_batch_size=True)
     with pytest.raises(InputError, match=r"a text model or a DeepFusionModel .*, but is a EarlyFusionModel instead"):
-        check_model(model, searches)
-    check_model(model, AdaptiveSettings())
+        check_model(model, searches, {})
+    check_model(model, AdaptiveSettings(), {})
     for other in (DeepFusionModel.__new__(DeepFusionModel), nn.Linear(1, 1)):
-        check_model(other, searches)
+        check_model(other, searches, {})
+
+
+def test_a_plan_for_tensor_parallelism_must_match_the_model() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(1, 1)]), "output": nn.Linear(1, 1)})
+    check_model(model, AdaptiveSettings(), {"layers.*": None, "output": None})
+    with pytest.raises(InputError, match=r"`tensor_parallel_plan` must .* has 'layers\.\*\.mlp', which matches none\."):
+        check_model(model, AdaptiveSettings(), {"output": None, "layers.*.mlp": None})
 
 
 @pytest.mark.parametrize(

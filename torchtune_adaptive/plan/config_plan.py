@@ -12,6 +12,7 @@ from torchtune_adaptive.plan.gpu import Card, Overhead
 from torchtune_adaptive.plan.host import HostPlan, Launch, plan_host
 from torchtune_adaptive.plan.trace.peaks import StepPeaks, TracedStep
 from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.stock.configs import data_parallel_ranks
 from torchtune_adaptive.training.batch.rank_shares import check_samples_per_step, largest_share
 
 # Row lengths to plan if neither the user nor the config gives any.
@@ -55,7 +56,7 @@ class ConfigLaunch:
             InputError: the config cannot be planned; the message says why.
         """
         settings = AdaptiveSettings.from_cfg(self.cfg)
-        run = _Run.of(self.cfg, settings, ranks=self.world_size)
+        run = _Run.of(self.cfg, settings, ranks=data_parallel_ranks(self.cfg, self.world_size))
         step = tracer.step(as_traced(self.cfg, settings), world_size=self.world_size, seq_lens=list(self.seq_lens))
         device = self._device(settings, step)
         lengths = tuple(self._length(run, peaks, step, device) for peaks in step.peaks)
@@ -134,7 +135,7 @@ class _Run:
 
     @classmethod
     def of(cls, cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int) -> "_Run":
-        """The run of ``cfg`` on ``ranks`` ranks.
+        """The run of ``cfg`` on ``ranks`` ranks with different samples.
 
         Raises:
             InputError: the config does not say how many samples a step has.

@@ -5,12 +5,13 @@ left to it. The last part needs torch, whose import takes seconds.
 """
 
 import difflib
+import fnmatch
 import inspect
 import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -105,6 +106,7 @@ def check_options(cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int) ->
     if on_cpu and cfg.get("fsdp_cpu_offload", False):
         raise InputError("`fsdp_cpu_offload` must be False on a CPU, which has no other memory, but is True instead.")
     _check_steps_after_backward(cfg, settings)
+    _check_tensor_parallel(cfg, settings)
     if on_cpu and ranks > 1 and cfg.get("enable_async_checkpointing", False):
         # torchtune runs them in the process group of training. On a GPU they use its CPU backend, which training does
         # not.
@@ -166,11 +168,6 @@ def _check_optimizer(cfg: DictConfig) -> None:
 
 def _check_searchable(cfg: DictConfig, *, on_cpu: bool) -> None:
     """Refuse options with which a search cannot measure or undo a step."""
-    tensor_parallel_dim = cfg.get("tensor_parallel_dim", 1)
-    if tensor_parallel_dim > 1:
-        raise InputError(
-            f"`tensor_parallel_dim` must be 1 for a batch size search, but is {tensor_parallel_dim} instead."
-        )
     if cfg.get("compile", False) and on_cpu:
         raise InputError(
             "`compile` must be False for a search on the CPU, where the memory of compiled code cannot be measured,"
@@ -191,6 +188,22 @@ def _check_steps_after_backward(cfg: DictConfig, settings: AdaptiveSettings) -> 
         raise InputError(
             "`optimizer_in_bwd` must be False with a `batch_increase_function` that measures gradients,"
             " but is True instead."
+        )
+
+
+def _check_tensor_parallel(cfg: DictConfig, settings: AdaptiveSettings) -> None:
+    """With tensor parallelism, refuse what needs one norm of gradients that are sharded over different meshes."""
+    dim = require_integer("tensor_parallel_dim", cfg.get("tensor_parallel_dim", 1), minimum=1)
+    clips_at = cfg.get("clip_grad_norm")
+    if dim > 1 and clips_at is not None:
+        raise InputError(
+            f"`clip_grad_norm` must be null with `tensor_parallel_dim` {dim}, because torch cannot clip gradients of"
+            f" different meshes, but is {quote(clips_at)} instead."
+        )
+    if dim > 1 and isinstance(settings.batch_increase_function, MeasuredSchedule):
+        raise InputError(
+            "`tensor_parallel_dim` must be 1 with a `batch_increase_function` that measures gradients,"
+            f" but is {dim} instead."
         )
 
 
@@ -321,8 +334,13 @@ def _wanted(parameter: inspect.Parameter) -> str:
     return "a number" if types and types <= {int, float} else ""
 
 
-def check_model(model: "nn.Module", settings: AdaptiveSettings) -> None:
-    """Refuse a model with images among its tokens for a search: torchtune has no format of samples for it."""
+def check_model(model: "nn.Module", settings: AdaptiveSettings, tensor_parallel_plan: Mapping[str, Any]) -> None:
+    """Refuse a model that cannot be searched, or that lacks a module of the plan for tensor parallelism.
+
+    torchtune has no format of samples for a model with images among its tokens. torch only warns of a missing module.
+    Args:
+        tensor_parallel_plan: empty without tensor parallelism.
+    """
     from torchtune.modules.model_fusion import EarlyFusionModel
 
     if settings.searches and isinstance(model, EarlyFusionModel):
@@ -330,3 +348,8 @@ def check_model(model: "nn.Module", settings: AdaptiveSettings) -> None:
             "`model` must be a text model or a DeepFusionModel for a batch size search,"
             f" but is a {type(model).__name__} instead."
         )
+    for pattern in tensor_parallel_plan:
+        if not fnmatch.filter((name for name, _ in model.named_modules()), pattern):
+            raise InputError(
+                f"`tensor_parallel_plan` must name modules of the model, but has {quote(pattern)}, which matches none."
+            )

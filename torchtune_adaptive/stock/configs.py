@@ -8,7 +8,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchtune_adaptive.errors import InputError, quote, reason_of
+from torchtune_adaptive.errors import InputError, quote, reason_of, require_integer
 from torchtune_adaptive.stock.installed import config_dir, stock_config_path
 
 # Stock recipes with an adaptive version, without "_distributed" and "_single_device".
@@ -117,6 +117,20 @@ def is_lora(cfg: DictConfig) -> bool:
 def is_ppo(cfg: DictConfig) -> bool:
     """Whether ``cfg`` is for PPO."""
     return _component(cfg, "loss") == "torchtune.rlhf.loss.PPOLoss"
+
+
+def data_parallel_ranks(cfg: DictConfig, ranks: int) -> int:
+    """The number of ranks with different samples. Only full finetuning has tensor parallelism.
+
+    Raises:
+        InputError: ``tensor_parallel_dim`` does not divide the number of ``ranks``.
+    """
+    dim = require_integer("tensor_parallel_dim", cfg.get("tensor_parallel_dim", 1), minimum=1)
+    if dim == 1 or method_of(cfg) != "full_finetune":
+        return ranks
+    if ranks % dim:
+        raise InputError(f"`tensor_parallel_dim` must divide the number of ranks ({ranks}), but is {dim} instead.")
+    return ranks // dim
 
 
 def method_of(cfg: DictConfig) -> Method:

@@ -66,6 +66,8 @@ class AdaptiveRecipe:
     _lr_scheduler: Any = None
     _optimizer_in_bwd = False
     _normalizes_in_backward = True
+    tensor_parallel_dim = 1
+    tensor_parallel_plan: Any = None
 
     def __init__(self, cfg: DictConfig) -> None:
         self._settings = check_config(cfg, ranks=dist.get_world_size() if dist.is_initialized() else 1)
@@ -124,7 +126,7 @@ class AdaptiveRecipe:
         self._whole = self.keep_whole()
         resumed = self._resumed
         epochs_run = self.epochs_run if resumed is None else resumed.epochs_run
-        check_model(self._model, self._settings)
+        check_model(self._model, self._settings, self.tensor_parallel_plan if self.tensor_parallel_dim > 1 else {})
         row_format = self.row_format()
         self._activations = self.activations_handling_ctx = Activations(self.activations_handling_ctx)
         parts = RecipeParts(

@@ -54,11 +54,6 @@ def test_any_number_of_micro_steps_above_one_is_the_same_step() -> None:
     ("key", "value", "sentence"),
     [
         (
-            "tensor_parallel_dim",
-            8,
-            "`tensor_parallel_dim` must be 1, because tensor parallelism is not planned, but is 8 instead.",
-        ),
-        (
             "cudnn_deterministic_mode",
             "warn",
             "`cudnn_deterministic_mode` must be null, because the memory of deterministic kernels is not planned, but"

@@ -13,6 +13,7 @@ from typing import Any
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.functional_collectives import wait_for_unused_results
 from torchtune_adaptive.engine.memory.operations import OperationMode, is_collective, is_wait
 from torchtune_adaptive.engine.memory.out_of_memory import errors_behind, is_out_of_memory
 
@@ -76,6 +77,7 @@ def run_with_votes(work: Callable[[], object], consensus: Consensus) -> Outcome:
             consensus.max_over_ranks(Outcome.FAILED)
             raise
         outcome, failed_here = stopped  # do not keep the error: its traceback keeps all tensors alive
+        wait_for_unused_results()
     if failed_here:  # or if the work is done: the peers then wait for this rank's vote
         outcome = Outcome(consensus.max_over_ranks(outcome))
     if outcome is Outcome.FAILED:

@@ -38,6 +38,8 @@ TRACED = (
     "save_adapter_weights_only",
     "teacher_checkpointer",
     "teacher_model",
+    "tensor_parallel_dim",
+    "tensor_parallel_plan",
 )
 # The plan reads these itself: they change no step of a given size.
 DECIDED = MappingProxyType(
@@ -66,8 +68,8 @@ WITHOUT_EFFECT = MappingProxyType(
         "shuffle": "the order of the rows",
     }
 )
-# With other values than 1 and null a step would be planned wrongly.
-REFUSED = ("cudnn_deterministic_mode", "tensor_parallel_dim", "tensor_parallel_plan")
+# With another value than null a step would be planned wrongly.
+REFUSED = ("cudnn_deterministic_mode",)
 
 
 def traced_content(cfg: DictConfig) -> dict[str, Any]:
@@ -93,11 +95,6 @@ def max_images(content: Mapping[str, Any]) -> int:
 
 
 def _refuse_unplanned(content: dict[str, Any]) -> None:
-    dim = content.get("tensor_parallel_dim", 1)
-    if dim != 1:
-        raise InputError(
-            f"`tensor_parallel_dim` must be 1, because tensor parallelism is not planned, but is {quote(dim)} instead."
-        )
     mode = content.get("cudnn_deterministic_mode")
     if mode not in (None, 0, "default"):
         raise InputError(

@@ -57,7 +57,7 @@ class StepTrace:
         self._by_gloo = by_gloo
         self._granularity_bytes = granularity_bytes
         self._storages = Storages(self._record_change)
-        self._watch = WatchOperations(self._after_operation, self._after_resize)
+        self._watch = _WatchFakes(self._after_operation, self._after_resize)
         self._modules = modules
         self._owners: dict[int, str] = {}  # by storage: the module that ran when it was made
         self._shown: list[Operation] = []  # as ``events`` returns them
@@ -178,3 +178,13 @@ class StepTrace:
             # Timelines keep the names of plain operations, by which steps of different depths are aligned.
             self._shown.append(Operation(running_code() or name, self._phase, self._modules.now(self._phase)))
         self._after()
+
+
+class _WatchFakes(WatchOperations):
+    """Waiting for a functional collective returns its tensor. On fake tensors torch would return a new one."""
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is not torch.ops._c10d_functional.wait_tensor.default:
+            return super().operation(func, args, kwargs)
+        self._after_operation(func, (args, kwargs), args[0])
+        return args[0]

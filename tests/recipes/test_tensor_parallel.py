@@ -1,0 +1,134 @@
+"""Full finetuning with tensor parallelism, alone and with FSDP2: parity, search, growth, recovery, resume, plan."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.support.ranks import run_on_ranks
+from benchmarks.support.recipe_runs import COMMON, adaptive_recipe, set_up, shallow_assets, tiny_config
+from tests.recipes.test_methods import check_recovery, check_resume, check_search
+from tests.support.method_runs import STRATEGIES, Trials
+from torchtune_adaptive.errors import InputError
+
+TWO = {
+    "tensor_parallel_dim": 2,
+    "tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"},
+    "optimizer__fused": False,
+    "clip_grad_norm": None,
+}
+RANKS = [4, pytest.param(2, marks=pytest.mark.exhaustive)]  # with and without FSDP2
+
+
+def _all_trials(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    trials = Trials("full", tiny_dir, output_dir, **TWO)
+    return {
+        "parity": trials.parity(2),
+        "search": trials.search(STRATEGIES[::2]),
+        "recovery": None,
+        "resume": trials.resume(within_epoch=True),
+    }
+
+
+def _exhaustive_trials(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    trials = Trials("full", tiny_dir, output_dir, **TWO, enable_activation_checkpointing=True)
+    return {
+        "parity": trials.parity(1),
+        "search": trials.search(),
+        "recovery": Trials("full", tiny_dir, output_dir / "whole", **TWO).recovery(points=None),
+        "recovery with checkpointing": trials.recovery(points=None),
+        "growth": trials.growth(),
+        "resume": trials.resume(within_epoch=False),
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A function from the number of ranks to the outcomes of the trials by rank, which are run once."""
+    return functools.cache(
+        lambda ranks: run_on_ranks(
+            _all_trials, ranks, shallow_assets(tiny_dir), tmp_path_factory.mktemp("tensor_parallel"), timeout_s=1200
+        )
+    )
+
+
+def _check_parity(ranks: list[dict[str, Any]]) -> None:
+    """On more than two ranks torchtune sums losses in another order of roundings."""
+    assert all(rank["parameters equal"] for rank in ranks)
+    stock_steps, steps = ranks[0]["steps"]
+    assert len(stock_steps) == len(steps) == 4
+    assert [step["loss"] for step in steps] == pytest.approx([step["loss"] for step in stock_steps], rel=1e-6)
+    assert [step["lr"] for step in steps] == [step["lr"] for step in stock_steps]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_training_equals_the_stock_recipe(ranks: int, outcomes: Any) -> None:
+    _check_parity([rank["parity"] for rank in outcomes(ranks)])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_search_finds_what_fits_and_restores_all_state(ranks: int, outcomes: Any) -> None:
+    """Also where probes fail between a collective of the model and the use of its result."""
+    check_search([rank["search"] for rank in outcomes(ranks)], strategies=STRATEGIES[::2])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_run_with_faults_equals_one_with_the_smaller_micro_batches(ranks: int, outcomes: Any) -> None:
+    check_recovery([rank["recovery"] for rank in outcomes(ranks)])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_run_resumes_within_an_epoch(ranks: int, outcomes: Any) -> None:
+    check_resume([rank["resume"] for rank in outcomes(ranks)], steps_left=2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_strategy_and_every_seventh_operation(ranks: int, tiny_dir: Path, tmp_path: Path) -> None:
+    found = run_on_ranks(_exhaustive_trials, ranks, shallow_assets(tiny_dir), tmp_path, timeout_s=7200)
+    _check_parity([rank["parity"] for rank in found])
+    check_search([rank["search"] for rank in found], strategies=STRATEGIES)
+    for name in ("recovery", "recovery with checkpointing"):
+        check_recovery([rank[name] for rank in found])
+        print(f"{ranks} ranks, {name}: {found[0][name]['struck']} faults, and as many right results")
+    assert found[0]["growth"] == [2, 4, 6]
+    check_resume([rank["resume"] for rank in found], steps_left=3)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "`tensor_parallel_plan` must name modules of the model, but has 'layers.*.mlp.w9', which matches none.": {
+        "tensor_parallel_plan": {"_component_": f"{__name__}.plan_of_another_model"}
+    },
+    "Tensor Parallel plan needs to be provided when tensor parallel is enabled": {"tensor_parallel_plan": None},
+    "world_size 2 must be divisible by tensor_parallel_dim 3": {"tensor_parallel_dim": 3},
+    "Number of attention heads (3) must be divisible by tensor parallel size (2)": {
+        "model__num_heads": 3,
+        "model__num_kv_heads": 3,
+        "model__embed_dim": 96,
+    },
+}
+
+
+def plan_of_another_model() -> dict[str, Any]:
+    """A plan that a config can name, with a module that the model lacks."""
+    from torch.distributed.tensor.parallel import ColwiseParallel
+    from torchtune.models.llama3 import base_llama_tp_plan
+
+    return base_llama_tp_plan() | {"layers.*.mlp.w9": ColwiseParallel()}
+
+
+def _refusals(rank: int, tiny_dir: Path, output_dir: Path) -> list[str]:
+    said = []
+    for options in REFUSED.values():
+        try:
+            set_up(adaptive_recipe("full"), tiny_config("full", tiny_dir, output_dir, **COMMON | TWO | options))
+        except InputError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_cannot_work_is_refused_in_one_sentence(tiny_dir: Path, tmp_path: Path) -> None:
+    for said in run_on_ranks(_refusals, 2, shallow_assets(tiny_dir), tmp_path):
+        assert len(said) == len(REFUSED)
+        assert all(sentence in one and "\n" not in one for one, sentence in zip(said, REFUSED, strict=True)), said
