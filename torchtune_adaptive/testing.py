@@ -13,6 +13,7 @@ import os
 import signal
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NoReturn
 from unittest import mock
@@ -25,6 +26,7 @@ from torchtune_adaptive.engine.distributed.ledger import Ledger
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.memory.operations import OperationMode, is_collective, is_wait
 from torchtune_adaptive.engine.memory.phases import Phases
+from torchtune_adaptive.engine.recovery.micro_steps import MicroStep
 
 __all__ = ["Fault", "ballast", "faults_in", "kill_process", "out_of_memory", "wrap_micro_steps"]
 
@@ -161,13 +163,13 @@ def wrap_micro_steps(step: Any, around: Callable[[int, Callable[[], Any]], Any] 
         return
     micro_steps, counted, count = step._micro_steps, None, 0
 
-    def wrapped(samples: Any) -> list[Callable[[], Any]]:
+    def wrapped(samples: Any) -> list[MicroStep[Any]]:
         nonlocal counted, count
         if step._number != counted:
             counted, count = step._number, 0
         runs = micro_steps(samples)
         first, count = count, count + len(runs)
-        return [partial(around, number, run) for number, run in enumerate(runs, first)]
+        return [replace(one, run=partial(around, number, one.run)) for number, one in enumerate(runs, first)]
 
     step._micro_steps = wrapped
 

@@ -26,7 +26,7 @@ def _all_trials(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     return {
         "parity": trials.parity(2),
         "search": trials.search(STRATEGIES[::2]),
-        "recovery": None,
+        "recovery": trials.recovery(points=3),
         "resume": trials.resume(within_epoch=True),
     }
 

@@ -414,10 +414,6 @@ def test_a_plan_for_tensor_parallelism_must_match_the_model() -> None:
             {"device": "cuda", "optimizer_in_bwd": True},
             "with `optimizer_in_bwd` parameters change before the ranks can agree on a step",
         ),
-        (
-            {"device": "cuda", "tensor_parallel_dim": 2},
-            "with `tensor_parallel_dim` above 1 collectives depend on the batch",
-        ),
         ({"device": "xpu:0"}, "it supports the CPU and CUDA, not `device` xpu:0"),
     ],
 )

@@ -120,8 +120,6 @@ def why_unrecoverable(cfg: DictConfig) -> str:
     """Why training cannot recover from an out-of-memory error, as part of a sentence; "" if it can."""
     if cfg.get("optimizer_in_bwd", False):
         return "with `optimizer_in_bwd` parameters change before the ranks can agree on a step"
-    if cfg.get("tensor_parallel_dim", 1) > 1:
-        return "with `tensor_parallel_dim` above 1 collectives depend on the batch"
     if str(cfg.device).partition(":")[0] not in ("cpu", "cuda"):
         return f"it supports the CPU and CUDA, not `device` {cfg.device}"
     return ""

@@ -184,6 +184,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
             micro_batch_size=micro_batches,
             optimizer=stepping.optimizers,
             release=parts.release,
+            padded_rows=micro_batches.padded_rows if parts.row_format.memory_follows_tokens else None,
             on_event=lambda event: trainer.note_event(event),
             watch=watch,
             steps_done=start.steps_done,

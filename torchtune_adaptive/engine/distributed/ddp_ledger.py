@@ -7,7 +7,7 @@ and in place, so that nothing is allocated. A rank that fails replays the rest o
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.distributed.ledger import CannotRecordError, Collective, Ledger
+from torchtune_adaptive.engine.distributed.ledger import AnyCollective, CannotRecordError, Collective, Ledger
 
 BUCKET_BYTES = 25 * 2**20  # the default of `DistributedDataParallel`
 
@@ -33,11 +33,10 @@ class DdpLedger(Ledger):
         Raises:
             CannotRecordError: ``ddp`` is used in a way that cannot be recorded.
         """
-        super().__init__(reduces_once=True)
+        super().__init__(device, reduces_once=True)
         if what := _not_supported(ddp):
             raise CannotRecordError(f"DistributedDataParallel with {what} is not supported")
         self._ddp = ddp
-        self._device = device
         self._group: Any = ddp.process_group
         self._parameters: list[nn.Parameter] = [one for one in ddp._module_parameters if one.requires_grad]
         self._buckets = buckets_of(self._parameters[::-1], BUCKET_BYTES)  # the last ones have their gradients first
@@ -92,9 +91,9 @@ class DdpLedger(Ledger):
         """Whether a trained parameter had no gradient in the last micro-step of this rank."""
         return bool(self._unused)
 
-    def replay_rest(self) -> None:
+    def replay_rest(self, whole: Sequence[AnyCollective] | None = None) -> None:
         """Issue the rest of the buckets with zeros, and wait for all of them."""
-        super().replay_rest()
+        super().replay_rest(whole)
         self._wait()
 
     def _replay(self, collective: Collective) -> None:

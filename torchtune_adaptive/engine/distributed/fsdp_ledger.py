@@ -26,9 +26,9 @@ class FsdpLedger(Ledger):
         Raises:
             CannotRecordError: the model communicates in a way that cannot be recorded.
         """
-        super().__init__(reduces_once=reduces_once)
-        self._device = device
+        super().__init__(device, reduces_once=reduces_once)
         self._communicators = communicators(model)
+        self.can_note = all(found.replicate_group is None for found in self._communicators)
         for index, found in enumerate(self._communicators):
             replicated = found.replicate_group is not None
             reduce_scatter = RecordedReduceScatter(self, index, found.reduce_scatter, all_reduce_follows=replicated)
@@ -99,10 +99,13 @@ class RecordedAllGather(_Recorded, AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        collective = Collective("all-gather", self._index, input_tensor.numel(), output_tensor.dtype, group)
+        if self._ledger.notes(collective):
+            output_tensor.zero_()
+            return None
         self._ledger.issuing()
         work = self._inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
-        numel, dtype = input_tensor.numel(), output_tensor.dtype
-        self._ledger.record(Collective("all-gather", self._index, numel, dtype, group))
+        self._ledger.record(collective)
         return work
 
 
@@ -117,12 +120,15 @@ class RecordedReduceScatter(_Recorded, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
+        collective = Collective("reduce-scatter", self._index, output_tensor.numel(), output_tensor.dtype, group, op)
+        if self._ledger.notes(collective):
+            output_tensor.zero_()
+            return None
         self._ledger.issuing()
         work = self._inner(
             output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
         )
-        numel, dtype = output_tensor.numel(), output_tensor.dtype
-        self._ledger.record(Collective("reduce-scatter", self._index, numel, dtype, group, op))
+        self._ledger.record(collective)
         if self._all_reduce_follows:
             self._ledger.issuing()  # FSDP2 issues it next, and then calls `_RecordAllReduce`
         return work

@@ -1,12 +1,117 @@
 """Collectives that a model issues itself, as tensor parallelism does: torch's functional collectives.
 
-Their results are waited for when they are first used. Until then, torch keeps them in a registry.
+Their sizes depend on the batch. Their results are waited for when they are first used; until then, torch keeps them in
+a registry.
 """
 
 import gc
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from torchtune_adaptive.engine.memory.operations import CountCollectives, OperationMode, is_collective, is_wait
+
+
+class FunctionalCollective(NamedTuple):
+    """One functional collective ``func(tensor, *rest)``; ``numel`` counts the elements of the tensor."""
+
+    func: Any
+    numel: int
+    dtype: torch.dtype
+    rest: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, func: Any, args: tuple[Any, ...]) -> "FunctionalCollective | None":
+        """The call as a collective, which ``replay`` can issue; None if it is another operation."""
+        is_functional = func.namespace == "_c10d_functional" and is_collective(func) and not is_wait(func)
+        if not is_functional or not isinstance(args[0], torch.Tensor):
+            return None
+        return cls(func, args[0].numel(), args[0].dtype, args[1:])
+
+    @property
+    def kind(self) -> str:
+        """The name of the operation."""
+        return str(self.func)
+
+    @property
+    def group(self) -> str:
+        """The name of its group, which differs between groups of equal purpose."""
+        return self.rest[-1]
+
+    def description(self) -> str:
+        """Describe what must be equal on every rank. The group itself is not included."""
+        return f"{self.kind} of {self.numel} {self.dtype} with {self.rest[:-1]}"
+
+    def replay(self, device: torch.device) -> None:
+        """Issue it with zeros, and wait for the result."""
+        zeros = torch.zeros(self.numel, dtype=self.dtype, device=device)
+        torch.ops._c10d_functional.wait_tensor(self.func(zeros, *self.rest))
+
+
+class RecordFunctional(CountCollectives):
+    """Counts collectives, and calls ``record`` with each functional one."""
+
+    def __init__(self, record: Callable[[FunctionalCollective], object]) -> None:
+        super().__init__()
+        self._record = record
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = super().operation(func, args, kwargs)
+        if (collective := FunctionalCollective.of(func, args)) is not None:
+            self._record(collective)
+        return result
+
+
+class NoteFunctional(OperationMode):
+    """Calls ``note`` with each functional collective instead of issuing it. The results are zeros."""
+
+    def __init__(self, note: Callable[[FunctionalCollective], object]) -> None:
+        super().__init__()
+        self._note = note
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not is_collective(func):
+            return func(*args, **kwargs)
+        if is_wait(func):
+            return args[0]
+        collective = FunctionalCollective.of(func, args)
+        if collective is None:
+            raise RuntimeError(f"{func} cannot be noted without being issued")
+        self._note(collective)
+        shape = func(torch.empty_like(args[0], device="meta"), *args[1:])
+        return torch.zeros_like(shape, device=args[0].device)
+
+
+class IssuedCounts:
+    """How many collectives each of ``groups`` has issued since ``start``, by the numbers that torch gives them.
+
+    Args:
+        groups: the names of groups.
+    """
+
+    def __init__(self, groups: Sequence[str] = ()) -> None:
+        resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
+        self._groups: dict[str, Any] = {name: resolve(name) for name in groups}
+        self._first: dict[str, int] = {}
+
+    def __bool__(self) -> bool:
+        """Whether there are groups to count for."""
+        return bool(self._groups)
+
+    def start(self) -> None:
+        """Count from now on."""
+        self._first = self._numbers()
+
+    def since_start(self) -> Counter[str]:
+        """The counts; groups without collectives are left out."""
+        return +Counter({name: number - self._first[name] for name, number in self._numbers().items()})
+
+    def _numbers(self) -> dict[str, int]:
+        return {name: group._get_sequence_number_for_group() for name, group in self._groups.items()}
 
 
 def wait_for_unused_results() -> None:
@@ -15,7 +120,7 @@ def wait_for_unused_results() -> None:
     Otherwise torch's registry keeps their memory for good. Call it while the error still keeps the results alive. All
     ranks must issue these collectives.
     """
-    if not torch._C._distributed_c10d._get_work_registry_size():
+    if not cast(Any, torch._C)._distributed_c10d._get_work_registry_size():
         return
     for one in gc.get_objects():
         if issubclass(type(one), AsyncCollectiveTensor):

@@ -7,13 +7,20 @@ communicates nor waits for the device.
 """
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.functional_collectives import (
+    FunctionalCollective,
+    IssuedCounts,
+    NoteFunctional,
+)
 
 
 class CannotRecordError(ValueError):
@@ -40,23 +47,33 @@ class Collective(NamedTuple):
         return f"{self.kind} of {self.numel} {self.dtype} among {self.group.size()} ranks at {self.place} by {op}"
 
 
+AnyCollective: TypeAlias = Collective | FunctionalCollective
+
+
 class Ledger(ABC):
     """Records the collectives of one micro-step at a time, and replays the rest of it.
 
+    Collectives that the model issues itself are only counted, by torch. Their sizes depend on the batch: after a
+    failure, the rank works them out alone, in a micro-step of few rows (``noting``).
     Attributes:
         templates: the collectives of a whole micro-step, which must be the same on every rank and for every batch.
             First those of a micro-step that is not the last one of its optimizer step, then those of the last one.
+        counts: counts the collectives that the model issues itself.
         has_unused: whether a trained parameter had no gradient on this rank in the last step, but zeros were reduced.
     """
 
     has_unused = False
+    can_note = False  # whether ``noting`` works
 
-    def __init__(self, *, reduces_once: bool) -> None:
+    def __init__(self, device: torch.device, *, reduces_once: bool) -> None:
         """With gradients reduced in the last micro-step of an optimizer step only, or in each one."""
         self.reduces_once = reduces_once
+        self._device = device
         self.templates: tuple[list[Collective], list[Collective]] = ([], [])
         self.is_last = True
-        self._issued: list[Collective] = []
+        self.counts = IssuedCounts()
+        self._issued: list[AnyCollective] = []
+        self._noted: list[AnyCollective] | None = None
         self._in_doubt = False
 
     @abstractmethod
@@ -77,8 +94,25 @@ class Ledger(ABC):
     def drop_unused(self, consensus: Consensus) -> None:  # noqa: B027
         """Set gradients to None that no rank has computed. A collective; only if ``has_unused`` on some rank."""
 
+    @contextmanager
+    def noting(self) -> Iterator[list[AnyCollective]]:
+        """Context of a micro-step without communication. Yields a list of the collectives that it would issue."""
+        self._noted = noted = []
+        try:
+            with NoteFunctional(noted.append), self.running():
+                yield noted
+        finally:
+            self._noted = None
+
+    def notes(self, collective: Collective) -> bool:
+        """Whether ``collective`` must not be issued, because it is only noted."""
+        if self._noted is None:
+            return False
+        self._noted.append(collective)
+        return True
+
     @property
-    def issued(self) -> list[Collective]:
+    def issued(self) -> list[AnyCollective]:
         """A copy of the collectives since ``begin``."""
         return list(self._issued)
 
@@ -97,31 +131,40 @@ class Ledger(ABC):
         self.is_last = is_last
         self._issued.clear()
         self._in_doubt = False
+        self.counts.start()
 
     def issuing(self) -> None:
         """Note that a collective is about to be issued. Until ``record`` it is unknown whether it was issued."""
         self._in_doubt = True
 
-    def record(self, collective: Collective) -> None:
+    def record(self, collective: AnyCollective) -> None:
         """Note that ``collective`` was issued."""
         self._issued.append(collective)
         self._in_doubt = False
 
-    def replay_rest(self) -> None:
-        """Issue the collectives of the template that were not issued since ``begin``, while the peers issue theirs.
+    def replay_rest(self, whole: Sequence[AnyCollective] | None = None) -> None:
+        """Issue the collectives of the micro-step that were not issued since ``begin``, while the peers issue theirs.
 
         The peers' gradients must be thrown away. Call ``reset_after_failure`` on the model first.
+        Args:
+            whole: all collectives of the micro-step, in order. None: the template, as no others are issued.
         Raises:
             CollectiveInDoubtError: the last collective failed while it was issued, the issued collectives are not the
-                first ones of the template, or a replayed one failed.
+                first ones of the micro-step, or a replayed one failed.
         """
         if self._in_doubt:
             raise CollectiveInDoubtError("a collective itself failed, so that it is unknown whether it was issued")
-        done = len(self._issued)
-        if self._issued != self.template[:done]:
+        whole = self.template if whole is None else whole
+        counts = self.counts.since_start()
+        done = len(self._issued) + counts.total()
+        recorded = [one for one in whole[:done] if isinstance(one, Collective)]
+        if recorded != self._issued or counts != Counter(_groups(whole[:done])):
             raise CollectiveInDoubtError("the issued collectives are not the first ones of the rehearsal")
-        for collective in self.template[done:]:
+        for collective in whole[done:]:
             try:
+                if isinstance(collective, FunctionalCollective):
+                    collective.replay(self._device)
+                    continue
                 self._replay(collective)
             except Exception as error:
                 raise CollectiveInDoubtError(
@@ -129,3 +172,8 @@ class Ledger(ABC):
                 ) from error
             if self._issued[-1:] != [collective]:
                 raise CollectiveInDoubtError(f"this rank's {collective.kind} was not issued as in the rehearsal")
+
+
+def _groups(collectives: Sequence[AnyCollective]) -> Iterator[str]:
+    """The group of each functional collective."""
+    return (one.group for one in collectives if isinstance(one, FunctionalCollective))

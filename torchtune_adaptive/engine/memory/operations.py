@@ -32,7 +32,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_collective(func: Any) -> bool:
     """Return whether the operation ``func`` issues a collective, or waits for one."""
-    return func.namespace in _COLLECTIVE_NAMESPACES
+    return func.namespace in _COLLECTIVE_NAMESPACES and not func.__name__.startswith("_wrap_tensor")
 
 
 def is_wait(func: Any) -> bool:

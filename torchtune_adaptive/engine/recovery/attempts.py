@@ -22,7 +22,8 @@ from torchtune_adaptive.engine.distributed.fsdp_state import (
     fsdp_states,
     reset_after_failure,
 )
-from torchtune_adaptive.engine.distributed.ledger import CollectiveInDoubtError, Ledger
+from torchtune_adaptive.engine.distributed.functional_collectives import wait_for_unused_results
+from torchtune_adaptive.engine.distributed.ledger import AnyCollective, CollectiveInDoubtError, Ledger
 from torchtune_adaptive.engine.distributed.snapshot import KeptTensors, RandomStates
 from torchtune_adaptive.engine.memory.out_of_memory import (
     comes_from_out_of_memory,
@@ -31,6 +32,7 @@ from torchtune_adaptive.engine.memory.out_of_memory import (
     is_out_of_memory,
     is_out_of_memory_in_collective,
 )
+from torchtune_adaptive.engine.recovery.micro_steps import collectives_of
 from torchtune_adaptive.errors import InputError, reason_of
 
 log = logging.getLogger(__name__)
@@ -154,7 +156,7 @@ class Recovery:
             if attempt.error is None:
                 self._run(micro_step, attempt)
             if attempt.error is not None:
-                self._replay_rest(attempt.error)
+                self._replay_rest(attempt.error, micro_step)
             elif self._is_in_step and not self._ledger.agrees:
                 self._is_in_step = False
                 log.warning(
@@ -211,6 +213,7 @@ class Recovery:
                 ) from error
             if not comes_from_out_of_memory(error):
                 raise
+            wait_for_unused_results()
             attempt.error = reason_of(next(one for one in errors_behind(error) if is_out_of_memory(one)))
             attempt.in_backward = any(
                 frame.f_code.co_name == "_engine_run_backward" for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -233,15 +236,27 @@ class Recovery:
         except Exception as failure:
             raise CollectiveInDoubtError(f"this rank could not clean up: {failure}; {error}") from failure
 
-    def _replay_rest(self, error: str) -> None:
+    def _replay_rest(self, error: str, micro_step: Callable[[], object] | None = None) -> None:
+        """Issue the rest of the collectives of ``micro_step``; None: of one that this rank does not have."""
         if not self._is_in_step:
             raise CollectiveInDoubtError(f"micro-steps no longer issue the collectives of the rehearsal; {error}")
         try:
-            self._ledger.replay_rest()
+            self._ledger.replay_rest(self._work_out(micro_step) if self._ledger.counts else None)
         except CollectiveInDoubtError as doubt:
             raise CollectiveInDoubtError(
                 f"this rank cannot issue the collectives that the others wait for: {doubt}; {error}"
             ) from doubt
+
+    def _work_out(self, micro_step: Callable[[], object] | None) -> list[AnyCollective]:
+        """The collectives of ``micro_step``, among which are some that the model issues itself."""
+        if micro_step is None:
+            raise CollectiveInDoubtError("the sizes of its collectives are not known")
+        try:
+            found = collectives_of(micro_step, self._ledger, self._states)
+        except Exception as failure:
+            raise CollectiveInDoubtError(f"they could not be worked out: {reason_of(failure)}") from failure
+        self._clean()
+        return found
 
     def close(self) -> None:
         """Restore the model's own communication functions."""

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,12 +19,17 @@ from torchtune_adaptive.engine.distributed.fsdp_state import (
     fsdp_states,
     reset_after_failure,
 )
-from torchtune_adaptive.engine.distributed.ledger import CannotRecordError, Collective, Ledger
+from torchtune_adaptive.engine.distributed.functional_collectives import (
+    FunctionalCollective,
+    IssuedCounts,
+    RecordFunctional,
+)
+from torchtune_adaptive.engine.distributed.ledger import AnyCollective, CannotRecordError, Collective, Ledger
 from torchtune_adaptive.engine.distributed.snapshot import KeptTensors, keep_random_states
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
-from torchtune_adaptive.engine.memory.operations import CountCollectives
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.engine.recovery.attempts import Recovery
+from torchtune_adaptive.engine.recovery.micro_steps import collectives_of
 from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
 from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, CannotRecoverError, NothingFitsError
@@ -88,6 +93,7 @@ def rehearse(
                 raise cannot_recover(found.reason)
             without_recovery.pop_all()
             ledger.templates = found.templates
+            ledger.counts = IssuedCounts(found.groups)
             buffers = found.changing_buffers
             return Recovery(
                 model, device, consensus=watch.consensus, ledger=ledger, changing_buffers=buffers, release=release
@@ -99,10 +105,14 @@ def rehearse(
 
 
 class _Found(NamedTuple):
-    """What micro-steps have shown. ``reason``: why recovery is not possible, "" if it is."""
+    """What micro-steps have shown. ``reason``: why recovery is not possible, "" if it is.
+
+    ``groups`` are those of collectives that the model issues itself, which are not in the ``templates``.
+    """
 
     reason: str
     templates: tuple[list[Collective], list[Collective]]
+    groups: list[str]
     changing_buffers: list[torch.Tensor]
 
 
@@ -118,19 +128,21 @@ def _run(
 
     A micro-step that reduces must issue the same collectives with and without gradients of others before it.
     """
-    recorded: list[tuple[bool, int, list[Collective]]] = []  # is it a last one, its collectives, and those of the model
-    awaits_another = False
+    recorded: list[tuple[bool, int, list[AnyCollective]]] = []  # is it a last one, its collectives, those recorded
+    awaits_another, is_known = False, True
 
     def run_and_record() -> None:
-        nonlocal awaits_another
+        nonlocal awaits_another, is_known
         for is_last in (False, True) if ledger.reduces_once else (True,):
             for micro_step in micro_steps:
                 drop_forward_passes(states)
                 ledger.begin(is_last=is_last)
-                with CountCollectives() as counter, ledger.running():
+                with RecordFunctional(ledger.record) as counter, ledger.running():
                     micro_step()
-                recorded.append((is_last, counter.issued, ledger.issued))
+                recorded.append((is_last, counter.issued, issued := ledger.issued))
                 awaits_another |= awaits_another_backward(model)
+                if any(isinstance(one, FunctionalCollective) for one in issued):
+                    is_known &= _can_be_worked_out(issued, micro_step, ledger, states)
 
     states = fsdp_states(model)
     settings, buffers = KeptSettings(states), KeptTensors(model.buffers())
@@ -144,12 +156,28 @@ def _run(
     if outcome is Outcome.OUT_OF_MEMORY:
         settings.restore()
         return None
-    templates = recorded[0][-1], recorded[-1][-1]
+    templates = _by_fsdp(recorded[0][-1]), _by_fsdp(recorded[-1][-1])
     reason = "a micro-step ends after `set_is_last_backward(False)`" if awaits_another else ""
-    reason = consensus.first_reason(reason or _why_not_covered(recorded, templates))
-    if not reason and _differs_between_ranks(templates, consensus):
+    reason = consensus.first_reason(reason or _why_not_covered(recorded, templates, is_known=is_known))
+    if not reason and _differs_between_ranks([one for *_, issued in recorded for one in issued], consensus):
         reason = "ranks issue different collectives in a micro-step"
-    return _Found(reason, templates, changing_buffers)
+    groups = {one.group for *_, issued in recorded for one in issued if isinstance(one, FunctionalCollective)}
+    return _Found(reason, templates, sorted(groups), changing_buffers)
+
+
+def _by_fsdp(collectives: list[AnyCollective]) -> list[Collective]:
+    """Those that the model does not issue itself: FSDP2's or those of ``DistributedDataParallel``."""
+    return [one for one in collectives if isinstance(one, Collective)]
+
+
+def _can_be_worked_out(
+    issued: list[AnyCollective], micro_step: Callable[[], object], ledger: Ledger, states: list[Any]
+) -> bool:
+    """Whether this rank, alone, finds the collectives that ``micro_step`` has ``issued``."""
+    try:
+        return collectives_of(micro_step, ledger, states) == issued
+    except CannotRecordError:
+        return False
 
 
 def _attached_ledger(model: nn.Module, device: torch.device, consensus: Consensus, *, reduces_once: bool) -> Ledger:
@@ -172,22 +200,29 @@ def _attached_ledger(model: nn.Module, device: torch.device, consensus: Consensu
 
 
 def _why_not_covered(
-    recorded: list[tuple[bool, int, list[Collective]]], templates: tuple[list[Collective], list[Collective]]
+    recorded: list[tuple[bool, int, list[AnyCollective]]],
+    templates: tuple[list[Collective], list[Collective]],
+    *,
+    is_known: bool,
 ) -> str:
-    """Why the ``templates`` do not describe the collectives of every micro-step on this rank, or ""."""
+    """Why the ``templates`` do not describe the collectives of every micro-step on this rank, or "".
+
+    Those of the model itself need not be there, if it ``is_known`` how to find them.
+    """
     for _, num_issued, issued in recorded:
-        if num_issued != len(issued):
+        num_known = len(issued if is_known else _by_fsdp(issued))
+        if num_issued != num_known:
             return (
-                f"a micro-step issues {num_issued} collectives, but only {len(issued)} of them gather parameters or"
+                f"a micro-step issues {num_issued} collectives, but only {num_known} of them gather parameters or"
                 " reduce gradients: the others, for example of tensor or context parallelism, may depend on the batch"
             )
-    if any(issued != templates[is_last] for is_last, _, issued in recorded):
+    if any(_by_fsdp(issued) != templates[is_last] for is_last, _, issued in recorded):
         return "micro-steps on different batches issue different collectives"
     return ""
 
 
-def _differs_between_ranks(templates: tuple[list[Collective], list[Collective]], consensus: Consensus) -> bool:
-    text = "\n".join(collective.description() for template in templates for collective in template)
+def _differs_between_ranks(collectives: list[AnyCollective], consensus: Consensus) -> bool:
+    text = "\n".join(collective.description() for collective in collectives)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     smallest, largest = consensus.min_and_max(digest)
     return smallest != largest

@@ -13,6 +13,7 @@ from torch import nn
 from torchtune_adaptive.engine.memory.devices import computing_device
 from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, MemoryPressure, Recovery, sum_of_results
 from torchtune_adaptive.engine.recovery.micro_batches import Cutter, Slices
+from torchtune_adaptive.engine.recovery.micro_steps import MicroStep
 from torchtune_adaptive.engine.recovery.rehearsal import allocate_states, rehearse
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
 from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError, NothingFitsError, require_one_of
@@ -41,6 +42,9 @@ class RecoverableStep(Generic[Sums]):
             which communicates less, but every rank then keeps the whole gradients until then.
             ``DistributedDataParallel`` always does so.
         release: frees what an interrupted ``micro_step`` keeps outside of the model, such as a list of activations.
+        padded_rows: for a model that issues collectives itself, as with tensor parallelism, whose micro-batches have
+            rows padded to one length. ``padded_rows(micro_batch)`` returns the number of its rows, and a function
+            from a number to a micro-batch of so many rows of the same length. None: such models are refused.
         on_event: called on every rank after a shortage of memory. The default logs a warning on the first rank.
         process_group: the ranks that train the model. None: those of the mesh on which FSDP2 has sharded it, or all
             ranks of the default group if it is not sharded. These ranks must create the object together, and no others.
@@ -73,6 +77,7 @@ class RecoverableStep(Generic[Sums]):
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
         reduce: Literal["each", "last"] = "each",
         release: Callable[[], object] = lambda: None,
+        padded_rows: Callable[[Any], tuple[int, Callable[[int], Any]]] | None = None,
         on_event: Callable[[MemoryEvent], object] | None = None,
         process_group: dist.ProcessGroup | None = None,
         memory_limit: int | str | None = None,
@@ -86,6 +91,7 @@ class RecoverableStep(Generic[Sums]):
         require_one_of("reduce", reduce, ("each", "last"))
         self._reduces_once = reduce == "last"
         self._release = release
+        self._padded_rows = padded_rows
         self._device = computing_device(model)
         self._owns_watch = watch is None
         limit_bytes = None if memory_limit is None else parse_memory(memory_limit)
@@ -138,7 +144,7 @@ class RecoverableStep(Generic[Sums]):
         self._check(has_samples=bool(rehearsals))
         context = self._watch.meter or nullcontext()
         self._recovery = rehearse(
-            [[partial(self._run, context, one) for one in micro_batches] for micro_batches in rehearsals],
+            [[self._as_micro_step(context, one) for one in micro_batches] for micro_batches in rehearsals],
             model=self._model,
             device=self._device,
             watch=self._watch,
@@ -192,9 +198,16 @@ class RecoverableStep(Generic[Sums]):
                 return cast(Sums, attempt.result)
             restore()
 
-    def _micro_steps(self, samples: Any) -> list[Callable[[], Sums]]:
+    def _micro_steps(self, samples: Any) -> list[MicroStep[Sums]]:
         context = self._limited or nullcontext()
-        return [partial(self._run, context, one) for one in self._cutter.cut(samples)]
+        return [self._as_micro_step(context, one) for one in self._cutter.cut(samples)]
+
+    def _as_micro_step(self, context: AbstractContextManager[Any], micro_batch: Any) -> MicroStep[Sums]:
+        run = partial(self._run, context, micro_batch)
+        if self._padded_rows is None:
+            return MicroStep(run)
+        num_rows, with_rows = self._padded_rows(micro_batch)
+        return MicroStep(run, num_rows, lambda number: self._run(context, with_rows(number)))
 
     def _run(self, context: AbstractContextManager[Any], micro_batch: Any) -> Sums:
         with context:

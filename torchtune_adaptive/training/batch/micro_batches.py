@@ -1,7 +1,7 @@
 """Cut an optimizer step's samples into equally many micro-batches on every rank, by a limit that can be lowered."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,11 @@ class MicroBatcher:
         """Micro-batches of the first of ``samples``, of one row and of two; to try next, of one row each."""
         for rows in range(min(2, self.largest.size), 0, -1):
             yield list(map(MicroBatch, self.row_format.small_batches(samples, rows)))
+
+    def padded_rows(self, micro_batch: MicroBatch) -> tuple[int, Callable[[int], MicroBatch]]:
+        """The number of its rows, and a function from a number to a micro-batch of so many rows of the same length."""
+        longest = max(micro_batch.rows, key=self.row_format.padded_tokens)
+        return len(micro_batch.rows), lambda number: MicroBatch([longest] * number)
 
     def take_padding(self) -> float:
         """The share of padding in this rank's micro-batches since the last call."""
