@@ -292,6 +292,12 @@ def check_option(config: dict[str, Any], *, ranks: int = 1, **settings: Any) -> 
             "`tensor_parallel_dim` must be 1 with a `batch_increase_function` that measures gradients, but is 2",
         ),
         (
+            {"compile": True, "tensor_parallel_dim": 2},
+            SEARCHES,
+            "`compile` must be False for a search with `tensor_parallel_dim` 2, because collectives of compiled code"
+            " are not seen, but is True",
+        ),
+        (
             {"compile": True} | ON_CPU,
             SEARCHES,
             "`compile` must be False for a search on the CPU, where the memory of compiled code cannot be measured,"
@@ -414,6 +420,11 @@ def test_a_plan_for_tensor_parallelism_must_match_the_model() -> None:
             {"device": "cuda", "optimizer_in_bwd": True},
             "with `optimizer_in_bwd` parameters change before the ranks can agree on a step",
         ),
+        (
+            {"device": "cuda", "tensor_parallel_dim": 2, "compile": True},
+            "with `compile` and `tensor_parallel_dim` above 1 collectives of compiled code are not seen",
+        ),
+        ({"device": "cuda", "tensor_parallel_dim": 2}, ""),
         ({"device": "xpu:0"}, "it supports the CPU and CUDA, not `device` xpu:0"),
     ],
 )

@@ -15,7 +15,7 @@ from torch import nn
 from tests.support.faults import same_bits, under
 from tests.support.toys import search_options
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.distributed.ledger import CannotRecordError
+from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError
 from torchtune_adaptive.engine.memory import resident
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.phases import Phases

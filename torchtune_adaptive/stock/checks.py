@@ -120,6 +120,8 @@ def why_unrecoverable(cfg: DictConfig) -> str:
     """Why training cannot recover from an out-of-memory error, as part of a sentence; "" if it can."""
     if cfg.get("optimizer_in_bwd", False):
         return "with `optimizer_in_bwd` parameters change before the ranks can agree on a step"
+    if cfg.get("compile", False) and cfg.get("tensor_parallel_dim", 1) > 1:
+        return "with `compile` and `tensor_parallel_dim` above 1 collectives of compiled code are not seen"
     if str(cfg.device).partition(":")[0] not in ("cpu", "cuda"):
         return f"it supports the CPU and CUDA, not `device` {cfg.device}"
     return ""
@@ -166,6 +168,11 @@ def _check_optimizer(cfg: DictConfig) -> None:
 
 def _check_searchable(cfg: DictConfig, *, on_cpu: bool) -> None:
     """Refuse options with which a search cannot measure or undo a step."""
+    if cfg.get("compile", False) and cfg.get("tensor_parallel_dim", 1) > 1:
+        raise InputError(
+            f"`compile` must be False for a search with `tensor_parallel_dim` {cfg.tensor_parallel_dim}, because"
+            " collectives of compiled code are not seen, but is True instead."
+        )
     if cfg.get("compile", False) and on_cpu:
         raise InputError(
             "`compile` must be False for a search on the CPU, where the memory of compiled code cannot be measured,"

@@ -31,7 +31,8 @@ from torchtune_adaptive.engine.distributed.fsdp_state import (
     communicators,
     reset_after_failure,
 )
-from torchtune_adaptive.engine.distributed.ledger import CannotRecordError, CollectiveInDoubtError, Ledger
+from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError
+from torchtune_adaptive.engine.distributed.ledger import CollectiveInDoubtError, Ledger
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.attempts import Recovery

@@ -51,17 +51,20 @@ def test_any_number_of_micro_steps_above_one_is_the_same_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "sentence"),
+    ("values", "sentence"),
     [
         (
-            "cudnn_deterministic_mode",
-            "warn",
+            {"tensor_parallel_dim": 8, "compile": True},
+            "`tensor_parallel_dim` must be 1 with `compile`, because that is not planned together, but is 8 instead.",
+        ),
+        (
+            {"cudnn_deterministic_mode": "warn"},
             "`cudnn_deterministic_mode` must be null, because the memory of deterministic kernels is not planned, but"
             " is 'warn' instead.",
         ),
     ],
 )
-def test_a_value_with_which_a_step_would_be_planned_wrongly_is_refused(key: str, value: Any, sentence: str) -> None:
+def test_values_with_which_a_step_would_be_planned_wrongly_are_refused(values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError) as caught:
-        traced_content(OmegaConf.create({key: value}))
+        traced_content(OmegaConf.create(values))
     assert str(caught.value) == sentence

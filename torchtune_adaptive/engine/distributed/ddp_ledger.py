@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.distributed.ledger import AnyCollective, CannotRecordError, Collective, Ledger
+from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError
+from torchtune_adaptive.engine.distributed.ledger import AnyCollective, Collective, Ledger
 
 BUCKET_BYTES = 25 * 2**20  # the default of `DistributedDataParallel`
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.nn.parallel import DistributedDataParallel
 
-from torchtune_adaptive.engine.distributed.ledger import CannotRecordError
+from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError
 
 # Of the setters ``set_reshard_after_forward`` and ``_backward``, ``set_requires_gradient_sync`` and ``_all_reduce``.
 _GROUP_SETTINGS = ("post_forward_mesh_info", "reshard_after_backward", "reduce_grads", "all_reduce_grads")

@@ -13,7 +13,11 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from torchtune_adaptive.engine.memory.operations import CountCollectives, OperationMode, is_collective, is_wait
+from torchtune_adaptive.engine.memory.operations import OperationMode, is_collective, is_wait
+
+
+class CannotRecordError(ValueError):
+    """A model's collectives cannot be recorded; the message says why."""
 
 
 class FunctionalCollective(NamedTuple):
@@ -52,15 +56,17 @@ class FunctionalCollective(NamedTuple):
         torch.ops._c10d_functional.wait_tensor(self.func(zeros, *self.rest))
 
 
-class RecordFunctional(CountCollectives):
-    """Counts collectives, and calls ``record`` with each functional one."""
+class RecordFunctional(OperationMode):
+    """Counts in ``issued`` the collectives of any code on this rank, and calls ``record`` with each functional one."""
 
     def __init__(self, record: Callable[[FunctionalCollective], object]) -> None:
         super().__init__()
+        self.issued = 0
         self._record = record
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = super().operation(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self.issued += is_collective(func) and not is_wait(func)
         if (collective := FunctionalCollective.of(func, args)) is not None:
             self._record(collective)
         return result
@@ -80,7 +86,7 @@ class NoteFunctional(OperationMode):
             return args[0]
         collective = FunctionalCollective.of(func, args)
         if collective is None:
-            raise RuntimeError(f"{func} cannot be noted without being issued")
+            raise CannotRecordError(f"{func} is not known")
         self._note(collective)
         shape = func(torch.empty_like(args[0], device="meta"), *args[1:])
         return torch.zeros_like(shape, device=args[0].device)

@@ -23,10 +23,6 @@ from torchtune_adaptive.engine.distributed.functional_collectives import (
 )
 
 
-class CannotRecordError(ValueError):
-    """A model's collectives cannot be recorded; the message says why."""
-
-
 class CollectiveInDoubtError(RuntimeError):
     """It is unknown which collectives this rank has issued. The run must end, or collectives would be mismatched."""
 
@@ -69,7 +65,7 @@ class Ledger(ABC):
         """With gradients reduced in the last micro-step of an optimizer step only, or in each one."""
         self.reduces_once = reduces_once
         self._device = device
-        self.templates: tuple[list[Collective], list[Collective]] = ([], [])
+        self.templates: tuple[list[AnyCollective], list[AnyCollective]] = ([], [])
         self.is_last = True
         self.counts = IssuedCounts()
         self._issued: list[AnyCollective] = []
@@ -117,7 +113,7 @@ class Ledger(ABC):
         return list(self._issued)
 
     @property
-    def template(self) -> list[Collective]:
+    def template(self) -> list[AnyCollective]:
         """The collectives of the present micro-step, if nothing fails."""
         return self.templates[self.is_last]
 
@@ -164,13 +160,13 @@ class Ledger(ABC):
             try:
                 if isinstance(collective, FunctionalCollective):
                     collective.replay(self._device)
-                    continue
-                self._replay(collective)
+                else:
+                    self._replay(collective)
             except Exception as error:
                 raise CollectiveInDoubtError(
                     f"issuing this rank's {collective.kind} without computing failed: {error}"
                 ) from error
-            if self._issued[-1:] != [collective]:
+            if isinstance(collective, Collective) and self._issued[-1:] != [collective]:
                 raise CollectiveInDoubtError(f"this rank's {collective.kind} was not issued as in the rehearsal")
 
 

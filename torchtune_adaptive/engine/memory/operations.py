@@ -68,15 +68,3 @@ class OperationMode(TorchDispatchMode):
         if any(map(_is_wrapper, types)):
             return NotImplemented
         return self.operation(func, args, kwargs or {})
-
-
-class CountCollectives(OperationMode):
-    """Counts in ``issued`` the collectives that any code issues on this rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.issued = 0
-
-    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.issued += is_collective(func) and not is_wait(func)
-        return func(*args, **kwargs)

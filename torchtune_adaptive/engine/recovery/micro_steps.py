@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes
-from torchtune_adaptive.engine.distributed.functional_collectives import FunctionalCollective
-from torchtune_adaptive.engine.distributed.ledger import AnyCollective, CannotRecordError, Ledger
+from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError, FunctionalCollective
+from torchtune_adaptive.engine.distributed.ledger import AnyCollective, Ledger
 
 Result = TypeVar("Result")
 

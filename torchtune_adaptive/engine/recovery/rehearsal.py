@@ -20,11 +20,12 @@ from torchtune_adaptive.engine.distributed.fsdp_state import (
     reset_after_failure,
 )
 from torchtune_adaptive.engine.distributed.functional_collectives import (
+    CannotRecordError,
     FunctionalCollective,
     IssuedCounts,
     RecordFunctional,
 )
-from torchtune_adaptive.engine.distributed.ledger import AnyCollective, CannotRecordError, Collective, Ledger
+from torchtune_adaptive.engine.distributed.ledger import AnyCollective, Collective, Ledger
 from torchtune_adaptive.engine.distributed.snapshot import KeptTensors, keep_random_states
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
@@ -111,7 +112,7 @@ class _Found(NamedTuple):
     """
 
     reason: str
-    templates: tuple[list[Collective], list[Collective]]
+    templates: tuple[list[AnyCollective], list[AnyCollective]]
     groups: list[str]
     changing_buffers: list[torch.Tensor]
 
@@ -165,7 +166,7 @@ def _run(
     return _Found(reason, templates, sorted(groups), changing_buffers)
 
 
-def _by_fsdp(collectives: list[AnyCollective]) -> list[Collective]:
+def _by_fsdp(collectives: list[AnyCollective]) -> list[AnyCollective]:
     """Those that the model does not issue itself: FSDP2's or those of ``DistributedDataParallel``."""
     return [one for one in collectives if isinstance(one, Collective)]
 
@@ -201,7 +202,7 @@ def _attached_ledger(model: nn.Module, device: torch.device, consensus: Consensu
 
 def _why_not_covered(
     recorded: list[tuple[bool, int, list[AnyCollective]]],
-    templates: tuple[list[Collective], list[Collective]],
+    templates: tuple[list[AnyCollective], list[AnyCollective]],
     *,
     is_known: bool,
 ) -> str:

@@ -95,6 +95,12 @@ def max_images(content: Mapping[str, Any]) -> int:
 
 
 def _refuse_unplanned(content: dict[str, Any]) -> None:
+    dim = content.get("tensor_parallel_dim", 1)
+    if dim != 1 and content.get("compile", False):
+        raise InputError(
+            "`tensor_parallel_dim` must be 1 with `compile`, because that is not planned together, but is"
+            f" {quote(dim)} instead."
+        )
     mode = content.get("cudnn_deterministic_mode")
     if mode not in (None, 0, "default"):
         raise InputError(
