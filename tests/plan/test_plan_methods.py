@@ -18,6 +18,7 @@ from benchmarks.support.recipe_runs import (
     tiny_config,
     without_saving,
 )
+from tests.recipes.test_tensor_parallel import TWO
 from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.engine.search.probe import Prober
 from torchtune_adaptive.engine.search.strategies import Probe
@@ -33,10 +34,13 @@ PHASES = ["forward", "loss", "backward", "clip", "optimizer"]
 ONE_DEVICE, METHODS = ["lora_kd_single"], ["full_dpo"]
 # These are planned like those above, except for some parts. On one rank nothing is sharded, as on one device.
 OTHERS = ["full", "lora", "lora_dpo", "lora_kd", "full_qat", "lora_qat"]
+TP = " with tensor parallelism"
 OTHERS_ON_ONE_DEVICE = ["full_single", "lora_single", "lora_dpo_single"]
-GROUPS = (ONE_DEVICE, METHODS, OTHERS, OTHERS_ON_ONE_DEVICE)
-RARE = [(kind, 2) for kind in OTHERS] + [(kind, 1) for kind in METHODS + OTHERS + OTHERS_ON_ONE_DEVICE]
-CASES: list[Any] = [(kind, 2) for kind in METHODS] + [(kind, 1) for kind in ONE_DEVICE]
+GROUPS = ([f"full{TP}"], ONE_DEVICE, METHODS, OTHERS, OTHERS_ON_ONE_DEVICE)
+RARE = [(f"full{TP}", 2), *((kind, 2) for kind in OTHERS)] + [
+    (kind, 1) for kind in METHODS + OTHERS + OTHERS_ON_ONE_DEVICE
+]
+CASES: list[Any] = [(f"full{TP}", 4)] + [(kind, 2) for kind in METHODS] + [(kind, 1) for kind in ONE_DEVICE]
 CASES += [pytest.param(*case, marks=pytest.mark.exhaustive) for case in RARE]
 DEEP = {
     "model__num_layers": 10,
@@ -54,6 +58,8 @@ def _config(kind: str, tiny_dir: Path, **overrides: Any) -> DictConfig:
         "custom_sharded_layers": ["tok_embeddings", "output"],
         "adaptive": {"oom_recovery": False},
     }
+    if kind.endswith(TP):
+        kind, common = kind.removesuffix(TP), common | TWO
     if kind == "lora_kd_single":  # of the stock recipes for distillation, only this one clips
         common["clip_grad_norm"] = 1.0
     return tiny_config(kind, tiny_dir, tiny_dir.with_name("planned"), **common | overrides)
@@ -61,7 +67,7 @@ def _config(kind: str, tiny_dir: Path, **overrides: Any) -> DictConfig:
 
 def _probes(kind: str, tiny_dir: Path) -> list[Probe]:
     """Real steps of the recipe at ``SIZES``, metered exactly. A collective."""
-    recipe: Any = set_up(without_saving(adaptive_recipe(kind)), _config(kind, tiny_dir))
+    recipe: Any = set_up(without_saving(adaptive_recipe(kind.removesuffix(TP))), _config(kind, tiny_dir))
     step, meter = metered_step(recipe)
     workload = Workload(
         train_step=step,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from benchmarks.support.ranks import run_on_ranks
 from benchmarks.support.recipe_runs import (
@@ -16,6 +17,7 @@ from benchmarks.support.recipe_runs import (
     tiny_config,
 )
 from tests.recipes.test_methods import check_recovery, check_resume, check_search
+from tests.recipes.test_recovery_recipes import check_tune_run_with_faults
 from tests.support.method_runs import STRATEGIES, Trials
 from torchtune_adaptive.errors import InputError
 
@@ -109,6 +111,15 @@ def test_every_strategy_and_every_seventh_operation(ranks: int, tiny_dir: Path, 
         print(f"{ranks} ranks, {name}: {found[0][name]['struck']} faults, and as many right results")
     assert found[0]["growth"] == [2, 4, 6]
     check_resume([rank["resume"] for rank in found], steps_left=3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tune_run_ends_well_with_faults(ranks: int, tiny_dir: Path, tmp_path: Path) -> None:
+    logger = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "${output_dir}/logs"}
+    cfg = tiny_config("full", shallow_assets(tiny_dir), tmp_path, metric_logger=logger, **COMMON | TWO)
+    OmegaConf.save(cfg, tmp_path / "config.yaml")
+    check_tune_run_with_faults("full", ranks, config=str(tmp_path / "config.yaml"), directory=tmp_path)
 
 
 REFUSED: dict[str, dict[str, Any]] = {

@@ -12,9 +12,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # also for the ledger
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError
+from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError, drop_unfinished_masks
 
 # Of the setters ``set_reshard_after_forward`` and ``_backward``, ``set_requires_gradient_sync`` and ``_all_reduce``.
 _GROUP_SETTINGS = ("post_forward_mesh_info", "reshard_after_backward", "reduce_grads", "all_reduce_grads")
@@ -144,7 +145,7 @@ def reset_after_failure(model: nn.Module) -> None:
 
     This drops FSDP2's state of the aborted step, reshards the parameters and sets all gradients to None. On a model
     without FSDP2 it only sets the gradients to None. Call it after the ``except`` block, on every rank that aborted
-    its step. It does not restore settings: see ``KeptSettings``.
+    its step. With tensor parallelism it also drops masks of DTensor. It does not restore settings: see ``KeptSettings``.
 
     ``FSDPModule.reset_iter_state`` (since torch 2.13) is called where it exists, but is not enough. It keeps unsharded
     gradients, to which the next backward pass would add, and the buffers of an all-gather that failed in its copy-out.
@@ -159,6 +160,13 @@ def reset_after_failure(model: nn.Module) -> None:
         _reset_group(group)
     for parameter in model.parameters():
         parameter.grad = None
+    if any(_has_tensor_parallelism(parameter, states) for parameter in model.parameters()):
+        drop_unfinished_masks()
+
+
+def _has_tensor_parallelism(parameter: nn.Parameter, states: list[Any]) -> bool:
+    """Whether a parameter is sharded by more than FSDP2. HSDP looks alike, which does no harm."""
+    return isinstance(parameter, DTensor) and (not states or parameter.device_mesh.ndim > 1)
 
 
 def _reset_state(state: Any) -> None:

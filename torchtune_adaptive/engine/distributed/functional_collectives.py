@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from torchtune_adaptive.engine.memory.operations import OperationMode, is_collective, is_wait
 
@@ -133,3 +134,12 @@ def wait_for_unused_results() -> None:
             one = one.elem
         if type(one) is torch.Tensor:  # others do nothing here
             torch.ops._c10d_functional.wait_tensor(one)
+
+
+def drop_unfinished_masks() -> None:
+    """Drop the masks that an error has left: a sharded embedding masks its rows until they are summed over ranks.
+
+    DTensor keeps the mask where it keeps the operation's sharding, and refuses another one there. It derives dropped
+    shardings again.
+    """
+    _clear_sharding_prop_cache()
