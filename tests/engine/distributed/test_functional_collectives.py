@@ -6,6 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from benchmarks.support.ranks import run_on_ranks
 from torchtune_adaptive.engine.distributed.consensus import Consensus
@@ -15,6 +19,7 @@ from torchtune_adaptive.engine.distributed.functional_collectives import (
     IssuedCounts,
     NoteFunctional,
     RecordFunctional,
+    drop_unfinished_masks,
     wait_for_unused_results,
 )
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
@@ -58,6 +63,7 @@ def _trials(rank: int) -> dict[str, Any]:
         reduced = torch.zeros(4)
     else:
         reduced = _issue(group)[0]
+    counted = counts.since_start()[recorded[0].group]
     refused = ""
     try:
         with NoteFunctional(noted.append):
@@ -67,7 +73,7 @@ def _trials(rank: int) -> dict[str, Any]:
     consensus = Consensus()
     outcome = run_with_votes(lambda: _fails_before_use(group), consensus)
     after_vote = _unwaited()
-    unused = None
+    before, unused = 0, None
     try:
         _fails_before_use(group)
     except torch.OutOfMemoryError:
@@ -77,7 +83,7 @@ def _trials(rank: int) -> dict[str, Any]:
         "noted": noted == recorded,
         "shapes": [one.shape for one in results] == [one.shape for one in expected],
         "zeros": not any(one.any() for one in results),
-        "counts": (counted_while_noting, counts.since_start()[recorded[0].group]),
+        "counts": (counted_while_noting, counted),
         "reduced": reduced.tolist(),
         "refused": refused,
         "vote": (outcome, after_vote),
@@ -103,10 +109,12 @@ def test_a_peer_gets_zeros_from_a_rank_that_replays(on_ranks: Any) -> None:
     assert on_ranks[1]["reduced"] == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_torch_counts_each_collective_of_a_group(on_ranks: Any) -> None:
-    """Three replayed or computed, and one of a plain all-reduce that is refused while noting does not count."""
+def test_torch_counts_each_collective_of_a_group_also_those_replayed(on_ranks: Any) -> None:
+    assert [rank["counts"][1] for rank in on_ranks] == [3, 3]
+
+
+def test_a_collective_that_is_not_functional_cannot_be_noted(on_ranks: Any) -> None:
     for rank in on_ranks:
-        assert rank["counts"][1] == 3 + 2  # those of the two functions that fail come later
         assert rank["refused"] == "c10d.allreduce_.default is not known"
 
 
@@ -114,3 +122,33 @@ def test_a_result_that_an_error_left_unused_is_waited_for(on_ranks: Any) -> None
     for rank in on_ranks:
         assert rank["vote"] == (Outcome.OUT_OF_MEMORY, 0)
         assert rank["unwaited"] == (1, None, 0)
+
+
+def _looked_up(embedding: nn.Module, rows: list[int]) -> DTensor:
+    """The rows of a sharded embedding, whose sum over ranks is not done yet."""
+    weight: Any = embedding.weight
+    found: Any = nn.functional.embedding(
+        DTensor.from_local(torch.tensor(rows), weight.device_mesh, [Replicate()]), weight
+    )
+    return found
+
+
+def _masks(rank: int) -> tuple[str, bool]:
+    mesh = init_device_mesh("cpu", (2,))
+    embedding = parallelize_module(nn.Embedding(4, 1), mesh, RowwiseParallel(input_layouts=Replicate()))
+    _looked_up(embedding, [0, 1])  # an error prevents the sum, so that the mask stays
+    conflict = ""
+    try:
+        _looked_up(embedding, [3, 2])
+    except RuntimeError as error:
+        conflict = str(error)
+    drop_unfinished_masks()
+    weight: Any = embedding.weight
+    found = _looked_up(embedding, [3, 2]).full_tensor()
+    return conflict, torch.equal(found, weight.full_tensor()[[3, 2]])
+
+
+def test_after_an_error_another_batch_can_be_looked_up() -> None:
+    for conflict, is_right in run_on_ranks(_masks, 2):
+        assert conflict == "MaskBuffer has been materialized with conflicting data"
+        assert is_right

@@ -145,7 +145,8 @@ def reset_after_failure(model: nn.Module) -> None:
 
     This drops FSDP2's state of the aborted step, reshards the parameters and sets all gradients to None. On a model
     without FSDP2 it only sets the gradients to None. Call it after the ``except`` block, on every rank that aborted
-    its step. With tensor parallelism it also drops masks of DTensor. It does not restore settings: see ``KeptSettings``.
+    its step. With tensor parallelism it also drops masks of DTensor. It does not restore settings: see
+    ``KeptSettings``.
 
     ``FSDPModule.reset_iter_state`` (since torch 2.13) is called where it exists, but is not enough. It keeps unsharded
     gradients, to which the next backward pass would add, and the buffers of an all-gather that failed in its copy-out.
