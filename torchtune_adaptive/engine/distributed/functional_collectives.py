@@ -6,7 +6,7 @@ a registry.
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -57,6 +57,11 @@ class FunctionalCollective(NamedTuple):
         torch.ops._c10d_functional.wait_tensor(self.func(zeros, *self.rest))
 
 
+def groups_of(collectives: Iterable[Any]) -> list[str]:
+    """The group of each functional collective in ``collectives``, in order."""
+    return [one.group for one in collectives if isinstance(one, FunctionalCollective)]
+
+
 class RecordFunctional(OperationMode):
     """Counts in ``issued`` the collectives of any code on this rank, and calls ``record`` with each functional one."""
 
@@ -97,10 +102,10 @@ class IssuedCounts:
     """How many collectives each of ``groups`` has issued since ``start``, by the numbers that torch gives them.
 
     Args:
-        groups: the names of groups.
+        groups: the names of groups; a name may be there more than once.
     """
 
-    def __init__(self, groups: Sequence[str] = ()) -> None:
+    def __init__(self, groups: Iterable[str] = ()) -> None:
         resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
         self._groups: dict[str, Any] = {name: resolve(name) for name in groups}
         self._first: dict[str, int] = {}

@@ -20,6 +20,7 @@ from torchtune_adaptive.engine.distributed.functional_collectives import (
     FunctionalCollective,
     IssuedCounts,
     NoteFunctional,
+    groups_of,
 )
 
 
@@ -154,7 +155,7 @@ class Ledger(ABC):
         counts = self.counts.since_start()
         done = len(self._issued) + counts.total()
         recorded = [one for one in whole[:done] if isinstance(one, Collective)]
-        if recorded != self._issued or counts != Counter(_groups(whole[:done])):
+        if recorded != self._issued or counts != Counter(groups_of(whole[:done])):
             raise CollectiveInDoubtError("the issued collectives are not the first ones of the rehearsal")
         for collective in whole[done:]:
             try:
@@ -168,8 +169,3 @@ class Ledger(ABC):
                 ) from error
             if isinstance(collective, Collective) and self._issued[-1:] != [collective]:
                 raise CollectiveInDoubtError(f"this rank's {collective.kind} was not issued as in the rehearsal")
-
-
-def _groups(collectives: Sequence[AnyCollective]) -> Iterator[str]:
-    """The group of each functional collective."""
-    return (one.group for one in collectives if isinstance(one, FunctionalCollective))

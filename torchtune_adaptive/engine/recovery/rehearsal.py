@@ -1,6 +1,7 @@
 """Run small micro-steps while memory is free, to learn the collectives that recovery must replay after a failure."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -21,9 +22,9 @@ from torchtune_adaptive.engine.distributed.fsdp_state import (
 )
 from torchtune_adaptive.engine.distributed.functional_collectives import (
     CannotRecordError,
-    FunctionalCollective,
     IssuedCounts,
     RecordFunctional,
+    groups_of,
 )
 from torchtune_adaptive.engine.distributed.ledger import AnyCollective, Collective, Ledger
 from torchtune_adaptive.engine.distributed.snapshot import KeptTensors, keep_random_states
@@ -94,7 +95,6 @@ def rehearse(
                 raise cannot_recover(found.reason)
             without_recovery.pop_all()
             ledger.templates = found.templates
-            ledger.counts = IssuedCounts(found.groups)
             buffers = found.changing_buffers
             return Recovery(
                 model, device, consensus=watch.consensus, ledger=ledger, changing_buffers=buffers, release=release
@@ -106,14 +106,10 @@ def rehearse(
 
 
 class _Found(NamedTuple):
-    """What micro-steps have shown. ``reason``: why recovery is not possible, "" if it is.
-
-    ``groups`` are those of collectives that the model issues itself, which are not in the ``templates``.
-    """
+    """What micro-steps have shown. ``reason``: why recovery is not possible, "" if it is."""
 
     reason: str
     templates: tuple[list[AnyCollective], list[AnyCollective]]
-    groups: list[str]
     changing_buffers: list[torch.Tensor]
 
 
@@ -137,12 +133,13 @@ def _run(
         for is_last in (False, True) if ledger.reduces_once else (True,):
             for micro_step in micro_steps:
                 drop_forward_passes(states)
+                ledger.counts = IssuedCounts(groups_of(one for *_, issued in recorded for one in issued))
                 ledger.begin(is_last=is_last)
                 with RecordFunctional(ledger.record) as counter, ledger.running():
                     micro_step()
                 recorded.append((is_last, counter.issued, issued := ledger.issued))
                 awaits_another |= awaits_another_backward(model)
-                if any(isinstance(one, FunctionalCollective) for one in issued):
+                if groups_of(issued):
                     is_known &= _can_be_worked_out(issued, micro_step, ledger, states)
 
     states = fsdp_states(model)
@@ -162,8 +159,7 @@ def _run(
     reason = consensus.first_reason(reason or _why_not_covered(recorded, templates, is_known=is_known))
     if not reason and _differs_between_ranks([one for *_, issued in recorded for one in issued], consensus):
         reason = "ranks issue different collectives in a micro-step"
-    groups = {one.group for *_, issued in recorded for one in issued if isinstance(one, FunctionalCollective)}
-    return _Found(reason, templates, sorted(groups), changing_buffers)
+    return _Found(reason, templates, changing_buffers)
 
 
 def _by_fsdp(collectives: list[AnyCollective]) -> list[AnyCollective]:
@@ -174,7 +170,12 @@ def _by_fsdp(collectives: list[AnyCollective]) -> list[AnyCollective]:
 def _can_be_worked_out(
     issued: list[AnyCollective], micro_step: Callable[[], object], ledger: Ledger, states: list[Any]
 ) -> bool:
-    """Whether this rank, alone, finds the collectives that ``micro_step`` has ``issued``."""
+    """Whether this rank, alone, finds the collectives that ``micro_step`` has ``issued``, and torch has counted them.
+
+    In the first micro-step the groups to count for are not known yet.
+    """
+    if ledger.counts and ledger.counts.since_start() != Counter(groups_of(issued)):
+        return False
     try:
         return collectives_of(micro_step, ledger, states) == issued
     except CannotRecordError:
