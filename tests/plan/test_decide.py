@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from tests.support.plans import ATTENTION_WIDTH, GIB, MIB, cfg_of, peaks, planned, step_of, tables
+from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.decide import Plan
 from torchtune_adaptive.plan.gpu import EXPANDABLE_FRAGMENTATION, FRAGMENTATION, Overhead
 from torchtune_adaptive.plan.show.as_json import plan_json
@@ -193,3 +194,13 @@ def test_a_memory_limit_alone_allows_what_it_allows_on_a_larger_card(batch_size:
     alone, on_card = (planned(cfg, step, memory_bytes=memory, batch_sizes=[batch_size]) for memory in (None, 80 * GIB))
     assert alone.lengths == on_card.lengths
     assert alone.device.limit_bytes == 40 * GIB + alone.device.overhead.outside_bytes
+
+
+def test_the_ranks_of_a_tensor_parallel_group_share_their_samples() -> None:
+    blocks = {name: {"_component_": f"some.{name}"} for name in ("model", "optimizer", "loss")}
+    cfg = OmegaConf.merge(cfg_of(batch_size=2, use_maximum_batch_size=False), blocks, {"tensor_parallel_dim": 4})
+    assert isinstance(cfg, DictConfig)
+    step = step_of(peaks(512, held_bytes=GIB, bytes_per_row=100 * MIB))
+    assert planned(cfg, step, world_size=8).lengths[0].tokens_per_step == 2 * 2 * 512
+    with pytest.raises(InputError, match=r"`tensor_parallel_dim` must divide the number of ranks \(6\), but is 4"):
+        planned(cfg, step, world_size=6)
