@@ -116,8 +116,8 @@ class MicroBatcher:
 
     def padded_rows(self, micro_batch: MicroBatch) -> tuple[int, Callable[[int], MicroBatch]]:
         """The number of its rows, and a function from a number to a micro-batch of so many rows of the same length."""
-        longest = max(micro_batch.rows, key=self.row_format.padded_tokens)
-        return len(micro_batch.rows), lambda number: MicroBatch([longest] * number)
+        rows = micro_batch.rows
+        return len(rows), lambda number: MicroBatch([max(rows, key=self.row_format.padded_tokens)] * number)
 
     def take_padding(self) -> float:
         """The share of padding in this rank's micro-batches since the last call."""
