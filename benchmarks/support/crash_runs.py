@@ -702,6 +702,22 @@ SETUPS = [
     _setup("LoRA, 2 ranks, accumulation", "lora", 2, _ACCUMULATED, epochs=3, every=3, keep=2),
 ]
 
+WITH_TENSOR_PARALLELISM = _setup(
+    "full, 2 ranks, tensor parallelism",
+    "full",
+    2,
+    _ACCUMULATED,
+    {
+        "tensor_parallel_dim": 2,
+        "tensor_parallel_plan._component_": "torchtune.models.llama3.base_llama_tp_plan",
+        "optimizer.fused": False,
+        "clip_grad_norm": "null",
+    },
+    samples=34,
+    epochs=3,
+    every=2,
+)
+
 
 def _cases(count: int) -> Iterator[Case]:
     """Every second case is killed while it writes a checkpoint, of a step or an epoch in turn; every fourth twice."""

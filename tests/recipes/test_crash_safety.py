@@ -25,6 +25,7 @@ from benchmarks.support.crash_runs import (
     SIGINT_CASES,
     SIGTERM_CASES,
     SIGUSR1_CASES,
+    WITH_TENSOR_PARALLELISM,
     Case,
     Launch,
     Moment,
@@ -144,7 +145,7 @@ def test_a_resumed_run_may_be_killed_in_its_set_up_again_and_again(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("setup", [ON_TWO_RANKS, SETUPS[3]], ids=lambda setup: setup.name)
+@pytest.mark.parametrize("setup", [ON_TWO_RANKS, SETUPS[3], WITH_TENSOR_PARALLELISM], ids=lambda setup: setup.name)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_run_with_one_killed_rank_resumes_like_an_uninterrupted_one(
     rank: int, setup: Setup, reference: References, assets: Path, tmp_path: Path
