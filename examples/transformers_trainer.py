@@ -14,7 +14,7 @@ class PrintEvents(TrainerCallback):
     """Any callback may have this method; without one, events are in the log."""
 
     def on_memory_event(self, args, state, control, event, **kwargs):
-        print(f"step {event.step}: {event.before} samples did not fit, {event.after} do")
+        print(f"step {event.step}: micro-batches of {event.after} samples instead of {event.before}")
 
 
 def load_model(path, world_size: int) -> LlamaForCausalLM:

@@ -205,11 +205,7 @@ def with_micro_batches(recipe_class: Any, size_at: Callable[[int], int | None]) 
             super().before_step(step)
             micro_batches = self.trainer.micro_batches
             micro_batches.resize(size_at(step) or micro_batches.largest.size)
-
-        def save_checkpoint(self, epoch: int) -> None:
-            super().save_checkpoint(epoch)
-            micro_batches = self.trainer.micro_batches
-            micro_batches.resize(micro_batches.largest.size)  # otherwise larger ones would be tried again
+            self.trainer.recoverable.backoff.next_trial = None  # otherwise larger ones would be tried
 
     return WithMicroBatches
 

@@ -11,6 +11,7 @@ from examples.fsdp2_loop import SAMPLES_PER_STEP, make_model, micro_step, train
 from tests.support.faults import same_bits, tensors_of, under
 from torchtune_adaptive import RecoverableStep
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.recovery.backoff import Backoff
 from torchtune_adaptive.engine.recovery.micro_batches import Slices
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
 
@@ -40,7 +41,7 @@ class Example:
         for tensor, saved in zip(tensors_of(self.model, self.optimizer), self._saved, strict=True):
             tensor.copy_(saved)
         torch.manual_seed(7)
-        self.slices.size = micro_batch_size
+        self.slices.size, self.step.backoff = micro_batch_size, Backoff()
         wrap_micro_steps(self.step, partial(under, {0: fault}))
         train(self.model, self.optimizer, self.step, STEPS)
         return self.slices.size, [tensor.clone() for tensor in tensors_of(self.model, self.optimizer)]

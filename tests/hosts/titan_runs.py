@@ -165,7 +165,7 @@ Around = Callable[[Any, int, int, Callable[[], Any]], Any]
 
 
 def train(config: Trainer.Config, around: Around | None = None, *, told: int | None = None) -> Run:
-    """Train from the same start. With ``told``, micro-batches have this size from the second optimizer step on."""
+    """Train from the same start. With ``told``, micro-batches have this size in the second optimizer step."""
     torch.manual_seed(0)
     trainer = config.build()
     logged: list[tuple[Any, ...]] = []
@@ -173,7 +173,7 @@ def train(config: Trainer.Config, around: Around | None = None, *, told: int | N
     def log(step: int, *figures: float, extra_metrics: dict[str, Any]) -> None:
         logged.append((step, *figures, extra_metrics))
         if told is not None:
-            trainer.recoverable._cutter.size = told
+            trainer.recoverable._cutter.size = told if step == 1 else ROWS
 
     trainer.metrics_processor.log = log
     if around is not None:

@@ -233,13 +233,13 @@ def with_fault(trainer: Any, *, step: int, micro_step: int, place: int, rank: in
     return found
 
 
-def with_size_from(trainer: Any, *, step: int, size: int) -> Outcome:
-    """Train with another micro-batch size from optimizer step ``step`` on, counted from 0."""
+def with_size_in(trainer: Any, *, step: int, size: int) -> Outcome:
+    """Train with another micro-batch size in optimizer step ``step``, counted from 0."""
 
     def around(trainer: Any) -> Around:
         def run(_: int, micro_step: Callable[[], Any]) -> Any:
-            if trainer.state.global_step + 1 == step:
-                trainer._batches.size = size  # of the next cut
+            is_next = trainer.state.global_step + 1 == step
+            trainer._batches.size = size if is_next else trainer._batches.whole_size  # of the next cut
             return micro_step()
 
         return run
@@ -283,7 +283,7 @@ def comparisons(host: str, accumulation: int, *, sharding: str = "", rank: int =
     return {
         "plain": difference(whole, plain),
         "early": difference(without_memory(early), trained(ours(BATCH // 2))),
-        "late": difference(without_memory(late), with_size_from(ours(BATCH), step=1, size=BATCH // 2)),
+        "late": difference(without_memory(late), with_size_in(ours(BATCH), step=1, size=BATCH // 2)),
         "events": (whole.events, early.events, late.events),
         "names": sorted({name for log in plain.logs for name in log}),
     }

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +16,6 @@ from torchtune.models.phi3._convert_weights import phi3_hf_to_tune, phi3_tune_to
 from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
 
-from torchtune_adaptive.engine.distributed.snapshot import bytes_of_copies
-from torchtune_adaptive.engine.memory import resident
-from torchtune_adaptive.engine.memory.resident import RankMemory, available_bytes, why_no_room
 from torchtune_adaptive.plan.host import (
     CUDA_PROCESS_BYTES,
     PROCESS_BYTES,
@@ -194,82 +190,3 @@ def test_on_a_cpu_a_rank_computes_in_host_memory_and_the_search_copies_to_a_file
     assert found.temporary_file_bytes == 2 * (250 + 600)
     alone = _planned(launch=replace(two, world_size=1, ranks=1))
     assert alone.tensor_bytes["saving"] == 1000 + 20  # it gathers only its own state
-
-
-# ---- copies from which a try during training restores the model
-
-
-def test_copies_of_tensors_on_a_device_take_what_the_plan_says() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).to("meta")  # stands for a GPU
-    model[2].requires_grad_(False)
-    optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)
-    for parameter in optimizer.param_groups[0]["params"]:
-        optimizer.state[parameter] = {"exp_avg": torch.empty_like(parameter), "step": torch.empty((), device="meta")}
-    figures = _figures(_cfg(), model, optimizers=[optimizer])
-    assert bytes_of_copies(model, [optimizer]) == figures.trained + figures.state > 0
-
-
-def test_copies_of_tensors_on_the_host_take_no_memory() -> None:
-    model = nn.Linear(4, 4)
-    assert bytes_of_copies(model, [torch.optim.AdamW(model.parameters())]) == 0
-
-
-@pytest.mark.parametrize(
-    ("ranks", "reason"),
-    [
-        ([("a", 45, 50)], ""),
-        ([("a", 46, 50)], "1 rank needs 46 B of host memory, of which at most 45 B are usable"),
-        ([("a", 20, 50), ("a", 20, 49)], ""),
-        ([("a", 20, 50), ("a", 20, 44)], "2 ranks need 40 B of host memory, of which at most 40 B are usable"),
-        ([("a", 20, 50), ("b", 40, 30), ("a", 20, 50)], "1 rank needs 40 B of host memory, of which at most 27 B"),
-        ([("a", 0, None), ("a", 0, 0)], ""),
-        ([("a", 1, None)], "1 rank needs 1 B of host memory, of which it is unknown what is free"),
-    ],
-)
-def test_the_ranks_of_every_machine_need_room_together(ranks: list[tuple[str, int, int | None]], reason: str) -> None:
-    found = why_no_room([RankMemory(*one) for one in ranks])
-    assert found.startswith(reason)
-    assert bool(found) == bool(reason)
-
-
-V1 = {"limit_in_bytes": "8000", "usage_in_bytes": "6000", "stat": "cache 5\ntotal_inactive_file 500\n"}
-V2 = {"max": "9000", "current": "7000", "stat": "anon 5\ninactive_file 100\n"}
-
-
-@pytest.mark.parametrize(
-    ("groups", "folders", "left"),
-    [
-        ("0::/a/b", {}, 10240),
-        ("0::/a/b", {"a/b": V2}, 2100),
-        ("0::/a/b", {"a/b": V2 | {"max": "max"}}, 10240),
-        ("0::/a/b", {"a/b": V2 | {"max": "max"}, "a": V2 | {"max": "8000"}}, 1100),
-        ("0::/not/in/a/container", {"": V2}, 2100),
-        ("0::/", {"": V2 | {"max": "50000"}}, 10240),
-        ("0::/", {"": V2 | {"current": "9999"}}, 0),
-        ("9:cpu:/\n4:memory,x:/job\n0::/", {"memory/job": V1}, 2500),
-        ("4:memory:/not/here", {"memory": V1}, 2500),
-        ("4:memory:/", {"memory": V1 | {"limit_in_bytes": str(2**63 - 4096)}}, 10240),
-    ],
-)
-def test_what_is_available_is_the_least_that_the_machine_and_its_control_groups_leave(
-    groups: str, folders: dict[str, dict[str, str]], left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal:  99 kB\nMemAvailable:  10 kB\nHugePages_Total:  0\n")
-    (proc / "self/cgroup").write_text(groups + "\n")
-    for folder, files in folders.items():
-        (cgroup / folder).mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (cgroup / folder / f"memory.{name}").write_text(text + "\n")
-    monkeypatch.setattr(resident, "_PROC", proc)
-    monkeypatch.setattr(resident, "_CGROUP", cgroup)
-    assert available_bytes() == left
-
-
-def test_what_is_available_here_is_known() -> None:
-    here = RankMemory.here(5)
-    assert here.machine
-    assert here.needed_bytes == 5
-    assert here.available_bytes is not None
-    assert 2**20 < here.available_bytes < 2**50

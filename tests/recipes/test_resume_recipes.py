@@ -43,6 +43,7 @@ RUN: dict[str, Any] = SHALLOW | {
 PLAIN: dict[str, Any] = SHALLOW | {"epochs": 3, "max_steps_per_epoch": 2, "batch_size": 2, "tokenizer__max_seq_len": 64}
 # Fields of the state that is saved with a checkpoint. Later versions must read them to resume the run.
 STATE_FIELDS = {
+    "backoff",
     "epochs_run",
     "epoch_samples",
     "schedule_steps",

@@ -28,6 +28,7 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.fsdp_state import param_groups
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure, Recovery
+from torchtune_adaptive.engine.recovery.backoff import Backoff
 from torchtune_adaptive.engine.recovery.micro_batches import Slices
 from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state
 from torchtune_adaptive.engine.recovery.rehearsal import rehearse
@@ -225,6 +226,7 @@ class Trials:
     def run(self, rows: int, faults: dict[int, Fault] | None = None) -> tuple[list[int], list[torch.Tensor]]:
         """Run both steps, with faults in the first; returns the rows of their micro-batches, and the final state."""
         self.rewind()
+        self.recoverable.backoff = Backoff()
         taken = [self.step(self.windows[0], rows, faults)]
         taken.append(self.step(self.windows[1], taken[0]))
         return taken, self.state()

@@ -28,9 +28,10 @@ STATE = AdaptiveState(
     dataset_samples=400,
     ranks=4,
     memory_limit_bytes=1000,
-    rank_states=[{"longest_row_tokens": 512}] * 4,
+    rank_states=[{"random": {}}] * 4,
     optimizer={"groups": [[{"lr": 0.1}]], "numbers": {}},
     config={"seed": 1, "optimizer.lr": 0.1},
+    backoff={"next_trial": 80, "last_failure": 72, "wait_steps": 8, "largest_fitted": 8},
 )
 
 

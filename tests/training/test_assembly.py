@@ -234,7 +234,7 @@ def test_a_search_that_keeps_the_batch_says_nothing_of_it(
 
 
 def test_a_run_recovers_from_an_error_unless_recovery_is_off_or_impossible(tmp_path: Path) -> None:
-    survivor, given = Recipe(tmp_path / "survivor"), Recipe(tmp_path / "given")
+    survivor, given = (Recipe(tmp_path / name, epochs=range(1)) for name in ("survivor", "given"))
     trainer = survivor.trainer()
     fault = Fault(5)
 

@@ -74,14 +74,6 @@ def test_a_token_limit_is_cut_at_the_least_cost_of_all_ways_to_cut_the_rows_by_l
     )
 
 
-@properties
-@given(limit=limits, length=st.integers(1, 300))
-def test_rows_of_is_the_largest_number_of_equal_rows_in_one_micro_batch(limit: MicroBatchLimit, length: int) -> None:
-    rows = limit.rows_of(length)
-    assert len(limit.cut([length] * rows)) == 1
-    assert len(limit.cut([length] * (rows + 1))) > 1
-
-
 # ---- the same number of micro-batches on every rank
 
 

@@ -3,7 +3,7 @@
 The toy is a linear model. Its inputs are the first token of each row, and the row's number of tokens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -13,29 +13,23 @@ import torch
 from torch import nn
 
 from tests.support.faults import same_bits, under
-from tests.support.toys import search_options
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError
-from torchtune_adaptive.engine.memory import resident
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.phases import Phases
-from torchtune_adaptive.engine.memory.resident import RankMemory
 from torchtune_adaptive.engine.recovery import rehearsal
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
-from torchtune_adaptive.engine.search import workload as workload_module
-from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import NothingFitsError
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
-from torchtune_adaptive.training import recovery as recovery_module
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
 from torchtune_adaptive.training.batch.loader import StepSamples
 from torchtune_adaptive.training.batch.micro_batches import MicroBatch, MicroBatcher
 from torchtune_adaptive.training.batch.row_format import Row, TokenRows
 from torchtune_adaptive.training.objectives import Loss
 from torchtune_adaptive.training.optimizers import OptimizerStep
-from torchtune_adaptive.training.recovery import larger_micro_batch, prepare_recovery
+from torchtune_adaptive.training.recovery import prepare_recovery
 from torchtune_adaptive.training.step_figures import StepSums
 from torchtune_adaptive.training.train_step import TrainStep
 
@@ -86,7 +80,6 @@ class Toy:
     Attributes:
         cuts: the rows of each micro-batch.
         events: what happened where memory ran short.
-        tried: the rows of each micro-batch that was tried, by size; up to ``fitting`` fit.
     """
 
     def __init__(
@@ -97,7 +90,6 @@ class Toy:
         why_not: str = "",
         meter: CpuMeter | None = None,
         consensus: Consensus | None = None,
-        fitting: int = 0,
         steps_done: int = 0,
         adam: bool = False,
     ) -> None:
@@ -105,8 +97,6 @@ class Toy:
         self.model = nn.Linear(2, 1)
         self.cuts: list[int] = []
         self.events: list[MemoryEvent] = []
-        self.tried: dict[int, list[int]] = {}
-        self.fitting = fitting
         phases, consensus = Phases([self.model], meter), consensus or Consensus()
         optimizer: Any = torch.optim.AdamW if adam else partial(torch.optim.SGD, momentum=0.9)
         self.optimizer = optimizer(self.model.parameters(), lr=0.01)
@@ -119,14 +109,6 @@ class Toy:
             meter=meter,
         )
         self.micro_batches = MicroBatcher(limit, TokenRows(-100), Consensus(), ROWS)
-        self.workload = Workload(
-            train_step=self.step,
-            model=self.model,
-            optimizers=[self.optimizer],
-            device=CPU,
-            meter=meter,
-            consensus=consensus,
-        )
         self.watch = PressureWatch(consensus, meter, phases)
         self.recoverable = RecoverableStep(
             self.model,
@@ -163,24 +145,6 @@ class Toy:
         """One optimizer step; the parameters after it."""
         self.step.finish(self.sums(rows))
         return [parameter.detach().clone() for parameter in self.model.parameters()]
-
-    def try_larger(self, row: Row, rows_per_step: int) -> int | None:
-        with mock.patch.object(recovery_module, "first_that_fits", self._first_that_fits):
-            return larger_micro_batch(
-                self.micro_batches,
-                row,
-                rows_per_step,
-                workload=self.workload,
-                watch=self.watch,
-                options=search_options(),
-            )
-
-    def _first_that_fits(self, workload: Workload, make_batch: Any, sizes: Iterable[int], **_: Any) -> int | None:
-        for size in sizes:
-            self.tried[size] = list(map(len, make_batch(size)))
-            if size <= self.fitting:
-                return size
-        return None
 
 
 # ---- out of memory
@@ -341,10 +305,12 @@ def test_after_two_steps_with_allocator_retries_the_next_ones_are_cut_in_halves(
         "micro-batch 4 -> 2 rows: in step 4 rank 0 had to free the allocator's cache in two steps in a row"
         " (peak 512 B, limit 1.0 KiB)"
     ]
-    thrashing(toy, meter, 1)  # the first step with retries since then
-    assert toy.micro_batches.limit == RowLimit(2)
+    thrashing(toy, meter, 1, 1)  # the old size is tried again; retries before it do not count
+    assert toy.micro_batches.limit == RowLimit(4)
     thrashing(toy, meter, 1)
-    assert toy.micro_batches.limit == RowLimit(1)
+    assert toy.micro_batches.limit == RowLimit(2)
+    thrashing(toy, meter, 0, 0)  # the next trial waits for one step more
+    assert toy.cuts[-6:] == [2, 2, 2, 2, 4, 4]
 
 
 def test_single_rows_stay_although_they_are_slow_which_is_an_event_once() -> None:
@@ -376,56 +342,12 @@ def test_a_measured_step_has_the_gradient_norm_of_its_first_half(faults: list[in
 # ---- larger micro-batches again
 
 
-@pytest.mark.parametrize(
-    ("limit", "reduced", "fitting", "rows_per_step", "found", "tried"),
-    [
-        (RowLimit(24), 2, 6, 100, 6, {24: [24, 24], 12: [12, 12], 6: [6, 6]}),
-        (RowLimit(24), 4, 0, 100, None, {24: [24, 24], 12: [12, 12], 6: [6, 6]}),
-        (RowLimit(24), 2, 0, 10, None, {24: [10], 12: [10], 6: [6, 6], 3: [3, 3]}),  # no more rows than a step has
-        (TokenLimit(40), 20, 0, 100, None, {40: [13, 13]}),  # of three tokens
-        (RowLimit(24), 24, 24, 100, None, {}),  # never reduced
-    ],
-)
-def test_larger_micro_batches_are_tried_from_the_largest_down(
-    limit: MicroBatchLimit, reduced: int, fitting: int, rows_per_step: int, found: int | None, tried: Any
-) -> None:
-    toy = Toy(limit, fitting=fitting)
-    toy.micro_batches.resize(reduced)
-    (row,) = rows_of(3)
-    assert toy.try_larger(row, rows_per_step) == found
-    assert toy.tried == tried
-    assert toy.micro_batches.limit == limit.of_size(reduced)
-
-
-def test_nothing_larger_is_tried_where_copies_do_not_fit_into_host_memory(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Every rank decides by the figures of all."""
-
-    class OnOneMachine(Consensus):
-        def from_all_ranks(self, value: Any) -> list[Any]:
-            return [RankMemory(value.machine, 2 * 2**30, 2**30), value] if isinstance(value, RankMemory) else [value]
-
-    monkeypatch.setattr(workload_module, "bytes_of_copies", lambda *_: 2 * 2**30)
-    monkeypatch.setattr(resident, "available_bytes", lambda: 2**30)
-    toy = Toy(RowLimit(24), fitting=24, consensus=OnOneMachine())
-    toy.micro_batches.resize(2)
-    caplog.clear()
-    assert toy.try_larger(ROWS[0], 100) is None
-    assert toy.tried == {}
-    assert caplog.messages == [
-        "micro-batch stays at 2 rows: to try a larger one, with copies of weights and optimizer state,"
-        " 2 ranks need 4.0 GiB of host memory, of which at most 921.6 MiB are usable."
-    ]
-
-
-@pytest.mark.parametrize("fitting", [0, 4])
-def test_allocator_retries_of_tries_and_of_steps_before_them_are_ignored(fitting: int) -> None:
+def test_the_steps_around_a_larger_micro_batch_are_not_thrashing() -> None:
+    """The allocator frees its cache for the new sizes."""
     meter = CachingMeter()
-    toy = Toy(RowLimit(4), meter=meter, fitting=fitting)
+    toy = Toy(RowLimit(4), meter=meter)
     toy.micro_batches.resize(2)
     thrashing(toy, meter, 1)
-    meter.retries += 5
-    toy.try_larger(ROWS[0], 8)
-    thrashing(toy, meter, 0, 1)
-    assert toy.events == []
+    toy.recoverable.backoff.next_trial = 0
+    thrashing(toy, meter, 1)
+    assert list(map(str, toy.events)) == ["micro-batch 2 -> 4 rows: fits again in step 2"]

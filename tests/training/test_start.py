@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWa
 
 EPOCHS = 4
 DATASET: Any = [{"tokens": [0]}] * 240  # with 2 micro-steps and 1 rank, 120 rows per micro-step are an epoch
-SEARCHED = Sizes(result=search_result(), probe_row={"tokens": [0]}, seq_len=1, fitting_rows=8)
+SEARCHED = Sizes(result=search_result(), seq_len=1, fitting_rows=8)
 SAVED = replace(STATE, batch_size=7, global_step=77)
 
 

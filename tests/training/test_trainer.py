@@ -7,14 +7,13 @@ mean x of its rows, whatever w is, and all numbers are easy to calculate.
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tests.support import growth_functions
 from tests.support.loaders import step_loader
 from tests.support.run_logs import events_in
-from tests.support.toys import search_options, search_result
+from tests.support.toys import search_result
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.rank_states import RankStates
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
@@ -32,10 +31,9 @@ from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
-from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import CheckpointError, RunEnded
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
-from torchtune_adaptive.training import recovery, step_log
+from torchtune_adaptive.training import step_log
 from torchtune_adaptive.training import trainer as trainer_module
 from torchtune_adaptive.training.batch.growth import BatchGrowth
 from torchtune_adaptive.training.batch.limits import RowLimit
@@ -48,7 +46,7 @@ from torchtune_adaptive.training.learning_rate import LearningRate
 from torchtune_adaptive.training.objectives import Loss
 from torchtune_adaptive.training.optimizers import OptimizerStep
 from torchtune_adaptive.training.profiling import StepProfiler
-from torchtune_adaptive.training.recovery import larger_micro_batch, prepare_recovery
+from torchtune_adaptive.training.recovery import prepare_recovery
 from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.sizes import Sizes
@@ -124,7 +122,6 @@ class Toy:
     Attributes:
         events: what was called, in order, with the argument.
         logged: the figures of each step.
-        fitting: the largest micro-batch that fits where larger ones are tried again.
         states: the states saved after epochs, by the number of epochs done.
         stop_after: the optimizer step, from 1, in which a signal comes.
     """
@@ -146,7 +143,6 @@ class Toy:
     ranks: int = 1
     meter: CpuMeter | None = None
     recovers: bool = False
-    fitting: int = 0
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.SGD
     events: list[str] = field(default_factory=list)
     logged: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -164,7 +160,6 @@ class Toy:
         nn.init.constant_(self.model.weight, W)
         make_optimizer: Any = self.optimizer_class
         self.optimizer: torch.optim.Optimizer = make_optimizer(self.model.parameters(), lr=LR)
-        self.tried: list[tuple[int, int]] = []  # rows and their length
         phases = Phases([self.model], self.meter)
         self.step = TrainStep(
             self._objective,
@@ -184,14 +179,6 @@ class Toy:
         )
         limit = self.sizes.limit(self.loader.rows_per_micro_step)
         self.micro_batches = MicroBatcher(limit, TokenRows(-100), Consensus(), self.dataset)
-        workload = Workload(
-            train_step=self.step,
-            model=self.model,
-            optimizers=[self.optimizer],
-            device=CPU,
-            meter=self.meter,
-            consensus=Consensus(),
-        )
         watch = PressureWatch(Consensus(), self.meter, phases)
         self.recoverable = RecoverableStep(
             self.model,
@@ -233,7 +220,7 @@ class Toy:
         self.saver = RunSaver(
             self.loader,
             self.micro_batches,
-            (rate, growth),
+            (rate, growth, self.recoverable.backoff),
             steps,
             RankStates(Consensus(), CPU),
             save_epoch=self._save,
@@ -255,17 +242,13 @@ class Toy:
             ),
             self.saver,
             sizes=self.sizes,
-            larger_micro_batch=partial(
-                larger_micro_batch, self.micro_batches, workload=workload, watch=watch, options=search_options()
-            ),
             before_step=self._before_step,
             epochs=self.epochs,
             global_step=self.steps_done,
         )
 
     def train(self) -> "Toy":
-        with mock.patch.object(recovery, "first_that_fits", self._first_that_fits):
-            self.trainer.train()
+        self.trainer.train()
         return self
 
     def state(self) -> AdaptiveState:
@@ -313,14 +296,6 @@ class Toy:
             grows=True,
         )
         return rate
-
-    def _first_that_fits(self, workload: Workload, make_batch: Any, sizes: Iterable[int], **_: Any) -> int | None:
-        for size in sizes:
-            rows = make_batch(size)[0]
-            self.tried.append((len(rows), len(rows[0]["tokens"])))
-            if size <= self.fitting:
-                return size
-        return None
 
     def _log(self, payload: dict[str, float], step: int) -> None:
         self.logged[step] = payload
@@ -539,43 +514,30 @@ def test_a_step_that_runs_out_of_memory_is_noted_and_trains_the_same(tmp_path: P
     toy.train()
     assert toy.weight == pytest.approx(W - LR * 2 * (1.5 + 5.5 + 9.5))
     assert toy.figures("oom_retries") == [0] * 4 + [1, 1]
-    assert toy.figures("micro_batch_size") == [4] * 4 + [2, 2]
-    (entry,) = toy.history()
+    assert toy.figures("micro_batch_size") == [4] * 4 + [2, 4]
+    entry, grown = toy.history()
+    assert grown["reason"] == "micro-batch 2 -> 4 rows: fits again in step 6"
     reason = entry.pop("reason")
     assert entry == {"epoch": 1, "batch_size": 4, "step": 5, "micro_batch_size": 2}
     assert reason.startswith("micro-batch 4 -> 2 rows: in step 5 rank 0 ran out of memory in forward (not metered: Out")
 
 
 @pytest.mark.parametrize(
-    ("function", "sizes", "batch_size"),
-    [(None, [1, 1, 1, 2, 2, 2], 4), (adds_two_in_epoch_one, [1, 1, 1, 3, 3], 6)],
+    ("function", "sizes"),
+    [(None, [1, 1, 1, 2, 2, 4]), (adds_two_in_epoch_one, [1, 1, 1, 2, 2])],
     ids=["same batch", "grown batch"],
 )
 def test_larger_micro_batches_are_tried_again_at_an_epochs_start(
-    tmp_path: Path, function: Any, sizes: list[int], batch_size: int
+    tmp_path: Path, function: Any, sizes: list[int]
 ) -> None:
-    """Not before the first step, when the longest row is unknown."""
-    toy = Toy(tmp_path, batch_size=4, function=function, fitting=3)
+    toy = Toy(tmp_path, batch_size=4, function=function, recovers=True)
+    toy.on_save = lambda epoch: toy.micro_batches.resize(1) or toy.recoverable.backoff.failed(4, step=10**6)
     toy.micro_batches.resize(1)
     toy.train()
     assert toy.figures("micro_batch_size") == sizes
-    assert toy.history()[-1] == {
-        "epoch": 1,
-        "batch_size": batch_size,
-        "step": 4,
-        "micro_batch_size": sizes[-1],
-        "reason": f"micro-batch 1 -> {sizes[-1]} rows: fits again at the start of epoch 1",
-    }
-
-
-def test_tries_use_the_row_of_the_probes_or_else_the_longest_row_of_training(tmp_path: Path) -> None:
-    dataset = rows_of(*range(12), lengths=[1] * 7 + [3] + [1] * 4)
-    toy = Toy(tmp_path, dataset, batch_size=4)
-    toy.micro_batches.resize(2)
-    assert toy.train().tried == [(4, 3)]
-    toy = Toy(tmp_path, dataset, batch_size=4, epochs=range(1), sizes=Sizes(probe_row={"tokens": [1] * 9}))
-    toy.micro_batches.resize(2)
-    assert toy.train().tried == [(4, 9)]
+    grown = [entry for entry in toy.history() if "fits again" in entry["reason"]]
+    assert grown[0]["reason"] == "micro-batch 1 -> 2 rows: fits again in step 4"
+    assert (grown[0]["epoch"], grown[0]["step"], grown[0]["micro_batch_size"]) == (1, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -636,19 +598,30 @@ def resumed_from(saved: AdaptiveState, weight: float, directory: Path, **options
 
 @pytest.mark.usefixtures("clock")
 def test_a_run_resumed_after_any_step_or_epoch_continues_as_if_it_had_never_ended(tmp_path: Path) -> None:
-    """With a growing batch, samples left over, a reduced micro-batch and a decaying rate."""
-    whole = going_on(tmp_path / "whole", range(4), save_every_steps=1)
+    """With a growing batch, samples left over, a decaying rate, and a reduced micro-batch that grows again."""
+
+    def reduce(toy: Toy) -> Toy:
+        def before_step(step: int) -> None:
+            if step == 2:
+                toy.micro_batches.resize(1)
+                toy.recoverable.backoff.load_state_dict({"backoff": waiting})
+
+        waiting = {"next_trial": 5, "last_failure": 3, "wait_steps": 2, "largest_fitted": 4}
+        toy.on_before_step = before_step
+        return toy
+
+    whole = reduce(going_on(tmp_path / "whole", range(4), save_every_steps=1, recovers=True))
     whole.trainer.note_batch_size("config", epoch=0)
-    whole.micro_batches.resize(1)
     weights: list[float] = []
     whole.on_save = lambda epoch: weights.append(whole.weight)
     whole.train()
     assert [state.epoch_samples for state in whole.steps.states.values()] == [4, 8, 8, 8, 8]
+    assert whole.figures("micro_batch_size") == [2, 2, 1, 2, 4]
     saved = [(state, whole.steps.weights[step]) for step, state in whole.steps.states.items()]
     saved += [(whole.states[epochs_run], weights[epochs_run - 1]) for epochs_run in (1, 2, 3)]
     for state, weight in saved:
         directory = Path(shutil.copytree(whole.directory, tmp_path / "resumed", dirs_exist_ok=True))  # with its log
-        resumed = resumed_from(state, weight, directory).train()
+        resumed = reduce(resumed_from(state, weight, directory, recovers=True)).train()
         assert resumed.logged == {step: figures for step, figures in whole.logged.items() if step > state.global_step}
         assert resumed.weight == whole.weight
         assert resumed.state() == whole.state()
@@ -766,7 +739,7 @@ def test_within_an_epoch_no_increase_is_asked_for_again_and_no_size_is_tried(tmp
         asked.append(epoch)
         return 2
 
-    options: dict[str, Any] = {"batch_size": 4, "function": grows, "maximum": 6, "fitting": 9}
+    options: dict[str, Any] = {"batch_size": 4, "function": grows, "maximum": 6, "recovers": True}
     whole = Toy(tmp_path, epochs=range(2), save_every_steps=1, **options)
     whole.train()
     assert asked == [0, 1]
@@ -777,7 +750,7 @@ def test_within_an_epoch_no_increase_is_asked_for_again_and_no_size_is_tried(tmp
     resumed = Toy(tmp_path, epochs=range(2), **options)
     resumed.trainer.load_state(saved)
     resumed.micro_batches.resize(1)
+    resumed.recoverable.backoff.failed(6, step=10**6)
     resumed.train()
     assert asked == [1]
-    assert resumed.figures("micro_batch_size") == [1, 6, 6]
-    assert resumed.tried == [(6, 1)]
+    assert resumed.figures("micro_batch_size") == [1, 2, 2]

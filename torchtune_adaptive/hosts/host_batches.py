@@ -35,7 +35,7 @@ class HostBatches:
     """Cuts the batches of an optimizer step into micro-batches. None has rows of two batches.
 
     Args:
-        size: samples in a micro-batch.
+        size: samples in a micro-batch, now (``size``) and before any reduction (``whole_size``).
         rows_per_sample: 2 if a sample is a pair whose parts are in the first and in the second half of a batch.
     Raises:
         InputError: ``size`` is not an integer of at least 1.
@@ -49,7 +49,7 @@ class HostBatches:
     unit = "samples"
 
     def __init__(self, size: int, *, rows_per_sample: int = 1) -> None:
-        self.size = require_integer("micro_batch_size", size, minimum=1)
+        self.size = self.whole_size = require_integer("micro_batch_size", size, minimum=1)
         self._rows_per_sample = rows_per_sample
 
     def cut(self, samples: Sequence[HostBatch]) -> list[HostBatch]:
@@ -67,6 +67,11 @@ class HostBatches:
     def reduce(self, samples: Sequence[HostBatch]) -> None:
         """Halve the size of the largest micro-batch, rounded down."""
         self.size = self._largest(samples) // 2
+
+    def grow(self) -> bool:
+        """Double a size that was halved, up to the one before. Returns whether it is whole again."""
+        self.size = min(2 * self.size, self.whole_size)
+        return self.size == self.whole_size
 
     def rehearsals(self, samples: Sequence[HostBatch]) -> list[list[HostBatch]]:
         """The first sample, then the first two, then the first with twice the items; to try next, the first only."""

@@ -206,13 +206,13 @@ class AdaptiveTrainerMixin(_Host):
             )
         finally:
             self._release()
-        self._batches.size = found.batch_size
+        self._batches.size = self._batches.whole_size = found.batch_size
         log.info("The micro-batch has %d samples: %s", found.batch_size, found)
 
     def _on_event(self, event: MemoryEvent) -> None:
         """Log ``event``, and pass it to the callbacks that have a method for it."""
         if self.is_world_process_zero():
-            log.warning("%s", event)
+            log.log(logging.WARNING if event.pressure else logging.INFO, "%s", event)
         self.memory_events.append(event)
         retries = self._memory_logs.get("memory/retries", 0) + (event.pressure is MemoryPressure.OUT_OF_MEMORY)
         self._memory_logs = {"memory/micro_batch_size": event.after, "memory/retries": retries}

@@ -248,6 +248,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             rank_states=self._rank_states.now(generated=self._forward_batch_size),
             optimizer=self._steps.options(),
             config=self._config,
+            backoff={},
         )
 
     def _use_largest_sizes(self) -> TurnSizes:

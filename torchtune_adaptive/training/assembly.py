@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from torchtune_adaptive.training.learning_rate import BuildScheduler, LearningRa
 from torchtune_adaptive.training.objectives import Objective
 from torchtune_adaptive.training.optimizers import Stepping, leak_warning
 from torchtune_adaptive.training.profiling import StepProfiler
-from torchtune_adaptive.training.recovery import larger_micro_batch, prepare_recovery
+from torchtune_adaptive.training.recovery import prepare_recovery
 from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.sizes import SizeFinder, Sizes
@@ -225,7 +224,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
         saver = RunSaver(
             loader,
             micro_batches,
-            (rate, growth),
+            (rate, growth, recoverable.backoff),
             checkpoints,
             RankStates(consensus, parts.device),
             save_epoch=parts.save,
@@ -244,9 +243,6 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
             parts.profiler,
             saver,
             sizes=sizes,
-            larger_micro_batch=partial(
-                larger_micro_batch, micro_batches, workload=workload, watch=watch, options=settings.search_options
-            ),
             before_step=parts.before_step,
             epochs=parts.epochs,
             global_step=start.steps_done,

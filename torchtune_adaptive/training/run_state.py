@@ -30,9 +30,10 @@ class AdaptiveState:
         dataset_samples, ranks, memory_limit_bytes: those of the run; the lowest limit of the ranks, None without one.
         optimizer: the optimizers' options and non-tensor state.
         config: the run's config, by dotted keys.
+        backoff: when a reduced micro-batch is tried larger again.
         schedule: the state of a measured schedule, or of the user's function if it has a ``state_dict``.
-        rank_states: each rank's random generators, and the length of its longest row so far. They are tensors, in a
-            file of their own, which is read only to resume.
+        rank_states: each rank's random generators, and what else differs between ranks. They are tensors, in a file of
+            their own, which is read only to resume.
     """
 
     epochs_run: int
@@ -53,6 +54,7 @@ class AdaptiveState:
     memory_limit_bytes: int | None
     optimizer: dict[str, Any]
     config: dict[str, Any]
+    backoff: dict[str, Any]
     schedule: Any = None
     rank_states: list[dict[str, Any]] = field(default_factory=list, compare=False)
 

@@ -31,8 +31,7 @@ class Sizes:
 
     Attributes:
         result: the search's result, None without a search.
-        probe_row: the row of the probes, None without a search.
-        seq_len: its length in tokens.
+        seq_len: the length of the probes' rows in tokens, None without a search.
         fitting_rows: rows to use if more are requested than fit, None without a search.
         max_rows: an upper bound on rows, even if more fit; None: no such bound.
         token_budget: padded tokens of a micro-batch; None if the limit is in rows.
@@ -40,7 +39,6 @@ class Sizes:
     """
 
     result: SearchResult | None = None
-    probe_row: Row | None = None
     seq_len: int | None = None
     fitting_rows: int | None = None
     max_rows: int | None = None
@@ -118,7 +116,7 @@ class SizeFinder:
         utils.log_rank_zero(
             log, f"Probes, with the figures of rank 0:\n{probe_table(result)}\n{summary(result, seq_len)}"
         )
-        sizes = Sizes(result=result, probe_row=row, seq_len=seq_len, fitting_rows=result.batch_size)
+        sizes = Sizes(result=result, seq_len=seq_len, fitting_rows=result.batch_size)
         if self.settings.max_tokens_per_micro_batch == "auto":
             sizes = replace(sizes, token_budget=self._largest_token_budget(row, result, bound))
         if self.settings.objective == "throughput":

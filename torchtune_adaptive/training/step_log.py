@@ -123,10 +123,10 @@ class StepLog:
         return figures
 
     def _write_events(self) -> None:
-        """Write what has happened since the last call: out-of-memory errors, and finished checkpoints."""
+        """Write what has happened since the last call: shortages of memory, and finished checkpoints."""
         events = self.recoverable.events[self._num_memory_events :]
         self._num_memory_events += len(events)
-        for event in events:
+        for event in (one for one in events if one.pressure):
             names = ("step", "phase", "figures", "error", "before", "after", "unit")
             values = {name: getattr(event, name) for name in names}
             self.run_log.append(event=_MEMORY_EVENTS[event.pressure], ranks=list(event.ranks), **values)

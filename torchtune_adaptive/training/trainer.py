@@ -15,7 +15,6 @@ from torchtune_adaptive.training.batch.limits import RowLimit
 from torchtune_adaptive.training.batch.loader import StepLoader, StepSamples
 from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.training.batch.noise_scale import gradient_norms
-from torchtune_adaptive.training.batch.row_format import Row
 from torchtune_adaptive.training.checkpoints.saver import RunSaver
 from torchtune_adaptive.training.learning_rate import LearningRate
 from torchtune_adaptive.training.profiling import StepProfiler
@@ -36,8 +35,6 @@ class Trainer:
     Attributes:
         recoverable: runs ``step.micro_step`` on what ``micro_batches`` cuts.
         sizes: the sizes that the search found.
-        larger_micro_batch: tries larger micro-batches of a row, given the rows of a step. Returns the new size, or
-            None.
         before_step: called before each step with the number of optimizer steps done.
         epochs: the remaining epochs.
         epochs_run, global_step: epochs and optimizer steps done, including those before a resume.
@@ -55,7 +52,6 @@ class Trainer:
     saver: RunSaver
     _: KW_ONLY
     sizes: Sizes
-    larger_micro_batch: Callable[[Row, int], int | None]
     before_step: Callable[[int], None]
     epochs: range
     global_step: int
@@ -84,7 +80,7 @@ class Trainer:
                 if not self.loader.steps_done:  # otherwise the run resumes within this epoch
                     self.saver.restore_random()
                     self._grow(epoch)
-                    self._try_larger_micro_batches(epoch)
+                    self.recoverable.backoff.try_now()
                 self._train_epoch(epoch)
                 self.epochs_run = epoch + 1
                 self.saver.after_epoch(epoch, step=self.global_step)
@@ -121,19 +117,6 @@ class Trainer:
             if scaled := self.rate.scale(self.loader.samples_per_step):
                 utils.log_rank_zero(log, scaled)
             self.note_batch_size(growth.reason, epoch=epoch)
-
-    def _try_larger_micro_batches(self, epoch: int) -> None:
-        """Try larger micro-batches again, if they were reduced. A collective."""
-        # Without a search use the longest row so far: finding the longest one might need the whole data set.
-        row = self.sizes.probe_row or self.loader.longest_row
-        if row is None:
-            return
-        before = self.micro_batches.limit.size
-        found = self.larger_micro_batch(row, self.loader.rows_per_step)
-        if found is not None:
-            self.micro_batches.resize(found)
-            limit = self.micro_batches.limit
-            self._note_micro_batch(f"micro-batch {before} -> {limit}: fits again at the start of epoch {epoch}")
 
     def _train_epoch(self, epoch: int) -> None:
         done = self.loader.steps_done
@@ -173,15 +156,12 @@ class Trainer:
         return self.step.finish(sums)  # one all-reduce, normalize, clip, optimizer
 
     def note_event(self, event: MemoryEvent) -> None:
-        """Log a shortage of memory, and add it to the record if the micro-batch has changed."""
+        """Log a shortage of memory or its end, and add it to the record if the micro-batch has changed."""
         if event.after == event.before:
             utils.log_rank_zero(log, str(event))
         else:
-            self._note_micro_batch(str(event))
-
-    def _note_micro_batch(self, reason: str) -> None:
-        limit = self.micro_batches.limit
-        self.note(reason, **{limit.key: limit.size})
+            limit = self.micro_batches.limit
+            self.note(str(event), **{limit.key: limit.size})
 
     def _describe_cut(self) -> str:
         """How an optimizer step is cut into micro-steps, if this does not follow from the batch size."""

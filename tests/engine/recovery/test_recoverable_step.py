@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from benchmarks.support.ranks import run_alone, run_on_ranks
 from tests.support.documents import REPOSITORY, blocks
 from tests.support.faults import WIDTH, same_bits, tensors_of, under
-from tests.support.recovery_trials import ROWS, Case, Trials
+from tests.support.recovery_trials import ROWS, Case, Trials, every
 from torchtune_adaptive import (
     InputError,
     MemoryEvent,
@@ -110,6 +110,32 @@ def test_an_event_says_what_happened_as_an_object_and_as_a_line() -> None:
     assert str(event) == (
         f"micro-batch 4 -> 2 samples: in step 2 rank 0 ran out of memory in backward (not metered: {FAULT})"
     )
+
+
+def test_a_size_that_had_fitted_is_tried_again_in_the_next_step_and_then_after_two() -> None:
+    toy = Toy(4)
+    toy.gradients()
+    toy.failing(1).gradients()
+    gradients = toy.gradients()  # the trial fails
+    toy.failing()
+    waiting, grown = toy.gradients(), toy.gradients()
+    assert [(event.step, event.before, event.after) for event in toy.events] == [(2, 4, 2), (3, 4, 2), (5, 2, 4)]
+    assert str(toy.events[-1]) == "micro-batch 2 -> 4 samples: fits again in step 5"
+    assert toy.step.retries == 2
+    for found, size in ((gradients, 2), (waiting, 2), (grown, 4)):
+        assert same_bits(found, Toy(size).gradients())
+
+
+def test_a_size_that_never_fitted_is_tried_again_only_if_it_is_asked_for() -> None:
+    toy = Toy(4).failing(0)
+    toy.gradients()
+    toy.failing()
+    for _ in range(3):
+        toy.gradients()
+    assert toy.step.micro_batch_size == 2
+    toy.step.backoff.try_now()
+    toy.gradients()
+    assert [(event.step, event.before, event.after) for event in toy.events] == [(1, 4, 2), (5, 2, 4)]
 
 
 def test_a_step_is_run_again_after_an_error_while_a_batch_is_made() -> None:
@@ -303,6 +329,30 @@ def _events(rank: int) -> tuple[list[MemoryEvent], list[bool]]:
     units: list[Any] = [one for one in trials.model.modules() if isinstance(one, FSDPModule)]
     groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
     return events, ["Recorded" in type(group._reduce_scatter_comm).__name__ for group in groups]
+
+
+def _failed_trials(rank: int) -> list[tuple[Any, ...]]:
+    """Steps in which a larger micro-batch is tried and a rank fails: sizes, events, what is left, is all right."""
+    trials = Trials(Case())
+    points = every(trials.operations(0), "turns", 41)
+    half = ROWS // 2
+    _, expected = trials.run(half)
+    found = []
+    for point in points:
+        trials.rewind()
+        trials.recoverable.backoff.next_trial = 0
+        taken = [trials.step(trials.windows[0], half, {0: Fault(point.get(rank))})]
+        trials.recoverable.backoff.next_trial = None
+        taken.append(trials.step(trials.windows[1], half))
+        sizes = [(event.before, event.after) for event in trials.events]
+        found.append((taken, sizes, trials.left, same_bits(trials.state(), expected)))
+    return found
+
+
+def test_a_trial_may_fail_at_any_operation_of_any_rank() -> None:
+    for found in run_on_ranks(_failed_trials, 2):
+        assert len(found) > 5
+        assert found == [([ROWS // 2] * 2, [(ROWS, ROWS // 2)], [], True)] * len(found)
 
 
 def test_events_are_equal_on_both_ranks_and_name_the_one_that_failed() -> None:

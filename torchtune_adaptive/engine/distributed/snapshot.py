@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states, reset_after_failure
-from torchtune_adaptive.engine.memory.copies import Copies, bytes_in_memory
+from torchtune_adaptive.engine.memory.copies import Copies
 from torchtune_adaptive.engine.memory.operations import plain_parts
 
 
@@ -48,11 +48,6 @@ def restore_on_exit(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
             for restore in restores:
                 restore()
             restore_optimizers()
-
-
-def bytes_of_copies(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Host memory that ``restore_on_exit`` takes for this rank's copies, beside those in a file."""
-    return bytes_in_memory([*_trained_tensors(model), *_tensors_of(optimizers)])
 
 
 @contextmanager

@@ -87,12 +87,6 @@ def _log_memory(reason: str) -> None:
     )
 
 
-def bytes_in_memory(tensors: Iterable[torch.Tensor]) -> int:
-    """Host memory that copies of ``tensors`` take: of those on a GPU, because those of the host go to a file."""
-    parts = (part for tensor in tensors for part in plain_parts(tensor))
-    return sum(part.nbytes for part in parts if not _has_bytes_on_host(part))
-
-
 class _TensorFile:
     """Host tensors of ``nbytes`` in an unnamed temporary file.
 

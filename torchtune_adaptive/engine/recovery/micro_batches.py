@@ -39,6 +39,10 @@ class Cutter(Protocol):
         """Halve the size, so that the next cut of ``samples`` has smaller micro-batches."""
         ...
 
+    def grow(self) -> bool:
+        """Double a size that was halved, up to the one before. Returns whether it is whole again."""
+        ...
+
     def rehearsals(self, samples: Any) -> Iterable[Sequence[Any]]:
         """Small micro-batches for a rehearsal, of different shapes if possible; then others to try if memory runs out.
 
@@ -66,7 +70,7 @@ class Slices:
     unit = "samples"
 
     def __init__(self, size: int) -> None:
-        self.size = require_integer("micro_batch_size", size, minimum=1)
+        self.size = self._whole_size = require_integer("micro_batch_size", size, minimum=1)
 
     def cut(self, samples: Any) -> list[Any]:
         """The micro-batches of ``samples``, in their order."""
@@ -85,6 +89,11 @@ class Slices:
         2
         """
         self.size = min(self.size, _length(samples)) // 2
+
+    def grow(self) -> bool:
+        """Double a size that was halved, up to the one before. Returns whether it is whole again."""
+        self.size = min(2 * self.size, self._whole_size)
+        return self.size == self._whole_size
 
     def rehearsals(self, samples: Any) -> list[list[Any]]:
         """The first sample, then the first two; to try next, the first one twice. Nothing if there is no sample."""

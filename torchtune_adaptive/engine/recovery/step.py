@@ -12,6 +12,7 @@ from torch import nn
 
 from torchtune_adaptive.engine.memory.devices import computing_device
 from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, MemoryPressure, Recovery, sum_of_results
+from torchtune_adaptive.engine.recovery.backoff import Backoff
 from torchtune_adaptive.engine.recovery.micro_batches import Cutter, Slices
 from torchtune_adaptive.engine.recovery.micro_steps import MicroStep
 from torchtune_adaptive.engine.recovery.rehearsal import allocate_states, rehearse
@@ -28,6 +29,10 @@ class RecoverableStep(Generic[Sums]):
     If any rank runs out of memory, all ranks drop their gradients, halve the micro-batch, and run the same samples
     again with the same random numbers. No rank is left waiting in a collective. Works on one device, in
     ``DistributedDataParallel`` and under FSDP2.
+
+    If this size had fitted before, the next step tries it again. Each time that it soon fails again, the next trial
+    waits for twice as many steps.
+
     Args:
         model: everything on the device; several models in an ``nn.ModuleList``. Under FSDP2 it must be sharded. A
             ``DistributedDataParallel`` itself, not the model in it.
@@ -45,13 +50,18 @@ class RecoverableStep(Generic[Sums]):
         padded_rows: for a model that issues collectives itself, as with tensor parallelism, whose micro-batches have
             rows padded to one length. ``padded_rows(micro_batch)`` returns the number of its rows, and a function
             from a number to a micro-batch of so many rows of the same length. None: such models are refused.
-        on_event: called on every rank after a shortage of memory. The default logs a warning on the first rank.
+        on_event: called on every rank after a shortage of memory, and when a reduced micro-batch has grown again. The
+            default logs a line on the first rank.
         process_group: the ranks that train the model. None: those of the mesh on which FSDP2 has sharded it, or all
             ranks of the default group if it is not sharded. These ranks must create the object together, and no others.
         memory_limit: memory that this rank may use in its micro-steps, in bytes or as text such as "80GiB". None: what
             the device has. On a CPU, a limit makes micro-steps slow: each operation is watched.
         watch: the memory watch of a larger program, which limits memory itself; None: create one.
         steps_done: optimizer steps before the first one, for the numbers of steps in messages.
+
+    Attributes:
+        backoff: decides when a reduced micro-batch grows again.
+
     Raises:
         InputError: an argument is invalid, or the model has no parameters.
 
@@ -105,6 +115,7 @@ class RecoverableStep(Generic[Sums]):
         self._trained: list[nn.Parameter] = []
         self._events: list[MemoryEvent] = []
         self._number = steps_done
+        self.backoff = Backoff()
 
     @property
     def micro_batch_size(self) -> int:
@@ -187,16 +198,31 @@ class RecoverableStep(Generic[Sums]):
             return functools.reduce(sum_of_results, (run() for run in runs))
         _check_no_gradients(self._trained)
         restore = self._recovery.start_step()
+        grown_from = self._try_larger()
         while True:
             is_even = self._cutter.is_even
             attempt = self._recovery.attempt(
                 self._micro_steps(samples), is_thrashing=self._watch.is_thrashing, is_even=is_even
             )
-            if attempt.pressure is not MemoryPressure.NONE:
+            if attempt.pressure is MemoryPressure.NONE:
+                self._note_fit(grown_from)
+            else:
                 self._reduce(attempt, samples)
             if attempt.pressure is not MemoryPressure.OUT_OF_MEMORY:
                 return cast(Sums, attempt.result)
+            grown_from = 0
             restore()
+
+    def _try_larger(self) -> int:
+        """Grow a reduced micro-batch if it is time. Returns the size before; 0 if it has not changed."""
+        if self.backoff.next_trial is None or self._number < self.backoff.next_trial:
+            return 0
+        before = self._cutter.size
+        self.backoff.grew(self._number, is_whole=self._cutter.grow())
+        if self._cutter.size == before:
+            return 0
+        self._watch.reset()
+        return before
 
     def _micro_steps(self, samples: Any) -> list[MicroStep[Sums]]:
         context = self._limited or nullcontext()
@@ -234,6 +260,17 @@ class RecoverableStep(Generic[Sums]):
             )
         if not can_reduce:
             self._watch.stop()
+        else:
+            self.backoff.failed(before, step=self._number)
+        self._note(event)
+
+    def _note_fit(self, grown_from: int) -> None:
+        size = self._cutter.size
+        self.backoff.fitted(size)
+        if grown_from:
+            self._note(MemoryEvent.growth(self._number, grown_from, size, self._cutter.unit))
+
+    def _note(self, event: MemoryEvent) -> None:
         self._events.append(event)
         self._on_event(event)
 

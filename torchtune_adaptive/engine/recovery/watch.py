@@ -25,12 +25,12 @@ _LONGEST_ERROR_CHARS = 200
 
 @dataclass(frozen=True)
 class MemoryEvent:
-    """Some ranks were short of memory in an optimizer step. The event is equal on every rank.
+    """Some ranks were short of memory in an optimizer step, or it fits again. The event is equal on every rank.
 
     Attributes:
         step: the number of the optimizer step, from 1.
         pressure: OUT_OF_MEMORY if the step had to run again. THRASHING if it was only slow, because the allocator had
-            to free its cache in two steps in a row.
+            to free its cache in two steps in a row. NONE if a larger micro-batch fits again.
         ranks: the ranks that were short of memory.
         phase: phase of the first of these ranks: "batch", "forward", "loss" or "backward".
         figures: its peak memory and limit as text; "not metered" without a meter.
@@ -50,6 +50,11 @@ class MemoryEvent:
     after: int
     unit: str
 
+    @classmethod
+    def growth(cls, step: int, before: int, after: int, unit: str) -> "MemoryEvent":
+        """A micro-batch that was reduced to ``before`` has fitted with ``after`` in ``step``."""
+        return cls(step, MemoryPressure.NONE, (), "", "", None, before, after, unit)
+
     @property
     def cause(self) -> str:
         """Which ranks were short of memory, and the figures of the first one, as part of a sentence."""
@@ -59,6 +64,8 @@ class MemoryEvent:
         return f"{ranks_text(self.ranks)} ran out of memory in {self.phase} ({self.figures}: {error})"
 
     def __str__(self) -> str:
+        if self.pressure is MemoryPressure.NONE:
+            return f"micro-batch {self.before} -> {self.after} {self.unit}: fits again in step {self.step}"
         if self.after == self.before:
             return f"micro-batch stays at a single row, although {self.cause}"
         return f"micro-batch {self.before} -> {self.after} {self.unit}: in step {self.step} {self.cause}"
@@ -140,9 +147,9 @@ class PressureWatch:
         return "; ".join(list(dict.fromkeys(figures))[:_LONGEST_LIST])
 
     def log(self, event: MemoryEvent) -> None:
-        """Log ``event`` as a warning, on the first rank only."""
+        """Log ``event`` on the first rank only, as a warning if it was a shortage of memory."""
         if self.consensus.rank == 0:
-            log.warning("%s", event)
+            log.log(logging.WARNING if event.pressure else logging.INFO, "%s", event)
 
     def _retries(self) -> int:
         """How often the allocator has freed its cache to make an allocation possible, since the process began."""

@@ -88,7 +88,7 @@ def search(
 def first_that_fits(
     workload: Workload, make_batch: MakeBatch, sizes: Iterable[int], *, options: SearchOptions
 ) -> int | None:
-    """The first of ``sizes`` whose whole train step fits on every rank, tried during training; None if none does.
+    """The first of ``sizes`` whose whole train step fits on every rank; None if none does.
 
     Restores all state, as ``search`` does. The optimizers must have their state. A collective.
     """

@@ -10,12 +10,11 @@ from torch import nn
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.fsdp_state import reset_after_failure
-from torchtune_adaptive.engine.distributed.snapshot import bytes_of_copies, restore_on_exit
+from torchtune_adaptive.engine.distributed.snapshot import restore_on_exit
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory, only_new_garbage
-from torchtune_adaptive.engine.memory.resident import RankMemory, why_no_room
 from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state
 
 
@@ -56,14 +55,6 @@ class Workload:
         with restore_on_exit(self.model, self.optimizers) as restore_optimizers, only_new_garbage():
             free_memory(self.device)  # free the allocator's cache after loading the model
             yield restore_optimizers
-
-    def why_no_copies(self) -> str:
-        """Why host memory lacks the room for the copies of ``restored``; "" if it has it. A collective.
-
-        Every rank gets the same answer, because the ranks of a machine share its memory.
-        """
-        mine = RankMemory.here(bytes_of_copies(self.model, self.optimizers))
-        return why_no_room(self.consensus.from_all_ranks(mine))
 
     def create_states(self, meter: MemoryMeter) -> bool:
         """Create the optimizers' state, if training does so before its first step. A collective.

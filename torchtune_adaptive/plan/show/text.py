@@ -260,7 +260,7 @@ def _host(host: HostPlan, plans: Sequence[Plan]) -> list[str]:
         "",
         f"Peak: {format_bytes(host.peak_bytes)}. `tensors` are all tensors in host memory, with the copies that"
         " loading, searching and saving make.",
-        "A run searches again when it resumes, and at the start of the epoch after an out-of-memory error.",
+        "A run searches again when it resumes.",
         f"Checkpoint files ({format_bytes(host.file_bytes)}) are not counted: the system can drop them from its page"
         " cache.",
     ]

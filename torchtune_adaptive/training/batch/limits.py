@@ -29,10 +29,6 @@ class MicroBatchLimit(ABC):
     def cut(self, lengths: Sequence[int]) -> Cuts:
         """The micro-batches of rows with ``lengths`` tokens. Every row is in exactly one."""
 
-    @abstractmethod
-    def rows_of(self, length: int) -> int:
-        """The number of rows of ``length`` tokens that a micro-batch may have."""
-
     def of_size(self, size: int) -> "MicroBatchLimit":
         """The same kind of limit with another size."""
         return replace(self, size=size)
@@ -54,9 +50,6 @@ class RowLimit(MicroBatchLimit):
     def cut(self, lengths: Sequence[int]) -> Cuts:
         indices = list(range(len(lengths)))
         return [indices[start : start + self.size] for start in range(0, len(indices), self.size)]
-
-    def rows_of(self, length: int) -> int:
-        return self.size
 
 
 class TokenLimit(MicroBatchLimit):
@@ -90,9 +83,6 @@ class TokenLimit(MicroBatchLimit):
             cuts.insert(0, order[starts[end] : end])
             end = int(starts[end])
         return cuts
-
-    def rows_of(self, length: int) -> int:
-        return max(1, self.size // length)
 
 
 def spread(micro_batches: Cuts, count: int) -> Cuts:

@@ -64,7 +64,6 @@ class StepLoader:
         ranks: number of ranks with different samples.
         batch_size: the current batch size, in the unit of the config's key. ``set_batch_size`` changes it.
         micro_steps: micro-steps per optimizer step, as long as they fit.
-        longest_row: the longest sample that training has used so far.
         data_loader: the current data loader, whose state is saved in torchtune's checkpoints.
     """
 
@@ -77,7 +76,6 @@ class StepLoader:
         self.dataset: Any = sampler.dataset
         self.ranks: int = sampler.num_replicas
         self.micro_steps = micro_steps
-        self.longest_row: Row | None = None
         self._sampler = sampler
         self._row_format = row_format
         self._max_steps_per_epoch = max_steps_per_epoch
@@ -109,11 +107,6 @@ class StepLoader:
     def rows_per_micro_step(self) -> int:
         """Samples of a micro-step, as long as they fit."""
         return self.batch_size
-
-    @property
-    def longest_row_tokens(self) -> int:
-        """The length of the longest row; 0 before the first one."""
-        return 0 if self.longest_row is None else self._row_format.num_tokens(self.longest_row)
 
     @property
     def steps_done(self) -> int:
@@ -154,8 +147,6 @@ class StepLoader:
             self._left_over += rows
             if self._batches_done % self.micro_steps == 0:
                 rows, self._left_over = self._left_over, []
-                known = [] if self.longest_row is None else [self.longest_row]
-                self.longest_row = max([*known, *rows], key=self._row_format.num_tokens)
                 yield self._step_samples(rows)
         self._batches_done = 0
 
@@ -190,10 +181,6 @@ class StepLoader:
         if is_alike == (self.is_global, len(self.dataset), self.ranks):
             self._sampler.set_epoch(epoch)
             self._left_over = [self.dataset[index] for index in list(self._sampler)[slice(*state["left_over"])]]
-
-    def set_longest_row(self, num_tokens: int) -> None:
-        """Set the length of the longest row so far to ``num_tokens``; 0: no row yet."""
-        self.longest_row = self._row_format.of_length(self.dataset, num_tokens) if num_tokens else None
 
     def _rows_of_rank(self, batch_size: int) -> int:
         """This rank's rows of a batch that the data loader reads."""

@@ -79,10 +79,6 @@ class MicroBatcher:
         self._step_tokens = (0, 0)
         self._first_size = None
 
-    def rows_of(self, row: Row, *, size: int) -> int:
-        """How many rows like ``row`` a micro-batch of limit ``size`` has."""
-        return self.largest.of_size(size).rows_of(self.row_format.padded_tokens(row))
-
     def cut(self, samples: StepSamples) -> list[MicroBatch]:
         """The micro-batches of ``samples`` by the current limit, equally many on every rank.
 
@@ -108,6 +104,11 @@ class MicroBatcher:
             self._reduced_size = half
         else:
             self._first_size = half
+
+    def grow(self) -> bool:
+        """Double a limit that was halved, up to the largest one. Returns whether it is the largest again."""
+        self.resize(2 * self.limit.size)
+        return self._reduced_size is None
 
     def rehearsals(self, samples: Sequence[Row]) -> Iterator[list[MicroBatch]]:
         """Micro-batches of the first of ``samples``, of one row and of two; to try next, of one row each."""

@@ -80,11 +80,6 @@ class RowFormat(ABC):
             length = consensus.max_over_ranks(max((number for _, number in own), default=0))
         return self.stretched(row, length)
 
-    def of_length(self, dataset: Any, length: int) -> Row:
-        """A sample of ``length`` tokens. For packed data it is the first one, because all have the same length."""
-        row = dict(dataset[0])
-        return row if is_packed(dataset) else self.stretched(row, length)
-
     def check_sample(self, dataset: Any) -> None:
         """Check that the first sample has this format.
 

@@ -50,7 +50,7 @@ class RunSaver:
         return AdaptiveState(
             epochs_run=epochs_run,
             global_step=step,
-            rank_states=self._rank_states.now(longest_row_tokens=self._loader.longest_row_tokens),
+            rank_states=self._rank_states.now(),
             optimizer=self._steps.options(),
             config=self._config,
             memory_limit_bytes=self._memory_limit_bytes,
@@ -66,8 +66,7 @@ class RunSaver:
         for part in self._others:
             part.load_state_dict(state)
         self._loader.load_state_dict(state, epoch=saved.epochs_run - 1)
-        if own := self._rank_states.load(saved.rank_states):
-            self._loader.set_longest_row(own["longest_row_tokens"])
+        self._rank_states.load(saved.rank_states)
         changes = saved.changes(self.state(epochs_run=saved.epochs_run, step=saved.global_step))
         # If nothing has changed, the saved micro-batch size is used, even if this search has found another one.
         self._micro_batches.load_state_dict(state | ({"micro_batch_limit": None} if changes else {}))

@@ -1,0 +1,78 @@
+"""When a micro-batch that was reduced may grow again."""
+
+import sys
+from typing import Any
+
+NOT_IN_THIS_EPOCH = sys.maxsize
+_STEPS_TO_NOTICE = 2  # thrashing shows in the second of two steps
+
+
+class Backoff:
+    """The optimizer step in which a reduced micro-batch is tried larger again, by exponential backoff.
+
+    If micro-batches of this size have fitted before, the error may be a passing one: the first trial is in the next
+    step. If memory soon runs out again, the next trial waits for twice as many steps. An error after more than about
+    twice the last wait is a new matter: the wait is one step again. A size that has never fitted is tried only when
+    ``try_now`` asks for it.
+
+    Attributes:
+        next_trial: the number of that step; None if the micro-batch is not reduced.
+
+    >>> backoff = Backoff()
+    >>> backoff.fitted(8)
+    >>> for step in (10, 11, 13, 500):
+    ...     backoff.failed(8, step=step)
+    ...     print(backoff.next_trial)
+    11
+    13
+    17
+    501
+    """
+
+    def __init__(self) -> None:
+        self.next_trial: int | None = None
+        self._last_failure: int | None = None
+        self._wait_steps = 1
+        self._largest_fitted = 0
+
+    def fitted(self, size: int) -> None:
+        """A step with micro-batches of ``size`` has fitted."""
+        self._largest_fitted = max(size, self._largest_fitted)
+
+    def failed(self, size: int, *, step: int) -> None:
+        """Micro-batches of ``size`` have not fitted in ``step``; maybe smaller ones did not either, in the same one."""
+        if self._last_failure is None or step - self._last_failure > 2 * self._wait_steps + _STEPS_TO_NOTICE:
+            self._wait_steps = 1
+        elif step > self._last_failure:
+            self._wait_steps *= 2
+        self._last_failure = step
+        self.next_trial = step + self._wait_steps if size <= self._largest_fitted else NOT_IN_THIS_EPOCH
+
+    def grew(self, step: int, *, is_whole: bool) -> None:
+        """A larger micro-batch is tried in ``step``. If it is not the whole one yet, the next size is tried soon.
+
+        Not at once, but after the steps in which thrashing would show.
+        """
+        self.next_trial = None if is_whole else step + _STEPS_TO_NOTICE
+
+    def try_now(self) -> None:
+        """Try a larger micro-batch in the next step, if it is reduced."""
+        if self.next_trial is not None:
+            self.next_trial = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state for a resumed run."""
+        return {
+            "backoff": {
+                "next_trial": self.next_trial,
+                "last_failure": self._last_failure,
+                "wait_steps": self._wait_steps,
+                "largest_fitted": self._largest_fitted,
+            }
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state."""
+        saved = state["backoff"]
+        self.next_trial, self._last_failure = saved["next_trial"], saved["last_failure"]
+        self._wait_steps, self._largest_fitted = saved["wait_steps"], saved["largest_fitted"]
