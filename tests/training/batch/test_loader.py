@@ -1,16 +1,19 @@
 """Each optimizer step has as many samples as its batch size gives; none is lost at an epoch's end or by a resume."""
 
+import itertools
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.support.loaders import step_loader
+from tests.support.toys import Samples
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.training.batch.loader import StepLoader
+from torchtune_adaptive.training.batch.loader import StepLoader, check_fills_step
 from torchtune_adaptive.training.batch.row_format import Row
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
@@ -129,3 +132,155 @@ def test_both_halves_of_a_step_know_their_samples_over_all_ranks(ranks: int, mor
     for of_ranks in zip(*(step.halves() for step in steps), strict=True):
         lengths = [len(half.rows) for half in of_ranks]
         assert {(half.num_samples, half.largest_share) for half in of_ranks} == {(sum(lengths), max(lengths))}
+
+
+# ---- descriptions
+
+
+def test_a_data_set_that_fills_no_step_is_refused() -> None:
+    loader = step_loader(dataset_of(23), batch_size=3, micro_steps=2, ranks=2)
+    check_fills_step(loader, 6)
+    with pytest.raises(InputError) as refused:
+        check_fills_step(loader, 7)
+    assert str(refused.value) == (
+        "`dataset` must fill an optimizer step (7 rows * 2 micro-steps * 2 ranks = 28 samples per optimizer step),"
+        " but has 23 samples."
+    )
+    loader = global_loader(dataset_of(23), batch_size=3, ranks=2)
+    check_fills_step(loader, 23)
+    with pytest.raises(InputError) as refused:
+        check_fills_step(loader, 24)
+    assert str(refused.value) == (
+        "`dataset` must fill an optimizer step (24 samples per optimizer step on 2 ranks), but has 23 samples."
+    )
+
+
+# ---- resumed on other data
+
+
+@pytest.mark.parametrize(
+    ("samples", "ranks", "is_global", "rows"),
+    [(40, 2, False, 2 + 1), (42, 2, False, 1), (40, 1, False, 1), (40, 2, True, 3)],
+    ids=["same", "other data", "other ranks", "a batch in another unit"],
+)
+def test_a_run_on_other_data_or_ranks_drops_left_over_samples(
+    samples: int, ranks: int, is_global: bool, rows: int
+) -> None:
+    """In another unit too: otherwise the first step would have different numbers of rows on the ranks."""
+    loader = step_loader(dataset_of(40), batch_size=2, micro_steps=3, ranks=2)
+    steps_of(loader, 0)
+    assert loader.state_dict()["left_over"] == (18, 20)
+    batch_size = 5 if is_global else 1
+    resumed = step_loader(dataset_of(samples), batch_size=batch_size, ranks=ranks, is_global=is_global)
+    resumed.load_state_dict(loader.state_dict(), epoch=0)
+    first = next(resumed.steps(1))
+    assert len(first.rows) == rows
+    assert first.num_samples == (5 if is_global else rows * ranks)
+
+
+# ---- within an epoch
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    is_global=st.booleans(),
+    more=st.integers(0, 40),
+    ranks=st.integers(1, 3),
+    shuffle=st.booleans(),
+    most=st.none() | st.integers(1, 3),
+    data=st.data(),
+)
+def test_a_run_resumed_after_any_step_has_the_steps_of_an_uninterrupted_one(
+    is_global: bool, more: int, ranks: int, shuffle: bool, most: int | None, data: st.DataObject
+) -> None:
+    """This holds for the epoch that it resumes in and for later ones; steps already done are not read again."""
+    size, micro_steps = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    options: dict[str, Any] = {"ranks": ranks, "shuffle": shuffle, "max_steps_per_epoch": most}
+    options["rank"] = data.draw(st.integers(0, ranks - 1))
+    dataset = dataset_of(size * micro_steps * ranks + more)
+
+    def make() -> StepLoader:
+        if is_global:
+            return global_loader(dataset, batch_size=size + ranks - 1, **options)
+        return step_loader(dataset, batch_size=size, micro_steps=micro_steps, **options)
+
+    whole = make()
+    expected = [steps_of(whole, epoch) for epoch in range(3)]
+    interrupted = make()
+    epoch = data.draw(st.integers(0, 1))
+    for before in range(epoch):
+        steps_of(interrupted, before)
+    done = data.draw(st.integers(0, len(expected[epoch])))  # 0: after the epoch before
+    steps = interrupted.steps(epoch)
+    taken = [places(next(steps).rows) for _ in range(done)]
+    assert interrupted.steps_done == done
+    state = interrupted.state_dict()
+    resumed = make()
+    resumed.load_state_dict(state, epoch=epoch - 1)
+    assert resumed.steps_done == done
+    assert resumed.state_dict() == state
+    assert taken + steps_of(resumed, epoch) == expected[epoch]
+    assert resumed.steps_done == 0
+    assert steps_of(resumed, epoch + 1) == expected[epoch + 1]
+
+
+@pytest.mark.parametrize(
+    ("is_global", "ranks", "size", "first"),
+    [
+        *((False, 1, 4, 24), (False, 2, 4, 24), (False, 4, 3, 24), (False, 1, 9, 18), (False, 4, 5, 20)),
+        *((True, 3, 12, 24), (True, 2, 12, 24), (True, 5, 7, 21)),
+    ],
+)
+def test_on_other_ranks_or_with_another_batch_size_a_run_resumes_where_one_of_its_own_steps_begins(
+    is_global: bool, ranks: int, size: int, first: int
+) -> None:
+    """It resumes at sample 24 or earlier: no sample is skipped, and less than a step is trained twice."""
+    options: dict[str, Any] = {"is_global": is_global, "shuffle": True}
+    before: set[int] = set()
+    state: dict[str, Any] = {}
+    for rank in range(3):
+        loader = step_loader(dataset_of(96), batch_size=12 if is_global else 4, ranks=3, rank=rank, **options)
+        steps = loader.steps(0)
+        before |= {*places(next(steps).rows), *places(next(steps).rows)}
+        state = loader.state_dict()
+    assert state["epoch_samples"] == len(before) == 24
+    after: list[int] = []
+    samples_per_step = size if is_global else ranks * size
+    for rank in range(ranks):
+        resumed = step_loader(dataset_of(96), batch_size=size, ranks=ranks, rank=rank, **options)
+        resumed.load_state_dict(state, epoch=-1)
+        assert resumed.steps_done * samples_per_step == first
+        after += itertools.chain(*steps_of(resumed, 0))
+    sampler: Any = DistributedSampler(dataset_of(96), 1, 0, shuffle=True, seed=3)
+    order = list(sampler)
+    assert before == set(order[:24])
+    assert sorted(after) == sorted(order[first : 96 // samples_per_step * samples_per_step])
+
+
+def test_nothing_before_the_position_of_a_resumed_run_is_read() -> None:
+    state = step_loader(dataset_of(20), batch_size=3).state_dict() | {"epoch_samples": 12}
+    order = list(itertools.chain(*steps_of(step_loader(dataset_of(20), batch_size=3, shuffle=True), 1)))
+    samples = Samples(*[1] * 20)
+    resumed = step_loader(samples, batch_size=3, shuffle=True)
+    resumed.load_state_dict(state | {"left_over": (18, 18)}, epoch=0)
+    steps = resumed.steps(1)
+    assert samples.read == []
+    next(steps)
+    assert samples.read == order[12:15]
+    assert len(list(steps)) == 1  # the last two rows fill no batch
+    assert samples.read == order[12:18]
+
+
+def test_an_epoch_draws_one_random_number_when_it_begins_also_where_it_is_resumed() -> None:
+    """Dropout draws from the same generator."""
+    loader = step_loader(dataset_of(12), batch_size=2, shuffle=True)
+    torch.manual_seed(0)
+    torch.empty((), dtype=torch.int64).random_()
+    expected = torch.get_rng_state()
+    for epoch, done in enumerate((0, 4, 0)):
+        loader.load_state_dict(loader.state_dict() | {"epoch_samples": 2 * done}, epoch=0)
+        torch.manual_seed(0)
+        steps = loader.steps(epoch)
+        assert torch.equal(torch.get_rng_state(), expected)
+        assert len(list(steps)) == 6 - done
+        assert torch.equal(torch.get_rng_state(), expected)
