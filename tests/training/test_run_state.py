@@ -65,6 +65,15 @@ def test_a_field_of_a_wrong_type_is_refused_with_its_name_and_value(name: str, v
     assert str(refused.value) == f"{name} is {shown}"
 
 
+@pytest.mark.parametrize(
+    ("backoff", "words"),
+    [({"wait_steps": None}, "wait_steps is None"), ({"next_trial": "soon"}, "next_trial is 'soon'"), ({"x": 1}, "'x'")],
+)
+def test_a_wrong_state_of_the_backoff_is_refused_with_its_name_and_value(backoff: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        AdaptiveState.from_json(through_json(STATE) | {"backoff": backoff})
+
+
 # ---- what has changed
 
 

@@ -11,7 +11,8 @@ from torch.utils.data import IterableDataset
 
 from torchtune_adaptive.engine.distributed.snapshot import keep_random_states
 from torchtune_adaptive.engine.progress import Bar
-from torchtune_adaptive.errors import InputError, quote, require_integer
+from torchtune_adaptive.engine.recovery.micro_batches import Slices
+from torchtune_adaptive.errors import InputError, quote
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +32,11 @@ class HostBatch(NamedTuple):
     divisor: float
 
 
-class HostBatches:
+class HostBatches(Slices):
     """Cuts the batches of an optimizer step into micro-batches. None has rows of two batches.
 
     Args:
-        size: samples in a micro-batch, now (``size``) and before any reduction (``whole_size``).
+        size: samples in a micro-batch.
         rows_per_sample: 2 if a sample is a pair whose parts are in the first and in the second half of a batch.
     Raises:
         InputError: ``size`` is not an integer of at least 1.
@@ -45,11 +46,8 @@ class HostBatches:
     [([[3], [1]], 1.5), ([[4]], 3.0)]
     """
 
-    is_even = False
-    unit = "samples"
-
     def __init__(self, size: int, *, rows_per_sample: int = 1) -> None:
-        self.size = self.whole_size = require_integer("micro_batch_size", size, minimum=1)
+        super().__init__(size)
         self._rows_per_sample = rows_per_sample
 
     def cut(self, samples: Sequence[HostBatch]) -> list[HostBatch]:
@@ -59,19 +57,6 @@ class HostBatches:
             for batch in samples
             for start in range(0, self.num_samples(batch.inputs), self.size)
         ]
-
-    def can_reduce(self, samples: Sequence[HostBatch]) -> bool:
-        """Whether a micro-batch has more than one sample."""
-        return self._largest(samples) > 1
-
-    def reduce(self, samples: Sequence[HostBatch]) -> None:
-        """Halve the size of the largest micro-batch, rounded down."""
-        self.size = self._largest(samples) // 2
-
-    def grow(self) -> bool:
-        """Double a size that was halved, up to the one before. Returns whether it is whole again."""
-        self.size = min(2 * self.size, self.whole_size)
-        return self.size == self.whole_size
 
     def rehearsals(self, samples: Sequence[HostBatch]) -> list[list[HostBatch]]:
         """The first sample, then the first two, then the first with twice the items; to try next, the first only."""

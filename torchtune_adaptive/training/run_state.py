@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Any, get_origin
 
+from torchtune_adaptive.engine.recovery.backoff import Backoff
 from torchtune_adaptive.errors import quote
 
 # Config keys about files and logging, which do not affect what a run trains.
@@ -67,12 +68,8 @@ class AdaptiveState:
         """
         pairs = {name: tuple(content[name]) for name in ("left_over", "padding") if name in content}
         state = cls(**{**content, **pairs})
-        for one in fields(cls):
-            value: Any = getattr(state, one.name)
-            origin = get_origin(one.type)
-            kind: Any = one.type if origin in (None, UnionType) else origin
-            if kind is not Any and not isinstance(value, kind):
-                raise TypeError(f"{one.name} is {quote(value)}")
+        _check_types(state)
+        _check_types(Backoff(**state.backoff))
         for name in pairs:
             if [type(one) for one in getattr(state, name)] != [int, int]:
                 raise TypeError(f"{name} is {quote(getattr(state, name))}")
@@ -98,3 +95,17 @@ class AdaptiveState:
             if before != after and not key.startswith(_NOT_TRAINED):
                 changes.append(f"{key} {quote(before)} -> {quote(after)}")
         return changes
+
+
+def _check_types(state: Any) -> None:
+    """Check the values of a dataclass by its annotations.
+
+    Raises:
+        TypeError: a value is of another type.
+    """
+    for one in fields(state):
+        value: Any = getattr(state, one.name)
+        origin = get_origin(one.type)
+        kind: Any = one.type if origin in (None, UnionType) else origin
+        if kind is not Any and not isinstance(value, kind):
+            raise TypeError(f"{one.name} is {quote(value)}")

@@ -1,12 +1,14 @@
 """When a micro-batch that was reduced may grow again."""
 
 import sys
+from dataclasses import asdict, dataclass
 from typing import Any
 
 NOT_IN_THIS_EPOCH = sys.maxsize
 _STEPS_TO_NOTICE = 2  # thrashing shows in the second of two steps
 
 
+@dataclass
 class Backoff:
     """The optimizer step in which a reduced micro-batch is tried larger again, by exponential backoff.
 
@@ -17,6 +19,9 @@ class Backoff:
 
     Attributes:
         next_trial: the number of that step; None if the micro-batch is not reduced.
+        last_failure: the number of the last step in which memory ran out.
+        wait_steps: from that step to the next trial.
+        largest_fitted: the largest size of micro-batches that has fitted.
 
     >>> backoff = Backoff()
     >>> backoff.fitted(8)
@@ -29,24 +34,23 @@ class Backoff:
     501
     """
 
-    def __init__(self) -> None:
-        self.next_trial: int | None = None
-        self._last_failure: int | None = None
-        self._wait_steps = 1
-        self._largest_fitted = 0
+    next_trial: int | None = None
+    last_failure: int | None = None
+    wait_steps: int = 1
+    largest_fitted: int = 0
 
     def fitted(self, size: int) -> None:
         """A step with micro-batches of ``size`` has fitted."""
-        self._largest_fitted = max(size, self._largest_fitted)
+        self.largest_fitted = max(size, self.largest_fitted)
 
     def failed(self, size: int, *, step: int) -> None:
         """Micro-batches of ``size`` have not fitted in ``step``; maybe smaller ones did not either, in the same one."""
-        if self._last_failure is None or step - self._last_failure > 2 * self._wait_steps + _STEPS_TO_NOTICE:
-            self._wait_steps = 1
-        elif step > self._last_failure:
-            self._wait_steps *= 2
-        self._last_failure = step
-        self.next_trial = step + self._wait_steps if size <= self._largest_fitted else NOT_IN_THIS_EPOCH
+        if self.last_failure is None or step - self.last_failure > 2 * self.wait_steps + _STEPS_TO_NOTICE:
+            self.wait_steps = 1
+        elif step > self.last_failure:
+            self.wait_steps *= 2
+        self.last_failure = step
+        self.next_trial = step + self.wait_steps if size <= self.largest_fitted else NOT_IN_THIS_EPOCH
 
     def grew(self, step: int, *, is_whole: bool) -> None:
         """A larger micro-batch is tried in ``step``. If it is not the whole one yet, the next size is tried soon.
@@ -62,17 +66,8 @@ class Backoff:
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a resumed run."""
-        return {
-            "backoff": {
-                "next_trial": self.next_trial,
-                "last_failure": self._last_failure,
-                "wait_steps": self._wait_steps,
-                "largest_fitted": self._largest_fitted,
-            }
-        }
+        return {"backoff": asdict(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state."""
-        saved = state["backoff"]
-        self.next_trial, self._last_failure = saved["next_trial"], saved["last_failure"]
-        self._wait_steps, self._largest_fitted = saved["wait_steps"], saved["largest_fitted"]
+        vars(self).update(state["backoff"])

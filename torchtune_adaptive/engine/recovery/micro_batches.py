@@ -57,6 +57,10 @@ class Slices:
     Samples are a sequence, a tensor [samples, ...], or a dict of these, all of one length. Micro-batches have the same
     type. Every rank must have the same number of samples.
 
+    Attributes:
+        size: samples in a micro-batch.
+        whole_size: the size before any reduction.
+
     >>> Slices(2).cut([3, 1, 4])
     [[3, 1], [4]]
     >>> Slices(2).cut({"tokens": [3, 1, 4], "name": "abc"})
@@ -70,7 +74,7 @@ class Slices:
     unit = "samples"
 
     def __init__(self, size: int) -> None:
-        self.size = self._whole_size = require_integer("micro_batch_size", size, minimum=1)
+        self.size = self.whole_size = require_integer("micro_batch_size", size, minimum=1)
 
     def cut(self, samples: Any) -> list[Any]:
         """The micro-batches of ``samples``, in their order."""
@@ -78,7 +82,7 @@ class Slices:
 
     def can_reduce(self, samples: Any) -> bool:
         """Whether a micro-batch has more than one sample."""
-        return min(self.size, _length(samples)) > 1
+        return self._largest(samples) > 1
 
     def reduce(self, samples: Any) -> None:
         """Halve the size of the micro-batches into which ``samples`` are cut, rounded down.
@@ -88,19 +92,23 @@ class Slices:
         >>> slices.size
         2
         """
-        self.size = min(self.size, _length(samples)) // 2
+        self.size = self._largest(samples) // 2
 
     def grow(self) -> bool:
         """Double a size that was halved, up to the one before. Returns whether it is whole again."""
-        self.size = min(2 * self.size, self._whole_size)
-        return self.size == self._whole_size
+        self.size = min(2 * self.size, self.whole_size)
+        return self.size == self.whole_size
 
     def rehearsals(self, samples: Any) -> list[list[Any]]:
         """The first sample, then the first two; to try next, the first one twice. Nothing if there is no sample."""
-        most = min(self.size, _length(samples))
+        most = self._largest(samples)
         if not most:
             return []
         return [[_part(samples, 0, 1), _part(samples, 0, min(number, most))] for number in _REHEARSED_SAMPLES]
+
+    def _largest(self, samples: Any) -> int:
+        """The samples of the largest micro-batch."""
+        return min(self.size, _length(samples))
 
 
 def _part(samples: Any, start: int, stop: int) -> Any:

@@ -25,12 +25,13 @@ _LONGEST_ERROR_CHARS = 200
 
 @dataclass(frozen=True)
 class MemoryEvent:
-    """Some ranks were short of memory in an optimizer step, or it fits again. The event is equal on every rank.
+    """Some ranks were short of memory in an optimizer step, or a larger micro-batch fits again. Equal on every rank.
 
     Attributes:
         step: the number of the optimizer step, from 1.
         pressure: OUT_OF_MEMORY if the step had to run again. THRASHING if it was only slow, because the allocator had
-            to free its cache in two steps in a row. NONE if a larger micro-batch fits again.
+            to free its cache in two steps in a row. NONE if a larger micro-batch fits again; ``ranks``, ``phase`` and
+            ``figures`` are then empty.
         ranks: the ranks that were short of memory.
         phase: phase of the first of these ranks: "batch", "forward", "loss" or "backward".
         figures: its peak memory and limit as text; "not metered" without a meter.
