@@ -6,6 +6,7 @@ mean x of its rows, whatever w is, and all numbers are easy to calculate.
 
 import itertools
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -32,7 +33,7 @@ from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
 from torchtune_adaptive.errors import CheckpointError, RunEnded
-from torchtune_adaptive.testing import Fault, wrap_micro_steps
+from torchtune_adaptive.testing import Fault, out_of_memory, wrap_micro_steps
 from torchtune_adaptive.training import step_log
 from torchtune_adaptive.training import trainer as trainer_module
 from torchtune_adaptive.training.batch.growth import BatchGrowth
@@ -143,6 +144,7 @@ class Toy:
     ranks: int = 1
     meter: CpuMeter | None = None
     recovers: bool = False
+    capacity: float = math.inf  # tokens of a micro-batch with padding
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.SGD
     events: list[str] = field(default_factory=list)
     logged: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -220,6 +222,7 @@ class Toy:
         self.saver = RunSaver(
             self.loader,
             self.micro_batches,
+            self.recoverable.sizes,
             (rate, growth, self.recoverable.backoff),
             steps,
             RankStates(Consensus(), CPU),
@@ -269,6 +272,8 @@ class Toy:
 
     def _objective(self, batch: torch.Tensor) -> Loss:
         xs, lengths = batch[:, :1], batch[:, 1]  # [B, 1], [B]
+        if len(batch) * lengths.max() > self.capacity:
+            out_of_memory()
         metrics = {"twice_x": 2 * xs.sum()}
         return Loss(self.model(xs).sum(), torch.tensor(len(batch)), lengths.sum(), metrics)
 
@@ -538,6 +543,60 @@ def test_larger_micro_batches_are_tried_again_at_an_epochs_start(
     grown = [entry for entry in toy.history() if "fits again" in entry["reason"]]
     assert grown[0]["reason"] == "micro-batch 1 -> 2 rows: fits again in step 4"
     assert (grown[0]["epoch"], grown[0]["step"], grown[0]["micro_batch_size"]) == (1, 4, 2)
+
+
+LENGTHS = (1, 1, 1, 1, 1, 1, 1, 1, 5, 1, 1, 1)  # the third step has a long row
+WITH_A_LONG_ROW: dict[str, Any] = {
+    "dataset": rows_of(*range(12), lengths=LENGTHS),
+    "batch_size": 4,
+    "recovers": True,
+    "capacity": 12,
+}
+
+
+def test_a_size_that_did_not_fit_is_learnt_noted_and_tried_again_in_the_next_epoch(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, **WITH_A_LONG_ROW).train()
+    enough: dict[str, Any] = WITH_A_LONG_ROW | {"capacity": 100}
+    assert toy.weight == Toy(tmp_path / "enough", **enough).train().weight
+    assert toy.figures("oom_retries") == [0, 0, 1, 1, 1, 2]
+    assert toy.figures("micro_batch_size") == [4] * 6
+    assert toy.figures("padding") == [
+        0,
+        0,
+        pytest.approx(1 - 8 / (2 * 5 + 2)),
+        0,
+        0,
+        pytest.approx(1 - 8 / (2 * 5 + 2)),
+    ]
+    first, second = toy.history()
+    assert first["reason"].startswith("micro-batches of 20 tokens or more are cut from now on: in step 3 rank 0 ran ou")
+    assert (first["step"], first["smallest_failed_size"], second["step"]) == (3, 20, 6)
+    assert [line["too_large"] for line in events_in(tmp_path, "out of memory")] == [20, 20]
+
+
+def test_what_was_learnt_is_in_the_summary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Toy(tmp_path, **WITH_A_LONG_ROW).train()
+    assert "at most 4 rows per rank; from 20 tokens on it is cut (10 have fitted on rank 0)" in caplog.text
+
+
+def test_a_resumed_run_knows_what_did_not_fit_unless_something_has_changed(tmp_path: Path) -> None:
+    dataset = rows_of(*range(12), lengths=(*LENGTHS[4:], *LENGTHS[:4]))  # the second step has a long row
+    options: dict[str, Any] = WITH_A_LONG_ROW | {"dataset": dataset, "config": {"seed": 1}}
+    whole = Toy(tmp_path / "whole", save_every_steps=1, **options).train()
+    assert whole.figures("oom_retries") == [0, 1, 1, 1, 2, 2]
+    for saved in list(whole.steps.states.values())[1:]:
+        options |= {"steps_done": saved.global_step, "saved": saved, "epochs": range(saved.epochs_run, 2)}
+        resumed = Toy(tmp_path / "resumed", **options)
+        resumed.trainer.load_state(saved)
+        sizes = resumed.recoverable.sizes
+        assert (sizes.smallest_failed, sizes.is_tried, sizes.largest_fitted) == (20, saved.global_step == 4, 10)
+        nn.init.constant_(resumed.model.weight, whole.steps.weights[saved.global_step])
+        assert resumed.train().weight == whole.weight
+        changed = Toy(tmp_path / "changed", **{**options, "config": {"seed": 2}})
+        changed.trainer.load_state(saved)
+        assert changed.recoverable.sizes.smallest_failed is None
+        reason = changed.record.history[-1]["reason"]
+        assert reason == "resumed with changes: seed 1 -> 2; micro-batches of 20 tokens or more are tried again"
 
 
 @pytest.mark.parametrize(

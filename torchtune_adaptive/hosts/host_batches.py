@@ -1,6 +1,8 @@
 """The batches that a trainer has collated, cut into micro-batches."""
 
+import bisect
 import copy
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,6 +14,7 @@ from torch.utils.data import IterableDataset
 from torchtune_adaptive.engine.distributed.snapshot import keep_random_states
 from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.engine.recovery.micro_batches import Slices
+from torchtune_adaptive.engine.recovery.size_range import Cuts, num_tokens
 from torchtune_adaptive.errors import InputError, quote
 
 log = logging.getLogger(__name__)
@@ -47,16 +50,13 @@ class HostBatches(Slices):
     """
 
     def __init__(self, size: int, *, rows_per_sample: int = 1) -> None:
-        super().__init__(size)
+        super().__init__(size, lambda micro_batch: num_tokens(micro_batch.inputs))
+        self.size_unit = "tokens"
         self._rows_per_sample = rows_per_sample
 
-    def cut(self, samples: Sequence[HostBatch]) -> list[HostBatch]:
-        """The micro-batches of all batches, in their order."""
-        return [
-            self._part(batch, start, start + self.size)
-            for batch in samples
-            for start in range(0, self.num_samples(batch.inputs), self.size)
-        ]
+    def num_rows(self, micro_batch: HostBatch) -> int:
+        """The samples of a micro-batch."""
+        return self.num_samples(micro_batch.inputs)
 
     def rehearsals(self, samples: Sequence[HostBatch]) -> list[list[HostBatch]]:
         """The first sample, then the first two, then the first with twice the items; to try next, the first only."""
@@ -86,6 +86,24 @@ class HostBatches(Slices):
 
     def _largest(self, samples: Sequence[HostBatch]) -> int:
         return min(self.size, max(self.num_samples(batch.inputs) for batch in samples))
+
+    def _ranges(self, samples: Sequence[HostBatch]) -> Cuts:
+        """The consecutive samples of each micro-batch, counted over all batches."""
+        cuts: Cuts = []
+        for batch, first in zip(samples, self._first_samples(samples), strict=True):
+            numbers = range(first, first + self.num_samples(batch.inputs))
+            cuts += [list(numbers[start : start + self.size]) for start in range(0, len(numbers), self.size)]
+        return cuts
+
+    def _take(self, samples: Sequence[HostBatch], rows: Sequence[int]) -> HostBatch:
+        starts = self._first_samples(samples)
+        number = bisect.bisect_right(starts, rows[0]) - 1
+        return self._part(samples[number], rows[0] - starts[number], rows[-1] + 1 - starts[number])
+
+    def _first_samples(self, samples: Sequence[HostBatch]) -> list[int]:
+        """The number of the first sample of each batch."""
+        counts = [self.num_samples(batch.inputs) for batch in samples]
+        return [0, *itertools.accumulate(counts[:-1])]
 
     def _part(self, batch: HostBatch, start: int, stop: int) -> HostBatch:
         num_samples = self.num_samples(batch.inputs)

@@ -211,7 +211,7 @@ class AdaptiveTrainerMixin(_Host):
 
     def _on_event(self, event: MemoryEvent) -> None:
         """Log ``event``, and pass it to the callbacks that have a method for it."""
-        if self.is_world_process_zero():
+        if self.is_world_process_zero() and event.is_logged:
             log.log(logging.WARNING if event.pressure else logging.INFO, "%s", event)
         self.memory_events.append(event)
         retries = self._memory_logs.get("memory/retries", 0) + (event.pressure is MemoryPressure.OUT_OF_MEMORY)

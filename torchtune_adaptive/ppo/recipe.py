@@ -240,6 +240,8 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             micro_batch=None,
             micro_batch_limit=self._ppo_backward_batch_size,
             micro_batch_unit="rows",
+            smallest_failed_size=None,
+            tries_failed_size=False,
             left_over=(0, 0),
             padding=(0, 0),
             dataset_samples=len(self._dataloader.dataset),

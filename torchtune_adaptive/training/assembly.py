@@ -188,6 +188,9 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
             watch=watch,
             steps_done=start.steps_done,
         )
+        if sizes.result is not None and not isinstance(settings.max_tokens_per_micro_batch, int):
+            recoverable.backoff.fitted(limit.size)
+            recoverable.sizes.fitted(sizes.fitted_size)
         prepare_recovery(
             recoverable,
             loader.dataset,
@@ -224,6 +227,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
         saver = RunSaver(
             loader,
             micro_batches,
+            recoverable.sizes,
             (rate, growth, recoverable.backoff),
             checkpoints,
             RankStates(consensus, parts.device),

@@ -31,6 +31,7 @@ class Sizes:
 
     Attributes:
         result: the search's result, None without a search.
+        fitted_size: the size of the largest micro-batch that fitted in the search, by ``RowFormat.size_of``.
         seq_len: the length of the probes' rows in tokens, None without a search.
         fitting_rows: rows to use if more are requested than fit, None without a search.
         max_rows: an upper bound on rows, even if more fit; None: no such bound.
@@ -39,6 +40,7 @@ class Sizes:
     """
 
     result: SearchResult | None = None
+    fitted_size: int = 0
     seq_len: int | None = None
     fitting_rows: int | None = None
     max_rows: int | None = None
@@ -116,7 +118,8 @@ class SizeFinder:
         utils.log_rank_zero(
             log, f"Probes, with the figures of rank 0:\n{probe_table(result)}\n{summary(result, seq_len)}"
         )
-        sizes = Sizes(result=result, seq_len=seq_len, fitting_rows=result.batch_size)
+        fitted_size = self.row_format.size_of([row] * result.exact_batch_size)
+        sizes = Sizes(result=result, fitted_size=fitted_size, seq_len=seq_len, fitting_rows=result.batch_size)
         if self.settings.max_tokens_per_micro_batch == "auto":
             sizes = replace(sizes, token_budget=self._largest_token_budget(row, result, bound))
         if self.settings.objective == "throughput":

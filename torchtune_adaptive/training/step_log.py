@@ -129,6 +129,8 @@ class StepLog:
         for event in (one for one in events if one.pressure):
             names = ("step", "phase", "figures", "error", "before", "after", "unit")
             values = {name: getattr(event, name) for name in names}
+            if event.too_large is not None:
+                values |= {"too_large": event.too_large, "size_unit": event.size_unit}
             self.run_log.append(event=_MEMORY_EVENTS[event.pressure], ranks=list(event.ranks), **values)
         finished = self.checkpoints[self._num_checkpoints :]  # also those written in the background
         self._num_checkpoints += len(finished)
@@ -139,6 +141,9 @@ class StepLog:
         loader, retries, found = self.loader, self.recoverable.retries, self.found
         sizes = [entry["batch_size"] for entry in self.run_log.history] + [loader.batch_size]
         micro_batch = f"at most {self.micro_batches.limit} per rank"
+        known = self.recoverable.sizes
+        if known.limit is not None:
+            micro_batch += f"; from {known.limit} tokens on it is cut ({known.largest_fitted} have fitted on rank 0)"
         if found is not None:
             micro_batch += f" (found {found.exact_batch_size}, used {found.batch_size}, by {found.strategy})"
         return {

@@ -80,7 +80,7 @@ class Trainer:
                 if not self.loader.steps_done:  # otherwise the run resumes within this epoch
                     self.saver.restore_random()
                     self._grow(epoch)
-                    self.recoverable.backoff.try_now()
+                    self.recoverable.try_larger()
                 self._train_epoch(epoch)
                 self.epochs_run = epoch + 1
                 self.saver.after_epoch(epoch, step=self.global_step)
@@ -97,9 +97,10 @@ class Trainer:
         samples, step = loader.samples_per_step, self.global_step + 1
         self.record.note(reason, step=step, epoch=epoch, batch_size=size, samples_per_step=samples, **figures)
 
-    def note(self, reason: str, **figures: int) -> None:
+    def note(self, reason: str, *, is_logged: bool = True, **figures: int) -> None:
         """Log ``reason``, and add it to the record with ``figures``."""
-        utils.log_rank_zero(log, reason)
+        if is_logged:
+            utils.log_rank_zero(log, reason)
         step, size = self.global_step + 1, self.loader.batch_size
         self.record.note(reason, step=step, epoch=self.epochs_run, batch_size=size, **figures)
 
@@ -156,12 +157,14 @@ class Trainer:
         return self.step.finish(sums)  # one all-reduce, normalize, clip, optimizer
 
     def note_event(self, event: MemoryEvent) -> None:
-        """Log a shortage of memory or its end, and add it to the record if the micro-batch has changed."""
-        if event.after == event.before:
+        """Log a shortage of memory or its end, and add it to the record if micro-batches have changed."""
+        limit = self.micro_batches.limit
+        if event.too_large is not None:
+            self.note(str(event), is_logged=event.is_logged, smallest_failed_size=event.too_large)
+        elif event.after != event.before:
+            self.note(str(event), is_logged=event.is_logged, **{limit.key: limit.size})
+        elif event.is_logged:
             utils.log_rank_zero(log, str(event))
-        else:
-            limit = self.micro_batches.limit
-            self.note(str(event), **{limit.key: limit.size})
 
     def _describe_cut(self) -> str:
         """How an optimizer step is cut into micro-steps, if this does not follow from the batch size."""

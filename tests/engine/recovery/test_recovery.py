@@ -227,8 +227,14 @@ def _pressures(rank: int) -> list[Attempt[int]]:
 def test_all_ranks_know_the_worst_pressure_and_each_knows_its_own() -> None:
     none, thrashing, out_of_memory = MemoryPressure
     assert run_on_ranks(_pressures, 2) == [
-        [Attempt(1, thrashing, none, None), Attempt(None, out_of_memory, out_of_memory, "OutOfMemoryError: too much")],
-        [Attempt(1, thrashing, thrashing, None), Attempt(None, out_of_memory, thrashing, None)],
+        [
+            Attempt(1, thrashing, none, None, num_done=1),
+            Attempt(None, out_of_memory, out_of_memory, "OutOfMemoryError: too much"),
+        ],
+        [
+            Attempt(1, thrashing, thrashing, None, num_done=1),
+            Attempt(None, out_of_memory, thrashing, None, num_done=1),
+        ],
     ]
 
 

@@ -74,6 +74,13 @@ def test_no_batch_is_larger_than_one_of_the_largest_row(rows: Rows) -> None:
     assert len(set(found)) > 3
 
 
+def test_the_size_of_a_micro_batch_counts_tokens_and_tiles_with_padding(rows: Rows) -> None:
+    for batch in (*itertools.combinations(rows, 2), rows[:1], rows):
+        num_rows, num_tokens, num_images, num_tiles = shapes(format_of(rows).collating(COLLATE)(batch))
+        tiles = num_images * num_tiles * images.TOKENS_PER_TILE
+        assert format_of(rows).size_of(batch) == num_rows * (num_tokens + tiles)
+
+
 def test_the_samples_are_read_only_for_what_is_not_known(rows: Rows) -> None:
     counting = Counting(rows)
     row = worst_case(counting, seq_len=50, max_images=3, max_tiles=2)

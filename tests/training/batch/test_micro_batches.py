@@ -1,5 +1,6 @@
 """A step is cut into the same number of micro-batches on every rank, within a limit that recovery may lower."""
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.recovery.size_range import SizeRange
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
 from torchtune_adaptive.training.batch.loader import StepSamples
 from torchtune_adaptive.training.batch.micro_batches import MicroBatch, MicroBatcher
@@ -158,6 +160,39 @@ def test_rehearsals_have_two_rows_and_then_one_within_the_limit(limit: MicroBatc
     found = list(batcher(limit).rehearsals(rows_of(40, 40, 40)))
     assert [[len(one.rows) for one in micro_batches] for micro_batches in found] == sizes
     assert all(len({len(one.rows[0]["tokens"]) for one in micro_batches}) == 2 for micro_batches in found)  # shapes
+
+
+# ---- sizes that did not fit
+
+
+def limited(size: int, *others: int) -> SizeRange:
+    """What a rank knows after micro-batches of ``size`` did not fit; the other ranks have ``others`` micro-batches."""
+    sizes = SizeRange(With(0, *others))
+    sizes.failed(size)
+    return sizes
+
+
+@pytest.mark.parametrize("limit", [RowLimit(4), TokenLimit(20)])
+def test_micro_batches_that_are_too_large_are_cut_and_others_are_not(limit: MicroBatchLimit) -> None:
+    batches, samples = batcher(limit), samples_of(2, 2, 2, 5, 1, 1, 1, 1)
+    sizes = [batches.size_of(one) for one in batches.cut(samples)]
+    cut = batches.cut(samples, limited(max(sizes)))
+    assert max(map(batches.size_of, cut)) < max(sizes)
+    assert sorted(itertools.chain(*names(cut))) == list(range(8))
+    batches.end_step()
+    assert counted(batches) == (15, sum(map(batches.size_of, cut)))
+
+
+def test_a_rank_without_long_rows_cuts_its_own_as_often_and_then_adds_silent_rows() -> None:
+    assert names(batcher(RowLimit(2)).cut(samples_of(1, 1, 1), limited(10, 4))) == [[0], [1], [2], ["silent"]]
+    assert names(batcher(RowLimit(2)).cut(samples_of(1, 1, 1))) == [[0, 1], [2]]
+
+
+def test_both_halves_of_a_measured_step_are_cut() -> None:
+    batches = batcher(RowLimit(4))
+    cut = batches.cut(replace(samples_of(1, 1, 1, 6, 1, 1, 1, 6), measured=True), limited(24))
+    assert names(cut) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [(one.is_small, one.ends_small) for one in cut[:3]] == [(True, False), (True, True), (False, False)]
 
 
 # ---- a limit that recovery lowers

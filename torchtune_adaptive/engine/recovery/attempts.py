@@ -60,6 +60,7 @@ class Attempt(Generic[Result]):
         own_pressure: the pressure of this rank.
         error: this rank's out-of-memory error in one line, if it had one.
         in_backward: whether the error was raised in a backward pass.
+        num_done: this rank's micro-steps that succeeded.
     """
 
     result: Result | None = None
@@ -67,6 +68,7 @@ class Attempt(Generic[Result]):
     own_pressure: MemoryPressure = MemoryPressure.NONE
     error: str | None = None
     in_backward: bool = False
+    num_done: int = 0
 
 
 class Recovery:
@@ -206,6 +208,7 @@ class Recovery:
             with self._ledger.running():
                 result = micro_step()
             attempt.result = sum_of_results(attempt.result, result)
+            attempt.num_done += 1
         except Exception as error:
             if is_out_of_memory_in_collective(error):
                 raise CollectiveInDoubtError(

@@ -1,8 +1,9 @@
 """How the samples of an optimizer step are cut into micro-batches."""
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, Protocol, runtime_checkable
 
+from torchtune_adaptive.engine.recovery.size_range import Cuts, SizeRange, num_tokens
 from torchtune_adaptive.errors import InputError, quote, require_integer
 
 _REHEARSED_SAMPLES = (2, 1)  # sizes for the second micro-batch of a rehearsal, if they fit
@@ -10,7 +11,7 @@ _REHEARSED_SAMPLES = (2, 1)  # sizes for the second micro-batch of a rehearsal, 
 
 @runtime_checkable
 class Cutter(Protocol):
-    """Cuts samples into micro-batches, and holds their largest size."""
+    """Cuts samples into micro-batches, and holds their largest number of rows or tokens."""
 
     @property
     def is_even(self) -> bool:
@@ -27,8 +28,21 @@ class Cutter(Protocol):
         """The unit of ``size``, for messages."""
         ...
 
-    def cut(self, samples: Any) -> Sequence[Any]:
-        """The micro-batches of ``samples``. All ranks must call it together."""
+    def cut(self, samples: Any, sizes: SizeRange) -> Sequence[Any]:
+        """The micro-batches of ``samples``, cut further by ``sizes``. All ranks must call it together."""
+        ...
+
+    def num_rows(self, micro_batch: Any) -> int:
+        """The rows of a micro-batch, which it can be cut into."""
+        ...
+
+    def size_of(self, micro_batch: Any) -> int:
+        """A number that the memory of a micro-batch follows, in ``size_unit``."""
+        ...
+
+    @property
+    def size_unit(self) -> str:
+        """The unit of ``size_of``, for messages."""
         ...
 
     def can_reduce(self, samples: Any) -> bool:
@@ -57,6 +71,10 @@ class Slices:
     Samples are a sequence, a tensor [samples, ...], or a dict of these, all of one length. Micro-batches have the same
     type. Every rank must have the same number of samples.
 
+    Args:
+        size: samples in a micro-batch.
+        size_of: a number that the memory of a micro-batch follows; None: ``num_tokens``.
+
     Attributes:
         size: samples in a micro-batch.
         whole_size: the size before any reduction.
@@ -73,12 +91,25 @@ class Slices:
     is_even = False
     unit = "samples"
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, size_of: Callable[[Any], int] | None = None) -> None:
         self.size = self.whole_size = require_integer("micro_batch_size", size, minimum=1)
+        self.size_unit = "tokens" if size_of is None else ""
+        self._size_of = size_of or num_tokens
 
-    def cut(self, samples: Any) -> list[Any]:
+    def cut(self, samples: Any, sizes: SizeRange | None = None) -> list[Any]:
         """The micro-batches of ``samples``, in their order."""
-        return [_part(samples, start, start + self.size) for start in range(0, _length(samples), self.size)]
+        cuts = self._ranges(samples)
+        if sizes is not None:
+            cuts = sizes.cut(cuts, lambda rows: self.size_of(self._take(samples, rows)))
+        return [self._take(samples, rows) for rows in cuts if rows]
+
+    def num_rows(self, micro_batch: Any) -> int:
+        """The samples of a micro-batch."""
+        return _length(micro_batch)
+
+    def size_of(self, micro_batch: Any) -> int:
+        """A number that the memory of a micro-batch follows, in ``size_unit``."""
+        return self._size_of(micro_batch)
 
     def can_reduce(self, samples: Any) -> bool:
         """Whether a micro-batch has more than one sample."""
@@ -109,6 +140,15 @@ class Slices:
     def _largest(self, samples: Any) -> int:
         """The samples of the largest micro-batch."""
         return min(self.size, _length(samples))
+
+    def _ranges(self, samples: Any) -> Cuts:
+        """The consecutive samples of each micro-batch."""
+        numbers = list(range(_length(samples)))
+        return [numbers[start : start + self.size] for start in range(0, len(numbers), self.size)]
+
+    def _take(self, samples: Any, rows: Sequence[int]) -> Any:
+        """The micro-batch of these consecutive samples."""
+        return _part(samples, rows[0], rows[-1] + 1)
 
 
 def _part(samples: Any, start: int, stop: int) -> Any:

@@ -1,23 +1,36 @@
 """``RecoverableStep``: a train step for any PyTorch loop that recovers from out-of-memory errors."""
 
 import functools
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
+from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.memory.devices import computing_device
 from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, MemoryPressure, Recovery, sum_of_results
 from torchtune_adaptive.engine.recovery.backoff import Backoff
 from torchtune_adaptive.engine.recovery.micro_batches import Cutter, Slices
 from torchtune_adaptive.engine.recovery.micro_steps import MicroStep
 from torchtune_adaptive.engine.recovery.rehearsal import allocate_states, rehearse
+from torchtune_adaptive.engine.recovery.size_range import SizeRange
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
-from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError, NothingFitsError, require_one_of
+from torchtune_adaptive.errors import (
+    NOTHING_FITS_ADVICE,
+    InputError,
+    NothingFitsError,
+    as_integer,
+    quote,
+    reason_of,
+    require_one_of,
+)
 from torchtune_adaptive.text import parse_memory
 
 Sums = TypeVar("Sums")
@@ -26,12 +39,13 @@ Sums = TypeVar("Sums")
 class RecoverableStep(Generic[Sums]):
     """Runs the forward and backward passes of an optimizer step in micro-batches, and recovers from out of memory.
 
-    If any rank runs out of memory, all ranks drop their gradients, halve the micro-batch, and run the same samples
-    again with the same random numbers. No rank is left waiting in a collective. Works on one device, in
+    If any rank runs out of memory, all ranks drop their gradients, and run the same samples again in smaller
+    micro-batches with the same random numbers. No rank is left waiting in a collective. Works on one device, in
     ``DistributedDataParallel`` and under FSDP2.
 
-    If this size had fitted before, the next step tries it again. Each time that it soon fails again, the next trial
-    waits for twice as many steps.
+    A micro-batch that failed because it was larger than any before, by ``size_of``, sets a limit: from then on such
+    micro-batches are cut, and no others. Otherwise ``micro_batch_size`` is halved. If it had fitted before, the next
+    step tries it again. Each time that it soon fails again, the next trial waits for twice as many steps.
 
     Args:
         model: everything on the device; several models in an ``nn.ModuleList``. Under FSDP2 it must be sharded. A
@@ -41,6 +55,8 @@ class RecoverableStep(Generic[Sums]):
             ``set_requires_gradient_sync``. Its results are summed: a tensor or number, a tuple of them, anything with
             ``+``, or None. Detach tensors, or they keep the graph alive.
         micro_batch_size: samples per micro-batch, the same on every rank; or an object that cuts micro-batches.
+        size_of: a number of at least 1 that the memory of a micro-batch follows, the same on every rank for the same
+            micro-batch. None: the elements of its first tensor of integers, or else its samples.
         optimizer: the optimizer, or several. ``rehearse`` creates the state of Adam and AdamW, so that its memory is in
             use before training.
         reduce: "each": FSDP2 reduces gradients in each micro-step; "last": only in the last one of an optimizer step,
@@ -61,6 +77,7 @@ class RecoverableStep(Generic[Sums]):
 
     Attributes:
         backoff: decides when a reduced micro-batch grows again.
+        sizes: the sizes of micro-batches that have and have not fitted.
 
     Raises:
         InputError: an argument is invalid, or the model has no parameters.
@@ -84,6 +101,7 @@ class RecoverableStep(Generic[Sums]):
         micro_step: Callable[[Any], Sums],
         *,
         micro_batch_size: int | Cutter,
+        size_of: Callable[[Any], int] | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
         reduce: Literal["each", "last"] = "each",
         release: Callable[[], object] = lambda: None,
@@ -96,7 +114,9 @@ class RecoverableStep(Generic[Sums]):
     ) -> None:
         self._model = model
         self._micro_step = micro_step
-        self._cutter = micro_batch_size if isinstance(micro_batch_size, Cutter) else Slices(micro_batch_size)
+        is_cutter = isinstance(micro_batch_size, Cutter)
+        self._cutter = micro_batch_size if is_cutter else Slices(micro_batch_size, size_of)
+        self._checks_sizes = size_of is not None and not is_cutter
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         require_one_of("reduce", reduce, ("each", "last"))
         self._reduces_once = reduce == "last"
@@ -116,11 +136,20 @@ class RecoverableStep(Generic[Sums]):
         self._events: list[MemoryEvent] = []
         self._number = steps_done
         self.backoff = Backoff()
+        self.sizes = SizeRange(self._watch.consensus)
 
     @property
     def micro_batch_size(self) -> int:
         """The current size of a micro-batch."""
         return self._cutter.size
+
+    def try_larger(self) -> None:
+        """Try larger micro-batches in the next step, if there was an error. For example at the beginning of an epoch.
+
+        Every rank must call it.
+        """
+        self.backoff.try_now()
+        self.sizes.try_again()
 
     @property
     def events(self) -> tuple[MemoryEvent, ...]:
@@ -153,6 +182,8 @@ class RecoverableStep(Generic[Sums]):
         allocate_states(self._optimizers, self._watch)
         rehearsals = list(self._cutter.rehearsals(samples))
         self._check(has_samples=bool(rehearsals))
+        if self._checks_sizes:
+            _check_size_of(self._cutter.size_of, rehearsals[0][0], self._watch.consensus)
         context = self._watch.meter or nullcontext()
         self._recovery = rehearse(
             [[self._as_micro_step(context, one) for one in micro_batches] for micro_batches in rehearsals],
@@ -193,19 +224,21 @@ class RecoverableStep(Generic[Sums]):
         if self._limited is not None:
             self._limited.count([one.state for one in self._optimizers])
         if self._recovery is None:
-            if not (runs := self._micro_steps(samples)):
+            if not (micro_batches := self._cutter.cut(samples, self.sizes)):
                 raise InputError(NO_SAMPLES)
-            return functools.reduce(sum_of_results, (run() for run in runs))
+            return functools.reduce(sum_of_results, (run() for run in self._micro_steps(micro_batches)))
         _check_no_gradients(self._trained)
         restore = self._recovery.start_step()
         grown_from = self._try_larger()
         while True:
-            is_even = self._cutter.is_even
+            micro_batches, is_even = self._cutter.cut(samples, self.sizes), self._cutter.is_even
             attempt = self._recovery.attempt(
-                self._micro_steps(samples), is_thrashing=self._watch.is_thrashing, is_even=is_even
+                self._micro_steps(micro_batches), is_thrashing=self._watch.is_thrashing, is_even=is_even
             )
             if attempt.pressure is MemoryPressure.NONE:
-                self._note_fit(grown_from)
+                self._note_fit(micro_batches, grown_from)
+            elif size := self._too_large(attempt, micro_batches):
+                self._limit(attempt, size)
             else:
                 self._reduce(attempt, samples)
             if attempt.pressure is not MemoryPressure.OUT_OF_MEMORY:
@@ -224,9 +257,9 @@ class RecoverableStep(Generic[Sums]):
         self._watch.reset()
         return before
 
-    def _micro_steps(self, samples: Any) -> list[MicroStep[Sums]]:
+    def _micro_steps(self, micro_batches: Iterable[Any]) -> list[MicroStep[Sums]]:
         context = self._limited or nullcontext()
-        return [self._as_micro_step(context, one) for one in self._cutter.cut(samples)]
+        return [self._as_micro_step(context, one) for one in micro_batches]
 
     def _as_micro_step(self, context: AbstractContextManager[Any], micro_batch: Any) -> MicroStep[Sums]:
         run = partial(self._run, context, micro_batch)
@@ -239,6 +272,29 @@ class RecoverableStep(Generic[Sums]):
         with context:
             self._watch.phases.enter("batch")
             return self._micro_step(micro_batch)
+
+    def _too_large(self, attempt: Attempt[Sums], micro_batches: Sequence[Any]) -> int | None:
+        """The smallest size that did not fit, if sizes explain the shortage on every rank that had one. A collective.
+
+        They do if micro-batches have fitted before, but none as large as this one, which has several rows.
+        """
+        failed: tuple[int, bool] | None = None
+        if attempt.own_pressure is attempt.pressure:
+            is_out = attempt.pressure is MemoryPressure.OUT_OF_MEMORY
+            one = micro_batches[attempt.num_done] if is_out else max(micro_batches, key=self._cutter.size_of)
+            size = self._cutter.size_of(one)
+            failed = size, self._cutter.num_rows(one) > 1 and size > self.sizes.largest_fitted
+        reports = [one for one in self._watch.consensus.from_all_ranks(failed) if one is not None]
+        explains = self._cutter.size <= self.backoff.largest_fitted and all(is_new for _, is_new in reports)
+        return min(size for size, _ in reports) if explains else None
+
+    def _limit(self, attempt: Attempt[Sums], too_large: int) -> None:
+        """From now on cut micro-batches of this size or more. A collective."""
+        self.sizes.failed(too_large)
+        size, unit = self._cutter.size, self._cutter.unit
+        event = self._watch.event(attempt, step=self._number, before=size, after=size, unit=unit)
+        self._watch.reset()
+        self._note(replace(event, too_large=self.sizes.smallest_failed, size_unit=self._cutter.size_unit))
 
     def _reduce(self, attempt: Attempt[Sums], samples: Any) -> None:
         """Halve the micro-batch, at once after an error, or from the next step on after thrashing. A collective.
@@ -264,15 +320,16 @@ class RecoverableStep(Generic[Sums]):
             self.backoff.failed(before, step=self._number)
         self._note(event)
 
-    def _note_fit(self, grown_from: int) -> None:
+    def _note_fit(self, micro_batches: Sequence[Any], grown_from: int) -> None:
         size = self._cutter.size
         self.backoff.fitted(size)
+        self.sizes.fitted(max(map(self._cutter.size_of, micro_batches)))
         if grown_from:
             self._note(MemoryEvent.growth(self._number, grown_from, size, self._cutter.unit))
 
     def _note(self, event: MemoryEvent) -> None:
-        self._events.append(event)
-        self._on_event(event)
+        self._events.append(replace(event, times=1 + sum(one.kind == event.kind for one in self._events)))
+        self._on_event(self._events[-1])
 
     def _check(self, *, has_samples: bool) -> None:
         """Check the micro-batch size and the samples of all ranks. A collective."""
@@ -288,6 +345,35 @@ class RecoverableStep(Generic[Sums]):
         if self._recovery is not None:
             self._recovery.close()
             self._recovery = None
+
+
+def _check_size_of(size_of: Callable[[Any], Any], micro_batch: Any, consensus: Consensus) -> None:
+    """Check that a size is valid on every rank, and that rank 0's micro-batch has the same on all. A collective.
+
+    A micro-batch that cannot be sent to the other ranks is not compared.
+    """
+    if wrong := consensus.first_reason(_invalid_size(size_of, micro_batch)):
+        raise InputError(f"`size_of` must return an integer of at least 1, but {wrong} instead.")
+    try:
+        content = pickle.dumps(tree_map_only(torch.Tensor, torch.Tensor.cpu, micro_batch))
+    except Exception:  # any error of the user's own classes
+        content = b""
+    if content := consensus.from_rank_zero(content):
+        smallest, largest = consensus.min_and_max(size_of(pickle.loads(content)))
+        if smallest != largest:
+            raise InputError(
+                "`size_of` must return the same size on every rank for the same micro-batch, but returned"
+                f" {smallest} on one and {largest} on another."
+            )
+
+
+def _invalid_size(size_of: Callable[[Any], Any], micro_batch: Any) -> str:
+    """What is wrong with a size, as part of a sentence; "" if it is valid."""
+    try:
+        size = size_of(micro_batch)
+    except Exception as error:  # the user's own code can raise any error
+        return f"raised {reason_of(error)}"
+    return "" if (as_integer(size) or 0) >= 1 else f"returned {quote(size)}"
 
 
 def _check_no_gradients(parameters: Iterable[nn.Parameter]) -> None:

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 _LONGEST_LIST = 3  # different figures of ranks in a message
 _LONGEST_ERROR_CHARS = 200
+_MOST_LINES = 10  # for events of one kind, before only every tenth gets a line
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class MemoryEvent:
         before: the size of a micro-batch in this step.
         after: the size from now on; equal to ``before`` if it cannot be smaller.
         unit: the unit of both sizes, usually "samples".
+        too_large: the size by ``RecoverableStep.size_of`` from which on micro-batches are cut from now on, in
+            ``size_unit``; None if this has not changed.
+        times: how many such events there have been, with this one.
     """
 
     step: int
@@ -50,6 +54,9 @@ class MemoryEvent:
     before: int
     after: int
     unit: str
+    too_large: int | None = None
+    size_unit: str = ""
+    times: int = 1
 
     @classmethod
     def growth(cls, step: int, before: int, after: int, unit: str) -> "MemoryEvent":
@@ -64,9 +71,25 @@ class MemoryEvent:
         error = textwrap.shorten(self.error, _LONGEST_ERROR_CHARS)
         return f"{ranks_text(self.ranks)} ran out of memory in {self.phase} ({self.figures}: {error})"
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What events have in common that are counted together."""
+        return self.pressure, self.too_large is None, self.before, self.after
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether the event gets a line in the log: only every tenth after the first ten of its kind."""
+        return self.times <= _MOST_LINES or self.times % _MOST_LINES == 0
+
     def __str__(self) -> str:
+        return self._text() if self.times <= _MOST_LINES else f"{self._text()} ({self.times} times so far)"
+
+    def _text(self) -> str:
         if self.pressure is MemoryPressure.NONE:
             return f"micro-batch {self.before} -> {self.after} {self.unit}: fits again in step {self.step}"
+        if self.too_large is not None:
+            size = f"{self.too_large} {self.size_unit}".rstrip()
+            return f"micro-batches of {size} or more are cut from now on: in step {self.step} {self.cause}"
         if self.after == self.before:
             return f"micro-batch stays at a single row, although {self.cause}"
         return f"micro-batch {self.before} -> {self.after} {self.unit}: in step {self.step} {self.cause}"
@@ -149,7 +172,7 @@ class PressureWatch:
 
     def log(self, event: MemoryEvent) -> None:
         """Log ``event`` on the first rank only, as a warning if it was a shortage of memory."""
-        if self.consensus.rank == 0:
+        if self.consensus.rank == 0 and event.is_logged:
             log.log(logging.WARNING if event.pressure else logging.INFO, "%s", event)
 
     def _retries(self) -> int:

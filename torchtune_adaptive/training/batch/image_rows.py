@@ -60,6 +60,12 @@ class ImageRows(TokenRows):
         self._max_images = max_images
         self._max_tiles = max_tiles
 
+    def size_of(self, rows: Sequence[Row]) -> int:
+        images = [image for row in rows for image in _images(row)]
+        most_images = max((len(_images(row)) for row in rows), default=0)
+        most_tiles = max(map(len, images), default=0)
+        return super().size_of(rows) + len(rows) * max(most_images * most_tiles, 1) * self._tile.tokens
+
     def stretched(self, row: Row, length: int) -> Row:
         row = self._with_images(row)
         masks = [mask.new_ones(length, mask.shape[1]) for mask in row["encoder_mask"]]

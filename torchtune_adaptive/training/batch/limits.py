@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-Cuts = list[list[int]]
+from torchtune_adaptive.engine.recovery.size_range import Cuts
 
 # The fixed cost of a micro-step, for kernel launches and all-gathers, as a share of a full micro-batch (assumed). A
 # lower cost means more micro-steps and less padding.
@@ -83,23 +83,6 @@ class TokenLimit(MicroBatchLimit):
             cuts.insert(0, order[starts[end] : end])
             end = int(starts[end])
         return cuts
-
-
-def spread(micro_batches: Cuts, count: int) -> Cuts:
-    """Cut ``micro_batches`` further into ``count``, so that every rank has the same number.
-
-    The largest ones are halved. If only single rows are left, empty micro-batches are added. ``count`` must be at least
-    the present number.
-
-    >>> spread([[0, 1, 2], [3]], 3), spread([[0]], 2)
-    ([[0, 1], [2], [3]], [[0], []])
-    """
-    cuts = list(micro_batches)
-    while len(cuts) < count and any(len(cut) > 1 for cut in cuts):
-        largest = max(range(len(cuts)), key=lambda index: len(cuts[index]))
-        middle = -(-len(cuts[largest]) // 2)
-        cuts[largest : largest + 1] = [cuts[largest][:middle], cuts[largest][middle:]]
-    return cuts + [[] for _ in range(count - len(cuts))]
 
 
 def halvings(size: int, *, above: int) -> list[int]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, spread
+from torchtune_adaptive.engine.recovery.size_range import SizeRange, spread
+from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit
 from torchtune_adaptive.training.batch.loader import StepSamples
 from torchtune_adaptive.training.batch.row_format import Row, RowFormat
 
@@ -32,6 +33,7 @@ class MicroBatcher:
     """
 
     is_even = True
+    size_unit = "tokens"
 
     largest: MicroBatchLimit
     row_format: RowFormat
@@ -79,16 +81,16 @@ class MicroBatcher:
         self._step_tokens = (0, 0)
         self._first_size = None
 
-    def cut(self, samples: StepSamples) -> list[MicroBatch]:
+    def cut(self, samples: StepSamples, sizes: SizeRange | None = None) -> list[MicroBatch]:
         """The micro-batches of ``samples`` by the current limit, equally many on every rank.
 
-        With a token limit this is a collective, in which the ranks agree on the number. With a row limit every rank
-        computes the number.
+        With a token limit, or if ``sizes`` has a limit, this is a collective, in which the ranks agree on the number.
+        Otherwise every rank computes it.
         """
         self._step_tokens = (0, 0)
         if not samples.measured or samples.largest_share < 2:
-            return list(map(MicroBatch, self._cut(samples)))
-        small, rest = map(self._cut, samples.halves())
+            return list(map(MicroBatch, self._cut(samples, sizes)))
+        small, rest = (self._cut(half, sizes) for half in samples.halves())
         measured = [MicroBatch(rows, is_small=True, ends_small=rows is small[-1]) for rows in small]
         return measured + list(map(MicroBatch, rest))
 
@@ -120,6 +122,14 @@ class MicroBatcher:
         rows = micro_batch.rows
         return len(rows), lambda number: MicroBatch([max(rows, key=self.row_format.padded_tokens)] * number)
 
+    def num_rows(self, micro_batch: MicroBatch) -> int:
+        """The number of its rows."""
+        return len(micro_batch.rows)
+
+    def size_of(self, micro_batch: MicroBatch) -> int:
+        """Its tokens with padding, and those of its images."""
+        return self.row_format.size_of(micro_batch.rows)
+
     def take_padding(self) -> float:
         """The share of padding in this rank's micro-batches since the last call."""
         share = 1 - self._num_tokens / max(self._num_padded_tokens, 1)
@@ -146,7 +156,7 @@ class MicroBatcher:
     def _step_limit(self) -> MicroBatchLimit:
         return self.limit if self._first_size is None else self.largest.of_size(self._first_size)
 
-    def _cut(self, samples: StepSamples) -> list[list[Row]]:
+    def _cut(self, samples: StepSamples, sizes: SizeRange | None) -> list[list[Row]]:
         limit, rows = self._step_limit, samples.rows
         lengths = self._lengths(rows)
         cuts = limit.cut(lengths)
@@ -155,6 +165,8 @@ class MicroBatcher:
         else:
             count = self.consensus.max_over_ranks(len(cuts))
         cuts = spread(cuts, count)
+        if sizes is not None:
+            cuts = sizes.cut(cuts, lambda one: self.row_format.size_of([rows[index] for index in one]))
         own = sum(map(self.row_format.own_tokens, rows))
         padded = sum(len(one) * max(lengths[index] for index in one) for one in cuts if one)
         self._step_tokens = (self._step_tokens[0] + own, self._step_tokens[1] + padded)

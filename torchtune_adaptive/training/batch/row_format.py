@@ -40,6 +40,10 @@ class RowFormat(ABC):
         """Padded tokens of the sample in a micro-batch without longer samples."""
         return self.sequences * self.num_tokens(row)
 
+    def size_of(self, rows: Sequence[Row]) -> int:
+        """Padded tokens of a micro-batch of ``rows``, and of their images: a number that its memory follows."""
+        return len(rows) * max(map(self.padded_tokens, rows), default=0)
+
     def own_tokens(self, row: Row) -> int:
         """Tokens of the sample without padding."""
         return self.num_tokens(row)

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from torchtune_adaptive.engine.distributed.rank_states import RankStates
+from torchtune_adaptive.engine.recovery.size_range import SizeRange
 from torchtune_adaptive.training.batch.loader import StepLoader
 from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
@@ -17,7 +18,8 @@ class RunSaver:
     """Saves a run after optimizer steps and epochs.
 
     Args:
-        others: parts with a ``state_dict`` and a ``load_state_dict``, beside loader and micro-batches.
+        sizes: the sizes of micro-batches that have and have not fitted.
+        others: parts with a ``state_dict`` and a ``load_state_dict``, beside those before.
         save_epoch: saves after an epoch, as torchtune does.
         config: the run's config, by dotted keys; a resumed run logs changes.
         memory_limit_bytes: the lowest limit of all ranks, None without a limit.
@@ -27,6 +29,7 @@ class RunSaver:
         self,
         loader: StepLoader,
         micro_batches: MicroBatcher,
+        sizes: SizeRange,
         others: Sequence[Any],
         steps: StepCheckpoints,
         rank_states: RankStates,
@@ -37,7 +40,8 @@ class RunSaver:
     ) -> None:
         self._loader = loader
         self._micro_batches = micro_batches
-        self._others = tuple(others)
+        self._sizes = sizes
+        self._others = (sizes, *others)
         self._steps = steps
         self._rank_states = rank_states
         self._save_epoch = save_epoch
@@ -50,7 +54,7 @@ class RunSaver:
         return AdaptiveState(
             epochs_run=epochs_run,
             global_step=step,
-            rank_states=self._rank_states.now(),
+            rank_states=self._rank_states.now(largest_fitted=self._sizes.largest_fitted),
             optimizer=self._steps.options(),
             config=self._config,
             memory_limit_bytes=self._memory_limit_bytes,
@@ -60,16 +64,21 @@ class RunSaver:
     def load(self, saved: AdaptiveState) -> list[str]:
         """Restore a saved state. Returns the changes since then, as parts of a sentence. A collective.
 
-        Random generators are restored by ``restore_random``.
+        If something has changed, more may fit: the sizes of micro-batches that have not fitted are forgotten. Random
+        generators are restored by ``restore_random``.
         """
         state = asdict(saved)
         for part in self._others:
             part.load_state_dict(state)
         self._loader.load_state_dict(state, epoch=saved.epochs_run - 1)
-        self._rank_states.load(saved.rank_states)
+        own = self._rank_states.load(saved.rank_states)
+        self._sizes.largest_fitted = 0 if own is None else own["largest_fitted"]
         changes = saved.changes(self.state(epochs_run=saved.epochs_run, step=saved.global_step))
         # If nothing has changed, the saved micro-batch size is used, even if this search has found another one.
         self._micro_batches.load_state_dict(state | ({"micro_batch_limit": None} if changes else {}))
+        if changes and self._sizes.smallest_failed is not None:
+            changes.append(f"micro-batches of {self._sizes.smallest_failed} tokens or more are tried again")
+            self._sizes.forget()
         return changes
 
     def restore_random(self) -> None:

@@ -1,0 +1,141 @@
+"""Which sizes of micro-batches fit, as far as training has shown, and how larger ones are cut."""
+
+from collections.abc import Callable, Mapping, Sized
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+
+Cuts = list[list[int]]
+
+
+class SizeRange:
+    """The range in which the smallest size lies that does not fit.
+
+    The size of a micro-batch is a number that its memory follows, such as its tokens with padding.
+
+    Args:
+        consensus: the ranks that train the model.
+
+    Attributes:
+        largest_fitted: the largest size that has fitted on this rank.
+        smallest_failed: the smallest size that was larger than any before, and did not fit; equal on every rank. None
+            if there was none.
+        is_tried: whether sizes from ``smallest_failed`` on are tried until one fails again.
+    """
+
+    def __init__(self, consensus: Consensus) -> None:
+        self._consensus = consensus
+        self.largest_fitted = 0
+        self.smallest_failed: int | None = None
+        self.is_tried = False
+
+    @property
+    def limit(self) -> int | None:
+        """Micro-batches of more than one row must be smaller than this; None: they may have any size."""
+        return None if self.is_tried else self.smallest_failed
+
+    def fitted(self, size: int) -> None:
+        """A micro-batch of ``size`` has fitted on this rank."""
+        self.largest_fitted = max(size, self.largest_fitted)
+
+    def failed(self, size: int) -> None:
+        """``size`` has not fitted on some rank, and was larger than any that had. Every rank must call it."""
+        self.smallest_failed = min(size, self.smallest_failed or size)
+        self.is_tried = False
+
+    def try_again(self) -> None:
+        """Try sizes from ``smallest_failed`` on, until one fails again."""
+        self.is_tried = self.smallest_failed is not None
+
+    def forget(self) -> None:
+        """Forget all sizes, for example because there is more memory now. Every rank must call it."""
+        self.largest_fitted, self.smallest_failed, self.is_tried = 0, None, False
+
+    def cut(self, cuts: Cuts, size_of: Callable[[list[int]], int]) -> Cuts:
+        """Halve micro-batches that are too large, and then others until every rank has the same number.
+
+        A collective if there is a limit, else nothing changes.
+
+        >>> sizes = SizeRange(Consensus())
+        >>> sizes.failed(30)
+        >>> lengths = [10, 1, 1, 1, 7, 7]
+        >>> sizes.cut([[0, 1, 2, 3], [4, 5]], lambda rows: len(rows) * max(lengths[row] for row in rows))
+        [[0, 1], [2, 3], [4, 5]]
+        """
+        if self.limit is None:
+            return cuts
+        small = _smaller_than(self.limit, cuts, size_of)
+        return spread(small, self._consensus.max_over_ranks(len(small)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state for a resumed run, equal on every rank; ``largest_fitted`` is not."""
+        return {"smallest_failed_size": self.smallest_failed, "tries_failed_size": self.is_tried}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state."""
+        self.smallest_failed, self.is_tried = state["smallest_failed_size"], state["tries_failed_size"]
+
+
+def spread(cuts: Cuts, count: int) -> Cuts:
+    """Cut micro-batches further into ``count``, so that every rank has the same number.
+
+    The largest ones are halved. If only single rows are left, empty micro-batches are added. ``count`` must be at least
+    the present number.
+
+    >>> spread([[0, 1, 2], [3]], 3), spread([[0]], 2)
+    ([[0, 1], [2], [3]], [[0], []])
+    """
+    cuts = list(cuts)
+    while len(cuts) < count and any(len(cut) > 1 for cut in cuts):
+        largest = max(range(len(cuts)), key=lambda index: len(cuts[index]))
+        cuts[largest : largest + 1] = _halves(cuts[largest])
+    return cuts + [[] for _ in range(count - len(cuts))]
+
+
+def _smaller_than(limit: int, cuts: Cuts, size_of: Callable[[list[int]], int]) -> Cuts:
+    small: Cuts = []
+    for one in cuts:
+        is_large = len(one) > 1 and size_of(one) >= limit
+        small += _smaller_than(limit, _halves(one), size_of) if is_large else [one]
+    return small
+
+
+def _halves(rows: list[int]) -> Cuts:
+    """Both halves; the first one is larger if the number is odd."""
+    middle = -(-len(rows) // 2)
+    return [rows[:middle], rows[middle:]]
+
+
+def num_tokens(micro_batch: Any) -> int:
+    """Elements of the first tensor of integers, such as token ids; samples if there is none.
+
+    In a list of samples, all count as much as the longest one, to which they are padded.
+
+    >>> num_tokens({"mask": torch.ones(2, 8), "tokens": torch.zeros(2, 8, dtype=torch.long)})
+    16
+    >>> num_tokens([torch.tensor([1, 2, 3]), torch.tensor([4])])
+    6
+    """
+    if not isinstance(micro_batch, torch.Tensor | Mapping):
+        return len(micro_batch) * max((_first_integers(sample) or 1 for sample in micro_batch), default=0)
+    return _first_integers(micro_batch) or _num_samples(micro_batch)
+
+
+def _num_samples(columns: torch.Tensor | Mapping[Any, Any]) -> int:
+    """The largest number of entries in a column."""
+    values = [columns] if isinstance(columns, torch.Tensor) else columns.values()
+    sized = (one for one in values if isinstance(one, Sized) and getattr(one, "ndim", 1))
+    return max(map(len, sized), default=0)
+
+
+def _first_integers(values: Any) -> int:
+    """The number of elements of the first tensor of integers; 0 if there is none."""
+    tensors = (one for one in tree_leaves(values) if isinstance(one, torch.Tensor) and one.ndim)
+    return next((one.numel() for one in tensors if _is_integer(one.dtype)), 0)
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
