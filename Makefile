@@ -43,6 +43,7 @@ bench: $(STAMP) $(PEERS_STAMP) $(HUGGING_FACE_STAMP) $(HOSTS_STAMP)
 	.venv/bin/python -m benchmarks.plan_cost
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_memory
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.recovery_cost
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.after_errors
 	OMP_NUM_THREADS=1 .venv-hosts/bin/python -m benchmarks.auto_find_batch_size
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_growth
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_growth --soak

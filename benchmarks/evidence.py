@@ -23,6 +23,7 @@ QUESTIONS = {
     "plan_cost_cpu": "How long does a plan take?",
     "host_memory_cpu": "Is the predicted host memory right?",
     "recovery_cpu": "Does training continue correctly after out-of-memory errors?",
+    "after_errors_cpu": "What does training lose after an error?",
     "recovery_cost_cpu": "What does `RecoverableStep` cost in a plain loop?",
     "auto_find_batch_size_cpu": "What does an error in the middle of training cost with `transformers.Trainer`?",
     "loop_cpu": "How fast are the recipes compared with torchtune's?",
