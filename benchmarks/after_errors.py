@@ -55,8 +55,8 @@ class Never(Backoff):
 class NotLearning(RecoverableStep[tuple[torch.Tensor, int]]):
     """Halves the micro-batch after each error, whatever its size was."""
 
-    def _too_large(self, attempt: Attempt[Any], micro_batches: Sequence[Any]) -> int | None:
-        return None
+    def _learns(self, attempt: Attempt[Any], micro_batches: Sequence[Any]) -> bool:
+        return False
 
 
 @dataclass

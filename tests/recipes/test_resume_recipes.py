@@ -51,6 +51,8 @@ STATE_FIELDS = {
     "is_global",
     "reference_samples",
     "samples_per_step",
+    "smallest_failed_size",
+    "tries_failed_size",
     "global_step",
     "micro_batch",
     "micro_batch_limit",

@@ -143,7 +143,9 @@ class StepLog:
         micro_batch = f"at most {self.micro_batches.limit} per rank"
         known = self.recoverable.sizes
         if known.limit is not None:
-            micro_batch += f"; from {known.limit} tokens on it is cut ({known.largest_fitted} have fitted on rank 0)"
+            micro_batch += f"; from {known.limit} tokens on it is cut"
+            if known.largest_fitted < known.limit:
+                micro_batch += f" ({known.largest_fitted} have fitted on rank 0)"
         if found is not None:
             micro_batch += f" (found {found.exact_batch_size}, used {found.batch_size}, by {found.strategy})"
         return {

@@ -87,6 +87,18 @@ def test_sizes_that_failed_are_tried_until_one_fails_again() -> None:
     assert sizes.limit == 50
 
 
+def test_what_has_fitted_when_it_was_tried_has_not_failed() -> None:
+    sizes = known(60)
+    sizes.failed(70, most_fitted=65)  # the row of 65 could not be cut
+    assert sizes.limit == 60
+    sizes.try_again()
+    sizes.failed(80, most_fitted=59)
+    assert sizes.limit == 60
+    sizes.try_again()
+    sizes.failed(80, most_fitted=60)
+    assert sizes.limit == 80
+
+
 def test_a_resumed_run_continues_with_the_same_limit_or_forgets_it() -> None:
     for tried in (False, True):
         sizes, resumed = known(60), known()

@@ -41,9 +41,16 @@ class SizeRange:
         """A micro-batch of ``size`` has fitted on this rank."""
         self.largest_fitted = max(size, self.largest_fitted)
 
-    def failed(self, size: int) -> None:
-        """``size`` has not fitted on some rank, and was larger than any that had. Every rank must call it."""
-        self.smallest_failed = min(size, self.smallest_failed or size)
+    def failed(self, size: int, *, most_fitted: int = 0) -> None:
+        """``size`` has not fitted on some rank, and was larger than any that had. Every rank must call it.
+
+        Args:
+            most_fitted: the largest ``largest_fitted`` of all ranks. What has fitted when it was tried has not failed.
+        """
+        known = self.smallest_failed
+        if known is None or (self.is_tried and most_fitted >= known):
+            known = size
+        self.smallest_failed = min(size, known)
         self.is_tried = False
 
     def try_again(self) -> None:

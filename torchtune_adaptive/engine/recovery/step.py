@@ -237,8 +237,8 @@ class RecoverableStep(Generic[Sums]):
             )
             if attempt.pressure is MemoryPressure.NONE:
                 self._note_fit(micro_batches, grown_from)
-            elif size := self._too_large(attempt, micro_batches):
-                self._limit(attempt, size)
+            elif self._learns(attempt, micro_batches):
+                self._note_limit(attempt)
             else:
                 self._reduce(attempt, samples)
             if attempt.pressure is not MemoryPressure.OUT_OF_MEMORY:
@@ -273,24 +273,29 @@ class RecoverableStep(Generic[Sums]):
             self._watch.phases.enter("batch")
             return self._micro_step(micro_batch)
 
-    def _too_large(self, attempt: Attempt[Sums], micro_batches: Sequence[Any]) -> int | None:
-        """The smallest size that did not fit, if sizes explain the shortage on every rank that had one. A collective.
+    def _learns(self, attempt: Attempt[Sums], micro_batches: Sequence[Any]) -> bool:
+        """Learn what did not fit, if sizes explain the shortage on every rank that had one. A collective.
 
-        They do if micro-batches have fitted before, but none as large as this one, which has several rows.
+        They do if other micro-batches fit, also of other ranks, but none as large as this one, which has several rows.
         """
-        failed: tuple[int, bool] | None = None
+        is_out, size_of = attempt.pressure is MemoryPressure.OUT_OF_MEMORY, self._cutter.size_of
+        done = micro_batches[: attempt.num_done] if is_out else ()
+        self._note_sizes(done)
+        size, is_explained, largest_fitted = 0, True, self.sizes.largest_fitted
         if attempt.own_pressure is attempt.pressure:
-            is_out = attempt.pressure is MemoryPressure.OUT_OF_MEMORY
-            one = micro_batches[attempt.num_done] if is_out else max(micro_batches, key=self._cutter.size_of)
-            size = self._cutter.size_of(one)
-            failed = size, self._cutter.num_rows(one) > 1 and size > self.sizes.largest_fitted
-        reports = [one for one in self._watch.consensus.from_all_ranks(failed) if one is not None]
-        explains = self._cutter.size <= self.backoff.largest_fitted and all(is_new for _, is_new in reports)
-        return min(size for size, _ in reports) if explains else None
+            failed = micro_batches[attempt.num_done] if is_out else max(micro_batches, key=size_of)
+            size = size_of(failed)
+            is_explained = self._cutter.num_rows(failed) > 1 and size > largest_fitted
+        reports = self._watch.consensus.from_all_ranks((size, is_explained, largest_fitted, bool(done)))
+        sizes, are_explained, fitted, has_done = zip(*reports, strict=True)
+        fits = self._cutter.size <= self.backoff.largest_fitted or any(has_done)
+        if not (fits and all(are_explained)):
+            return False
+        self.sizes.failed(min(filter(None, sizes)), most_fitted=max(fitted))
+        return True
 
-    def _limit(self, attempt: Attempt[Sums], too_large: int) -> None:
-        """From now on cut micro-batches of this size or more. A collective."""
-        self.sizes.failed(too_large)
+    def _note_limit(self, attempt: Attempt[Sums]) -> None:
+        """Note that larger micro-batches are cut from now on. A collective."""
         size, unit = self._cutter.size, self._cutter.unit
         event = self._watch.event(attempt, step=self._number, before=size, after=size, unit=unit)
         self._watch.reset()
@@ -323,9 +328,12 @@ class RecoverableStep(Generic[Sums]):
     def _note_fit(self, micro_batches: Sequence[Any], grown_from: int) -> None:
         size = self._cutter.size
         self.backoff.fitted(size)
-        self.sizes.fitted(max(map(self._cutter.size_of, micro_batches)))
+        self._note_sizes(micro_batches)
         if grown_from:
             self._note(MemoryEvent.growth(self._number, grown_from, size, self._cutter.unit))
+
+    def _note_sizes(self, fitted: Sequence[Any]) -> None:
+        self.sizes.fitted(max(map(self._cutter.size_of, fitted), default=0))
 
     def _note(self, event: MemoryEvent) -> None:
         self._events.append(replace(event, times=1 + sum(one.kind == event.kind for one in self._events)))
