@@ -1,6 +1,7 @@
 """Trials of recovery on a small torchtune model: a step with a fault, followed by a step without."""
 
 import gc
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -112,6 +113,7 @@ class Trials:
         step = RecoverableStep(self.model, self.micro_step, micro_batch_size=self.micro_batches, **options)
         with mock.patch.object(ddp_ledger, "BUCKET_BYTES", DDP_BUCKET_BYTES):
             step.rehearse(self.windows[0][0])
+        step.sizes.fitted(sys.maxsize)  # sizes do not explain a fault, so that it halves the micro-batch
         return step
 
     @cached_property

@@ -15,16 +15,17 @@ lengths_of_rank = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6),
 
 
 class Peers(Consensus):
-    """A rank beside others with up to ``most`` micro-batches; counts the exchanges."""
+    """A rank beside others with up to ``most`` micro-batches, and at least ``fewest_rows``; counts the exchanges."""
 
-    def __init__(self, most: int = 0) -> None:
+    def __init__(self, most: int = 0, fewest_rows: int = 99) -> None:
         super().__init__()
-        self.most = most
+        self.most, self.fewest_rows = most, fewest_rows
         self.exchanges = 0
 
-    def max_over_ranks(self, number: int) -> int:
+    def begin_max(self, *numbers: int) -> Any:
         self.exchanges += 1
-        return max(number, self.most)
+        count, negated_rows = numbers
+        return lambda: [max(count, self.most), max(negated_rows, -self.fewest_rows)]
 
 
 def known(*failed: int, fitted: int = 0, peers: Consensus | None = None) -> SizeRange:
@@ -65,6 +66,18 @@ def test_without_an_error_nothing_is_cut_and_nothing_exchanged() -> None:
     sizes.failed(10)
     assert len(sizes.cut([[0, 1]], lambda rows: 100)) == 9
     assert peers.exchanges == 1
+
+
+@pytest.mark.parametrize(("most", "fewest_rows", "is_even"), [(0, 9, True), (3, 3, True), (3, 2, False), (5, 9, False)])
+def test_numbers_are_even_if_every_rank_has_a_row_for_each_micro_batch(
+    most: int, fewest_rows: int, is_even: bool
+) -> None:
+    sizes = known(10, peers=Peers(most, fewest_rows))
+    sizes.cut([[0, 1], [2, 3]], lambda rows: 1)
+    assert sizes.made_even is is_even
+    sizes.try_again()
+    sizes.cut([[0, 1], [2, 3]], lambda rows: 1)
+    assert not sizes.made_even
 
 
 def test_the_range_narrows_and_never_widens() -> None:

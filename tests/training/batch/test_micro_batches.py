@@ -165,9 +165,20 @@ def test_rehearsals_have_two_rows_and_then_one_within_the_limit(limit: MicroBatc
 # ---- sizes that did not fit
 
 
-def limited(size: int, *others: int) -> SizeRange:
-    """What a rank knows after micro-batches of ``size`` did not fit; the other ranks have ``others`` micro-batches."""
-    sizes = SizeRange(With(0, *others))
+class Cutting(Consensus):
+    """One rank of several; another one has ``most`` micro-batches."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def begin_max(self, *numbers: int) -> Any:
+        return lambda: [max(numbers[0], self.most), *numbers[1:]]
+
+
+def limited(size: int, most: int = 0) -> SizeRange:
+    """What a rank knows after micro-batches of ``size`` did not fit; another rank has ``most`` micro-batches."""
+    sizes = SizeRange(Cutting(most))
     sizes.failed(size)
     return sizes
 

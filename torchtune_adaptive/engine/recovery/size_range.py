@@ -24,6 +24,7 @@ class SizeRange:
         smallest_failed: the smallest size that was larger than any before, and did not fit; equal on every rank. None
             if there was none.
         is_tried: whether sizes from ``smallest_failed`` on are tried until one fails again.
+        made_even: whether the last ``cut`` has given every rank the same number of micro-batches, none of them empty.
     """
 
     def __init__(self, consensus: Consensus) -> None:
@@ -31,6 +32,7 @@ class SizeRange:
         self.largest_fitted = 0
         self.smallest_failed: int | None = None
         self.is_tried = False
+        self.made_even = False
 
     @property
     def limit(self) -> int | None:
@@ -72,10 +74,13 @@ class SizeRange:
         >>> sizes.cut([[0, 1, 2, 3], [4, 5]], lambda rows: len(rows) * max(lengths[row] for row in rows))
         [[0, 1], [2, 3], [4, 5]]
         """
+        self.made_even = False
         if self.limit is None:
             return cuts
         small = _smaller_than(self.limit, cuts, size_of)
-        return spread(small, self._consensus.max_over_ranks(len(small)))
+        most, negated_fewest_rows = self._consensus.begin_max(len(small), -sum(map(len, small)))()
+        self.made_even = most <= -negated_fewest_rows
+        return spread(small, most)
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a resumed run, equal on every rank; ``largest_fitted`` is not."""

@@ -231,9 +231,11 @@ class RecoverableStep(Generic[Sums]):
         restore = self._recovery.start_step()
         grown_from = self._try_larger()
         while True:
-            micro_batches, is_even = self._cutter.cut(samples, self.sizes), self._cutter.is_even
+            micro_batches = self._cutter.cut(samples, self.sizes)
             attempt = self._recovery.attempt(
-                self._micro_steps(micro_batches), is_thrashing=self._watch.is_thrashing, is_even=is_even
+                self._micro_steps(micro_batches),
+                is_thrashing=self._watch.is_thrashing,
+                is_even=self._cutter.is_even or self.sizes.made_even,
             )
             if attempt.pressure is MemoryPressure.NONE:
                 self._note_fit(micro_batches, grown_from)
