@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -206,6 +207,7 @@ def with_micro_batches(recipe_class: Any, size_at: Callable[[int], int | None]) 
             micro_batches = self.trainer.micro_batches
             micro_batches.resize(size_at(step) or micro_batches.largest.size)
             self.trainer.recoverable.backoff.next_trial = None  # otherwise larger ones would be tried
+            self.trainer.recoverable.sizes.fitted(sys.maxsize)  # otherwise a fault may set a limit, and not halve them
 
     return WithMicroBatches
 

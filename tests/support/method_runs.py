@@ -203,7 +203,9 @@ def everything(recipe: Any) -> dict[str, Any]:
     trainer = recipe.trainer
     state = asdict(trainer.saver.state(epochs_run=trainer.epochs_run, step=trainer.global_step))
     loader = trainer.loader
-    told_otherwise = ("reference_samples", "config")
+    told_otherwise = ("reference_samples", "config", "backoff")  # which knows what has fitted in the search
+    for of_rank in state["rank_states"]:
+        del of_rank["largest_fitted"]
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
     places = [(optimizer, parameter) for optimizer, group in groups for parameter in group["params"]]
     is_rank_zero = not dist.is_initialized() or dist.get_rank() == 0

@@ -45,7 +45,7 @@ ROWS = rows_of(1, 3, 2, 1, 3, 2, 1, 1)
 
 
 class Beside(Consensus):
-    """This rank as the second of two, of which the first reports ``other``."""
+    """This rank as the second of two, of which the first reports its memory pressure as ``other``."""
 
     def __init__(self, other: Any) -> None:
         super().__init__()
@@ -53,7 +53,8 @@ class Beside(Consensus):
         self.ranks = (0, 1)
 
     def from_all_ranks(self, value: Any) -> list[Any]:
-        return [self._other, value] if isinstance(value, tuple) else [value]
+        is_pressure = isinstance(value, tuple) and isinstance(value[0], MemoryPressure)
+        return [self._other, value] if is_pressure else [value]
 
 
 class CachingMeter(CpuMeter):

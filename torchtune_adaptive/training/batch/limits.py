@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from torchtune_adaptive.engine.recovery.size_range import Cuts
+Cuts = list[list[int]]
 
 # The fixed cost of a micro-step, for kernel launches and all-gathers, as a share of a full micro-batch (assumed). A
 # lower cost means more micro-steps and less padding.
