@@ -123,6 +123,7 @@ simulated-gpu: $(STAMP) $(SIMULATED_STAMP)
 	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.gpu \
 		--parts calibrate,sizes,recovery,thrashing,tokens,strategies
 	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.search
+	OMP_NUM_THREADS=1 TEST_DEVICE=cuda SIMULATED_GPUS=2 .venv-simulated-gpu/bin/python -m benchmarks.after_errors
 	.venv/bin/python -m benchmarks.evidence
 
 # torch as it is for CUDA, with stand-ins for CUDA itself: see tests/simulated_gpu/README.md.

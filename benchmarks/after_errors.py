@@ -1,24 +1,25 @@
 """What does training lose after an out-of-memory error? Rows of very different lengths, and a neighbour on the GPU.
 
     OMP_NUM_THREADS=1 python -m benchmarks.after_errors
+    OMP_NUM_THREADS=1 TEST_DEVICE=cuda SIMULATED_GPUS=2 .venv-simulated-gpu/bin/python -m benchmarks.after_errors
 
 Two CPU ranks with FSDP2. The loops train on the same samples and take turns in each step, so that other load on the
 machine affects all equally. A micro-batch with more tokens than fit fails at the end of its forward pass. All must end
 with the same parameters, except for rounding. Writes tables to ``results/after_errors_cpu.md``, and
-``docs/images/after_errors.svg``.
+``docs/images/after_errors.svg``. On the simulated GPU torch's own allocator for CUDA runs out of memory, under a limit;
+nothing is timed there. Writes ``results/after_errors_simulated.md``.
 """
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -26,21 +27,28 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
+from benchmarks.support.ranks import DEVICE, device_of_rank
 from benchmarks.tables import publish, table
 from torchtune_adaptive import MemoryEvent, RecoverableStep
-from torchtune_adaptive.engine.recovery.attempts import Attempt
+from torchtune_adaptive.engine.recovery.attempts import Attempt, MemoryPressure
 from torchtune_adaptive.engine.recovery.backoff import NOT_IN_THIS_EPOCH, Backoff
 from torchtune_adaptive.engine.recovery.size_range import num_tokens
 from torchtune_adaptive.testing import out_of_memory
+from torchtune_adaptive.text import format_bytes
 
-RESULTS = Path(__file__).parent / "results" / "after_errors_cpu.md"
+ON_GPU = DEVICE == "cuda"
+RESULTS = Path(__file__).parent / "results" / f"after_errors_{'simulated' if ON_GPU else 'cpu'}.md"
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "after_errors.svg"
 COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.after_errors"
-RANKS, ROWS, MICRO_BATCH, VOCABULARY = 2, 16, 4, 64
-STEPS, SHARE_ABOVE = 2000, 1 / 200  # steps with long rows; the share of those with a micro-batch that does not fit
+ON_SIMULATED = COMMAND.replace("python", "TEST_DEVICE=cuda SIMULATED_GPUS=2 .venv-simulated-gpu/bin/python")
+RANKS, ROWS, MICRO_BATCH = 2, 16, 4
+WIDTH, LAYERS, VOCABULARY = (1024, 8, 32000) if ON_GPU else (96, 3, 64)
+STEPS = 400 if ON_GPU else 2000
+SHARE_ABOVE = 1 / 200  # of the steps, which have a micro-batch that does not fit
 NEIGHBOUR_STEPS, TAKEN = 300, range(100, 150)  # steps of the second part; those in which half of the memory is taken
-MEDIAN_TOKENS, SIGMA, MOST_TOKENS = 48, 0.6, 512
+MEDIAN_TOKENS, SIGMA, MOST_TOKENS = 512 if ON_GPU else 48, 0.6, 4096 if ON_GPU else 512
 ENOUGH, LEARNS, TRIES_AGAIN, HALVES = "enough memory", "this package", "halved, tried again", "halved for good"
+_ROOM_BYTES = 64 * 2**20  # for blocks of the allocator that are free and too small
 VARIANTS = (ENOUGH, LEARNS, TRIES_AGAIN, HALVES)
 
 
@@ -66,19 +74,23 @@ class Seen:
     seconds: list[float] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     padded_tokens: int = 0
+    micro_steps: int = 0
     repeated: list[int] = field(default_factory=list)
+    thrashing: int = 0
     smallest_failed: list[int] = field(default_factory=list)
 
 
 class Loop:
     """A plain loop over ``RecoverableStep``. A collective."""
 
-    def __init__(self, variant: str, width: int = 96, layers: int = 3) -> None:
+    def __init__(self, variant: str, memory_limit: int | None = None) -> None:
         torch.manual_seed(0)
+        width, self._device = WIDTH, device_of_rank()
         blocks = [
-            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(layers)
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(LAYERS)
         ]
         self.model = nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.Linear(width, VOCABULARY))
+        self.model.to(self._device)
         for module in (*blocks, self.model):
             fully_shard(module)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
@@ -92,6 +104,7 @@ class Loop:
             micro_batch_size=MICRO_BATCH,
             optimizer=self._optimizer,
             on_event=self._on_event,
+            memory_limit=memory_limit,
         )
         if variant == HALVES:
             self.step.backoff = Never()
@@ -101,7 +114,7 @@ class Loop:
         began = time.perf_counter()
         self._tried.clear()
         loss_sum, num_samples = self.step(rows)
-        sums = torch.stack((loss_sum, torch.tensor(float(num_samples))))
+        sums = torch.stack((loss_sum, torch.tensor(float(num_samples), device=self._device)))
         dist.all_reduce(sums)
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -111,6 +124,7 @@ class Loop:
         self._optimizer.zero_grad()
         self.seen.seconds.append(time.perf_counter() - began)
         self.seen.rows.append(max(number for number, _ in self._tried))
+        self.seen.micro_steps += len(self._tried)
         self.seen.padded_tokens += sum(tokens for _, tokens in self._tried)
 
     def parameters(self) -> list[torch.Tensor]:
@@ -119,18 +133,21 @@ class Loop:
 
     def _micro_step(self, rows: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
         self._tried.append((len(rows), num_tokens(rows)))
-        tokens = pad_sequence(rows, batch_first=True)
+        tokens = pad_sequence(rows, batch_first=True).to(self._device)
         logits = self.model(tokens)
         if self._tried[-1][1] > self.capacity:
             out_of_memory()
-        own = torch.stack([F.cross_entropy(one[: len(row)], row) for one, row in zip(logits, rows, strict=True)])
+        own = torch.stack(
+            [F.cross_entropy(logits[index, : len(row)], tokens[index, : len(row)]) for index, row in enumerate(rows)]
+        )
         own.sum().backward()
         return own.sum().detach(), len(rows)
 
     def _on_event(self, event: MemoryEvent) -> None:
-        if event.pressure:
+        if event.pressure is MemoryPressure.OUT_OF_MEMORY:
             self._tried.clear()
             self.seen.repeated.append(event.step)
+        self.seen.thrashing += event.pressure is MemoryPressure.THRASHING
         if event.too_large is not None:
             self.seen.smallest_failed.append(event.too_large)
 
@@ -192,12 +209,38 @@ def _measure(_: Path) -> tuple[Outcome, Outcome]:
     return _train(STEPS), _train(NEIGHBOUR_STEPS, TAKEN)
 
 
+def _train_on_gpu(_: Path) -> tuple[int, dict[str, Seen]]:
+    """Train one loop after the other under a limit of the allocator: the limit in bytes, and what has happened."""
+    loop, peaks = Loop(ENOUGH), []
+    for rows in _samples(STEPS):
+        torch.cuda.reset_peak_memory_stats()
+        loop.train(rows)
+        peak = torch.tensor(torch.cuda.max_memory_allocated(), device=device_of_rank())
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        peaks.append(int(peak))
+    limit_bytes = sorted(peaks)[-round(STEPS * SHARE_ABOVE) - 1]
+    seen = {ENOUGH: loop.seen}
+    for variant in VARIANTS[1:]:
+        del loop
+        gc.collect()
+        torch.cuda.empty_cache()
+        loop = Loop(variant, memory_limit=limit_bytes + _ROOM_BYTES)
+        for rows in _samples(STEPS):
+            loop.train(rows)
+        loop.step.close()
+        seen[variant] = loop.seen
+    return limit_bytes + _ROOM_BYTES, seen
+
+
 def _nothing(_: Path) -> None:
     """No data are needed."""
 
 
 def main() -> None:
-    """Measure both parts, write the tables and draw the picture."""
+    """Measure, write the tables and draw the picture."""
+    if ON_GPU:
+        _report_gpu(*measured_on_ranks(_train_on_gpu, RANKS, make_assets=_nothing))
+        return
     (long_rows, neighbour), run = measured_on_ranks(_measure, RANKS, make_assets=_nothing)
     draw(neighbour, PICTURE)
     _report(long_rows, neighbour, run)
@@ -223,6 +266,9 @@ def _rows(outcome: Outcome) -> list[list[str]]:
 
 def draw(outcome: Outcome, path: Path) -> None:
     """Draw the rows of the largest micro-batch over the steps."""
+    import matplotlib as mpl  # not needed on the simulated GPU
+    from matplotlib.figure import Figure
+
     colours = {LEARNS: "#0072B2", HALVES: "#D55E00"}
     with mpl.rc_context({"svg.hashsalt": "after_errors", "svg.fonttype": "none", "font.family": "sans-serif"}):
         figure = Figure(figsize=(7.2, 2.4), layout="constrained")
@@ -264,6 +310,31 @@ def _report(long_rows: Outcome, neighbour: Outcome, run: dict[str, Any]) -> None
         *table(header, _rows(neighbour)),
         "",
         f"Repeated steps of `{LEARNS}`: {', '.join(map(str, neighbour.seen[LEARNS].repeated))}.",
+    ]
+    publish(lines, RESULTS)
+
+
+def _report_gpu(measured: tuple[int, dict[str, Seen]], run: dict[str, Any]) -> None:
+    limit_bytes, seen = measured
+    header = ["after an error", "repeated steps", "thrashing", "micro-steps", "steps with whole micro-batches"]
+    rows = []
+    for variant, one in seen.items():
+        whole = sum(number == MICRO_BATCH for number in one.rows) / len(one.rows)
+        sizes = " > ".join(map(str, one.smallest_failed)) or "-"
+        rows.append([variant, str(len(one.repeated)), str(one.thrashing), str(one.micro_steps), f"{whole:.1%}", sizes])
+    lines = [
+        "# After an error of torch's allocator for CUDA, on a simulated GPU",
+        "",
+        provenance(ON_SIMULATED, device="a simulated GPU for each rank", **run),
+        "",
+        f"A model of {LAYERS} blocks of width {WIDTH} with {VOCABULARY} tokens under FSDP2, {ROWS} rows per rank and"
+        f" step in micro-batches of {MICRO_BATCH}. Lengths are log-normal, with a median of {MEDIAN_TOKENS} tokens and"
+        f" a sigma of {SIGMA}. The allocator may reserve {format_bytes(limit_bytes)}: what all but"
+        f" {round(STEPS * SHARE_ABOVE)} of the {STEPS} steps allocate, and {format_bytes(_ROOM_BYTES)}. Kernels compute"
+        " nothing, so nothing is timed. *Thrashing*: shortages in which the allocator freed its cache in two steps in a"
+        " row. *Micro-steps*: of rank 0, without those that were run again.",
+        "",
+        *table([*header, "smallest size that failed, tokens"], rows),
     ]
     publish(lines, RESULTS)
 

@@ -24,6 +24,7 @@ QUESTIONS = {
     "host_memory_cpu": "Is the predicted host memory right?",
     "recovery_cpu": "Does training continue correctly after out-of-memory errors?",
     "after_errors_cpu": "What does training lose after an error?",
+    "after_errors_simulated": "And if it is torch's own allocator for CUDA that runs out of memory?",
     "recovery_cost_cpu": "What does `RecoverableStep` cost in a plain loop?",
     "auto_find_batch_size_cpu": "What does an error in the middle of training cost with `transformers.Trainer`?",
     "loop_cpu": "How fast are the recipes compared with torchtune's?",

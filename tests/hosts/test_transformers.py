@@ -51,8 +51,10 @@ def imported_once() -> None:
 def assert_equal(found: dict[str, Any], host: str) -> None:
     """All that ``comparisons`` has compared is equal, bit for bit."""
     assert (found["plain"], found["early"], found["late"]) == ((0.0, {}),) * 3
-    grown = (3, BATCH // 2, BATCH)
-    assert found["events"] == ([], [(1, BATCH, BATCH // 2)], [(2, BATCH, BATCH // 2), grown])
+    none, early, late = found["events"]
+    assert none == []
+    assert early in ([(1, BATCH, BATCH // 2)], [(1, BATCH, BATCH)])  # halved, or only as large ones are cut
+    assert late in ([(2, BATCH, BATCH // 2), (3, BATCH // 2, BATCH)], [(2, BATCH, BATCH)])
     assert LOGGED.get(host, "loss") in found["names"]
 
 

@@ -45,6 +45,10 @@ _BASES = {"trainer": Trainer, "sft": SFTTrainer, "lora": SFTTrainer, "dpo": DPOT
 _NOT_TRAINING = ("runtime", "per_second")  # in names of what is logged
 
 
+Around = Callable[[int, Callable[[], Any]], Any]
+Cuts = dict[int, tuple[int, int | None]]  # of each step: samples of a micro-batch, and the size from which it is cut
+
+
 class Outcome(NamedTuple):
     """What a training gives: trained parameters, all that it has logged but for times, and its events."""
 
@@ -52,6 +56,7 @@ class Outcome(NamedTuple):
     logs: list[dict[str, float]]
     events: list[tuple[int, int, int]]  # step, size before and after
     operations: int  # of a counted micro-step
+    cuts: Cuts  # noted if micro-steps are run around something
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -173,7 +178,7 @@ def outcome(trainer: Any, operations: int = 0) -> Outcome:
         for entry in trainer.state.log_history
     ]
     events = [(event.step, event.before, event.after) for event in getattr(trainer, "memory_events", [])]
-    return Outcome({name: one.detach().clone() for name, one in whole.items()}, logs, events, operations)
+    return Outcome({name: one.detach().clone() for name, one in whole.items()}, logs, events, operations, {})
 
 
 def trained(trainer: Any) -> Outcome:
@@ -181,20 +186,49 @@ def trained(trainer: Any) -> Outcome:
     return outcome(trainer)
 
 
-Around = Callable[[int, Callable[[], Any]], Any]
+def trained_with(trainer: Any, change: Callable[[Any], None]) -> Outcome:
+    """Train with a step that ``change`` has changed before it is used."""
+    make_step = trainer._make_step
+
+    def make_changed(*args: Any) -> Any:
+        step = make_step(*args)
+        change(step)
+        return step
+
+    trainer._make_step = make_changed
+    return trained(trainer)
 
 
 def trained_around(trainer: Any, around: Callable[[Any], Around]) -> Outcome:
     """Train with every micro-step run by ``around(trainer)``."""
-    make_step = trainer._make_step
+    cuts: Cuts = {}
 
-    def make_step_around(*args: Any) -> Any:
-        step = make_step(*args)
+    def change(step: Any) -> None:
         wrap_micro_steps(step, around(trainer))
-        return step
+        cut = step._cutter.cut
 
-    trainer._make_step = make_step_around
-    return trained(trainer)
+        def noted(samples: Any, sizes: Any) -> Any:
+            cuts[step._number] = trainer._batches.size, sizes.limit
+            return cut(samples, sizes)
+
+        step._cutter.cut = noted
+
+    return trained_with(trainer, change)._replace(cuts=cuts)
+
+
+def told(trainer: Any, cuts: Cuts) -> Outcome:
+    """Train with the micro-batches of another training: what ``Outcome.cuts`` says of each of its steps."""
+
+    def change(step: Any) -> None:
+        cut = step._cutter.cut
+
+        def as_told(samples: Any, sizes: Any) -> Any:
+            trainer._batches.size, sizes.smallest_failed = cuts[step._number]
+            return cut(samples, sizes)
+
+        step._cutter.cut = as_told
+
+    return trained_with(trainer, change)
 
 
 def counted(trainer: Any) -> Outcome:
@@ -233,20 +267,6 @@ def with_fault(trainer: Any, *, step: int, micro_step: int, place: int, rank: in
     return found
 
 
-def with_size_in(trainer: Any, *, step: int, size: int) -> Outcome:
-    """Train with another micro-batch size in optimizer step ``step``, counted from 0."""
-
-    def around(trainer: Any) -> Around:
-        def run(_: int, micro_step: Callable[[], Any]) -> Any:
-            is_next = trainer.state.global_step + 1 == step
-            trainer._batches.size = size if is_next else trainer._batches.whole_size  # of the next cut
-            return micro_step()
-
-        return run
-
-    return trained_around(trainer, around)
-
-
 def difference(one: Outcome, other: Outcome) -> tuple[float, dict[str, float]]:
     """The largest difference of parameters, and of each logged value that is not equal."""
     assert one.parameters.keys() == other.parameters.keys()
@@ -282,8 +302,8 @@ def comparisons(host: str, accumulation: int, *, sharding: str = "", rank: int =
     late = with_fault(ours(BATCH), step=1, micro_step=accumulation - 1, place=places * 3 // 4, rank=rank)
     return {
         "plain": difference(whole, plain),
-        "early": difference(without_memory(early), trained(ours(BATCH // 2))),
-        "late": difference(without_memory(late), with_size_in(ours(BATCH), step=1, size=BATCH // 2)),
+        "early": difference(without_memory(early), told(ours(BATCH), early.cuts)),
+        "late": difference(without_memory(late), told(ours(BATCH), late.cuts)),
         "events": (whole.events, early.events, late.events),
         "names": sorted({name for log in plain.logs for name in log}),
     }
