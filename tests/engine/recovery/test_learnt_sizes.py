@@ -87,6 +87,16 @@ def test_after_a_micro_batch_larger_than_any_before_only_such_ones_are_cut() -> 
     assert same_bits(gradients, told.train(*LONG, *SHORT))
 
 
+def test_it_is_learnt_in_the_first_step_too_if_another_micro_batch_fits() -> None:
+    toy = Ragged()
+    toy.train(*SHORT, *LONG)
+    assert toy.seen == [36, 60, 36, 30, 16]
+    assert [event.too_large for event in toy.events] == [60]
+    alone = Ragged()
+    alone.train(*LONG)
+    assert [(event.before, event.after, event.too_large) for event in alone.events] == [(4, 2, None)]
+
+
 def test_the_event_and_its_line_say_from_which_size_on_micro_batches_are_cut() -> None:
     toy = Ragged()
     toy.train(*SHORT)
