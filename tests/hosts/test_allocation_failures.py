@@ -63,13 +63,15 @@ def recoveries(rank: int, sharding: str) -> dict[str, Any]:
     return found
 
 
-EXPECTED = dict.fromkeys(HOSTS, ([(1, BATCH, BATCH // 2)], 1, (0.0, {})))
+def expected(after: int) -> dict[str, Any]:
+    return dict.fromkeys(HOSTS, ([(1, BATCH, after)], 1, (0.0, {})))
 
 
 def test_one_process() -> None:
-    assert run_alone(recoveries, 0, "") == EXPECTED
+    assert run_alone(recoveries, 0, "") == expected(BATCH // 2)
 
 
 @pytest.mark.parametrize("sharding", ["", "load"], ids=["ddp", "fsdp2"])
 def test_two_ranks(sharding: str) -> None:
-    assert run_on_ranks(recoveries, 2, sharding) == [EXPECTED] * 2
+    """The other rank's micro-batch fits, so that only those as large as the one that failed are cut: all of them."""
+    assert run_on_ranks(recoveries, 2, sharding) == [expected(BATCH)] * 2

@@ -51,7 +51,6 @@ class HostBatches(Slices):
 
     def __init__(self, size: int, *, rows_per_sample: int = 1) -> None:
         super().__init__(size, lambda micro_batch: num_tokens(micro_batch.inputs))
-        self.size_unit = "tokens"
         self._rows_per_sample = rows_per_sample
 
     def num_rows(self, micro_batch: HostBatch) -> int:

@@ -171,6 +171,17 @@ def test_the_size_may_be_what_a_function_says() -> None:
     assert toy.seen == [60, 30, 16]
 
 
+def test_without_integers_the_size_is_the_number_of_samples() -> None:
+    toy = Ragged()
+    toy.step = RecoverableStep(toy.model[2:], lambda rows: rows.sum(), micro_batch_size=4, on_event=toy.events.append)
+    toy.step.sizes.fitted(1)
+    toy.step.backoff.fitted(4)
+    toy.step.rehearse(torch.ones(4, 4))
+    wrap_micro_steps(toy.step, partial(under, {0: Fault(0)}))
+    toy.step(torch.ones(4, 4))
+    assert str(toy.events[0]).startswith("micro-batches of 4 samples or more are cut from now on")
+
+
 def _raises(rows: Any) -> int:
     raise KeyError("pixels")
 
@@ -232,6 +243,24 @@ def test_every_rank_cuts_as_many_micro_batches_as_the_one_with_the_long_row() ->
     assert [one[0] for one in second[:5]] == [[36], [60, 30, 16, 36], [30, 16], [18, 16], [30, 30]]
     assert all(one[1] for one in second[:5])
     assert first[5:] == second[5:] == [[(2, (1,), 60)], 0]
+
+
+def _narrowed(rank: int) -> list[int | None]:
+    """Limits after steps in which both ranks fail, larger sizes are tried again and fit, and one rank fails."""
+    toy = Ragged(sharded=True)
+    toy.train(*SHORT)
+    toy.train(*((7, 15, 8, 8), (7, 13, 8, 8))[rank])
+    limits = [toy.step.sizes.limit]
+    toy.step.try_larger()
+    toy.capacity = 65
+    toy.train(*(LONG, SHORT)[rank])
+    limits.append(toy.step.sizes.limit)
+    toy.train(*(SHORT, (7, 17, 8, 8))[rank])
+    return [*limits, toy.step.sizes.limit]
+
+
+def test_the_smallest_size_of_all_ranks_counts_until_a_larger_one_fits() -> None:
+    assert run_on_ranks(_narrowed, 2) == [[52, None, 68]] * 2
 
 
 def _sizes_that_differ(rank: int) -> str:

@@ -37,12 +37,7 @@ class Cutter(Protocol):
         ...
 
     def size_of(self, micro_batch: Any) -> int:
-        """A number that the memory of a micro-batch follows, in ``size_unit``."""
-        ...
-
-    @property
-    def size_unit(self) -> str:
-        """The unit of ``size_of``, for messages."""
+        """A number that the memory of a micro-batch follows."""
         ...
 
     def can_reduce(self, samples: Any) -> bool:
@@ -93,7 +88,6 @@ class Slices:
 
     def __init__(self, size: int, size_of: Callable[[Any], int] | None = None) -> None:
         self.size = self.whole_size = require_integer("micro_batch_size", size, minimum=1)
-        self.size_unit = "tokens" if size_of is None else ""
         self._size_of = size_of or num_tokens
 
     def cut(self, samples: Any, sizes: SizeRange | None = None) -> list[Any]:
@@ -108,7 +102,7 @@ class Slices:
         return _length(micro_batch)
 
     def size_of(self, micro_batch: Any) -> int:
-        """A number that the memory of a micro-batch follows, in ``size_unit``."""
+        """A number that the memory of a micro-batch follows."""
         return self._size_of(micro_batch)
 
     def can_reduce(self, samples: Any) -> bool:

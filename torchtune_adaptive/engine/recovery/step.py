@@ -116,7 +116,8 @@ class RecoverableStep(Generic[Sums]):
         self._micro_step = micro_step
         is_cutter = isinstance(micro_batch_size, Cutter)
         self._cutter = micro_batch_size if is_cutter else Slices(micro_batch_size, size_of)
-        self._checks_sizes = size_of is not None and not is_cutter
+        self._has_own_sizes = size_of is not None and not is_cutter
+        self._size_unit = ""
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         require_one_of("reduce", reduce, ("each", "last"))
         self._reduces_once = reduce == "last"
@@ -182,8 +183,11 @@ class RecoverableStep(Generic[Sums]):
         allocate_states(self._optimizers, self._watch)
         rehearsals = list(self._cutter.rehearsals(samples))
         self._check(has_samples=bool(rehearsals))
-        if self._checks_sizes:
-            _check_size_of(self._cutter.size_of, rehearsals[0][0], self._watch.consensus)
+        one = rehearsals[0][0]
+        if self._has_own_sizes:
+            _check_size_of(self._cutter.size_of, one, self._watch.consensus)
+        else:
+            self._size_unit = "tokens" if self._cutter.size_of(one) > self._cutter.num_rows(one) else "samples"
         context = self._watch.meter or nullcontext()
         self._recovery = rehearse(
             [[self._as_micro_step(context, one) for one in micro_batches] for micro_batches in rehearsals],
@@ -301,7 +305,7 @@ class RecoverableStep(Generic[Sums]):
         size, unit = self._cutter.size, self._cutter.unit
         event = self._watch.event(attempt, step=self._number, before=size, after=size, unit=unit)
         self._watch.reset()
-        self._note(replace(event, too_large=self.sizes.smallest_failed, size_unit=self._cutter.size_unit))
+        self._note(replace(event, too_large=self.sizes.smallest_failed, size_unit=self._size_unit))
 
     def _reduce(self, attempt: Attempt[Sums], samples: Any) -> None:
         """Halve the micro-batch, at once after an error, or from the next step on after thrashing. A collective.

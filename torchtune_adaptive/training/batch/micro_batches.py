@@ -33,7 +33,6 @@ class MicroBatcher:
     """
 
     is_even = True
-    size_unit = "tokens"
 
     largest: MicroBatchLimit
     row_format: RowFormat
