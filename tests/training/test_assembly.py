@@ -233,6 +233,25 @@ def test_a_search_that_keeps_the_batch_says_nothing_of_it(
     assert "samples_per_step_in_config" not in history(tmp_path)[0]
 
 
+def test_after_an_error_in_the_first_step_what_fitted_in_the_search_is_tried_again(tmp_path: Path) -> None:
+    recipe = Recipe(tmp_path, epochs=range(1))
+    trainer = recipe.trainer(**SEARCH)
+    found = trainer.micro_batches.limit.size
+    assert trainer.recoverable.sizes.largest_fitted >= found
+    fault = Fault(5)
+
+    def fails_once(number: int, run: Any) -> Any:
+        with fault if not (fault.count or number) else nullcontext():
+            return run()
+
+    wrap_micro_steps(trainer.recoverable, fails_once)
+    trainer.train()
+    sizes = [event.after for event in trainer.recoverable.events]
+    assert fault.has_struck
+    assert sizes == [found // 2, found]
+    assert trainer.recoverable.sizes.limit is None
+
+
 def test_a_run_recovers_from_an_error_unless_recovery_is_off_or_impossible(tmp_path: Path) -> None:
     survivor, given = (Recipe(tmp_path / name, epochs=range(1)) for name in ("survivor", "given"))
     trainer = survivor.trainer()
