@@ -193,7 +193,7 @@ class Toy:
         )
         prepare_recovery(
             self.recoverable,
-            TWELVE,
+            rows_of(1, 2, lengths=(2, 3)),
             optimizers=[self.optimizer],
             watch=watch,
             device=CPU,
