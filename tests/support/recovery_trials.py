@@ -241,30 +241,7 @@ class Trials:
 
     def _left_behind(self) -> list[str]:
         """What a failed attempt left behind in FSDP2's state, in gradients or in memory."""
-        left = ["activations" for activation in self.activations if activation() is not None]
-        for name, module in self.model.named_modules():
-            if not isinstance(module, FSDPModule):
-                continue
-            state = module._get_fsdp_state()
-            if state._training_state.name != "IDLE" or state._state_ctx.post_backward_final_callback_queued:
-                left.append(f"{name}: state {state._training_state.name}")
-            if state._comm_ctx.all_gather_state or state._comm_ctx.post_forward_order:
-                left.append(f"{name}: communication")
-            for group in param_groups([state]):
-                if group._training_state.name != "IDLE" or group._sharded_state.name != "SHARDED":
-                    left.append(f"{name}: group {group._training_state.name} {group._sharded_state.name}")
-                if group._all_gather_result or group._post_forward_indices or group._partial_reduce_output is not None:
-                    left.append(f"{name}: group under way")
-                for parameter in group.fsdp_params:
-                    if any(output.untyped_storage().nbytes() for output in parameter.all_gather_outputs):
-                        left.append(f"{name}: gathered parameters")
-                    unsharded = getattr(parameter, "_unsharded_param", None)
-                    if parameter.unsharded_accumulated_grad is not None or getattr(unsharded, "grad", None) is not None:
-                        left.append(f"{name}: unsharded gradients")
-        if not self.case.ddp:
-            left += [f"{name} is unsharded" for name, p in self.model.named_parameters() if not isinstance(p, DTensor)]
-        left += [f"{name} has a gradient" for name, p in self.model.named_parameters() if p.grad is not None]
-        return left
+        return ["activations" for activation in self.activations if activation() is not None] + left_behind(self.model)
 
     def tally(self, points: Sequence[dict[int, int]], micro_step: int = 0, *, kind: Any = "operation") -> Tally:
         """Try ``points``. Each says which ranks fail in ``micro_step``, and at which place."""
@@ -280,6 +257,33 @@ class Trials:
             if taken != [ROWS // 2] * 2 or not same_bits(state, expected):
                 tally.wrong.append(point)
         return tally
+
+
+def left_behind(model: torch.nn.Module) -> list[str]:
+    """What a failed attempt left behind in FSDP2's state and in gradients."""
+    left: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        if state._training_state.name != "IDLE" or state._state_ctx.post_backward_final_callback_queued:
+            left.append(f"{name}: state {state._training_state.name}")
+        if state._comm_ctx.all_gather_state or state._comm_ctx.post_forward_order:
+            left.append(f"{name}: communication")
+        for group in param_groups([state]):
+            if group._training_state.name != "IDLE" or group._sharded_state.name != "SHARDED":
+                left.append(f"{name}: group {group._training_state.name} {group._sharded_state.name}")
+            if group._all_gather_result or group._post_forward_indices or group._partial_reduce_output is not None:
+                left.append(f"{name}: group under way")
+            for parameter in group.fsdp_params:
+                if any(output.untyped_storage().nbytes() for output in parameter.all_gather_outputs):
+                    left.append(f"{name}: gathered parameters")
+                unsharded = getattr(parameter, "_unsharded_param", None)
+                if parameter.unsharded_accumulated_grad is not None or getattr(unsharded, "grad", None) is not None:
+                    left.append(f"{name}: unsharded gradients")
+    if isinstance(model, FSDPModule):
+        left += [f"{name} is unsharded" for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    return left + [f"{name} has a gradient" for name, p in model.named_parameters() if p.grad is not None]
 
 
 def every(places: int, pattern: str, stride: int = 1) -> list[dict[int, int]]:

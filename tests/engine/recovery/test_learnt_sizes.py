@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.support.ranks import run_on_ranks
 from tests.support.faults import same_bits, under
-from tests.support.recovery_trials import every
+from tests.support.recovery_trials import every, left_behind
 from torchtune_adaptive import MemoryEvent, RecoverableStep
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
 from torchtune_adaptive.engine.recovery.backoff import Backoff
@@ -33,6 +33,7 @@ class Ragged:
 
     Attributes:
         seen: sizes of the micro-batches of the last step, also of those that failed.
+        left: what errors have left behind in the model.
     """
 
     def __init__(self, size: int = 4, *, capacity: int = CAPACITY, sharded: bool = False, **options: Any) -> None:
@@ -44,7 +45,8 @@ class Ragged:
         self.capacity = capacity
         self.seen: list[int] = []
         self.events: list[MemoryEvent] = []
-        options = {"on_event": self.events.append} | options
+        self.left: list[str] = []
+        options = {"on_event": self._note} | options
         self.step = RecoverableStep(self.model, self.micro_step, micro_batch_size=size, **options)
         self.cutter: Any = self.step._cutter
 
@@ -56,6 +58,11 @@ class Ragged:
         loss_sum = hidden.square().sum()
         loss_sum.backward()
         return loss_sum.detach(), len(rows)
+
+    def _note(self, event: MemoryEvent) -> None:
+        self.events.append(event)
+        if event.pressure is MemoryPressure.OUT_OF_MEMORY:
+            self.left += left_behind(self.model)
 
     def train(self, *lengths: int) -> list[torch.Tensor]:
         """Run a step. Returns this rank's gradients."""
@@ -312,13 +319,13 @@ def _faults(rank: int, stride: int) -> dict[str, Any]:
                 wrong.append((place, point))
             struck += any(event.too_large is None and event.pressure for event in toy.events)
             learnt += any(event.too_large == 60 for event in toy.events)
-    return {"struck": struck, "wrong": wrong, "learnt": learnt, "told": told.events}
+    return {"struck": struck, "wrong": wrong, "learnt": learnt, "told": told.events, "left": toy.left}
 
 
 @pytest.mark.parametrize("stride", [29, pytest.param(7, marks=pytest.mark.exhaustive)])
 def test_a_fault_may_strike_anywhere_before_while_and_after_a_size_is_learnt(stride: int) -> None:
     first, second = run_on_ranks(_faults, 2, stride)
     assert first == second
-    assert first["wrong"] == first["told"] == []
+    assert first["wrong"] == first["left"] == first["told"] == []
     assert first["struck"] > 300 / stride
     assert first["learnt"] > 300 / stride
