@@ -22,11 +22,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.on_ranks import measured_on_ranks
+from benchmarks.on_ranks import measured_on_ranks, no_assets
 from benchmarks.provenance import provenance
+from benchmarks.support.plain_loops import finish_step, own_shards
 from benchmarks.support.ranks import DEVICE, device_of_rank
 from benchmarks.tables import publish, table
 from torchtune_adaptive import MemoryEvent, RecoverableStep
@@ -114,22 +114,11 @@ class Loop:
         began = time.perf_counter()
         self._tried.clear()
         loss_sum, num_samples = self.step(rows)
-        sums = torch.stack((loss_sum, torch.tensor(float(num_samples), device=self._device)))
-        dist.all_reduce(sums)
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(RANKS / sums[1])
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        finish_step(self.model, self._optimizer, loss_sum, num_samples)
         self.seen.seconds.append(time.perf_counter() - began)
         self.seen.rows.append(max(number for number, _ in self._tried))
         self.seen.micro_steps += len(self._tried)
         self.seen.padded_tokens += sum(tokens for _, tokens in self._tried)
-
-    def parameters(self) -> list[torch.Tensor]:
-        """This rank's shards."""
-        return [one.to_local() if isinstance(one, DTensor) else one for one in self.model.parameters()]
 
     def _micro_step(self, rows: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
         self._tried.append((len(rows), num_tokens(rows)))
@@ -197,9 +186,11 @@ def _train(steps: int, taken: range = range(0)) -> Outcome:
                 is_taken = dist.get_rank() == 1 and number in taken
                 loops[variant].capacity = capacity / 2 if is_taken else capacity
             loops[variant].train(rows)
-    expected = loops[ENOUGH].parameters()
+    expected = own_shards(loops[ENOUGH].model)
     rounding = {
-        variant: max((one - other).abs().max().item() for one, other in zip(loop.parameters(), expected, strict=True))
+        variant: max(
+            (one - other).abs().max().item() for one, other in zip(own_shards(loop.model), expected, strict=True)
+        )
         for variant, loop in loops.items()
     }
     return Outcome(capacity, above, tokens, {variant: loop.seen for variant, loop in loops.items()}, rounding)
@@ -232,16 +223,12 @@ def _train_on_gpu(_: Path) -> tuple[int, dict[str, Seen]]:
     return limit_bytes + _ROOM_BYTES, seen
 
 
-def _nothing(_: Path) -> None:
-    """No data are needed."""
-
-
 def main() -> None:
     """Measure, write the tables and draw the picture."""
     if ON_GPU:
-        _report_gpu(*measured_on_ranks(_train_on_gpu, RANKS, make_assets=_nothing))
+        _report_gpu(*measured_on_ranks(_train_on_gpu, RANKS, make_assets=no_assets))
         return
-    (long_rows, neighbour), run = measured_on_ranks(_measure, RANKS, make_assets=_nothing)
+    (long_rows, neighbour), run = measured_on_ranks(_measure, RANKS, make_assets=no_assets)
     draw(neighbour, PICTURE)
     _report(long_rows, neighbour, run)
 

@@ -29,6 +29,10 @@ def measured_on_ranks(
     return measured, {"ranks": f"{ranks} gloo ranks of 1 thread", "seconds": seconds, "load": load}
 
 
+def no_assets(_: Path) -> None:
+    """For a benchmark that needs no data."""
+
+
 def _measure(rank: int, measure: Callable[..., Measured], *args: Any) -> Measured | None:
     logging.disable(logging.WARNING)
     measured = measure(*args)

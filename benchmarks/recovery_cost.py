@@ -16,15 +16,14 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.on_ranks import measured_on_ranks
+from benchmarks.on_ranks import measured_on_ranks, no_assets
 from benchmarks.provenance import provenance
+from benchmarks.support.plain_loops import finish_step, own_shards
 from benchmarks.tables import middle, publish, table
 from benchmarks.turns import turns
 from torchtune_adaptive import RecoverableStep
@@ -101,18 +100,7 @@ class Loop:
         loss_sum, num_samples = self._forward_backward(self._samples)
         if self._consensus is not None:
             self._consensus.max_over_ranks(0)
-        sums = torch.stack((loss_sum, torch.tensor(float(num_samples))))
-        dist.all_reduce(sums)
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(RANKS / sums[1])
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def parameters(self) -> list[torch.Tensor]:
-        """This rank's shards."""
-        return [one.to_local() if isinstance(one, DTensor) else one for one in self.model.parameters()]
+        finish_step(self.model, self._optimizer, loss_sum, num_samples)
 
     def _micro_step(self, samples: torch.Tensor) -> tuple[torch.Tensor, int]:
         loss_sum = F.mse_loss(self.model(samples), samples, reduction="sum")
@@ -143,11 +131,7 @@ class Times:
 
 def main() -> None:
     """Measure every case and write the table."""
-    _report(*measured_on_ranks(_measure, RANKS, CASES, make_assets=_nothing))
-
-
-def _nothing(_: Path) -> None:
-    """No data are needed."""
+    _report(*measured_on_ranks(_measure, RANKS, CASES, make_assets=no_assets))
 
 
 def _measure(_: Path, cases: list[Case]) -> list[tuple[Case, Times]]:
@@ -165,7 +149,7 @@ def _measured(case: Case) -> Times:
             times.wall_ms[variant].append(1e3 * (time.perf_counter() - wall))
             times.cpu_ms[variant].append(1e3 * (time.thread_time() - cpu))
     for loop in loops.values():
-        if not all(map(torch.equal, loop.parameters(), loops[PLAIN].parameters())):
+        if not all(map(torch.equal, own_shards(loop.model), own_shards(loops[PLAIN].model))):
             raise RuntimeError("the loops ended with different parameters, so that they did not do the same work")
     return times
 

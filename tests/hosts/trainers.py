@@ -305,6 +305,8 @@ def comparisons(host: str, accumulation: int, *, sharding: str = "", rank: int =
         "early": difference(without_memory(early), told(ours(BATCH), early.cuts)),
         "late": difference(without_memory(late), told(ours(BATCH), late.cuts)),
         "events": (whole.events, early.events, late.events),
+        "ranks": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+        "learns late": late.cuts[2][1] is not None,
         "names": sorted({name for log in plain.logs for name in log}),
     }
 

@@ -86,23 +86,19 @@ class HostBatches(Slices):
     def _largest(self, samples: Sequence[HostBatch]) -> int:
         return min(self.size, max(self.num_samples(batch.inputs) for batch in samples))
 
-    def _ranges(self, samples: Sequence[HostBatch]) -> Cuts:
-        """The consecutive samples of each micro-batch, counted over all batches."""
-        cuts: Cuts = []
-        for batch, first in zip(samples, self._first_samples(samples), strict=True):
-            numbers = range(first, first + self.num_samples(batch.inputs))
-            cuts += [list(numbers[start : start + self.size]) for start in range(0, len(numbers), self.size)]
-        return cuts
-
-    def _take(self, samples: Sequence[HostBatch], rows: Sequence[int]) -> HostBatch:
-        starts = self._first_samples(samples)
-        number = bisect.bisect_right(starts, rows[0]) - 1
-        return self._part(samples[number], rows[0] - starts[number], rows[-1] + 1 - starts[number])
-
-    def _first_samples(self, samples: Sequence[HostBatch]) -> list[int]:
-        """The number of the first sample of each batch."""
+    def _consecutive(self, samples: Sequence[HostBatch]) -> tuple[Cuts, Callable[[list[int]], HostBatch]]:
+        """As in ``Slices``; numbers are counted over all batches."""
         counts = [self.num_samples(batch.inputs) for batch in samples]
-        return [0, *itertools.accumulate(counts[:-1])]
+        starts = [0, *itertools.accumulate(counts)]
+        cuts: Cuts = []
+        for first, end in itertools.pairwise(starts):
+            cuts += [list(range(start, min(start + self.size, end))) for start in range(first, end, self.size)]
+
+        def take(rows: list[int]) -> HostBatch:
+            number = bisect.bisect_right(starts, rows[0]) - 1
+            return self._part(samples[number], rows[0] - starts[number], rows[-1] + 1 - starts[number])
+
+        return cuts, take
 
     def _part(self, batch: HostBatch, start: int, stop: int) -> HostBatch:
         num_samples = self.num_samples(batch.inputs)

@@ -92,10 +92,10 @@ class Slices:
 
     def cut(self, samples: Any, sizes: SizeRange | None = None) -> list[Any]:
         """The micro-batches of ``samples``, in their order."""
-        cuts = self._ranges(samples)
+        cuts, take = self._consecutive(samples)
         if sizes is not None:
-            cuts = sizes.cut(cuts, lambda rows: self.size_of(self._take(samples, rows)))
-        return [self._take(samples, rows) for rows in cuts if rows]
+            cuts = sizes.cut(cuts, lambda rows: self.size_of(take(rows)))
+        return [take(rows) for rows in cuts if rows]
 
     def num_rows(self, micro_batch: Any) -> int:
         """The samples of a micro-batch."""
@@ -135,14 +135,11 @@ class Slices:
         """The samples of the largest micro-batch."""
         return min(self.size, _length(samples))
 
-    def _ranges(self, samples: Any) -> Cuts:
-        """The consecutive samples of each micro-batch."""
+    def _consecutive(self, samples: Any) -> tuple[Cuts, Callable[[list[int]], Any]]:
+        """The numbers of each micro-batch's samples, and a function from consecutive numbers to a micro-batch."""
         numbers = list(range(_length(samples)))
-        return [numbers[start : start + self.size] for start in range(0, len(numbers), self.size)]
-
-    def _take(self, samples: Any, rows: Sequence[int]) -> Any:
-        """The micro-batch of these consecutive samples."""
-        return _part(samples, rows[0], rows[-1] + 1)
+        cuts = [numbers[start : start + self.size] for start in range(0, len(numbers), self.size)]
+        return cuts, lambda rows: _part(samples, rows[0], rows[-1] + 1)
 
 
 def _part(samples: Any, start: int, stop: int) -> Any:

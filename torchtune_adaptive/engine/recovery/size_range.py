@@ -1,18 +1,20 @@
 """Which sizes of micro-batches fit, as far as training has shown, and how larger ones are cut."""
 
+import pickle
 from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.errors import InputError, as_integer, quote, reason_of
 
 Cuts = list[list[int]]
 
 
 class SizeRange:
-    """The range in which the smallest size lies that does not fit.
+    """What is known of the sizes that fit: the largest one that did, and the smallest one that did not.
 
     The size of a micro-batch is a number that its memory follows, such as its tokens with padding.
 
@@ -151,3 +153,34 @@ def _first_integers(values: Any) -> int:
 
 def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+
+
+def check_size_of(size_of: Callable[[Any], Any], micro_batch: Any, consensus: Consensus) -> None:
+    """Check that a size is valid on every rank, and that rank 0's micro-batch has the same on all. A collective.
+
+    A micro-batch that cannot be sent to the other ranks is not compared.
+    Raises:
+        InputError: a size is not an integer of at least 1, or differs. Raised on every rank.
+    """
+    if wrong := consensus.first_reason(_invalid_size(size_of, micro_batch)):
+        raise InputError(f"`size_of` must return an integer of at least 1, but {wrong} instead.")
+    try:
+        content = pickle.dumps(tree_map_only(torch.Tensor, torch.Tensor.cpu, micro_batch))
+    except Exception:  # any error of the user's own classes
+        content = b""
+    if content := consensus.from_rank_zero(content):
+        smallest, largest = consensus.min_and_max(size_of(pickle.loads(content)))
+        if smallest != largest:
+            raise InputError(
+                "`size_of` must return the same size on every rank for the same micro-batch, but returned"
+                f" {smallest} on one and {largest} on another."
+            )
+
+
+def _invalid_size(size_of: Callable[[Any], Any], micro_batch: Any) -> str:
+    """What is wrong with a size, as part of a sentence; "" if it is valid."""
+    try:
+        size = size_of(micro_batch)
+    except Exception as error:  # the user's own code can raise any error
+        return f"raised {reason_of(error)}"
+    return "" if (as_integer(size) or 0) >= 1 else f"returned {quote(size)}"

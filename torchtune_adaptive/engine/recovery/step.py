@@ -1,7 +1,6 @@
 """``RecoverableStep``: a train step for any PyTorch loop that recovers from out-of-memory errors."""
 
 import functools
-import pickle
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -11,26 +10,16 @@ from typing import Any, Generic, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
-from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.memory.devices import computing_device
 from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, MemoryPressure, Recovery, sum_of_results
 from torchtune_adaptive.engine.recovery.backoff import Backoff
 from torchtune_adaptive.engine.recovery.micro_batches import Cutter, Slices
 from torchtune_adaptive.engine.recovery.micro_steps import MicroStep
 from torchtune_adaptive.engine.recovery.rehearsal import allocate_states, rehearse
-from torchtune_adaptive.engine.recovery.size_range import SizeRange
+from torchtune_adaptive.engine.recovery.size_range import SizeRange, check_size_of
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
-from torchtune_adaptive.errors import (
-    NOTHING_FITS_ADVICE,
-    InputError,
-    NothingFitsError,
-    as_integer,
-    quote,
-    reason_of,
-    require_one_of,
-)
+from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError, NothingFitsError, require_one_of
 from torchtune_adaptive.text import parse_memory
 
 Sums = TypeVar("Sums")
@@ -185,7 +174,7 @@ class RecoverableStep(Generic[Sums]):
         self._check(has_samples=bool(rehearsals))
         one = rehearsals[0][0]
         if self._has_own_sizes:
-            _check_size_of(self._cutter.size_of, one, self._watch.consensus)
+            check_size_of(self._cutter.size_of, one, self._watch.consensus)
         else:
             self._size_unit = "tokens" if self._cutter.size_of(one) > self._cutter.num_rows(one) else "samples"
         context = self._watch.meter or nullcontext()
@@ -359,35 +348,6 @@ class RecoverableStep(Generic[Sums]):
         if self._recovery is not None:
             self._recovery.close()
             self._recovery = None
-
-
-def _check_size_of(size_of: Callable[[Any], Any], micro_batch: Any, consensus: Consensus) -> None:
-    """Check that a size is valid on every rank, and that rank 0's micro-batch has the same on all. A collective.
-
-    A micro-batch that cannot be sent to the other ranks is not compared.
-    """
-    if wrong := consensus.first_reason(_invalid_size(size_of, micro_batch)):
-        raise InputError(f"`size_of` must return an integer of at least 1, but {wrong} instead.")
-    try:
-        content = pickle.dumps(tree_map_only(torch.Tensor, torch.Tensor.cpu, micro_batch))
-    except Exception:  # any error of the user's own classes
-        content = b""
-    if content := consensus.from_rank_zero(content):
-        smallest, largest = consensus.min_and_max(size_of(pickle.loads(content)))
-        if smallest != largest:
-            raise InputError(
-                "`size_of` must return the same size on every rank for the same micro-batch, but returned"
-                f" {smallest} on one and {largest} on another."
-            )
-
-
-def _invalid_size(size_of: Callable[[Any], Any], micro_batch: Any) -> str:
-    """What is wrong with a size, as part of a sentence; "" if it is valid."""
-    try:
-        size = size_of(micro_batch)
-    except Exception as error:  # the user's own code can raise any error
-        return f"raised {reason_of(error)}"
-    return "" if (as_integer(size) or 0) >= 1 else f"returned {quote(size)}"
 
 
 def _check_no_gradients(parameters: Iterable[nn.Parameter]) -> None:

@@ -159,13 +159,12 @@ class MicroBatcher:
         limit, rows = self._step_limit, samples.rows
         lengths = self._lengths(rows)
         cuts = limit.cut(lengths)
-        if isinstance(limit, RowLimit):
-            count = math.ceil(samples.largest_share / limit.size)
-        else:
-            count = self.consensus.max_over_ranks(len(cuts))
-        cuts = spread(cuts, count)
-        if sizes is not None:
+        if sizes is not None and sizes.limit is not None:
             cuts = sizes.cut(cuts, lambda one: self.row_format.size_of([rows[index] for index in one]))
+        elif isinstance(limit, RowLimit):
+            cuts = spread(cuts, math.ceil(samples.largest_share / limit.size))
+        else:
+            cuts = spread(cuts, self.consensus.max_over_ranks(len(cuts)))
         own = sum(map(self.row_format.own_tokens, rows))
         padded = sum(len(one) * max(lengths[index] for index in one) for one in cuts if one)
         self._step_tokens = (self._step_tokens[0] + own, self._step_tokens[1] + padded)
