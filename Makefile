@@ -118,8 +118,11 @@ $(TORCHTITAN_STAMP): pyproject.toml tests/hosts/requirements_torchtitan.txt
 	touch $@
 
 # Tests, the parts of `make gpu` as far as they can run without a GPU, and the search against its peers.
-simulated-gpu: $(STAMP) $(SIMULATED_STAMP)
+simulated-gpu: $(STAMP) $(SIMULATED_STAMP) $(TORCHTITAN_STAMP)
 	PATH="$(CURDIR)/.venv-simulated-gpu/bin:$$PATH" scripts/test-simulated-gpu
+	OMP_NUM_THREADS=1 TEST_DEVICE=cuda SIMULATED_GPUS=2 SIMULATED_VALUES=1 SIMULATED_NCCL_TIMEOUT_S=30 \
+		PYTHONPATH="$(CURDIR)/.venv-simulated-gpu/torch_alone" .venv-torchtitan/bin/python -m pytest -W ignore \
+		-m hosts tests/hosts/test_torchtitan_allocation_failures.py
 	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.gpu \
 		--parts calibrate,sizes,recovery,thrashing,tokens,strategies
 	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.search
@@ -136,4 +139,7 @@ $(SIMULATED_STAMP): pyproject.toml benchmarks/peers.txt tests/hosts/requirements
 	.venv-simulated-gpu/bin/python -m tests.simulated_gpu.install .venv-simulated-gpu/headers/nvidia/cu13/include
 	.venv-simulated-gpu/bin/python -m pip install -e '.[dev]' -r benchmarks/peers.txt -r tests/hosts/requirements.txt
 	.venv-simulated-gpu/bin/python -m pip install --no-deps --upgrade --target .venv-simulated-gpu/torchvision torchvision==0.28.0
+	mkdir -p .venv-simulated-gpu/torch_alone # for the environment of torchtitan, beside which torchao must not be
+	cd .venv-simulated-gpu/torch_alone && for name in torch torchgen functorch simulated_gpu_values \
+		simulated_gpu_values-1.0.dist-info; do ln -sfn ../lib/python*/site-packages/$$name .; done
 	touch $@

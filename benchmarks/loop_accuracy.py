@@ -210,7 +210,7 @@ def _measured(case: Case) -> list[Measured]:
         meter.reset()
         meter.enter_phase("forward")
         meter.start_timeline()
-        with phases_by_hooks(model, optimizer, meter.enter_phase), meter:
+        with phases_by_hooks(model, [optimizer], meter.enter_phase), meter:
             case.train_step(model, optimizer, batch)
         timeline = meter.stop_timeline(num_samples)
         place = max(range(len(timeline.operations)), key=timeline.live_bytes.__getitem__)

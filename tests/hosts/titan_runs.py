@@ -148,6 +148,7 @@ class Run:
     logged: list[tuple[Any, ...]]
     train_state: dict[str, Any]
     events: tuple[MemoryEvent, ...] = ()
+    micro_batch_size: int | None = None
 
     def has_tensors_of(self, other: "Run") -> bool:
         """Whether model and optimizer are equal bit for bit."""
@@ -183,13 +184,20 @@ def train(config: Trainer.Config, around: Around | None = None, *, told: int | N
     model, optimizer = trainer.model_parts[0].state_dict(), trainer.optimizers.state_dict()
     tensors = {name: _whole(value) for name, value in (model | optimizer).items() if isinstance(value, torch.Tensor)}
     recoverable = getattr(trainer, "recoverable", None)
-    return Run(tensors, logged, trainer.state_dict(), recoverable.events if recoverable is not None else ())
+    of_recovery = () if recoverable is None else (recoverable.events, recoverable.micro_batch_size)
+    return Run(tensors, logged, trainer.state_dict(), *of_recovery)
 
 
-def recovering(config: Trainer.Config, micro_batch_size: int | None = None) -> AdaptiveTrainer.Config:
+def recovering(
+    config: Trainer.Config,
+    micro_batch_size: int | None = None,
+    *,
+    memory_limit: str | None = None,
+    search: bool = False,
+) -> AdaptiveTrainer.Config:
     """The same training with recovery."""
     adaptive = AdaptiveTrainer.Config.of(config)
-    adaptive.adaptive = AdaptiveConfig(micro_batch_size=micro_batch_size)
+    adaptive.adaptive = AdaptiveConfig(micro_batch_size=micro_batch_size, memory_limit=memory_limit, search=search)
     return adaptive
 
 

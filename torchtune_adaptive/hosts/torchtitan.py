@@ -1,4 +1,4 @@
-"""torchtitan's ``Trainer`` with recovery from out-of-memory errors. Its ``train_step`` runs as it is.
+"""torchtitan's ``Trainer`` with search, and recovery from out-of-memory errors. Its ``train_step`` runs as it is.
 
     torchrun -m torchtitan.train --module my_configs --config llama3_8b --adaptive.micro_batch_size 4
 
@@ -6,6 +6,7 @@
 torchtitan 0.3.0, which this package does not install.
 """
 
+import logging
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch import Tensor
 from torchtitan.trainer import Trainer  # pyright: ignore[reportMissingImports]
 
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
+from torchtune_adaptive.engine.search.any_loop import find_max_batch_size
 from torchtune_adaptive.errors import CannotRecoverError, InputError
 
+log = logging.getLogger(__name__)
 _LABELS = "labels of the loss"  # among the tensors of a batch; no argument of a model can have this name
 _DEGREES_OF_ONE = (
     "tensor_parallel_degree",
@@ -34,6 +37,9 @@ class AdaptiveConfig:
 
     memory_limit: str | None = None
     """Memory that a rank may use in its micro-steps, such as 60GiB. None: what the device has."""
+
+    search: bool = False
+    """Before the first step, search the largest `micro_batch_size` that fits, at most all rows of a rank and step."""
 
 
 class AdaptiveTrainer(Trainer):
@@ -78,9 +84,9 @@ class AdaptiveTrainer(Trainer):
         if len(self._batches) < self.gradient_accumulation_steps:
             return torch.zeros((), device=self.device)
         rows, self._batches = _joined(self._batches), []
-        if self.recoverable is None:
-            self.recoverable = self._recoverable_step()
         self._global_valid_tokens, tokens_before = global_valid_tokens, self.ntokens_seen
+        if self.recoverable is None:
+            self.recoverable = self._recoverable_step(rows)
         loss = self.recoverable(rows)
         self.ntokens_seen = tokens_before + rows[_LABELS].numel()  # each micro-step counts, even if it runs again
         return loss
@@ -91,17 +97,40 @@ class AdaptiveTrainer(Trainer):
             self.recoverable.close()
         super().close()
 
-    def _recoverable_step(self) -> RecoverableStep[Tensor]:
+    def _recoverable_step(self, rows: dict[str, Tensor]) -> RecoverableStep[Tensor]:
         """Made in the first optimizer step, when checkpoints have been loaded. A collective."""
         size, (model,) = self.config.adaptive.micro_batch_size, self.model_parts
+        if size is None:
+            size = self._found_size(rows) if self.config.adaptive.search else self.config.training.local_batch_size
         return RecoverableStep(
             model,
             self._micro_step,
-            micro_batch_size=self.config.training.local_batch_size if size is None else size,
+            micro_batch_size=size,
             optimizer=list(self.optimizers),
             memory_limit=self.config.adaptive.memory_limit,
             steps_done=self.step - 1,
         )
+
+    def _found_size(self, rows: dict[str, Tensor]) -> int:
+        """The largest micro-batch of ``rows`` that fits. Their values do not matter: all have equally many tokens."""
+        optimizers = list(self.optimizers)
+
+        def train_step(micro_batch: dict[str, Tensor]) -> None:
+            for _ in range(2):  # the second needs more memory: gradients exist
+                self._micro_step(micro_batch)
+            for one in optimizers:
+                one.step()
+
+        found = find_max_batch_size(
+            train_step,
+            lambda size: {name: tensor[:size] for name, tensor in rows.items()},
+            model=self.model_parts[0],
+            optimizer=optimizers,
+            memory_limit=self.config.adaptive.memory_limit,
+            max_batch_size=len(rows[_LABELS]),
+        )
+        log.info("The micro-batch has %d rows: %s", found.batch_size, found)
+        return found.batch_size
 
     def _micro_step(self, rows: dict[str, Tensor]) -> Tensor:
         rows = dict(rows)
@@ -111,6 +140,11 @@ class AdaptiveTrainer(Trainer):
 
 def _check_config(config: Any) -> None:
     """Check the settings of which torchtitan has the flags. The rehearsal checks the model itself."""
+    if config.adaptive.search and config.adaptive.micro_batch_size is not None:
+        raise InputError(
+            "With `--adaptive.search`, `--adaptive.micro_batch_size` must not be given, but is"
+            f" {config.adaptive.micro_batch_size}."
+        )
     refused = []
     if not config.training.disable_cuda_graphs:  # a graph has batches of one shape, and keeps gradients
         refused.append("`--training.disable_cuda_graphs` must be set")

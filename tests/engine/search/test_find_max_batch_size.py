@@ -215,6 +215,39 @@ def test_another_error_is_raised_and_all_state_is_restored(strategy: Strategy, p
     assert torch.UntypedStorage.resize_ is resize
 
 
+def test_several_optimizers_are_searched_together_and_restored() -> None:
+    loop = Perceptron()
+    weights = [one for one in loop.model.parameters() if one.dim() == 2]
+    biases = [one for one in loop.model.parameters() if one.dim() == 1]
+    optimizers = [torch.optim.AdamW(weights), torch.optim.SGD(biases, lr=0.1, momentum=0.9)]
+
+    def train_step(batch: Any) -> None:
+        loop.loss(batch).backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+
+    def state() -> list[torch.Tensor]:
+        leaves = tree_leaves([loop.model.state_dict(), *(one.state_dict() for one in optimizers)])
+        return [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def peak(size: int) -> int:
+        meter = meter_for(CPU, loop.model, optimizers)
+        meter.count(batch := loop.make_batch(size))
+        with meter:
+            train_step(batch)
+        return meter.peak_bytes
+
+    train_step(loop.make_batch(2))
+    limit_bytes = peak(20)
+    before = state()
+    found = find_max_batch_size(
+        train_step, loop.make_batch, model=loop.model, optimizer=optimizers, memory_limit=limit_bytes, margin=0.0
+    )
+    assert found.exact_batch_size == 20
+    assert same_bits(state(), before)
+
+
 def hooks_of(loop: Loop) -> int:
     hooks: list[dict[int, Any]] = [loop.model._forward_hooks, loop.model._forward_pre_hooks]
     return sum(len(registered) for registered in [*hooks, loop.optimizer._optimizer_step_pre_hooks])

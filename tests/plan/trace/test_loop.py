@@ -86,7 +86,7 @@ def metered(num_samples: int, step: Callable[..., object], optimizer_of: Callabl
     gc.collect()
     meter.reset()
     meter.enter_phase("forward")
-    with phases_by_hooks(model, optimizer, meter.enter_phase), meter:
+    with phases_by_hooks(model, [optimizer], meter.enter_phase), meter:
         step(model, optimizer, batch)
     return meter.phase_peak_bytes
 

@@ -44,12 +44,14 @@ class Phases:
 
 
 @contextmanager
-def phases_by_hooks(model: nn.Module, optimizer: torch.optim.Optimizer, enter: Callable[[str], None]) -> Iterator[None]:
+def phases_by_hooks(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], enter: Callable[[str], None]
+) -> Iterator[None]:
     """Call ``enter`` with the phases of any train step: "forward", "backward" (with the loss), "optimizer"."""
     handles = [
         model.register_forward_pre_hook(lambda *_: enter("forward"), prepend=True),  # before FSDP2's, which gather
         model.register_forward_hook(lambda *_: enter("backward")),
-        optimizer.register_step_pre_hook(lambda *_: enter("optimizer")),
+        *(one.register_step_pre_hook(lambda *_: enter("optimizer")) for one in optimizers),
     ]
     try:
         yield

@@ -1,7 +1,7 @@
 """``find_max_batch_size`` and ``find_max_tokens``: the search for any PyTorch training loop."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ def find_max_batch_size(
     make_batch: Callable[[int], Any],
     *,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     memory_limit: int | str | None = None,
     strategy: Strategy = "linear_extrapolation",
     power_of_two: bool = False,
@@ -48,7 +48,7 @@ def find_max_batch_size(
             gradients of the first one exist.
         make_batch: ``make_batch(n)`` returns a worst-case batch of n samples, as long as any in training.
         model: on the CPU or on CUDA; plain, FSDP2, or any other model whose ranks issue the same collectives.
-        optimizer: its state is created by a step of two samples before memory is measured.
+        optimizer: the optimizer, or several. A step of two samples creates their state before memory is measured.
         memory_limit: memory that this rank may use, in bytes or as text such as "80GiB". None: all memory of the
             device. Required on the CPU.
         strategy: "linear_extrapolation", "binary_search" or "decrease_until_oom". The last needs ``max_batch_size``.
@@ -114,7 +114,7 @@ def find_max_tokens(
     *,
     seq_len: int,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     memory_limit: int | str | None = None,
     margin: float = 0.05,
     max_rows: int | None = None,
@@ -167,7 +167,7 @@ def find_max_tokens(
 def _workload(
     train_step: Callable[[Any], object],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     process_group: dist.ProcessGroup | None,
 ) -> Iterator[Workload]:
     """Context: the workload of a search in a loop. On exit, CUDA's cache is prepared for training.
@@ -176,9 +176,10 @@ def _workload(
     buckets are in memory nevertheless.
     """
     device = computing_device(model)
-    meter = meter_for(device, model, [optimizer])
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    meter = meter_for(device, model, optimizers)
     with (
-        phases_by_hooks(model, optimizer, meter.enter_phase),
+        phases_by_hooks(model, optimizers, meter.enter_phase),
         contextlib.closing(Consensus.of(model, process_group)) as consensus,
         contextlib.ExitStack() as stack,
     ):
@@ -190,13 +191,14 @@ def _workload(
         yield Workload(
             train_step=train_step,
             model=model,
-            optimizers=[optimizer],
+            optimizers=optimizers,
             device=device,
             meter=meter,
             consensus=consensus,
         )
-    if device.type == "cuda" and not optimizer.state:
-        _empty_cache_before_first_step(optimizer)
+    for one in optimizers:
+        if device.type == "cuda" and not one.state:
+            _empty_cache_before_first_step(one)
 
 
 def _empty_cache_before_first_step(optimizer: torch.optim.Optimizer) -> None:

@@ -190,7 +190,7 @@ class _Loop:
         batch = with_tensors(real_batch, self._mode.fake)
         enter("forward")
         with ExitStack() as stack:
-            stack.enter_context(phases_by_hooks(self._model, self._optimizer, enter_and_count))
+            stack.enter_context(phases_by_hooks(self._model, [self._optimizer], enter_and_count))
             if trace is not None:
                 trace.mark(_tensors_of(batch), "activations")
                 stack.enter_context(trace)
