@@ -70,7 +70,7 @@ def test_every_path_named_in_a_document_exists(document: Path) -> None:
 @documents
 def test_every_key_of_the_block_adaptive_that_is_named_exists(document: Path) -> None:
     named = set(re.findall(r"\badaptive\.(\w+)\b(?!/)", document.read_text()))
-    of_torchtitan = {"micro_batch_size", "search"} if document.name == "hosts.md" else set[str]()  # its own block of that name
+    of_torchtitan = {"micro_batch_size", "search"} if document.name == "hosts.md" else set[str]()  # a block of its own
     assert named - set(BLOCK_KEYS) - FILES_LIKE_KEYS - of_torchtitan == set()
 
 
