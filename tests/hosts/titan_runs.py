@@ -205,8 +205,8 @@ def _wrap(trainer: AdaptiveTrainer, around: Around) -> None:
     """Run micro-steps through ``around``: the step that has them is made in the first optimizer step."""
     make = trainer._recoverable_step
 
-    def make_and_wrap() -> Any:
-        step = make()
+    def make_and_wrap(rows: Any) -> Any:
+        step = make(rows)
         wrap_micro_steps(step, lambda number, run: around(trainer, trainer.step - 1, number, run))
         return step
 
