@@ -6,12 +6,18 @@ HOSTS_STAMP := .venv-hosts/stamp
 TORCHTITAN_STAMP := .venv-torchtitan/stamp
 SIMULATED_TORCH := 2.13.0
 SIMULATED_STAMP := .venv-simulated-gpu/stamp-$(SIMULATED_TORCH)
+TORCH := torch>=2.9,<2.14
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
-.PHONY: test fast demo docs reference pictures bench gpu simulated-gpu hosts plans starts exhaustive format clean
+.PHONY: test check suite fast demo docs reference pictures bench gpu simulated-gpu hosts plans starts exhaustive format clean
 
-test: $(STAMP)
+test: check suite
+
+# Lint and types.
+check: $(STAMP)
 	$(IN_VENV) scripts/check
+
+suite: $(STAMP)
 	$(IN_VENV) scripts/test
 
 # After each edit: tests that start no processes.
@@ -89,32 +95,34 @@ clean:
 	rm -rf .venv .venv-peers .venv-hugging-face .venv-hosts .venv-torchtitan demo_output site build dist .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The bound on torch picks a CPU wheel where one is at hand.
+# The bounds on torch pick a build for CPUs where one is at hand.
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install 'torch>=2.9,<2.14' -e '.[dev,plot]'
-	.venv/bin/python -m pip install --no-deps --upgrade --target .venv/torchvision torchvision==0.28.0 # why apart: benchmarks/support/images.py
+	.venv/bin/python -m pip install 'pip>=25.1' # knows dependency groups
+	.venv/bin/python -m pip install '$(TORCH)' -e '.[torchtune,plot]' --group dev
+	.venv/bin/python -m pip install --no-deps --upgrade --target .venv/torchvision "torchvision==$$(.venv/bin/python -c \
+		'import torch; print(f"0.{int(torch.__version__.split(".")[1]) + 15}.*")')" # why apart: benchmarks/support/images.py
 	touch $@
 
 $(PEERS_STAMP): pyproject.toml benchmarks/peers.txt
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install 'torch>=2.9,<2.14' -e '.[torchtune]' -r benchmarks/peers.txt
+	.venv-peers/bin/python -m pip install '$(TORCH)' -e '.[torchtune]' -r benchmarks/peers.txt
 	touch $@
 
 # Without torchtune and torchao, beside which peft refuses LoRA.
 $(HUGGING_FACE_STAMP): pyproject.toml benchmarks/hugging_face.txt
 	$(PYTHON) -m venv .venv-hugging-face
-	.venv-hugging-face/bin/python -m pip install 'torch>=2.9,<2.14' -e . -r benchmarks/hugging_face.txt
+	.venv-hugging-face/bin/python -m pip install '$(TORCH)' -e . -r benchmarks/hugging_face.txt
 	touch $@
 
 $(HOSTS_STAMP): pyproject.toml tests/hosts/requirements.txt
 	$(PYTHON) -m venv .venv-hosts
-	.venv-hosts/bin/python -m pip install 'torch>=2.9,<2.14' -e . -r tests/hosts/requirements.txt
+	.venv-hosts/bin/python -m pip install '$(TORCH)' -e . -r tests/hosts/requirements.txt
 	touch $@
 
 $(TORCHTITAN_STAMP): pyproject.toml tests/hosts/requirements_torchtitan.txt
 	$(PYTHON) -m venv .venv-torchtitan
-	.venv-torchtitan/bin/python -m pip install 'torch>=2.9,<2.14' -e . -r tests/hosts/requirements_torchtitan.txt
+	.venv-torchtitan/bin/python -m pip install '$(TORCH)' -e . -r tests/hosts/requirements_torchtitan.txt
 	touch $@
 
 # Tests, the parts of `make gpu` as far as they can run without a GPU, and the search against its peers.
@@ -133,11 +141,12 @@ simulated-gpu: $(STAMP) $(SIMULATED_STAMP) $(TORCHTITAN_STAMP)
 $(SIMULATED_STAMP): pyproject.toml benchmarks/peers.txt tests/hosts/requirements.txt $(wildcard tests/simulated_gpu/*.*)
 	rm -f .venv-simulated-gpu/stamp-*
 	$(PYTHON) -m venv .venv-simulated-gpu
+	.venv-simulated-gpu/bin/python -m pip install 'pip>=25.1'
 	.venv-simulated-gpu/bin/python -m pip install --no-deps 'torch===$(SIMULATED_TORCH)'
 	.venv-simulated-gpu/bin/python -m pip install --no-deps --upgrade --target .venv-simulated-gpu/headers \
 		nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
 	.venv-simulated-gpu/bin/python -m tests.simulated_gpu.install .venv-simulated-gpu/headers/nvidia/cu13/include
-	.venv-simulated-gpu/bin/python -m pip install -e '.[dev]' -r benchmarks/peers.txt -r tests/hosts/requirements.txt
+	.venv-simulated-gpu/bin/python -m pip install -e '.[torchtune]' --group dev -r benchmarks/peers.txt -r tests/hosts/requirements.txt
 	.venv-simulated-gpu/bin/python -m pip install --no-deps --upgrade --target .venv-simulated-gpu/torchvision torchvision==0.28.0
 	mkdir -p .venv-simulated-gpu/torch_alone # for the environment of torchtitan, beside which torchao must not be
 	cd .venv-simulated-gpu/torch_alone && for name in torch torchgen functorch simulated_gpu_values \

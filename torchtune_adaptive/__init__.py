@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.engine.search.any_loop import TokenSearchResult, find_max_batch_size, find_max_tokens
     from torchtune_adaptive.plan.any_loop import plan_max_batch_size
 
+__version__ = "0.1.0"
 __all__ = [
     "CannotRecoverError",
     "InputError",

@@ -3,9 +3,10 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import NoReturn
 
+from torchtune_adaptive import __version__
 from torchtune_adaptive.cli.arguments import PROGRAM, Commands, add_command, examples
 from torchtune_adaptive.cli.calibrate import add_calibrate
 from torchtune_adaptive.cli.plan import add_plan
@@ -83,11 +84,7 @@ def _add_unread(commands: Commands, name: str, summary: str, *commands_shown: st
 
 
 def _versions() -> str:
-    try:
-        own = version("torchtune-adaptive")
-    except PackageNotFoundError:
-        own = "(not installed)"  # run from a checkout
-    return f"{PROGRAM} {own} (torchtune {version('torchtune')}, torch {version('torch')})"
+    return f"{PROGRAM} {__version__} (torchtune {version('torchtune')}, torch {version('torch')})"
 
 
 if __name__ == "__main__":
