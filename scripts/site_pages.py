@@ -130,3 +130,8 @@ def _added(source: str, config: MkDocsConfig, inclusion: InclusionLevel) -> File
     text = path.read_text().rstrip("\n")
     content = f"# {source}\n\n``````{_SHOWN_AS[path.suffix]}\n{text}\n``````\n"
     return File.generated(config, _site_uri(source), content=content, inclusion=inclusion)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """The page without the mark at which the theme's script asks the code host for numbers of stars and forks."""
+    return output.replace(' data-md-component="source"', "")

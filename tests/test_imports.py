@@ -20,11 +20,25 @@ LAYERS = [
     {"plan", "report", "cli"},
     {"ppo"},  # which nobody else imports
 ]
-NEVER_IN_ENGINE = {"torchtune", "torchao", "omegaconf", "tqdm"}
+NEVER_IN_ENGINE = {"torchtune", "torchao", "omegaconf", "tqdm", "numpy"}
 ALL_FUNCTIONS = f"""
+import importlib.machinery
 import sys
 
-sys.modules.update(dict.fromkeys({sorted(NEVER_IN_ENGINE)}))  # so that importing one fails
+
+class Forbidden:
+    def find_spec(self, name, *_):
+        forbidden = name.partition(".")[0] in {sorted(NEVER_IN_ENGINE)}
+        return importlib.machinery.ModuleSpec(name, self, origin="") if forbidden else None
+
+    def create_module(self, spec):
+        return None  # as usual
+
+    def exec_module(self, module):
+        raise ModuleNotFoundError(f"No module named {{module.__name__!r}}", name=module.__name__)
+
+
+sys.meta_path.insert(0, Forbidden())
 import torch
 from torchtune_adaptive import RecoverableStep, find_max_batch_size, plan_max_batch_size
 from torchtune_adaptive.engine.progress import Bar

@@ -26,7 +26,7 @@ import torchtune_adaptive
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib  # pytest brings it
+    import tomli as tomllib  # pytest brings it  # pyright: ignore[reportMissingImports]
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FACTS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
@@ -112,11 +112,11 @@ def imported(folder: Path) -> Iterator[tuple[str, str]]:
     """The top-level modules that files below ``folder`` import, each with the file."""
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = []
+            names: list[Any] = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                names = [node.module or ""]
+                names = [node.module]
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
                 names = [one.value for one in node.args if isinstance(one, ast.Constant)]
             yield from ((name.partition(".")[0], str(path.relative_to(REPOSITORY))) for name in names)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
-from torchtune_adaptive import __version__
+import torchtune_adaptive
 from torchtune_adaptive.cli.arguments import PROGRAM, Commands, add_command, examples
 from torchtune_adaptive.cli.calibrate import add_calibrate
 from torchtune_adaptive.cli.plan import add_plan
@@ -84,7 +84,7 @@ def _add_unread(commands: Commands, name: str, summary: str, *commands_shown: st
 
 
 def _versions() -> str:
-    return f"{PROGRAM} {__version__} (torchtune {version('torchtune')}, torch {version('torch')})"
+    return f"{PROGRAM} {torchtune_adaptive.__version__} (torchtune {version('torchtune')}, torch {version('torch')})"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.engine.memory.operations import OperationMode, is_collective, is_wait
 
@@ -147,4 +147,8 @@ def drop_unfinished_masks() -> None:
     DTensor keeps the mask where it keeps the operation's sharding, and refuses another one there. It derives dropped
     shardings again.
     """
-    _clear_sharding_prop_cache()
+    # torch's own function is in a module that needs numpy, and torch 2.9 and 2.10 do not have it.
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    clear_fast_path = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # of torch 2.10 and later
+    if clear_fast_path is not None:
+        clear_fast_path()
