@@ -36,9 +36,10 @@ MATRIX = CHECKS["jobs"]["suite"]["strategy"]["matrix"]
 PACKAGES = {"PIL": "pillow", "yaml": "pyyaml"}  # that are imported by another name
 
 
-def files() -> set[str]:
-    """The files of the repository, as git or an unpacked source distribution has them."""
-    listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+def files(*options: str) -> set[str]:
+    """The files that git lists; by default those that it does not ignore."""
+    command = ["git", "ls-files", *(options or ("--cached", "--others", "--exclude-standard"))]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if listed.returncode != 0:
         pytest.skip("not a git repository")
     return {path for path in listed.stdout.splitlines() if (REPOSITORY / path).exists()}
@@ -46,7 +47,7 @@ def files() -> set[str]:
 
 def test_no_file_is_tracked_that_a_run_wrote() -> None:
     suffixes = {".zip", ".pt", ".pickle", ".safetensors", ".gz", ".whl"}
-    assert {path for path in files() if Path(path).suffix in suffixes} == set()
+    assert {path for path in files("--cached") if Path(path).suffix in suffixes} == set()
 
 
 def test_the_package_is_typed() -> None:

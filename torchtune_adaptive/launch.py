@@ -6,7 +6,6 @@ import fcntl
 import json
 import logging
 import os
-import socket
 import sys
 import threading
 import time
@@ -142,14 +141,9 @@ def _set_up_and_train(recipe_class: "type[AdaptiveRecipe]", cfg: "DictConfig") -
 
 
 def _run_alone_without_torchrun() -> None:
-    """Without a launcher, make this process the only rank, on a free port of this machine."""
-    if "RANK" in os.environ:
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in alone.items()})
+    """Without a launcher, make this process the only rank."""
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
 
 
 def _say_once(sentence: str) -> None:

@@ -126,3 +126,13 @@ def test_the_model_is_built_without_memory(path: str) -> None:
         model = HuggingFaceRun(path=path, seq_len=8).build_model()
     assert isinstance(model, nn.Module)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+def test_code_beside_a_config_is_not_run_and_nobody_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    made = tmp_path / "made"
+    (tmp_path / "mine.py").write_text(f"import os\n\nos.mkdir({str(made)!r})\nConfig = None\n")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}))
+    with pytest.raises(InputError, match=r"^`--hf` must be a folder with a config.json of a causal language model, "):
+        planned(str(tmp_path))
+    assert not made.exists()

@@ -76,7 +76,7 @@ class HuggingFaceRun:
         """
         transformers = _imported("transformers", needed_for="a Hugging Face model")
         try:
-            config = transformers.AutoConfig.from_pretrained(self.path)
+            config = transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=False)
             config.use_cache = False
             model = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=_DTYPES[self.dtype], attn_implementation="sdpa"

@@ -5,6 +5,7 @@ replaced. Some functions of ``training`` fail on the CPU or with one rank. ``ini
 a second time. ``swap_lora_linear_with_qat`` uses a class that torchao has renamed.
 """
 
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -50,9 +51,14 @@ def load_stock_recipe(name: str) -> Any:
 
 
 def start_process_group(backend: str) -> None:
-    """Start the default process group with ``backend``, unless there is one."""
-    if not dist.is_initialized():
+    """Start the default process group with ``backend``, unless there is one. Without a launcher it needs no port."""
+    if dist.is_initialized():
+        return
+    if "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend)
+    else:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented, but not in `__all__`
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 @contextmanager

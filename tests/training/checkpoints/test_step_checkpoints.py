@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from benchmarks.support.ranks import run_on_ranks
@@ -26,6 +26,7 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training.checkpoints.folder import RANK_STATES_NAME, Checkpoint, CheckpointFolder, write_state
+from torchtune_adaptive.training.checkpoints.reading import TensorReader
 from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
 from torchtune_adaptive.training.checkpoints.tensors import TrainedTensors
 
@@ -365,7 +366,7 @@ def _save_on_two(rank: int, path: Path) -> dict[str, Any]:
     again = ShardedTrainee(warm_steps=1)
     (checkpoint,) = Consensus().from_rank_zero([one for one in folder.checkpoints() if one.path.name == "step_3"])
     loading = steps_of(folder, again.model, again.optimizer)
-    cannot_read = FullDisk(FileSystemReader, "read_metadata") if rank == 1 else nullcontext()
+    cannot_read = FullDisk(TensorReader, "read_metadata") if rank == 1 else nullcontext()
     with cannot_read, pytest.raises(InputError) as refused:
         loading.load(checkpoint, config=ADAMW)
     loading.load(checkpoint, config=ADAMW)

@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import json
 import os
-import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -59,14 +58,14 @@ class Answers:
         return self._folder / f"{name}{_ENDING}" if is_kept and self._folder is not None else None
 
 
-def user_cache_folder(name: str) -> Path:
+def user_cache_folder(name: str) -> Path | None:
     """Where a user's programs keep what they can make again: ``name`` below ``XDG_CACHE_HOME``, or ``~/.cache``.
 
-    For a user without a home directory it is below the system's directory for temporary files.
+    None for a user without a home directory: what lies in a folder for all users may be of another one.
     """
     home = os.path.expanduser("~")
-    base = os.environ.get("XDG_CACHE_HOME") or (tempfile.gettempdir() if home == "~" else f"{home}/.cache")
-    return Path(base) / "torchtune_adaptive" / name
+    base = os.environ.get("XDG_CACHE_HOME") or (None if home == "~" else f"{home}/.cache")
+    return Path(base) / "torchtune_adaptive" / name if base else None
 
 
 def _digest(question: Any) -> str:

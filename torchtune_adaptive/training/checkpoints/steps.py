@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torchtune import utils
@@ -28,6 +28,7 @@ from torchtune_adaptive.training.checkpoints.folder import (
     read_rank_states,
     why_unreadable,
 )
+from torchtune_adaptive.training.checkpoints.reading import TensorReader, TensorsOnly
 from torchtune_adaptive.training.checkpoints.tensors import TrainedTensors
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.signals import STATUS_STOPPED
@@ -160,7 +161,8 @@ class StepCheckpoints:
         try:
             load(
                 self._tensors.allocate(saved),
-                storage_reader=FileSystemReader(path),
+                storage_reader=TensorReader(path),
+                planner=TensorsOnly(),
                 process_group=self._group,
                 no_dist=self._group is None,
             )
@@ -191,7 +193,7 @@ class StepCheckpoints:
 
     def _metadata(self, path: Path) -> Mapping[str, Any]:
         """The metadata of the tensors in ``path``, by name; those of another model are refused."""
-        saved = FileSystemReader(path).read_metadata().state_dict_metadata
+        saved = TensorReader(path).read_metadata().state_dict_metadata
         if missing := self._tensors.missing(saved):
             raise InputError(
                 f"`resume_from_checkpoint` must be a checkpoint of this model, but in {str(path)!r} {missing}."

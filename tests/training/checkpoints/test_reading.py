@@ -1,0 +1,94 @@
+"""A checkpoint from somebody else is loaded, or refused in one sentence; code that it names is not run."""
+
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from tests.training.checkpoints.test_step_checkpoints import ADAMW, Run
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.training.checkpoints.folder import RANK_STATES_NAME, read_rank_states
+from torchtune_adaptive.training.checkpoints.reading import TensorReader, TensorsOnly
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, function: Any, folder: Path) -> None:
+        self._reduced = function, (str(folder),)
+
+    def __reduce__(self) -> Any:
+        return self._reduced
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path / "run")
+    run.train(1)
+    assert run.save(1)
+    return run
+
+
+@pytest.mark.parametrize("function", [os.mkdir, os.makedirs])
+def test_code_in_the_metadata_is_not_run(run: Run, tmp_path: Path, function: Any) -> None:
+    checkpoint = run.folder.checkpoints()[-1]
+    metadata = checkpoint.path / ".metadata"
+    saved = pickle.loads(metadata.read_bytes())
+    saved.planner_data = Hostile(function, tmp_path / "made")
+    metadata.write_bytes(hostile := pickle.dumps(saved))
+    before = run.tensors()
+    name = re.escape(f"{function.__module__}.{function.__name__}")
+    with pytest.raises(InputError, match=rf"readable checkpoint, but .*{name} does not belong into a .* metadata\.$"):
+        run.steps.load(checkpoint, config=ADAMW)
+    assert not (tmp_path / "made").exists()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in run.tensors().items())
+    pickle.loads(hostile)  # what torch itself does
+    assert (tmp_path / "made").exists()
+
+
+def test_code_in_the_states_of_ranks_is_not_run(tmp_path: Path) -> None:
+    torch.save([Hostile(os.mkdir, tmp_path / "made")], tmp_path / RANK_STATES_NAME)
+    with pytest.raises(InputError, match=r"must be a readable file, but reading it failed: .*\.$"):
+        read_rank_states(tmp_path)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch.distributed.checkpoint.metadata", "os.mkdir"),
+        ("torch.distributed.checkpoint.metadata", "field"),
+        ("torch", "load"),
+        ("torch.distributed.checkpoint.filesystem", "FileSystemReader"),
+        ("builtins", "eval"),
+    ],
+)
+def test_other_names_of_the_same_modules_are_refused_too(tmp_path: Path, module: str, name: str) -> None:
+    reference = (
+        b"\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(name)]) + name.encode() + b"\x93"
+    )
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + reference + b".")
+    with pytest.raises(pickle.UnpicklingError, match=f"^{re.escape(module)}.{re.escape(name)} does not belong"):
+        TensorReader(tmp_path).read_metadata()
+
+
+def test_code_in_the_place_of_a_tensor_is_not_run(tmp_path: Path) -> None:
+    saved = {"weight": Hostile(os.mkdir, tmp_path / "made")}
+    state_dict_saver.save(saved, storage_writer=FileSystemWriter(tmp_path / "saved"), no_dist=True)
+    reader = TensorReader(tmp_path / "saved")
+    assert isinstance(reader.read_metadata().state_dict_metadata["weight"], BytesStorageMetadata)
+    with pytest.raises(BaseException, match="weight is no tensor"):
+        load({"weight": torch.zeros(3)}, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
+    assert not (tmp_path / "made").exists()
+    load({"weight": torch.zeros(3)}, storage_reader=FileSystemReader(tmp_path / "saved"), no_dist=True)
+    assert (tmp_path / "made").exists()
