@@ -567,10 +567,10 @@ def test_probes_look_for_garbage_only_among_their_own_objects() -> None:
 
     gc.unfreeze()
     gc.collect()
-    frozen_by_python = gc.get_freeze_count()  # its immortal objects in 3.12, else none
+    frozen_by_python = gc.get_freeze_count()  # immortal objects in 3.12, until they are unfrozen; else none
     try:
         Watching().find("1MiB")
         assert min(frozen) > 10_000
-        assert gc.get_freeze_count() == frozen_by_python
+        assert gc.get_freeze_count() <= frozen_by_python
     finally:
         gc.freeze()  # as other tests expect

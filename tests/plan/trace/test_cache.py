@@ -126,6 +126,20 @@ def test_a_file_that_cannot_be_read_or_written_is_ignored(
     assert tracing.count == 2
 
 
+def test_a_folder_that_cannot_be_written_gives_one_warning(
+    tracing: Tracing, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "plans"
+    tracer = Tracer(folder)
+    for seq_len in (64, 128):
+        tracer.step(CONFIG, world_size=1, seq_lens=[seq_len])
+    assert tracing.count == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        f"What was traced cannot be kept for the next plan: [Errno 20] Not a directory: '{folder}'"
+    ]
+
+
 def test_only_the_newest_files_are_kept(tracing: Tracing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_MOST_FILES", 2)
     asked_by_new_processes(tmp_path, CONFIG)

@@ -1,7 +1,8 @@
 """Code for CUDA that runs on fake CPU tensors, and takes the memory that it takes on CUDA. It needs torch alone.
 
-Devices named "cuda" are mapped to another one, ``torch.cuda`` answers as on a machine with a GPU, autocast casts as on
-CUDA, and operations that torch composes differently on the two devices are composed as on CUDA.
+Devices named "cuda" are mapped to another one, ``torch.cuda`` and ``torch.accelerator`` answer as on a machine with a
+GPU, autocast casts as on CUDA, and operations that torch composes differently on the two devices are composed as on
+CUDA. torch may have been built for CUDA or not.
 """
 
 import warnings
@@ -13,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.utils._device as device_module
 from torch.distributed.device_mesh import DeviceMesh
 from torch.library import Library
 from torch.overrides import TorchFunctionMode
@@ -31,9 +33,10 @@ def as_cuda(ranks: int) -> Iterator[None]:
         stack.enter_context(optimizers_choose_as_on_cuda())
         stack.enter_context(autocast_as_cuda())
         stack.enter_context(composed_as_on_cuda())
-        for name, answer in _answers(ranks).items():
-            if hasattr(torch.cuda, name):
-                stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        for module in (torch.cuda, torch.accelerator):
+            for name, answer in _answers(ranks).items():
+                if hasattr(module, name) and (module, name) != (torch.accelerator, "get_device_capability"):  # a dict
+                    stack.enter_context(mock.patch.object(module, name, answer))
         stack.enter_context(mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step", _step_always))
         stack.enter_context(mock.patch.object(DeviceMesh, "__init__", _mesh_on_cpu(DeviceMesh.__init__)))
         stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _without_dropout))
@@ -55,7 +58,7 @@ class DevicesMapped(TorchFunctionMode):
             func = _without_dropout
         elif func is torch.Tensor.to:
             args, kwargs = self._moved(args, kwargs)
-        elif "device" in kwargs and is_cuda(kwargs["device"]):
+        elif is_cuda(kwargs.get("device")) or _takes_default_cuda(func, kwargs):
             kwargs = {**kwargs, "device": self._target}
         return func(*args, **kwargs)
 
@@ -78,13 +81,19 @@ def is_cuda(device: Any) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
+def _takes_default_cuda(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether ``func`` makes a tensor on the default device, and this is a CUDA device."""
+    makes_tensor = func in device_module._device_constructors() and kwargs.get("device") is None
+    return makes_tensor and is_cuda(device_module.CURRENT_DEVICE)
+
+
 def _is_moved(here: torch.device, device: Any) -> bool:
     names_device = isinstance(device, torch.device | str)
     return is_cuda(device) or (here.type == "meta" and names_device)
 
 
 def _answers(ranks: int) -> dict[str, Callable[..., Any]]:
-    """What ``torch.cuda`` answers, by the function's name. Figures of memory are 0."""
+    """What ``torch.cuda`` or ``torch.accelerator`` answers, by the function's name. Figures of memory are 0."""
     gpu = SimpleNamespace(
         name="GPU", major=9, minor=0, total_memory=80 * _GIB, multi_processor_count=132, gcnArchName="", warp_size=32
     )
@@ -97,6 +106,9 @@ def _answers(ranks: int) -> dict[str, Callable[..., Any]]:
         "current_device": 0,
         "get_device_name": gpu.name,
         "get_device_capability": (gpu.major, gpu.minor),
+        "current_accelerator": torch.device("cuda"),
+        "current_device_index": 0,
+        "current_stream": SimpleNamespace(is_capturing=lambda: False),
         "get_device_properties": gpu,
         "mem_get_info": (gpu.total_memory, gpu.total_memory),
         "memory_summary": "",
@@ -105,8 +117,8 @@ def _answers(ranks: int) -> dict[str, Callable[..., Any]]:
     figures = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "utilization")
     answers |= dict.fromkeys(figures, 0)
     resets = ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_accumulated_memory_stats")
-    actions = ("init", "set_device", "synchronize", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all")
-    answers |= dict.fromkeys((*resets, *actions), None)
+    actions = ("init", "set_device", "set_device_index", "synchronize", "empty_cache", "ipc_collect")
+    answers |= dict.fromkeys((*resets, *actions, "manual_seed", "manual_seed_all"), None)
     return {name: lambda *_, _answer=answer, **__: _answer for name, answer in answers.items()}
 
 
@@ -116,8 +128,8 @@ def _step_always(_: Any, optimizer: torch.optim.Optimizer, __: Any, *args: Any, 
 
 
 def _mesh_on_cpu(init: Callable[..., None]) -> Callable[..., None]:
-    def on_cpu(mesh: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
-        init(mesh, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+    def on_cpu(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+        init(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     return on_cpu
 

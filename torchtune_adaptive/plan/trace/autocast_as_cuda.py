@@ -44,6 +44,13 @@ TO_FLOAT32 = _names(
 )
 # The same, by an overload that has a data type.
 TO_FLOAT32_BY_OVERLOAD = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+# The same, for dimensions with names, which torch 2.9 has. They run as on a CPU.
+_NAMED_DIMENSIONS = _names(
+    """
+    cumprod.dimname cumsum.dimname log_softmax.Dimname norm.names_ScalarOpt_dim prod.dim_Dimname softmax.Dimname
+    sum.dim_DimnameList
+    """
+)
 # All their inputs are cast to the widest of their types.
 WIDEST = _names(
     """
@@ -77,7 +84,7 @@ def autocast_as_cuda() -> Iterator[None]:
 
 def in_lower_precision() -> list[str]:
     """The operations whose inputs CUDA's autocast casts to the lower precision: all others that it knows."""
-    others = {*IN_FLOAT32, *TO_FLOAT32, *TO_FLOAT32_BY_OVERLOAD, *WIDEST}
+    others = {*IN_FLOAT32, *TO_FLOAT32, *TO_FLOAT32_BY_OVERLOAD, *_NAMED_DIMENSIONS, *WIDEST}
     return sorted(_registered(_CUDA_KEY) - others - {"binary_cross_entropy"})  # the last only raises an error
 
 
@@ -85,7 +92,7 @@ def _kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
     on_cpu = _registered(_CPU_KEY)
     for name in on_cpu - _registered(_CUDA_KEY):
         yield name, fallthrough_kernel
-    for name in IN_FLOAT32:
+    for name in IN_FLOAT32 & _registered(_CUDA_KEY):  # torch 2.9 casts no `rms_norm`
         yield name, _casting(_operation(name), lambda _: torch.float32)
     for name in WIDEST:
         yield name, _casting(_operation(name), _widest)

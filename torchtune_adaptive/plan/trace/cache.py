@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import logging
 import os
 import zlib
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import torchtune_adaptive
 from torchtune_adaptive.files import write_whole
 
+_log = logging.getLogger(__name__)
 _PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes")  # whose components do not change without a new version
 _MOST_FILES = 512  # with all operations of a step of 80 layers, one takes 0.2 MB
 _ENDING = ".json.gz"
@@ -25,12 +27,13 @@ class Answers:
 
     An answer depends on the question, on the versions of torch, torchtune and torchao, and on the files of this
     package. If the question names components of other packages, it is kept in memory only. Several programs may use the
-    folder at the same time. A file that cannot be read or written is ignored.
+    folder at the same time. A file that cannot be read is ignored, and one that cannot be written gives a warning.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._in_memory: dict[str, Any] = {}
+        self._has_warned = False
 
     def read(self, question: Any) -> Any:
         """The answer; None if there is none."""
@@ -47,11 +50,20 @@ class Answers:
         path = self._path(question, name)
         if path is None:
             return
-        with suppress(OSError):  # another program may remove the same file
+        try:
             write_whole(path, gzip.compress(json.dumps(answer).encode(), mtime=0))
+        except OSError as error:
+            self._warn_once(error)
+            return
+        with suppress(OSError):  # another program may remove the same file
             newest_first = sorted(path.parent.glob(f"*{_ENDING}"), key=os.path.getmtime, reverse=True)
             for old in newest_first[_MOST_FILES:]:
                 old.unlink()
+
+    def _warn_once(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("What was traced cannot be kept for the next plan: %s", error)
 
     def _path(self, question: Any, name: str) -> Path | None:
         is_kept = all(component.partition(".")[0] in _PACKAGES for component in _components(question))
