@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
+hypothesis.settings.register_profile("tests", derandomize=True, deadline=None)  # a busy machine is slow
+hypothesis.settings.load_profile("tests")
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when `datasets` is imported, so before any fixture
 _START_PROCESSES = {"run_on_ranks", "run_alone", "tune_run", "launched", "subprocess", "getfixturevalue"}
 

@@ -16,7 +16,7 @@ from torchtune_adaptive.plan.show.as_json import plan_json
 from torchtune_adaptive.plan.show.text import plan_text
 from torchtune_adaptive.plan.trace.peaks import TracedStep
 
-properties = settings(derandomize=True, deadline=None, max_examples=60)
+properties = settings(max_examples=60)
 
 
 class Case(NamedTuple):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torchtune_adaptive.engine.recovery.size_range import Cuts, spread
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
 
-properties = settings(derandomize=True, deadline=None, max_examples=150)
+properties = settings(max_examples=150)
 windows = st.lists(st.integers(1, 40), max_size=24)
 limits = st.builds(RowLimit, st.integers(1, 25)) | st.builds(TokenLimit, st.integers(1, 200))
 

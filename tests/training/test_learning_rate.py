@@ -94,7 +94,7 @@ PLAIN = [1 - step / (EPOCHS * STEPS) for step in range(EPOCHS * STEPS)]  # of a 
 # ---- the place on the schedule
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=6))
 def test_the_place_is_the_exact_fraction_of_training_and_an_int_where_it_is_whole(steps: list[int]) -> None:
     """For any steps per epoch, whose first are those of the schedule: evenly within an epoch, without a jump."""

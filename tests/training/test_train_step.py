@@ -97,7 +97,7 @@ def cut(rows: Sequence[Row], places: Sequence[int]) -> list[Sequence[Row]]:
 # ---- one step
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(places=st.lists(st.integers(1, len(ROWS) - 1)))
 def test_a_step_is_the_same_however_it_is_cut(places: list[int]) -> None:
     model = toy_model()

@@ -17,7 +17,7 @@ from torchtune_adaptive.engine.memory.timeline import (
 
 MOST_ROWS = 300
 SIZES = range(MOST_ROWS + 1)
-properties = settings(derandomize=True, deadline=None, max_examples=200)
+properties = settings(max_examples=200)
 
 # Few different values, so that equal slopes, equal intercepts and lines through one point do occur.
 any_lines = st.lists(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.recovery.size_range import SizeRange, num_tokens
 
-properties = settings(derandomize=True, deadline=None, max_examples=200)
+properties = settings(max_examples=200)
 lengths_of_rank = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=1, max_size=5)
 
 

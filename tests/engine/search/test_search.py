@@ -140,7 +140,7 @@ def test_a_forecast_slightly_too_high_takes_few_failing_probes(excess: int) -> N
     assert [run for run in runs if run.device.failures > 1 + excess.bit_length()] == []
 
 
-@settings(derandomize=True, deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(limit=st.integers(0, 300), bound=st.integers(1, 300), seed=st.integers(0, 2**32 - 1), is_above=st.booleans())
 def test_linear_extrapolation_is_safe_with_any_forecast_and_exact_with_one_above_the_sizes_that_fitted(
     limit: int, bound: int, seed: int, is_above: bool

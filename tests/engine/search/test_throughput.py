@@ -18,7 +18,7 @@ from torchtune_adaptive.engine.search.throughput import smallest_near_best, toke
 from torchtune_adaptive.engine.search.workload import Workload
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(rates=st.dictionaries(st.integers(1, 64), st.floats(900, 1100), min_size=1, max_size=8))
 def test_the_size_chosen_is_within_two_percent_of_the_best_and_no_smaller_one_is(rates: dict[int, float]) -> None:
     chosen = smallest_near_best(rates)

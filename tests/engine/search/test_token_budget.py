@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from torchtune_adaptive.engine.search.token_budget import largest_token_budget
 
-properties = settings(derandomize=True, deadline=None, max_examples=150)
+properties = settings(max_examples=150)
 
 
 @dataclass

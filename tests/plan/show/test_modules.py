@@ -17,7 +17,7 @@ def test_layers_are_one_line_with_their_number_and_the_bytes_of_each_kind() -> N
     assert (loss.module, loss.num_modules, loss.kinds) == ("loss", 1, {"activations": 8 * MIB})
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(drawn_events())
 def test_all_modules_together_hold_the_peak_and_the_largest_come_first(events: StepEvents) -> None:
     found = modules_at_peak(events)

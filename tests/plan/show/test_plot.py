@@ -11,7 +11,7 @@ from torchtune_adaptive.plan.show.plot import COLOURS, DrawnDevice, highest_of_e
 from torchtune_adaptive.plan.trace.events import StepEvents
 from torchtune_adaptive.report.style import svg_of
 
-properties = settings(derandomize=True, deadline=None, max_examples=80)
+properties = settings(max_examples=80)
 
 
 def figure_of(

@@ -27,7 +27,7 @@ def read() -> Any:
     return pickle.loads(snapshot_bytes(EVENTS))
 
 
-@settings(derandomize=True, deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(drawn_events())
 def test_live_blocks_never_overlap_and_their_highest_sum_is_the_peak(events: StepEvents) -> None:
     content = snapshot(events)

@@ -15,7 +15,7 @@ from torchtune_adaptive.plan.trace.events import (
     allocations_of,
 )
 
-properties = settings(derandomize=True, deadline=None, max_examples=80)
+properties = settings(max_examples=80)
 
 
 @properties

@@ -12,7 +12,7 @@ from torchtune_adaptive.engine.memory.timeline import Timeline, sum_of_timelines
 from torchtune_adaptive.plan.trace.layer_extrapolation import extrapolate_layers
 
 FEWEST_LAYERS, PERIOD = 4, 2  # as in a plan, where two sorts of layers may alternate
-properties = settings(derandomize=True, deadline=None, max_examples=60)
+properties = settings(max_examples=60)
 
 
 class Bytes(NamedTuple):

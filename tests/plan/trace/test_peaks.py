@@ -16,7 +16,7 @@ from torchtune_adaptive.plan.trace.peaks import StepLines, StepPeaks, TracedStep
 SIZES = range(1, 61)
 KINDS = ("parameters", "activations")
 PHASES = ("forward", "backward", "optimizer")
-properties = settings(derandomize=True, deadline=None, max_examples=40)
+properties = settings(max_examples=40)
 
 
 class Operation(NamedTuple):

@@ -9,7 +9,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchtune_adaptive.training.batch.rank_shares import largest_share, rows_of_rank
 from torchtune_adaptive.training.batch.sampler import DealtSampler
 
-properties = settings(derandomize=True, deadline=None, max_examples=100)
+properties = settings(max_examples=100)
 
 
 @properties

@@ -39,7 +39,7 @@ def steps_of(loader: StepLoader, epoch: int = 0) -> list[list[int]]:
 # ---- the samples of a step
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     samples=st.integers(1, 60),
     batch_size=st.integers(1, 9),
@@ -62,7 +62,7 @@ def test_an_epoch_has_the_promised_number_of_steps_and_each_the_promised_number_
     assert loader.steps_per_epoch_at(loader.largest_batch_size + 1) == 0
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(samples=st.integers(1, 60), ranks=st.integers(1, 4), more=st.integers(0, 9), shuffle=st.booleans())
 def test_each_global_batch_is_the_next_slice_of_one_order_shared_out_over_the_ranks(
     samples: int, ranks: int, more: int, shuffle: bool
@@ -119,7 +119,7 @@ def test_a_bound_on_steps_ends_the_epoch_and_leaves_nothing_over() -> None:
     assert loader.steps_per_epoch == 1
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(ranks=st.integers(1, 4), more=st.integers(0, 9))
 def test_both_halves_of_a_step_know_their_samples_over_all_ranks(ranks: int, more: int) -> None:
     size = 2 * ranks + more
@@ -181,7 +181,7 @@ def test_a_run_on_other_data_or_ranks_drops_left_over_samples(
 # ---- within an epoch
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     is_global=st.booleans(),
     more=st.integers(0, 40),

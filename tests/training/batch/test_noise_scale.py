@@ -13,7 +13,7 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.training.batch.increase_function import next_batch_size
 from torchtune_adaptive.training.batch.noise_scale import GradientNorms, gradient_noise_scale, gradient_norms
 
-properties = settings(derandomize=True, deadline=None, max_examples=100)
+properties = settings(max_examples=100)
 
 
 def norms_of(noise_scale: float, *, samples: int = 8) -> GradientNorms:

@@ -114,7 +114,7 @@ def test_small_batches_leave_rows_of_another_kind_as_they_are() -> None:
     assert ROWS.shortened(tensors, 16) is tensors
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(tokens=st.lists(st.integers(0, 9), min_size=1, max_size=20), length=st.integers(1, 70), tensors=st.booleans())
 def test_a_stretched_row_repeats_its_row_up_to_its_length(tokens: list[int], length: int, tensors: bool) -> None:
     row = {"tokens": torch.tensor(tokens) if tensors else tokens, "labels": [-100] * len(tokens), "more": "kept"}
