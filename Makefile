@@ -9,7 +9,7 @@ SIMULATED_STAMP := .venv-simulated-gpu/stamp-$(SIMULATED_TORCH)
 TORCH := torch>=2.9,<2.14
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
-.PHONY: test check suite fast demo docs reference pictures bench gpu simulated-gpu hosts plans starts exhaustive format clean
+.PHONY: test check suite fast demo docs reference pictures bench gpu simulated-gpu hosts plans starts slurm cable growth exhaustive format clean
 
 test: check suite
 
@@ -83,6 +83,13 @@ starts: $(STAMP) $(SIMULATED_STAMP)
 hosts: $(HOSTS_STAMP) $(TORCHTITAN_STAMP)
 	OMP_NUM_THREADS=1 .venv-hosts/bin/python -m pytest -m hosts tests/hosts/test_transformers.py
 	OMP_NUM_THREADS=1 .venv-torchtitan/bin/python -m pytest -m hosts tests/hosts/test_torchtitan.py
+
+# Need root and install nothing: Slurm with two nodes on this machine (Debian's slurm-wlm and munge), and two networks.
+slurm: $(STAMP)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -rs -m exhaustive tests/recipes/test_slurm.py
+
+cable: $(STAMP)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -rs -m exhaustive tests/recipes/test_cut_cable.py
 
 exhaustive: $(STAMP)
 	$(IN_VENV) scripts/test -m exhaustive

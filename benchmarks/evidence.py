@@ -30,6 +30,8 @@ QUESTIONS = {
     "loop_cpu": "How fast are the recipes compared with torchtune's?",
     "host_growth_cpu": "Does host memory grow with the steps of a sharded model?",
     "crashes_cpu": "Does a killed run continue with the same results?",
+    "slurm_cpu": "What becomes of a job of Slurm?",
+    "cut_cable_cpu": "What becomes of training when the cable between two machines is cut?",
     "checkpoints_cpu": "What do checkpoints of steps cost?",
     "stock_starts_cpu": "Do torchtune's configs start with our recipes?",
     "stock_starts_simulated": "And those that need a GPU?",
@@ -46,7 +48,7 @@ NO_GPU = (
     " plan, nor errors of kernels. `make gpu` is made to measure all of it on one device; it has only been rehearsed."
 )
 NOT_MEASURED = (
-    "More than four ranks; more than one machine; recovery with NCCL.",
+    "More than four ranks; two real machines; recovery with NCCL.",
     "Pretrained weights and real data sets. Models here are small and random, data is made up. Large models are"
     " [planned](stock_configs.md), not run.",
     "Kernels of bitsandbytes for CUDA, which compute nothing on the simulated GPU. Its optimizers train on CPUs here;"

@@ -109,7 +109,7 @@ def live_recipe(cfg: DictConfig, recipe_class: Any = None, *, watch: Any = None)
     training.set_seed(seed=cfg.seed)
     vars(checkpoint_wrapper).pop("_count", None)  # it counts layers over all recipes of a process
     recipe = LiveRecipe(cfg=cfg)
-    if kind_of(cfg) == "full":  # this recipe saves by torchtune's client
+    if hasattr(recipe, "_checkpoint_client"):  # this recipe saves by torchtune's client
         recipe._checkpoint_client.save_checkpoint = recipe.save_checkpoint
     recipe.setup(cfg=cfg)
     watch.begin(recipe)

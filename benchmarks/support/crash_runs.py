@@ -142,14 +142,13 @@ class _Process:
                 os.kill(self.pid, number)
 
 
-class Launch:
-    """A ``tune run`` of ``setup`` in ``directory``: checkpoints go to its ``out``, logs to ``logs``.
+class Run:
+    """A run of ``setup`` in ``directory``: checkpoints go to its ``out``, logs to ``logs``. A subclass starts it.
 
     Args:
         assets: where the model and its data are.
         resume: the value of ``resume_from_checkpoint``.
         holds: steps after which the run waits for ``release``.
-        options: of the launcher, instead of those for one node.
         recipe: instead of the setup's.
     """
 
@@ -161,19 +160,18 @@ class Launch:
         *,
         resume: object = "auto",
         holds: Sequence[int] = (),
-        options: Sequence[str] = (),
         recipe: str | None = None,
     ) -> None:
         self.out = directory / "out"
         self._logs = directory / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
-        number = len(list(directory.glob("output_*")))
         self._steps_path = _log_file(self._logs, _logs_in(self._logs))
         for step in holds:
             _hold(self._steps_path, step).touch()
-        self._output_path = directory / f"output_{number}"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", _ROWS_DIR: str(self._logs)}
-        environment["PYTHONPATH"] = os.pathsep.join(str(REPOSITORY / name) for name in ("", "recipes", "tests/support"))
+        self._output_path = directory / f"output_{len(list(directory.glob('output_*')))}"
+        self._environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", _ROWS_DIR: str(self._logs)}
+        folders = (str(REPOSITORY / name) for name in ("", "recipes", "tests/support"))
+        self._environment["PYTHONPATH"] = os.pathsep.join(folders)
         overrides = {
             "tiny_dir": assets,
             "output_dir": self.out,
@@ -181,16 +179,8 @@ class Launch:
             "metric_logger.log_dir": self._logs,
             "resume_from_checkpoint": resume,
         }
-        command = [str(Path(sys.executable).parent / "tune"), "run"]
-        command += options or (["--nproc_per_node", str(setup.ranks)] if setup.ranks > 1 else [])
-        command += [recipe or setup.recipe, "--config", setup.config]
-        command += [f"{key}={value}" for key, value in (overrides | dict(setup.overrides)).items()]
-        with self._output_path.open("w") as output:
-            self._launcher = subprocess.Popen(
-                command, cwd=directory, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        self._known = {self._launcher.pid: _Process(self._launcher.pid)}
-        self._ranks = setup.ranks
+        self._arguments = [recipe or setup.recipe, "--config", setup.config]  # of `tune run`, after its own options
+        self._arguments += [f"{key}={value}" for key, value in (overrides | dict(setup.overrides)).items()]
 
     @property
     def output(self) -> str:
@@ -219,7 +209,50 @@ class Launch:
     def resumed_from(self) -> str:
         """The name of the checkpoint from which it resumed."""
         names = [line.rpartition("/")[2] for line in self.output.splitlines() if line.startswith("Resuming from")]
-        return names[0] if names else "the beginning"
+        return names[-1] if names else "the beginning"
+
+    def is_held(self, step: int) -> bool:
+        """Whether it waits, or will wait, after ``step``."""
+        return _hold(self._steps_path, step).exists()
+
+    def release(self, step: int) -> None:
+        """Let the run continue after ``step``."""
+        _hold(self._steps_path, step).unlink()
+
+
+class Launch(Run):
+    """A ``Run`` by ``tune run``.
+
+    Args:
+        options: of the launcher, instead of those for one node.
+        enter: words before the command, which run it elsewhere.
+        others: of ``Run``.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        assets: Path,
+        directory: Path,
+        *,
+        options: Sequence[str] = (),
+        enter: Sequence[str] = (),
+        **others: Any,
+    ) -> None:
+        super().__init__(setup, assets, directory, **others)
+        command = [*enter, str(Path(sys.executable).parent / "tune"), "run"]
+        command += options or (["--nproc_per_node", str(setup.ranks)] if setup.ranks > 1 else [])
+        with self._output_path.open("w") as output:
+            self._launcher = subprocess.Popen(
+                [*command, *self._arguments],
+                cwd=directory,
+                env=self._environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._known = {self._launcher.pid: _Process(self._launcher.pid)}
+        self._ranks = setup.ranks
 
     @property
     def has_ended(self) -> bool:
@@ -297,10 +330,6 @@ class Launch:
     def wait_for_words(self, words: str) -> None:
         """Wait until ``words`` are printed."""
         assert self.wait_until(lambda: words in self.output), f"never said {words!r}\n{self.output[-3000:]}"
-
-    def release(self, step: int) -> None:
-        """Let the run continue after ``step``."""
-        _hold(self._steps_path, step).unlink()
 
     def rows(self) -> list[list[int]]:
         """The rows that ``recording_collate`` got on each rank; a number identifies each row."""
@@ -426,7 +455,7 @@ class Reference:
         """The most steps from one checkpoint of ``kind`` to the next."""
         return 3 if kind == "step" else -(-self.last_step // self.epochs) + 1
 
-    def difference(self, run: Launch) -> str:
+    def difference(self, run: Run) -> str:
         """The first difference in the logged steps or the last weights of a resumed run; "" if there is none."""
         steps = run.steps
         is_trained = run.resumed_from == f"step_{self.last_step}"  # only the last epoch's weights were not saved

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -39,10 +40,15 @@ class Node:
         self.store = store
         self.ended = threading.Event()
         self.sentence = ""
-        self.watch = NodeWatch(node, of, store=lambda: store, say=self._say, leave=self.ended.set)
+        self.launcher_ended = False
+        self.watch = NodeWatch(node, of, store=lambda: store, say=self._say, leave=self._leave)
 
     def _say(self, sentence: str) -> None:
         self.sentence = sentence
+
+    def _leave(self, *, with_launcher: bool = False) -> None:
+        self.launcher_ended = with_launcher
+        self.ended.set()
 
     def said(self) -> str:
         assert self.ended.wait(LONGEST_WAIT_S)
@@ -230,17 +236,21 @@ def test_after_the_loss_of_the_store_a_run_has_time_to_save(monkeypatch: pytest.
     hangs.watch.follow(connection)
     launcher.close()
     assert hangs.said() == "the launcher of node 0 is gone; its own output says why."
+    assert not hangs.launcher_ended  # it ends by itself
     assert saves.sentence == ""
 
 
-def test_a_machine_that_cannot_be_reached_ends_the_others_at_once() -> None:
+def test_a_machine_that_cannot_be_reached_ends_the_others_and_their_launchers_at_once() -> None:
+    """A launcher would wait for its store, without a timeout."""
+
     class Silent(socket.socket):
         def recv(self, size: int) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
             raise TimeoutError  # as the system does, seen in a network without its link
 
     first = several(2)[0]
     first.watch.follow(Silent())
-    assert first.said() == "the launcher of node 0 is gone; its own output says why."
+    assert first.said() == "node 0 does not answer: its machine or the network has failed."
+    assert first.launcher_ended
 
 
 # ---- torchrun's store
@@ -292,14 +302,23 @@ def test_a_node_ends_when_the_node_with_torchruns_store_is_gone(torchrun: Callab
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"GROUP_WORLD_SIZE": "1"}, {"TORCHELASTIC_USE_AGENT_STORE": "False"}, {"GROUP_RANK": "1", "LOCAL_RANK": "1"}],
+    ("changes", "started"),
+    [({"GROUP_WORLD_SIZE": "1"}, 0), ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, 0), ({"LOCAL_RANK": "1"}, 1), ({}, 2)],
 )
-def test_only_the_first_rank_of_several_nodes_watches(torchrun: Callable[..., None], changes: dict[str, str]) -> None:
-    torchrun(**({"GROUP_RANK": "0"} | changes))
-    threads = threading.active_count()
-    watch_nodes(lambda sentence: None).close(None)
-    assert threading.active_count() == threads
+def test_the_first_rank_of_a_node_watches_others_and_all_ranks_the_store(
+    torchrun: Callable[..., None], monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], started: int
+) -> None:
+    names: list[str] = []
+
+    def in_background(function: Callable[..., None], connection: Any) -> None:
+        names.append(function.__name__)
+        if isinstance(connection, socket.socket):
+            connection.close()
+
+    monkeypatch.setattr(nodes, "_in_background", in_background)
+    torchrun(**({"GROUP_RANK": "1"} | changes))
+    watch_nodes(lambda sentence: None)
+    assert names == ["_watch", "_follow"][2 - started :]
 
 
 def test_nothing_of_ours_listens(torchrun: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,13 +34,14 @@ _STORE_TIMEOUT = timedelta(seconds=5)  # to connect; a launcher may end meanwhil
 # A machine that is gone sends nothing: the system asks it after 10 s of silence, and gives it up 20 s later.
 _KEEPALIVE_S = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _STORE_LOST = "the launcher of node 0 is gone; its own output says why."
+_UNREACHABLE = "node 0 does not answer: its machine or the network has failed."
 
 
 class NodeWatch:
     """Ends this process with a sentence when another node of the run ends before this one does.
 
     The first rank of each node beats and looks: it raises its node's counter, reads why another node has ended, and
-    watches the counter of the next node. Other ranks only use the store when they end themselves.
+    watches the counter of the next node. All ranks end where the store's machine can no longer be reached.
 
     Args:
         node, nodes: this node's number, and how many there are; the watch of one node does nothing.
@@ -56,7 +57,7 @@ class NodeWatch:
         *,
         store: Callable[[], Store],
         say: Callable[[str], object],
-        leave: Callable[[], object],
+        leave: Callable[..., object],
     ) -> None:
         self._node = node
         self._others = [(node + distance) % nodes for distance in range(1, nodes)]
@@ -183,9 +184,12 @@ class NodeWatch:
             except OSError as error:
                 unreachable = not isinstance(error, ConnectionResetError)
         self._has_lost_store = True
+        if unreachable:
+            self._say(_UNREACHABLE)
+            self._leave(with_launcher=True)
         # Where only the launcher has ended, the ranks of its node ask all others to save and to end, and this process
         # soon ends by itself. Nobody can say whether they still can.
-        if unreachable or not self._ends.wait(_LONGEST_SAVE_S):
+        elif not self._ends.wait(_LONGEST_SAVE_S):
             self._end(_STORE_LOST)
 
 
@@ -198,16 +202,20 @@ def watch_nodes(say: Callable[[str], object]) -> NodeWatch:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         node, nodes = 0, 1
     watch = NodeWatch(node, nodes, store=cache(_torchrun_store), say=say, leave=_leave)
-    if nodes > 1 and os.environ.get("LOCAL_RANK") == "0":
+    if nodes > 1:
         try:
-            watch.start()
+            if os.environ.get("LOCAL_RANK") == "0":
+                watch.start()
             watch.follow(_connection())
         except (OSError, dist.DistError):
             watch._end(_STORE_LOST)
     return watch
 
 
-def _leave() -> None:
+def _leave(*, with_launcher: bool = False) -> None:
+    """End this process, and torchrun too, which would wait for its store for minutes and not see that its ranks end."""
+    if with_launcher:
+        os.kill(os.getppid(), signal.SIGKILL)
     os._exit(1)  # the main thread may wait for a collective that never completes
 
 
