@@ -29,7 +29,7 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_sft
 
 from benchmarks.live import Watch, live_recipe
 from benchmarks.provenance import provenance
-from benchmarks.support.recipe_runs import adaptive_recipe, tiny_config
+from benchmarks.support.recipe_runs import adaptive_recipe, shallow_assets, tiny_config
 from benchmarks.tables import publish, table
 from torchtune_adaptive.tiny import make_tiny_assets
 
@@ -115,6 +115,7 @@ def _train(run: Run, tiny_dir: Path) -> Curve:
         "seed": run.seed,
         "batch_size": run.batch_size,
         "epochs": EPOCHS,
+        "model__num_layers": 2,
         "tokenizer__max_seq_len": 64,
         "dataset__split": f"train[:{TRAINED}]",
         "optimizer__lr": run.rate,
@@ -210,6 +211,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         tiny_dir = Path(name) / "tiny"
         make_tiny_assets(tiny_dir, num_samples=TRAINED + HELD_OUT)
+        tiny_dir = shallow_assets(tiny_dir)
         tried = [Run("rate", SMALL, rate, seed=0) for rate in SMALL_RATES]
         tried += [Run("rate", LARGE, rate, seed=0) for rate in LARGE_RATES]
         swept = _trained(tried, tiny_dir)
@@ -221,7 +223,7 @@ def main() -> None:
         "",
         provenance(COMMAND, seconds=time.monotonic() - started),
         "",
-        f"The tiny model of `torchtune_adaptive.tiny` from random weights, {TRAINED} docstrings of Python's standard"
+        f"The tiny model of `torchtune_adaptive.tiny` with two layers, from random weights, {TRAINED} docstrings of Python's standard"
         f" library, rows of up to 64 tokens, {EPOCHS} epochs, AdamW, cosine schedule with {WARM_UP:.0%} of warm-up."
         f" Batches grow from {SMALL} to {LARGE}. The loss is that of {HELD_OUT} other docstrings. Three seeds, which"
         " change the order of the samples; the first weights are the same. The base rate is the best of those tried"
