@@ -223,8 +223,9 @@ def main() -> None:
         "",
         provenance(COMMAND, seconds=time.monotonic() - started),
         "",
-        f"The tiny model of `torchtune_adaptive.tiny` with two layers, from random weights, {TRAINED} docstrings of Python's standard"
-        f" library, rows of up to 64 tokens, {EPOCHS} epochs, AdamW, cosine schedule with {WARM_UP:.0%} of warm-up."
+        f"The tiny model of `torchtune_adaptive.tiny` with two layers, from random weights; {TRAINED} docstrings of"
+        f" Python's standard library, rows of up to 64 tokens, {EPOCHS} epochs; AdamW, cosine schedule with"
+        f" {WARM_UP:.0%} of warm-up."
         f" Batches grow from {SMALL} to {LARGE}. The loss is that of {HELD_OUT} other docstrings. Three seeds, which"
         " change the order of the samples; the first weights are the same. The base rate is the best of those tried"
         " with one seed:",
