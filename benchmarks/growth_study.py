@@ -42,7 +42,7 @@ TRAINED, HELD_OUT, EPOCHS = 2048, 256, 4
 EVERY = 512  # samples between two evaluations
 WARM_UP = 0.05  # of the steps
 # Tried with seed 0, each for the size of batch that it is for.
-SMALL_RATES, LARGE_RATES = (3e-4, 1e-3, 3e-3), (1e-3, 3e-3, 1e-2)
+SMALL_RATES, LARGE_RATES = (1e-3, 3e-3, 1e-2), (3e-3, 1e-2, 3e-2)
 BY_SCHEDULE = {"_component_": "torchtune_adaptive.schedule.geometric", "factor": 2}
 BY_NOISE = {"_component_": "torchtune_adaptive.schedule.gradient_noise_scale"}
 
