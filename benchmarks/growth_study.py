@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.growth_study
 
-Trains the tiny model from random weights on the docstrings of Python's standard library, by the recipe for one device,
+Trains a tiny model from random weights on docstrings of Python's standard library, by the recipe for one device,
 always on the same number of samples: with a small batch, a large one, and ones that grow from the small to the large
 size, by a schedule or by the gradient noise scale, with and without scaling of the learning rate. The loss on samples
 that are not trained on is measured along the way. Writes a table to ``results/growth_study_cpu.md``, and
@@ -24,14 +24,14 @@ import matplotlib as mpl
 import torch
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
-from torchtune import config
+from torchtune import config, training
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_sft
 
 from benchmarks.live import Watch, live_recipe
 from benchmarks.provenance import provenance
-from benchmarks.support.recipe_runs import adaptive_recipe, shallow_assets, tiny_config
+from benchmarks.support.recipe_runs import adaptive_recipe, tiny_config
 from benchmarks.tables import publish, table
-from torchtune_adaptive.tiny import make_tiny_assets
+from torchtune_adaptive.tiny import MODEL_NAME, make_tiny_assets
 
 RESULTS = Path(__file__).parent / "results" / "growth_study_cpu.md"
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "growth_study.svg"
@@ -40,6 +40,7 @@ SEEDS = (0, 1, 2)
 SMALL, LARGE = 8, 64
 TRAINED, HELD_OUT, EPOCHS = 2048, 256, 4
 EVERY = 512  # samples between two evaluations
+SHIFT = 1800  # samples, from those that one seed trains on to those of the next
 WARM_UP = 0.05  # of the steps
 # Tried with seed 0, each for the size of batch that it is for.
 SMALL_RATES, LARGE_RATES = (1e-3, 3e-3, 1e-2), (3e-3, 1e-2, 3e-2)
@@ -76,8 +77,7 @@ class HeldOut(Watch):
 
     def __init__(self, cfg: DictConfig) -> None:
         self.samples, self.steps, self.losses = [0], [0], list[float]()
-        part = f"train[{TRAINED}:{TRAINED + HELD_OUT}]"
-        data = config.instantiate(cfg.dataset, config.instantiate(cfg.tokenizer), split=part)
+        data = config.instantiate(cfg.dataset, config.instantiate(cfg.tokenizer), split=f"train[:{HELD_OUT}]")
         rows = [data[number] for number in range(HELD_OUT)]
         self._batches: list[Any] = [padded_collate_sft(rows[start : start + 32]) for start in range(0, HELD_OUT, 32)]
         self._steps = self._samples = 0
@@ -111,26 +111,35 @@ class HeldOut(Watch):
 
 def _train(run: Run, tiny_dir: Path) -> Curve:
     torch.set_num_threads(1)
+    first = HELD_OUT + run.seed * SHIFT
     options: dict[str, Any] = {
-        "seed": run.seed,
         "batch_size": run.batch_size,
         "epochs": EPOCHS,
         "model__num_layers": 2,
         "tokenizer__max_seq_len": 64,
-        "dataset__split": f"train[:{TRAINED}]",
+        "dataset__split": f"train[{first}:{first + TRAINED}]",
         "optimizer__lr": run.rate,
         "lr_scheduler__num_warmup_steps": round(WARM_UP * EPOCHS * TRAINED / run.batch_size),
         "adaptive": {"memory_limit": "1GiB", "lr_scaling": run.lr_scaling},
     }
     if run.grows_by:
         options |= {"batch_increase_function": run.grows_by, "adaptive__growth_limit": LARGE}
-    cfg = tiny_config("full_single", tiny_dir, tiny_dir.parent / f"run_{os.getpid()}", **options)
+    directory = tiny_dir.parent / f"run_{os.getpid()}"
+    cfg = tiny_config("full_single", tiny_dir, directory, **options)
+    cfg.checkpointer.checkpoint_dir = str(_random_weights(cfg, run.seed, directory / "first"))
     watch = HeldOut(cfg)
     recipe = live_recipe(cfg, adaptive_recipe("full_single"), watch=watch)
     started = time.process_time()
     recipe.train()
     seconds = time.process_time() - started
     return Curve(run, watch.samples, watch.steps, watch.losses, seconds, recipe.trainer.loader.samples_per_step)
+
+
+def _random_weights(cfg: DictConfig, seed: int, directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    training.set_seed(seed=seed)
+    torch.save(config.instantiate(cfg.model).state_dict(), directory / MODEL_NAME)
+    return directory
 
 
 def _trained(runs: Sequence[Run], tiny_dir: Path) -> list[Curve]:
@@ -210,8 +219,7 @@ def main() -> None:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         tiny_dir = Path(name) / "tiny"
-        make_tiny_assets(tiny_dir, num_samples=TRAINED + HELD_OUT)
-        tiny_dir = shallow_assets(tiny_dir)
+        make_tiny_assets(tiny_dir)
         tried = [Run("rate", SMALL, rate, seed=0) for rate in SMALL_RATES]
         tried += [Run("rate", LARGE, rate, seed=0) for rate in LARGE_RATES]
         swept = _trained(tried, tiny_dir)
@@ -223,12 +231,12 @@ def main() -> None:
         "",
         provenance(COMMAND, seconds=time.monotonic() - started),
         "",
-        f"The tiny model of `torchtune_adaptive.tiny` with two layers, from random weights; {TRAINED} docstrings of"
+        f"The tiny model of `torchtune_adaptive.tiny` with two layers; {TRAINED} docstrings of"
         f" Python's standard library, rows of up to 64 tokens, {EPOCHS} epochs; AdamW, cosine schedule with"
         f" {WARM_UP:.0%} of warm-up."
-        f" Batches grow from {SMALL} to {LARGE}. The loss is that of {HELD_OUT} other docstrings. Three seeds, which"
-        " change the order of the samples; the first weights are the same. The base rate is the best of those tried"
-        " with one seed:",
+        f" Batches grow from {SMALL} to {LARGE}. The loss is that of {HELD_OUT} other docstrings. Three seeds, each with"
+        " first weights and samples of its own; a third of the samples are those of another seed too. The base rate is the"
+        " best of those tried with one seed:",
         "",
         *table(["batch", "rate", "held-out loss"], rates),
         "",

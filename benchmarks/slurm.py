@@ -28,7 +28,8 @@ from torchtune_adaptive.tiny import make_tiny_assets
 RESULTS = Path(__file__).parent / "results" / "slurm_cpu.md"
 COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.slurm"
 HOLD = 5  # the run waits after this step, until what the scenario does has happened
-ONE_NODE, TWO_NODES = ["--gpus-per-node=2"], ["--nodes=2", "--gpus-per-node=1"]
+_SMALL = "--cpus-per-task=1"
+ONE_NODE, TWO_NODES = [_SMALL, "--gpus-per-node=2"], [_SMALL, "--nodes=2", "--gpus-per-node=1"]
 _SETUP = ON_TWO_RANKS
 _SIGNALLED = "Received 15 death signal"  # says torchrun
 
