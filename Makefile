@@ -84,6 +84,11 @@ hosts: $(HOSTS_STAMP) $(TORCHTITAN_STAMP)
 	OMP_NUM_THREADS=1 .venv-hosts/bin/python -m pytest -m hosts tests/hosts/test_transformers.py
 	OMP_NUM_THREADS=1 .venv-torchtitan/bin/python -m pytest -m hosts tests/hosts/test_torchtitan.py
 
+# Under half an hour on two processors.
+growth: $(STAMP)
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.growth_study
+	.venv/bin/python -m benchmarks.evidence
+
 # Need root and install nothing: Slurm with two nodes on this machine (Debian's slurm-wlm and munge), and two networks.
 slurm: $(STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -rs -m exhaustive tests/recipes/test_slurm.py

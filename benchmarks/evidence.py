@@ -37,6 +37,7 @@ QUESTIONS = {
     "stock_starts_simulated": "And those that need a GPU?",
     "tokens_cpu": "What does a token budget save?",
     "objective_cpu": "Is the largest batch the fastest?",
+    "growth_study_cpu": "Does growth train better, or sooner?",
     "growth_cpu": "How do steps and learning rate follow a growing batch?",
     "gpu_simulated": "How much memory does torch's allocator for CUDA take, and does the search find what fits?",
     "gpu_rehearsal_cpu": "Does the program that measures on a GPU run?",
@@ -53,7 +54,7 @@ NOT_MEASURED = (
     " [planned](stock_configs.md), not run.",
     "Kernels of bitsandbytes for CUDA, which compute nothing on the simulated GPU. Its optimizers train on CPUs here;"
     " plans of them are compared with published figures.",
-    "Whether growth by the gradient noise scale trains a better model, or trains it sooner.",
+    "Whether growth trains a model of any size that people use better, or sooner.",
     "The searches of Composer and SkyRL, which need CUDA and Ray; other projects' searches on several ranks, which do"
     " not agree between ranks.",
     "torch 2.9 to 2.12 and Python 3.10: the tests pass, and growth of host memory is measured with each torch; all"
