@@ -234,8 +234,8 @@ def main() -> None:
         f"The tiny model of `torchtune_adaptive.tiny` with two layers; {TRAINED} docstrings of"
         f" Python's standard library, rows of up to 64 tokens, {EPOCHS} epochs; AdamW, cosine schedule with"
         f" {WARM_UP:.0%} of warm-up. Batches grow from {SMALL} to {LARGE}. The loss is that of {HELD_OUT} other"
-        " docstrings. Three seeds, each with first weights and samples of its own; an eighth of them are those of another"
-        " seed too. The base rate is the best of those tried with one seed:",
+        " docstrings. Three seeds, each with first weights and samples of its own; an eighth of them are those of"
+        " another seed too. The base rate is the best of those tried with one seed:",
         "",
         *table(["batch", "rate", "held-out loss"], rates),
         "",
