@@ -158,7 +158,11 @@ class Job(Run):
         self.done_before, self._steps_path = self.step, following
 
     def _wait_until(self, condition: Callable[[], object]) -> None:
-        _wait_until(condition, lambda: f"{self.fields}\n{self.output[-3000:]}")
+        def is_so_or_failed() -> bool:
+            return bool(condition()) or self.state == "FAILED"
+
+        _wait_until(is_so_or_failed, lambda: f"{self.fields}\n{self.output[-3000:]}")
+        assert condition(), self.output[-3000:]
 
 
 def _end_jobs() -> None:
