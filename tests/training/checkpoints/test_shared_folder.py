@@ -18,7 +18,7 @@ from torchtune_adaptive.training.checkpoints.steps import check_shared
 
 
 def said(rank: int, path: Path) -> list[str]:
-    """Each check's error, or its warnings: of a shared folder, of one per rank (needed, then not), and of checkpoints."""
+    """Each check's error, or warning: of a shared folder, of one per rank (needed, then not), and of checkpoints."""
     consensus, words = Consensus(), []
     own = path / str(rank)
     own.mkdir()
