@@ -1,82 +1,131 @@
-"""Every sentence of the pages that promise something has its place in ``docs/development/promises.md``."""
+"""Each sentence that promises behaviour names the test or the result that shows it, in docs/development/promises.md.
+
+A row of a table counts as a sentence, with its cells joined by semicolons. In a quotation ``...`` stands for any words.
+"""
 
 import ast
-import functools
 import re
-from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 
+from tests.documents.test_figures import passages
 from tests.support.documents import REPOSITORY
 
-TABLE = REPOSITORY / "docs" / "development" / "promises.md"
-# Other parts of the README are commands, limits and pointers.
-PARTS_OF_README = ("", "Features", "Out of memory in training", "Any PyTorch loop")
-PAGES: dict[str, str] = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", TABLE.read_text(), re.M | re.S))
+PROMISES = "docs/development/promises.md"
+# A page, and the sections of it that are read: all if none is named.
+PAGES: dict[str, tuple[str, ...]] = {
+    "README.md": (
+        "# torchtune_adaptive: train with the largest batch that fits, and survive running out of memory",
+        "## Features",
+        "## Out of memory in training",
+        "## Any PyTorch loop",
+    ),
+    "docs/out_of_memory.md": (),
+    "docs/checkpoints.md": (),
+    "docs/several_nodes.md": (),
+}
+NO_TEST = ("explanation", "advice", "pointer", "not tested")
+_LINK = re.compile(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\([^()\s]*\)")
+_TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
+_RESULT = re.compile(r"\[[\w.]+\]\(\.\./\.\./(benchmarks/results/[\w.]+)\)")
 
 
-def rows_of(page: str) -> Iterator[tuple[list[str], str]]:
-    """The quotations of each row, and what shows them."""
-    for line in PAGES[page].splitlines():
-        if line.startswith('| "'):
-            quoted, _, shown_by = line.strip("| ").rpartition(" | ")
-            yield re.findall(r'"([^"]+)"', quoted), shown_by
+def sentences(text: str, sections: tuple[str, ...] = ()) -> list[str]:
+    """The sentences of a page, without headings, blocks, pictures, links and bold type."""
+    found: list[str] = []
+    heading = ""
+    for passage in passages("", text):
+        if passage.text.startswith("#"):
+            heading = passage.text if not passage.text.startswith("###") else heading
+        elif passage.text.startswith("|"):
+            if passage.headings and (not sections or heading in sections):
+                found.append("; ".join(cell.strip() for cell in _plain(passage.text).strip("| ").split("|")))
+        elif not sections or heading in sections:
+            found += re.split(r"(?<=[.?!])\s+", re.sub(r"^([-*]|\d+\.) ", "", _plain(passage.text)).strip())
+    return [sentence for sentence in found if sentence]
 
 
-def plain(text: str) -> str:
-    """Without the signs of markdown."""
-    return " ".join(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).replace("`", "").replace("*", "").split())
+def _plain(text: str) -> str:
+    return _LINK.sub(lambda link: "" if link[1] else link[2], text).replace("**", "")
 
 
-def sentences_of(page: str) -> Iterator[str]:
-    """Sentences and rows of tables, without headings, pictures and programs."""
-    text = re.sub(r"^```.*?^```$", "", (REPOSITORY / page).read_text(), flags=re.M | re.S)
-    if page == "README.md":
-        parts = dict(re.findall(r"^#+ (.*)\n((?:(?!^#).*\n)*)", text, flags=re.M))
-        first = next(iter(parts))
-        text = "\n\n".join(parts[name or first] for name in PARTS_OF_README)
-    for block in re.split(r"\n\s*\n", text):
-        if block.lstrip().startswith(("#", "![")):
-            continue
-        if block.lstrip().startswith("|"):
-            yield from (plain(line.strip("| ")) for line in block.strip().splitlines()[2:])
-            continue
-        for paragraph in re.split(r"^- ", block, flags=re.M):
-            yield from filter(None, map(plain, re.split(r"(?<=[.?!])\s+(?=[A-Zt`*[(-])", paragraph)))
+def rows(text: str) -> dict[str, list[tuple[str, str]]]:
+    """The rows of the table under the heading of each page: the quotation, and what shows it."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for passage in passages(PROMISES, text):
+        if passage.text.startswith("## "):
+            found[passage.text.removeprefix("## ")] = []
+        elif passage.headings:
+            quotation, shown_by = passage.text.strip("| ").split(" | ")
+            [*found.values()][-1].append((quotation.strip(), shown_by.strip()))
+    return found
 
 
-@functools.cache
-def functions_of(file: str) -> set[str]:
-    tree = ast.parse((REPOSITORY / "tests" / file).read_text())
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+def problems(page: str, wanted: list[str], listed: list[tuple[str, str]]) -> list[str]:
+    """What is to be done where sentences and rows do not match."""
+    patterns = {quotation: re.escape(quotation).replace(r"\.\.\.", ".*") for quotation, _ in listed}
+    new = [one for one in wanted if not any(re.fullmatch(pattern, one) for pattern in patterns.values())]
+    gone = [
+        quotation for quotation, pattern in patterns.items() if not any(re.fullmatch(pattern, one) for one in wanted)
+    ]
+    return [
+        f"{page} has a sentence without a row in {PROMISES}. Add this one, with the test that shows it, or"
+        f" instead of a test one of {', '.join(NO_TEST)}:\n"
+        f"| {one} | `tests/FILE.py::test_NAME` |"
+        for one in new
+    ] + [
+        f"{page} no longer has the sentence of this row in {PROMISES}. If it was changed, read whether the test still"
+        f" shows it, and change the row; else remove it:\n| {one} |"
+        for one in gone
+    ]
+
+
+LISTED = rows((REPOSITORY / PROMISES).read_text())
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_sentence_has_its_place(page: str) -> None:
-    quotations = [one for quoted, _ in rows_of(page) for one in quoted]
-    new = [sentence for sentence in sentences_of(page) if not any(sentence.startswith(one) for one in quotations)]
-    assert not new, f"{page}: name what shows these sentences in {TABLE.name}"
+def test_every_sentence_of_a_page_has_its_row_and_every_row_its_sentence(page: str) -> None:
+    found = problems(page, sentences((REPOSITORY / page).read_text(), PAGES[page]), LISTED[page])
+    assert not found, "\n\n".join(found)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_quotation_begins_a_sentence(page: str) -> None:
-    sentences = list(sentences_of(page))
-    old = [one for quoted, _ in rows_of(page) for one in quoted if not any(it.startswith(one) for it in sentences)]
-    assert not old, f"{page} no longer has these sentences: remove them from {TABLE.name}"
+@cache
+def functions_of(path: str) -> set[str]:
+    """The names of the functions of a file, which is not imported."""
+    file = Path(REPOSITORY / path)
+    body = ast.parse(file.read_text()).body if file.exists() else []
+    return {one.name for one in body if isinstance(one, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_what_shows_a_promise_exists(page: str) -> None:
-    for quoted, shown_by in rows_of(page):
-        tests = re.findall(r"`([\w/]+\.py)::(\w+)`", shown_by)
-        results = re.findall(r"\]\(\.\./\.\./(benchmarks/results/\w+\.md)\)", shown_by)
-        assert shown_by == "-" or tests or results, quoted
-        assert all(name in functions_of(file) for file, name in tests), shown_by
-        assert all((REPOSITORY / place).is_file() for place in results), shown_by
+    for quotation, shown_by in LISTED[page]:
+        if shown_by in NO_TEST:
+            continue
+        for one in shown_by.split(", "):
+            if test := _TEST.fullmatch(one):
+                assert test[2] in functions_of(test[1]), f"{one} does not exist, which is to show: {quotation}"
+            else:
+                result = _RESULT.fullmatch(one)
+                assert result, f"{one!r} must be a test, a link to a result, or one of {NO_TEST}: {quotation}"
+                assert (REPOSITORY / result[1]).exists(), f"{result[1]} does not exist, which is to show: {quotation}"
 
 
-def test_a_sentence_that_is_missing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PAGES, "README.md", PAGES["README.md"].replace('"Twelve recipes: full"', '"Thirteen"'))
-    for test in (test_every_sentence_has_its_place, test_every_quotation_begins_a_sentence):
-        with pytest.raises(AssertionError, match=r"recipes: full|Thirteen"):
-            test("README.md")
+def test_only_the_pages_that_are_read_have_rows() -> None:
+    assert LISTED.keys() == PAGES.keys()
+
+
+def test_a_changed_sentence_a_new_one_and_a_row_too_many_are_found() -> None:
+    page = (
+        "# Page\n\nIt **ends** in 30 s. The [log](a.md) says why.\n\n- It saves.\n\n| a | b |\n|---|---|\n| c | d |\n"
+    )
+    assert sentences(page) == ["It ends in 30 s.", "The log says why.", "It saves.", "c; d"]
+    assert sentences(page + "\n## More\n\nNo.\n", ("## More",)) == ["No."]
+    listed = [("It ends in 20 s.", ""), ("The log ...", ""), ("It saves.", ""), ("c; d", ""), ("Gone.", "")]
+    assert [one.partition("\n")[2] for one in problems("page.md", sentences(page), listed)] == [
+        "| It ends in 30 s. | `tests/FILE.py::test_NAME` |",
+        "| It ends in 20 s. |",
+        "| Gone. |",
+    ]

@@ -53,6 +53,14 @@ def ends(runs: Sequence[Launch]) -> list[int]:
     return [run.wait() for run in runs]
 
 
+def same_weights(one: Launch, other: Launch) -> bool:
+    """Whether the weights after the first epoch are equal, bit for bit."""
+    theirs, ours = last_weights(one.out, 1), last_weights(other.out, 1)
+    assert theirs.keys() == ours.keys() != set()
+    pairs = ((value, ours[place][name]) for place, tensors in theirs.items() for name, value in tensors.items())
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
 REFUSED = "`adaptive.margin` must be in [0, 1), but is 2 instead."
 BAD: dict[str, object] = {"adaptive.margin": 2}
 
@@ -90,10 +98,7 @@ def test_nodes_search_and_train_together_with_the_lowest_memory_limit(tiny_dir: 
         assert two[name] == one[name], name
     assert len(alone.steps) == 4
     assert step_difference(alone.steps, runs[0].steps) == ""
-    theirs, ours = last_weights(alone.out, 1), last_weights(runs[0].out, 1)
-    assert theirs.keys() == ours.keys() != set()
-    for place, tensors in theirs.items():
-        assert all(torch.equal(value, ours[place][name]) for name, value in tensors.items())
+    assert same_weights(alone, runs[0])
 
 
 @pytest.mark.exhaustive
@@ -113,8 +118,9 @@ def test_when_a_rank_of_one_node_runs_out_of_memory_all_ranks_halve(
 def test_when_a_node_is_killed_the_other_ends_and_both_resume_later(
     killed: int, tiny_dir: Path, tmp_path: Path
 ) -> None:
+    """They then train as one node of four ranks does that is not killed, bit for bit."""
     each: list[dict[str, object]] = [{"adaptive.save_every_n_steps": 1}] * 2
-    with two_nodes(tiny_dir, tmp_path, each, ranks=2, holds=[3]) as runs:
+    with two_nodes(tiny_dir, tmp_path / "two", each, ranks=2, holds=[3]) as runs:
         runs[0].wait_for_step(3)
         victim, other = runs[killed], runs[1 - killed]
         for run in runs:
@@ -126,10 +132,14 @@ def test_when_a_node_is_killed_the_other_ends_and_both_resume_later(
     (sentence,) = said(other)
     assert sentence.endswith("is gone; its own output says why.")
     assert [one.path.name for one in CheckpointFolder(runs[0].out).checkpoints()] == ["step_1", "step_2"]
-    with two_nodes(tiny_dir, tmp_path, each, ranks=2) as again:
+    with two_nodes(tiny_dir, tmp_path / "two", each, ranks=2) as again:
         assert ends(again) == [0, 0], again[0].output[-3000:]
     assert "step_2" in {run.resumed_from for run in again}
-    assert again[0].step == 4
+    alone = finished(setup(each[0], ranks=4), tiny_dir, tmp_path / "one")
+    steps = [step for step in again[0].steps if step["step"] > 2]
+    assert [step["step"] for step in steps] == [3, 4]
+    assert step_difference(alone.steps[2:], steps) == ""
+    assert same_weights(alone, again[0])
 
 
 @pytest.mark.exhaustive

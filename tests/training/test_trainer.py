@@ -631,6 +631,17 @@ def test_a_run_out_of_memory_in_the_optimizer_ends_with_what_to_do(
         )
 
 
+def test_a_run_out_of_memory_in_clipping_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    toy = Toy(tmp_path, max_grad_norm=1.0, recovers=True)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", fail)
+    with pytest.raises(RuntimeError, match="out of memory in phase 'clip', "):
+        toy.train()
+    assert (toy.trainer.global_step, toy.weight) == (0, W)
+
+
 # ---- a resumed run
 
 

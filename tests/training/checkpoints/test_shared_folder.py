@@ -1,7 +1,9 @@
-"""Ranks that do not share the checkpoint folder are refused where they must write to it."""
+"""Ranks that do not share the checkpoint folder are refused where they must write to it, and warned otherwise."""
 
+import logging
 import os
 from pathlib import Path
+from unittest import mock
 
 from omegaconf import DictConfig
 
@@ -10,12 +12,13 @@ from tests.support.toys import STATE
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.stock.resume import find_checkpoint
+from torchtune_adaptive.training.checkpoints import steps
 from torchtune_adaptive.training.checkpoints.folder import CheckpointFolder, write_state
 from torchtune_adaptive.training.checkpoints.steps import check_shared
 
 
 def said(rank: int, path: Path) -> list[str]:
-    """Each check's error, or empty text: of a shared folder, of one per rank (needed, then not), and of checkpoints."""
+    """Each check's error, or warning: of a shared folder, of one per rank (needed, then not), and of checkpoints."""
     consensus, words = Consensus(), []
     own = path / str(rank)
     own.mkdir()
@@ -36,17 +39,18 @@ def said(rank: int, path: Path) -> list[str]:
         lambda: find("step_0"),
     ]
     for check in checks:
-        try:
-            check()
-        except InputError as error:
-            words.append(str(error))
-        else:
-            words.append("")
+        with mock.patch.object(steps.log, "log") as log:
+            try:
+                check()
+            except InputError as error:
+                words.append(str(error))
+            else:
+                words.append("".join(call.args[1] for call in log.call_args_list if call.args[0] == logging.WARNING))
     assert not list(path.rglob("unfinished_*"))
     return words
 
 
-def test_nodes_without_a_shared_folder_are_refused_where_they_need_one(tmp_path: Path) -> None:
+def test_nodes_without_a_shared_folder_are_refused_where_they_need_one_and_else_warned(tmp_path: Path) -> None:
     not_shared = (
         "`adaptive.save_every_n_steps` must be null where nodes do not share `output_dir`, but"
         f" '{tmp_path / '0'}' of rank 0 is not there on every rank."
@@ -55,4 +59,9 @@ def test_nodes_without_a_shared_folder_are_refused_where_they_need_one(tmp_path:
         "`resume_from_checkpoint` must be a checkpoint that all nodes see, but on rank 1 there is no"
         f" '{tmp_path / '1' / 'step_0'}'."
     )
-    assert run_on_ranks(said, 2, tmp_path) == [["", not_shared, "", "", "", unseen]] * 2
+    warning = (
+        f"{tmp_path / '0'} is not shared by all nodes: epochs are saved on the node of rank 0 alone, and a run that is"
+        " asked to end cannot save."
+    )
+    expected = [["", not_shared, only_said, "", "", unseen] for only_said in (warning, "")]  # rank 0 logs for all
+    assert run_on_ranks(said, 2, tmp_path) == expected
