@@ -27,7 +27,7 @@ AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-ReturnToService=2
+ReturnToService=0
 SlurmctldPort={port}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
