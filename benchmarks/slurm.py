@@ -210,7 +210,7 @@ def main() -> None:
             for scenario in SCENARIOS:
                 outcomes.append(scenario(scenarios))
                 print(lines_of(outcomes)[-1], flush=True)
-        version = said_by("sbatch", "--version").strip()
+            version = said_by("sbatch", "--version").strip()
     lines = [
         "# Jobs of Slurm, CPU",
         "",
