@@ -229,11 +229,11 @@ def _said(runs: list[Launch]) -> list[str]:
 
 def lines_of(outcomes: Sequence[Outcome]) -> list[str]:
     """A table of the outcomes."""
-    header = ["Scenario", "Seconds until node 0, node 1 ended", "Status", "Node 0 says", "Node 1 says"]
+    header = ["Scenario", "Until node 0, node 1 ended", "Status", "Node 0 says", "Node 1 says"]
     header += ["Started again from", "Equal"]
     rows = []
     for one in outcomes:
-        seconds = ", ".join(f"{each:.0f}" for each in one.seconds) if one.seconds else "goes on"
+        seconds = ", ".join(f"{each:.0f} s" for each in one.seconds) if one.seconds else "goes on"
         statuses = ", ".join(map(str, one.statuses))
         rows.append([one.scenario, seconds, statuses, *one.sentences, one.resumed_from, one.difference or "yes"])
     return table(header, rows)
