@@ -204,13 +204,12 @@ def main() -> None:
     if missing():
         sys.exit(f"Slurm cannot be started: {missing()}.")
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as name:
-        with cluster(Path(name) / "cluster"):
-            scenarios, outcomes = Scenarios(Path(name)), []
-            for scenario in SCENARIOS:
-                outcomes.append(scenario(scenarios))
-                print(lines_of(outcomes)[-1], flush=True)
-            version = said_by("sbatch", "--version").strip()
+    with tempfile.TemporaryDirectory() as name, cluster(Path(name) / "cluster"):
+        scenarios, outcomes = Scenarios(Path(name)), []
+        for scenario in SCENARIOS:
+            outcomes.append(scenario(scenarios))
+            print(lines_of(outcomes)[-1], flush=True)
+        version = said_by("sbatch", "--version").strip()
     lines = [
         "# Jobs of Slurm, CPU",
         "",
