@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -70,7 +71,7 @@ def cluster(folder: Path) -> Iterator[None]:
     (folder / "munge.key").chmod(0o600)
     before = os.environ.copy()
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
-    os.environ["PATH"] += ":/usr/sbin"
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{before['PATH']}:/usr/sbin"  # the script calls `tune`
     with ExitStack() as stack:
         stack.callback(os.environ.update, PATH=before["PATH"])
         stack.callback(os.environ.pop, "SLURM_CONF")
