@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.training.checkpoints.test_step_checkpoints import ADAMW, Run
@@ -26,6 +26,16 @@ class Hostile:
 
     def __init__(self, function: Any, folder: Path) -> None:
         self._reduced = function, (str(folder),)
+
+    def __reduce__(self) -> Any:
+        return self._reduced
+
+
+class ByAttribute:
+    """Is written as Python 3.11.0 to 3.11.3 write a member of an enumeration."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._reduced = getattr, (owner, name)
 
     def __reduce__(self) -> Any:
         return self._reduced
@@ -79,6 +89,21 @@ def test_other_names_of_the_same_modules_are_refused_too(tmp_path: Path, module:
     )
     (tmp_path / ".metadata").write_bytes(b"\x80\x04" + reference + b".")
     with pytest.raises(pickle.UnpicklingError, match=f"^{re.escape(module)}.{re.escape(name)} does not belong"):
+        TensorReader(tmp_path).read_metadata()
+
+
+def test_a_checkpoint_of_an_early_python_3_11_is_read(tmp_path: Path) -> None:
+    written = Metadata({}, planner_data=ByAttribute(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT"))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(written))
+    found = TensorReader(tmp_path).read_metadata()
+    assert found.planner_data is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+
+
+@pytest.mark.parametrize("owner", [_MEM_FORMAT_ENCODING, Metadata])
+def test_an_attribute_that_is_no_member_of_an_enumeration_is_refused(tmp_path: Path, owner: Any) -> None:
+    written = Metadata({}, planner_data=ByAttribute(owner, "__init__"))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(written))
+    with pytest.raises(pickle.UnpicklingError, match=r"^__init__ of <.*> does not belong into a .* metadata$"):
         TensorReader(tmp_path).read_metadata()
 
 

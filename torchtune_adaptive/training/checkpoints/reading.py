@@ -1,5 +1,6 @@
 """Reads PyTorch's distributed checkpoints without running code from them. torch itself unpickles whatever they have."""
 
+import enum
 import pickle
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,16 @@ class _MetadataUnpickler(pickle.Unpickler):
             found = one if getattr(one, "__module__", "") == module_name else None
         elif module_name == "torch" and isinstance(one := vars(torch).get(global_name), torch.dtype):
             found = one
+        elif (module_name, global_name) == ("builtins", "getattr"):
+            found = _member
         if found is None:
             raise pickle.UnpicklingError(f"{module_name}.{global_name} does not belong into a checkpoint's metadata")
         return found
+
+
+# Python 3.11.0 to 3.11.3 wrote a member of an enumeration as an attribute of its class.
+def _member(kind: Any, name: str) -> Any:
+    found = kind.__members__.get(name) if isinstance(kind, enum.EnumMeta) else None
+    if found is None:
+        raise pickle.UnpicklingError(f"{name} of {kind!r} does not belong into a checkpoint's metadata")
+    return found
