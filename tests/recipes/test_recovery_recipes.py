@@ -92,7 +92,7 @@ def _troubles(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
 
 def _single_rows_fail(cfg: Any) -> tuple[str, int]:
     recipe_class = adaptive_recipe("full")
-    faults = {(2, micro_step): Fault(9, ranks=[1]) for micro_step in (0, 1)}
+    faults = {(2, micro_step): Fault(9, ranks=[1]) for micro_step in range(4)}
     with faults_in(recipe_class, faults), pytest.raises(NothingFitsError) as failure:
         finished(recipe_class, cfg)
     return str(failure.value), len(RecordingLogger.last.steps) if dist.get_rank() == 0 else 0
