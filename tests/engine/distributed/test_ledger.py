@@ -1,5 +1,6 @@
 """The ledger records all collectives of a micro-step, and a rank that failed can replay the rest of them."""
 
+import inspect
 import math
 import random
 import weakref
@@ -175,7 +176,8 @@ def replicated() -> nn.Module:
 
 
 MODELS: dict[int, dict[str, Callable[[], nn.Module]]] = {
-    2: {"sharded": lambda: ShardedTrainee().model, "replicas": lambda: hsdp(2, 1), "replicate": replicated},
+    2: {"sharded": lambda: ShardedTrainee().model, "replicas": lambda: hsdp(2, 1)}
+    | ({"replicate": replicated} if "mesh" in inspect.signature(replicate).parameters else {}),  # not in torch 2.9
     4: {
         "HSDP": lambda: hsdp(2, 2),
         "partly freed": lambda: sharded(init_device_mesh("cpu", (4,)), reshard_after_forward=2),

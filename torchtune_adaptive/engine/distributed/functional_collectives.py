@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute
 
 from torchtune_adaptive.engine.memory.operations import OperationMode, is_collective, is_wait
 
@@ -145,10 +145,11 @@ def drop_unfinished_masks() -> None:
     """Drop the masks that an error has left: a sharded embedding masks its rows until they are summed over ranks.
 
     DTensor keeps the mask where it keeps the operation's sharding, and refuses another one there. It derives dropped
-    shardings again.
+    shardings again, and then must not use the redistributions of those of before.
     """
     # torch's own function is in a module that needs numpy, and torch 2.9 and 2.10 do not have it.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     clear_fast_path = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # of torch 2.10 and later
     if clear_fast_path is not None:
         clear_fast_path()
+    vars(_redistribute)["_gen_transform_infos"].cache_clear()
