@@ -110,7 +110,7 @@ def test_when_a_rank_of_one_node_runs_out_of_memory_all_ranks_halve(
     with two_nodes(tiny_dir, tmp_path, [{}, {}], ranks=2, recipe="faulty_recipe") as runs:
         assert ends(runs) == [0, 0], runs[0].output[-3000:]
     assert [step["oom_retries"] for step in runs[0].steps] == [0, 1, 1, 1]
-    assert [step["micro_batch_size"] for step in runs[0].steps] == [4, 2, 2, 2]
+    assert [step["micro_batch_size"] for step in runs[0].steps] == [4, 2, 4, 4]
 
 
 @pytest.mark.exhaustive
