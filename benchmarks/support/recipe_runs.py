@@ -198,16 +198,26 @@ def finished(recipe_class: Any, cfg: DictConfig) -> tuple[list[Step], dict[str, 
     return *trained(recipe), recipe
 
 
+def with_sizes_fitted(recipe_class: Any) -> Any:
+    """The recipe in which micro-batches of every size have fitted: a fault halves them, and sets no limit."""
+
+    class WithSizesFitted(recipe_class):
+        def before_step(self, step: int) -> None:
+            super().before_step(step)
+            self.trainer.recoverable.sizes.fitted(sys.maxsize)
+
+    return WithSizesFitted
+
+
 def with_micro_batches(recipe_class: Any, size_at: Callable[[int], int | None]) -> Any:
     """The recipe with micro-batches of ``size_at(step)``, steps counted from 0; None: as large as they may be."""
 
-    class WithMicroBatches(recipe_class):
+    class WithMicroBatches(with_sizes_fitted(recipe_class)):
         def before_step(self, step: int) -> None:
             super().before_step(step)
             micro_batches = self.trainer.micro_batches
             micro_batches.resize(size_at(step) or micro_batches.largest.size)
             self.trainer.recoverable.backoff.next_trial = None  # otherwise larger ones would be tried
-            self.trainer.recoverable.sizes.fitted(sys.maxsize)  # otherwise a fault may set a limit, and not halve them
 
     return WithMicroBatches
 

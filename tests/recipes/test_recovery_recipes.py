@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import re
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from benchmarks.support.recipe_runs import (
     shallow_assets,
     tiny_config,
     with_micro_batches,
+    with_sizes_fitted,
     without_saving,
 )
 from tests.recipes.test_tune_run import tune_run
@@ -43,23 +43,12 @@ def _figures(steps: list[dict[str, float]]) -> list[tuple[float, ...]]:
     return [tuple(step[name] for name in ("step", "loss", "lr", "grad_norm", "micro_batch_size")) for step in steps]
 
 
-def _recipe(kind: str) -> Any:
-    """The recipe to which no micro-batch is larger than all before: a fault halves them, however long rows are."""
-
-    class EverySizeHasFitted(adaptive_recipe(kind)):
-        def before_step(self, step: int) -> None:
-            super().before_step(step)
-            self.trainer.recoverable.sizes.fitted(sys.maxsize)
-
-    return EverySizeHasFitted
-
-
 def _faulty_and_configured(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     """Two epochs of four steps; rank 1 fails in backward of the first, rank 0 twice in forward of the second."""
     dropout = {"model__lora_dropout": 0.1} if kind == "lora" else {"model__attn_dropout": 0.1}
     common: dict[str, Any] = UNMETERED | dropout | {"epochs": 2, "max_steps_per_epoch": 4, "batch_size": 4}
     common["gradient_accumulation_steps"] = 2
-    recipe_class = without_saving(_recipe(kind))
+    recipe_class = without_saving(with_sizes_fitted(adaptive_recipe(kind)))
     faults = {
         (1, 1): Fault(30, ranks=[1], phase="backward"),
         (5, 0): Fault(30, ranks=[0], phase="forward"),
@@ -103,7 +92,7 @@ def _troubles(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
 
 
 def _single_rows_fail(cfg: Any) -> tuple[str, int]:
-    recipe_class = _recipe("full")
+    recipe_class = with_sizes_fitted(adaptive_recipe("full"))
     faults = {(2, micro_step): Fault(9, ranks=[1]) for micro_step in (0, 1)}
     with faults_in(recipe_class, faults), pytest.raises(NothingFitsError) as failure:
         finished(recipe_class, cfg)
@@ -124,7 +113,7 @@ def _optimizer_fails(cfg: Any) -> str:
 
 def _thrashing(config: Any, rank: int) -> dict[str, Any]:
     """An allocator on rank 1 that frees its cache in steps of four rows, and a run configured with the right size."""
-    recipe_class = without_saving(_recipe("full"))
+    recipe_class = without_saving(with_sizes_fitted(adaptive_recipe("full")))
     retries: list[int] = []
 
     class Thrashing(recipe_class):
@@ -154,7 +143,7 @@ def _ballast(config: Any, rank: int) -> dict[str, Any]:
     """A neighbour, which stands for another process, takes memory on rank 1 in steps 2 and 3 of the first epoch."""
     neighbour = ExitStack()
 
-    class WithNeighbour(_recipe("full")):
+    class WithNeighbour(with_sizes_fitted(adaptive_recipe("full"))):
         def before_step(self, step: int) -> None:
             super().before_step(step)
             if rank == 1 and step == 2:

@@ -176,13 +176,14 @@ def replicated() -> nn.Module:
 
 
 MODELS: dict[int, dict[str, Callable[[], nn.Module]]] = {
-    2: {"sharded": lambda: ShardedTrainee().model, "replicas": lambda: hsdp(2, 1)}
-    | ({"replicate": replicated} if "mesh" in inspect.signature(replicate).parameters else {}),  # not in torch 2.9
+    2: {"sharded": lambda: ShardedTrainee().model, "replicas": lambda: hsdp(2, 1)},
     4: {
         "HSDP": lambda: hsdp(2, 2),
         "partly freed": lambda: sharded(init_device_mesh("cpu", (4,)), reshard_after_forward=2),
     },
 }
+if "mesh" in inspect.signature(replicate).parameters:  # not in torch 2.9
+    MODELS[2]["replicate"] = replicated
 
 
 def play_models() -> dict[str, dict[str, Any]]:

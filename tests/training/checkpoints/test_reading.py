@@ -21,21 +21,11 @@ from torchtune_adaptive.training.checkpoints.reading import TensorReader, Tensor
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-class Hostile:
-    """Makes a folder when it is unpickled."""
+class Calls:
+    """Calls a function when it is unpickled."""
 
-    def __init__(self, function: Any, folder: Path) -> None:
-        self._reduced = function, (str(folder),)
-
-    def __reduce__(self) -> Any:
-        return self._reduced
-
-
-class ByAttribute:
-    """Is written as Python 3.11.0 to 3.11.3 write a member of an enumeration."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self._reduced = getattr, (owner, name)
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self._reduced = function, arguments
 
     def __reduce__(self) -> Any:
         return self._reduced
@@ -54,7 +44,7 @@ def test_code_in_the_metadata_is_not_run(run: Run, tmp_path: Path, function: Any
     checkpoint = run.folder.checkpoints()[-1]
     metadata = checkpoint.path / ".metadata"
     saved = pickle.loads(metadata.read_bytes())
-    saved.planner_data = Hostile(function, tmp_path / "made")
+    saved.planner_data = Calls(function, str(tmp_path / "made"))
     metadata.write_bytes(hostile := pickle.dumps(saved))
     before = run.tensors()
     name = re.escape(f"{function.__module__}.{function.__name__}")
@@ -67,7 +57,7 @@ def test_code_in_the_metadata_is_not_run(run: Run, tmp_path: Path, function: Any
 
 
 def test_code_in_the_states_of_ranks_is_not_run(tmp_path: Path) -> None:
-    torch.save([Hostile(os.mkdir, tmp_path / "made")], tmp_path / RANK_STATES_NAME)
+    torch.save([Calls(os.mkdir, str(tmp_path / "made"))], tmp_path / RANK_STATES_NAME)
     with pytest.raises(InputError, match=r"must be a readable file, but reading it failed: .*\.$"):
         read_rank_states(tmp_path)
     assert not (tmp_path / "made").exists()
@@ -93,7 +83,8 @@ def test_other_names_of_the_same_modules_are_refused_too(tmp_path: Path, module:
 
 
 def test_a_checkpoint_of_an_early_python_3_11_is_read(tmp_path: Path) -> None:
-    written = Metadata({}, planner_data=ByAttribute(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT"))
+    """Python 3.11.0 to 3.11.3 write a member of an enumeration so."""
+    written = Metadata({}, planner_data=Calls(getattr, _MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT"))
     (tmp_path / ".metadata").write_bytes(pickle.dumps(written))
     found = TensorReader(tmp_path).read_metadata()
     assert found.planner_data is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
@@ -101,14 +92,14 @@ def test_a_checkpoint_of_an_early_python_3_11_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("owner", [_MEM_FORMAT_ENCODING, Metadata])
 def test_an_attribute_that_is_no_member_of_an_enumeration_is_refused(tmp_path: Path, owner: Any) -> None:
-    written = Metadata({}, planner_data=ByAttribute(owner, "__init__"))
+    written = Metadata({}, planner_data=Calls(getattr, owner, "__init__"))
     (tmp_path / ".metadata").write_bytes(pickle.dumps(written))
     with pytest.raises(pickle.UnpicklingError, match=r"^__init__ of <.*> does not belong into a .* metadata$"):
         TensorReader(tmp_path).read_metadata()
 
 
 def test_code_in_the_place_of_a_tensor_is_not_run(tmp_path: Path) -> None:
-    saved = {"weight": Hostile(os.mkdir, tmp_path / "made")}
+    saved = {"weight": Calls(os.mkdir, str(tmp_path / "made"))}
     state_dict_saver.save(saved, storage_writer=FileSystemWriter(tmp_path / "saved"), no_dist=True)
     reader = TensorReader(tmp_path / "saved")
     assert isinstance(reader.read_metadata().state_dict_metadata["weight"], BytesStorageMetadata)

@@ -144,8 +144,8 @@ def wait_for_unused_results() -> None:
 def drop_unfinished_masks() -> None:
     """Drop the masks that an error has left: a sharded embedding masks its rows until they are summed over ranks.
 
-    DTensor keeps the mask where it keeps the operation's sharding, and refuses another one there. It derives dropped
-    shardings again, and then must not use the redistributions of those of before.
+    DTensor caches the mask with the operation's sharding, and refuses another one there. Dropped shardings are derived
+    again. Cached redistributions are dropped too: those of torch 2.9 keep the old shardings, whose masks are gone.
     """
     # torch's own function is in a module that needs numpy, and torch 2.9 and 2.10 do not have it.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
