@@ -57,9 +57,9 @@ NOT_MEASURED = (
     "Whether growth trains a model of any size that people use better, or sooner.",
     "The searches of Composer and SkyRL, which need CUDA and Ray; other projects' searches on several ranks, which do"
     " not agree between ranks.",
-    "torch 2.10 to 2.12 with images or tensor parallelism: the tests of everything else passed. All tests pass with torch"
-    " 2.9 on Python 3.10, and with torch 2.13 on Python 3.12. Growth of host memory is measured with each torch; all"
-    " other figures are of torch 2.13 with Python 3.11. With torch 2.15 only the tests of `engine` and of plans of"
+    "torch 2.10 to 2.12 with images or tensor parallelism: the tests of everything else passed. All tests pass with"
+    " torch 2.9 on Python 3.10, and with torch 2.13 on Python 3.12. Growth of host memory is measured with each torch;"
+    " all other figures are of torch 2.13 with Python 3.11. With torch 2.15 only the tests of `engine` and of plans of"
     " loops.",
 )
 
