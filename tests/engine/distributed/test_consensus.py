@@ -1,9 +1,12 @@
 """All ranks get the same answer, with one process, two and four."""
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from benchmarks.support.ranks import run_on_ranks
 from torchtune_adaptive.engine.distributed.consensus import Consensus
@@ -116,3 +119,22 @@ def test_without_a_process_group_a_process_gets_its_own_answers() -> None:
     assert own is value
     consensus.close()
     assert consensus.any_rank(True)
+
+
+def _waits(rank: int, hours: float) -> list[timedelta]:
+    """How long groups of all ranks and of these two ranks wait if the default group waits for ``hours``."""
+    store = c10d.PrefixStore("again", c10d._get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(hours=hours))
+    found = []
+    for consensus in (Consensus(), *([Consensus([0, 1])] if rank < 2 else [])):
+        group: Any = consensus._group
+        found.append(group._get_backend(torch.device("cpu")).options._timeout)
+        consensus.any_rank(True)  # the others have the group too
+    return found
+
+
+@pytest.mark.parametrize(("hours", "expected"), [(4, 4), (0.1, 0.5)])
+def test_ranks_wait_for_each_other_as_long_as_the_default_group_does(hours: float, expected: float) -> None:
+    found = run_on_ranks(_waits, 3, hours)
+    assert found == [[timedelta(hours=expected)] * number for number in (2, 2, 1)]

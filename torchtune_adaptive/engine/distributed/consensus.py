@@ -9,6 +9,7 @@ Without a process group, or with a single process, nothing is communicated: the 
 
 from collections import Counter
 from collections.abc import Callable, Collection
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -39,7 +40,11 @@ class Consensus:
         self.ranks = tuple(range(world_size) if ranks is None else sorted(ranks))
         if len(self.ranks) > 1:
             whole = len(self.ranks) == world_size
-            self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if whole else _new_group(self.ranks)
+            timeout = _timeout()
+            if whole:
+                self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
+            else:
+                self._group = _new_group(self.ranks, timeout)
 
     @classmethod
     def of(cls, model: nn.Module, process_group: dist.ProcessGroup | None = None) -> "Consensus":
@@ -152,7 +157,18 @@ class Consensus:
         return answer
 
 
-def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def _timeout() -> timedelta:
+    """That of the default group, if it is longer than torch's default for the CPU.
+
+    A rank may have to wait for another one that evaluates or uploads, for as long as the user allows.
+    """
+    group = c10d._get_default_group()
+    backends = [group._get_backend(device) for device in group._device_types]
+    given = [one.options._timeout for one in backends if hasattr(one, "options")]
+    return max([default_pg_timeout, *given])
+
+
+def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
     """A gloo group of ``ranks``, which are not all of the default group. A collective of them only.
 
     ``dist.new_group(ranks, use_local_synchronization=True)`` names the group after the number of groups of the process.
@@ -167,7 +183,7 @@ def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
         dist.Backend("gloo"),
         c10d._get_default_store(),
         cast(Any, name),
-        timeout=default_pg_timeout,
+        timeout=timeout,
     )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return cast(dist.ProcessGroup, group)
