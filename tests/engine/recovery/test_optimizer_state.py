@@ -135,6 +135,15 @@ def test_a_scheduler_does_not_learn_of_the_step(has_stepped: bool) -> None:
     assert scheduler.get_last_lr() == [group["lr"] for group in trainee.optimizer.param_groups] == [0.1, 0.1]
 
 
+def test_what_a_user_does_after_each_step_is_not_done() -> None:
+    trainee = Trainee()
+    averaged: list[Any] = []
+    trainee.optimizer.register_step_post_hook(lambda *_: averaged.append(trainee.bits()))
+    allocate_state(trainee.optimizer)
+    assert averaged == []
+    assert trainee.train() == averaged
+
+
 # ---- what is left alone
 
 

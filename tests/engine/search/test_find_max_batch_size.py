@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -189,6 +190,65 @@ def test_a_search_restores_all_state(peaks: list[int], strategy: Strategy, warm:
     assert same_bits(loop.state(), before)
     assert all(parameter.grad is None for parameter in loop.model.parameters())
     assert hooks_of(loop) == 0
+
+
+class Averaging(Perceptron):
+    """With buffers that a step replaces, or changes the values of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.register_buffer("mean", torch.zeros(()))
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = super().loss(batch)
+        self.model.mean = 0.9 * self.model.get_buffer("mean") + 0.1 * loss.detach()
+        return loss
+
+
+def test_a_buffer_that_steps_replace_is_restored() -> None:
+    loop = Averaging()
+    mean = loop.model.mean
+    loop.find("1MiB")
+    assert loop.model.mean is mean
+    assert mean == 0
+
+
+def test_a_step_that_changes_a_frozen_teacher_is_an_error() -> None:
+    """Its weights are an average of the student's. The search has no copy of them."""
+    loop = Perceptron()
+    student, teacher = loop.model, Perceptron().model.requires_grad_(False)
+    loop.model = nn.ModuleList([student, teacher])
+    loop.loss = lambda batch: F.cross_entropy(student(batch["inputs"]), batch["targets"])
+    assert loop.find("1MiB").batch_size > 1
+    step = loop.train_step
+
+    def averaging(batch: Any) -> None:
+        step(batch)
+        for ours, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
+            ours.data.lerp_(theirs.data, 0.1)
+
+    loop.train_step = averaging
+    with pytest.raises(InputError, match=r"must not change `1\.0\.weight`, which needs no gradients"):
+        loop.find("1MiB")
+
+
+def test_a_parameter_of_the_optimizer_that_the_model_lacks_is_refused() -> None:
+    loop = Perceptron()
+    loop.optimizer.add_param_group({"params": nn.Linear(3, 1).parameters()})
+    with pytest.raises(InputError, match=r"`model` must have all .*, but lacks one of shape \(1, 3\)"):
+        loop.find("1MiB")
+
+
+def test_the_optimizers_state_counts_if_a_gradient_scaler_skips_the_first_steps() -> None:
+    loop = Perceptron()
+    expected = loop.find("256KiB", max_batch_size=None).batch_size
+    loop.train_step = lambda batch: loop.loss(batch).backward()  # as with a scale that is too large
+    assert loop.find("256KiB", max_batch_size=None).batch_size == expected
+    assert not loop.optimizer.state
+
+
+def test_sizes_may_be_numbers_of_numpy() -> None:
+    assert Perceptron().find("1GiB", max_batch_size=np.int64(37), power_of_two=True).batch_size == 32
 
 
 @pytest.mark.parametrize("place", ["train_step", "make_batch"])

@@ -1,7 +1,8 @@
 """Save and restore everything that train steps change, so that probes can run on the real model and optimizers.
 
 Trainable parameters (this rank's shards), buffers, optimizer state and random states are saved. A probe does
-not measure the memory of the copies: see ``Copies``. Frozen parameters are not saved, because nothing writes to them.
+not measure the memory of the copies: see ``Copies``. Frozen parameters, which may be most of a model, are not saved:
+``FrozenParameters`` notices if a step writes to them.
 """
 
 import copy
@@ -9,7 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +18,9 @@ from torch import nn
 from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states, reset_after_failure
 from torchtune_adaptive.engine.memory.copies import Copies
 from torchtune_adaptive.engine.memory.operations import plain_parts
+
+_SMALL_BYTES = 2**20  # buffers that cost nothing to copy in each step
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 @contextmanager
@@ -30,7 +34,7 @@ def restore_on_exit(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
     Yields a function that restores only the optimizers, for a step that failed while the optimizers created their
     state. The next step would otherwise use the incomplete state.
     """
-    tensors = _trained_tensors(model)
+    tensors, buffers = _trained_tensors(model), [(place, place.tensor) for place in buffer_places(model)]
     settings = KeptSettings(fsdp_states(model))
     with Copies([*tensors, *_tensors_of(optimizers)]) as copies, keep_random_states():
         restores = [copies.copy(tensor) for tensor in tensors]
@@ -45,6 +49,8 @@ def restore_on_exit(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
         finally:
             reset_after_failure(model)
             settings.restore()
+            for place, tensor in buffers:
+                place.put(tensor)
             for restore in restores:
                 restore()
             restore_optimizers()
@@ -115,7 +121,7 @@ class RandomStates:
 
 
 class KeptTensors:
-    """Copies of tensors on the same device, for example of a model's buffers. Copying does not wait for the device."""
+    """Copies of tensors on the same device. Copying does not wait for the device."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._copies = [
@@ -135,6 +141,73 @@ class KeptTensors:
         """Restore the tensors from their copies."""
         for _, part, copied in self._copies:
             part.copy_(copied)
+
+
+class FrozenParameters:
+    """The parameters of ``model`` that need no gradients, with checksums: a step may write to them, unseen by autograd.
+
+    For example to a teacher whose weights are an average of the student's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        frozen = [(name, one) for name, one in model.named_parameters() if not one.requires_grad]
+        self._checksums = [(name, one, _checksum(one)) for name, one in frozen]
+
+    def first_changed(self) -> str:
+        """The name of the first one whose values have changed, or ""."""
+        return next((name for name, one, before in self._checksums if _checksum(one) != before), "")
+
+
+def _checksum(tensor: torch.Tensor) -> list[int]:
+    """The sums of the bits of each plain tensor in ``tensor``, as integers."""
+    parts = [part.detach().contiguous() for part in plain_parts(tensor)]
+    return [int(part.view(_INTEGERS[part.itemsize]).sum()) for part in parts if part.itemsize in _INTEGERS]
+
+
+class BufferPlace(NamedTuple):
+    """Where a module holds a buffer. A step may put another tensor there: ``self.mean = 0.9 * self.mean + ...``."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """The buffer that is there now."""
+        return self.module._buffers[self.name]
+
+    def put(self, tensor: torch.Tensor | None) -> None:
+        self.module._buffers[self.name] = tensor
+
+
+def buffer_places(model: nn.Module) -> list[BufferPlace]:
+    """The places of all buffers of ``model``."""
+    return [BufferPlace(module, name) for module in model.modules() for name in module._buffers]
+
+
+class KeptBuffers:
+    """The buffers that are at ``places`` now, and copies of them on the same device."""
+
+    def __init__(self, places: Sequence[BufferPlace]) -> None:
+        self._buffers = [(place, place.tensor) for place in places]
+        self._tensors = KeptTensors({id(one): one for _, one in self._buffers if one is not None}.values())
+
+    def that_may_change(self) -> list[BufferPlace]:
+        """The places whose buffers have changed, and those of buffers up to 1 MiB, which may change later.
+
+        Batch normalisation, for example, changes its buffers only in training mode.
+        """
+        changed = {id(tensor) for tensor in self._tensors.changed()}
+        return [
+            place
+            for place, tensor in self._buffers
+            if tensor is None or tensor.nbytes <= _SMALL_BYTES or place.tensor is not tensor or id(tensor) in changed
+        ]
+
+    def restore(self) -> None:
+        """Put the buffers back, with their values."""
+        for place, tensor in self._buffers:
+            place.put(tensor)
+        self._tensors.restore()
 
 
 class _SavedOptimizer:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.memory.devices import computing_device, meter_for
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
+from torchtune_adaptive.engine.recovery.optimizer_state import check_optimizers
 from torchtune_adaptive.engine.search.find import search
 from torchtune_adaptive.engine.search.options import SearchOptions, Strategy
 from torchtune_adaptive.engine.search.strategies import NO_BOUND, SMALL_BATCH_SIZES, Probe, SearchResult
@@ -48,7 +49,8 @@ def find_max_batch_size(
             gradients of the first one exist.
         make_batch: ``make_batch(n)`` returns a worst-case batch of n samples, as long as any in training.
         model: on the CPU or on CUDA; plain, FSDP2, or any other model whose ranks issue the same collectives.
-        optimizer: the optimizer, or several. A step of two samples creates their state before memory is measured.
+        optimizer: the optimizer, or several. A step of two samples creates their state before memory is measured. If a
+            gradient scaler skips this step, the search creates it for Adam and AdamW only.
         memory_limit: memory that this rank may use, in bytes or as text such as "80GiB". None: all memory of the
             device. Required on the CPU.
         strategy: "linear_extrapolation", "binary_search" or "decrease_until_oom". The last needs ``max_batch_size``.
@@ -82,7 +84,9 @@ def find_max_batch_size(
     if strategy == "decrease_until_oom" and max_batch_size is None:
         raise InputError("`max_batch_size` must be a number for strategy 'decrease_until_oom', but is None instead.")
     with _workload(train_step, model, optimizer, process_group) as workload:
-        return search(workload, make_batch, options, start=SMALL_BATCH_SIZES[0], bound=max_batch_size or NO_BOUND)
+        return search(
+            workload, make_batch, options, start=SMALL_BATCH_SIZES[0], bound=options.max_batch_size or NO_BOUND
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +181,7 @@ def _workload(
     """
     device = computing_device(model)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    check_optimizers(optimizers, model)
     meter = meter_for(device, model, optimizers)
     with (
         phases_by_hooks(model, optimizers, meter.enter_phase),

@@ -60,10 +60,11 @@ def search(
     with meter.exactly(), bar, workload.restored() as restore_optimizers:
         if options.memory_limit_bytes is not None:
             _limit_meter(meter, options)
-        if not workload.create_states(meter):
+        if workload.state_comes_first and not workload.create_states(meter):
             restore_optimizers()
         workload.clean_up()
         warm = prober.warm_up(bound, after_failure=restore_optimizers)
+        warm = warm and workload.create_states(meter)  # a gradient scaler may have skipped the optimizer's step
         # Context, communicators and optimizer state are allocated now, so that the remaining memory is known.
         limit_bytes = workload.consensus.min_over_ranks(_limit_meter(meter, options))
         exact = _run_strategy(options.strategy, fits, prober, start=start, bound=bound) if warm else 0

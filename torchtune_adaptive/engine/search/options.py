@@ -33,6 +33,6 @@ class SearchOptions:
         require_one_of("strategy", self.strategy, STRATEGIES)
         require_bool("power_of_two", self.power_of_two)
         for name in ("memory_limit_bytes", "max_batch_size"):
-            if getattr(self, name) is not None:
-                require_integer(name, getattr(self, name), minimum=1)
+            if (value := getattr(self, name)) is not None:  # an int from now on: NumPy's lack methods
+                object.__setattr__(self, name, require_integer(name, value, minimum=1))
         require_fraction("margin", self.margin)

@@ -10,12 +10,13 @@ from torch import nn
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.fsdp_state import reset_after_failure
-from torchtune_adaptive.engine.distributed.snapshot import restore_on_exit
+from torchtune_adaptive.engine.distributed.snapshot import FrozenParameters, restore_on_exit
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory, only_new_garbage
 from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state
+from torchtune_adaptive.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,8 @@ class Workload:
         meter: the device's meter; None if only a search needs one.
         consensus: the agreement between the ranks that run the step together.
         release: frees memory that a failed step holds outside of the model.
-        state_comes_first: whether training creates the state of Adam and AdamW before its first step.
+        state_comes_first: whether training creates the state of Adam and AdamW before its first step. A step would
+            create it between blocks of its own, which the allocator then cannot free.
     """
 
     train_step: Callable[[Any], object]
@@ -50,17 +52,25 @@ class Workload:
     def restored(self) -> Iterator[Callable[[], None]]:
         """Context: on exit, restore models, optimizers and random generators bit for bit, and set gradients to None.
 
-        Yields a function that restores only the optimizers, for a step that failed while it created their state.
+        A collective. Yields a function that restores only the optimizers, for a step that failed while it created their
+        state.
+        Raises:
+            InputError: on exit, a step has changed parameters that are not restored.
         """
+        frozen = FrozenParameters(self.model)
         with restore_on_exit(self.model, self.optimizers) as restore_optimizers, only_new_garbage():
             free_memory(self.device)  # free the allocator's cache after loading the model
             yield restore_optimizers
+        if changed := self.consensus.first_reason(frozen.first_changed()):
+            raise InputError(
+                f"A step of the search must not change `{changed}`, which needs no gradients and so is not restored,"
+                " but it did: load the model again, and leave this update out of `train_step`."
+            )
 
     def create_states(self, meter: MemoryMeter) -> bool:
-        """Create the optimizers' state, if training does so before its first step. A collective.
+        """Create the state that optimizers lack. A collective.
 
-        Returns whether it fits; otherwise a part of it may be left. A step would create it between blocks of its own,
-        which the allocator then cannot free: probes would have less memory than training.
+        Returns whether it fits; otherwise a part of it may be left.
         """
 
         def create() -> None:
@@ -68,7 +78,7 @@ class Workload:
                 for optimizer in self.optimizers:
                     allocate_state(optimizer)
 
-        return not self.state_comes_first or run_with_votes(create, self.consensus) is Outcome.DONE
+        return run_with_votes(create, self.consensus) is Outcome.DONE
 
     def clean_up(self) -> None:
         """Drop gradients and everything else that a step has left, whether it failed or not."""
