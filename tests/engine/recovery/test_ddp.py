@@ -71,6 +71,7 @@ VARIANTS = {
     "gradients as views": Variant(options={"gradient_as_bucket_view": True}),
     "small buckets": Variant(options={"bucket_cap_mb": 0.001}),
     "frozen parameters": Variant("frozen"),
+    "layers unfrozen after a step": Variant("thawing", options={"find_unused_parameters": True}),
     "unused parameters": Variant("unused", options={"find_unused_parameters": True}),
 }
 
@@ -82,6 +83,7 @@ class Training:
         torch.manual_seed(0)
         self.variant = variant
         self.ddp = DistributedDataParallel(Net(variant.kind), **variant.options)
+        self.ddp.module.first.requires_grad_(variant.kind != "thawing")
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=0.01)
         torch.manual_seed(1 + dist.get_rank())
 
@@ -98,6 +100,7 @@ class Training:
         """The final state after steps with micro-batches of these sizes."""
         for number, size in enumerate(sizes):
             *others, last = self._rows(number).split(size)
+            self._thaw(number)
             for rows in others:
                 with self.ddp.no_sync():
                     self.micro_step(rows)
@@ -113,6 +116,7 @@ class Training:
         """The same with recovery, and a fault of rank 1 at ``place`` in a micro-step of a step."""
         step = self.recoverable(size)
         for number in range(STEPS):
+            self._thaw(number)
 
             def around(micro_step: int, run: Callable[[], Any], number: int = number) -> Any:
                 with Fault(place, ranks=[1]) if (number, micro_step) == fault_in else nullcontext():
@@ -127,6 +131,10 @@ class Training:
 
     def _rows(self, number: int) -> torch.Tensor:
         return torch.randn(ROWS, 3, WIDTH, generator=torch.Generator().manual_seed(100 * number + dist.get_rank()))
+
+    def _thaw(self, number: int) -> None:
+        if number == 1:
+            self.ddp.module.first.requires_grad_(True)
 
     def _update(self) -> None:
         nn.utils.clip_grad_norm_(self.ddp.parameters(), 1.0)
@@ -312,10 +320,29 @@ def test_how_often_a_gradient_grows_may_change_if_it_did_so_in_the_rehearsal() -
     assert same_bits(*run_on_ranks(_used_twice_at_times, 2))
 
 
+def _penalised(rank: int) -> bool:
+    """Whether training with a penalty, whose backward pass comes after the step's, equals plain training."""
+    states = []
+    for recovers in (False, True):
+        training = Training(Variant())
+        step: Any = training.recoverable(ROWS) if recovers else training.micro_step
+        for number in range(STEPS):
+            step(training._rows(number))
+            torch.stack([one.square().sum() for one in training.ddp.module.parameters()]).sum().backward()
+            training._update()
+        states.append(training._state())
+    return same_bits(*states)
+
+
+def test_a_backward_pass_between_the_steps_is_not_averaged() -> None:
+    assert run_on_ranks(_penalised, 2) == [True, True]
+
+
 def _group_of_two(rank: int) -> list[Any]:
     """The events of two ranks of four that train a model together, while the others do something else."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    groups: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     if rank < 2:
+        dist.barrier(groups[0])  # both have connected
         return []
     ddp = DistributedDataParallel(nn.Linear(4, 1), process_group=groups[1])
     step = RecoverableStep(

@@ -1,12 +1,14 @@
 """``RecoverableStep`` as a custom training loop uses it, in one process and on two ranks."""
 
 import contextlib
+import copy
 import io
 import re
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -190,6 +192,20 @@ def test_results_may_be_tensors_numbers_tuples_objects_or_nothing() -> None:
         assert (summed.tolist() if isinstance(summed, torch.Tensor) else summed) == total
 
 
+class _Sums(NamedTuple):
+    loss: torch.Tensor
+    tokens: int
+
+
+def test_results_may_be_dicts_and_named_tuples() -> None:
+    results: list[Any] = [_Sums(torch.ones(()), 2), {"loss": torch.ones(()), "more": {"tokens": 2}}]
+    sums: list[Any] = [
+        RecoverableStep(nn.Linear(1, 1), lambda _, it=it: it, micro_batch_size=1)([1, 2]) for it in results
+    ]
+    assert sums == [_Sums(torch.tensor(2.0), 4), {"loss": 2, "more": {"tokens": 4}}]
+    assert isinstance(sums[0], _Sums)
+
+
 def test_samples_may_be_a_list_a_tensor_or_columns_of_one_length() -> None:
     columns = {"tokens": SAMPLES, "names": list("abcdefgh")}
     assert [(len(part["tokens"]), part["names"]) for part in Slices(3).cut(columns)] == [
@@ -197,7 +213,7 @@ def test_samples_may_be_a_list_a_tensor_or_columns_of_one_length() -> None:
         (3, ["d", "e", "f"]),
         (2, ["g", "h"]),
     ]
-    for bad in ({"tokens": SAMPLES, "names": ["a"]}, {"tokens": SAMPLES, "step": 3}, 7, {}):
+    for bad in ({"tokens": SAMPLES, "names": ["a"]}, {"tokens": SAMPLES, "step": 3}, {"a": {"b": SAMPLES}}, 7, {}):
         with pytest.raises(InputError, match=r"`samples` must be .* of one length, but is"):
             Slices(3).cut(bad)
 
@@ -268,6 +284,101 @@ def test_a_closed_step_leaves_no_hooks() -> None:
     assert not hooks._forward_pre_hooks
 
 
+def test_a_closed_step_is_refused() -> None:
+    toy = Toy(4)
+    toy.step.close()
+    with pytest.raises(InputError, match="This `RecoverableStep` has been closed"):
+        toy.step(SAMPLES)
+
+
+def test_a_parameter_of_an_optimizer_that_the_model_lacks_is_refused() -> None:
+    head, frozen = nn.Linear(1, 3), nn.Linear(1, 2).requires_grad_(False)
+    toy = Toy(4, optimizer=torch.optim.AdamW([*head.parameters(), *frozen.parameters()]))
+    with pytest.raises(InputError, match=r"`model` must have all .*, but lacks one of shape \(3, 1\)"):
+        toy.step(SAMPLES)
+
+
+def test_a_model_in_training_can_be_copied_and_saved_as_a_whole() -> None:
+    toy = Toy(4)
+    toy.gradients()
+    saved = io.BytesIO()
+    torch.save(toy.model, saved)
+    saved.seek(0)
+    phases: list[str] = []
+    toy.step._watch.phases._meter = SimpleNamespace(enter_phase=phases.append)  # pyright: ignore[reportAttributeAccessIssue]
+    for other in (torch.load(saved, weights_only=False), copy.deepcopy(toy.model)):
+        assert same_bits(*(list(one.eval()(SAMPLES)) for one in (other, copy.deepcopy(toy.model))))
+    assert phases == []
+    toy.model(SAMPLES)
+    assert phases == ["forward", "loss"]
+
+
+class _Averaging(nn.Module):
+    """With buffers that each forward pass replaces, and a batch norm that counts only in training mode."""
+
+    mean: torch.Tensor
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 1), nn.BatchNorm1d(4)
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("last", None)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * rows.detach().mean()
+        self.count = self.count + 1
+        self.last = rows.detach().sum()
+        return self.layer(self.norm(rows))
+
+
+def test_buffers_that_are_replaced_or_change_only_later_are_those_of_a_run_without_the_error() -> None:
+    buffers = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        model = _Averaging()
+        model.norm.eval()
+
+        def micro_step(rows: torch.Tensor, model: _Averaging = model) -> None:
+            model(rows).sum().backward()
+
+        step = RecoverableStep(model, micro_step, micro_batch_size=4, on_event=lambda event: None)
+        step(SAMPLES[:4])
+        assert model.count == 1
+        model.norm.train()
+        step._cutter.size = 4 if fails else 2  # pyright: ignore[reportAttributeAccessIssue]
+        wrap_micro_steps(step, lambda number, run, fails=fails: (run(), fails and number == 0 and out_of_memory()))
+        model.zero_grad()
+        step(SAMPLES[:4])
+        assert len(step.events) == fails
+        buffers.append([*model.buffers()])
+    assert buffers[0][1] == 3
+    assert same_bits(*buffers)
+
+
+def test_a_step_that_fits_nowhere_leaves_buffers_as_they_were() -> None:
+    model = _Averaging()
+    model.norm.eval()
+    step = RecoverableStep(model, lambda rows: model(rows).sum().backward(), micro_batch_size=1)
+    step.rehearse(SAMPLES)
+    wrap_micro_steps(step, lambda number, run: (run(), out_of_memory()))
+    with pytest.raises(NothingFitsError):
+        step(SAMPLES)
+    assert model.count == 0
+
+
+def test_after_layers_were_unfrozen_the_step_is_rehearsed_again() -> None:
+    toy = Toy(4)
+    toy.model[0].requires_grad_(False)
+    toy.gradients()
+    assert len(toy.gradients()) == 2
+    rehearsed = len(toy.sizes)
+    toy.model[0].requires_grad_(True)
+    assert len(toy.gradients()) == 4
+    assert toy.sizes[rehearsed:] == [1, 2, 4, 4]
+
+
 # ---- two ranks
 
 
@@ -301,9 +412,17 @@ def _mistakes(rank: int) -> dict[str, str]:
         train(step)
     wrap_micro_steps(step, lambda number, run: out_of_memory() if rank == 0 else run())
     told["out of memory and fewer"] = _sentence(lambda: step(SAMPLES[: 4 + 4 * rank]))
+    wrap_micro_steps(step, lambda number, run: out_of_memory() if rank == 0 else run())
     told["nothing fits"] = _sentence(lambda: step(SAMPLES[:1]), NothingFitsError)
     wrap_micro_steps(step, None)
     train(step)
+    step.close()
+    ragged = RecoverableStep(model, micro_step, micro_batch_size=4)
+    ragged(SAMPLES[:4])
+    model.zero_grad()
+    wrap_micro_steps(ragged, lambda number, run: out_of_memory() if (rank, number) == (0, 0) else run())
+    ragged(SAMPLES[: 3 + rank])  # as many micro-steps as on the other rank, also in halves
+    told["micro-batch of three and four samples"] = str(ragged.micro_batch_size)
     return told
 
 
@@ -319,6 +438,7 @@ def test_two_ranks_get_the_same_sentence_for_a_mistake_and_continue() -> None:
     assert first["no"] == "An optimizer step must have samples, but has none."
     assert first["out of memory and fewer"] == first["fewer"]
     assert "a single row per micro-step must fit, but in step 13 rank 0 ran out of memory" in first["nothing fits"]
+    assert first["micro-batch of three and four samples"] == "2"
 
 
 def _events(rank: int) -> tuple[list[MemoryEvent], list[bool]]:

@@ -48,6 +48,7 @@ class DdpLedger(Ledger):
         self._missing: list[float] = []  # per bucket, how often its gradients have still to grow
         self._unused: set[nn.Parameter] = set()
         self._works: list[dist.Work] = []
+        self._is_running = False
         self._hooks = [one.register_post_accumulate_grad_hook(self._has_grown) for one in self._parameters]
 
     def detach(self) -> None:
@@ -71,8 +72,10 @@ class DdpLedger(Ledger):
         self._ddp.require_forward_param_sync = False  # `start_step` has broadcast the buffers
         try:
             with self._ddp.no_sync():
+                self._is_running = True
                 yield
         finally:
+            self._is_running = False
             self._ddp.require_forward_param_sync = kept
         if self.is_last:
             while len(self._issued) < len(self._buckets):
@@ -105,10 +108,13 @@ class DdpLedger(Ledger):
     def _has_grown(self, parameter: torch.Tensor) -> None:
         """Note that the backward pass has added to the gradient of ``parameter``, and issue buckets that are complete.
 
+        Backward passes between steps are not averaged, as of a penalty that is equal on all ranks.
         Raises:
             RuntimeError: the gradient was already being averaged.
         """
         assert isinstance(parameter, nn.Parameter)
+        if not self._is_running:
+            return
         self._grown[parameter] += 1
         number = self._bucket_of[parameter]
         self._missing[number] -= 1

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,8 +28,8 @@ class Phases:
         for model in models:
             # First of the pre-hooks and last of the hooks: FSDP2's own, which gather parameters, belong to "forward".
             self._handles += [
-                model.register_forward_pre_hook(lambda *_: self.enter("forward"), prepend=True),
-                model.register_forward_hook(lambda *_: self.enter("loss")),
+                model.register_forward_pre_hook(_Entering(self.enter, "forward"), prepend=True),
+                model.register_forward_hook(_Entering(self.enter, "loss")),
             ]
 
     def enter(self, name: str) -> None:
@@ -41,6 +42,20 @@ class Phases:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+
+
+class _Entering:
+    """A hook that enters a phase. In a copy of the model, also a pickled one, it does nothing."""
+
+    def __init__(self, enter: Callable[[str], object], name: str) -> None:
+        self._enter = enter
+        self._name = name
+
+    def __call__(self, *_: object) -> None:
+        self._enter(self._name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Entering, (str, self._name)
 
 
 @contextmanager

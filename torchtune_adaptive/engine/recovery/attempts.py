@@ -24,7 +24,7 @@ from torchtune_adaptive.engine.distributed.fsdp_state import (
 )
 from torchtune_adaptive.engine.distributed.functional_collectives import wait_for_unused_results
 from torchtune_adaptive.engine.distributed.ledger import AnyCollective, CollectiveInDoubtError, Ledger
-from torchtune_adaptive.engine.distributed.snapshot import KeptTensors, RandomStates
+from torchtune_adaptive.engine.distributed.snapshot import BufferPlace, KeptBuffers, RandomStates
 from torchtune_adaptive.engine.memory.out_of_memory import (
     comes_from_out_of_memory,
     errors_behind,
@@ -76,7 +76,7 @@ class Recovery:
 
     Args:
         ledger: attached to ``model``, with its templates set.
-        changing_buffers: the buffers that a micro-step changes. ``keep`` saves them.
+        buffers: those that a micro-step may change. ``start_step`` saves them.
         release: releases memory that an aborted micro-step holds outside ``model``.
     """
 
@@ -87,23 +87,23 @@ class Recovery:
         *,
         consensus: Consensus,
         ledger: Ledger,
-        changing_buffers: list[torch.Tensor],
+        buffers: Sequence[BufferPlace],
         release: Callable[[], object],
     ) -> None:
         self._model = model
         self._device = device
         self._consensus = consensus
         self._ledger = ledger
-        self._changing_buffers = changing_buffers
+        self._buffers = buffers
         self._release = release
         self._states = fsdp_states(model)
         self._settings = KeptSettings(self._states)
         self._is_in_step = True
 
     def start_step(self) -> Callable[[], None]:
-        """Save the random states and the changing buffers, and return a function that restores them. A collective."""
+        """Save the random states and buffers, and return a function that restores them. A collective."""
         self._ledger.start_step()
-        random_states, buffers = RandomStates(self._device), KeptTensors(self._changing_buffers)
+        random_states, buffers = RandomStates(self._device), KeptBuffers(self._buffers)
 
         def restore() -> None:
             random_states.restore()
@@ -284,7 +284,10 @@ def _check_numbers(fewest: int, most: int) -> None:
 
 
 def sum_of_results(one: Any, other: Any) -> Any:
-    """The sum of two results of micro-steps, elementwise for tuples; ``other`` if ``one`` is None."""
+    """The sum of two results of micro-steps, elementwise for tuples and dicts; ``other`` if ``one`` is None."""
+    if isinstance(one, dict):
+        return {name: sum_of_results(value, other[name]) for name, value in one.items()}
     if isinstance(one, tuple):
-        return tuple(map(sum_of_results, one, other))
+        sums = map(sum_of_results, one, other)
+        return getattr(type(one), "_make", tuple)(sums)  # of a named tuple
     return other if one is None else one + other

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, Protocol, runtime_checkable
 
+from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.recovery.size_range import Cuts, SizeRange, num_tokens
 from torchtune_adaptive.errors import InputError, quote, require_integer
 
@@ -64,7 +65,7 @@ class Slices:
     """Micro-batches of up to ``size`` consecutive samples.
 
     Samples are a sequence, a tensor [samples, ...], or a dict of these, all of one length. Micro-batches have the same
-    type. Every rank must have the same number of samples.
+    type. Every rank must have so many samples that it has as many micro-batches as the others.
 
     Args:
         size: samples in a micro-batch.
@@ -73,6 +74,7 @@ class Slices:
     Attributes:
         size: samples in a micro-batch.
         whole_size: the size before any reduction.
+        consensus: the ranks that reduce the size together; None: this one alone.
 
     >>> Slices(2).cut([3, 1, 4])
     [[3, 1], [4]]
@@ -88,6 +90,7 @@ class Slices:
 
     def __init__(self, size: int, size_of: Callable[[Any], int] | None = None) -> None:
         self.size = self.whole_size = require_integer("micro_batch_size", size, minimum=1)
+        self.consensus: Consensus | None = None
         self._size_of = size_of or num_tokens
 
     def cut(self, samples: Any, sizes: SizeRange | None = None) -> list[Any]:
@@ -106,8 +109,8 @@ class Slices:
         return self._size_of(micro_batch)
 
     def can_reduce(self, samples: Any) -> bool:
-        """Whether a micro-batch has more than one sample."""
-        return self._largest(samples) > 1
+        """Whether a micro-batch has more than one sample. A collective, as ``reduce``."""
+        return self._largest_anywhere(samples) > 1
 
     def reduce(self, samples: Any) -> None:
         """Halve the size of the micro-batches into which ``samples`` are cut, rounded down.
@@ -117,7 +120,7 @@ class Slices:
         >>> slices.size
         2
         """
-        self.size = self._largest(samples) // 2
+        self.size = self._largest_anywhere(samples) // 2
 
     def grow(self) -> bool:
         """Double a size that was halved, up to the one before. Returns whether it is whole again."""
@@ -135,6 +138,10 @@ class Slices:
         """The samples of the largest micro-batch."""
         return min(self.size, _length(samples))
 
+    def _largest_anywhere(self, samples: Any) -> int:
+        own = self._largest(samples)
+        return own if self.consensus is None else self.consensus.max_over_ranks(own)
+
     def _consecutive(self, samples: Any) -> tuple[Cuts, Callable[[list[int]], Any]]:
         """The numbers of each micro-batch's samples, and a function from consecutive numbers to a micro-batch."""
         numbers = list(range(_length(samples)))
@@ -151,7 +158,7 @@ def _part(samples: Any, start: int, stop: int) -> Any:
 def _length(samples: Any) -> int:
     """The number of samples."""
     columns = samples.values() if isinstance(samples, Mapping) else [samples]
-    lengths = {len(column) if isinstance(column, Sized) else None for column in columns}
+    lengths = {len(one) if isinstance(one, Sized) and not isinstance(one, Mapping) else None for one in columns}
     if len(lengths) != 1 or None in lengths:
         raise InputError(
             f"`samples` must be a sequence, tensor or dict of these, of one length, but is {quote(samples)} instead."

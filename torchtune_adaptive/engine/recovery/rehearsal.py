@@ -27,7 +27,7 @@ from torchtune_adaptive.engine.distributed.functional_collectives import (
     groups_of,
 )
 from torchtune_adaptive.engine.distributed.ledger import AnyCollective, Collective, Ledger
-from torchtune_adaptive.engine.distributed.snapshot import KeptTensors, keep_random_states
+from torchtune_adaptive.engine.distributed.snapshot import BufferPlace, KeptBuffers, buffer_places, keep_random_states
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.engine.recovery.attempts import Recovery
@@ -95,10 +95,8 @@ def rehearse(
                 raise cannot_recover(found.reason)
             without_recovery.pop_all()
             ledger.templates = found.templates
-            buffers = found.changing_buffers
-            return Recovery(
-                model, device, consensus=watch.consensus, ledger=ledger, changing_buffers=buffers, release=release
-            )
+            buffers = found.buffers
+            return Recovery(model, device, consensus=watch.consensus, ledger=ledger, buffers=buffers, release=release)
     raise NothingFitsError(
         "the first rows of the data set must fit, but their forward or backward pass ran out of memory"
         f" ({watch.figures()}); {NOTHING_FITS_ADVICE}."
@@ -106,11 +104,11 @@ def rehearse(
 
 
 class _Found(NamedTuple):
-    """What micro-steps have shown. ``reason``: why recovery is not possible, "" if it is."""
+    """What micro-steps have shown. ``reason``: why recovery is not possible, "" if it is. ``buffers`` may change."""
 
     reason: str
     templates: tuple[list[AnyCollective], list[AnyCollective]]
-    changing_buffers: list[torch.Tensor]
+    buffers: list[BufferPlace]
 
 
 def _run(
@@ -143,11 +141,11 @@ def _run(
                     is_known &= _can_be_worked_out(issued, micro_step, ledger, states)
 
     states = fsdp_states(model)
-    settings, buffers = KeptSettings(states), KeptTensors(model.buffers())
+    settings, buffers = KeptSettings(states), KeptBuffers(buffer_places(model))
     with keep_random_states():
         outcome = run_with_votes(run_and_record, consensus)
     release()
-    changing_buffers = buffers.changed()
+    may_change = buffers.that_may_change()
     buffers.restore()
     reset_after_failure(model)
     free_memory(device)
@@ -159,7 +157,7 @@ def _run(
     reason = consensus.first_reason(reason or _why_not_covered(recorded, templates, is_known=is_known))
     if not reason and _differs_between_ranks([one for *_, issued in recorded for one in issued], consensus):
         reason = "ranks issue different collectives in a micro-step"
-    return _Found(reason, templates, changing_buffers)
+    return _Found(reason, templates, may_change)
 
 
 def _by_fsdp(collectives: list[AnyCollective]) -> list[AnyCollective]:

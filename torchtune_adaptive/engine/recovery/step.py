@@ -16,6 +16,7 @@ from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, Mem
 from torchtune_adaptive.engine.recovery.backoff import Backoff
 from torchtune_adaptive.engine.recovery.micro_batches import Cutter, Slices
 from torchtune_adaptive.engine.recovery.micro_steps import MicroStep
+from torchtune_adaptive.engine.recovery.optimizer_state import check_optimizers
 from torchtune_adaptive.engine.recovery.rehearsal import allocate_states, rehearse
 from torchtune_adaptive.engine.recovery.size_range import SizeRange, check_size_of
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
@@ -118,11 +119,14 @@ class RecoverableStep(Generic[Sums]):
         self._watch = watch or PressureWatch.of(
             model, self._optimizers, self._device, process_group=process_group, limit_bytes=limit_bytes
         )
+        if isinstance(self._cutter, Slices):
+            self._cutter.consensus = self._watch.consensus
         self._on_event = on_event or self._watch.log
         self._limited = self._watch.meter if limit_bytes is not None else None
         self._recovery: Recovery | None = None
         self._is_enabled = True
-        self._trained: list[nn.Parameter] = []
+        self._is_closed = False
+        self._is_trained: dict[nn.Parameter, bool] = {}  # as in the rehearsal
         self._events: list[MemoryEvent] = []
         self._number = steps_done
         self.backoff = Backoff()
@@ -161,14 +165,18 @@ class RecoverableStep(Generic[Sums]):
 
         It needs at least two samples to see whether the collectives depend on the batch. It restores model,
         optimizers and random generators, and sets gradients to None. A collective: every rank must call it. If it has
-        not been called, the first step calls it with its own samples.
+        not been called, the first step calls it with its own samples, and so does each step after parameters were
+        frozen or unfrozen.
         Raises:
             CannotRecoverError: recovery is not possible for this model.
             NothingFitsError: the optimizers' state or the smallest micro-step does not fit.
-            InputError: the micro-batch size is not the same on every rank, or some rank has no samples.
+            InputError: the micro-batch size is not the same on every rank, some rank has no samples, or an optimizer
+                has a parameter that the model lacks.
         """
-        self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        _check_no_gradients(self._trained)
+        self._end_recovery()
+        self._is_trained = {parameter: parameter.requires_grad for parameter in self._model.parameters()}
+        check_optimizers(self._optimizers, self._model)
+        self._check_no_gradients()
         allocate_states(self._optimizers, self._watch)
         rehearsals = list(self._cutter.rehearsals(samples))
         self._check(has_samples=bool(rehearsals))
@@ -194,6 +202,7 @@ class RecoverableStep(Generic[Sums]):
 
     def close(self) -> None:
         """Restore the model's own communication functions. Every rank must call it."""
+        self._is_closed = True
         self._end_recovery()
         if self._owns_watch:
             self._watch.close()
@@ -211,7 +220,9 @@ class RecoverableStep(Generic[Sums]):
             CannotRecoverError: see ``rehearse``.
             CollectiveInDoubtError: the error does not allow recovery; this process must end.
         """
-        if self._is_enabled and self._recovery is None:
+        if self._is_closed:
+            raise InputError("This `RecoverableStep` has been closed: create another one.")
+        if self._is_enabled and (self._recovery is None or self._trains_others()):
             self.rehearse(samples)
         self._number += 1
         if self._limited is not None:
@@ -220,7 +231,7 @@ class RecoverableStep(Generic[Sums]):
             if not (micro_batches := self._cutter.cut(samples, self.sizes)):
                 raise InputError(NO_SAMPLES)
             return functools.reduce(sum_of_results, (run() for run in self._micro_steps(micro_batches)))
-        _check_no_gradients(self._trained)
+        self._check_no_gradients()
         restore = self._recovery.start_step()
         grown_from = self._try_larger()
         while True:
@@ -230,6 +241,8 @@ class RecoverableStep(Generic[Sums]):
                 is_thrashing=self._watch.is_thrashing,
                 is_even=self._cutter.is_even or self.sizes.made_even,
             )
+            if attempt.pressure is MemoryPressure.OUT_OF_MEMORY:
+                restore()
             if attempt.pressure is MemoryPressure.NONE:
                 self._note_fit(micro_batches, grown_from)
             elif self._learns(attempt, micro_batches):
@@ -239,7 +252,10 @@ class RecoverableStep(Generic[Sums]):
             if attempt.pressure is not MemoryPressure.OUT_OF_MEMORY:
                 return cast(Sums, attempt.result)
             grown_from = 0
-            restore()
+
+    def _trains_others(self) -> bool:
+        """Whether a parameter was frozen or unfrozen since the rehearsal: other collectives then reduce gradients."""
+        return any(parameter.requires_grad is not was for parameter, was in self._is_trained.items())
 
     def _try_larger(self) -> int:
         """Grow a reduced micro-batch if it is time. Returns the size before; 0 if it has not changed."""
@@ -344,15 +360,14 @@ class RecoverableStep(Generic[Sums]):
         if self._watch.consensus.any_rank(not has_samples):
             raise InputError("An optimizer step must have samples on every rank, but has none on some.")
 
+    def _check_no_gradients(self) -> None:
+        if any(is_trained and parameter.grad is not None for parameter, is_trained in self._is_trained.items()):
+            raise InputError(
+                "Gradients must be None before a step, which may have to run again, but some are not: call"
+                " `optimizer.zero_grad()` after each optimizer step, and pass all samples of a step in one call."
+            )
+
     def _end_recovery(self) -> None:
         if self._recovery is not None:
             self._recovery.close()
             self._recovery = None
-
-
-def _check_no_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    if any(parameter.grad is not None for parameter in parameters):
-        raise InputError(
-            "Gradients must be None before a step, which may have to run again, but some are not: call"
-            " `optimizer.zero_grad()` after each optimizer step, and pass all samples of a step in one call."
-        )
