@@ -450,6 +450,13 @@ def test_training_ready_made_and_twice() -> None:
     assert len(trainer.state.log_history) == len(plain.state.log_history)
 
 
+def test_a_second_training_starts_with_the_whole_micro_batch() -> None:
+    trainer = make("trainer", options={"micro_batch_size": 2})
+    trainer._batches.size = 1  # after an error near the end of the first one
+    trainer.train()
+    assert trainer.micro_batch_size == 2
+
+
 # ---- private names of the hosts: what breaks if one is gone
 
 

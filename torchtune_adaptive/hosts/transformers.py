@@ -85,6 +85,7 @@ class AdaptiveTrainerMixin(_Host):
         """
         self._held.clear()
         self._close()  # of an earlier training that failed
+        self._batches.size = self._batches.whole_size  # a new `RecoverableStep` would not grow it back
         result = super().train(*args, **kwargs)
         self._close()
         return result
