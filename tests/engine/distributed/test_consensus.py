@@ -124,6 +124,7 @@ def test_without_a_process_group_a_process_gets_its_own_answers() -> None:
 def _waits(rank: int, hours: float) -> list[timedelta]:
     """How long groups of all ranks and of these two ranks wait if the default group waits for ``hours``."""
     store = c10d.PrefixStore("again", c10d._get_default_store())
+    dist.barrier()  # all have connected
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(hours=hours))
     found = []

@@ -28,8 +28,8 @@ class Phases:
         for model in models:
             # First of the pre-hooks and last of the hooks: FSDP2's own, which gather parameters, belong to "forward".
             self._handles += [
-                model.register_forward_pre_hook(_Entering(self.enter, "forward"), prepend=True),
-                model.register_forward_hook(_Entering(self.enter, "loss")),
+                model.register_forward_pre_hook(_Entering(self, "forward"), prepend=True),
+                model.register_forward_hook(_Entering(self, "loss")),
             ]
 
     def enter(self, name: str) -> None:
@@ -47,15 +47,16 @@ class Phases:
 class _Entering:
     """A hook that enters a phase. In a copy of the model, also a pickled one, it does nothing."""
 
-    def __init__(self, enter: Callable[[str], object], name: str) -> None:
-        self._enter = enter
+    def __init__(self, phases: Phases | None, name: str) -> None:
+        self._phases = phases
         self._name = name
 
     def __call__(self, *_: object) -> None:
-        self._enter(self._name)
+        if self._phases is not None:
+            self._phases.enter(self._name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Entering, (str, self._name)
+        return _Entering, (None, self._name)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes, fsdp_states
 from torchtune_adaptive.engine.memory.devices import computing_device
 from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, MemoryPressure, Recovery, sum_of_results
 from torchtune_adaptive.engine.recovery.backoff import Backoff
@@ -174,6 +175,7 @@ class RecoverableStep(Generic[Sums]):
                 has a parameter that the model lacks.
         """
         self._end_recovery()
+        drop_forward_passes(fsdp_states(self._model))  # after one, some parameters are whole instead of sharded
         self._is_trained = {parameter: parameter.requires_grad for parameter in self._model.parameters()}
         check_optimizers(self._optimizers, self._model)
         self._check_no_gradients()
