@@ -90,6 +90,11 @@ CASES = {
         StartingPoint(4, 77, 25, epoch_steps=5),
         120,
     ),
+    "ours, within an epoch that has fewer steps now": (
+        Case({}, epochs_run=2, saved=replace(SAVED, epoch_samples=248)),
+        StartingPoint(4, 77, 25, epoch_steps=30),
+        120,
+    ),
     "ours, from a global batch to rows within an epoch, whose increase is in the plan": (
         Case(GROWS, SEARCHED, epochs_run=1, saved=replace(SAVED, is_global=True, epoch_samples=32)),
         StartingPoint(8, 77, 25, epoch_steps=2),

@@ -58,7 +58,7 @@ def starting_point(
     follows = (growth.grows or uses_largest) and saved.is_global == loader.is_global
     last_epoch = epochs_run if saved.epoch_samples else epochs_run - 1
     present = saved.batch_size if follows else planned[last_epoch]
-    epoch_steps = saved.epoch_samples // loader.samples_per_step_at(present)
+    epoch_steps = loader.steps_in(saved.epoch_samples, batch_size=present)
     return StartingPoint(present, saved.global_step, saved.schedule_steps, epoch_steps)
 
 

@@ -257,6 +257,25 @@ def test_on_other_ranks_or_with_another_batch_size_a_run_resumes_where_one_of_it
     assert sorted(after) == sorted(order[first : 96 // samples_per_step * samples_per_step])
 
 
+@pytest.mark.parametrize(
+    ("samples", "micro_steps", "most"),
+    [(40, 1, 6), (40, 2, 2), (12, 1, None)],
+    ids=["fewer ranks or a lower bound", "a lower bound, with an accumulation", "a smaller data set"],
+)
+def test_an_epoch_whose_bound_is_reached_or_passed_ends_at_once_and_the_next_is_whole(
+    samples: int, micro_steps: int, most: int | None
+) -> None:
+    options: dict[str, Any] = {"batch_size": 2, "micro_steps": micro_steps, "max_steps_per_epoch": most}
+    whole, resumed = (step_loader(dataset_of(samples), **options) for _ in range(2))
+    bound = whole.steps_per_epoch
+    for steps_done in (bound - 1, bound, bound + 1, bound + 2):
+        state = resumed.state_dict() | {"epoch_samples": steps_done * resumed.samples_per_step}
+        resumed.load_state_dict(state, epoch=-1)
+        assert resumed.steps_done == min(steps_done, bound)
+        assert steps_of(resumed, 0) == steps_of(whole, 0)[steps_done:]
+        assert steps_of(resumed, 1) == steps_of(whole, 1)
+
+
 def test_nothing_before_the_position_of_a_resumed_run_is_read() -> None:
     state = step_loader(dataset_of(20), batch_size=3).state_dict() | {"epoch_samples": 12}
     order = list(itertools.chain(*steps_of(step_loader(dataset_of(20), batch_size=3, shuffle=True), 1)))

@@ -122,6 +122,10 @@ class StepLoader:
         steps = self.largest_batch_size // batch_size
         return steps if self._max_steps_per_epoch is None else min(steps, self._max_steps_per_epoch)
 
+    def steps_in(self, epoch_samples: int, *, batch_size: int) -> int:
+        """Whole optimizer steps of ``batch_size`` in the first ``epoch_samples`` of an epoch, at most all of it."""
+        return min(epoch_samples // self.samples_per_step_at(batch_size), self.steps_per_epoch_at(batch_size))
+
     def set_batch_size(self, batch_size: int) -> None:
         """Set the batch size, between epochs."""
         self.batch_size = batch_size
@@ -174,9 +178,10 @@ class StepLoader:
         """Resume from ``state_dict``, saved after ``epoch`` or within the next one. The caller has set the batch size.
 
         If the number of samples per step has changed, the run resumes at the last position where one of its steps
-        begins. Left-over samples are read again, unless the data, the number of ranks or the batch's unit changed.
+        begins. If the epoch's last step has been reached or passed, the epoch ends at once. Left-over samples are read
+        again, unless the data, the number of ranks or the batch's unit changed.
         """
-        self._batches_done = state["epoch_samples"] // self.samples_per_step * self.micro_steps
+        self._batches_done = self.steps_in(state["epoch_samples"], batch_size=self.batch_size) * self.micro_steps
         is_alike = state["is_global"], state["dataset_samples"], state["ranks"]
         if is_alike == (self.is_global, len(self.dataset), self.ranks):
             self._sampler.set_epoch(epoch)
