@@ -243,6 +243,28 @@ def test_another_number_of_ranks_is_noticed_and_the_rate_goes_with_the_batch(
     assert steps[-1]["lr"] == pytest.approx(0, abs=1e-12)
 
 
+def _with_new_values(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    """The rates and weight decays of a run resumed with changes from a checkpoint of an epoch, and of a step."""
+    recipe = adaptive_recipe("full")
+    options: dict[str, Any] = PLAIN | {"epochs": 2, "lr_scheduler": None, "adaptive": {"save_every_n_steps": 2}}
+    finished(recipe, tiny_config("full", tiny_dir, output_dir, **options))
+    changed = options | {"optimizer__lr": 0.5, "optimizer__weight_decay": 0.25, "max_steps_per_epoch": 3}
+    found = {}
+    for name in ("step_2", "epoch_0"):
+        copy = output_dir.with_name(name)
+        shutil.copytree(output_dir, copy)
+        steps, _, resumed = finished(recipe, resuming_config("full", tiny_dir, copy, checkpoint=name, **changed))
+        decay = resumed._optimizer.param_groups[0]["weight_decay"]
+        found[name] = ([(step["step"], step["lr"]) for step in steps], decay)
+    return found
+
+
+def test_a_run_resumed_from_an_epoch_has_new_values_too(tiny_dir: Path, tmp_path: Path) -> None:
+    (found,) = run_on_ranks(_with_new_values, 1, shallow_assets(tiny_dir), tmp_path / "run")
+    assert found["step_2"] == ([(step, 0.5) for step in range(3, 7)], 0.25)
+    assert found["epoch_0"] == ([(step, 0.5) for step in range(3, 6)], 0.25)
+
+
 def _low_bits(rank: int, tiny_dir: Path, output_dir: Path, component: str) -> dict[str, Any]:
     """Whether each checkpoint of a run resumes bit for bit as the run continued."""
     inductor.force_disable_caches = True  # torch would reuse code compiled for one of these optimizers for another

@@ -191,6 +191,15 @@ class AdaptiveRecipe:
     def _setup_data(self, *args: Any, **kwargs: Any) -> Any:
         return with_samples(super()._setup_data(*args, **kwargs))  # pyright: ignore[reportAttributeAccessIssue]
 
+    def _update_recipe_state(self, ckpt_dict: dict[str, Any]) -> None:
+        """As torchtune, but with the config's ``max_steps_per_epoch``, of which a change is logged as one that applies.
+
+        torchtune takes that of its own checkpoint, and warns of it.
+        """
+        if self._resumed is not None and self._resumed.state is not None:
+            ckpt_dict = {**ckpt_dict, training.MAX_STEPS_KEY: self.max_steps_per_epoch}
+        super()._update_recipe_state(ckpt_dict)  # pyright: ignore[reportAttributeAccessIssue]
+
     def stepping(self) -> Stepping:
         """When and how the optimizers step."""
         if self._optimizer_in_bwd:

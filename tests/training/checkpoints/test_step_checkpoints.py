@@ -6,6 +6,7 @@ import shutil
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,6 +153,22 @@ def test_options_of_the_optimizer_are_those_of_the_checkpoint_unless_the_config_
     changed.load(config=config | {"optimizer.lr": 0.02, "optimizer.betas.1": 0.99, "batch_size": 7})
     expected = {"lr": 0.01, "weight_decay": 0.25, "betas": (0.9, 0.99)}
     assert {key: changed.optimizer.param_groups[0][key] for key in saved} == expected
+
+
+def test_options_that_the_config_has_changed_replace_those_that_torchtune_has_loaded_of_an_epoch(
+    tmp_path: Path,
+) -> None:
+    config = ADAMW | {"optimizer.betas.0": 0.9, "optimizer.betas.1": 0.95}
+    run = Run(tmp_path, optimizer=partial(torch.optim.AdamW, betas=(0.9, 0.99)))
+    epoch = Checkpoint(tmp_path / "epoch_1", 1, replace(STATE, config=config), 2, tmp_path / "recipe_state.pt")
+    write_state(epoch.path, STATE)
+    loaded = {"lr": 0.5, "initial_lr": 1.0, "weight_decay": 0.25, "betas": (0.9, 0.95)}
+    run.optimizer.param_groups[0].update(loaded)
+    run.steps.load(epoch, config=config)
+    assert {key: run.optimizer.param_groups[0][key] for key in loaded} == loaded
+    run.steps.load(epoch, config=config | {"optimizer.lr": 0.02, "optimizer.betas.1": 0.99, "batch_size": 7})
+    expected = {"lr": 0.01, "initial_lr": 0.01, "weight_decay": 0.25, "betas": (0.9, 0.99)}
+    assert {key: run.optimizer.param_groups[0][key] for key in loaded} == expected
 
 
 # ---- in the background

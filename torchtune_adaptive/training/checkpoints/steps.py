@@ -137,7 +137,7 @@ class StepCheckpoints:
         """Load the tensors of ``checkpoint``, if it is of a step, and return its state. A collective.
 
         The number of ranks may differ from that of the checkpoint. Nothing is copied on the device. Optimizer options
-        that ``config`` changes are not loaded.
+        that ``config`` changes are not loaded; those that torchtune has loaded of an epoch are set back.
         Raises:
             InputError: the checkpoint is of another model, or not readable.
         """
@@ -151,7 +151,11 @@ class StepCheckpoints:
         if (was := state.config.get(key)) != (wanted := config.get(key)):
             raise InputError(f"`{key}` must be {was} as in the checkpoint, but is {wanted} instead.")
         state = replace(state, rank_states=self._read(path, read_rank_states))
+        keys = {*config, *state.config}
+        changed = [key for key in keys if key.startswith("optimizer.") and config.get(key) != state.config.get(key)]
+        chosen = [key.split(".")[1] for key in changed]
         if not checkpoint.is_of_step:
+            self._tensors.reset_options(chosen)
             return state
         if (were := len(state.optimizer["groups"])) != (number := len(self._tensors.options()["groups"])):
             raise InputError(
@@ -168,9 +172,7 @@ class StepCheckpoints:
             )
         except (CheckpointException, Exception) as error:  # the first is no Exception; a damaged file can raise any
             raise InputError(_unreadable(path, error)) from error
-        keys = {*config, *state.config}
-        changed = [key for key in keys if key.startswith("optimizer.") and config.get(key) != state.config.get(key)]
-        self._tensors.load_options(state.optimizer, chosen=[key.split(".")[1] for key in changed])
+        self._tensors.load_options(state.optimizer, chosen=chosen)
         return state
 
     def options(self) -> dict[str, Any]:

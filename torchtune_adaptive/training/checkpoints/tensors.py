@@ -123,6 +123,14 @@ class TrainedTensors:
             if not optimizer.state[parameter]:
                 del optimizer.state[parameter]  # as in an optimizer without state
 
+    def reset_options(self, chosen: Sequence[str]) -> None:
+        """Set the options that the config has ``chosen`` to its values, with which the optimizers were created."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for key in group:
+                    if (name := key.removeprefix("initial_")) in chosen and name in optimizer.defaults:
+                        _set_option(group, key, optimizer.defaults[name])
+
     def _trained(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], nn.Parameter]]:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
