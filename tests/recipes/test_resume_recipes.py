@@ -184,7 +184,7 @@ def test_a_run_that_a_signal_ends_resumes_within_its_epoch_like_the_uninterrupte
     assert ranks[0]["stopped"]["resumed"] == ranks[0]["whole"][STOPPED_AFTER:]
     assert all(rank["stopped"]["parameters equal"] for rank in ranks)
     reasons = ranks[0]["stopped"]["reasons"]
-    assert "config, resumed at epoch 2, step 1" in reasons
+    assert "growth, resumed at epoch 2, step 1" in reasons
     assert not any("changes" in reason for reason in reasons)
 
 
@@ -205,7 +205,7 @@ def test_other_data_and_another_limit_are_noticed_and_the_batch_stays(ranks: lis
         "resumed with changes: samples in the data set 36 -> 34; bytes of memory per rank 100663296 -> 134217728;"
         " adaptive.memory_limit '96MiB' -> '128MiB'; dataset.split 'train[:36]' -> 'train[:34]'; epochs 4 -> 3"
     )
-    assert history[-1]["reason"] == "config, resumed at epoch 2"
+    assert history[-1]["reason"] == "growth, resumed at epoch 2"
     assert sizes == [16] * 2  # 17 samples a rank
 
 

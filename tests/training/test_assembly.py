@@ -323,7 +323,7 @@ def test_a_run_resumed_from_a_step_equals_the_uninterrupted_one(step: int, tmp_p
     assert second.states[-1].config == whole.states[-1].config
     epoch, epoch_step = {2: (0, 2), 6: (0, 6), 7: (1, 1), 9: (1, 3)}[step]
     reasons = [entry["reason"] for entry in history(tmp_path / "parts")]
-    assert f"config, resumed at epoch {epoch}, step {epoch_step}" in reasons
+    assert f"growth, resumed at epoch {epoch}, step {epoch_step}" in reasons
     assert not any("resumed with changes" in reason for reason in reasons)
     (resumed,) = events_in(tmp_path / "parts" / "output", "resumed")
     assert resumed["checkpoint"] == str(checkpoint.path)

@@ -12,6 +12,7 @@ from torchtune_adaptive.training.run_state import AdaptiveState
 
 STATE = replace(toys.STATE, memory_limit_bytes=80 * 2**30, schedule={"trace": 0.1, "samples": [1, 2]})
 DEFAULTS = {"schedule", "rank_states"}
+GLOBAL = "adaptive.global_batch_size"
 
 
 def through_json(state: AdaptiveState) -> Any:
@@ -89,6 +90,26 @@ def test_a_wrong_state_of_the_backoff_is_refused_with_its_name_and_value(backoff
 )
 def test_each_change_is_named_in_one_clause(name: str, value: Any, clause: str) -> None:
     assert STATE.changes(replace(STATE, **{name: value})) == [clause]
+
+
+@pytest.mark.parametrize(
+    ("key", "is_global", "before", "after", "now", "clause"),
+    [
+        ("batch_size", False, 4, 2, 8, "batch_size 4 -> 2, but the batch stays 8"),
+        ("batch_size", False, 4, 2, 2, "batch_size 4 -> 2"),
+        ("batch_size", False, 4, 8, 8, "batch_size 4 -> 8"),
+        ("batch_size", True, 4, 2, 8, "batch_size 4 -> 2"),
+        (GLOBAL, True, 6, 12, 8, f"{GLOBAL} 6 -> 12, but the batch stays 8"),
+        (GLOBAL, True, None, 6, 9, f"{GLOBAL} None -> 6"),
+    ],
+    ids=["kept", "used", "the same by chance", "of a micro-batch", "global and kept", "another unit, and has grown"],
+)
+def test_a_size_in_the_config_that_is_not_used_is_named_with_the_one_that_stays(
+    key: str, is_global: bool, before: int | None, after: int, now: int, clause: str
+) -> None:
+    saved = replace(STATE, is_global=is_global and before is not None, config={key: before})
+    resumed = replace(saved, is_global=is_global, batch_size=now, config={key: after})
+    assert saved.changes(resumed) == [clause]
 
 
 def test_all_changes_are_named_but_not_the_progress_of_the_run() -> None:

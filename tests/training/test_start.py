@@ -80,6 +80,18 @@ CASES = {
     "ours": (Case({}, epochs_run=2, saved=SAVED), StartingPoint(4, 77, 25), 120),
     "ours, with what had been found": (Case(MAXIMUM, SEARCHED, epochs_run=2, saved=SAVED), StartingPoint(7, 77, 25), 8),
     "ours, with what it had grown to": (Case(GROWS, SEARCHED, epochs_run=2, saved=SAVED), StartingPoint(7, 77, 25), 8),
+    "ours, with another global batch, whose micro-batches were found": (
+        Case(GLOBAL | MAXIMUM, SEARCHED, True, 12, epochs_run=2, saved=replace(SAVED, is_global=True)),
+        StartingPoint(12, 77, 25),
+        8,
+    ),
+    "ours, with a global batch that had grown and another at the start": (
+        Case(
+            GLOBAL | GROWS | {"growth_limit": 20}, Sizes(), True, 12, epochs_run=2, saved=replace(SAVED, is_global=True)
+        ),
+        StartingPoint(7, 77, 25),
+        20,
+    ),
     "ours, within an epoch, with what the batch had grown to in it": (
         Case(GROWS, SEARCHED, epochs_run=2, saved=replace(SAVED, epoch_samples=28)),
         StartingPoint(7, 77, 25, epoch_steps=2),

@@ -344,7 +344,8 @@ def _note_batch_size(trainer: Trainer, parts: RecipeParts, settings: AdaptiveSet
     loader = trainer.loader
     reason = f"{settings.strategy} search" if settings.use_maximum_batch_size else "config"
     if parts.resumed is not None:
-        reason += f", resumed at epoch {parts.epochs.start}"
+        grows = settings.batch_increase_function is not None
+        reason = f"{'growth' if grows else reason}, resumed at epoch {parts.epochs.start}"
     if start.epoch_steps:
         reason += f", step {start.epoch_steps}"
     samples, in_config = loader.samples_per_step, _samples_in_config(parts, loader)

@@ -81,8 +81,11 @@ class AdaptiveState:
     def changes(self, other: "AdaptiveState") -> list[str]:
         """The differences to ``other``, as parts of a sentence: ranks, data, memory, samples of a step, the config.
 
-        Values that are None in one of them are left out, except keys of the config.
+        Values that are None in one of them are left out, except keys of the config. A batch size of the config that
+        ``other`` does not use, because a search had found another or the batch had grown, is named with the one used.
         """
+        size_key = "adaptive.global_batch_size" if other.is_global else "batch_size"
+        stays = (self.is_global, self.batch_size) == (other.is_global, other.batch_size)
         changes: list[str] = []
         for name, words in (
             ("ranks", "ranks"),
@@ -96,7 +99,9 @@ class AdaptiveState:
         for key in sorted({*self.config, *other.config}):
             before, after = self.config.get(key), other.config.get(key)
             if before != after and not key.startswith(_NOT_TRAINED):
-                changes.append(f"{key} {quote(before)} -> {quote(after)}")
+                is_unused = key == size_key and stays and after != self.batch_size
+                kept = f", but the batch stays {self.batch_size}" if is_unused else ""
+                changes.append(f"{key} {quote(before)} -> {quote(after)}{kept}")
         return changes
 
 

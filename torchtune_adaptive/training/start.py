@@ -46,8 +46,7 @@ def starting_point(
     Raises:
         InputError: the config's batch size does not fit, or the function returns an invalid answer.
     """
-    uses_largest = settings.use_maximum_batch_size
-    chooses = uses_largest and not loader.is_global
+    chooses = settings.use_maximum_batch_size and not loader.is_global  # otherwise only micro-batches
     first = sizes.fitting_rows if chooses and sizes.fitting_rows is not None else loader.batch_size
     growth.maximum = _largest_batch_size(loader, sizes, first, settings)
     planned = growth.sizes(first)
@@ -55,7 +54,7 @@ def starting_point(
         present = planned[epochs_run - 1] if epochs_run else first
         steps_done = sum(map(loader.steps_per_epoch_at, planned[:epochs_run]))
         return StartingPoint(present, steps_done, loader.steps_per_epoch_at(first))
-    follows = (growth.grows or uses_largest) and saved.is_global == loader.is_global
+    follows = (growth.grows or chooses) and saved.is_global == loader.is_global
     last_epoch = epochs_run if saved.epoch_samples else epochs_run - 1
     present = saved.batch_size if follows else planned[last_epoch]
     epoch_steps = loader.steps_in(saved.epoch_samples, batch_size=present)
