@@ -10,6 +10,8 @@ from torchtune_adaptive.launch import check_first, launch
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
 
+from typing import Any
+
 from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
 
 from torchtune_adaptive.stock.checkpoints import WholeCheckpointClient, WholeCheckpointer
@@ -26,6 +28,13 @@ class AdaptiveFullFinetuneRecipeDistributed(AdaptiveRecipe, StockRecipe):
         whole = WholeCheckpointer(self._checkpoint_client._get_checkpointer(), self._folder)
         self._checkpoint_client = WholeCheckpointClient(self._cfg, whole)
         return whole
+
+    def _setup_lr_scheduler(self, cfg_lr_scheduler: Any, num_training_steps: int, last_epoch: int) -> Any:
+        """As torchtune, also after ``enable_async_checkpointing``, whose checkpoints lack the schedule's base rate."""
+        for optimizer in self.stepping().optimizers if last_epoch >= 0 else []:
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", optimizer.defaults["lr"])
+        return super()._setup_lr_scheduler(cfg_lr_scheduler, num_training_steps, last_epoch)
 
     def save_checkpoint(self, epoch: int) -> None:
         """Save by torchtune's checkpoint client, as the stock recipe does in its loop. A collective."""

@@ -265,6 +265,35 @@ def test_a_run_resumed_from_an_epoch_has_new_values_too(tiny_dir: Path, tmp_path
     assert found["epoch_0"] == ([(step, 0.5) for step in range(3, 6)], 0.25)
 
 
+def _saved_in_background(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    """The last epochs of a run with `enable_async_checkpointing`, uninterrupted and resumed."""
+    options: dict[str, Any] = PLAIN | {"enable_async_checkpointing": True, "lr_scheduler__num_warmup_steps": 2}
+    found = {}
+    for kind in ("full",):
+        recipe, path = adaptive_recipe(kind), output_dir / kind
+        steps, parameters, done = finished(recipe, tiny_config(kind, tiny_dir, path, **options))
+        if kind == "full":
+            done._checkpoint_client._dcp_checkpointer._checkpoint_future.result()
+            shutil.rmtree(path / "epoch_2")
+        checkpoint = None if kind == "full" else "epoch_1"
+        cfg = resuming_config(kind, tiny_dir, path, checkpoint=checkpoint, **options)
+        resumed, resumed_parameters, _ = finished(recipe, cfg)
+        names = ("step", "lr", "loss")
+        figures = [[[step[name] for name in names] for step in some] for some in (steps[4:], resumed)]
+        found[kind] = (figures, same_bits(parameters, resumed_parameters))
+    return found
+
+
+def test_a_run_that_torchtune_saves_in_the_background_resumes_like_the_uninterrupted_one(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    (found,) = run_on_ranks(_saved_in_background, 1, shallow_assets(tiny_dir), tmp_path)
+    for (whole, resumed), parameters_equal in found.values():
+        assert [step for step, *_ in whole] == [5, 6]
+        assert resumed == whole
+        assert parameters_equal
+
+
 def _low_bits(rank: int, tiny_dir: Path, output_dir: Path, component: str) -> dict[str, Any]:
     """Whether each checkpoint of a run resumes bit for bit as the run continued."""
     inductor.force_disable_caches = True  # torch would reuse code compiled for one of these optimizers for another
