@@ -269,7 +269,7 @@ def _saved_in_background(rank: int, tiny_dir: Path, output_dir: Path) -> dict[st
     """The last epochs of a run with `enable_async_checkpointing`, uninterrupted and resumed."""
     options: dict[str, Any] = PLAIN | {"enable_async_checkpointing": True, "lr_scheduler__num_warmup_steps": 2}
     found = {}
-    for kind in ("full",):
+    for kind in ("full", "full_single"):
         recipe, path = adaptive_recipe(kind), output_dir / kind
         steps, parameters, done = finished(recipe, tiny_config(kind, tiny_dir, path, **options))
         if kind == "full":
@@ -287,6 +287,7 @@ def _saved_in_background(rank: int, tiny_dir: Path, output_dir: Path) -> dict[st
 def test_a_run_that_torchtune_saves_in_the_background_resumes_like_the_uninterrupted_one(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
+    """The single-device recipe takes the key, but saves as without it."""
     (found,) = run_on_ranks(_saved_in_background, 1, shallow_assets(tiny_dir), tmp_path)
     for (whole, resumed), parameters_equal in found.values():
         assert [step for step, *_ in whole] == [5, 6]

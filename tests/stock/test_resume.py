@@ -304,6 +304,8 @@ def test_a_run_resumed_from_an_epoch_gets_its_files(run: Run, given: object, mon
         "checkpoint_files": [str(path / name) for name in MODEL_FILES],
     }
     cfg = config(checkpointer={"checkpoint_files": given, "recipe_checkpoint": None})
+    in_background = config(enable_async_checkpointing=True, checkpointer=cfg.checkpointer)  # as one of one device
+    assert changes(in_background, run.folder.checkpoints()[-1]) == expected
     assert changes(cfg, run.folder.checkpoints()[-1]) == expected
     monkeypatch.chdir(run.folder.path)  # torchtune reads relative names from its own folders
     relative = CheckpointFolder(Path()).checkpoints()[-1]

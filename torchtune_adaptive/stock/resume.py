@@ -25,6 +25,7 @@ log = utils.get_logger("DEBUG")
 
 _WEIGHTS = (".bin", ".pt", ".pth", ".safetensors")
 _ADAPTER = "adapter_model"
+_IN_BACKGROUND = "dist_epoch_"  # by recipes that support `enable_async_checkpointing`
 
 
 def checkpoint_folder(cfg: DictConfig, checkpointer: str = "checkpointer") -> CheckpointFolder:
@@ -116,7 +117,7 @@ def stock_checkpoint(folder: Path, *, in_background: bool) -> Checkpoint | None:
         in_background: look for checkpoints of ``enable_async_checkpointing``.
     """
     if in_background:
-        complete = [one.parent for one in folder.glob("dist_epoch_*/.metadata")]
+        complete = [one.parent for one in folder.glob(f"{_IN_BACKGROUND}*/.metadata")]
         path = max(complete, key=lambda one: int(one.name.rpartition("_")[2]), default=None)
         if path is None:
             return None
@@ -157,9 +158,9 @@ def resuming(cfg: DictConfig, checkpoint: Checkpoint | None) -> DictConfig:
     OmegaConf.update(changed, "resume_from_checkpoint", checkpoint is not None and not checkpoint.is_of_step)
     if checkpoint is None or checkpoint.is_of_step:
         return changed
-    if cfg.get("enable_async_checkpointing", False):
-        return changed  # torchtune finds the latest checkpoint itself
     path = checkpoint.path.absolute()
+    if path.name.startswith(_IN_BACKGROUND):
+        return changed  # torchtune finds the latest checkpoint itself
     models = model_files(path)
     if checkpoint.recipe_state is not None:
         OmegaConf.update(changed, "checkpointer.recipe_checkpoint", str(checkpoint.recipe_state.absolute()))
