@@ -244,7 +244,7 @@ def test_another_number_of_ranks_is_noticed_and_the_rate_goes_with_the_batch(
 
 
 def _with_new_values(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    """The rates and weight decays of a run resumed with changes from a checkpoint of an epoch, and of a step."""
+    """The rates and weight decays of a run resumed with changes from a step and an epoch; a refusal."""
     recipe = adaptive_recipe("full")
     options: dict[str, Any] = PLAIN | {"epochs": 2, "lr_scheduler": None, "adaptive": {"save_every_n_steps": 2}}
     finished(recipe, tiny_config("full", tiny_dir, output_dir, **options))
@@ -256,13 +256,18 @@ def _with_new_values(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, A
         steps, _, resumed = finished(recipe, resuming_config("full", tiny_dir, copy, checkpoint=name, **changed))
         decay = resumed._optimizer.param_groups[0]["weight_decay"]
         found[name] = ([(step["step"], step["lr"]) for step in steps], decay)
-    return found
+    with pytest.raises(InputError) as refused:
+        set_up(recipe, resuming_config("full", tiny_dir, output_dir, checkpoint="step_4", **options | {"epochs": 1}))
+    return found | {"fewer epochs": str(refused.value)}
 
 
-def test_a_run_resumed_from_an_epoch_has_new_values_too(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_has_new_values_also_from_an_epoch_and_too_few_epochs_are_refused(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
     (found,) = run_on_ranks(_with_new_values, 1, shallow_assets(tiny_dir), tmp_path / "run")
     assert found["step_2"] == ([(step, 0.5) for step in range(3, 7)], 0.25)
     assert found["epoch_0"] == ([(step, 0.5) for step in range(3, 6)], 0.25)
+    assert found["fewer epochs"].startswith("`epochs` must be at least 2 to resume from ")
 
 
 def _saved_in_background(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torchtune import training
 from tests.support.toys import STATE
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError, RunEnded
-from torchtune_adaptive.stock.resume import find_checkpoint, resuming, stock_checkpoint
+from torchtune_adaptive.stock.resume import check_epochs, find_checkpoint, resuming, stock_checkpoint
 from torchtune_adaptive.training.checkpoints.folder import (
     LOCK_NAME,
     RECIPE_STATE_NAME,
@@ -210,6 +210,17 @@ def test_a_value_without_a_meaning_is_refused(run: Run, wanted: Any) -> None:
     assert run.refusal(wanted) == (
         f"`resume_from_checkpoint` must be True, False, auto or a checkpoint path, but is {wanted!r} instead."
     )
+
+
+@pytest.mark.parametrize(("name", "epochs_run", "needed"), [("step_8", 1, 2), ("epoch_1", 2, 2)])
+def test_fewer_epochs_than_a_checkpoint_has_are_refused(run: Run, name: str, epochs_run: int, needed: int) -> None:
+    path = run.save(name, epochs_run=epochs_run, with_recipe_state=True)
+    checkpoint = run.find(str(path))
+    check_epochs(None, 1)
+    check_epochs(checkpoint, needed)
+    with pytest.raises(InputError) as refused:
+        check_epochs(checkpoint, needed - 1)
+    assert str(refused.value) == f"`epochs` must be at least 2 to resume from {str(path)!r}, but is 1 instead."
 
 
 # ---- what torchtune alone has saved

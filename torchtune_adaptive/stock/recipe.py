@@ -27,7 +27,7 @@ from torchtune_adaptive.stock.checks import (
 )
 from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.stock.load import setting_up, with_samples
-from torchtune_adaptive.stock.resume import checkpoint_folder, find_checkpoint, resuming
+from torchtune_adaptive.stock.resume import check_epochs, checkpoint_folder, find_checkpoint, resuming
 from torchtune_adaptive.training.assembly import RecipeParts, build_trainer
 from torchtune_adaptive.training.batch.image_rows import text_or_images
 from torchtune_adaptive.training.batch.row_format import RowFormat, TokenRows
@@ -79,6 +79,7 @@ class AdaptiveRecipe:
         self._resumed = find_checkpoint(
             cfg, self._folder, self._consensus, is_last=lambda one: one.epochs_run >= cfg.epochs
         )
+        check_epochs(self._resumed, cfg.epochs)
         self._cfg = resuming(cfg, self._resumed)
         check_input_files(self._cfg)
         with setting_up():

@@ -70,6 +70,21 @@ def find_checkpoint(
     return checkpoint
 
 
+def check_epochs(checkpoint: Checkpoint | None, epochs: int) -> None:
+    """Check that a run of ``epochs`` can reach the position of ``checkpoint``.
+
+    Raises:
+        InputError: it ends before.
+    """
+    if checkpoint is None:
+        return
+    needed = checkpoint.epochs_run + checkpoint.is_of_step  # a step is within the next epoch
+    if epochs < needed:
+        raise InputError(
+            f"`epochs` must be at least {needed} to resume from {str(checkpoint.path)!r}, but is {epochs} instead."
+        )
+
+
 def _find(cfg: DictConfig, folder: CheckpointFolder, is_last: Callable[[Checkpoint], bool]) -> Checkpoint | None:
     wanted = cfg.get("resume_from_checkpoint", False)
     found = folder.checkpoints()  # always, because serial numbers continue from theirs
