@@ -126,6 +126,82 @@ def test_frozen_weights_are_parameters_and_only_trained_ones_have_gradients_and_
     assert kinds["optimizer state"] == 4 * (2 * trained + 2)  # two moments, and two counts of steps
 
 
+class Keeping:
+    """Functions of a loop that keeps moving averages of the model's parameters."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def build_model(self) -> nn.Module:
+        return build_model()
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(model)
+
+    def train_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+        train_step(model, optimizer, batch)
+        with torch.no_grad():
+            for kept, parameter in zip(self.tensors, model.parameters(), strict=True):
+                kept.lerp_(parameter, 0.1)
+
+
+class CopyOfTheOptimizer(Keeping):
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        self.tensors = [one.detach().clone() for one in model.parameters()]
+        return build_optimizer(model)
+
+
+class CopyOfTheFirstStep(Keeping):
+    def train_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+        self.tensors = self.tensors or [one.detach().clone() for one in model.parameters()]
+        super().train_step(model, optimizer, batch)
+
+
+class RealModel(Keeping):
+    def __init__(self) -> None:
+        self.tensors = [one.detach() for one in build_model().parameters()]
+
+
+class MetaModel(Keeping):
+    def build_model(self) -> nn.Module:
+        self.tensors = [one.detach() for one in build_model().parameters()]
+        return build_model()
+
+
+class TwoOptimizers(Keeping):
+    def train_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+        self.second = getattr(self, "second", None) or torch.optim.SGD(model.parameters(), momentum=0.9)
+        model(batch).square().mean().backward()
+        self.second.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [CopyOfTheOptimizer, CopyOfTheFirstStep, RealModel, MetaModel, TwoOptimizers])
+def test_tensors_beside_the_model_and_the_optimizer_are_counted(kind: type[Keeping]):
+    usual = traced(like_cuda=False)
+    assert usual.peaks.moment(2).at(2)["other tensors"] == 0
+    loop = kind()
+    kept = trace_loop(loop.build_model, loop.build_optimizer, loop.train_step, make_batch, like_cuda=False)
+    num_bytes = 4 * usual.num_parameters
+    for num_samples in (1, 2, 50):
+        moment = kept.peaks.moment(num_samples, "backward")
+        assert moment.at(num_samples)["other tensors"] == num_bytes
+        assert moment.total.at(num_samples) == usual.peaks.phases(num_samples)["backward"] + num_bytes
+
+
+def test_what_a_step_leaves_behind_grows_with_its_batch():
+    kept: dict[str, torch.Tensor] = {}
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+        train_step(model, optimizer, batch)
+        kept["last"] = batch * 2
+
+    peaks = traced(train_step=step, like_cuda=False).peaks
+    for num_samples in (1, 2, 3, 50):
+        assert peaks.moment(num_samples, "forward").at(num_samples)["other tensors"] == 4 * num_samples * WIDTH
+
+
 def test_memory_grows_by_the_bytes_of_samples_although_the_allocator_rounds_them_up():
     lines = [moment.total for moment in traced().peaks.moments if moment.phase == "forward"]
     exact = [moment.total for moment in traced(like_cuda=False).peaks.moments if moment.phase == "forward"]

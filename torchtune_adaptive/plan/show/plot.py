@@ -19,6 +19,7 @@ COLOURS = {
     "frozen models": GREY,
     "optimizer state": GREEN,
     "gradients": RED,
+    "other tensors": SOFT,
     "gathered parameters": SKY,
     "activations": ORANGE,
     "temporaries": PINK,

@@ -7,7 +7,14 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 Kind: TypeAlias = Literal[
-    "parameters", "frozen models", "gradients", "optimizer state", "gathered parameters", "activations", "temporaries"
+    "parameters",
+    "frozen models",
+    "gradients",
+    "optimizer state",
+    "other tensors",
+    "gathered parameters",
+    "activations",
+    "temporaries",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 BEFORE_STEP = -1

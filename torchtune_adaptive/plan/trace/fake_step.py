@@ -9,12 +9,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
+from weakref import WeakValueDictionary
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchtune_adaptive.plan.trace.as_cuda import is_cuda
+from torchtune_adaptive.plan.trace.fake_tensors import fake_like
 
 _ATEN: Any = torch.ops.aten
 _READ = _ATEN._local_scalar_dense.default
@@ -53,6 +58,18 @@ class FakeStep(FakeTensorMode):
         self.num_operations = 0
         self.has_read_values = False
         self.attention_elements = 0
+        self._storages: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
+        self._adopted = WeakTensorKeyDictionary()  # by a tensor of the user's that is not fake: the fake one
+
+    @property
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Those of all live fake tensors."""
+        return list(self._storages.values())
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of all live fake tensors."""
+        return sum(storage.nbytes() for storage in self.storages)
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor for the real one, whose values are known if it is small."""
@@ -78,14 +95,36 @@ class FakeStep(FakeTensorMode):
             kwargs = {**kwargs, "pin_memory": False}
         if self.has_read_values:
             _require_known_sizes(func, args, kwargs)
+        if func not in self.lift_fns:  # which get the values of `torch.tensor`
+            args, kwargs = tree_map_only(torch.Tensor, self._adopt, (args, kwargs))
         outputs = super().__torch_dispatch__(func, types, args, kwargs)
         if func in _FACTORIES:
-            return self._known(outputs, func, args, kwargs)
+            outputs = self._known(outputs, func, args, kwargs)
+        self._keep_storages(outputs)
         if func.__name__.startswith("_scaled_dot_product") and "backward" not in func.__name__:
             *_, tokens, _ = args[0].shape
             padded = -(-tokens // _TOKENS_PER_BLOCK) * _TOKENS_PER_BLOCK
             self.attention_elements = max(self.attention_elements, args[0].numel() // tokens * padded)
         return outputs
+
+    def _adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake tensor that stands for one that was made before the trace, as long as that one lives."""
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            return tensor
+        if tensor not in self._adopted:
+            if tensor.is_meta:
+                with self:
+                    self._adopted[tensor] = fake_like(tensor)
+            else:
+                self._adopted[tensor] = self.fake_tensor_converter.from_real_tensor(self, tensor)
+            self._keep_storages(self._adopted[tensor])
+        return self._adopted[tensor]
+
+    def _keep_storages(self, values: Any) -> None:
+        for value in tree_leaves(values):
+            if isinstance(value, FakeTensor) and value.device.type == "cpu":
+                storage = value.untyped_storage()
+                self._storages[storage._cdata] = storage
 
     def _read(self, tensor: torch.Tensor) -> bool | int | float:
         known = known_values(tensor)

@@ -162,6 +162,14 @@ class _Loop:
         )
 
     def _traced_step(self, real_batch: Any) -> StepTrace:
+        """A step as it follows one with the same number of samples, of which some tensors may be left."""
+        gc.collect()
+        found_bytes = self._mode.live_bytes
+        trace = self._traced_once(real_batch)
+        gc.collect()
+        return trace if self._mode.live_bytes == found_bytes else self._traced_once(real_batch)
+
+    def _traced_once(self, real_batch: Any) -> StepTrace:
         trace = StepTrace(
             granularity_bytes=CUDA_GRANULARITY_BYTES if self._like_cuda else 1, by_gloo=not self._like_cuda
         )
@@ -169,13 +177,13 @@ class _Loop:
         trace.mark([parameters, list(self._model.buffers()), self._others], "parameters")
         trace.mark(list(self._optimizer.state.values()), "optimizer state")
         trace.mark([one.grad for one in parameters], "gradients")
+        trace.mark_others(self._mode.storages)
 
         def enter(phase: str) -> None:
             if phase == "optimizer":
                 trace.mark([one.grad for one in self._model.parameters()], "gradients")
             trace.enter_phase(phase)
 
-        gc.collect()
         self._run(real_batch, enter, trace)
         return trace
 

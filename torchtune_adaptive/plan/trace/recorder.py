@@ -1,7 +1,7 @@
 """Trace the live bytes of a train step on fake tensors, after each operation and by kind."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -68,12 +68,21 @@ class StepTrace:
         self._phases: list[str] = []
         self._phase = ""
         self._kinds: dict[int, Mark] = {}  # by storage
+        self._unused_kinds: set[Mark] = {"frozen models", "other tensors"}
 
     def mark(self, values: Any, kind: Mark) -> None:
         """Count the storages of the tensors in ``values`` as ``kind``. Containers may be nested."""
         for value in tree_leaves(values):
             for tensor in plain_parts(value):
                 self._kinds[self._storages.see(tensor.untyped_storage())] = kind
+                self._unused_kinds.discard(kind)
+
+    def mark_others(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Count the storages that are not counted yet as "other tensors"."""
+        self._unused_kinds.discard("other tensors")
+        for storage in storages:
+            if storage not in self._storages:
+                self._kinds[self._storages.see(storage)] = "other tensors"
 
     def enter_phase(self, name: str) -> None:
         """Assign the following operations to phase ``name``, for example "forward"."""
@@ -83,10 +92,9 @@ class StepTrace:
         """The timeline of each kind of device memory, for a step with ``batch_size`` rows.
 
         Allocations are rounded up to ``granularity_bytes``, by default those of the device's allocator. "frozen models"
-        is missing if no storage was marked as such, as with most methods.
+        and "other tensors" are missing if they were never marked, as with most methods.
         """
-        has_frozen = "frozen models" in self._kinds.values()
-        live_bytes: dict[str, list[int]] = {kind: [] for kind in KINDS if kind != "frozen models" or has_frozen}
+        live_bytes: dict[str, list[int]] = {kind: [] for kind in KINDS if kind not in self._unused_kinds}
         now_bytes: dict[str, int] = defaultdict(int)
         changes = deque(self._rounded(granularity_bytes or self._granularity_bytes))
         for index in range(len(self._operations)):
