@@ -10,6 +10,7 @@ from torch import nn
 from torchtune import config
 
 from torchtune_adaptive.engine.memory.operations import plain_parts
+from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optimizer
 
 # Numbers of elements: below 4096; not a multiple of 256 or 128; a multiple of 128 only; a multiple of both.
@@ -79,6 +80,29 @@ def test_bitsandbytes_state_is_counted_by_the_optimizers_number_of_tensors(name:
     assert state_bytes(stand_in(f"bitsandbytes.optim.{name}")) == [4 * states * n for n in elements]
     with_scales = [4 * 63, *(n + 4 * -(-n // 256) for n in elements[1:])]
     assert state_bytes(stand_in(f"bitsandbytes.optim.{name}8bit")) == [states * n for n in with_scales]
+
+
+def test_bitsandbytes_options_choose_the_state_as_the_optimizers_name_does() -> None:
+    component = "bitsandbytes.optim.AdamW"
+    assert state_bytes(stand_in(component, optim_bits=8)) == state_bytes(stand_in(f"{component}8bit"))
+    assert state_bytes(stand_in(f"{component}8bit", optim_bits=32)) == state_bytes(stand_in(f"{component}8bit"))
+    assert state_bytes(stand_in(component, optim_bits=8, min_8bit_size=5000))[:3] == [8 * 63, 8 * 4097, 8 * 4224]
+
+    def paged_bytes(name: str, **options: Any) -> int:
+        cfg = stand_in_for_optimizer(OmegaConf.create({"_component_": name, "lr": 0.1} | options))
+        large = nn.Parameter(torch.zeros(400, 400))
+        large.grad = torch.zeros_like(large)
+        optimizer = config.instantiate(cfg, [large])
+        optimizer.step()
+        return optimizer.paged_bytes
+
+    assert paged_bytes(component, is_paged=True) == paged_bytes("bitsandbytes.optim.PagedAdamW") == 8 * 160_000
+
+
+def test_a_number_of_bits_that_bitsandbytes_does_not_have_is_refused() -> None:
+    with pytest.raises(InputError) as caught:
+        stand_in("bitsandbytes.optim.AdamW", optim_bits=16)
+    assert str(caught.value) == "`optimizer.optim_bits` must be 8 or 32, but is 16 instead."
 
 
 def test_an_optimizer_of_another_library_has_no_stand_in() -> None:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from torchtune_adaptive.engine.memory.operations import local_part
-from torchtune_adaptive.errors import InputError, quote
+from torchtune_adaptive.errors import InputError, quote, require_integer
 from torchtune_adaptive.plan.host import pinned_bytes
 
 _BITSANDBYTES = re.compile(r"bitsandbytes\.optim\.(Paged)?([A-Z][A-Za-z]*?)(8bit|32bit)?")
@@ -20,6 +20,7 @@ _BITSANDBYTES = re.compile(r"bitsandbytes\.optim\.(Paged)?([A-Z][A-Za-z]*?)(8bit
 _STATES = MappingProxyType(
     {"Adam": 2, "AdamW": 2, "LAMB": 2, "Lion": 1, "RMSprop": 1, "Adagrad": 1, "LARS": 1, "SGD": 1, "AdEMAMix": 3}
 )
+_SMALL_FOR_8_BITS = 4096  # elements: below, bitsandbytes keeps 32-bit state by default
 _TORCHAO = re.compile(r"torchao\.(?:optim|prototype\.low_bit_optim)\.AdamW?(8bit|4bit|Fp8)")
 _TORCHAO_OFFLOADING = re.compile(r"torchao\.(?:optim|prototype\.low_bit_optim)\.CPUOffloadOptimizer")
 
@@ -42,8 +43,18 @@ def stand_in_for_optimizer(optimizer: DictConfig) -> DictConfig:
     if match is None or match[2] not in _STATES:
         names = ", ".join(_STATES)
         raise InputError(f"`optimizer` of bitsandbytes must be one of {names}, but is {quote(component)} instead.")
-    bits = 8 if match[3] == "8bit" else 32
-    return _stand_in(BlockwiseOptimizer, bits=bits, paged=match[1] is not None, states=_STATES[match[2]])
+    bits = int(match[3].removesuffix("bit")) if match[3] else optimizer.get("optim_bits", 32)
+    if bits not in (8, 32):
+        raise InputError(f"`optimizer.optim_bits` must be 8 or 32, but is {quote(bits)} instead.")
+    return _stand_in(
+        BlockwiseOptimizer,
+        bits=bits,
+        paged=match[1] is not None or bool(optimizer.get("is_paged", False)),
+        states=_STATES[match[2]],
+        min_8bit_size=require_integer(
+            "optimizer.min_8bit_size", optimizer.get("min_8bit_size", _SMALL_FOR_8_BITS), minimum=0
+        ),
+    )
 
 
 def _stand_in(optimizer: type, **options: Any) -> DictConfig:
@@ -82,17 +93,19 @@ class BlockwiseOptimizer(_StandIn):
         paged_bytes, whole_paged_bytes: bytes of paged state, of this rank and over all ranks.
     """
 
-    _SMALL_FOR_8_BITS, _SMALL_FOR_PAGES, _BLOCK = 4096, 100_000, 256
+    _SMALL_FOR_PAGES, _BLOCK = 100_000, 256
 
-    def __init__(self, params: Iterable[nn.Parameter], *, lr: float, bits: int, paged: bool, states: int) -> None:
+    def __init__(
+        self, params: Iterable[nn.Parameter], *, lr: float, bits: int, paged: bool, states: int, min_8bit_size: int
+    ) -> None:
         super().__init__(params, lr=lr)
-        self._bits, self._paged, self._states = bits, paged, states
+        self._bits, self._paged, self._states, self._min_8bit_size = bits, paged, states, min_8bit_size
         self.paged_bytes = self.whole_paged_bytes = 0
 
     def _state_of(self, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = {}
         numel, local_numel = parameter.numel(), local_part(parameter).numel()
-        small = self._bits == 32 or numel < self._SMALL_FOR_8_BITS
+        small = self._bits == 32 or numel < self._min_8bit_size
         dtype = torch.float32 if small else torch.uint8
         if self._paged and numel >= self._SMALL_FOR_PAGES:
             self.paged_bytes += self._states * local_numel * dtype.itemsize
