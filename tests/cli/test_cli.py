@@ -375,12 +375,34 @@ HF = ("plan", "--hf", "some/model", "--memory", "80GiB")
         ([*HF, "--seq-len", "8,16"], "`--seq-len` must be an integer, but is '8,16' instead."),
         ([*HF, "--lora", "none"], "`--lora` must be an integer, but is 'none' instead."),
         ([*HF, "--dtype", "int8"], "`dtype` must be one of bf16, fp32, mixed, but is 'int8' instead."),
+        ([*HF, "--lora-modules", "q_proj"], "`--lora-modules` must be left out without `--lora`, but is given."),
+        ([*HF, "--lora-dropout", "0"], "`--lora-dropout` must be left out without `--lora`, but is given."),
     ],
 )
 def test_options_that_do_not_go_with_a_hugging_face_model_are_refused(
     arguments: list[str], sentence: str, program: Program
 ) -> None:
     program.refuses(*arguments, sentence=sentence)
+
+
+@pytest.mark.parametrize(
+    ("option", "key"),
+    [
+        (["--lora", "16"], "`model.lora_rank` of a LoRA config"),
+        (["--lora-modules", "q_proj"], "`model.lora_attn_modules`"),
+        (["--lora-dropout", "0"], "`model.lora_dropout`"),
+        (["--dtype", "bf16"], "`dtype`"),
+        (["--no-checkpointing"], "`enable_activation_checkpointing`"),
+        (["--optimizer", "sgd"], "`optimizer._component_`"),
+        (["--loss", "chunked"], "`loss._component_`"),
+        (["--accumulation", "1"], "`gradient_accumulation_steps`"),
+    ],
+)
+def test_options_of_a_hugging_face_model_are_refused_with_a_config(
+    option: list[str], key: str, program: Program
+) -> None:
+    sentence = f"`{option[0]}` must be left out with `--config`, where it is {key}, but is given."
+    program.refuses(*FULL, "--memory", "H100", *option, sentence=sentence)
 
 
 def test_a_hugging_face_model_is_planned_from_its_config(program: Program, tmp_path: Path) -> None:

@@ -26,6 +26,18 @@ from torchtune_adaptive.stock.configs import Method, load_config, method_of, res
 from torchtune_adaptive.stock.installed import adaptive_name, recipe_files
 from torchtune_adaptive.text import format_bytes
 
+# Options of a Hugging Face run, and what says the same in a config.
+_HUGGING_FACE_OPTIONS = {
+    "lora": "`model.lora_rank` of a LoRA config",
+    "lora_modules": "`model.lora_attn_modules`",
+    "lora_dropout": "`model.lora_dropout`",
+    "dtype": "`dtype`",
+    "no_checkpointing": "`enable_activation_checkpointing`",
+    "optimizer": "`optimizer._component_`",
+    "loss": "`loss._component_`",
+    "accumulation": "`gradient_accumulation_steps`",
+}
+
 
 def add_plan(commands: Commands) -> None:
     """Add the command."""
@@ -73,21 +85,13 @@ def add_plan(commands: Commands) -> None:
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
     run = command.add_argument_group("a run of a Hugging Face model (--hf)")
     run.add_argument("--lora", metavar="RANK", help="train LoRA adapters of this rank [all weights]")
-    run.add_argument("--lora-modules", metavar="NAMES", default="", help="layers with adapters, or all-linear [peft's]")
-    run.add_argument("--lora-dropout", metavar="P", default="0", help="probability of dropout in adapters [0]")
-    run.add_argument(
-        "--dtype", default="bf16", help="bf16, fp32, or mixed: float32 weights, bfloat16 computation [bf16]"
-    )
+    run.add_argument("--lora-modules", metavar="NAMES", help="layers with adapters, or all-linear [peft's]")
+    run.add_argument("--lora-dropout", metavar="P", help="probability of dropout in adapters [0]")
+    run.add_argument("--dtype", help="bf16, fp32, or mixed: float32 weights, bfloat16 computation [bf16]")
     run.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
-    run.add_argument(
-        "--optimizer",
-        default="adamw_torch_fused",
-        help="adamw_torch, adamw_torch_fused, sgd or adafactor [%(default)s]",
-    )
-    run.add_argument(
-        "--loss", default="full", help="full: over all logits at once; chunked: over parts of the tokens [full]"
-    )
-    run.add_argument("--accumulation", default="1", help="gradient accumulation steps [1]")
+    run.add_argument("--optimizer", help="adamw_torch, adamw_torch_fused, sgd or adafactor [adamw_torch_fused]")
+    run.add_argument("--loss", help="full: over all logits at once; chunked: over parts of the tokens [full]")
+    run.add_argument("--accumulation", help="gradient accumulation steps [1]")
     command.add_argument(
         "overrides", nargs="*", metavar="key=value", help="override a key of the config, as with `run`"
     )
@@ -110,8 +114,11 @@ def _plan_hugging_face(arguments: argparse.Namespace) -> None:
 
     for option in ("what_if", "modules", "snapshot", "plot", "overrides"):
         if getattr(arguments, option):
-            name = "key=value" if option == "overrides" else f"--{option.replace('_', '-')}"
+            name = "key=value" if option == "overrides" else _flag(option)
             raise InputError(f"`{name}` must be left out with `--hf`, but is given.")
+    for option in ("lora_modules", "lora_dropout"):
+        if arguments.lora is None and getattr(arguments, option) is not None:
+            raise InputError(f"`{_flag(option)}` must be left out without `--lora`, but is given.")
     if arguments.memory is None:
         raise _missing_memory()
     seq_len = integer("--seq-len", arguments.seq_len or str(USUAL_SEQ_LENS[0]))
@@ -119,14 +126,14 @@ def _plan_hugging_face(arguments: argparse.Namespace) -> None:
     run = HuggingFaceRun(
         path=arguments.hf,
         seq_len=seq_len,
-        dtype=arguments.dtype,
+        dtype=arguments.dtype or "bf16",
         lora_rank=None if arguments.lora is None else integer("--lora", arguments.lora),
-        lora_modules=tuple(filter(None, arguments.lora_modules.split(","))),
-        lora_dropout=fraction("--lora-dropout", arguments.lora_dropout),
+        lora_modules=tuple(filter(None, (arguments.lora_modules or "").split(","))),
+        lora_dropout=fraction("--lora-dropout", arguments.lora_dropout or "0"),
         checkpointing=not arguments.no_checkpointing,
-        optimizer=arguments.optimizer,
-        loss=arguments.loss,
-        micro_steps=integer("--accumulation", arguments.accumulation),
+        optimizer=arguments.optimizer or "adamw_torch_fused",
+        loss=arguments.loss or "full",
+        micro_steps=integer("--accumulation", arguments.accumulation or "1"),
         ranks=ranks,
     )
     planned = plan_max_batch_size(
@@ -144,7 +151,14 @@ def _plan_hugging_face(arguments: argparse.Namespace) -> None:
     print(json.dumps(plan_json(planned), indent=2) if arguments.json else planned)
 
 
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
+
+
 def _plan_config(arguments: argparse.Namespace) -> None:
+    for option, key in _HUGGING_FACE_OPTIONS.items():
+        if getattr(arguments, option) not in (None, False):
+            raise InputError(f"`{_flag(option)}` must be left out with `--config`, where it is {key}, but is given.")
     cfg = load_config(arguments.config, arguments.overrides)
     check_top_level_keys(cfg)
     settings = AdaptiveSettings.from_cfg(cfg)
@@ -159,8 +173,7 @@ def _plan_config(arguments: argparse.Namespace) -> None:
     is_one = len(ranks) * len(cards) == 1
     for option in ("what_if", "modules", "snapshot", "plot"):
         if getattr(arguments, option) and not is_one:
-            option = f"--{option.replace('_', '-')}"
-            raise InputError(f"`{option}` must be left out with several GPUs or numbers of ranks, but is given.")
+            raise InputError(f"`{_flag(option)}` must be left out with several GPUs or numbers of ranks, but is given.")
     if arguments.what_if and len(batch_sizes) > 1:
         raise InputError(f"`--batch-size` must be one number with `--what-if`, but is {arguments.batch_size} instead.")
     tracer = Tracer(user_cache_folder("plans"), shows_progress=True)
