@@ -63,6 +63,11 @@ def test_a_gpu_adds_what_it_adds_to_a_config() -> None:
     assert size.allocated_bytes == size.peak_bytes + plan.device.overhead.workspace_bytes + scratch
 
 
+def test_memory_for_attention_is_told_per_sample() -> None:
+    plan = planned(device="cuda", memory="24GiB")
+    assert f" {plan.device.overhead.bytes_per_token:,.0f} bytes per sample for attention," in str(plan)
+
+
 def test_a_calibration_is_used(tmp_path: Path) -> None:
     dataclasses.replace(CALIBRATION, gpu="NVIDIA H100 80GB HBM3").write(tmp_path / "h100.json")
     plan = planned(device="cuda", memory="H100", calibration=tmp_path / "h100.json")

@@ -42,7 +42,10 @@ def plan_text(plan: Plan, *, ways: Sequence[PlannedChange] = (), command: str = 
             text_table(_in_gib([(one, one.kinds) for one in shown])),
         ],
         [] if plan.host is None else _host(plan.host, [plan]),
-        overhead_lines(plan.device.overhead, parts_text(plan.device.overhead)),
+        overhead_lines(
+            plan.device.overhead,
+            parts_text(plan.device.overhead, per="sample" if plan.decisive.seq_len is None else "token"),
+        ),
         _paged(plan),
         ["Changes that need less memory:", *(f"- {change_text(way)}" for way in ways)] if ways else [],
         ["To run it:", f"  {command}"] if command else [],
@@ -147,11 +150,11 @@ def overhead_lines(overhead: Overhead, *lines: str) -> list[str]:
     return [f"Overhead of the GPU, added to the traced bytes ({overhead.source}):", *lines]
 
 
-def parts_text(overhead: Overhead) -> str:
-    """The parts of an overhead, as one line."""
+def parts_text(overhead: Overhead, *, per: str = "token") -> str:
+    """The parts of an overhead, as one line. Memory for attention is for each token, or ``per`` sample of a loop."""
     return (
         f"{format_bytes(overhead.outside_bytes)} outside torch's allocator, {format_bytes(overhead.workspace_bytes)}"
-        f" for workspaces, {overhead.bytes_per_token:,.0f} bytes per token for attention, {overhead.fragmentation:.0%}"
+        f" for workspaces, {overhead.bytes_per_token:,.0f} bytes per {per} for attention, {overhead.fragmentation:.0%}"
         " for fragmentation."
     )
 
