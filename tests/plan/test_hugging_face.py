@@ -1,5 +1,6 @@
 """A run of a Hugging Face model, built from its config.json alone."""
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,23 @@ def test_sgd_has_no_state_and_accumulation_keeps_gradients(path: str) -> None:
     assert bytes_of(planned(path, optimizer="sgd"), "optimizer state") == 0
     once, twice = (planned(path, optimizer="sgd", micro_steps=steps) for steps in (1, 4))
     assert twice.decisive.asked[0].phases["forward"] > once.decisive.asked[0].phases["forward"]
+
+
+def test_bitsandbytes_is_imported_before_the_trace_pretends_to_have_a_gpu(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu: dict[str, bool] = {}
+    real = importlib.import_module
+
+    def recorded(name: str, package: str | None = None) -> Any:
+        on_gpu.setdefault(name, torch.cuda.is_available())
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", recorded)
+    planned(path, optimizer="adafactor")
+    assert on_gpu["transformers.optimization"]
+    assert "bitsandbytes" in on_gpu
+    assert not on_gpu["bitsandbytes"]
 
 
 def test_the_assumptions_are_one_sentence() -> None:

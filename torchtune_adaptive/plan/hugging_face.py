@@ -5,7 +5,7 @@ It needs ``transformers``, and ``peft`` for LoRA. Nothing but the model's ``conf
 
 import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
@@ -67,6 +67,9 @@ class HuggingFaceRun:
         require_one_of("dtype", self.dtype, tuple(_DTYPES))
         require_one_of("optimizer", self.optimizer, _OPTIMIZERS)
         require_one_of("loss", self.loss, _LOSSES)
+        if self.lora_rank is not None or self.optimizer == "adafactor":
+            with suppress(ImportError):  # peft and Adafactor import it, which fails once a trace pretends to have a GPU
+                importlib.import_module("bitsandbytes")
 
     def build_model(self) -> nn.Module:
         """The model with random weights, sharded if there are several ranks.
