@@ -94,8 +94,17 @@ def test_bitsandbytes_is_imported_before_the_trace_pretends_to_have_a_gpu(
     assert not on_gpu["bitsandbytes"]
 
 
-def test_the_assumptions_are_one_sentence() -> None:
-    run = HuggingFaceRun(path="x", seq_len=8, lora_rank=16, lora_modules=("q_proj", "v_proj"), ranks=2)
+def test_a_model_without_fused_attention_has_what_transformers_chooses(tmp_path: Path) -> None:
+    gemma = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(gemma))
+    run = HuggingFaceRun(path=str(tmp_path), seq_len=128)
+    assert "; eager attention, as the model has no other in transformers; " in run.assumptions
+    of_a_sample = planned(str(tmp_path)).size(9).peak_bytes - planned(str(tmp_path)).size(8).peak_bytes
+    assert of_a_sample > 3 * 4 * 128 * 128  # attention weights of four heads
+
+
+def test_the_assumptions_are_one_sentence(path: str) -> None:
+    run = HuggingFaceRun(path=path, seq_len=8, lora_rank=16, lora_modules=("q_proj", "v_proj"), ranks=2)
     assert run.assumptions == (
         "Assumed: weights and computation in bfloat16; every layer recomputed in the backward pass; LoRA of rank 16 on"
         " q_proj, v_proj with no dropout; optimizer adamw_torch_fused; loss over all logits at once; flash attention"

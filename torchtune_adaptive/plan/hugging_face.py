@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any, Literal
 from unittest import mock
@@ -77,18 +78,12 @@ class HuggingFaceRun:
         Raises:
             InputError: there is no such model, or a package is missing.
         """
-        transformers = _imported("transformers", needed_for="a Hugging Face model")
-        try:
-            config = transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=False)
-            config.use_cache = False
+        transformers, config, attention = _transformers(), self._config, self._attention
+        config.use_cache = False
+        with _no_model_refused(self.path):
             model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=_DTYPES[self.dtype], attn_implementation="sdpa"
+                config, dtype=_DTYPES[self.dtype], attn_implementation=attention
             )
-        except (OSError, ValueError) as error:
-            raise InputError(
-                "`--hf` must be a folder with a config.json of a causal language model, or a name on the Hub, but is"
-                f" {quote(self.path)}: {reason_of(error).partition('. ')[0]}."  # a list of all models may follow
-            ) from error
         layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
         if self.loss == "chunked":
             _chunk_loss(model)
@@ -148,12 +143,26 @@ class HuggingFaceRun:
             "all weights trained" if self.lora_rank is None else adapters,
             f"optimizer {self.optimizer}",
             "loss over all logits at once" if self.loss == "full" else f"loss over {_CHUNKS} parts of the tokens",
-            "flash attention without a padding mask",
+            "flash attention without a padding mask"
+            if self._attention == "sdpa"
+            else "eager attention, as the model has no other in transformers",
             "gradients clipped",
         ]
         if self.ranks > 1:
             parts.append("each layer sharded by FSDP2")
         return f"Assumed: {'; '.join(parts)}."
+
+    @cached_property
+    def _config(self) -> Any:
+        transformers = _transformers()
+        with _no_model_refused(self.path):
+            return transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+
+    @property
+    def _attention(self) -> str:
+        """What transformers chooses for the model, as its name of an implementation."""
+        model = _transformers().MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self._config), None)
+        return "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
 
     def _with_adapters(self, model: Any) -> Any:
         peft = _imported("peft", needed_for="LoRA")
@@ -195,6 +204,21 @@ def _chunk_loss(model: Any) -> None:
         return torch.stack(sums).sum() / labels_T.numel()
 
     model.loss_function = loss_function
+
+
+def _transformers() -> Any:
+    return _imported("transformers", needed_for="a Hugging Face model")
+
+
+@contextmanager
+def _no_model_refused(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise InputError(
+            "`--hf` must be a folder with a config.json of a causal language model, or a name on the Hub, but is"
+            f" {quote(path)}: {reason_of(error).partition('. ')[0]}."  # a list of all models may follow
+        ) from error
 
 
 @contextmanager
