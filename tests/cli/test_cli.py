@@ -420,6 +420,15 @@ def test_a_hugging_face_model_is_planned_from_its_config(program: Program, tmp_p
     assert [size["batch_size"] for size in content["lengths"][0]["asked"]] == [1, 8]
 
 
+def test_rows_of_a_hugging_face_model_are_by_default_not_longer_than_it_is_made_for(
+    program: Program, tmp_path: Path
+) -> None:
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 512, "n_positions": 96}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ended = program("plan", "--hf", str(tmp_path), "--memory", "24GiB")
+    assert ended.out.startswith(f"{tmp_path}, samples of 96 tokens: ")
+
+
 # ---- what is refused
 
 MEMORY = ("--memory", "80GiB")

@@ -103,6 +103,28 @@ def test_a_model_without_fused_attention_has_what_transformers_chooses(tmp_path:
     assert of_a_sample > 3 * 4 * 128 * 128  # attention weights of four heads
 
 
+GPT = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}
+GPT |= {"vocab_size": 1000, "n_positions": 128}
+
+
+def test_rows_longer_than_a_table_of_positions_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT))
+    run = HuggingFaceRun(path=str(tmp_path), seq_len=129)
+    with torch.device("meta"), pytest.raises(InputError) as caught:
+        run.build_model()
+    assert run.longest_row == 128
+    assert str(caught.value) == (
+        f"`--seq-len` must be at most 128, the number of positions that {str(tmp_path)!r} has embeddings for, but is"
+        " 129 instead."
+    )
+    assert planned(str(tmp_path)).fits  # rows of 128 tokens
+
+
+def test_rotary_positions_take_rows_of_any_length(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 64}))
+    assert planned(str(tmp_path)).fits  # rows of 128 tokens
+
+
 def test_the_assumptions_are_one_sentence(path: str) -> None:
     run = HuggingFaceRun(path=path, seq_len=8, lora_rank=16, lora_modules=("q_proj", "v_proj"), ranks=2)
     assert run.assumptions == (

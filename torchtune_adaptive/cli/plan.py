@@ -121,7 +121,7 @@ def _plan_hugging_face(arguments: argparse.Namespace) -> None:
             raise InputError(f"`{_flag(option)}` must be left out without `--lora`, but is given.")
     if arguments.memory is None:
         raise _missing_memory()
-    seq_len = integer("--seq-len", arguments.seq_len or str(USUAL_SEQ_LENS[0]))
+    seq_len = USUAL_SEQ_LENS[0] if arguments.seq_len is None else integer("--seq-len", arguments.seq_len)
     ranks = integer("--nproc_per_node", arguments.nproc_per_node) * integer("--nnodes", arguments.nnodes)
     run = HuggingFaceRun(
         path=arguments.hf,
@@ -136,6 +136,8 @@ def _plan_hugging_face(arguments: argparse.Namespace) -> None:
         micro_steps=integer("--accumulation", arguments.accumulation or "1"),
         ranks=ranks,
     )
+    if arguments.seq_len is None and run.longest_row is not None:
+        run = replace(run, seq_len=min(seq_len, run.longest_row))
     planned = plan_max_batch_size(
         run.build_model,
         run.build_optimizer,
@@ -145,7 +147,7 @@ def _plan_hugging_face(arguments: argparse.Namespace) -> None:
         ranks=ranks,
         batch_sizes=[] if arguments.batch_size is None else integers("--batch-size", arguments.batch_size),
         calibration=arguments.calibration,
-        title=f"{arguments.hf}, samples of {seq_len} tokens",
+        title=f"{arguments.hf}, samples of {run.seq_len} tokens",
         assumptions=run.assumptions,
     )
     print(json.dumps(plan_json(planned), indent=2) if arguments.json else planned)

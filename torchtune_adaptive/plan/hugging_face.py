@@ -4,6 +4,7 @@ It needs ``transformers``, and ``peft`` for LoRA. Nothing but the model's ``conf
 """
 
 import importlib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torchtune_adaptive.errors import InputError, quote, reason_of, require_frac
 Dtype = Literal["bf16", "fp32", "mixed"]
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor")  # names of the Trainer's `optim`
 _LOSSES = ("full", "chunked")
+_POSITIONS = re.compile(r"(^|\.)(wpe|\w*position\w*)(\.weight)?$")  # names of tables of positions in transformers
 _CHUNKS = 8  # of a chunked loss, as in torchtune
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "mixed": torch.float32}
 
@@ -83,6 +85,12 @@ class HuggingFaceRun:
         with _no_model_refused(self.path):
             model = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=_DTYPES[self.dtype], attn_implementation=attention
+            )
+        longest = self.longest_row
+        if longest is not None and self.seq_len > longest and _has_embeddings_of_positions(model, longest):
+            raise InputError(
+                f"`--seq-len` must be at most {longest}, the number of positions that {quote(self.path)} has embeddings"
+                f" for, but is {self.seq_len} instead."
             )
         layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
         if self.loss == "chunked":
@@ -152,6 +160,11 @@ class HuggingFaceRun:
             parts.append("each layer sharded by FSDP2")
         return f"Assumed: {'; '.join(parts)}."
 
+    @property
+    def longest_row(self) -> int | None:
+        """The most tokens that the model is made for, by its config; None if that does not say."""
+        return getattr(self._config.get_text_config(), "max_position_embeddings", None)
+
     @cached_property
     def _config(self) -> Any:
         transformers = _transformers()
@@ -186,6 +199,15 @@ class HuggingFaceRun:
         if self.checkpointing:
             model.enable_input_require_grads()
         return model
+
+
+def _has_embeddings_of_positions(model: nn.Module, number: int) -> bool:
+    """Whether positions are rows of a table. Rotary positions and the like are computed, for rows of any length."""
+    return any(
+        _POSITIONS.search(name) and tensor.dim() == 2 and len(tensor) >= number
+        for tensors in (model.named_parameters(), model.named_buffers())
+        for name, tensor in tensors
+    )
 
 
 def _chunk_loss(model: Any) -> None:
