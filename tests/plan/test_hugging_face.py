@@ -120,6 +120,17 @@ def test_rows_longer_than_a_table_of_positions_are_refused(tmp_path: Path) -> No
     assert planned(str(tmp_path)).fits  # rows of 128 tokens
 
 
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    quantized = LLAMA | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    with pytest.raises(InputError) as caught:
+        planned(str(tmp_path))
+    assert str(caught.value) == (
+        "`--hf` must be a model whose config.json has no `quantization_config`, as quantized weights are not planned,"
+        f" but {str(tmp_path)!r} has {{'quant_method': 'bitsandbytes', 'load_in_4bit': True}}."
+    )
+
+
 def test_rotary_positions_take_rows_of_any_length(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 64}))
     assert planned(str(tmp_path)).fits  # rows of 128 tokens

@@ -169,7 +169,13 @@ class HuggingFaceRun:
     def _config(self) -> Any:
         transformers = _transformers()
         with _no_model_refused(self.path):
-            return transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+            config = transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+        if (quantized := getattr(config, "quantization_config", None)) is not None:
+            raise InputError(
+                "`--hf` must be a model whose config.json has no `quantization_config`, as quantized weights are not"
+                f" planned, but {quote(self.path)} has {quote(quantized)}."
+            )
+        return config
 
     @property
     def _attention(self) -> str:
