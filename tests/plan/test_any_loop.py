@@ -68,6 +68,41 @@ def test_memory_for_attention_is_told_per_sample() -> None:
     assert f" {plan.device.overhead.bytes_per_token:,.0f} bytes per sample for attention," in str(plan)
 
 
+def compiled() -> Any:
+    return torch.compile(Attending(), backend="eager")
+
+
+def compiled_in_place() -> nn.Module:
+    model = Attending()
+    model.inner.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("build_model", [compiled, compiled_in_place])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_compiled_model_is_planned_as_eager_code_and_the_plan_says_so(build_model: Any, device: Any) -> None:
+    functions = make_optimizer, train_step, lambda n: torch.zeros(n, TOKENS, WIDTH)
+    plan = plan_max_batch_size(build_model, *functions, memory="24GiB", device=device)
+    assert plan.step.peaks == planned(memory="24GiB", device=device).step.peaks
+    assert plan.title == "Attending"
+    assert plan.assumptions == "Planned without `torch.compile`, as eager code."
+
+
+def test_a_compiled_function_is_planned_as_eager_code() -> None:
+    @torch.compile(backend="eager")
+    def loss_of(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
+        return model(samples).sum()
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, samples: torch.Tensor) -> None:
+        loss_of(model, samples).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    make_batch = lambda n: torch.zeros(n, TOKENS, WIDTH)  # noqa: E731
+    plan = plan_max_batch_size(Attending, make_optimizer, step, make_batch, memory="24GiB")
+    assert plan.step.peaks == planned(memory="24GiB", device="cuda").step.peaks
+
+
 def test_a_calibration_is_used(tmp_path: Path) -> None:
     dataclasses.replace(CALIBRATION, gpu="NVIDIA H100 80GB HBM3").write(tmp_path / "h100.json")
     plan = planned(device="cuda", memory="H100", calibration=tmp_path / "h100.json")

@@ -10,6 +10,8 @@ from torchtune_adaptive.plan.gpu import Card, Overhead
 from torchtune_adaptive.plan.trace.loop import BuildModel, BuildOptimizer, MakeBatch, TrainStep, trace_loop
 from torchtune_adaptive.plan.trace.peaks import TracedStep
 
+_EAGER = "Planned without `torch.compile`, as eager code."
+
 
 def plan_max_batch_size(
     build_model: BuildModel,
@@ -36,7 +38,7 @@ def plan_max_batch_size(
         build_optimizer: ``build_optimizer(model)`` returns an optimizer of ``torch.optim``, or one whose step runs on
             fake tensors.
         train_step: ``train_step(model, optimizer, batch)`` runs a whole step: forward and backward passes, optimizer
-            step. With gradient accumulation it should run two micro-steps.
+            step. With gradient accumulation it should run two micro-steps. Compiled code runs eagerly.
         make_batch: ``make_batch(n)`` returns a worst-case batch of n samples of one rank, as long as any in training.
         memory: of each rank's device: bytes, a size such as "80GiB", or a GPU's name such as "H100".
         ranks: ranks that train the model together, in one process group.
@@ -80,5 +82,5 @@ def plan_max_batch_size(
         device=of_rank,
         step=step,
         lengths=(length,),
-        assumptions=assumptions,
+        assumptions=" ".join(filter(None, (assumptions, _EAGER if traced.is_compiled else ""))),
     )

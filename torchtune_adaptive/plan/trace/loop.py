@@ -53,6 +53,7 @@ class TracedLoop:
         num_trainable: the part of them that requires gradients.
         attention_elements: of the largest query of an attention operation, per sample: tokens, rounded up to a multiple
             of 128, times heads times head dimension. 0 without such operations.
+        is_compiled: the model, or a part of it, would be compiled. It was not for the trace.
     """
 
     model_name: str
@@ -60,6 +61,7 @@ class TracedLoop:
     num_parameters: int
     num_trainable: int
     attention_elements: int
+    is_compiled: bool = False
 
 
 def trace_loop(
@@ -99,6 +101,7 @@ def trace_loop(
         )
     with ExitStack() as stack:
         stack.enter_context(_settings_restored())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         if ranks > 1:
             stack.callback(_end_process_group, sys.excepthook)
             start_fake_process_group(ranks)
@@ -154,11 +157,14 @@ class _Loop:
             raise _unequal(traced[small], traced[large])
         parameters = list(self._model.parameters())
         return TracedLoop(
-            type(self._model).__name__.removeprefix("FSDP"),
+            type(getattr(self._model, "_orig_mod", self._model)).__name__.removeprefix("FSDP"),
             StepPeaks.from_lines(lines, single_row=traced[1].timelines(1)),
             num_parameters=sum(one.numel() for one in parameters),
             num_trainable=sum(one.numel() for one in parameters if one.requires_grad),
             attention_elements=-(-self._mode.attention_elements // large),
+            is_compiled=any(
+                hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in self._model.modules()
+            ),
         )
 
     def _traced_step(self, real_batch: Any) -> StepTrace:
