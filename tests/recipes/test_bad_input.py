@@ -68,7 +68,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     ),
     "no rows": (
         ["batch_size=two"],
-        "batch_size should be a positive integer value, but got batch_size=two (",
+        "`batch_size` must be an integer, but is 'two' instead.",
     ),
     "rows beyond the model": (
         [SEARCH, "tokenizer.max_seq_len=600"],

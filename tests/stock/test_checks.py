@@ -331,6 +331,9 @@ def test_options_that_exclude_each_other_are_refused_only_together(
     check_option(dict.fromkeys(config.keys() - {"tensor_parallel_dim", "device"}, False), **settings)
 
 
+NO_TILDE = "must not begin with ~, which only a shell replaces"
+
+
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
@@ -339,6 +342,11 @@ def test_options_that_exclude_each_other_are_refused_only_together(
         ({"gradient_accumulation_steps": -1}, "`gradient_accumulation_steps` must be at least 1, but is -1 instead."),
         ({"max_steps_per_epoch": -1}, "`max_steps_per_epoch` must be at least 1, but is -1 instead."),
         ({"epochs": 0}, "`epochs` must be at least 1, but is 0 instead."),
+        ({"batch_size": 0}, "`batch_size` must be at least 1, but is 0 instead."),
+        ({"batch_size": "8x"}, "`batch_size` must be an integer, but is '8x' instead."),
+        ({"output_dir": "~/x"}, f"`output_dir` {NO_TILDE}, but is '~/x' instead."),
+        ({"checkpointer": {"output_dir": "~"}}, f"`checkpointer.output_dir` {NO_TILDE}, but is '~' instead."),
+        ({"metric_logger": {"log_dir": "~me/x"}}, f"`metric_logger.log_dir` {NO_TILDE}, but is '~me/x' instead."),
         ({"log_every_n_steps": 0}, "`log_every_n_steps` must be at least 1, but is 0 instead."),
         ({"clip_grad_norm": "abc"}, "`clip_grad_norm` must be a number, inf or null, but is 'abc' instead."),
         ({"kd_ratio": 1.5}, "`kd_ratio` must be in [0, 1], but is 1.5 instead."),
@@ -379,6 +387,7 @@ def test_values_of_stock_keys_are_checked(config: dict[str, Any], sentence: str)
         {"fsdp_cpu_offload": True, "enable_async_checkpointing": True},
         ON_CPU | {"fsdp_cpu_offload": False, "enable_async_checkpointing": True},
         {"optimizer": {"_component_": "benchmarks.support.recipe_runs.adamw_with_tensor_rate"}},
+        {"output_dir": "x~", "checkpointer": {"output_dir": "${output_dir}/~"}},
     ],
 )
 def test_other_options_pass_also_with_a_search(config: dict[str, Any]) -> None:
@@ -435,7 +444,6 @@ def test_the_reason_why_a_config_cannot_recover_is_named(config: dict[str, Any],
 # ---- what torchtune's set-up refuses, so that no check of ours is needed
 
 IN_SET_UP = {
-    "batch_size=0": "batch_size should be a positive integer value, but got batch_size=0",
     "seed=x": "TypeError",
     "loss=null": "'NoneType' object has no attribute 'ignore_index'",
     "model=x": "instantiate only supports DictConfigs, got <class 'str'>",

@@ -91,14 +91,16 @@ def keys_read(path: Path) -> list[str]:
 # Keys that torchtune uses as booleans without a check.
 _FLAGS = ("compile", "enable_activation_checkpointing", "enable_activation_offloading", "optimizer_in_bwd", "shuffle")
 # Minimum values of integers with which torchtune would train otherwise than they say, or fail after the set-up.
-_LEAST = {"epochs": 1, "log_every_n_steps": 1}
+_LEAST = {"batch_size": 1, "epochs": 1, "log_every_n_steps": 1}
 _LEAST_OR_NULL = {"gradient_accumulation_steps": 1, "max_steps_per_epoch": 1, "fake_quant_after_n_steps": 0}
+_OUTPUT_DIRS = ("output_dir", "log_dir")  # of the config, and of checkpointers, loggers and profilers in it
 
 
 def check_options(cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int) -> None:
     """Check that a config's options mean what they say, and can be combined with the adaptive settings."""
     check_flags(cfg, _FLAGS)
     _check_numbers(cfg)
+    _check_output_dirs(cfg)
     _check_optimizer(cfg)
     on_cpu = str(cfg.get("device")).startswith("cpu")
     if settings.searches:
@@ -151,6 +153,17 @@ def _check_numbers(cfg: DictConfig) -> None:
     ratio = cfg.get("kd_ratio", 0)
     if not is_finite_number(ratio) or not 0 <= ratio <= 1:
         raise InputError(f"`kd_ratio` must be in [0, 1], but is {quote(ratio)} instead.")
+
+
+def _check_output_dirs(cfg: DictConfig) -> None:
+    """Refuse a folder like ~/run, where torchtune would write into a folder named ~."""
+    content: Any = OmegaConf.to_container(cfg)
+    blocks = {f"{name}.": block for name, block in content.items() if isinstance(block, dict)}
+    for prefix, block in {"": content, **blocks}.items():
+        for name in _OUTPUT_DIRS:
+            if str(value := block.get(name)).startswith("~"):
+                rule = f"`{prefix}{name}` must not begin with ~, which only a shell replaces"
+                raise InputError(f"{rule}, but is {quote(value)} instead.")
 
 
 def _check_optimizer(cfg: DictConfig) -> None:
