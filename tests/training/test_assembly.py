@@ -331,6 +331,19 @@ def test_a_run_resumed_from_a_step_equals_the_uninterrupted_one(step: int, tmp_p
     assert logged == [one["step"] for one in steps]
 
 
+def test_a_batch_has_grown_once_in_the_epoch_within_which_a_run_resumes(tmp_path: Path) -> None:
+    """With larger steps none of this epoch is done yet."""
+    first = Recipe(tmp_path, epochs=range(3))
+    first.parts = replace(first.parts, stop_requested=lambda: len(first.logger.steps) == 6)
+    with pytest.raises(RunEnded):
+        train(first, **GROWTH)
+    (checkpoint,) = first.parts.checkpoints.checkpoints()
+    assert first.logger.steps[-1]["batch_size"] == 4
+    second = Recipe(tmp_path, epochs=range(1, 3))
+    second.parts = replace(second.parts, resumed=checkpoint, micro_steps=2)
+    assert [step["batch_size"] for step in train(second, **GROWTH)] == [4, 6]
+
+
 def test_with_torchtunes_keys_alone_a_resumed_run_goes_on_with_its_schedule(tmp_path: Path) -> None:
     whole = train(Recipe(tmp_path / "whole"))
     first = Recipe(tmp_path / "parts")
@@ -354,7 +367,8 @@ def test_with_optimizers_in_backward_a_resumed_batch_that_no_longer_fits_is_refu
     """Optimizers that step within backward would step once for each micro-batch."""
     directory = tmp_path / "run"
     first = Recipe(directory)
-    first.parts = replace(first.parts, epochs=range(1))
+    config = first.parts.config | {"use_maximum_batch_size": True}
+    first.parts = replace(first.parts, epochs=range(1), config=config)
     assert train(first, **SEARCH)[-1]["batch_size"] == 4
     path = directory / "checkpoints" / "epoch_0"  # torchtune's, whose tensors the stock recipe loads
     write_state(path, first.states[0])
@@ -367,7 +381,7 @@ def test_with_optimizers_in_backward_a_resumed_batch_that_no_longer_fits_is_refu
 
     resume()
     with pytest.raises(InputError, match="to resume with a batch of 4 rows, of which 2 fit now, but is True instead"):
-        resume(memory_limit_bytes=14_000)
+        resume(memory_limit_bytes=21_000)
 
 
 def test_a_global_batch_is_cut_into_micro_batches_and_must_not_exceed_the_data(tmp_path: Path) -> None:

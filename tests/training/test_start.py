@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWa
 EPOCHS = 4
 DATASET: Any = [{"tokens": [0]}] * 240  # with 2 micro-steps and 1 rank, 120 rows per micro-step are an epoch
 SEARCHED = Sizes(result=search_result(), seq_len=1, fitting_rows=8)
-SAVED = replace(STATE, batch_size=7, global_step=77)
+SAVED = replace(STATE, batch_size=7, global_step=77, config={"use_maximum_batch_size": True})
 
 
 def adds_two(epoch: int, current_batch_size: int) -> int:
@@ -79,6 +79,11 @@ CASES = {
     ),
     "ours": (Case({}, epochs_run=2, saved=SAVED), StartingPoint(4, 77, 25), 120),
     "ours, with what had been found": (Case(MAXIMUM, SEARCHED, epochs_run=2, saved=SAVED), StartingPoint(7, 77, 25), 8),
+    "ours, with what is found now, where no search was before": (
+        Case(MAXIMUM, SEARCHED, epochs_run=2, saved=replace(SAVED, config={})),
+        StartingPoint(8, 77, 25),
+        8,
+    ),
     "ours, with what it had grown to": (Case(GROWS, SEARCHED, epochs_run=2, saved=SAVED), StartingPoint(7, 77, 25), 8),
     "ours, with another global batch, whose micro-batches were found": (
         Case(GLOBAL | MAXIMUM, SEARCHED, True, 12, epochs_run=2, saved=replace(SAVED, is_global=True)),

@@ -54,7 +54,8 @@ def starting_point(
         present = planned[epochs_run - 1] if epochs_run else first
         steps_done = sum(map(loader.steps_per_epoch_at, planned[:epochs_run]))
         return StartingPoint(present, steps_done, loader.steps_per_epoch_at(first))
-    follows = (growth.grows or chooses) and saved.is_global == loader.is_global
+    follows = growth.grows or (chooses and saved.config.get("use_maximum_batch_size", False))
+    follows = follows and saved.is_global == loader.is_global
     last_epoch = epochs_run if saved.epoch_samples else epochs_run - 1
     present = saved.batch_size if follows else planned[last_epoch]
     epoch_steps = loader.steps_in(saved.epoch_samples, batch_size=present)

@@ -58,6 +58,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.epochs_run = self.epochs.start
+        self._resumes_within = False  # the first epoch, in which the batch has grown before
 
     def train(self) -> None:
         """Train for the remaining epochs, save after each, and log a summary at the end. A collective.
@@ -77,16 +78,18 @@ class Trainer:
         self.step.stepping.zero_grad()
         with self.profiler.running():
             for epoch in self.epochs:
-                if not self.loader.steps_done:  # otherwise the run resumes within this epoch
+                if not self._resumes_within:
                     self.saver.restore_random()
                     self._grow(epoch)
                     self.recoverable.try_larger()
+                self._resumes_within = False
                 self._train_epoch(epoch)
                 self.epochs_run = epoch + 1
                 self.saver.after_epoch(epoch, step=self.global_step)
 
     def load_state(self, saved: AdaptiveState) -> None:
         """Resume from a saved state, and log what has changed since. A collective."""
+        self._resumes_within = saved.epoch_samples > 0
         if changes := self.saver.load(saved):
             self.note(f"resumed with changes: {'; '.join(changes)}")
 
