@@ -367,7 +367,7 @@ def test_with_optimizers_in_backward_a_resumed_batch_that_no_longer_fits_is_refu
     """Optimizers that step within backward would step once for each micro-batch."""
     directory = tmp_path / "run"
     first = Recipe(directory)
-    config = first.parts.config | {"use_maximum_batch_size": True}
+    config = {**first.parts.config, "use_maximum_batch_size": True}
     first.parts = replace(first.parts, epochs=range(1), config=config)
     assert train(first, **SEARCH)[-1]["batch_size"] == 4
     path = directory / "checkpoints" / "epoch_0"  # torchtune's, whose tensors the stock recipe loads
