@@ -82,7 +82,7 @@ class HuggingFaceRun:
         """
         transformers, config, attention = _transformers(), self._config, self._attention
         config.use_cache = False
-        with _no_model_refused(self.path):
+        with _model_errors_explained(self.path):
             model = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=_DTYPES[self.dtype], attn_implementation=attention
             )
@@ -168,7 +168,7 @@ class HuggingFaceRun:
     @cached_property
     def _config(self) -> Any:
         transformers = _transformers()
-        with _no_model_refused(self.path):
+        with _model_errors_explained(self.path):
             config = transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=False)
         if (quantized := getattr(config, "quantization_config", None)) is not None:
             raise InputError(
@@ -239,7 +239,8 @@ def _transformers() -> Any:
 
 
 @contextmanager
-def _no_model_refused(path: str) -> Iterator[None]:
+def _model_errors_explained(path: str) -> Iterator[None]:
+    """Context: an error of transformers means that there is no model at ``path``."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -193,9 +193,9 @@ class AdaptiveRecipe:
         return with_samples(super()._setup_data(*args, **kwargs))  # pyright: ignore[reportAttributeAccessIssue]
 
     def _update_recipe_state(self, ckpt_dict: dict[str, Any]) -> None:
-        """As torchtune, but with the config's ``max_steps_per_epoch``, of which a change is logged as one that applies.
+        """As torchtune, but keep the config's ``max_steps_per_epoch``.
 
-        torchtune takes that of its own checkpoint, and warns of it.
+        torchtune would replace it by the checkpoint's, although the log says that the config's new value is used.
         """
         if self._resumed is not None and self._resumed.state is not None:
             ckpt_dict = {**ckpt_dict, training.MAX_STEPS_KEY: self.max_steps_per_epoch}

@@ -108,7 +108,7 @@ class DdpLedger(Ledger):
     def _has_grown(self, parameter: torch.Tensor) -> None:
         """Note that the backward pass has added to the gradient of ``parameter``, and issue buckets that are complete.
 
-        Backward passes between steps are not averaged, as of a penalty that is equal on all ranks.
+        It does nothing outside of micro-steps: a backward pass between steps, as of a penalty, is not averaged.
         Raises:
             RuntimeError: the gradient was already being averaged.
         """

@@ -43,8 +43,8 @@ class RecoverableStep(Generic[Sums]):
             ``DistributedDataParallel`` itself, not the model in it.
         micro_step: forward pass, loss and backward pass of one micro-batch. It must not change anything else, because
             it may run again. It must leave the synchronisation of gradients to this class: no ``no_sync``, no
-            ``set_requires_gradient_sync``. Its results are summed: a tensor or number, a tuple of them, anything with
-            ``+``, or None. Detach tensors, or they keep the graph alive.
+            ``set_requires_gradient_sync``. Its results are summed: a tensor or number, a tuple or dict of them,
+            anything with ``+``, or None. Detach tensors, or they keep the graph alive.
         micro_batch_size: samples per micro-batch, the same on every rank; or an object that cuts micro-batches.
         size_of: a number of at least 1 that the memory of a micro-batch follows, the same on every rank for the same
             micro-batch. None: the elements of its first tensor of integers, or else its samples.

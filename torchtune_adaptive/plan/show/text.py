@@ -151,7 +151,7 @@ def overhead_lines(overhead: Overhead, *lines: str) -> list[str]:
 
 
 def parts_text(overhead: Overhead, *, per: str = "token") -> str:
-    """The parts of an overhead, as one line. Memory for attention is for each token, or ``per`` sample of a loop."""
+    """The parts of an overhead, as one line. ``per``: what has the bytes for attention, "token" or "sample"."""
     return (
         f"{format_bytes(overhead.outside_bytes)} outside torch's allocator, {format_bytes(overhead.workspace_bytes)}"
         f" for workspaces, {overhead.bytes_per_token:,.0f} bytes per {per} for attention, {overhead.fragmentation:.0%}"

@@ -168,7 +168,7 @@ class _Loop:
         )
 
     def _traced_step(self, real_batch: Any) -> StepTrace:
-        """A step as it follows one with the same number of samples, of which some tensors may be left."""
+        """Trace a step. If it leaves other bytes behind than it found, trace it again: later steps find these."""
         gc.collect()
         found_bytes = self._mode.live_bytes
         trace = self._traced_once(real_batch)
