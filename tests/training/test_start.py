@@ -40,7 +40,8 @@ class Case(NamedTuple):
     def start(self) -> tuple[StartingPoint, BatchGrowth]:
         settings = AdaptiveSettings(**self.config)
         loader = step_loader(DATASET, batch_size=self.batch_size, micro_steps=2, is_global=self.is_global)
-        growth = BatchGrowth(settings.batch_increase_function, total_epochs=EPOCHS, consensus=Consensus())
+        function = settings.batch_increase_function
+        growth = BatchGrowth(function, total_epochs=EPOCHS, samples_per_unit=2, consensus=Consensus())
         start = starting_point(
             loader, growth, self.sizes, settings=settings, epochs_run=self.epochs_run, saved=self.saved
         )

@@ -57,7 +57,7 @@ class Parts:
         self.step: Any = SimpleNamespace(stepping=SimpleNamespace(learning_rate=0.01), meter=meter)
         self.recoverable: Any = SimpleNamespace(retries=3, events=())
         self.loader: Any = SimpleNamespace(samples_per_step=64, is_global=is_global, batch_size=16)
-        self.growth = BatchGrowth(schedule, total_epochs=1, consensus=Consensus())
+        self.growth = BatchGrowth(schedule, total_epochs=1, samples_per_unit=1, consensus=Consensus())
         self.logger = Logger()
         self.run_log = RunLog("never begun", writes=False)
         self.finished: list[tuple[Path, int]] = []

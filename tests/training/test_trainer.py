@@ -200,7 +200,13 @@ class Toy:
             is_wanted=self.recovers,
             why_not="",
         )
-        growth = BatchGrowth(self.function, total_epochs=self.epochs.stop, consensus=Consensus(), maximum=self.maximum)
+        growth = BatchGrowth(
+            self.function,
+            total_epochs=self.epochs.stop,
+            samples_per_unit=self.loader.samples_per_step_at(1),
+            consensus=Consensus(),
+            maximum=self.maximum,
+        )
         self.record = RunLog(self.directory, writes=True)
         self.record.begin(step=self.steps_done)
         rate = self._rate()

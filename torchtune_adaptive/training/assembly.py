@@ -141,7 +141,12 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
     loader = _make_loader(parts, settings.global_batch_size)
     checkpoints = StepCheckpoints(parts.checkpoints, stepping.model, stepping.optimizers, settings, consensus)
     saved = checkpoints.load(parts.resumed, config=parts.config)
-    growth = BatchGrowth(settings.batch_increase_function, total_epochs=parts.epochs.stop, consensus=consensus)
+    growth = BatchGrowth(
+        settings.batch_increase_function,
+        total_epochs=parts.epochs.stop,
+        samples_per_unit=loader.samples_per_step_at(1),
+        consensus=consensus,
+    )
     if growth.grows or settings.lr_scaling != "none":
         check_follows(parts.scheduler)
     with keep_random_states():  # the data set's transforms and the user's function may use them

@@ -53,7 +53,9 @@ def grows_by_four(epoch: int, current_batch_size: int) -> int:
 def growth_by(
     function: BatchIncreaseFunction | None, *, maximum: int = 10**6, consensus: Consensus | None = None
 ) -> BatchGrowth:
-    return BatchGrowth(function, total_epochs=3, consensus=consensus or Consensus(), maximum=maximum)
+    return BatchGrowth(
+        function, total_epochs=3, samples_per_unit=2, consensus=consensus or Consensus(), maximum=maximum
+    )
 
 
 # ---- sizes
@@ -114,9 +116,18 @@ def test_a_measured_schedule_observes_every_nth_step_from_the_first_on() -> None
     assert growth.figures() == {}
     growth.observe(NORMS)
     assert growth.figures() == {"gradient_noise_scale": 40.0}
-    found = growth.next(1, 8)
-    assert found is not None
-    assert found.batch_size == 16
+
+
+def test_growth_by_the_noise_scale_ends_there_without_further_measurements() -> None:
+    """The noise scale counts samples of a whole step, of which there are two per unit of the batch size here."""
+    growth = growth_by(gradient_noise_scale(min_measurements=1))
+    growth.observe(NORMS)
+    sizes = [8]
+    for epoch in range(3):
+        found = growth.next(epoch, sizes[-1])
+        assert found is not None
+        sizes.append(found.batch_size)
+    assert sizes == [8, 16, 20, 20]
 
 
 # ---- the state of a function

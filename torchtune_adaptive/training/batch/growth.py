@@ -24,6 +24,7 @@ class BatchGrowth:
 
     Attributes:
         function: the user's function; None if the batch does not grow.
+        samples_per_unit: samples of an optimizer step over all ranks, per unit of the batch size.
         maximum: the largest batch size; a finite number, so that unbounded doubling cannot overflow.
     Raises:
         InputError: the function has a state that cannot be saved.
@@ -32,11 +33,14 @@ class BatchGrowth:
     function: BatchIncreaseFunction | None
     _: KW_ONLY
     total_epochs: int
+    samples_per_unit: int
     consensus: Consensus
     maximum: int = sys.maxsize
 
     def __post_init__(self) -> None:
         _check_state(self.function)
+        if isinstance(self.function, MeasuredSchedule):
+            self.function.samples_per_unit = self.samples_per_unit
 
     @property
     def grows(self) -> bool:

@@ -64,9 +64,11 @@ class MeasuredSchedule(ABC):
     Attributes:
         every_steps: number of optimizer steps from one measurement to the next. A measured step has at least two
             micro-steps, and needs two more passes over the gradients, but no further collectives.
+        samples_per_unit: samples of an optimizer step over all ranks, per unit of the batch size. The recipe sets it.
     """
 
     every_steps: int = 1
+    samples_per_unit: int = 1
 
     @abstractmethod
     def observe(self, norms: GradientNorms) -> None:
@@ -120,7 +122,6 @@ class gradient_noise_scale(MeasuredSchedule):
         self.every_steps = require_integer("every_steps", every_steps, minimum=1)
         self.min_measurements = require_integer("min_measurements", min_measurements, minimum=1)
         self._measurements = 0
-        self._samples = 0
         self._trace = 0.0
         self._squared_mean = 0.0
 
@@ -139,29 +140,22 @@ class gradient_noise_scale(MeasuredSchedule):
         self._trace = self.smoothing * self._trace + weight * norms.trace_of_covariance()
         self._squared_mean = self.smoothing * self._squared_mean + weight * norms.squared_mean()
         self._measurements += 1
-        self._samples = norms.samples
 
     def __call__(self, epoch: int, current_batch_size: int) -> int:
         noise_scale = self.noise_scale
         if noise_scale is None or self._measurements < self.min_measurements:
             return 0
-        # The noise scale is in samples of the whole step; `current_batch_size` may be per rank and micro-step.
-        wanted = current_batch_size * min(noise_scale / self._samples, max(self.max_factor, 1 + 1 / current_batch_size))
-        return max(0, math.floor(wanted) - current_batch_size)
+        most = max(current_batch_size * self.max_factor, current_batch_size + 1)
+        return max(0, math.floor(min(noise_scale / self.samples_per_unit, most)) - current_batch_size)
 
     def figures(self) -> dict[str, float]:
         return {} if self.noise_scale is None else {"gradient_noise_scale": self.noise_scale}
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "measurements": self._measurements,
-            "samples": self._samples,
-            "trace": self._trace,
-            "squared_mean": self._squared_mean,
-        }
+        return {"measurements": self._measurements, "trace": self._trace, "squared_mean": self._squared_mean}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._measurements, self._samples = state["measurements"], state["samples"]
+        self._measurements = state["measurements"]
         self._trace, self._squared_mean = state["trace"], state["squared_mean"]
 
     def __repr__(self) -> str:
