@@ -57,11 +57,10 @@ def _config(kind: str, tiny_dir: Path, **overrides: Any) -> DictConfig:
         "enable_activation_checkpointing": kind in ("full_dpo", "lora_kd"),
         "custom_sharded_layers": ["tok_embeddings", "output"],
         "adaptive": {"oom_recovery": False},
+        "clip_grad_norm": 1.0,
     }
     if kind.endswith(TP):
         kind, common = kind.removesuffix(TP), common | TWO
-    if kind == "lora_kd_single":  # of the stock recipes for distillation, only this one clips
-        common["clip_grad_norm"] = 1.0
     return tiny_config(kind, tiny_dir, tiny_dir.with_name("planned"), **common | overrides)
 
 

@@ -195,6 +195,24 @@ def test_logged_figures_are_those_of_the_samples(tiny_dir: Path, tmp_path: Path)
         assert (step["batch_size"], step["micro_batch_size"], step["oom_retries"]) == (3, 3, 0)
 
 
+def _keys_that_torchtune_ignores(tiny_dir: Path, output_dir: Path) -> tuple[list[Step], str]:
+    options: dict[str, Any] = SHALLOW | {"epochs": 1, "max_steps_per_epoch": 2, "adaptive__memory_limit": None}
+    recipe_class = without_saving(adaptive_recipe("lora_dpo_single"))
+    options |= {"tokenizer__max_seq_len": 64}
+    steps, *_ = finished(
+        recipe_class, tiny_config("lora_dpo_single", tiny_dir, output_dir, **options, clip_grad_norm=1e-3)
+    )
+    with pytest.raises(InputError) as refusal:
+        set_up(recipe_class, tiny_config("lora_dpo_single", tiny_dir, output_dir, **options, optimizer_in_bwd=True))
+    return steps, str(refusal.value)
+
+
+def test_keys_that_only_some_stock_recipes_read_are_used_or_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    steps, refused = run_alone(_keys_that_torchtune_ignores, shallow_assets(tiny_dir), tmp_path)
+    assert [step["grad_norm"] > 0 for step in steps] == [True, True]
+    assert refused == "`optimizer_in_bwd` must be False for this recipe, which lacks it, but is True instead."
+
+
 def _padding(lengths: Sequence[int], *, rows: int) -> float:
     """The share of padding in micro-batches of ``rows`` samples."""
     micro_batches = [lengths[start : start + rows] for start in range(0, len(lengths), rows)]

@@ -243,6 +243,16 @@ def test_without_a_scheduler_all_optimizers_are_scaled() -> None:
     assert [rates_of(optimizer) for optimizer in optimizers] == [[0.2], [0.4]]
 
 
+@pytest.mark.parametrize("grows", [True, False], ids=["may grow", "stays"])
+def test_a_resumed_run_gives_all_optimizers_the_rate_of_the_one_with_the_scheduler(grows: bool) -> None:
+    """As with `optimizer_in_bwd`, resumed with another rate."""
+    run = Run(0.1)
+    other = optimizer_of(0.1)
+    run.rate.optimizers = [run.optimizer, other]
+    run.begin(epoch=1, step=10, grows=grows)
+    assert rates_of(other) == rates_of(run.optimizer) == [0.1 * PLAIN[10]]
+
+
 def test_without_a_scheduler_the_configs_rate_is_saved_with_the_optimizer() -> None:
     run, resumed = Run(0.1, rule="linear", build=None).begin(), Run(0.1, rule="linear", build=None)
     run.rate.scale(32)

@@ -16,7 +16,7 @@ from torchtune.modules.model_fusion import DeepFusionModel
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.snapshot import KeptTensors, keep_random_states
 from torchtune_adaptive.engine.memory.devices import check_limit
-from torchtune_adaptive.errors import reason_of
+from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.stock.checkpoints import WholeCheckpointer
 from torchtune_adaptive.stock.checks import (
     check_components,
@@ -62,7 +62,6 @@ class AdaptiveRecipe:
     _profiler: Any = training.DummyProfiler()
     activations_handling_ctx: Any = contextlib.nullcontext()
     profiler_profile_memory = False
-    _clip_grad_norm: Any = None
     _lr_scheduler: Any = None
     _optimizer_in_bwd = False
     _normalizes_in_backward = True
@@ -84,6 +83,9 @@ class AdaptiveRecipe:
         check_input_files(self._cfg)
         with setting_up():
             super().__init__(cfg=self._cfg)  # pyright: ignore[reportCallIssue]
+        self._clip_grad_norm = cfg.get("clip_grad_norm", None)  # which some stock recipes do not read
+        if cfg.get("optimizer_in_bwd", False) and not self._optimizer_in_bwd:
+            raise InputError("`optimizer_in_bwd` must be False for this recipe, which lacks it, but is True instead.")
         if self._settings.searches:
             check_limit(self._settings.memory_limit_bytes, self._device)
 

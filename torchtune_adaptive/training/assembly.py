@@ -293,10 +293,9 @@ def _make_rate(
     grows: bool,
 ) -> LearningRate:
     """The learning rate, at the step from which the run starts."""
-    optimizers = parts.stepping.optimizers if parts.scheduler is None else [parts.scheduler.optimizer]
     rate = LearningRate(
         parts.scheduler,
-        optimizers,
+        parts.stepping.optimizers,
         parts.build_scheduler,
         total_epochs=parts.epochs.stop,
         schedule_steps=start.schedule_steps,

@@ -55,6 +55,8 @@ class LearningRate:
     Until ``begin`` the scheduler is stepped once per optimizer step.
     Attributes:
         scheduler: None for a constant rate.
+        optimizers: those that the rate is for. The scheduler changes one of them, as torchtune's does also where every
+            parameter has an optimizer.
         build: builds the scheduler again.
         schedule_steps: steps per epoch for which the schedule is built.
         rule: how the rate is scaled with the samples of a step.
@@ -90,7 +92,7 @@ class LearningRate:
         if follows:
             check_follows(self.scheduler)
         if self.scheduler is not None:
-            for group in self._groups():
+            for group in self.scheduler.optimizer.param_groups:
                 # A copy, because a tensor is changed in place.
                 group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))
             done = epoch * self.schedule_steps + epoch_steps
@@ -99,6 +101,8 @@ class LearningRate:
                 self.scheduler.lr_lambdas = [self._on_schedule(rate) for rate in self.scheduler.lr_lambdas]
                 self.scheduler.last_epoch = step
                 self._set_rates()
+            elif step:
+                self._follow(self.scheduler.get_last_lr())
 
     def change(self, *, epoch: int, step: int, steps_per_epoch: int) -> None:
         """Set ``steps_per_epoch`` from optimizer step ``step`` on, the first one of ``epoch``."""
@@ -141,17 +145,25 @@ class LearningRate:
         """Set the next step's rate: by the scheduler if there is one, else the config's rate times the scale."""
         if self.scheduler is not None:
             pairs = zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
-            rates = [base * rate(self.scheduler.last_epoch) for base, rate in pairs]
-        else:
-            rates = [group.setdefault("initial_lr", float(group["lr"])) * self._scale for group in self._groups()]
-        for group, rate in zip(self._groups(), rates, strict=True):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(float(rate))
-            else:
-                group["lr"] = rate
+            self._follow([base * rate(self.scheduler.last_epoch) for base, rate in pairs])
+            return
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                _set_rate(group, group.setdefault("initial_lr", float(group["lr"])) * self._scale)
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+    def _follow(self, rates: Sequence[Any]) -> None:
+        """Give every optimizer the ``rates`` of the scheduler's parameter groups."""
+        for optimizer in self.optimizers:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                _set_rate(group, rate)
+
+
+def _set_rate(group: dict[str, Any], rate: Any) -> None:
+    """Set a parameter group's rate, in place if it is a tensor."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(float(rate))
+    else:
+        group["lr"] = rate
 
 
 def check_follows(scheduler: Any) -> None:

@@ -264,6 +264,7 @@ class _WithoutRanks(AdaptiveRecipe):
 
     def __init__(self, cfg: DictConfig) -> None:
         super(AdaptiveRecipe, self).__init__(cfg=cfg)  # pyright: ignore[reportCallIssue]
+        self._clip_grad_norm = cfg.get("clip_grad_norm", None)
 
     def row_format(self) -> RowFormat:
         return TokenRows(self._loss_fn.ignore_index)  # also of texts with images: there is no sample to see
@@ -313,8 +314,7 @@ def _set_up_models(recipe: Any, cfg: DictConfig, num_layers: int | None) -> list
     if method == "knowledge_distillation":
         recipe._teacher_model = built(recipe._setup_teacher_model, "teacher_model")
         if recipe.world_size == 1:
-            # As the stock recipe for one device: it clips gradients, and its teacher's parameters require gradients.
-            recipe._clip_grad_norm = cfg.get("clip_grad_norm", None)
+            # As the stock recipe for one device: its teacher's parameters require gradients.
             recipe._teacher_model.requires_grad_(True)
     return true_nums
 
