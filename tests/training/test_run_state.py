@@ -86,6 +86,7 @@ def test_a_wrong_state_of_the_backoff_is_refused_with_its_name_and_value(backoff
         ("memory_limit_bytes", 1024, f"bytes of memory per rank {80 * 2**30} -> 1024"),
         ("config", {"seed": 1}, "optimizer.lr 0.1 -> None"),
         ("config", {"seed": 1, "optimizer.lr": 0.1, "dtype": "bf16"}, "dtype None -> 'bf16'"),
+        ("config", {"seed": 2, "optimizer.lr": 0.1}, "seed 1 -> 2, but random numbers continue as saved"),
     ],
 )
 def test_each_change_is_named_in_one_clause(name: str, value: Any, clause: str) -> None:

@@ -101,6 +101,8 @@ class AdaptiveState:
             if before != after and not key.startswith(_NOT_TRAINED):
                 is_unused = key == size_key and stays and after != self.batch_size
                 kept = f", but the batch stays {self.batch_size}" if is_unused else ""
+                if key == "seed" and self.ranks == other.ranks:
+                    kept = ", but random numbers continue as saved"
                 changes.append(f"{key} {quote(before)} -> {quote(after)}{kept}")
         return changes
 
