@@ -134,7 +134,7 @@ def test_an_unfinished_run_is_described_so_far(tmp_path: Path) -> None:
         "No end is recorded: the run is still going, or was stopped. 5 optimizer steps; one in 5 is logged.",
         "The loss was not finite in 1 logged step.",
     ]
-    assert section(run, "Out of memory") == ["Memory never ran out."]
+    assert section(run, "Out of memory") == ["No shortage is recorded."]
     assert [picture.name for picture in pictures(run)] == ["report_steps"]
 
 

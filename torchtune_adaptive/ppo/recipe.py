@@ -133,6 +133,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         if self._steps_run < self._total_steps:
             stop = self._stop_request.is_made()
             self._steps.after_steps(self.global_step, steps=self._steps_per_turn, stop=stop, state=self._state)
+        self._run_log.checkpoints(self._folder.finished)
 
     def save_checkpoint(self, epoch: int, is_intermediate_checkpoint: bool = False) -> None:
         """Save as the stock recipe does. The policy comes last, because its folder marks the epoch as complete.
@@ -170,6 +171,10 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             step=step,
             search_only=self._settings.search_only,
             time=time.time(),
+            epoch=self._epochs_run,
+            epochs=self._total_epochs,
+            ranks=1,
+            memory_limit_bytes=allowed_bytes(self._device, self._settings.memory_limit_bytes),
             checkpoint=None if self._resumed is None else str(self._resumed.path),
         )
         if found is None:
@@ -182,6 +187,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             self._run_log.search(result, step=step, seq_len=found.seq_len, of=of, chosen=chosen[of])
 
     def _log_summary(self, how: str) -> None:
+        self._run_log.checkpoints(self._folder.finished)
         sizes = f"{self._forward_batch_size} generated, {self._ppo_backward_batch_size} trained on"
         log_end(
             self._run_log,

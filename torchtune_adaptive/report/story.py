@@ -82,7 +82,9 @@ def _sizes(run: Run) -> Iterator[str]:
 def _memory(run: Run) -> list[str]:
     if shortages := run.of_kind(OUT_OF_MEMORY, THRASHING):
         return [_shortage(one) for one in shortages]
-    return ["Memory never ran out." if run.of_kind(*_STARTS) else "It is not recorded."]
+    if not (ends := run.of_kind(*_STARTS, "ended")):
+        return ["It is not recorded."]
+    return ["Memory never ran out." if ends[-1]["event"] == "ended" else "No shortage is recorded."]
 
 
 def _shortage(one: Mapping[str, Any]) -> str:

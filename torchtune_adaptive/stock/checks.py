@@ -100,6 +100,7 @@ def check_options(cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int) ->
     """Check that a config's options mean what they say, and can be combined with the adaptive settings."""
     check_flags(cfg, _FLAGS)
     _check_numbers(cfg)
+    _check_loss(cfg)
     _check_output_dirs(cfg)
     _check_optimizer(cfg)
     on_cpu = str(cfg.get("device")).startswith("cpu")
@@ -148,11 +149,21 @@ def _check_numbers(cfg: DictConfig) -> None:
         if cfg.get(name) is not None:
             require_integer(name, cfg[name], minimum=minimum)
     clips_at = cfg.get("clip_grad_norm")
-    if not is_finite_number(clips_at) and clips_at not in (None, "inf", math.inf):
-        raise InputError(f"`clip_grad_norm` must be a number, inf or null, but is {quote(clips_at)} instead.")
+    if clips_at not in (None, "inf", math.inf) and not (is_finite_number(clips_at) and clips_at >= 0):
+        rule = "`clip_grad_norm` must be a number of at least 0, inf or null"
+        raise InputError(f"{rule}, but is {quote(clips_at)} instead.")
     ratio = cfg.get("kd_ratio", 0)
     if not is_finite_number(ratio) or not 0 <= ratio <= 1:
         raise InputError(f"`kd_ratio` must be in [0, 1], but is {quote(ratio)} instead.")
+
+
+def _check_loss(cfg: DictConfig) -> None:
+    """Refuse a loss that is not a mean over tokens: recipes multiply it by their number, so that micro-batches add up."""
+    reduction, chunks = (OmegaConf.select(cfg, f"loss.{name}") for name in ("reduction", "num_output_chunks"))
+    if reduction not in (None, "mean"):
+        raise InputError(f"`loss.reduction` must be mean, but is {quote(reduction)} instead.")
+    if chunks is not None:
+        require_integer("loss.num_output_chunks", chunks, minimum=1)
 
 
 def _check_output_dirs(cfg: DictConfig) -> None:

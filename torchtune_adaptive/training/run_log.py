@@ -7,7 +7,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ class RunLog:
         self.history: list[dict[str, Any]] = []  # an entry for each ``note``, also of the run that is resumed
         self._writes = writes
         self._descriptor: int | None = None
+        self._num_checkpoints = 0  # that are written
 
     @property
     def is_open(self) -> bool:
@@ -89,6 +90,12 @@ class RunLog:
         entry = {"step": step, "epoch": epoch, "batch_size": batch_size} | figures | {"reason": reason}
         self.history.append(entry)
         self.append(event=SIZES, **entry)
+
+    def checkpoints(self, finished: Sequence[tuple[Path, int]]) -> None:
+        """Append those of ``finished``, all that this process has finished, that are new, with their steps."""
+        for path, step in finished[self._num_checkpoints :]:
+            self.append(event="checkpoint", step=step, path=str(path))
+        self._num_checkpoints = len(finished)
 
     def append(self, **values: Any) -> None:
         """Append a line. A number that is not finite becomes null, which JSON can hold."""

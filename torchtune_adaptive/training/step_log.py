@@ -56,7 +56,7 @@ class StepLog:
     logs: str | None = None
 
     def __post_init__(self) -> None:
-        self._num_memory_events = self._num_checkpoints = 0  # that are written
+        self._num_memory_events = 0  # that are written
         # Of all steps that this process has trained; tokens are those of all ranks.
         self._steps, self._num_tokens, self._seconds = 0, 0, 0.0
 
@@ -132,10 +132,7 @@ class StepLog:
             if event.too_large is not None:
                 values |= {"too_large": event.too_large, "size_unit": event.size_unit}
             self.run_log.append(event=_MEMORY_EVENTS[event.pressure], ranks=list(event.ranks), **values)
-        finished = self.checkpoints[self._num_checkpoints :]  # also those written in the background
-        self._num_checkpoints += len(finished)
-        for path, step in finished:
-            self.run_log.append(event="checkpoint", step=step, path=str(path))
+        self.run_log.checkpoints(self.checkpoints)  # also those written in the background
 
     def _summary_rows(self) -> dict[str, str | None]:
         loader, retries, found = self.loader, self.recoverable.retries, self.found
