@@ -158,7 +158,7 @@ def _check_numbers(cfg: DictConfig) -> None:
 
 
 def _check_loss(cfg: DictConfig) -> None:
-    """Refuse a loss that is not a mean over tokens: recipes multiply it by their number, so that micro-batches add up."""
+    """Refuse a loss that is not a mean over tokens: recipes multiply it by their number, so that parts add up."""
     reduction, chunks = (OmegaConf.select(cfg, f"loss.{name}") for name in ("reduction", "num_output_chunks"))
     if reduction not in (None, "mean"):
         raise InputError(f"`loss.reduction` must be mean, but is {quote(reduction)} instead.")

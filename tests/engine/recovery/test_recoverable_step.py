@@ -206,6 +206,18 @@ def test_results_may_be_dicts_and_named_tuples() -> None:
     assert isinstance(sums[0], _Sums)
 
 
+def test_a_name_in_some_results_only_is_summed_over_these() -> None:
+    results = [{"loss": 1.0, "first": 2}, {"loss": 1.0, "second": None}, {"loss": 1.0, "second": 3}]
+    step = RecoverableStep(nn.Linear(1, 1), lambda rows: results[rows[0]], micro_batch_size=1)
+    assert step([0, 1, 2]) == {"loss": 3.0, "first": 2, "second": 3}
+
+
+def test_tuples_of_different_lengths_are_refused() -> None:
+    step = RecoverableStep(nn.Linear(1, 1), lambda rows: (1,) * rows[0], micro_batch_size=1)
+    with pytest.raises(InputError, match="must return tuples of one length, but has returned 1 and 2 values"):
+        step([1, 2])
+
+
 def test_samples_may_be_a_list_a_tensor_or_columns_of_one_length() -> None:
     columns = {"tokens": SAMPLES, "names": list("abcdefgh")}
     assert [(len(part["tokens"]), part["names"]) for part in Slices(3).cut(columns)] == [
@@ -213,7 +225,9 @@ def test_samples_may_be_a_list_a_tensor_or_columns_of_one_length() -> None:
         (3, ["d", "e", "f"]),
         (2, ["g", "h"]),
     ]
-    for bad in ({"tokens": SAMPLES, "names": ["a"]}, {"tokens": SAMPLES, "step": 3}, {"a": {"b": SAMPLES}}, 7, {}):
+    scalar = torch.tensor(3.0)
+    uneven = ({"tokens": SAMPLES, "names": ["a"]}, {"tokens": SAMPLES, "step": 3}, {"a": scalar})
+    for bad in (*uneven, {"a": {"b": SAMPLES}}, 7, {}, scalar, {1, 2}):
         with pytest.raises(InputError, match=r"`samples` must be .* of one length, but is"):
             Slices(3).cut(bad)
 

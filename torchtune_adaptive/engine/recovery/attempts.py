@@ -284,10 +284,21 @@ def _check_numbers(fewest: int, most: int) -> None:
 
 
 def sum_of_results(one: Any, other: Any) -> Any:
-    """The sum of two results of micro-steps, elementwise for tuples and dicts; ``other`` if ``one`` is None."""
+    """The sum of two results of micro-steps, elementwise for tuples and dicts.
+
+    What is None, or a name that a dict lacks, adds nothing.
+    Raises:
+        InputError: they are tuples of different lengths.
+    """
+    if one is None or other is None:
+        return other if one is None else one
     if isinstance(one, dict):
-        return {name: sum_of_results(value, other[name]) for name, value in one.items()}
+        return one | {name: sum_of_results(one.get(name), value) for name, value in other.items()}
     if isinstance(one, tuple):
+        if len(one) != len(other):
+            raise InputError(
+                f"`micro_step` must return tuples of one length, but has returned {len(one)} and {len(other)} values."
+            )
         sums = map(sum_of_results, one, other)
         return getattr(type(one), "_make", tuple)(sums)  # of a named tuple
-    return other if one is None else one + other
+    return one + other

@@ -1,6 +1,6 @@
 """How the samples of an optimizer step are cut into micro-batches."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
@@ -158,9 +158,19 @@ def _part(samples: Any, start: int, stop: int) -> Any:
 def _length(samples: Any) -> int:
     """The number of samples."""
     columns = samples.values() if isinstance(samples, Mapping) else [samples]
-    lengths = {len(one) if isinstance(one, Sized) and not isinstance(one, Mapping) else None for one in columns}
+    lengths = set(map(_length_of_column, columns))
     if len(lengths) != 1 or None in lengths:
         raise InputError(
             f"`samples` must be a sequence, tensor or dict of these, of one length, but is {quote(samples)} instead."
         )
     return lengths.pop() or 0
+
+
+def _length_of_column(values: Any) -> int | None:
+    """The number of samples in a column; None if it cannot be cut, as a tensor without dimensions."""
+    if isinstance(values, Mapping) or not hasattr(values, "__getitem__"):
+        return None
+    try:
+        return len(values)
+    except TypeError:
+        return None
