@@ -20,7 +20,13 @@ import trl
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import LlamaForSequenceClassification, Trainer, TrainerCallback
+from transformers import (
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainerCallback,
+)
 
 from benchmarks.support import ranks
 from benchmarks.support.ranks import run_on_ranks
@@ -371,8 +377,72 @@ def regression(**options: Any) -> Any:
 @pytest.mark.parametrize("size", [1, BATCH])
 def test_a_loss_that_is_not_divided_by_the_labels_of_the_step_is_refused(size: int) -> None:
     trainer = regression(options={"micro_batch_size": size})
-    with pytest.raises(InputError, match="but that of LlamaForSequenceClassification is not"):
+    with pytest.raises(InputError, match=r"but 100\.0% of the loss of LlamaForSequenceClassification is not"):
         trainer.train()
+
+
+class Regularized(Trainer):
+    """A user's own trainer, whose loss has a term that does not depend on the items."""
+
+    weight = 0.0
+    is_divided = True
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        term = self.weight * sum(one.square().sum() for one in model.parameters())
+        loss = loss + term / (self.current_gradient_accumulation_steps if self.is_divided else 1)
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("weight", [5e-4, 4e-3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_term_of_the_loss_that_every_micro_batch_would_count_is_refused(weight: float, dtype: torch.dtype) -> None:
+    kind = type("Undivided", (Regularized,), {"is_divided": False, "weight": weight})
+    model = trainers.model("trainer").to(dtype)
+    trainer = make("trainer", base=kind, options={"micro_batch_size": BATCH, "model": model})
+    with pytest.raises(InputError, match=r"but \d+\.\d% of the loss of LlamaForCausalLM is not"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("weight", [1e-3, 0.1])
+def test_a_term_divided_by_the_number_of_batches_equals_the_host(weight: float) -> None:
+    kind = type("Divided", (Regularized,), {"weight": weight})
+    common: dict[str, Any] = {"base": kind, "accumulation": 2, "dropout": 0.0, "optim": "sgd"}
+    plain = trained(make("trainer", is_adaptive=False, **common))
+    assert difference(trained(make("trainer", options={"micro_batch_size": BATCH}, **common)), plain) == (0.0, {})
+    assert difference(trained(make("trainer", options={"micro_batch_size": 1}, **common)), plain)[0] < 1e-6
+
+
+def test_a_mean_over_tokens_divided_by_the_number_of_batches_is_refused() -> None:
+    class Mean(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return model(**inputs).loss / self.current_gradient_accumulation_steps
+
+    with pytest.raises(InputError, match=r"but 100\.0% of the loss of LlamaForCausalLM is not"):
+        make("trainer", base=Mean, options={"micro_batch_size": 1}).train()
+
+
+def mixture_of_experts() -> Any:
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, output_router_logits=True, router_aux_loss_coef=0.01))
+
+
+def test_a_model_that_adds_the_auxiliary_loss_of_its_experts_is_refused() -> None:
+    with pytest.raises(InputError, match=r"% of the loss of MixtralForCausalLM is not"):
+        make("trainer", options={"micro_batch_size": BATCH, "model": mixture_of_experts()}).train()
+
+
+def test_the_auxiliary_loss_of_experts_in_trl_equals_the_host() -> None:
+    found = []
+    for is_adaptive in (False, True):
+        options = {"model": mixture_of_experts(), **({"micro_batch_size": BATCH} if is_adaptive else {})}
+        found.append(trained(make("sft", is_adaptive=is_adaptive, accumulation=2, options=options)))
+    assert "aux_loss" in found[0].logs[0]
+    assert difference(*found) == (0.0, {})
 
 
 def test_a_loss_without_num_items_must_be_declared_a_mean_over_samples() -> None:

@@ -19,6 +19,8 @@ from torchtune_adaptive.errors import InputError, quote
 
 log = logging.getLogger(__name__)
 
+_ROUNDING = 1e-3  # of the same loss, computed twice on a device whose sums have no fixed order
+
 
 class HostBatch(NamedTuple):
     """A batch of the trainer, or the part of one in a micro-batch.
@@ -58,13 +60,16 @@ class HostBatches(Slices):
         return self.num_samples(micro_batch.inputs)
 
     def rehearsals(self, samples: Sequence[HostBatch]) -> list[list[HostBatch]]:
-        """The first sample, then the first two, then the first with twice the items; to try next, the first only."""
+        """The first sample, then the first two, then what ``undivided_share`` needs; to try next, without the two."""
         if not samples:
             return []
         one = self.first(samples[0], 1)
         most = min(self.size, self.num_samples(samples[0].inputs))
-        again = one if one.num_items is None else one._replace(num_items=2 * one.num_items)
-        return [[one, self.first(samples[0], min(number, most)), again] for number in (2, 1)]
+        again: list[HostBatch] = []
+        if one.num_items is not None:
+            twice = one._replace(num_items=2 * one.num_items)
+            again = [twice, twice._replace(divisor=2 * one.divisor)]
+        return [[one, self.first(samples[0], min(number, most)), *again] for number in (2, 1)]
 
     def first(self, batch: HostBatch, num_samples: int) -> HostBatch:
         """The first ``num_samples`` of ``batch``."""
@@ -121,13 +126,22 @@ def _has_rows(value: Any) -> bool:
     return value.ndim > 0 if isinstance(value, torch.Tensor) else isinstance(value, list | tuple)
 
 
-def is_halved(losses: Sequence[torch.Tensor]) -> bool:
-    """Whether twice the items have halved the loss of a sample. ``losses`` are those of ``HostBatches.rehearsals``.
+def undivided_share(losses: Sequence[torch.Tensor]) -> float:
+    """The share of a sample's loss that micro-batches would count too often; 0 if it is only rounding.
 
-    Losses of 0 count as halved, and so do those with a small part that does not depend on the items.
+    A term of the loss must be divided by the items, or by ``HostBatch.divisor``. Not all of it by the latter: a mean
+    over items must not be. A loss of 0 has no such share.
+    Args:
+        losses: those of ``HostBatches.rehearsals``: once, of two samples, with twice the items, and with twice both.
     """
-    once, _, again = (loss.abs().item() for loss in losses[-3:])
-    return not again > 0.75 * once
+    once, _, twice_items, twice_both = (loss.item() for loss in losses[-4:])
+    if once == 0:
+        return 0.0
+    rounding = max(_ROUNDING, torch.finfo(losses[-1].dtype).eps)
+    share = abs(2 * twice_both / once - 1)
+    if share > rounding:
+        return share
+    return 1.0 if twice_items / once > 1 - rounding else 0.0
 
 
 def worst_batches(

@@ -17,14 +17,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer
+from transformers import Trainer, set_seed
 
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent
 from torchtune_adaptive.engine.search.any_loop import find_max_batch_size
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.hosts.host_batches import HostBatch, HostBatches, is_halved, worst_batches
+from torchtune_adaptive.hosts.host_batches import HostBatch, HostBatches, undivided_share, worst_batches
 from torchtune_adaptive.hosts.known_trainers import check_parameters, is_divided_by_items, kind_of, why_refused
 from torchtune_adaptive.hosts.late_gathers import LateGathers
 
@@ -139,11 +139,14 @@ class AdaptiveTrainerMixin(_Host):
         step.rehearse(batches)
         rehearsed, self._rehearsed = self._rehearsed, None
         is_divided = is_divided_by_items(self, batches[0].num_items, means_over_samples=self._means_over_samples)
-        ignores = torch.tensor([is_divided and not is_halved(rehearsed)], device=self.args.device)
-        if self.accelerator.gather(ignores).any():
+        share = torch.tensor([undivided_share(rehearsed) if is_divided else 0.0], device=self.args.device)
+        if share := self.accelerator.gather(share).max().item():
             step.close()
-            name = type(self.accelerator.unwrap_model(model)).__name__
-            raise InputError(f"The loss must be divided by `num_items_in_batch`, but that of {name} is not.")
+            raise InputError(
+                "The loss must be divided by `num_items_in_batch`, and each further term of it by"
+                f" `self.current_gradient_accumulation_steps`, but {share:.1%} of the loss of"
+                f" {type(self.accelerator.unwrap_model(model)).__name__} is not."
+            )
         return step
 
     def _with_reference(self, model: nn.Module) -> nn.Module:
@@ -159,7 +162,7 @@ class AdaptiveTrainerMixin(_Host):
     def _micro_step(self, model: nn.Module, micro_batch: HostBatch) -> torch.Tensor:
         self.current_gradient_accumulation_steps = micro_batch.divisor
         if self._rehearsed is not None:
-            torch.manual_seed(0)  # for losses that can be compared; a rehearsal restores the generators
+            set_seed(0)  # for losses that can be compared; a rehearsal restores the generators
         with self._gathers.collected():
             loss = super().training_step(model, micro_batch.inputs, micro_batch.num_items)
         if self._rehearsed is not None:
