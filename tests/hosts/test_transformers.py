@@ -3,6 +3,7 @@
 # pyright: reportMissingImports=false
 
 import copy
+import json
 import logging
 import random
 import re
@@ -166,6 +167,44 @@ def test_an_event_reaches_callbacks_logs_and_the_log(caplog: pytest.LogCaptureFi
     assert memory == [{}, *logged, {}]
     assert "num_tokens" in found.logs[1]
     assert [record.message[:33] for record in caplog.records] == ["micro-batch 4 -> 2 samples: in st"]
+
+
+class Logs(Trainer):
+    """A user's own trainer, whose loss logs."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        gathered: Any = self.accelerator.gather(loss.detach())
+        self.log({"own": gathered.mean().item(), "rows": len(inputs["input_ids"])})
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_can_log_and_checkpoints_have_its_numbers(tmp_path: Path) -> None:
+    common: dict[str, Any] = {"base": Logs, "accumulation": 2, "save_strategy": "steps", "save_steps": 1}
+    found = []
+    for is_adaptive, options in ((False, {}), (True, {"micro_batch_size": BATCH})):
+        trainer = make("trainer", is_adaptive=is_adaptive, options=options, **common)
+        trainer.args.output_dir = str(tmp_path / str(is_adaptive))
+        found.append(trained(trainer))
+    assert difference(*found) == (0.0, {})
+    saved = json.loads((tmp_path / "True" / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
+    assert [log.get("own") for log in saved] == [log.get("own") for log in found[0].logs][: len(saved)]
+    assert sum("own" in log for log in saved) == 4
+
+
+def test_what_a_loss_logs_in_a_search_or_a_failed_attempt_is_dropped() -> None:
+    def rows(trainer: Any) -> list[int]:
+        return [log["rows"] for log in trainer.state.log_history if "own" in log]
+
+    searched = make("trainer", base=Logs, options={"memory_limit": "64MiB"})
+    searched.train()
+    assert rows(searched) == [BATCH] * trainers.STEPS
+    failed = make("trainer", base=Logs, accumulation=2, options={"micro_batch_size": BATCH})
+    outcome = with_fault(failed, step=1, micro_step=1, place=60, rank=0)
+    assert outcome.events[0] == (2, BATCH, BATCH // 2)
+    assert rows(failed)[:7] == [BATCH, BATCH, *[BATCH // 2] * 4, BATCH]
 
 
 def test_a_single_sample_that_does_not_fit_ends_training() -> None:

@@ -86,7 +86,7 @@ class LateGathers:
             return self._gathered[-1][0]
 
         gathers = {name: partial(note, is_metric=name != "gather") for name in ("gather", "gather_for_metrics")}
-        with _methods(self._accelerator, **gathers):
+        with with_methods(self._accelerator, **gathers):
             yield
 
     def finish(self, kept: Any) -> Any:
@@ -110,12 +110,12 @@ class LateGathers:
 
     def _as_metric(self, gathered: torch.Tensor) -> torch.Tensor:
         """Without the samples that fill up the last batch of an epoch, as the accelerator sees it."""
-        with _methods(self._accelerator, gather=lambda _: gathered):
+        with with_methods(self._accelerator, gather=lambda _: gathered):
             return self._accelerator.gather_for_metrics(gathered)
 
 
 @contextmanager
-def _methods(owner: Any, **methods: Callable[..., Any]) -> Iterator[None]:
+def with_methods(owner: Any, **methods: Callable[..., Any]) -> Iterator[None]:
     """Context: ``owner`` has these methods instead of its own."""
     before = {name: vars(owner)[name] for name in methods if name in vars(owner)}
     vars(owner).update(methods)

@@ -26,7 +26,7 @@ from torchtune_adaptive.engine.search.any_loop import find_max_batch_size
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.hosts.host_batches import HostBatch, HostBatches, undivided_share, worst_batches
 from torchtune_adaptive.hosts.known_trainers import check_parameters, is_divided_by_items, kind_of, why_refused
-from torchtune_adaptive.hosts.late_gathers import LateGathers
+from torchtune_adaptive.hosts.late_gathers import LateGathers, with_methods
 
 log = logging.getLogger(__name__)
 _Host: Any = object  # the trainer whose methods the mixin calls
@@ -66,6 +66,7 @@ class AdaptiveTrainerMixin(_Host):
         self._held: list[HostBatch] = []
         self._recoverable: RecoverableStep[Any] | None = None
         self._gathers = LateGathers(self.accelerator)
+        self._held_logs: list[Any] = []  # the arguments of calls of ``log``
         self._counted: dict[str, Any] = {}  # the counters before the optimizer step
         self._rehearsed: list[torch.Tensor] | None = None  # the losses of a rehearsal, while it runs
         self._memory_logs: dict[str, int] = {}
@@ -84,6 +85,7 @@ class AdaptiveTrainerMixin(_Host):
             CannotRecoverError: recovery is not possible for this model.
         """
         self._held.clear()
+        self._held_logs.clear()
         self._close()  # of an earlier training that failed
         self._batches.size = self._batches.whole_size  # a new `RecoverableStep` would not grow it back
         result = super().train(*args, **kwargs)
@@ -102,7 +104,8 @@ class AdaptiveTrainerMixin(_Host):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._held = self._held, []
-        self._counted = {name: copy.deepcopy(getattr(self, name)) for name in self.counters if hasattr(self, name)}
+        counters = (*self.counters, "_held_logs")
+        self._counted = {name: copy.deepcopy(getattr(self, name)) for name in counters if hasattr(self, name)}
         divisor = self.current_gradient_accumulation_steps
         try:
             self._recoverable = self._recoverable or self._make_step(model, batches)
@@ -110,6 +113,9 @@ class AdaptiveTrainerMixin(_Host):
         finally:
             self.current_gradient_accumulation_steps = divisor
         self.__dict__.update(self._gathers.finish({name: getattr(self, name) for name in self._counted}))
+        logs, self._held_logs = self._held_logs, []
+        for positional, named in logs:
+            self.log(*positional, **named)
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -118,6 +124,10 @@ class AdaptiveTrainerMixin(_Host):
             logs.update(self._memory_logs)
             self._memory_logs = {}
         super().log(logs, *args, **kwargs)
+
+    def _hold_log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Keep what a loss logs until its optimizer step has succeeded."""
+        self._held_logs.append([[dict(logs), *args], kwargs])
 
     def _make_step(self, model: nn.Module, batches: list[HostBatch]) -> RecoverableStep[Any]:
         check_parameters(model)
@@ -163,7 +173,7 @@ class AdaptiveTrainerMixin(_Host):
         self.current_gradient_accumulation_steps = micro_batch.divisor
         if self._rehearsed is not None:
             set_seed(0)  # for losses that can be compared; a rehearsal restores the generators
-        with self._gathers.collected():
+        with self._gathers.collected(), with_methods(self, log=self._hold_log):
             loss = super().training_step(model, micro_batch.inputs, micro_batch.num_items)
         if self._rehearsed is not None:
             self._rehearsed.append(loss)
