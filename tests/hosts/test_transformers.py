@@ -566,6 +566,19 @@ def test_a_second_training_starts_with_the_whole_micro_batch() -> None:
     assert trainer.micro_batch_size == 2
 
 
+def test_a_changed_batch_is_the_micro_batch_of_the_next_training() -> None:
+    trainer = make("trainer")
+    trainer.train()
+    assert trainer.micro_batch_size == BATCH
+    trainer.args.per_device_train_batch_size = 2 * BATCH
+    trainer.train()
+    assert trainer.micro_batch_size == 2 * BATCH
+    told = make("trainer", options={"micro_batch_size": BATCH})
+    told.args.per_device_train_batch_size = 2 * BATCH
+    told.train()
+    assert told.micro_batch_size == BATCH
+
+
 # ---- private names of the hosts: what breaks if one is gone
 
 

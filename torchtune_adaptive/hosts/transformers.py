@@ -59,9 +59,9 @@ class AdaptiveTrainerMixin(_Host):
         if reason := why_refused(self):
             raise InputError(reason)
         self._means_over_samples = kind.loss_is_mean_over_samples
+        self._micro_batch_size = micro_batch_size  # None: not found yet
         size = self.args.per_device_train_batch_size if micro_batch_size is None else micro_batch_size
         self._batches = HostBatches(size, rows_per_sample=2 if kind.samples_are_pairs else 1)
-        self._is_searched = micro_batch_size is not None
         self._memory_options: dict[str, Any] = {} if memory_limit is None else {"memory_limit": memory_limit}
         self._held: list[HostBatch] = []
         self._recoverable: RecoverableStep[Any] | None = None
@@ -87,7 +87,6 @@ class AdaptiveTrainerMixin(_Host):
         self._held.clear()
         self._held_logs.clear()
         self._close()  # of an earlier training that failed
-        self._batches.size = self._batches.whole_size  # a new `RecoverableStep` would not grow it back
         result = super().train(*args, **kwargs)
         self._close()
         return result
@@ -131,9 +130,10 @@ class AdaptiveTrainerMixin(_Host):
 
     def _make_step(self, model: nn.Module, batches: list[HostBatch]) -> RecoverableStep[Any]:
         check_parameters(model)
-        if not self._is_searched:
+        size = self._micro_batch_size or self.args.per_device_train_batch_size  # which may have changed
+        self._batches.size = self._batches.whole_size = size
+        if self._micro_batch_size is None:
             self._search(model, batches)
-            self._is_searched = True
         step = RecoverableStep(
             model if isinstance(model, DistributedDataParallel) else self._with_reference(model),
             partial(self._micro_step, model),
@@ -220,7 +220,7 @@ class AdaptiveTrainerMixin(_Host):
             )
         finally:
             self._release()
-        self._batches.size = self._batches.whole_size = found.batch_size
+        self._micro_batch_size = self._batches.size = self._batches.whole_size = found.batch_size
         log.info("The micro-batch has %d samples: %s", found.batch_size, found)
 
     def _on_event(self, event: MemoryEvent) -> None:
