@@ -342,6 +342,7 @@ def test_a_micro_batch_size_must_be_a_positive_integer(size: Any) -> None:
         ("tp_size", 2, "Tensor, context and sequence parallelism must be off, but their sizes are (2, 1, 1)."),
         ("fsdp_version", 1, "`fsdp_version` must be 2, but is 1 instead."),
         ("DEEPSPEED", None, "must be connected by DistributedDataParallel or FSDP2, but are by DEEPSPEED instead."),
+        ("even_batches", False, "`even_batches` of `accelerator_config` must be True, but is False instead: a process"),
         ("torch_compile", True, "`torch_compile` must be False with several processes, because it compiles"),
     ],
 )
@@ -353,6 +354,7 @@ def test_what_cannot_be_had_on_a_cpu_is_refused(
     accelerator = SimpleNamespace(
         scaler=None,
         num_processes=2,
+        even_batches=True,
         distributed_type=DistributedType.MULTI_CPU,
         state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=2)),
     )
@@ -370,6 +372,16 @@ def test_what_cannot_be_had_on_a_cpu_is_refused(
         owner = next((one for one in (args, accelerator, trainer) if name in vars(one)), trainer)
         monkeypatch.setattr(owner, name, value, raising=False)
     assert text in why_refused(trainer)
+
+
+@pytest.mark.parametrize(("drops_last", "processes"), [(True, 2), (False, 1)])
+def test_uneven_batches_are_allowed_if_they_are_dropped_or_there_is_one_process(
+    drops_last: bool, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"dataloader_drop_last": drops_last, "accelerator_config": {"even_batches": False}}
+    trainer = make("trainer", is_adaptive=False, **options)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", processes)
+    assert why_refused(trainer) == ""
 
 
 @pytest.mark.parametrize("name", ["KTOTrainer", "GRPOTrainer", "RLOOTrainer"])

@@ -63,6 +63,10 @@ def why_refused(trainer: Any) -> str:
         "`torch_compile` must be False with several processes, because it compiles the wrapped model as a whole": (
             args.torch_compile and accelerator.num_processes > 1
         ),
+        "With several processes, `even_batches` of `accelerator_config` must be True, but is False instead: a process"
+        " with fewer samples would have fewer micro-batches; or set `dataloader_drop_last`": (
+            accelerator.num_processes > 1 and not accelerator.even_batches and not args.dataloader_drop_last
+        ),
         f"`optim` must not step in the backward pass, which may run again, but is {quote(str(args.optim))}": (
             any(word in str(args.optim).lower() for word in ("lomo", "layerwise"))
         ),
