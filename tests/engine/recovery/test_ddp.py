@@ -73,6 +73,7 @@ VARIANTS = {
     "frozen parameters": Variant("frozen"),
     "layers unfrozen after a step": Variant("thawing", options={"find_unused_parameters": True}),
     "unused parameters": Variant("unused", options={"find_unused_parameters": True}),
+    "compiled": Variant("compiled"),
 }
 
 
@@ -82,7 +83,10 @@ class Training:
     def __init__(self, variant: Variant) -> None:
         torch.manual_seed(0)
         self.variant = variant
-        self.ddp = DistributedDataParallel(Net(variant.kind), **variant.options)
+        net = Net(variant.kind)
+        if variant.kind == "compiled":
+            net.compile(backend="aot_eager")
+        self.ddp = DistributedDataParallel(net, **variant.options)
         self.ddp.module.first.requires_grad_(variant.kind != "thawing")
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=0.01)
         torch.manual_seed(1 + dist.get_rank())

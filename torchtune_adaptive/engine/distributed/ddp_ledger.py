@@ -6,9 +6,10 @@ and in place, so that nothing is allocated. A rank that fails replays the rest o
 """
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class DdpLedger(Ledger):
         kept = self._ddp.require_forward_param_sync
         self._ddp.require_forward_param_sync = False  # `start_step` has broadcast the buffers
         try:
-            with self._ddp.no_sync():
+            with self._ddp.no_sync(), compiled_as_a_whole():
                 self._is_running = True
                 yield
         finally:
@@ -159,6 +160,15 @@ class DdpLedger(Ledger):
         for parameter in self._parameters:
             grown = self._grown[parameter] or math.inf  # one without a gradient may have one later
             self._expected[parameter] = grown if self._expected.get(parameter, grown) == grown else math.inf
+
+
+def compiled_as_a_whole() -> AbstractContextManager[Any]:
+    """Context: ``torch.compile`` does not split a model at the buckets of ``DistributedDataParallel``.
+
+    It would compile the parts while operations are recorded, and fail.
+    """
+    dynamo = sys.modules.get("torch._dynamo")  # imported by whoever compiles
+    return dynamo.config.patch(optimize_ddp=False) if dynamo else nullcontext()
 
 
 def _not_supported(ddp: DistributedDataParallel) -> str:

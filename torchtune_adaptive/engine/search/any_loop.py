@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.ddp_ledger import compiled_as_a_whole
 from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes, fsdp_states
 from torchtune_adaptive.engine.memory.devices import computing_device, meter_for
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
@@ -195,6 +196,7 @@ def _workload(
                 if module.static_graph:  # steps without its reducer would confuse it for good
                     raise InputError("`static_graph` of DistributedDataParallel must be False, but is True instead.")
                 stack.enter_context(module.no_sync())
+                stack.enter_context(compiled_as_a_whole())
         yield Workload(
             train_step=train_step,
             model=model,
