@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pickle
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.plan.test_calibrate import FakeCard, traced
 from tests.support.plans import CALIBRATION, GIB, MIB, peaks, step_of, tables
 from tests.support.program import Ended, Program
 from tests.support.step_events import EVENTS
+from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan import calibrate as calibration
 from torchtune_adaptive.plan.calibrate import CalibrationLoop
@@ -518,3 +520,14 @@ def test_a_calibration_prints_its_figures_and_its_file(
     ended = program("calibrate", "--output", str(path), "--device-index", "3")
     assert (ended.status, ended.err, asked) == (0, "", [3])
     assert ended.out == f"Calibration of fake written to {path}: {Calibration.read(path)}\n"
+
+
+def test_a_reader_that_has_read_enough_ends_a_command_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `| head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        with pytest.raises(SystemExit) as ended:
+            main(["validate", "tiny/full"])
+    assert ended.value.code == 0

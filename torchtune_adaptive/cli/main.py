@@ -1,6 +1,7 @@
 """``tune-adaptive``: torchtune's commands with the adaptive recipes, and what fits without a GPU."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -50,7 +51,11 @@ def _run_own_command(arguments: Sequence[str]) -> None:
     if others and ("overrides" not in parsed or any(other.startswith("-") for other in others)):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     parsed.overrides = [*vars(parsed).get("overrides", []), *others]
-    parsed.run(parsed)
+    try:
+        parsed.run(parsed)
+        sys.stdout.flush()
+    except BrokenPipeError:  # its reader, such as `head`, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
