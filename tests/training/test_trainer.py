@@ -602,7 +602,8 @@ def test_a_resumed_run_knows_what_did_not_fit_unless_something_has_changed(tmp_p
         changed.trainer.load_state(saved)
         assert changed.recoverable.sizes.smallest_failed is None
         reason = changed.record.history[-1]["reason"]
-        assert reason == "resumed with changes: seed 1 -> 2; micro-batches of 20 tokens or more are tried again"
+        seed = "seed 1 -> 2, but random numbers continue as saved"
+        assert reason == f"resumed with changes: {seed}; micro-batches of 20 tokens or more are tried again"
 
 
 @pytest.mark.parametrize(
@@ -727,7 +728,8 @@ def test_changes_since_the_checkpoint_are_logged_and_noted(tmp_path: Path, caplo
     caplog.clear()
     toy = Toy(tmp_path, rows_of(*range(15)), batch_size=3, epochs=range(1, 2), steps_done=6, config={"seed": 2})
     toy.trainer.load_state(saved)
-    reason = "resumed with changes: samples in the data set 12 -> 15; samples per optimizer step 2 -> 3; seed 1 -> 2"
+    seed = "seed 1 -> 2, but random numbers continue as saved"
+    reason = f"resumed with changes: samples in the data set 12 -> 15; samples per optimizer step 2 -> 3; {seed}"
     assert decisions(caplog) == [reason]
     assert toy.history() == [{"step": 7, "epoch": 1, "batch_size": 3, "reason": reason}]
     same = Toy(tmp_path, epochs=range(1, 2), steps_done=6, config={"seed": 1})
