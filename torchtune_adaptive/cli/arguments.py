@@ -1,6 +1,10 @@
 """Helpers that the commands' parsers share."""
 
 import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from torchtune_adaptive.errors import require_fraction, require_integer
@@ -17,6 +21,16 @@ def add_command(
     return commands.add_parser(
         name, help=summary, epilog=examples(*commands_shown), formatter_class=formatter, **options
     )
+
+
+@contextmanager
+def reader_may_stop() -> Iterator[None]:
+    """Context: if the reader of the output stops early, such as `head`, this is no error."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def integers(name: str, text: str) -> list[int]:

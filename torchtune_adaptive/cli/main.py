@@ -1,14 +1,13 @@
 """``tune-adaptive``: torchtune's commands with the adaptive recipes, and what fits without a GPU."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
 import torchtune_adaptive
-from torchtune_adaptive.cli.arguments import PROGRAM, Commands, add_command, examples
+from torchtune_adaptive.cli.arguments import PROGRAM, Commands, add_command, examples, reader_may_stop
 from torchtune_adaptive.cli.calibrate import add_calibrate
 from torchtune_adaptive.cli.plan import add_plan
 from torchtune_adaptive.cli.report import add_report
@@ -51,11 +50,8 @@ def _run_own_command(arguments: Sequence[str]) -> None:
     if others and ("overrides" not in parsed or any(other.startswith("-") for other in others)):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     parsed.overrides = [*vars(parsed).get("overrides", []), *others]
-    try:
+    with reader_may_stop():
         parsed.run(parsed)
-        sys.stdout.flush()
-    except BrokenPipeError:  # its reader, such as `head`, has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,7 +6,6 @@ torchtune's parsers and commands do the work. In this process, the list of recip
 import argparse
 import importlib
 import logging
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from torchtune_adaptive.cli.arguments import PROGRAM, examples
+from torchtune_adaptive.cli.arguments import PROGRAM, examples, reader_may_stop
 from torchtune_adaptive.errors import InputError, did_you_mean, quote, reason_of
 from torchtune_adaptive.stock.checks import check_run
 from torchtune_adaptive.stock.configs import config_path, resolve_config_argument
@@ -83,12 +82,10 @@ def run_tune_command(arguments: Sequence[str]) -> None:
         return
     with _ours_listed():
         try:
-            parsed.func(parsed)
-            if name == "ls":
-                print(f"\n{_WHICH_CONFIGS}")
-            sys.stdout.flush()
-        except BrokenPipeError:  # the reader has seen enough, as of `ls | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            with reader_may_stop():
+                parsed.func(parsed)
+                if name == "ls":
+                    print(f"\n{_WHICH_CONFIGS}")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"Files must be readable and writable, but are not: {reason_of(error)}.") from error
 
