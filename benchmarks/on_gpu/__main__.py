@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.on_gpu.stage import stage_for
+from torchtune_adaptive.engine.distributed.snapshot import FrozenParameters
 from torchtune_adaptive.files import write_whole
 
 
@@ -23,6 +24,8 @@ def main() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     stage = stage_for(Path(directory), seconds=float(seconds))
+    if not stage.has_values:  # nor checksums
+        FrozenParameters.first_changed = lambda self: ""
     for sections in importlib.import_module(f"{__package__}.{part}").measure(stage):
         write_whole(Path(output), json.dumps([asdict(section) for section in sections]))
     sys.stdout.flush()

@@ -5,6 +5,7 @@ import random
 from typing import Any, Literal
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.datasets import PackedDataset
 
 SHORTEST_RISING = 0.8  # of the greatest length, where lengths rise
 _MEDIAN_FRACTION, _SPREAD = 0.25, 0.7  # of lengths that differ, as in data for instruction tuning
@@ -49,3 +50,11 @@ class RandomRows:
         dice = random.Random(index)
         tokens = dice.choices(range(1, self._vocab_size), k=self._lengths[index])
         return {"tokens": tokens, "labels": [CROSS_ENTROPY_IGNORE_IDX, *tokens[1:]]}  # the first is not predicted
+
+
+def packed_rows(
+    tokenizer: PlainTokenizer, *, num_rows: int, vocab_size: int, lengths: Lengths = "random", packed: bool = True
+) -> PackedDataset:
+    """``RandomRows`` of random lengths in packs of the greatest length, for attention within each sample alone."""
+    rows: Any = RandomRows(tokenizer, num_rows=num_rows, vocab_size=vocab_size, lengths="random")
+    return PackedDataset(rows, max_seq_len=tokenizer.max_seq_len)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.on_gpu.observed import Observed
-from benchmarks.on_gpu.random_recipe import let_go, live_random_recipe, logged, random_config
+from benchmarks.on_gpu.random_recipe import compute_alike, let_go, live_random_recipe, logged, random_config
 from benchmarks.on_gpu.stage import Section, Stage
 from benchmarks.on_gpu.staged import stage_collectives
 from benchmarks.support.recipe_runs import local_parameters, same_bits
@@ -126,6 +126,7 @@ def _micro_batches_by_step(steps: list[dict[str, float]]) -> dict[int, int]:
 
 def measure(stage: Stage) -> Iterator[list[Section]]:
     """Train, and yield what rank 0 has measured, only on rank 0."""
+    compute_alike()
     dist.init_process_group("gloo")
     os.environ["LOCAL_RANK"] = "0"  # all ranks are on the first device
     found = _train(stage)

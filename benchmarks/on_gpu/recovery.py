@@ -25,7 +25,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
         f" host. Before step {FORWARD_STEP} a tensor takes memory on rank 1 until its forward no longer fits, before"
         f" the backward of step {BACKWARD_STEP} one on rank 0; both go at the epoch's end, after step {STEPS}. *Equal*:"
         " bit for bit with a run that has nothing in the way and has these micro-batches set, whose times are in the"
-        " last column.",
+        " last column; all with deterministic algorithms.",
     ]
     section = Section(title="Out of memory on one of several ranks", header=HEADER, rows=cells, text=text, data=data)
     failed: list[int] = []

@@ -70,9 +70,9 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
 
-def _config(stage: Stage, name: str, limit_bytes: int | None) -> DictConfig:
+def _config(stage: Stage, name: str, limit_bytes: int | None, **keys: Any) -> DictConfig:
     """The config of a search under ``limit_bytes``; None: the whole device."""
-    cfg = random_config(stage, name, num_rows=_NUM_ROWS, use_maximum_batch_size=True)
+    cfg = random_config(stage, name, num_rows=_NUM_ROWS, use_maximum_batch_size=True, **keys)
     cfg.adaptive = {"memory_limit": limit_bytes}
     return cfg
 

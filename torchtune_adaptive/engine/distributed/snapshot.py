@@ -20,7 +20,6 @@ from torchtune_adaptive.engine.memory.copies import Copies
 from torchtune_adaptive.engine.memory.operations import plain_parts
 
 _SMALL_BYTES = 2**20  # buffers that cost nothing to copy in each step
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 @contextmanager
@@ -160,8 +159,17 @@ class FrozenParameters:
 
 def _checksum(tensor: torch.Tensor) -> list[int]:
     """The sums of the bits of each plain tensor in ``tensor``, as integers."""
-    parts = [part.detach().contiguous() for part in plain_parts(tensor)]
-    return [int(part.view(_INTEGERS[part.itemsize]).sum()) for part in parts if part.itemsize in _INTEGERS]
+    return [_sum_of_bits(part.detach().contiguous()) for part in plain_parts(tensor)]
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> int:
+    """Eight bytes are one integer, whose sum needs no memory: a sum of shorter ones would copy them to this type."""
+    values = tensor.view(-1).view(torch.uint8)
+    whole = values.numel() // 8 * 8
+    eights, rest = values[:whole], values[whole:]
+    if values.storage_offset() % 8:
+        eights = eights.clone()
+    return int(eights.view(torch.int64).sum()) + int(rest.sum())
 
 
 class BufferPlace(NamedTuple):

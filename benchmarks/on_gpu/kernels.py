@@ -1,0 +1,126 @@
+"""Sizes found and planned with other kernels: compiled code, flex attention on packed rows, attention of cuDNN."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.live import probe_maker, workload_of
+from benchmarks.on_gpu import sizes
+from benchmarks.on_gpu.random_recipe import let_go, live_random_recipe, start_group
+from benchmarks.on_gpu.stage import Section, Stage
+from torchtune_adaptive.errors import reason_of
+from torchtune_adaptive.plan.calibrate import CudaCard
+from torchtune_adaptive.text import format_bytes
+
+_SECONDS_FOR_ONE = 25.0
+HEADER = [*sizes.SIZES, "tokens/s", "outside the allocator"]
+_KERNELS = 4  # how many names
+
+
+@dataclass(frozen=True)
+class Case:
+    """A config with ``keys``, as ``title``; ``attention`` is the only one that may be used, if it is given."""
+
+    title: str
+    config: str
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    attention: SDPBackend | None = None
+
+
+def cases(stage: Stage) -> list[Case]:
+    """The most important first."""
+    packed = {"dataset___component_": f"{__package__}.random_rows.packed_rows", "dataset__packed": True}
+    if stage.is_rehearsal:
+        return [Case("packed", stage.lora, packed)]
+    return [
+        Case("eager", stage.lora),
+        Case("compiled", stage.lora, {"compile": True}),
+        Case("packed: flex attention", stage.lora, packed),
+        Case("cuDNN's attention", stage.lora, attention=SDPBackend.CUDNN_ATTENTION),
+        Case("compiled", stage.full, {"compile": True}),
+        Case("compiled and packed", stage.full, packed | {"compile": True}),
+    ]
+
+
+def measure(stage: Stage) -> Iterator[list[Section]]:
+    """One case after the other, on a card that is imitated."""
+    start_group(stage)
+    limit_bytes = stage.limits_bytes[-1] if stage.is_rehearsal else stage.limits_bytes[-2]
+    text = [
+        f"As the sizes above, on {stage.limit_text(limit_bytes)}. *tokens/s*: at the size used, and at one row;"
+        " *outside the allocator*: what is in use there before the model is made, and at the end."
+    ]
+    section = Section(title="Other kernels", header=HEADER, rows=[], text=text, data=[])
+    failed: list[str] = []
+    for case in cases(stage):
+        title = f"{case.config}, {case.title}"
+        if stage.seconds_left < _SECONDS_FOR_ONE:
+            text.append(f"Not measured, because no time was left: {title}.")
+        else:
+            try:
+                found = _measured(stage, case, limit_bytes)
+                section.data.append({"case": title} | found)
+                outside = ", ".join(map(format_bytes, found["outside_bytes"]))
+                rates = ", ".join(f"{rate:.0f}" for rate in found.get("rates", {}).values())
+                section.rows.append([title, stage.limit_text(limit_bytes), *sizes._sizes(found), rates, outside])
+                if found.get("kernels"):
+                    text.append(f"{title}: {', '.join(found['kernels'])}.")
+            except Exception as error:  # keeps the other measurements
+                text.append(f"Failed: {title}: {reason_of(error)}.")
+                failed.append(title)
+        yield [section]
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def _measured(stage: Stage, case: Case, limit_bytes: int) -> dict[str, Any]:
+    cfg = sizes._config(stage, case.config, limit_bytes, **case.keys)
+    outside_bytes = _outside_bytes(stage)
+    with _attention(case):
+        recipe = live_random_recipe(cfg)
+        found = sizes._searched(recipe, is_timed=False)
+        workload, make_batch, used = workload_of(recipe), probe_maker(recipe), found["used"]
+        if not stage.is_simulated:
+            found["rates"] = sizes.tokens_per_second(
+                workload, make_batch, sorted({1, used}, reverse=True), num_tokens=lambda rows: rows * stage.seq_len
+            )
+        if not stage.is_rehearsal:
+            outside_bytes += _outside_bytes(stage)
+            found["kernels"] = _kernels_of_attention(partial(workload.train_step, make_batch(1)))
+        del workload, make_batch
+        let_go(recipe)
+    torch._dynamo.reset()
+    return found | {"outside_bytes": outside_bytes} | _planned(stage, cfg, limit_bytes, used)
+
+
+def _outside_bytes(stage: Stage) -> list[int]:
+    return [] if stage.is_rehearsal else [CudaCard(stage.device).outside_bytes()]
+
+
+def _planned(stage: Stage, cfg: DictConfig, limit_bytes: int, used: int) -> dict[str, Any]:
+    return sizes._planned(stage, cfg, limit_bytes, sizes.Tracer(), used)
+
+
+def _attention(case: Case) -> AbstractContextManager[Any]:
+    return nullcontext() if case.attention is None else sdpa_kernel(case.attention)
+
+
+def _kernels_of_attention(run: Any) -> list[str]:
+    """The names of the kernels that compute attention in ``run``."""
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run()
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        return [f"not seen: {reason_of(error)}"]
+    names = {event.key for event in profile.key_averages()}
+    words = ("flash", "fmha", "cudnn", "sdp", "attention", "flex", "softmax")
+    return sorted(name[:90].replace("|", "/") for name in names if any(word in name.lower() for word in words))[
+        :_KERNELS
+    ]
