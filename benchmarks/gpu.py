@@ -1,9 +1,10 @@
-"""Measure everything that needs a CUDA device, on one device, in a quarter of an hour.
+"""Measure everything that needs a CUDA device, on one device, in half an hour.
 
-    python -m benchmarks.gpu [--parts PART,...] [--minutes MINUTES] [--output STEM]
+    python -m benchmarks.gpu [--parts PART,...] [--keep] [--minutes MINUTES] [--output STEM]
 
 Each part runs in a process of its own, with a time limit of its own, and can be run alone. Its results are written
-before the next part begins: JSON and Markdown to ``results/gpu_DEVICE``, or to STEM. Without CUDA every part is
+before the next part begins: JSON and Markdown to ``results/gpu_DEVICE``, or to STEM. With ``--keep``, results of other
+parts that are already there stay. Without CUDA every part is
 rehearsed on the CPU with a tiny model, which shows only that the parts run. The exit status is 0 if all parts ran, with
 and without CUDA.
 """
@@ -32,16 +33,16 @@ RESULTS = _ROOT / "benchmarks" / "results"
 # Seconds that a part may take. A part that has to choose does the most important first.
 PARTS = {
     "calibrate": 60,
-    "sizes": 210,
-    "recovery": 90,
-    "thrashing": 30,
-    "tokens": 45,
-    "loop": 45,
-    "strategies": 45,
-    "objective": 60,
-    "kernels": 150,
-    "outside": 60,
-    "command": 100,
+    "sizes": 420,
+    "recovery": 100,
+    "thrashing": 45,
+    "tokens": 75,
+    "loop": 120,
+    "strategies": 60,
+    "objective": 120,
+    "kernels": 300,
+    "outside": 75,
+    "command": 120,
     "texts": 120,
 }
 _GRACE_S = 15  # after which a part that has not ended gets SIGTERM
@@ -71,23 +72,24 @@ def main() -> None:
         print("There is no CUDA device: every part is rehearsed on the CPU, with a tiny model, and measures no GPU.")
     name = "rehearsal_cpu" if gpu is None else "simulated" if gpu == SIMULATED else _slug(gpu)
     stem: Path = options.output or RESULTS / f"gpu_{name}"
-    started = time.monotonic()
-    deadline = started + 60 * options.minutes
-    results: list[Result] = []
+    deadline = time.monotonic() + 60 * options.minutes
+    results = _earlier(stem, but=options.parts) if options.keep else []
     with tempfile.TemporaryDirectory() as directory:
         for part in options.parts:
             left = deadline - _GRACE_S - time.monotonic()
-            results.append(_play(part, Path(directory), seconds=min(PARTS[part], left)))
-            print(f"{part}: {results[-1]['ended']} after {results[-1]['seconds']:.0f} s", flush=True)
-            _write(results, stem, seconds=time.monotonic() - started, gpu=gpu, commit_name=options.commit)
+            result = _play(part, Path(directory), seconds=min(PARTS[part], left))
+            print(f"{part}: {result['ended']} after {result['seconds']:.0f} s", flush=True)
+            results.append(result | {"about": _about(gpu, commit_name=options.commit)})
+            _write(results, stem, gpu=gpu)
     print(stem.with_suffix(".md").read_text(), f"\nWritten to {stem}.md and .json", sep="")
-    raise SystemExit(any(result["ended"] != "done" for result in results))
+    raise SystemExit(any(result["ended"] != "done" for result in results if result["part"] in options.parts))
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Measurements on one CUDA device.")
     parser.add_argument("--parts", type=_parts, default=list(PARTS), help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--minutes", type=float, default=15.0, help="no part begins or continues after that")
+    parser.add_argument("--keep", action="store_true", help="keep the results of other parts")
+    parser.add_argument("--minutes", type=float, default=30.0, help="no part begins or continues after that")
     parser.add_argument("--output", type=Path, help="where results go, without the ending")
     parser.add_argument("--commit", default=commit() or "unknown", help="of this tree, if it is not a repository")
     return parser.parse_args()
@@ -147,13 +149,25 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def _write(results: list[Result], stem: Path, *, seconds: float, gpu: str | None, commit_name: str) -> None:
+def _earlier(stem: Path, *, but: list[str]) -> list[Result]:
+    """The results of other parts that were written to ``stem``."""
+    path = stem.with_suffix(".json")
+    found = json.loads(path.read_text()) if path.exists() else []
+    return [result for result in found if result["part"] not in but]
+
+
+def _about(gpu: str | None, *, commit_name: str) -> str:
     command = " ".join(["python -m benchmarks.gpu", *sys.argv[1:]])
-    about = provenance(command, seconds=seconds, commit_name=commit_name, device=_device(gpu))
+    return provenance(command, commit_name=commit_name, device=_device(gpu))
+
+
+def _write(results: list[Result], stem: Path, *, gpu: str | None) -> None:
+    """Write the results in the order of ``PARTS``, below how each was measured."""
+    results = sorted(results, key=lambda result: list(PARTS).index(result["part"]))
     stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".json").write_text(json.dumps({"about": about, "parts": results}, indent=1) + "\n")
+    stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     title, warning = _ABOUT.get(gpu, ("Measured on a GPU", ""))
-    lines = [f"# {title}", "", about]
+    lines = [f"# {title}", "", *_provenance(results)]
     if warning:
         lines += ["", warning]
     for result in results:
@@ -161,8 +175,18 @@ def _write(results: list[Result], stem: Path, *, seconds: float, gpu: str | None
             lines += ["", f"## {section['title']}", "", "  \n".join(section["text"]), ""]
             lines += table(section["header"], section["rows"])
         if result["ended"] != "done":
-            lines += ["", f"## {result['part']}", "", f"{result['ended']}."]
+            lines += ["", f"## {result['part']}: not to its end", "", f"{result['ended']}."]
     stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+def _provenance(results: list[Result]) -> list[str]:
+    """How the results were measured, and which parts, if not all alike."""
+    parts: dict[str, list[str]] = {}
+    for result in results:
+        parts.setdefault(result["about"], []).append(result["part"])
+    if len(parts) == 1:
+        return list(parts)
+    return [f"- {', '.join(names)}: {about}" for about, names in parts.items()]
 
 
 def _device(gpu: str | None) -> str:

@@ -1,36 +1,34 @@
-"""Sizes found and planned with other kernels: compiled code, flex attention on packed rows, attention of cuDNN."""
+"""Sizes found and planned with other kernels: compiled code, and flex attention on packed rows."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.live import probe_maker, workload_of
-from benchmarks.on_gpu import sizes
 from benchmarks.on_gpu.random_recipe import let_go, live_random_recipe, start_group
+from benchmarks.on_gpu.sizes import SIZES, cells, config_of, plan_of, searched
 from benchmarks.on_gpu.stage import Section, Stage
+from torchtune_adaptive.engine.search.throughput import tokens_per_second
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.plan.calibrate import CudaCard
+from torchtune_adaptive.plan.trace.client import Tracer
 from torchtune_adaptive.text import format_bytes
 
-_SECONDS_FOR_ONE = 25.0
-HEADER = [*sizes.SIZES, "tokens/s", "outside the allocator"]
+_SECONDS_FOR_ONE = 60.0
+HEADER = [*SIZES, "tokens/s", "outside the allocator"]
 _KERNELS = 4  # how many names
 
 
 @dataclass(frozen=True)
 class Case:
-    """A config with ``keys``, as ``title``; ``attention`` is the only one that may be used, if it is given."""
+    """A config with ``keys``, as ``title``."""
 
     title: str
     config: str
     keys: Mapping[str, Any] = field(default_factory=dict)
-    attention: SDPBackend | None = None
 
 
 def cases(stage: Stage) -> list[Case]:
@@ -39,11 +37,10 @@ def cases(stage: Stage) -> list[Case]:
     if stage.is_rehearsal:
         return [Case("packed", stage.lora, packed)]
     return [
+        Case("packed: flex attention", stage.lora, packed),
+        Case("compiled", stage.full, {"compile": True}),
         Case("eager", stage.lora),
         Case("compiled", stage.lora, {"compile": True}),
-        Case("packed: flex attention", stage.lora, packed),
-        Case("cuDNN's attention", stage.lora, attention=SDPBackend.CUDNN_ATTENTION),
-        Case("compiled", stage.full, {"compile": True}),
         Case("compiled and packed", stage.full, packed | {"compile": True}),
     ]
 
@@ -68,7 +65,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
                 section.data.append({"case": title} | found)
                 outside = ", ".join(map(format_bytes, found["outside_bytes"]))
                 rates = ", ".join(f"{rate:.0f}" for rate in found.get("rates", {}).values())
-                section.rows.append([title, stage.limit_text(limit_bytes), *sizes._sizes(found), rates, outside])
+                section.rows.append([title, stage.limit_text(limit_bytes), *cells(found), rates, outside])
                 if found.get("kernels"):
                     text.append(f"{title}: {', '.join(found['kernels'])}.")
             except Exception as error:  # keeps the other measurements
@@ -80,35 +77,26 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
 
 
 def _measured(stage: Stage, case: Case, limit_bytes: int) -> dict[str, Any]:
-    cfg = sizes._config(stage, case.config, limit_bytes, **case.keys)
+    cfg = config_of(stage, case.config, limit_bytes, **case.keys)
     outside_bytes = _outside_bytes(stage)
-    with _attention(case):
-        recipe = live_random_recipe(cfg)
-        found = sizes._searched(recipe, is_timed=False)
-        workload, make_batch, used = workload_of(recipe), probe_maker(recipe), found["used"]
-        if not stage.is_simulated:
-            found["rates"] = sizes.tokens_per_second(
-                workload, make_batch, sorted({1, used}, reverse=True), num_tokens=lambda rows: rows * stage.seq_len
-            )
-        if not stage.is_rehearsal:
-            outside_bytes += _outside_bytes(stage)
-            found["kernels"] = _kernels_of_attention(partial(workload.train_step, make_batch(1)))
-        del workload, make_batch
-        let_go(recipe)
+    recipe = live_random_recipe(cfg)
+    found = searched(recipe, is_timed=False)
+    workload, make_batch, used = workload_of(recipe), probe_maker(recipe), found["used"]
+    if not stage.is_simulated:
+        found["rates"] = tokens_per_second(
+            workload, make_batch, sorted({1, used}, reverse=True), num_tokens=lambda rows: rows * stage.seq_len
+        )
+    if not stage.is_rehearsal:
+        outside_bytes += _outside_bytes(stage)
+        found["kernels"] = _kernels_of_attention(partial(workload.train_step, make_batch(1)))
+    del workload, make_batch
+    let_go(recipe)
     torch._dynamo.reset()
-    return found | {"outside_bytes": outside_bytes} | _planned(stage, cfg, limit_bytes, used)
+    return found | {"outside_bytes": outside_bytes} | plan_of(stage, cfg, limit_bytes, Tracer(), used)
 
 
 def _outside_bytes(stage: Stage) -> list[int]:
     return [] if stage.is_rehearsal else [CudaCard(stage.device).outside_bytes()]
-
-
-def _planned(stage: Stage, cfg: DictConfig, limit_bytes: int, used: int) -> dict[str, Any]:
-    return sizes._planned(stage, cfg, limit_bytes, sizes.Tracer(), used)
-
-
-def _attention(case: Case) -> AbstractContextManager[Any]:
-    return nullcontext() if case.attention is None else sdpa_kernel(case.attention)
 
 
 def _kernels_of_attention(run: Any) -> list[str]:

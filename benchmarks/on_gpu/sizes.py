@@ -21,7 +21,7 @@ from torchtune_adaptive.plan.trace.client import Tracer
 from torchtune_adaptive.plan.trace.peaks import TracedStep
 
 _NUM_ROWS = 4096
-_SECONDS_FOR_ONE = 30.0  # a case is not begun with less than that left
+_SECONDS_FOR_ONE = 75.0  # a case is not begun with less than that left
 _TRACES_AT_ONCE = 6
 SIZES = ["config", "memory", "planned", "found", "one more fits", "steps", "OOMs", "search, s", "peak / may use"]
 SIZES += ["used", "peak / may use", "traced / measured peak"]
@@ -48,7 +48,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     failed: list[str] = []
     with ThreadPoolExecutor(1 if stage.is_rehearsal else _TRACES_AT_ONCE) as pool:
         length, tracer = {"world_size": 1, "seq_lens": [stage.seq_len]}, Tracer()
-        traced = {name: pool.submit(tracer.step, _config(stage, name, None), **length) for name in stage.configs}
+        traced = {name: pool.submit(tracer.step, config_of(stage, name, None), **length) for name in stage.configs}
         for name, limit_bytes in tqdm(cases, desc="sizes", unit=" cases"):
             case = f"{name} at {stage.limit_text(limit_bytes)}"
             if stage.seconds_left < _SECONDS_FOR_ONE:
@@ -57,7 +57,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
                 try:
                     found = _case(stage, name, limit_bytes, traced[name], tracer)
                     sizes.data.append({"config": name, "limit_bytes": limit_bytes} | found)
-                    sizes.rows.append([name, stage.limit_text(limit_bytes), *_sizes(found)])
+                    sizes.rows.append([name, stage.limit_text(limit_bytes), *cells(found)])
                     if "tokens_per_second" in found:
                         speeds.rows.append([name, stage.limit_text(limit_bytes), *_speeds(found)])
                 except Exception as error:  # keeps the other measurements
@@ -70,7 +70,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
 
-def _config(stage: Stage, name: str, limit_bytes: int | None, **keys: Any) -> DictConfig:
+def config_of(stage: Stage, name: str, limit_bytes: int | None, **keys: Any) -> DictConfig:
     """The config of a search under ``limit_bytes``; None: the whole device."""
     cfg = random_config(stage, name, num_rows=_NUM_ROWS, use_maximum_batch_size=True, **keys)
     cfg.adaptive = {"memory_limit": limit_bytes}
@@ -80,7 +80,7 @@ def _config(stage: Stage, name: str, limit_bytes: int | None, **keys: Any) -> Di
 def _case(stage: Stage, name: str, limit_bytes: int, traced: "Future[TracedStep]", tracer: Tracer) -> dict[str, Any]:
     """What was found for one config under one limit; ``tracer`` has its step as soon as ``traced`` is done."""
     whole = not stage.is_rehearsal and limit_bytes == device_memory_bytes(stage.device)
-    cfg = _config(stage, name, None if whole else limit_bytes)
+    cfg = config_of(stage, name, None if whole else limit_bytes)
     found: dict[str, Any] = {"stock_batch_size": int(cfg.batch_size)}
     try:
         recipe = live_random_recipe(cfg)
@@ -89,17 +89,17 @@ def _case(stage: Stage, name: str, limit_bytes: int, traced: "Future[TracedStep]
         error.__traceback__ = None  # which holds the model
         free_memory(stage.device)
     else:
-        found |= _searched(recipe, is_timed=limit_bytes == max(stage.limits_bytes) and not stage.is_simulated)
+        found |= searched(recipe, is_timed=limit_bytes == max(stage.limits_bytes) and not stage.is_simulated)
         let_go(recipe)
     try:
         traced.result()
-        found |= _planned(stage, cfg, limit_bytes, tracer, found.get("used"))
+        found |= plan_of(stage, cfg, limit_bytes, tracer, found.get("used"))
     except InputError as error:
         found["not_planned"] = str(error)
     return found
 
 
-def _searched(recipe: Any, *, is_timed: bool) -> dict[str, Any]:
+def searched(recipe: Any, *, is_timed: bool) -> dict[str, Any]:
     result = recipe.trainer.sizes.result
     exact, used = result.exact_batch_size, result.batch_size
     probes = {probe.batch_size: probe for probe in result.probes if probe.fits}
@@ -126,7 +126,7 @@ def _searched(recipe: Any, *, is_timed: bool) -> dict[str, Any]:
     return found
 
 
-def _planned(stage: Stage, cfg: DictConfig, limit_bytes: int, tracer: Tracer, used: int | None) -> dict[str, Any]:
+def plan_of(stage: Stage, cfg: DictConfig, limit_bytes: int, tracer: Tracer, used: int | None) -> dict[str, Any]:
     """A plan for the limit, with a calibration of this device if there is one."""
     path = stage.calibration_path
     card_bytes = limit_bytes if stage.is_rehearsal else device_memory_bytes(stage.device)
@@ -140,7 +140,7 @@ def _planned(stage: Stage, cfg: DictConfig, limit_bytes: int, tracer: Tracer, us
     return found
 
 
-def _sizes(found: dict[str, Any]) -> list[str]:
+def cells(found: dict[str, Any]) -> list[str]:
     planned = str(found.get("planned", "refused"))
     if "refused" in found:
         return [planned, "0", *[""] * (len(SIZES) - 4)]

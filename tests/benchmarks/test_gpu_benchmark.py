@@ -69,17 +69,25 @@ def test_a_part_that_fails_is_reported_and_keeps_its_sections(monkeypatch: pytes
 
 
 def test_results_name_what_failed_and_that_no_gpu_was_measured(tmp_path: Path) -> None:
-    section = asdict(Section(title="Sizes", header=["a"], rows=[["1"]], text=["b"], data=[]))
-    results = [
-        {"part": "sizes", "ended": "done", "seconds": 1.0, "sections": [section]},
-        {"part": "loop", "ended": "failed with exit status 3", "seconds": 1.0, "sections": []},
-    ]
-    gpu._write(results, tmp_path / "found", seconds=2.0, gpu=None, commit_name="abc")
+    gpu._write([_result("sizes", "abc"), _result("loop", "abc", ended="failed")], tmp_path / "found", gpu=None)
     written = (tmp_path / "found.md").read_text()
     assert "No GPU was measured" in written
-    assert "commit abc" in written
+    assert "\n\ncommit abc.\n\n" in written
     assert "| a |\n| --- |\n| 1 |" in written
-    assert "failed with exit status 3" in written
+    assert "loop: not to its end\n\nfailed." in written
+
+
+def test_results_of_other_parts_are_kept_with_how_they_were_measured(tmp_path: Path) -> None:
+    stem = tmp_path / "found"
+    gpu._write([_result("loop", "abc"), _result("sizes", "abc")], stem, gpu="A")
+    gpu._write([*gpu._earlier(stem, but=["loop"]), _result("loop", "def")], stem, gpu="A")
+    assert "- sizes: commit abc.\n- loop: commit def." in stem.with_suffix(".md").read_text()
+    assert [result["part"] for result in gpu._earlier(stem, but=[])] == ["sizes", "loop"]
+
+
+def _result(part: str, commit: str, *, ended: str = "done") -> dict[str, Any]:
+    section = asdict(Section(title=part, header=["a"], rows=[["1"]], text=["b"], data=[]))
+    return {"part": part, "ended": ended, "seconds": 1.0, "sections": [section], "about": f"commit {commit}."}
 
 
 def _play_instead(monkeypatch: pytest.MonkeyPatch, script: str) -> None:

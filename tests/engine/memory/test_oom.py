@@ -53,10 +53,16 @@ OTHER_TEXTS = (
     "out of memory",
     "",
 )
+UNCLEAR_TEXTS = (
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",  # seen on an H200 without free memory, at the first attention
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+)
 COLLECTIVE_TEXTS = (
     "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version 2.27.3\nCUDA out of memory.",
     "NCCL Error 1: unhandled cuda error. Last error: Failed to CUDA calloc 8388608 bytes",
     "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+    "NCCL error in: NCCLUtils.cpp:93, unhandled cuda error, NCCL version 2.28.9\nncclUnhandledCudaError: Call to CUDA"
+    " function failed.\nLast error:\nCuda failure 'out of memory'",  # on an H200
 )
 OTHER_COLLECTIVE_TEXTS = (
     "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error, NCCL version 2.27.3",
@@ -68,6 +74,18 @@ OTHER_COLLECTIVE_TEXTS = (
 @pytest.mark.parametrize("text", OUT_OF_MEMORY_TEXTS)
 def test_a_runtime_error_with_a_backends_text_is_out_of_memory(text: str) -> None:
     assert is_out_of_memory(RuntimeError(text))
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "lacks"), [(None, False), (0, True), (255, True), (256, False)], ids=["no CUDA", "0", "255", "256"]
+)
+@pytest.mark.parametrize("text", UNCLEAR_TEXTS)
+def test_an_unclear_text_counts_while_the_device_has_almost_no_memory(
+    text: str, free_mib: int | None, lacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: free_mib is not None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: ((free_mib or 0) * 2**20, 80 * 2**30))
+    assert is_out_of_memory(RuntimeError(text)) == lacks
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("anything"), torch.cuda.OutOfMemoryError(), MemoryError()])

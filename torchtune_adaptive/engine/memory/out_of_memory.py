@@ -25,13 +25,17 @@ _TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
+# What libraries say of an allocation that failed, but of other failures too: it depends on what the device has left.
+_UNCLEAR_TEXTS = ("CUDNN_STATUS_INTERNAL_ERROR", "CUBLAS_STATUS_NOT_INITIALIZED")
+_TOO_LITTLE_BYTES = 256 * 2**20  # outside torch's allocator, for what such a library allocates at once (an estimate)
 _FROZEN_BY_PYTHON = 2000  # at most: each collection of Python 3.12 freezes its immortal objects, 375 of them
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether ``error`` means that an allocation failed, on a device or on the host.
 
-    False for errors of the collective library: see ``is_out_of_memory_in_collective``.
+    Some texts count only while the device has almost no free memory, so ask at once. False for errors of the
+    collective library: see ``is_out_of_memory_in_collective``.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -70,7 +74,14 @@ def _says_out_of_memory(message: str) -> bool:
     # For its message CUDA's allocator asks NVML for the processes on the GPU. Where NVML does not answer, as on a MIG
     # slice in a container, it raises another error instead (github.com/pytorch/pytorch/issues/197312).
     lacks_processes = "NVML_SUCCESS" in message and "CUDACachingAllocator" in message
-    return lacks_processes or any(text in message for text in _TEXTS)
+    if lacks_processes or any(text in message for text in _TEXTS):
+        return True
+    return any(text in message for text in _UNCLEAR_TEXTS) and _device_is_full()
+
+
+def _device_is_full() -> bool:
+    """Whether CUDA's current device has too little memory left for what libraries allocate past torch's allocator."""
+    return torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] < _TOO_LITTLE_BYTES
 
 
 def _is_of_collective(error: BaseException) -> bool:

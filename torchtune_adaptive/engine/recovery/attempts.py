@@ -217,7 +217,7 @@ class Recovery:
             if not comes_from_out_of_memory(error):
                 raise
             wait_for_unused_results()
-            attempt.error = reason_of(next(one for one in errors_behind(error) if is_out_of_memory(one)))
+            attempt.error = reason_of(next(filter(is_out_of_memory, errors_behind(error)), error))
             attempt.in_backward = any(
                 frame.f_code.co_name == "_engine_run_backward" for frame, _ in traceback.walk_tb(error.__traceback__)
             )
