@@ -1,6 +1,7 @@
 """`tune-adaptive report`: what a run left on disk, in words and pictures, and what is refused."""
 
 import json
+import os
 import re
 import sys
 from base64 import b64decode
@@ -298,6 +299,10 @@ def test_characters_special_to_html_are_escaped(tmp_path: Path) -> None:
     html = page(Path("a <b>"), story(read_run(run_in(tmp_path / "run", [START]))), [])
     assert html.count("a &lt;b&gt;") == 2
     assert "a <b>" not in html
+
+
+def test_a_path_that_is_no_text_is_shown_nevertheless() -> None:
+    assert "<h1>Run in run_\ufffd</h1>" in page(Path(os.fsdecode(b"run_\xff")), [], [])
 
 
 def test_without_matplotlib_the_story_is_printed_and_a_line_says_what_is_left_out(

@@ -1,5 +1,6 @@
 """The report as one page that loads nothing and needs no script."""
 
+import os
 from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
@@ -23,7 +24,7 @@ img { display: block; width: 100%; }
 
 def page(output_dir: Path, sections: Sequence[Section], pictures: Sequence[Picture]) -> str:
     """The page as HTML, with the pictures first."""
-    title = escape(f"Run in {output_dir}")
+    title = escape(f"Run in {os.fsencode(output_dir).decode(errors='replace')}")
     parts = [
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',

@@ -109,6 +109,7 @@ class AdaptiveRecipe:
             return text_or_images(
                 self._dataloader.dataset,
                 self._loss_fn.ignore_index,
+                collate=self._dataloader.collate_fn,
                 max_images=self._settings.max_images,
                 max_tiles=getattr(self._tokenizer, "max_num_tiles", None),
             )

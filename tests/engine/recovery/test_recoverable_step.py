@@ -305,6 +305,12 @@ def test_a_closed_step_is_refused() -> None:
         toy.step(SAMPLES)
 
 
+@pytest.mark.parametrize("optimizer", [None, "adamw", [torch.nn.Linear(1, 1)]])
+def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
+    with pytest.raises(InputError, match=r"^`optimizer` must be an optimizer of torch, or several, but is .* instead"):
+        Toy(4, optimizer=optimizer)
+
+
 def test_a_parameter_of_an_optimizer_that_the_model_lacks_is_refused() -> None:
     head, frozen = nn.Linear(1, 3), nn.Linear(1, 2).requires_grad_(False)
     toy = Toy(4, optimizer=torch.optim.AdamW([*head.parameters(), *frozen.parameters()]))

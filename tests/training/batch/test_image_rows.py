@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_tiled_images_and_mask
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_sft, padded_collate_tiled_images_and_mask
 
 from benchmarks.support import images
 from tests.training.batch.test_row_format import OneOf
@@ -45,7 +45,7 @@ def rows(tokenizer: Any) -> Rows:
 
 
 def format_of(rows: Rows, **known: int) -> ImageRows:
-    found = text_or_images(rows, CROSS_ENTROPY_IGNORE_IDX, **known)
+    found = text_or_images(rows, CROSS_ENTROPY_IGNORE_IDX, collate=padded_collate_tiled_images_and_mask, **known)
     assert isinstance(found, ImageRows)
     return found
 
@@ -145,17 +145,19 @@ def test_samples_with_images_are_collated_by_torchtune_alone(rows: Rows) -> None
 # ---- which format
 
 
-def test_texts_have_the_format_of_texts(tokenizer: Any) -> None:
+def test_texts_have_the_format_of_texts_unless_they_cannot_be_collated(tokenizer: Any) -> None:
     texts = [{"tokens": [1, 2], "labels": [1, 2]}]
     for rows in (texts, images.samples(tokenizer, images=(0,), count=3)):
-        assert type(text_or_images(rows, CROSS_ENTROPY_IGNORE_IDX)) is TokenRows
+        assert type(text_or_images(rows, CROSS_ENTROPY_IGNORE_IDX, collate=padded_collate_sft)) is TokenRows
+        with pytest.raises(InputError, match=r"^`dataset` must have samples with images, because `collate_fn` fails"):
+            text_or_images(rows, CROSS_ENTROPY_IGNORE_IDX, collate=padded_collate_tiled_images_and_mask)
 
 
 @pytest.mark.parametrize("encoder_input", [{"vision": {"images": []}}, {"images": torch.zeros(1)}, ["images"]])
 def test_images_in_another_format_are_refused(encoder_input: Any) -> None:
     row = {"tokens": [1], "labels": [1], "encoder_input": encoder_input}
     with pytest.raises(InputError, match=r"^`dataset` must have samples whose `encoder_input` has a list of images"):
-        text_or_images([row], CROSS_ENTROPY_IGNORE_IDX)
+        text_or_images([row], CROSS_ENTROPY_IGNORE_IDX, collate=padded_collate_sft)
 
 
 def test_an_image_that_cannot_be_read_is_refused_with_its_sample(rows: Rows, tmp_path: Path) -> None:

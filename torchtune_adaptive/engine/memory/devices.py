@@ -1,7 +1,8 @@
 """Make the meter for a device, and check a memory limit against the device."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.cuda_meter import CudaMeter
 from torchtune_adaptive.engine.memory.meter import MemoryMeter, device_memory_bytes
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import InputError, quote
 from torchtune_adaptive.text import format_bytes
 
 _NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # of torch, for debugging
@@ -32,6 +33,21 @@ def meter_for(
     gradients, states = [parameter.grad for parameter in parameters], [optimizer.state for optimizer in optimizers]
     meter.count([parameters, gradients, list(model.buffers()), states])
     return meter
+
+
+def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers of an argument that is one, or several of them.
+
+    Raises:
+        InputError: it is something else.
+    """
+    several = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    for one in several:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise InputError(
+                f"`optimizer` must be an optimizer of torch, or several, but is {quote(optimizer)} instead."
+            )
+    return several
 
 
 def computing_device(model: nn.Module) -> torch.device:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes, fsdp_states
-from torchtune_adaptive.engine.memory.devices import computing_device
+from torchtune_adaptive.engine.memory.devices import computing_device, optimizers_of
 from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, MemoryPressure, Recovery, sum_of_results
 from torchtune_adaptive.engine.recovery.backoff import Backoff
 from torchtune_adaptive.engine.recovery.micro_batches import Cutter, Slices
@@ -109,7 +109,7 @@ class RecoverableStep(Generic[Sums]):
         self._cutter = micro_batch_size if is_cutter else Slices(micro_batch_size, size_of)
         self._has_own_sizes = size_of is not None and not is_cutter
         self._size_unit = ""
-        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._optimizers = optimizers_of(optimizer)
         require_one_of("reduce", reduce, ("each", "last"))
         self._reduces_once = reduce == "last"
         self._release = release

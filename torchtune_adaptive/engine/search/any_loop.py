@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.ddp_ledger import compiled_as_a_whole
 from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes, fsdp_states
-from torchtune_adaptive.engine.memory.devices import computing_device, meter_for
+from torchtune_adaptive.engine.memory.devices import computing_device, meter_for, optimizers_of
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
 from torchtune_adaptive.engine.recovery.optimizer_state import check_optimizers
 from torchtune_adaptive.engine.search.find import search
@@ -182,7 +182,7 @@ def _workload(
     buckets are in memory nevertheless.
     """
     device = computing_device(model)
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    optimizers = optimizers_of(optimizer)
     drop_forward_passes(fsdp_states(model))  # after one, some parameters are whole instead of sharded
     check_optimizers(optimizers, model)
     meter = meter_for(device, model, optimizers)

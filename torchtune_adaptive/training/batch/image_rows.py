@@ -112,12 +112,18 @@ class ImageRows(TokenRows):
 
 
 def text_or_images(
-    dataset: Any, ignore_index: int, *, max_images: int | None = None, max_tiles: int | None = None
+    dataset: Any,
+    ignore_index: int,
+    *,
+    collate: Callable[..., Any],
+    max_images: int | None = None,
+    max_tiles: int | None = None,
 ) -> TokenRows:
     """The format of the samples of ``dataset``: texts, or texts of which at least one has an image.
 
     Raises:
-        InputError: a sample cannot be loaded, or has images in an unknown format.
+        InputError: a sample cannot be loaded, or has images in an unknown format, or none has an image, without which
+            ``collate`` fails.
     """
     for index in Bar(range(len(dataset)), desc="finding a sample with an image", leave=False, delay=1):
         row = load_sample(dataset, index)
@@ -126,7 +132,18 @@ def text_or_images(
         if images := _images(row):
             tile = Tile(torch.zeros_like(images[0][:1]), row["encoder_mask"][0].shape[1] // len(images[0]))
             return ImageRows(ignore_index, tile, max_images=max_images, max_tiles=max_tiles)
+    if len(dataset) > 0 and not _collates(collate, load_sample(dataset, 0)):
+        raise InputError("`dataset` must have samples with images, because `collate_fn` fails without, but has none.")
     return TokenRows(ignore_index)
+
+
+def _collates(collate: Callable[..., Any], row: Row) -> bool:
+    """Whether ``collate`` makes a batch of a sample without images."""
+    try:
+        collate([row])
+    except Exception:
+        return False
+    return True
 
 
 def _images(row: Row) -> list[torch.Tensor]:
