@@ -16,6 +16,7 @@ from torchtune.config import instantiate
 
 from benchmarks.on_gpu.stage import Section, Stage
 from torchtune_adaptive.stock.configs import load_config
+from torchtune_adaptive.text import format_bytes
 from torchtune_adaptive.tiny import DATA_NAME, TOKENIZER_NAME, make_tiny_assets
 
 _STEPS = 80
@@ -65,7 +66,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     print(log.read_text()[-6000:])
     lines = [json.loads(line) for path in sorted(out.glob("adaptive_log.jsonl")) for line in path.open()]
     rows = [["exit status", str(status)], ["seconds", f"{seconds:.0f}"], ["steps", str(_last_step(log))]]
-    rows += [["bytes that the neighbour took", taken]]
+    rows += [["memory that the neighbour took", format_bytes(int(taken)) if taken else ""]]
     steps = [line for line in lines if "event" not in line]
     rows += [["micro-batches by step", " ".join(str(line["micro_batch_size"]) for line in steps)]]
     rows += [["seconds by step", " ".join(f"{line['seconds']:.2f}" for line in steps)]]

@@ -20,11 +20,3 @@ def test_each_result_has_its_command_date_commit_and_machine(path: Path) -> None
     assert re.search(r"\b20\d\d-\d\d-\d\d\b", head)
     assert re.search(r"\b[0-9a-f]{7,}\b", text)
     assert "x86_64" in head
-
-
-def test_it_says_that_no_gpu_was_measured_until_one_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
-    (tmp_path / "gpu_rehearsal_cpu.md").write_text("# Rehearsal\n\n`python -m x`, commit 0123456\n")
-    assert "No CUDA device" in evidence.document()
-    (tmp_path / "gpu_nvidia_h100.md").write_text("# Measured on a GPU\n\n`python -m x`, commit abcdef0\n\n## Sizes\n")
-    assert "No CUDA device" not in evidence.document()
