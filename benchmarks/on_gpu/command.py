@@ -23,6 +23,7 @@ _STEPS = 80
 _STAYS_S = 8
 _LEFT = 9 * 2**30  # bytes that it leaves
 HEADER = ["figure", "seen"]
+_SHOWN_EVENTS = ("started", "sizes", "checkpoint", "ended")
 # Comes as soon as there is a file: after the first step, which is a small one.
 _NEIGHBOUR = f"""
 import sys, time
@@ -41,12 +42,30 @@ print(neighbour.num_bytes, flush=True)
 
 def measure(stage: Stage) -> Iterator[list[Section]]:
     """The command, whose log and report are read."""
-    out = stage.directory / "run"
+    out, log = stage.directory / "run", stage.directory / "command.log"
     command = _command(stage, out)
+    status, seconds, taken = _run(stage, command, log)
+    lines = [json.loads(line) for path in out.glob("adaptive_log.jsonl") for line in path.open()]
+    steps = [line for line in lines if "event" not in line]
+    rows = [
+        ["exit status", str(status)],
+        ["seconds", f"{seconds:.0f}"],
+        ["steps", str(len(steps))],
+        ["memory that the neighbour took", taken],
+        ["micro-batches by step", " ".join(str(line["micro_batch_size"]) for line in steps)],
+        ["seconds by step", " ".join(f"{line['seconds']:.2f}" for line in steps)],
+        *([line["event"], _shown(line)] for line in lines if line.get("event") in _SHOWN_EVENTS),
+    ]
     shown = " ".join(re.sub(r"/\S*/", "", part) for part in command[2:])
-    started = time.monotonic()
-    log = stage.directory / "command.log"
-    come = stage.directory / "come"
+    data: list[dict[str, Any]] = [{"status": status, "lines": lines}]
+    yield [Section(title="The command", header=HEADER, rows=rows, text=[f"`{shown}`"], data=data)]
+    if status != 0:
+        raise SystemExit(f"the command ended with status {status}: {log.read_text()[-2000:]}")
+
+
+def _run(stage: Stage, command: list[str], log: Path) -> tuple[int, float, str]:
+    """Run the command, with the neighbour: its exit status, its seconds, and the memory that the neighbour took."""
+    started, come = time.monotonic(), stage.directory / "come"
     neighbour = None
     if not stage.is_rehearsal:
         neighbour = subprocess.Popen([sys.executable, "-c", _NEIGHBOUR, str(come)], stdout=subprocess.PIPE, text=True)
@@ -54,27 +73,14 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
         run = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=stage.directory)
         try:
             while run.poll() is None and stage.seconds_left > 5:
-                if not come.exists() and _last_step(log) >= 1:
+                if not come.exists() and "|1|Loss" in log.read_text(errors="replace"):  # in the progress bar
                     come.touch()
                 time.sleep(0.01)
         finally:
             run.terminate()
             come.touch()
-    status = run.wait()
-    seconds = time.monotonic() - started
-    taken = neighbour.communicate()[0].strip() if neighbour else ""
-    print(log.read_text()[-6000:])
-    lines = [json.loads(line) for path in sorted(out.glob("adaptive_log.jsonl")) for line in path.open()]
-    rows = [["exit status", str(status)], ["seconds", f"{seconds:.0f}"], ["steps", str(_last_step(log))]]
-    rows += [["memory that the neighbour took", format_bytes(int(taken)) if taken else ""]]
-    steps = [line for line in lines if "event" not in line]
-    rows += [["micro-batches by step", " ".join(str(line["micro_batch_size"]) for line in steps)]]
-    rows += [["seconds by step", " ".join(f"{line['seconds']:.2f}" for line in steps)]]
-    rows += [[line["event"], _shown(line)] for line in lines if line.get("event") not in (None, "out of memory")]
-    data: list[dict[str, Any]] = [{"status": status, "lines": lines, "log": log.read_text()[-20000:]}]
-    yield [Section(title="The command", header=HEADER, rows=rows, text=[f"`{shown}`"], data=data)]
-    if status != 0:
-        raise SystemExit(f"the command ended with status {status}")
+    status, seconds = run.wait(), time.monotonic() - started
+    return status, seconds, format_bytes(int(neighbour.communicate()[0])) if neighbour else "none"
 
 
 def _shown(line: dict[str, Any]) -> str:
@@ -117,9 +123,3 @@ def _write_model(config: str, path: Path, device: torch.device) -> None:
     del model
     torch.cuda.empty_cache()
     os.sync()
-
-
-def _last_step(log: Path) -> int:
-    """The number of the last step in the progress bar, or 0."""
-    steps = re.findall(r"\|(\d+)\|Loss", log.read_text(errors="replace"))
-    return int(steps[-1]) if steps else 0
