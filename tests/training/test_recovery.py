@@ -210,7 +210,7 @@ def test_a_meters_figures_are_named_and_it_is_not_reset() -> None:
     meter.enter_phase("before")
     with meter:
         toy.train()
-    assert toy.events[0].figures == "peak 512 B, limit 1.0 KiB"
+    assert toy.events[0].figures == "peak 512 B, now 1.0 KiB available"
     assert "before" in meter.phase_peak_bytes
 
 
@@ -304,7 +304,7 @@ def test_after_two_steps_with_allocator_retries_the_next_ones_are_cut_in_halves(
     assert toy.recoverable.retries == 0
     assert list(map(str, toy.events)) == [
         "micro-batch 4 -> 2 rows: in step 4 rank 0 had to free the allocator's cache in two steps in a row"
-        " (peak 512 B, limit 1.0 KiB)"
+        " (peak 512 B, now 1.0 KiB available)"
     ]
     thrashing(toy, meter, 1, 1)  # the old size is tried again; retries before it do not count
     assert toy.micro_batches.limit == RowLimit(4)

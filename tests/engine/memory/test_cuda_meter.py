@@ -13,6 +13,7 @@ from tests.support.toys import search_options
 from tests.training.test_step_log import RESULT, Parts
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.memory.cuda_meter import CudaMeter
+from torchtune_adaptive.engine.memory.devices import describe_peak
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
 from torchtune_adaptive.engine.search.find import search
@@ -149,6 +150,17 @@ def test_memory_outside_the_allocator_is_not_available(cuda: FakeCuda, meter: Cu
     cuda.take(20_000)
     cuda.give(15_000)
     assert meter.available_bytes == 70_000  # free, cached and used by this process
+
+
+def test_without_a_limit_a_message_says_what_is_available_now_which_may_be_less_than_the_peak(
+    cuda: FakeCuda, meter: CudaMeter
+) -> None:
+    cuda.take(80_000)
+    cuda.give(70_000)
+    cuda.outside_bytes = 30_000
+    assert describe_peak(meter) == "peak 78.1 KiB, now 68.4 KiB available"
+    meter.limit_bytes = 80_000
+    assert describe_peak(meter) == "peak 78.1 KiB, limit 78.1 KiB"
 
 
 # ---- the limit

@@ -88,11 +88,17 @@ def check_limit(limit_bytes: int | None, device: torch.device) -> None:
 
 
 def describe_peak(meter: MemoryMeter | None) -> str:
-    """Peak and limit as text, for messages; "not metered" without a meter."""
+    """Peak so far and limit as text, for messages; without a limit, what other processes leave now.
+
+    >>> describe_peak(None)
+    'not metered'
+    """
     if meter is None:
         return "not metered"
-    limit_bytes = meter.limit_bytes or meter.available_bytes
-    return f"peak {format_bytes(meter.peak_bytes)}, limit {format_bytes(limit_bytes)}"
+    peak = f"peak {format_bytes(meter.peak_bytes)}"
+    if meter.limit_bytes is None:
+        return f"{peak}, now {format_bytes(meter.available_bytes)} available"
+    return f"{peak}, limit {format_bytes(meter.limit_bytes)}"
 
 
 def allowed_bytes(device: torch.device, limit_bytes: int | None) -> int | None:
