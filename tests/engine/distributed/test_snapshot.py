@@ -17,6 +17,7 @@ from torch import nn
 
 from tests.support.faults import FailsAt, same_bits
 from torchtune_adaptive.engine.distributed.snapshot import (
+    FrozenParameters,
     KeptTensors,
     RandomStates,
     keep_random_states,
@@ -313,3 +314,27 @@ def test_a_wrapper_whose_own_copy_shares_its_memory_is_restored() -> None:
     assert optimizer.state[model.weight]["exp_avg"] is state
     assert torch.equal(state.codes, codes)
     assert torch.equal(state.scale, scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.int64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(lambda values: values[:8], id="whole words"),
+        pytest.param(lambda values: values[3:10], id="neither begins nor ends at a word"),
+        pytest.param(lambda values: values.view(4, 4).t(), id="transposed"),
+        pytest.param(lambda values: values.view(2, 8)[1:, :1].t(), id="one element with a stride"),
+        pytest.param(lambda values: values[0], id="a number"),
+    ],
+)
+def test_a_frozen_parameter_of_any_type_and_layout_is_seen_to_change(
+    part: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
+    model = nn.Module()
+    model.same = nn.Parameter(torch.zeros(0), requires_grad=False)
+    model.changed = nn.Parameter(part(torch.ones(16).to(dtype)), requires_grad=False)
+    frozen = FrozenParameters(model)
+    assert frozen.first_changed() == ""
+    last = model.changed[..., -1] if model.changed.dim() > 0 else model.changed
+    last.zero_()
+    assert frozen.first_changed() == "changed"

@@ -164,7 +164,8 @@ def _checksum(tensor: torch.Tensor) -> list[int]:
 
 def _sum_of_bits(tensor: torch.Tensor) -> int:
     """Eight bytes are one integer, whose sum needs no memory: a sum of shorter ones would copy them to this type."""
-    values = tensor.view(-1).view(torch.uint8)
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # the stride of a single element may be any number
+    values = flat.view(torch.uint8)
     whole = values.numel() // 8 * 8
     eights, rest = values[:whole], values[whole:]
     if values.storage_offset() % 8:
