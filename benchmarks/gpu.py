@@ -4,9 +4,8 @@
 
 Each part runs in a process of its own, with a time limit of its own, and can be run alone. Its results are written
 before the next part begins: JSON and Markdown to ``results/gpu_DEVICE``, or to STEM. With ``--keep``, results of other
-parts that are already there stay. Without CUDA every part is
-rehearsed on the CPU with a tiny model, which shows only that the parts run. The exit status is 0 if all parts ran, with
-and without CUDA.
+parts that are already there stay. Without CUDA every part is rehearsed on the CPU with a tiny model, which shows only
+that the parts run. The exit status is 0 if all parts ran, with and without CUDA.
 """
 
 import argparse

@@ -12,6 +12,7 @@ from benchmarks.on_gpu.random_recipe import (
     apart,
     apart_text,
     compute_alike,
+    events_of,
     let_go,
     live_random_recipe,
     logged,
@@ -89,7 +90,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
         crowded.moments.append(("the search, after its warm-up", at_search, 0, 0))
     crowded.note("the search has ended")
     recipe.train()
-    events = [entry["reason"] for entry in trainer.record.history if "samples_per_step" not in entry]
+    events = events_of(recipe)
     micro_batches = {int(step["step"]): int(step["micro_batch_size"]) for step in steps}
     parameters = local_parameters(recipe._model)
     ooms, used = trainer.recoverable.retries, found.batch_size

@@ -97,6 +97,11 @@ def logged(recipe: Any) -> list[dict[str, float]]:
     return recipe._metric_logger.steps if recipe._is_rank_zero else []
 
 
+def events_of(recipe: Any) -> list[str]:
+    """What happened to the sizes of micro-batches in training, in sentences."""
+    return [entry["reason"] for entry in recipe.trainer.record.history if "samples_per_step" not in entry]
+
+
 def apart(ours: list[float], theirs: list[float]) -> float:
     """How far the losses of two recipes are apart at most, relative to those of the second."""
     pairs = zip(ours, theirs, strict=True)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.on_gpu.observed import Observed
-from benchmarks.on_gpu.random_recipe import compute_alike, let_go, live_random_recipe, logged, random_config
+from benchmarks.on_gpu.random_recipe import compute_alike, events_of, let_go, live_random_recipe, logged, random_config
 from benchmarks.on_gpu.stage import Section, Stage
 from benchmarks.on_gpu.staged import stage_collectives
 from benchmarks.support.recipe_runs import local_parameters, same_bits
@@ -95,7 +95,7 @@ def _train(stage: Stage) -> dict[str, Any]:
     recipe = _recipe(stage, crowded)
     steps, trainer = logged(recipe), recipe.trainer
     recipe.train()
-    events = [entry["reason"] for entry in trainer.record.history if "samples_per_step" not in entry]
+    events = events_of(recipe)
     ooms = trainer.recoverable.retries
     parameters = local_parameters(recipe._model)
     micro_batches = _micro_batches_by_step(steps)

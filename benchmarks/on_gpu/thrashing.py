@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from benchmarks.on_gpu.observed import Observed
-from benchmarks.on_gpu.random_recipe import live_random_recipe, random_config, start_group
+from benchmarks.on_gpu.random_recipe import events_of, live_random_recipe, random_config, start_group
 from benchmarks.on_gpu.random_rows import SHORTEST_RISING
 from benchmarks.on_gpu.stage import Section, Stage
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
@@ -44,7 +44,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
         step_ms = 1e3 * median(seen.seconds[steps][1:])
         retries = sum(map(bool, seen.retries[steps]))
         cells.append([phase, f"{step_ms:.0f}", str(retries), seen.limits[index], str(seen.ooms[index])])
-    events = [entry["reason"] for entry in recipe.trainer.record.history if "samples_per_step" not in entry]
+    events = events_of(recipe)
     text = [
         f"Config `{stage.lora}`, {_ROWS} rows, {_STEPS} steps a phase. In each phase rows grow from"
         f" {SHORTEST_RISING * seq_len:.0f} to {seq_len} random tokens, so that few cached blocks are large enough for"

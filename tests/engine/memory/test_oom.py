@@ -4,7 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
@@ -86,6 +86,15 @@ def test_an_unclear_text_counts_while_the_device_has_almost_no_memory(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: free_mib is not None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: ((free_mib or 0) * 2**20, 80 * 2**30))
     assert is_out_of_memory(RuntimeError(text)) == lacks
+
+
+def test_a_device_that_does_not_answer_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> NoReturn:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+    assert not is_out_of_memory(RuntimeError(UNCLEAR_TEXTS[0]))
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("anything"), torch.cuda.OutOfMemoryError(), MemoryError()])

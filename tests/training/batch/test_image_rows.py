@@ -149,7 +149,10 @@ def test_texts_have_the_format_of_texts_unless_they_cannot_be_collated(tokenizer
     texts = [{"tokens": [1, 2], "labels": [1, 2]}]
     for rows in (texts, images.samples(tokenizer, images=(0,), count=3)):
         assert type(text_or_images(rows, CROSS_ENTROPY_IGNORE_IDX, collate=padded_collate_sft)) is TokenRows
-        with pytest.raises(InputError, match=r"^`dataset` must have samples with images, because `collate_fn` fails"):
+        with pytest.raises(
+            InputError,
+            match=r"^`dataset` must have samples with images, because `collate_fn` fails for one without: \w+Error: .+",
+        ):
             text_or_images(rows, CROSS_ENTROPY_IGNORE_IDX, collate=padded_collate_tiled_images_and_mask)
 
 

@@ -88,7 +88,7 @@ def check_limit(limit_bytes: int | None, device: torch.device) -> None:
 
 
 def describe_peak(meter: MemoryMeter | None) -> str:
-    """Peak so far and limit as text, for messages; without a limit, what other processes leave now.
+    """Peak so far and limit as text, for messages; without a limit, what is available now.
 
     >>> describe_peak(None)
     'not metered'

@@ -81,7 +81,10 @@ def _says_out_of_memory(message: str) -> bool:
 
 def _device_is_full() -> bool:
     """Whether CUDA's current device has too little memory left for what libraries allocate past torch's allocator."""
-    return torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] < _TOO_LITTLE_BYTES
+    try:
+        return torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] < _TOO_LITTLE_BYTES
+    except RuntimeError:  # after another error the device may not answer
+        return False
 
 
 def _is_of_collective(error: BaseException) -> bool:

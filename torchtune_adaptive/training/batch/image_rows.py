@@ -9,7 +9,7 @@ from torchtune import utils
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.progress import Bar
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.training.batch.row_format import Row, TokenRows, load_sample, repeated
 
 log = utils.get_logger("DEBUG")
@@ -125,6 +125,7 @@ def text_or_images(
         InputError: a sample cannot be loaded, or has images in an unknown format, or none has an image, without which
             ``collate`` fails.
     """
+    row: Row | None = None
     for index in Bar(range(len(dataset)), desc="finding a sample with an image", leave=False, delay=1):
         row = load_sample(dataset, index)
         if "encoder_input" not in row:
@@ -132,18 +133,23 @@ def text_or_images(
         if images := _images(row):
             tile = Tile(torch.zeros_like(images[0][:1]), row["encoder_mask"][0].shape[1] // len(images[0]))
             return ImageRows(ignore_index, tile, max_images=max_images, max_tiles=max_tiles)
-    if len(dataset) > 0 and not _collates(collate, load_sample(dataset, 0)):
-        raise InputError("`dataset` must have samples with images, because `collate_fn` fails without, but has none.")
+    if row is not None:
+        _check_collates(collate, row)
     return TokenRows(ignore_index)
 
 
-def _collates(collate: Callable[..., Any], row: Row) -> bool:
-    """Whether ``collate`` makes a batch of a sample without images."""
+def _check_collates(collate: Callable[..., Any], row: Row) -> None:
+    """Check that ``collate`` makes a batch of ``row``, which has no image.
+
+    Raises:
+        InputError: it does not.
+    """
     try:
         collate([row])
-    except Exception:
-        return False
-    return True
+    except Exception as error:
+        raise InputError(
+            f"`dataset` must have samples with images, because `collate_fn` fails for one without: {reason_of(error)}."
+        ) from error
 
 
 def _images(row: Row) -> list[torch.Tensor]:
