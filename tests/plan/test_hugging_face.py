@@ -1,5 +1,6 @@
 """A run of a Hugging Face model, built from its config.json alone."""
 
+import functools
 import importlib
 import json
 from pathlib import Path
@@ -28,12 +29,14 @@ LLAMA = {
 WEIGHTS = 2 * 1000 * 64 + 3 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64) + 64
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    return str(tmp_path)
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("llama")
+    (directory / "config.json").write_text(json.dumps(LLAMA))
+    return str(directory)
 
 
+@functools.cache  # a plan takes a second
 def planned(path: str, **options: Any) -> Plan:
     run = HuggingFaceRun(path=path, seq_len=128, **options)
     functions = run.build_model, run.build_optimizer, run.train_step, run.make_batch
@@ -45,7 +48,7 @@ def bytes_of(plan: Plan, kind: str) -> float:
 
 
 def test_weights_gradients_and_optimizer_state_have_the_types_of_the_run(path: str) -> None:
-    low, full, mixed = (planned(path, dtype=dtype) for dtype in ("bf16", "fp32", "mixed"))
+    low, full, mixed = (planned(path), planned(path, dtype="fp32"), planned(path, dtype="mixed"))
     assert [plan.step.num_parameters for plan in (low, full, mixed)] == [WEIGHTS] * 3
     wide = pytest.approx(4 * WEIGHTS, rel=0.02)  # the allocator rounds each tensor up
     assert [bytes_of(plan, "parameters") for plan in (low, full, mixed)] == [
@@ -66,14 +69,14 @@ def test_checkpointing_and_a_chunked_loss_take_less(path: str) -> None:
 
 
 def test_two_ranks_hold_half_of_the_weights(path: str) -> None:
-    one, two = (planned(path, ranks=ranks) for ranks in (1, 2))
+    one, two = planned(path), planned(path, ranks=2)
     assert bytes_of(two, "parameters") == pytest.approx(bytes_of(one, "parameters") / 2, rel=0.05)
     assert two.step.num_parameters == WEIGHTS
 
 
 def test_sgd_has_no_state_and_accumulation_keeps_gradients(path: str) -> None:
     assert bytes_of(planned(path, optimizer="sgd"), "optimizer state") == 0
-    once, twice = (planned(path, optimizer="sgd", micro_steps=steps) for steps in (1, 4))
+    once, twice = planned(path, optimizer="sgd"), planned(path, optimizer="sgd", micro_steps=4)
     assert twice.decisive.asked[0].phases["forward"] > once.decisive.asked[0].phases["forward"]
 
 
@@ -99,8 +102,8 @@ def test_a_model_without_fused_attention_has_what_transformers_chooses(tmp_path:
     (tmp_path / "config.json").write_text(json.dumps(gemma))
     run = HuggingFaceRun(path=str(tmp_path), seq_len=128)
     assert "; eager attention, as the model has no other in transformers; " in run.assumptions
-    of_a_sample = planned(str(tmp_path)).size(9).peak_bytes - planned(str(tmp_path)).size(8).peak_bytes
-    assert of_a_sample > 3 * 4 * 128 * 128  # attention weights of four heads
+    plan = planned(str(tmp_path))
+    assert plan.size(9).peak_bytes - plan.size(8).peak_bytes > 3 * 4 * 128 * 128  # attention weights of four heads
 
 
 GPT = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}

@@ -37,10 +37,10 @@ OTHERS = ["full", "lora", "lora_dpo", "lora_kd", "full_qat", "lora_qat"]
 TP = " with tensor parallelism"
 OTHERS_ON_ONE_DEVICE = ["full_single", "lora_single", "lora_dpo_single"]
 GROUPS = ([f"full{TP}"], ONE_DEVICE, METHODS, OTHERS, OTHERS_ON_ONE_DEVICE)
-RARE = [(f"full{TP}", 2), *((kind, 2) for kind in OTHERS)] + [
+RARE = [(f"full{TP}", 4), *((kind, 2) for kind in OTHERS)] + [
     (kind, 1) for kind in METHODS + OTHERS + OTHERS_ON_ONE_DEVICE
 ]
-CASES: list[Any] = [(f"full{TP}", 4)] + [(kind, 2) for kind in METHODS] + [(kind, 1) for kind in ONE_DEVICE]
+CASES: list[Any] = [(f"full{TP}", 2)] + [(kind, 2) for kind in METHODS] + [(kind, 1) for kind in ONE_DEVICE]
 CASES += [pytest.param(*case, marks=pytest.mark.exhaustive) for case in RARE]
 DEEP = {
     "model__num_layers": 10,

@@ -147,6 +147,7 @@ def _search_in_backward(assets: Path, output_dir: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.exhaustive
 def test_optimizers_that_step_in_backward_are_restored_and_need_a_step_that_fits_at_once(
     assets: Path, tmp_path: Path
 ) -> None:

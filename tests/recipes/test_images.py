@@ -17,9 +17,7 @@ from tests.support.method_runs import STRATEGIES, Trials
 from torchtune_adaptive.errors import InputError
 
 ALL_KINDS = ("full", "lora", "full_single", "lora_single")
-KINDS = [
-    kind if kind in ("lora", "full_single") else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ALL_KINDS
-]
+KINDS = [kind if kind == "lora" else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ALL_KINDS]
 WITH_TEXTS = (2, 0, 1, 0, 0, 1)  # images of each sample; with one row in a micro-batch, ranks get texts alone
 TWO, ONE_OR_NONE = (2,), (1, 0, 1, 1, 0, 0)  # with these all steps have the same operations
 COLLATE = "torchtune.data.padded_collate_tiled_images_and_mask"
@@ -43,7 +41,6 @@ def _all_trials(*places: Any) -> dict[str, Any]:
         "search": trials.search(STRATEGIES[:1]),
         "recovery": with_texts.recovery(points=3),
         "resume": with_texts.resume(within_epoch=True),
-        "growth": with_texts.growth(),
     }
 
 
@@ -53,6 +50,7 @@ def _exhaustive_trials(*places: Any) -> dict[str, Any]:
     return {
         "parity": trials.parity(1),
         "search": trials.search(),
+        "growth": _trials(*places, dataset__images=WITH_TEXTS).growth(),
         "recovery": _trials(*places, dataset__images=TWO, **for_forty_steps).recovery(points=None),
         "recovery with checkpointing": _trials(
             *places, enable_activation_checkpointing=True, dataset__images=ONE_OR_NONE, **for_forty_steps
@@ -103,17 +101,13 @@ def test_resume(kind: str, outcomes: Any) -> None:
     check_resume([rank["resume"] for rank in outcomes(kind)], steps_left=2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_growth(kind: str, outcomes: Any) -> None:
-    assert outcomes(kind)[0]["growth"] == [2, 4, 6]
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_every_strategy_and_every_seventh_operation(kind: str, tiny_dir: Path, assets: Path, tmp_path: Path) -> None:
     ranks = _run(_exhaustive_trials, kind, tiny_dir, assets, tmp_path)
     check_parity(kind, [rank["parity"] for rank in ranks], accumulation=1)
     check_search([rank["search"] for rank in ranks], strategies=STRATEGIES)
+    assert ranks[0]["growth"] == [2, 4, 6]
     for name in ("recovery", "recovery with checkpointing"):
         check_recovery([rank[name] for rank in ranks])
         print(f"{kind}, {name}: {ranks[0][name]['struck']} faults, and as many right results")

@@ -152,18 +152,18 @@ def _train_anywhere(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, An
         return finished(without_saving(adaptive_recipe("full")), cfg)[0]
 
     measuring: dict[str, Any] = {"batch_increase_function": {"_component_": "tests.support.growth_functions.Recording"}}
-    limit = {"memory_limit": "256MiB", "max_batch_size": 4}
+    limit = {"memory_limit": "256MiB", "max_batch_size": 4, "oom_recovery": False}
     measured = {}
     for name, settings in (("rows", limit), ("tokens", limit | {"max_tokens_per_micro_batch": 100})):
         norms = [step["grad_norm"] for step in steps_of(adaptive=settings, **measuring)]
         measured[name] = norms, Recording.last.seen
+    uneven = {"global_batch_size": 31, "oom_recovery": False}
+    first_half = steps_of(batch_size=2, max_steps_per_epoch=1, adaptive={"memory_limit": None, "oom_recovery": False})
     return {
-        "rows": [step["loss"] for step in steps_of(adaptive={"global_batch_size": 31})],
-        "tokens": [
-            step["loss"] for step in steps_of(adaptive={"global_batch_size": 31, "max_tokens_per_micro_batch": 300})
-        ],
+        "rows": [step["loss"] for step in steps_of(adaptive=uneven)],
+        "tokens": [step["loss"] for step in steps_of(adaptive=uneven | {"max_tokens_per_micro_batch": 300})],
         "measured": measured,
-        "first halves": [step["grad_norm"] for step in steps_of(batch_size=2, adaptive={"memory_limit": None})],
+        "first half": [step["grad_norm"] for step in first_half],
     }
 
 
@@ -189,5 +189,5 @@ def test_measured_norms_are_those_of_the_step_and_of_its_first_half(
     norms, seen = anywhere[ranks]["measured"][cut]
     assert [one.norm_squared**0.5 for one in seen] == pytest.approx(norms, rel=1e-5)
     assert [(one.small_samples, one.samples) for one in seen] == [(2 * ranks, 4 * ranks)] * 3
-    assert seen[0].small_norm_squared ** 0.5 == pytest.approx(anywhere[ranks]["first halves"][0], rel=1e-5)
+    assert seen[0].small_norm_squared ** 0.5 == pytest.approx(anywhere[ranks]["first half"][0], rel=1e-5)
     assert seen[0].small_norm_squared != pytest.approx(seen[0].norm_squared, rel=1e-2)

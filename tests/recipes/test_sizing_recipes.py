@@ -26,6 +26,7 @@ from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, 
 
 UNEQUAL = ("40MiB", "80MiB")  # rank 0's limit, the lower one, counts for both
 DOUBLING = {"_component_": "torchtune_adaptive.schedule.geometric"}
+SAMPLES = 120
 RATES = {4: 1000.0, 2: 985.0, 1: 500.0}
 SEARCHED = {"use_maximum_batch_size": True}
 SET_UPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -45,7 +46,11 @@ def _rates(workload: Any, make_batch: Any, timed: Sequence[int], **_: Any) -> Ma
 def _size_all(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, dict[str, Any]]:
     found = {}
     recipe_class = without_saving(adaptive_recipe("full"))
-    common: dict[str, Any] = SHALLOW | {"tokenizer__max_seq_len": 128, "epochs": 1}
+    common: dict[str, Any] = SHALLOW | {
+        "tokenizer__max_seq_len": 128,
+        "epochs": 1,
+        "dataset__split": f"train[:{SAMPLES}]",
+    }
     with mock.patch.object(sizes, "tokens_per_second", _rates):
         for name, (keys, settings) in SET_UPS.items():
             adaptive = {"memory_limit": UNEQUAL[rank], "oom_recovery": name == "tokens"} | settings
@@ -74,8 +79,8 @@ def ranks(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 @pytest.mark.parametrize(
     ("name", "batch", "steps", "limit", "maximum"),
     [
-        ("rows of a global batch", 50, 400 // 50, RowLimit(4), 4),
-        ("fastest that grows beyond memory", 2, 400 // 4, RowLimit(2), 33),
+        ("rows of a global batch", 50, SAMPLES // 50, RowLimit(4), 4),
+        ("fastest that grows beyond memory", 2, SAMPLES // 4, RowLimit(2), 33),
     ],
 )
 def test_batch_and_micro_batch_are_what_was_asked_for(
@@ -86,7 +91,7 @@ def test_batch_and_micro_batch_are_what_was_asked_for(
     maximum: int,
     ranks: list[dict[str, dict[str, Any]]],
 ) -> None:
-    """Six rows of 128 tokens fit on rank 0; each rank has 200 of the 400 samples."""
+    """Six rows of 128 tokens fit on rank 0; each rank has half of the samples."""
     expected = {"batch": batch, "limit": limit, "exact": 6, "maximum": maximum, "steps": steps}
     assert [rank[name] for rank in ranks] == [expected] * 2
 
@@ -101,4 +106,4 @@ def test_the_token_budget_is_that_of_the_lowest_limit_and_exceeds_whole_rows(
 
 
 def test_training_by_the_token_budget_stays_within_memory(ranks: list[dict[str, dict[str, Any]]]) -> None:
-    assert ranks[0]["trained"] == {"retries": 0, "steps": 400 // 60}
+    assert ranks[0]["trained"] == {"retries": 0, "steps": SAMPLES // 60}

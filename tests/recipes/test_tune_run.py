@@ -32,22 +32,22 @@ def tune_run(*arguments: str, directory: Path, timeout_s: float = 600) -> subpro
     )
 
 
-def on_tiny(kind: str, tiny_dir: Path, output_dir: Path) -> list[str]:
-    """Overrides that replace a stock config's model, tokenizer, data and checkpoint by the tiny ones."""
+def on_tiny(kind: str, assets: Path, output_dir: Path) -> list[str]:
+    """Overrides that replace a stock config's model, tokenizer, data and checkpoint by the shallow ones."""
     builder = {"full": "llama2", "lora": "lora_llama2"}[kind]
     return [
         "device=cpu",
         "dtype=fp32",
         f"output_dir={output_dir}",
         f"model=torchtune.models.llama2.{builder}",
-        *(f"model.{name}={value}" for name, value in MODEL_GEOMETRY.items()),
+        *(f"model.{name}={value}" for name, value in (MODEL_GEOMETRY | {"num_layers": 2}).items()),
         "tokenizer=torchtune.models.llama2.llama2_tokenizer",
-        f"tokenizer.path={tiny_dir}/tokenizer.model",
+        f"tokenizer.path={assets}/tokenizer.model",
         "dataset=torchtune.datasets.instruct_dataset",
         "dataset.source=json",
-        f"dataset.data_files={tiny_dir}/docstrings.json",
+        f"dataset.data_files={assets}/docstrings.json",
         "checkpointer=torchtune.training.FullModelTorchTuneCheckpointer",
-        f"checkpointer.checkpoint_dir={tiny_dir}",
+        f"checkpointer.checkpoint_dir={assets}",
         "checkpointer.checkpoint_files=[model.pt]",
         "checkpointer.model_type=LLAMA2",
         "gradient_accumulation_steps=1",
@@ -76,7 +76,7 @@ def test_stock_tune_run_searches_and_trains(config: str, ranks: int, tiny_dir: P
     if config.startswith("tiny/"):
         overrides = [f"tiny_dir={tiny_dir}", f"output_dir={tmp_path / 'out'}", *SHORT]
     else:
-        overrides = on_tiny(kind, tiny_dir, tmp_path / "out")
+        overrides = on_tiny(kind, shallow_assets(tiny_dir), tmp_path / "out")
     launcher = ["--nproc_per_node", str(ranks)] if ranks > 1 else []
     run = tune_run(*launcher, name, "--config", config, "use_maximum_batch_size=True", *overrides, directory=tmp_path)
     assert run.returncode == 0, run.stderr[-3000:]

@@ -150,7 +150,7 @@ def play(rank: int) -> dict[str, Any]:
     return played
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.exhaustive)], ids="{} ranks".format)
 def played(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_on_ranks(play, request.param)
 

@@ -75,7 +75,7 @@ def _assert_clean(ranks: list[dict[str, Tally]], *, points: int) -> None:
 def _a_few_faults(rank: int) -> dict[str, Tally]:
     tallies = {}
     for case in CASES:
-        tallies |= _tallies(case, "turns", 149)
+        tallies |= _tallies(case, "turns", 223)
     return (
         tallies
         | _tallies(CASES[0], "turns", 13, "storage growth")
@@ -174,10 +174,10 @@ def test_a_change_of_collectives_is_logged_once_and_an_error_then_ends_the_run(
 
 def _on_four_ranks(rank: int) -> tuple[dict[str, Tally], str]:
     tallies = (
-        _tallies(Case(), "all 0", 199)
-        | _tallies(Case(hsdp=True, bf16=True), "all turns", 199)
-        | _tallies(Case(hsdp=True, sums=True), "turns", 199)
-        | _tallies(Case(reshard_after_forward=2, checkpointing=True), "turns", 199)
+        _tallies(Case(), "all", 199)
+        | _tallies(Case(hsdp=True, bf16=True), "turns", 199)
+        | _tallies(Case(hsdp=True, sums=True), "all", 399)
+        | _tallies(Case(reshard_after_forward=2, checkpointing=True), "turns", 399)
     )
     return tallies, _fails_after_an_all_reduce(Trials(Case(hsdp=True, layers=1)))
 

@@ -28,7 +28,6 @@ _TEXTS = (
 # What libraries say of an allocation that failed, but of other failures too: it depends on what the device has left.
 _UNCLEAR_TEXTS = ("CUDNN_STATUS_INTERNAL_ERROR", "CUBLAS_STATUS_NOT_INITIALIZED")
 _TOO_LITTLE_BYTES = 256 * 2**20  # outside torch's allocator, for what such a library allocates at once (an estimate)
-_FROZEN_BY_PYTHON = 2000  # at most: each collection of Python 3.12 freezes its immortal objects, 375 of them
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -113,7 +112,8 @@ def only_new_garbage() -> Iterator[None]:
     finds nothing. If other code has already frozen objects (``gc.freeze``), this context does nothing.
     """
     gc.collect()
-    if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
+    this_module = globals()
+    if not any(one is this_module for one in gc.get_objects(generation=2)):  # it is frozen
         yield
         return
     gc.freeze()

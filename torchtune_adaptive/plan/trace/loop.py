@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchtune_adaptive.engine.memory.out_of_memory import only_new_garbage
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
 from torchtune_adaptive.engine.memory.timeline import Line
 from torchtune_adaptive.engine.progress import Bar
@@ -143,7 +144,7 @@ class _Loop:
         """Trace steps with ``batches``, by their numbers of samples."""
         traced: dict[int, StepTrace] = {}
         small, large = SMALL_BATCH_SIZES
-        with self._faking(), _frozen_garbage():
+        with self._faking(), only_new_garbage():
             self._run(batches[small], lambda _: None)  # creates the optimizer's state and lets FSDP2 set itself up
             after_step()
             for size in _SIZES:
@@ -390,20 +391,6 @@ def _end_process_group(excepthook: Any) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.excepthook = excepthook
-
-
-@contextmanager
-def _frozen_garbage() -> Iterator[None]:
-    """Collections of garbage skip the objects that exist already, which makes them fast."""
-    freezes = gc.get_freeze_count() == 0
-    if freezes:
-        gc.collect()
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if freezes:
-            gc.unfreeze()
 
 
 @contextmanager
