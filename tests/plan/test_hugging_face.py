@@ -97,7 +97,12 @@ def test_bitsandbytes_is_imported_before_the_trace_pretends_to_have_a_gpu(
     assert not on_gpu["bitsandbytes"]
 
 
-def test_a_model_without_fused_attention_has_what_transformers_chooses(tmp_path: Path) -> None:
+def test_a_model_without_fused_attention_has_what_transformers_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import Gemma2PreTrainedModel
+
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", False)  # as transformers 5.23 has it, 5.20 not
     gemma = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 16}
     (tmp_path / "config.json").write_text(json.dumps(gemma))
     run = HuggingFaceRun(path=str(tmp_path), seq_len=128)
