@@ -221,6 +221,9 @@ def _on_two_ranks(rank: int, directory: Path) -> dict[str, Any]:
     as_torchrun = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     with mock.patch.dict(os.environ, as_torchrun):
         results["transformers_trainer"] = _compared(partial(_by_trainer, directory / "dropout"))
+        results["beside stock"] = _beside_stock(directory / "exact", micro_batch_size=4)
+        with mock.patch("examples.transformers_trainer.DistributedConfig", return_value=None):  # so not sharded
+            results["transformers_trainer in DDP"] = _compared(partial(_by_trainer, directory / "dropout"))
     dist.destroy_process_group()
     return results | (_alone(directory) if rank == 0 else {})
 
@@ -230,7 +233,7 @@ def _alone(directory: Path) -> dict[str, Any]:
     from examples import transformers_loop, transformers_search, transformers_trainer
 
     results: dict[str, Any] = {"transformers_trainer alone": _compared(partial(_by_trainer, directory / "dropout"))}
-    results["beside stock"] = _beside_stock(directory / "exact", memory_limit="400KiB")
+    results["beside stock alone"] = _beside_stock(directory / "exact", memory_limit="400KiB")
     model = transformers_search.make_model()
     results["found"] = transformers_search.find(model, torch.optim.AdamW(model.parameters()), "20MiB")
     printed = io.StringIO()
@@ -248,7 +251,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_on_ranks(_on_two_ranks, 2, tmp_path_factory.mktemp("examples"))
 
 
-@pytest.mark.parametrize("program", ["fsdp2_loop", "titan_style", "transformers_loop", "transformers_trainer"])
+@pytest.mark.parametrize(
+    "program", ["fsdp2_loop", "titan_style", "transformers_loop", "transformers_trainer", "transformers_trainer in DDP"]
+)
 def test_after_an_error_on_one_rank_two_ranks_train_as_with_smaller_micro_batches(
     results: list[dict[str, Any]], program: str
 ) -> None:
@@ -271,13 +276,14 @@ def test_gradients_are_those_of_the_mean_over_all_ranks_tokens(results: list[dic
 
 def test_adaptive_trainer_trains_as_trainer_does(results: list[dict[str, Any]]) -> None:
     """Not bit for bit: sums have another order. Parameters are up to about 1, and float32 then rounds by 6e-8."""
-    compared = results[0]["beside stock"]
-    print(f"apart {max(compared['apart']):.1e}, moved {min(compared['moved']):.1e} to {max(compared['moved']):.1e}")
-    assert max(compared["apart"]) < 1e-6
-    assert min(compared["moved"]) > 2e-5
-    ours, theirs = compared["logged"]
-    assert ours == [pytest.approx(figures, rel=1e-6) for figures in theirs]
-    assert compared["micro-batch"] == 5  # found under a limit of memory
+    for compared in (results[0]["beside stock"], results[1]["beside stock"], results[0]["beside stock alone"]):
+        print(f"apart {max(compared['apart']):.1e}, moved {min(compared['moved']):.1e} to {max(compared['moved']):.1e}")
+        assert max(compared["apart"]) < 1e-6
+        assert min(compared["moved"]) > 2e-5
+        ours, theirs = compared["logged"]
+        assert ours == [pytest.approx(figures, rel=1e-6) for figures in theirs]
+    assert results[0]["beside stock"]["micro-batch"] == 4
+    assert results[0]["beside stock alone"]["micro-batch"] == 5  # found under a limit of memory
 
 
 def test_a_search_finds_the_same_on_every_rank_and_changes_nothing(results: list[dict[str, Any]]) -> None:

@@ -21,7 +21,7 @@ from benchmarks.support.recipe_runs import (
     tiny_config,
     without_saving,
 )
-from tests.support.method_runs import ROWS_THAT_FIT, STRATEGIES, Trials
+from tests.support.method_runs import QUICK, ROWS_THAT_FIT, STRATEGIES, Trials
 from tests.support.run_logs import events_in
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.training import trainer
@@ -39,7 +39,7 @@ def _grow(tiny_dir: Path, output_dir: Path) -> list[dict[str, float]]:
         "lr_scheduler__num_warmup_steps": 5,
         "tokenizer__max_seq_len": 64,
     }
-    growing["adaptive"] = {"memory_limit": "160MiB", "power_of_two": False, "max_batch_size": 6, "oom_recovery": False}
+    growing["adaptive"] = QUICK | {"memory_limit": "160MiB", "power_of_two": False, "max_batch_size": 6}
     steps, _, _ = finished(
         without_saving(adaptive_recipe("full")), tiny_config("full", tiny_dir, output_dir, **growing)
     )

@@ -40,8 +40,13 @@ RUN: dict[str, Any] = SHALLOW | {
     "batch_increase_function": MEASURING,
     "adaptive": {"memory_limit": "96MiB", "growth_limit": 4, "lr_scaling": "sqrt", "max_batch_size": 3},
 }
-PLAIN: dict[str, Any] = SHALLOW | {"epochs": 3, "max_steps_per_epoch": 2, "batch_size": 2, "tokenizer__max_seq_len": 64}
-PLAIN["adaptive__oom_recovery"] = False
+PLAIN: dict[str, Any] = SHALLOW | {
+    "epochs": 3,
+    "max_steps_per_epoch": 2,
+    "batch_size": 2,
+    "tokenizer__max_seq_len": 64,
+    "adaptive__oom_recovery": False,
+}
 # Fields of the state that is saved with a checkpoint. Later versions must read them to resume the run.
 STATE_FIELDS = {
     "backoff",

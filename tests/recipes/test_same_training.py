@@ -17,6 +17,7 @@ from benchmarks.support.recipe_runs import (
     without_saving,
 )
 from tests.support.growth_functions import Recording
+from tests.support.method_runs import QUICK
 from torchtune_adaptive.testing import Fault, faults_in
 
 # By name: overrides for steps of `rows` rows on each of two ranks, and faults by optimizer step and micro-step.
@@ -152,13 +153,13 @@ def _train_anywhere(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, An
         return finished(without_saving(adaptive_recipe("full")), cfg)[0]
 
     measuring: dict[str, Any] = {"batch_increase_function": {"_component_": "tests.support.growth_functions.Recording"}}
-    limit = {"memory_limit": "256MiB", "max_batch_size": 4, "oom_recovery": False}
+    limit = QUICK | {"memory_limit": "256MiB", "max_batch_size": 4}
     measured = {}
     for name, settings in (("rows", limit), ("tokens", limit | {"max_tokens_per_micro_batch": 100})):
         norms = [step["grad_norm"] for step in steps_of(adaptive=settings, **measuring)]
         measured[name] = norms, Recording.last.seen
-    uneven = {"global_batch_size": 31, "oom_recovery": False}
-    first_half = steps_of(batch_size=2, max_steps_per_epoch=1, adaptive={"memory_limit": None, "oom_recovery": False})
+    uneven = QUICK | {"global_batch_size": 31}
+    first_half = steps_of(batch_size=2, max_steps_per_epoch=1, adaptive=QUICK | {"memory_limit": None})
     return {
         "rows": [step["loss"] for step in steps_of(adaptive=uneven)],
         "tokens": [step["loss"] for step in steps_of(adaptive=uneven | {"max_tokens_per_micro_batch": 300})],

@@ -26,7 +26,7 @@ from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, 
 
 UNEQUAL = ("40MiB", "80MiB")  # rank 0's limit, the lower one, counts for both
 DOUBLING = {"_component_": "torchtune_adaptive.schedule.geometric"}
-SAMPLES = 120
+SAMPLES = 120  # of an epoch, on both ranks
 RATES = {4: 1000.0, 2: 985.0, 1: 500.0}
 SEARCHED = {"use_maximum_batch_size": True}
 SET_UPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -40,7 +40,10 @@ def on_tiny(kind: str, assets: Path, output_dir: Path) -> list[str]:
         "dtype=fp32",
         f"output_dir={output_dir}",
         f"model=torchtune.models.llama2.{builder}",
-        *(f"model.{name}={value}" for name, value in (MODEL_GEOMETRY | {"num_layers": 2}).items()),
+        *(
+            f"model.{name}={value}"
+            for name, value in (MODEL_GEOMETRY | {"num_layers": SHALLOW["model__num_layers"]}).items()
+        ),
         "tokenizer=torchtune.models.llama2.llama2_tokenizer",
         f"tokenizer.path={assets}/tokenizer.model",
         "dataset=torchtune.datasets.instruct_dataset",

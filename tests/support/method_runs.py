@@ -141,7 +141,7 @@ class Trials:
     def resume(self, *, within_epoch: bool) -> dict[str, Any]:
         """Two epochs of three steps in one run, and in two runs: one for each epoch, or one for the last two steps."""
         common: dict[str, Any] = self._dropout | {"epochs": 2, "max_steps_per_epoch": 3}
-        common["adaptive__oom_recovery"] = False
+        common["adaptive"] = QUICK | {"memory_limit": None}
         steps, parameters, _ = finished(self._recipe, self._config(**common))
         directory = next(self._directories)
         stopped = _stopped_after_step(self._recipe, 4) if within_epoch else _stopped_after_an_epoch(self._recipe)

@@ -157,6 +157,7 @@ def _compared(rank: int) -> dict[str, dict[str, bool]]:
         small = Training(variant).plain(*[SMALL] * STEPS)
         found[name] = {
             "large": same_bits(Training(variant).plain(*[LARGE] * STEPS), Training(variant).recovering(LARGE)),
+            "small": same_bits(small, Training(variant).recovering(SMALL)),
             "whole": same_bits(Training(variant).plain(*[ROWS] * STEPS), Training(variant).recovering(ROWS)),
         }
         for place, micro_step in zip(FAULTS, (0, 1, 0, 1), strict=True):

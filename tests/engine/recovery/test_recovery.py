@@ -202,7 +202,7 @@ def four_ranks() -> list[tuple[dict[str, Tally], str]]:
 
 
 def test_four_ranks_and_hsdp_recover_too(four_ranks: list[tuple[dict[str, Tally], str]]) -> None:
-    _assert_clean([tallies for tallies, _ in four_ranks], points=14)
+    _assert_clean([tallies for tallies, _ in four_ranks], points=16 if DEVICE == "cpu" else 14)
 
 
 def test_an_error_within_an_all_reduce_of_hsdp_is_in_doubt(four_ranks: list[tuple[dict[str, Tally], str]]) -> None:

@@ -112,8 +112,8 @@ def only_new_garbage() -> Iterator[None]:
     finds nothing. If other code has already frozen objects (``gc.freeze``), this context does nothing.
     """
     gc.collect()
-    this_module = globals()
-    if not any(one is this_module for one in gc.get_objects(generation=2)):  # it is frozen
+    this_module = globals()  # now in the oldest generation, or frozen; to count what is frozen takes longer
+    if not any(one is this_module for one in gc.get_objects(generation=2)):
         yield
         return
     gc.freeze()
