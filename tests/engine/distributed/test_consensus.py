@@ -1,7 +1,9 @@
 """All ranks get the same answer, with one process, two and four."""
 
+import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -42,7 +44,17 @@ def answers_of(rank: int) -> dict[str, Any]:
         consensus.ask_rank_zero(end)
     except RunEnded as error:
         ended = str(error), error.status
-    second = Consensus()
+    new_group, connected = dist.new_group, c10d.PrefixStore("connected", c10d._get_default_store())
+
+    def connect(*args: Any, **options: Any) -> Any:
+        group = new_group(*args, **options)
+        time.sleep(0.2 * rank)
+        connected.set(str(rank), "")
+        return group
+
+    with mock.patch.object(dist, "new_group", connect):
+        second = Consensus()
+    have_connected = world_size == 1 or connected.check([str(peer) for peer in range(world_size)])
     largest_of_the_second = second.max_over_ranks(rank)
     second.close()
     return {
@@ -68,6 +80,7 @@ def answers_of(rank: int) -> dict[str, Any]:
         "refusal": refusal,
         "ended": ended,
         "a second consensus": largest_of_the_second,
+        "all ranks had connected": have_connected,
         "after the second was closed": consensus.any_rank(rank == 0),
     }
 
@@ -101,6 +114,7 @@ def test_all_ranks_get_the_right_answers(answers: list[dict[str, Any]]) -> None:
         "refusal": "`x` is 0.",
         "ended": ("All is done on 0.", 3),
         "a second consensus": world_size - 1,
+        "all ranks had connected": True,
         "after the second was closed": True,
     }
     for rank, answer in enumerate(answers):
@@ -131,7 +145,6 @@ def _waits(rank: int, hours: float) -> list[timedelta]:
     for consensus in (Consensus(), *([Consensus([0, 1])] if rank < 2 else [])):
         group: Any = consensus._group
         found.append(group._get_backend(torch.device("cpu")).options._timeout)
-        consensus.any_rank(True)  # the others have the group too
     return found
 
 

@@ -45,6 +45,7 @@ class Consensus:
                 self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
             else:
                 self._group = _new_group(self.ranks, timeout)
+            self.any_rank(False)  # all have connected: one that closes the group before makes gloo fail on the others
 
     @classmethod
     def of(cls, model: nn.Module, process_group: dist.ProcessGroup | None = None) -> "Consensus":
