@@ -635,6 +635,8 @@ def _trainers_of_a_larger_program(rank: int) -> dict[str, Any]:
     plane = DeviceMesh("cpu", [[1], [2]], mesh_dim_names=("replicate", "shard"))
     other: Any = dist.new_group([0, 1])
     group = dist.new_group([1, 2], timeout=timedelta(seconds=10))
+    if rank < 2:
+        dist.barrier(other)  # both have connected
     if rank == 0:
         return {}
     assert isinstance(group, dist.ProcessGroup)
