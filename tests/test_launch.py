@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import pytest
+import torch
 from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -273,16 +274,17 @@ def recipe() -> Any:
 
 @pytest.mark.parametrize(
     ("device", "several_ranks", "backends"),
-    [("cpu", True, ["gloo"]), ("cuda", True, ["cuda:nccl,cpu:gloo"]), ("cpu", False, [])],
+    [("cpu", True, ["gloo"]), ("cuda", True, ["cuda:nccl,cpu:gloo"]), ("cpu", False, []), (None, True, ["gloo"])],
 )
 def test_a_recipe_of_several_ranks_has_a_group_that_can_decide_on_the_cpu(
-    device: str, several_ranks: bool, backends: list[str], recipe: Any, monkeypatch: pytest.MonkeyPatch
+    device: str | None, several_ranks: bool, backends: list[str], recipe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
     recipe.on_several_ranks = several_ranks
     monkeypatch.setattr("torchtune_adaptive.stock.load.start_process_group", started.append)
     monkeypatch.setattr("torchtune_adaptive.stock.checks.check_device", lambda cfg: None)  # there may be no GPU
     monkeypatch.setattr("torchtune.config.log_config", lambda recipe_name, cfg: recipe.done.append("print"))
+    monkeypatch.setattr("torchtune.utils.get_device", lambda: torch.device("cpu"))  # the best that there is
     launch.run_recipe(recipe, DictConfig({"device": device}))
     assert started == backends
     assert recipe.done == ["setup", "print", "listen", "train", "no longer listen", "cleanup"]

@@ -115,12 +115,15 @@ def run_recipe(recipe_class: "type[AdaptiveRecipe]", cfg: "DictConfig") -> None:
 
 
 def _set_up_and_train(recipe_class: "type[AdaptiveRecipe]", cfg: "DictConfig") -> None:
-    from torchtune import config, training
+    from omegaconf import OmegaConf
+    from torchtune import config, training, utils
 
     from torchtune_adaptive.stock.checks import check_device
     from torchtune_adaptive.stock.load import start_process_group
 
     check_device(cfg)
+    if cfg.get("device") is None:
+        OmegaConf.update(cfg, "device", utils.get_device().type)  # as a recipe for one device does
     if recipe_class.on_several_ranks:
         device_type = str(cfg.device).partition(":")[0]
         on_cpu = device_type == "cpu"

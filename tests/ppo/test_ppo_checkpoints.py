@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
@@ -20,7 +21,7 @@ from benchmarks.support.recipe_runs import RecordingLogger, local_parameters, sa
 from tests.support.run_logs import events_in
 from torchtune_adaptive.errors import InputError, RunEnded
 from torchtune_adaptive.ppo import recipe as ppo
-from torchtune_adaptive.training.checkpoints.folder import CheckpointFolder
+from torchtune_adaptive.training.checkpoints.folder import LOCK_NAME, CheckpointFolder
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.signals import STATUS_STOPPED
 
@@ -285,12 +286,16 @@ def _bad_days(assets: Path, output_dir: Path) -> dict[str, Any]:
     with mock.patch.object(CheckpointFolder, "finish", _no_space_for_values):
         trained(killed_in(2), cfg)
     found["without a value model"] = trained(killed_in(0), cfg).resumed_from
+    try:
+        FileLock(output_dir / "value" / LOCK_NAME, timeout=0).acquire()
+    except Timeout:
+        found["values are locked"] = True
 
     shutil.rmtree(output_dir)
     trained(killed_in(2), cfg)
     found["refused"] = {
         key: _refusal(ppo_config(assets, output_dir, **keys | {key: value}))
-        for key, value in (("batch_size", 6), ("ppo_batch_size", 12), ("ppo_epochs", 1))
+        for key, value in (("batch_size", 6), ("ppo_batch_size", 12), ("ppo_epochs", 1), ("num_steps", 2 * ANSWERS))
     }
     (output_dir / "value" / "epoch_0").rename(output_dir / "value" / "elsewhere")
     found["refused"]["value model"] = _refusal(cfg)
@@ -328,6 +333,11 @@ def test_an_epoch_whose_value_model_cannot_be_saved_is_not_saved(bad_days: tuple
     assert found["without a value model"] is None
 
 
+def test_another_run_cannot_write_to_the_folder_of_the_value_model(bad_days: tuple[dict[str, Any], Path]) -> None:
+    found, _ = bad_days
+    assert found["values are locked"]
+
+
 def test_another_kind_of_turn_or_a_missing_value_model_is_refused(bad_days: tuple[dict[str, Any], Path]) -> None:
     found, output_dir = bad_days
     path, values = output_dir / "epoch_0", output_dir / "value" / "epoch_0"
@@ -335,6 +345,7 @@ def test_another_kind_of_turn_or_a_missing_value_model_is_refused(bad_days: tupl
         "batch_size": "`batch_size` must be 12 as in the checkpoint, but is 6 instead.",
         "ppo_batch_size": "`ppo_batch_size` must be 6 as in the checkpoint, but is 12 instead.",
         "ppo_epochs": "`ppo_epochs` must be 2 as in the checkpoint, but is 1 instead.",
+        "num_steps": f"`num_steps` must be at least 36 to resume from '{path}', but is 24 instead.",
         "value model": "`resume_from_checkpoint` must be a checkpoint whose value model exists, but for"
         f" '{path}' there is no '{values}'.",
     }

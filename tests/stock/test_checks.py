@@ -365,6 +365,9 @@ NO_TILDE = "must not begin with ~, which only a shell replaces"
         ),
         ({"tensor_parallel_dim": "two"}, "`tensor_parallel_dim` must be an integer, but is 'two' instead."),
         ({"optimizer": None}, "`optimizer` must be a mapping, but is None instead."),
+        ({"optimizer": [1]}, "`optimizer` must be a mapping, but is [1] instead."),
+        ({"loss": [1]}, "`loss` must be a mapping, but is [1] instead."),
+        ({"output_dir": None}, "`output_dir` must be a folder, but is None instead."),
         ({"compile": "yes"}, "`compile` must be True or False, but is 'yes' instead."),
         (
             {"optimizer": {"_component_": "no_such_package.optim.PagedAdamW8bit"}},
@@ -452,7 +455,6 @@ def test_the_reason_why_a_config_cannot_recover_is_named(config: dict[str, Any],
 
 IN_SET_UP = {
     "seed=x": "TypeError",
-    "loss=null": "'NoneType' object has no attribute 'ignore_index'",
     "model=x": "instantiate only supports DictConfigs, got <class 'str'>",
     "enable_activation_offloading=True": "enable_activation_offloading should only be True when training on CUDA",
     "optimizer._component_=torch.optim.Nonsense": "Error loading 'torch.optim.Nonsense'",

@@ -139,6 +139,28 @@ def test_an_epoch_without_optimizer_state_is_skipped_for_the_latest_checkpoint_t
 
 
 @pytest.mark.parametrize("wanted", [True, "auto"])
+@pytest.mark.parametrize("name", ["step_7", "epoch_1"])
+def test_a_run_is_refused_where_it_would_overwrite_checkpoints_that_cannot_be_resumed(
+    run: Run, name: str, wanted: Any
+) -> None:
+    """A state of another version, a file that cannot be read, or epochs without optimizer state."""
+    path = run.save(name, epochs_run=2)
+    if name == "step_7":
+        state = path / "adaptive_state.json"
+        state.write_text(state.read_text().replace('"global_step"', '"field_of_tomorrow"'))
+    assert run.refusal(wanted) == (
+        f"`output_dir` must be a new folder if no checkpoint in it can be resumed, but '{path}' exists,"
+        " which a new run would overwrite."
+    )
+
+
+def test_a_new_run_is_refused_where_it_would_lose_a_damaged_checkpoint_of_a_step(run: Run) -> None:
+    path = run.save("step_7", epochs_run=0)
+    (path / "adaptive_state.json").write_text("{")
+    assert f"'{path}' exists" in run.refusal(False)
+
+
+@pytest.mark.parametrize("wanted", [True, "auto"])
 def test_a_run_that_has_trained_all_epochs_is_over(run: Run, wanted: Any) -> None:
     run.save("step_90", epochs_run=3)
     path = run.save("epoch_3", epochs_run=4)
@@ -322,6 +344,15 @@ def test_a_run_resumed_from_an_epoch_gets_its_files(run: Run, given: object, mon
     relative = CheckpointFolder(Path()).checkpoints()[-1]
     assert not relative.path.is_absolute()
     assert changes(cfg, relative) == expected
+
+
+def test_only_the_trained_model_is_read_from_the_epoch(run: Run) -> None:
+    """The reference model of DPO stays, also if its files are interpolated."""
+    run.save("epoch_1", epochs_run=2, with_recipe_state=True, files=MODEL_FILES)
+    reference = {"checkpoint_files": "${checkpointer.checkpoint_files}"}
+    resumed = resuming(config(ref_checkpointer=reference), run.folder.checkpoints()[-1])
+    assert resumed.ref_checkpointer.checkpoint_files == ["a.bin", "b.bin", "c.bin"]
+    assert resumed.checkpointer.checkpoint_files != ["a.bin", "b.bin", "c.bin"]
 
 
 def test_a_run_of_adapters_gets_the_adapter_beside_its_own_base_model(run: Run) -> None:

@@ -261,6 +261,20 @@ def test_without_a_scheduler_the_configs_rate_is_saved_with_the_optimizer() -> N
     assert rates_of(resumed.optimizer) == pytest.approx([0.3])
 
 
+@pytest.mark.parametrize("build", [None, decay_to_zero], ids=["scaled", "with a scheduler"])
+@pytest.mark.parametrize("tensors", [False, True])
+def test_a_run_that_is_resumed_without_scaling_and_scheduler_has_the_configs_rate(
+    build: Callable[[torch.optim.Optimizer], BuildScheduler] | None, tensors: bool
+) -> None:
+    run = Run(0.1, rule="linear", build=build, tensors=tensors).begin()
+    resumed = Run(0.1, build=None, tensors=tensors)
+    run.rate.scale(32)
+    run.take(10)
+    resumed.optimizer.load_state_dict(run.optimizer.state_dict())
+    resumed.begin(epoch=1, step=10)
+    assert resumed.first(3) == pytest.approx([0.1] * 3)
+
+
 def test_with_a_scheduler_a_resumed_run_is_scaled_from_the_configs_rate() -> None:
     run, resumed = Run(0.1, rule="linear").begin(), Run(0.1, rule="linear")
     run.rate.scale(32)

@@ -4,6 +4,7 @@ The device: each token of a micro-batch takes 10 bytes. From a step's second mic
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training import sizes as sizes_module
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
 from torchtune_adaptive.training.batch.loader import StepLoader
-from torchtune_adaptive.training.batch.row_format import Row, TokenRows
+from torchtune_adaptive.training.batch.row_format import PreferenceRows, Row, RowFormat, TokenRows
 from torchtune_adaptive.training.sizes import SizeFinder, Sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
@@ -66,13 +67,14 @@ class Device:
         wanted_rows: int = 4,
         tokenizer_max_seq_len: int | None = None,
         limit_bytes: int = PLENTY_BYTES,
+        row_format: RowFormat | None = None,
         **settings: Any,
     ) -> Sizes:
         options = {"margin": 0.0, "power_of_two": False, "memory_limit_bytes": limit_bytes} | settings
         return SizeFinder(
             self.workload,
             loader,
-            TokenRows(-100),
+            row_format or TokenRows(-100),
             AdaptiveSettings(**options),
             models=[self.model],
             wanted_rows=wanted_rows,
@@ -222,6 +224,15 @@ def test_a_token_budget_of_the_config_is_checked_against_samples_that_may_be_lon
     samples.read.clear()
     device.find(step_loader(samples, batch_size=1), max_tokens_per_micro_batch=8, tokenizer_max_seq_len=8)
     assert samples.read == []
+
+
+@pytest.mark.parametrize(("budget", "is_checked"), [(15, True), (16, False)])
+def test_a_token_budget_of_pairs_is_checked_unless_both_sequences_fit(budget: int, is_checked: bool) -> None:
+    pairs = PreferenceRows()
+    dataset: Any = [pairs.stretched({"chosen_input_ids": [1], "rejected_input_ids": [2]}, 8)]
+    loader = step_loader(dataset, batch_size=1)
+    with pytest.raises(InputError, match="sample 0 has 16 tokens") if is_checked else nullcontext():
+        Device().find(loader, row_format=pairs, max_tokens_per_micro_batch=budget, tokenizer_max_seq_len=8)
 
 
 @pytest.mark.parametrize("budget", [64, "auto"])

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from benchmarks.support.ranks import run_on_ranks
 from tests.support import growth_functions
 from tests.support.loaders import step_loader
 from tests.support.run_logs import events_in
@@ -232,6 +233,7 @@ class Toy:
             (rate, growth, self.recoverable.backoff),
             steps,
             RankStates(Consensus(), CPU),
+            consensus=Consensus(),
             save_epoch=self._save,
             config=self.config,
             memory_limit_bytes=1000,
@@ -746,6 +748,21 @@ def test_micro_batches_are_cut_as_before_unless_something_has_changed(tmp_path: 
     toy = Toy(tmp_path, batch_size=4, sizes=after, epochs=range(1, 2), steps_done=3, config={"seed": seed})
     toy.trainer.load_state(saved)
     assert toy.micro_batches.largest == RowLimit(limit)
+
+
+def _resumed_on_two_nodes(rank: int, directory: Path) -> tuple[list[str], Any]:
+    """What each rank takes for changes, and its micro-batches, if a path of the config differs between the nodes."""
+    before = Sizes(result=search_result(exact_batch_size=2, batch_size=2), fitting_rows=2)
+    after = Sizes(result=search_result(exact_batch_size=3, batch_size=3), fitting_rows=3)
+    of_rank_zero, own = ({"tokenizer.path": f"/node_{node}/tokenizer"} for node in (0, rank))
+    options: dict[str, Any] = {"directory": directory / str(rank), "batch_size": 4}
+    saved = Toy(**options, sizes=before, epochs=range(1), config=of_rank_zero).train().state()
+    toy = Toy(**options, sizes=after, epochs=range(1, 2), steps_done=3, config=own)
+    return toy.saver.load(saved), toy.micro_batches.largest
+
+
+def test_ranks_agree_on_what_has_changed_where_their_paths_differ(tmp_path: Path) -> None:
+    assert run_on_ranks(_resumed_on_two_nodes, 2, tmp_path) == [([], RowLimit(2))] * 2
 
 
 # ---- checkpoints of steps

@@ -69,6 +69,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             self._consensus,
             is_last=lambda one: one.state is not None and one.state.global_step >= all_steps,
         )
+        self._values_folder.lock()
         self._cfg = resuming_with_value_model(cfg, self._resumed)
         check_input_files(self._cfg)
         with setting_up():
@@ -219,6 +220,12 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
                 raise InputError(f"`{key}` must be {before} as in the checkpoint, but is {now} instead.")
         self._epochs_run, self.global_step = saved.epochs_run, saved.global_step
         self._steps_run = saved.global_step // self._steps_per_turn
+        if self._steps_run >= self._total_steps:  # torchtune's loop would not end at its own limit
+            assert self._resumed is not None
+            raise InputError(
+                f"`num_steps` must be at least {(self._steps_run + 1) * self.batch_size} to resume from"
+                f" {str(self._resumed.path)!r}, but is {self._cfg.num_steps} instead."
+            )
         self._dataloader.go_to(saved.epoch_samples // saved.batch_size)
         own = self._rank_states.load(saved.rank_states)
         assert own is not None, "a run on one device has saved one rank"

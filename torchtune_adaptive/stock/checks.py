@@ -157,8 +157,14 @@ def _check_numbers(cfg: DictConfig) -> None:
         raise InputError(f"`kd_ratio` must be in [0, 1], but is {quote(ratio)} instead.")
 
 
+def _require_mapping(name: str, cfg: DictConfig) -> None:
+    if name in cfg and not isinstance(cfg[name], DictConfig):
+        raise InputError(f"`{name}` must be a mapping, but is {quote(cfg[name])} instead.")
+
+
 def _check_loss(cfg: DictConfig) -> None:
     """Refuse a loss that is not a mean over tokens: recipes multiply it by their number, so that parts add up."""
+    _require_mapping("loss", cfg)
     reduction, chunks = (OmegaConf.select(cfg, f"loss.{name}") for name in ("reduction", "num_output_chunks"))
     if reduction not in (None, "mean"):
         raise InputError(f"`loss.reduction` must be mean, but is {quote(reduction)} instead.")
@@ -168,6 +174,8 @@ def _check_loss(cfg: DictConfig) -> None:
 
 def _check_output_dirs(cfg: DictConfig) -> None:
     """Refuse a folder like ~/run, where torchtune would write into a folder named ~."""
+    if "output_dir" in cfg and not isinstance(cfg.output_dir, str):
+        raise InputError(f"`output_dir` must be a folder, but is {quote(cfg.output_dir)} instead.")
     content: Any = OmegaConf.to_container(cfg)
     blocks = {f"{name}.": block for name, block in content.items() if isinstance(block, dict)}
     for prefix, block in {"": content, **blocks}.items():
@@ -182,8 +190,7 @@ def _check_optimizer(cfg: DictConfig) -> None:
 
     torchtune would fail after it has loaded the model.
     """
-    if "optimizer" in cfg and cfg.optimizer is None:
-        raise InputError("`optimizer` must be a mapping, but is None instead.")
+    _require_mapping("optimizer", cfg)
     component = str(OmegaConf.select(cfg, "optimizer._component_", default="torch"))
     package = component.partition(".")[0]
     if package not in sys.modules and PathFinder.find_spec(package, [*sys.path, os.getcwd()]) is None:

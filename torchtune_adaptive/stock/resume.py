@@ -91,7 +91,7 @@ def _find(cfg: DictConfig, folder: CheckpointFolder, is_last: Callable[[Checkpoi
     if wanted not in (True, False, None, "auto"):
         return _checkpoint_at(wanted)
     if not wanted:
-        if steps := [one.path for one in found if one.is_of_step]:
+        if steps := [path for path in folder.paths() if path.name.startswith("step_")]:
             raise InputError(
                 f"`resume_from_checkpoint` must be True or auto if {str(steps[-1])!r} exists, which a new run would"
                 f" overwrite, but is {quote(wanted)} instead."
@@ -103,6 +103,11 @@ def _find(cfg: DictConfig, folder: CheckpointFolder, is_last: Callable[[Checkpoi
     stock = stock_checkpoint(folder.path, in_background=cfg.get("enable_async_checkpointing", False))
     if stock is not None and (latest is None or stock.epochs_run > latest.epochs_run):
         latest = stock
+    if latest is None and (paths := folder.paths()):  # damaged, or without optimizer state
+        raise InputError(
+            f"`output_dir` must be a new folder if no checkpoint in it can be resumed, but {str(paths[-1])!r} exists,"
+            " which a new run would overwrite."
+        )
     if latest is None and wanted != "auto":
         raise InputError(
             f"`resume_from_checkpoint` must be False or auto if there is no complete checkpoint, as in"
@@ -170,6 +175,7 @@ def resuming(cfg: DictConfig, checkpoint: Checkpoint | None) -> DictConfig:
     """
     changed = copy.deepcopy(cfg)
     OmegaConf.set_struct(changed, False)
+    OmegaConf.resolve(changed)  # else a key that interpolates one of those below would follow it
     OmegaConf.update(changed, "resume_from_checkpoint", checkpoint is not None and not checkpoint.is_of_step)
     if checkpoint is None or checkpoint.is_of_step:
         return changed

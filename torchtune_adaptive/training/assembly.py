@@ -236,6 +236,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
             (rate, growth, recoverable.backoff),
             checkpoints,
             RankStates(consensus, parts.device),
+            consensus=consensus,
             save_epoch=parts.save,
             config=parts.config,
             memory_limit_bytes=memory_limit_bytes,

@@ -103,6 +103,11 @@ class LearningRate:
                 self._set_rates()
             elif step:
                 self._follow(self.scheduler.get_last_lr())
+            return
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if "initial_lr" in group:  # the run that is resumed had a scheduler, or scaled the rate
+                    _set_rate(group, group["initial_lr"])
 
     def change(self, *, epoch: int, step: int, steps_per_epoch: int) -> None:
         """Set ``steps_per_epoch`` from optimizer step ``step`` on, the first one of ``epoch``."""

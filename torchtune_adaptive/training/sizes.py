@@ -102,7 +102,8 @@ class SizeFinder:
             )
         sizes = self._search() if settings.searches else Sizes()
         if isinstance(budget, int):
-            if longest is None or longest > budget:  # else the tokenizer truncates samples to fewer tokens
+            # Otherwise the tokenizer truncates samples to fewer tokens.
+            if longest is None or self.row_format.sequences * longest > budget:
                 self.row_format.check_lengths(dataset, max_tokens=budget, consensus=self.workload.consensus)
             sizes = replace(sizes, token_budget=budget)
         if self.loader.is_global:

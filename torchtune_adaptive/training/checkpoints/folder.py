@@ -148,15 +148,19 @@ class CheckpointFolder:
             log.info(f"Removed {path}, an incomplete checkpoint.")
             shutil.rmtree(path, ignore_errors=True)
 
+    def paths(self) -> list[Path]:
+        """The folders of all checkpoints that this package has written, complete or not."""
+        names = [path for path in sorted(self.path.glob("*_*")) if _NAME.fullmatch(path.name)]
+        return [path for path in names if (path / STATE_NAME).is_file()]
+
     def checkpoints(self) -> list[Checkpoint]:
         """All complete checkpoints in the order of writing. Incomplete ones are logged."""
         found: list[Checkpoint] = []
-        for path in sorted(self.path.glob("*_*")):
-            if _NAME.fullmatch(path.name) and (path / STATE_NAME).is_file():
-                try:
-                    found.append(read_checkpoint(path))
-                except InputError as error:
-                    log.warning(f"Skipped checkpoint {path}. {error}")
+        for path in self.paths():
+            try:
+                found.append(read_checkpoint(path))
+            except InputError as error:
+                log.warning(f"Skipped checkpoint {path}. {error}")
         found.sort(key=lambda checkpoint: checkpoint.serial)
         self._serial = max([self._serial, *(one.serial for one in found)])
         return found

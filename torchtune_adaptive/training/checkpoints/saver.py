@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.rank_states import RankStates
 from torchtune_adaptive.engine.recovery.size_range import SizeRange
 from torchtune_adaptive.training.batch.loader import StepLoader
@@ -34,6 +35,7 @@ class RunSaver:
         steps: StepCheckpoints,
         rank_states: RankStates,
         *,
+        consensus: Consensus,
         save_epoch: SaveEpoch,
         config: Mapping[str, Any],
         memory_limit_bytes: int | None,
@@ -44,6 +46,7 @@ class RunSaver:
         self._others = (sizes, *others)
         self._steps = steps
         self._rank_states = rank_states
+        self._consensus = consensus
         self._save_epoch = save_epoch
         self._config = dict(config)
         self._memory_limit_bytes = memory_limit_bytes
@@ -74,6 +77,7 @@ class RunSaver:
         own = self._rank_states.load(saved.rank_states)
         self._sizes.largest_fitted = 0 if own is None else own["largest_fitted"]
         changes = saved.changes(self.state(epochs_run=saved.epochs_run, step=saved.global_step))
+        changes = self._consensus.from_rank_zero(changes)  # a rank's own paths and memory limit may differ from others'
         # If nothing has changed, the saved micro-batch size is used, even if this search has found another one.
         self._micro_batches.load_state_dict(state | ({"micro_batch_limit": None} if changes else {}))
         if changes and self._sizes.smallest_failed is not None:
