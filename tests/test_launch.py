@@ -154,6 +154,7 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # a process group of an earlier test has replaced it
     return Launched(monkeypatch)
 
 

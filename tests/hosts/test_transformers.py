@@ -34,7 +34,7 @@ from benchmarks.support.ranks import run_on_ranks
 from tests.hosts import trainers
 from tests.hosts.trainers import BATCH, HOSTS, LIMITS, comparisons, difference, make, trained, with_fault
 from tests.support.documents import blocks
-from torchtune_adaptive import InputError, NothingFitsError
+from torchtune_adaptive import InputError, NothingFitsError, RecoverableStep
 from torchtune_adaptive.hosts import transformers as hosts
 from torchtune_adaptive.hosts.host_batches import HostBatch, HostBatches
 from torchtune_adaptive.hosts.known_trainers import kind_of, why_refused
@@ -125,6 +125,28 @@ def test_the_last_steps_of_an_epoch_are_smaller() -> None:
 
 def test_metrics_of_the_last_batch_of_an_epoch_equal_the_host_on_two_ranks() -> None:
     assert run_on_ranks(trainers.last_batch_on_rank, 2) == [(0.0, {})] * 2
+
+
+def test_metrics_keep_their_names_if_ranks_cut_their_batches_differently() -> None:
+    (pairs, *figures), (others, *same_figures) = run_on_ranks(trainers.uneven_cuts_on_rank, 2)
+    assert any(sorted(one) == sorted(other) and one != other for one, other in zip(pairs, others, strict=True))
+    tokens, rewards = figures
+    assert figures == same_figures
+    assert set(tokens) == {0}
+    assert max(rewards) < 0.1
+
+
+def test_a_rehearsal_that_fails_leaves_nothing_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing_fits(*_: Any) -> None:
+        raise NothingFitsError("not even one row fits.")
+
+    monkeypatch.setattr(RecoverableStep, "rehearse", nothing_fits)
+    trainer = make("trainer", options={"micro_batch_size": 1})
+    for _ in range(2):
+        with pytest.raises(NothingFitsError):
+            trainer.train()
+        assert trainer._rehearsed is None
+        assert not trainer.model._forward_hooks
 
 
 def test_evaluation_and_checkpoints_between_steps(tmp_path: Any) -> None:

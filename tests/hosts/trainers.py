@@ -339,6 +339,32 @@ def last_batch_on_rank(rank: int) -> Any:
     return difference(ours, trained(make("sft", is_adaptive=False, **common)))
 
 
+def uneven_cuts_on_rank(rank: int) -> tuple[list[list[int]], list[float], list[float]]:
+    """Where long micro-batches are cut: the pairs of each, by step; how far tokens and rewards are from the host's."""
+    on_rank(rank)
+    options: dict[str, Any] = {"accumulation": 2, "dropout": 0.0}
+    pairs: list[list[int]] = []
+
+    def change(step: Any) -> None:
+        cut = step._cutter.cut
+
+        def noted(samples: Any, sizes: Any) -> Any:
+            found = cut(samples, sizes)
+            pairs.append([step._cutter.num_rows(one) for one in found])
+            return found
+
+        step.sizes.failed(90)  # tokens
+        step._cutter.cut = noted
+
+    plain = trained(make("dpo", is_adaptive=False, **options))
+    ours = trained_with(make("dpo", options={"micro_batch_size": BATCH}, **options), change)
+    tokens, rewards = (
+        [abs(mine[name] - its[name]) for mine, its in zip(ours.logs, plain.logs, strict=True) if name in its]
+        for name in ("num_tokens", "rewards/chosen")
+    )
+    return pairs, tokens, rewards
+
+
 def errors_on_rank(rank: int) -> list[str]:
     """The errors of adapters on a model that was sharded when it was loaded, and of a sample that does not fit."""
     on_rank(rank)

@@ -15,7 +15,7 @@ import torch
 from torchtune_adaptive.errors import InputError
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv")
-_COMPARISONS = ("lt", "le", "gt", "ge")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 class LateValue:
@@ -93,13 +93,9 @@ class LateGathers:
         """``kept``, lists and dicts, with the values of all gathers since ``clear``. A collective."""
         if not self._gathered:
             return kept
-        tensors = [late.own for late, _ in self._gathered]
-        flat = torch.cat([own.reshape(-1).double() for own in tensors])  # exact for integers below 2**53
-        everywhere = self._accelerator.gather(flat).view(-1, len(flat)).split([own.numel() for own in tensors], dim=1)
         found = {}
-        for (late, is_metric), own, parts in zip(self._gathered, tensors, everywhere, strict=True):
-            parts = parts.to(own.dtype)
-            whole = parts.reshape(-1, *own.shape[1:]) if len(parts) > 1 else parts.reshape(own.shape)
+        for (late, is_metric), parts in zip(self._gathered, self._from_all_ranks(), strict=True):
+            whole = torch.cat(parts).reshape(-1, *late.own.shape[1:]) if len(parts) > 1 else late.own
             found[id(late)] = self._as_metric(whole) if is_metric else whole
         values: list[Any] = []
         for late in self._notes:
@@ -107,6 +103,20 @@ class LateGathers:
         kept = _with_values(kept, values)
         self.clear()
         return kept
+
+    def _from_all_ranks(self) -> Iterator[list[torch.Tensor]]:
+        """The values [elements] of each gather on every rank. Micro-batches may differ between ranks in their rows."""
+        tensors = [late.own for late, _ in self._gathered]
+        own = torch.tensor([one.numel() for one in tensors], device=tensors[0].device)
+        sizes = self._accelerator.gather(own).view(-1, len(tensors))
+        flat = torch.zeros(int(sizes.sum(dim=1).max()), dtype=torch.double, device=own.device)
+        flat[: own.sum()] = torch.cat([one.reshape(-1).double() for one in tensors])  # exact for integers below 2**53
+        ranks = [
+            values[: sum(numbers)].split(numbers)
+            for values, numbers in zip(self._accelerator.gather(flat).view(-1, len(flat)), sizes.tolist(), strict=True)
+        ]
+        for one, *parts in zip(tensors, *ranks, strict=True):
+            yield [part.to(one.dtype) for part in parts]
 
     def _as_metric(self, gathered: torch.Tensor) -> torch.Tensor:
         """Without the samples that fill up the last batch of an epoch, as the accelerator sees it."""

@@ -145,9 +145,14 @@ class AdaptiveTrainerMixin(_Host):
             steps_done=self.state.global_step,
             **self._memory_options,
         )
-        self._rehearsed = []
-        step.rehearse(batches)
-        rehearsed, self._rehearsed = self._rehearsed, None
+        self._rehearsed = rehearsed = []
+        try:
+            step.rehearse(batches)
+        except Exception:
+            step.close()
+            raise
+        finally:
+            self._rehearsed = None
         is_divided = is_divided_by_items(self, batches[0].num_items, means_over_samples=self._means_over_samples)
         share = torch.tensor([undivided_share(rehearsed) if is_divided else 0.0], device=self.args.device)
         if share := self.accelerator.gather(share).max().item():

@@ -138,9 +138,10 @@ def test_without_a_process_group_a_process_gets_its_own_answers() -> None:
 def _waits(rank: int, hours: float) -> list[timedelta]:
     """How long groups of all ranks and of these two ranks wait if the default group waits for ``hours``."""
     store = c10d.PrefixStore("again", c10d._get_default_store())
-    dist.barrier()  # all have connected
+    early = Consensus()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(hours=hours))
+    early.close()  # its group was destroyed with the default one
     found = []
     for consensus in (Consensus(), *([Consensus([0, 1])] if rank < 2 else [])):
         group: Any = consensus._group

@@ -316,6 +316,11 @@ class Scenarios:
         with mock.patch.object(fsdp_ledger, "communicators", side_effect=error, wraps=communicators):
             return self.rehearse(ShardedTrainee().model)
 
+    def with_another_step_that_is_open(self) -> str:
+        model = ShardedTrainee().model
+        ledger_of(model)
+        return self.rehearse(model)
+
     def with_several_meshes(self) -> str:
         """The outcome, or why it cannot be tested."""
         if not hasattr(_fsdp_common, "ShardPlacementResult"):
@@ -488,6 +493,7 @@ def test_a_rehearsal_gives_a_recovery_and_restores_all_state(on_two: list[dict[s
         ("with_other_collectives_for_the_second_batch", "micro-steps on different batches issue different collectives"),
         ("with_ranks_that_take_the_layers_in_different_order", "ranks issue different collectives in a micro-step"),
         ("with_an_obstacle_on_one_rank", "an obstacle"),
+        ("with_another_step_that_is_open", "another `RecoverableStep` of this model has not been closed"),
         ("with_several_meshes", "a module of type FSDPLinear is sharded over several meshes"),
     ],
 )

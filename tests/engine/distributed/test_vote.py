@@ -249,3 +249,17 @@ def test_out_of_memory_behind_an_error_of_a_context_that_could_not_close_is_out_
             raise RuntimeError("INTERNAL ASSERT FAILED")
 
     assert run_with_votes(work, Consensus()) is Outcome.OUT_OF_MEMORY
+
+
+def test_an_error_that_the_caller_is_handling_is_no_reason() -> None:
+    """A search may be called in ``except torch.OutOfMemoryError:``."""
+
+    def fail() -> None:
+        raise ValueError("a bug")
+
+    try:
+        out_of_memory()
+    except torch.OutOfMemoryError:
+        with pytest.raises(ValueError, match="a bug"):
+            run_with_votes(fail, Consensus())
+        assert run_with_votes(out_of_memory, Consensus()) is Outcome.OUT_OF_MEMORY

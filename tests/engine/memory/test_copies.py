@@ -191,3 +191,16 @@ def test_a_few_bytes_are_kept_in_memory_without_a_warning(
         restore()
     assert tensor.tolist() == [1.0] * 8
     assert not caplog.records
+
+
+def test_a_copy_on_disk_needs_no_numpy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(torch.Tensor, "numpy", refuse)
+    tensor = torch.arange(6.0)
+    with Copies([tensor]) as kept:
+        restore = kept.copy(tensor)
+        tensor.zero_()
+        restore()
+    assert torch.equal(tensor, torch.arange(6.0))

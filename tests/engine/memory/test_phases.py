@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
-from torchtune_adaptive.engine.memory.phases import Phases
+from torchtune_adaptive.engine.memory.phases import Phases, phases_by_hooks
 
 
 class RecordingMeter(CpuMeter):
@@ -47,6 +47,29 @@ def test_a_teachers_forward_after_the_students_enters_forward_again() -> None:
     phases.enter("backward")
     assert (teacher.seen, phases.now) == (["forward"], "backward")
     assert meter.entered == ["forward", "loss", "forward", "loss", "backward"]
+
+
+def test_each_of_several_models_in_a_list_enters_forward() -> None:
+    student, teacher = Model(), Model()
+    phases = Phases([nn.ModuleList([student, teacher])], None)
+    student.phases = teacher.phases = phases
+    for model in (student, teacher):
+        model(torch.ones(1))
+        assert (model.seen, phases.now) == (["forward"], "loss")
+    phases.remove()
+    phases.enter("batch")
+    student(torch.ones(1))
+    assert phases.now == "batch"
+
+
+def test_a_train_step_with_several_models_has_the_phases_of_one() -> None:
+    student, teacher = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(student.parameters())
+    entered: list[str] = []
+    with phases_by_hooks(nn.ModuleList([student, teacher]), [optimizer], entered.append):
+        (student(torch.ones(1)) - teacher(torch.ones(1))).backward()
+        optimizer.step()
+    assert entered == ["forward", "backward", "forward", "backward", "optimizer"]
 
 
 def test_a_forward_that_fails_stays_in_forward() -> None:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.support.ranks import run_alone, run_on_ranks
 from tests.support.documents import REPOSITORY, blocks
@@ -30,6 +32,8 @@ from torchtune_adaptive import (
 )
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.fsdp_state import fsdp_states
+from torchtune_adaptive.engine.memory.devices import optimizers_of
+from torchtune_adaptive.engine.recovery import step as step_module
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
 from torchtune_adaptive.engine.recovery.micro_batches import Slices
 from torchtune_adaptive.testing import Fault, out_of_memory, wrap_micro_steps
@@ -298,11 +302,89 @@ def test_a_closed_step_leaves_no_hooks() -> None:
     assert not hooks._forward_pre_hooks
 
 
-def test_a_closed_step_is_refused() -> None:
+def test_a_mistake_while_the_caller_handles_an_error_of_its_own_is_not_taken_for_it() -> None:
+    def mistake() -> None:
+        raise ValueError("a bug")
+
+    toy = Toy(4)
+    toy.gradients()
+    try:
+        out_of_memory()
+    except torch.OutOfMemoryError:
+        with pytest.raises(ValueError, match="a bug"):
+            toy.failing(1, strike=mistake).gradients()
+    assert toy.events == []
+
+
+class _NotesLargeCopies(TorchDispatchMode):
+    """Notes the bytes of each tensor over 1 MiB that an operation has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if func._schema.name in ("aten::clone", "aten::empty_like", "aten::_to_copy"):
+            self.made += [result.nbytes] * (result.nbytes > 2**20)
+        return result
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_rehearsal_copies_no_large_buffer_on_the_device_and_restores_it(is_written: bool) -> None:
+    """Such as the quantized weights of a model that trains adapters."""
+    weights = torch.arange(2**19, dtype=torch.int32)
+    expected = weights.clone()
+    model = nn.Linear(4, 1)
+    model.register_buffer("weights", weights)
+
+    def micro_step(samples: torch.Tensor) -> None:
+        model(samples).sum().backward()
+        if is_written:
+            weights.add_(1)
+
+    step = RecoverableStep(model, micro_step, micro_batch_size=4)
+    with _NotesLargeCopies() as notes:
+        step.rehearse(SAMPLES)
+    assert notes.made == []
+    assert torch.equal(weights, expected)
+
+
+@pytest.mark.parametrize("call", ["rehearse", "__call__"])
+def test_a_closed_step_is_refused(call: str) -> None:
     toy = Toy(4)
     toy.step.close()
     with pytest.raises(InputError, match="This `RecoverableStep` has been closed"):
-        toy.step(SAMPLES)
+        getattr(toy.step, call)(SAMPLES)
+
+
+def test_a_device_without_recovery_is_refused() -> None:
+    on_mps = mock.patch.object(step_module, "computing_device", return_value=torch.device("mps"))
+    with on_mps, pytest.raises(InputError, match=r"`device` must be the CPU or CUDA .* but is 'mps' instead"):
+        Toy(4)
+
+
+class _Prepared(torch.optim.Optimizer):
+    """As accelerate's: it has called no ``__init__`` of torch, and its inner optimizer does the work."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def test_of_an_optimizer_that_accelerate_has_prepared_torchs_own_is_used() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train_step(samples: torch.Tensor) -> None:
+        model(samples).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    options: dict[str, Any] = {"model": model, "memory_limit": "64KiB", "max_batch_size": 8}
+    found = find_max_batch_size(train_step, lambda size: torch.ones(size, 4), optimizer=_Prepared(optimizer), **options)
+    assert found.batch_size == 8
+    assert optimizer.state == {}
+    assert optimizers_of(_Prepared(optimizer)) == [optimizer]
 
 
 @pytest.mark.parametrize("optimizer", [None, "adamw", [torch.nn.Linear(1, 1)]])

@@ -7,6 +7,7 @@ waits for the device nor mixes with the collectives of training.
 Without a process group, or with a single process, nothing is communicated: the answer is the process's own.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection
 from datetime import timedelta
@@ -83,7 +84,8 @@ class Consensus:
     def close(self) -> None:
         """Destroy the CPU group. Every rank must call it."""
         if self._group is not None:
-            dist.destroy_process_group(self._group)
+            with contextlib.suppress(ValueError):  # it was destroyed together with the default group
+                dist.destroy_process_group(self._group)
             self._group = None
 
     def any_rank(self, flag: bool) -> bool:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtune_adaptive.engine.distributed.fsdp_state import AllGather, Communicators, ReduceScatter, communicators
+from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError
 from torchtune_adaptive.engine.distributed.ledger import Collective, Ledger
 
 
@@ -28,6 +29,8 @@ class FsdpLedger(Ledger):
         """
         super().__init__(device, reduces_once=reduces_once)
         self._communicators = communicators(model)
+        if any(isinstance(found.all_gather, RecordedAllGather) for found in self._communicators):
+            raise CannotRecordError("another `RecoverableStep` of this model has not been closed")
         self.can_note = all(found.replicate_group is None for found in self._communicators)
         for index, found in enumerate(self._communicators):
             replicated = found.replicate_group is not None

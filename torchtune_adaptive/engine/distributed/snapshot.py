@@ -194,11 +194,18 @@ def buffer_places(model: nn.Module) -> list[BufferPlace]:
 
 
 class KeptBuffers:
-    """The buffers that are at ``places`` now, and copies of them on the same device."""
+    """The buffers that are at ``places`` now, and copies of them on the same device.
 
-    def __init__(self, places: Sequence[BufferPlace]) -> None:
+    Args:
+        copies: has those of more than 1 MiB instead, such as quantized weights. None: all are on the device.
+    """
+
+    def __init__(self, places: Sequence[BufferPlace], copies: Copies | None = None) -> None:
         self._buffers = [(place, place.tensor) for place in places]
-        self._tensors = KeptTensors({id(one): one for _, one in self._buffers if one is not None}.values())
+        tensors = {id(one): one for _, one in self._buffers if one is not None}.values()
+        elsewhere = [] if copies is None else [one for one in tensors if one.nbytes > _SMALL_BYTES]
+        self._tensors = KeptTensors(one for one in tensors if copies is None or one.nbytes <= _SMALL_BYTES)
+        self._elsewhere = [(one, _checksum(one), copies.copy(one)) for one in elsewhere if copies is not None]
 
     def that_may_change(self) -> list[BufferPlace]:
         """The places whose buffers have changed, and those of buffers up to 1 MiB, which may change later.
@@ -206,6 +213,7 @@ class KeptBuffers:
         Batch normalisation, for example, changes its buffers only in training mode.
         """
         changed = {id(tensor) for tensor in self._tensors.changed()}
+        changed |= {id(tensor) for tensor, before, _ in self._elsewhere if _checksum(tensor) != before}
         return [
             place
             for place, tensor in self._buffers
@@ -217,6 +225,8 @@ class KeptBuffers:
         for place, tensor in self._buffers:
             place.put(tensor)
         self._tensors.restore()
+        for _, _, restore in self._elsewhere:
+            restore()
 
 
 class _SavedOptimizer:

@@ -6,6 +6,7 @@ ranks then stop before the same collective. This costs a host round trip per col
 probe but too slow for training.
 """
 
+import sys
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
@@ -45,9 +46,9 @@ class _VoteBeforeCollectives(OperationMode):
         return func(*args, **kwargs)
 
 
-def _why_stopped(error: BaseException) -> tuple[Outcome, bool] | None:
+def _why_stopped(error: BaseException, handled: BaseException | None) -> tuple[Outcome, bool] | None:
     """Return the outcome for ``error`` and whether this rank failed; None if the error is of another kind."""
-    for one in errors_behind(error):
+    for one in errors_behind(error, handled=handled):
         if isinstance(one, _PeerStopped):
             return one.outcome, False
         if is_out_of_memory(one):
@@ -64,7 +65,7 @@ def run_with_votes(work: Callable[[], object], consensus: Consensus) -> Outcome:
     Raises:
         RuntimeError: another rank failed with an error other than out of memory. That rank raises its own error.
     """
-    outcome, failed_here = Outcome.DONE, True
+    outcome, failed_here, handled = Outcome.DONE, True, sys.exc_info()[1]
     try:
         if consensus.world_size == 1:
             work()
@@ -72,7 +73,7 @@ def run_with_votes(work: Callable[[], object], consensus: Consensus) -> Outcome:
             with _VoteBeforeCollectives(consensus):
                 work()
     except Exception as error:
-        stopped = _why_stopped(error)
+        stopped = _why_stopped(error, handled)
         if stopped is None:
             consensus.max_over_ranks(Outcome.FAILED)
             raise

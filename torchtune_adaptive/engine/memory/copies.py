@@ -5,6 +5,7 @@ process ends. It is written and read, not memory-mapped, so a full disk is an er
 The file's pages in the page cache count in a container's limit, but the kernel drops them when memory gets short.
 """
 
+import ctypes
 import errno
 import functools
 import logging
@@ -82,7 +83,7 @@ class Copies:
 @functools.cache  # log each reason once
 def _log_memory(reason: str) -> None:
     log.warning(
-        f"The search keeps copies of model and optimizer in memory instead of on disk: {reason}."
+        f"Copies of model and optimizer are kept in memory instead of on disk: {reason}."
         " Set TMPDIR to use another folder."
     )
 
@@ -110,7 +111,8 @@ class _TensorFile:
         Raises:
             OSError: the file cannot be written. The returned function raises it if the file cannot be read.
         """
-        start, values = self._end, _bytes_of(tensor.contiguous())
+        whole = tensor.contiguous()
+        start, values = self._end, _bytes_of(whole)
         while values:
             written = os.pwrite(self._file.fileno(), values, self._end)
             self._end, values = self._end + written, values[written:]
@@ -141,5 +143,5 @@ def _has_bytes_on_host(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor as bytes, without a copy."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    """The memory of a contiguous tensor as bytes, without a copy, while the tensor lives. Needs no NumPy."""
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))

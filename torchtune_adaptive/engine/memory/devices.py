@@ -36,12 +36,14 @@ def meter_for(
 
 
 def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers of an argument that is one, or several of them.
+    """The optimizers of an argument that is one, or several of them. Of one that accelerate has prepared, torch's own.
 
     Raises:
         InputError: it is something else.
     """
     several = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    # accelerate's subclass has not called its base's `__init__`, and so has no hooks.
+    several = [one if hasattr(one, "_optimizer_step_pre_hooks") else getattr(one, "optimizer", one) for one in several]
     for one in several:
         if not isinstance(one, torch.optim.Optimizer):
             raise InputError(

@@ -41,30 +41,37 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not _is_of_collective(error) and _says_out_of_memory(str(error))
 
 
-def is_out_of_memory_in_collective(error: BaseException) -> bool:
-    """Return whether memory ran out within a collective. The collective may or may not have been issued."""
+def is_out_of_memory_in_collective(error: BaseException, *, handled: BaseException | None = None) -> bool:
+    """Return whether memory ran out within a collective. The collective may or may not have been issued.
+
+    ``handled``: as for ``errors_behind``.
+    """
     return any(
         isinstance(one, (torch.OutOfMemoryError, MemoryError))
         or "out of memory" in str(one)  # as in NCCL's "Cuda failure 2"
         or _says_out_of_memory(str(one))
-        for one in errors_behind(error)
+        for one in errors_behind(error, handled=handled)
         if _is_of_collective(one)
     )
 
 
-def comes_from_out_of_memory(error: BaseException) -> bool:
+def comes_from_out_of_memory(error: BaseException, *, handled: BaseException | None = None) -> bool:
     """Return whether ``error`` is an out-of-memory error, or was raised while one was being handled.
 
     For example, torchtune's activation offloading raises its own error when its context is left in mid-forward.
-    False if any of these errors comes from a collective.
+    False if any of these errors comes from a collective. ``handled``: as for ``errors_behind``.
     """
-    chain = list(errors_behind(error))
+    chain = list(errors_behind(error, handled=handled))
     return any(map(is_out_of_memory, chain)) and not any(map(_is_of_collective, chain))
 
 
-def errors_behind(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield ``error``, the error that was being handled when it was raised, and so on."""
-    while error is not None:
+def errors_behind(error: BaseException | None, *, handled: BaseException | None = None) -> Iterator[BaseException]:
+    """Yield ``error``, the error that was being handled when it was raised, and so on.
+
+    Args:
+        handled: the error that the caller's caller is handling, which is not a part of this story (``sys.exception``).
+    """
+    while error is not None and error is not handled:
         yield error
         error = error.__context__
 

@@ -1,5 +1,6 @@
 """The phase that a train step is in: forward, loss, backward and so on."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +26,7 @@ class Phases:
         self._meter = meter
         self.now = ""
         self._handles: list[RemovableHandle] = []
-        for model in models:
+        for model in itertools.chain.from_iterable(map(_called, models)):
             # First of the pre-hooks and last of the hooks: FSDP2's own, which gather parameters, belong to "forward".
             self._handles += [
                 model.register_forward_pre_hook(_Entering(self, "forward"), prepend=True),
@@ -64,13 +65,18 @@ def phases_by_hooks(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], enter: Callable[[str], None]
 ) -> Iterator[None]:
     """Call ``enter`` with the phases of any train step: "forward", "backward" (with the loss), "optimizer"."""
-    handles = [
-        model.register_forward_pre_hook(lambda *_: enter("forward"), prepend=True),  # before FSDP2's, which gather
-        model.register_forward_hook(lambda *_: enter("backward")),
-        *(one.register_step_pre_hook(lambda *_: enter("optimizer")) for one in optimizers),
-    ]
+    handles: list[RemovableHandle] = []
+    for one in _called(model):
+        handles.append(one.register_forward_pre_hook(lambda *_: enter("forward"), prepend=True))  # before FSDP2's
+        handles.append(one.register_forward_hook(lambda *_: enter("backward")))
+    handles += [one.register_step_pre_hook(lambda *_: enter("optimizer")) for one in optimizers]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _called(model: nn.Module) -> list[nn.Module]:
+    """The modules whose forward passes are those of ``model``: each of several models in a ``ModuleList``."""
+    return list(model) if isinstance(model, nn.ModuleList) else [model]

@@ -6,6 +6,7 @@ whether the optimizer step may run.
 """
 
 import logging
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -204,17 +205,18 @@ class Recovery:
 
         Only the text is kept, because the error's traceback keeps all tensors alive.
         """
+        handled = sys.exc_info()[1]
         try:
             with self._ledger.running():
                 result = micro_step()
             attempt.result = sum_of_results(attempt.result, result)
             attempt.num_done += 1
         except Exception as error:
-            if is_out_of_memory_in_collective(error):
+            if is_out_of_memory_in_collective(error, handled=handled):
                 raise CollectiveInDoubtError(
                     f"out of memory inside a collective, so that it is unknown whether it was issued: {error}"
                 ) from error
-            if not comes_from_out_of_memory(error):
+            if not comes_from_out_of_memory(error, handled=handled):
                 raise
             wait_for_unused_results()
             attempt.error = reason_of(next(filter(is_out_of_memory, errors_behind(error)), error))

@@ -29,6 +29,7 @@ from torchtune_adaptive.engine.distributed.functional_collectives import (
 from torchtune_adaptive.engine.distributed.ledger import AnyCollective, Collective, Ledger
 from torchtune_adaptive.engine.distributed.snapshot import BufferPlace, KeptBuffers, buffer_places, keep_random_states
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
+from torchtune_adaptive.engine.memory.copies import Copies
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.engine.recovery.attempts import Recovery
 from torchtune_adaptive.engine.recovery.micro_steps import collectives_of
@@ -141,12 +142,14 @@ def _run(
                     is_known &= _can_be_worked_out(issued, micro_step, ledger, states)
 
     states = fsdp_states(model)
-    settings, buffers = KeptSettings(states), KeptBuffers(buffer_places(model))
-    with keep_random_states():
-        outcome = run_with_votes(run_and_record, consensus)
-    release()
-    may_change = buffers.that_may_change()
-    buffers.restore()
+    settings = KeptSettings(states)
+    with Copies(model.buffers()) as copies:
+        buffers = KeptBuffers(buffer_places(model), copies)
+        with keep_random_states():
+            outcome = run_with_votes(run_and_record, consensus)
+        release()
+        may_change = buffers.that_may_change()
+        buffers.restore()
     reset_after_failure(model)
     free_memory(device)
     if outcome is Outcome.OUT_OF_MEMORY:

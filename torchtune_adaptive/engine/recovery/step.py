@@ -174,6 +174,7 @@ class RecoverableStep(Generic[Sums]):
             InputError: the micro-batch size is not the same on every rank, some rank has no samples, or an optimizer
                 has a parameter that the model lacks.
         """
+        self._check_open()
         self._end_recovery()
         drop_forward_passes(fsdp_states(self._model))  # after one, some parameters are whole instead of sharded
         self._is_trained = {parameter: parameter.requires_grad for parameter in self._model.parameters()}
@@ -222,8 +223,7 @@ class RecoverableStep(Generic[Sums]):
             CannotRecoverError: see ``rehearse``.
             CollectiveInDoubtError: the error does not allow recovery; this process must end.
         """
-        if self._is_closed:
-            raise InputError("This `RecoverableStep` has been closed: create another one.")
+        self._check_open()
         if self._is_enabled and (self._recovery is None or self._trains_others()):
             self.rehearse(samples)
         self._number += 1
@@ -368,6 +368,10 @@ class RecoverableStep(Generic[Sums]):
                 "Gradients must be None before a step, which may have to run again, but some are not: call"
                 " `optimizer.zero_grad()` after each optimizer step, and pass all samples of a step in one call."
             )
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise InputError("This `RecoverableStep` has been closed: create another one.")
 
     def _end_recovery(self) -> None:
         if self._recovery is not None:

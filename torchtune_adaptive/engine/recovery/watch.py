@@ -12,7 +12,7 @@ from torch import nn
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.memory.devices import check_limit, describe_peak, meter_for
-from torchtune_adaptive.engine.memory.meter import MemoryMeter
+from torchtune_adaptive.engine.memory.meter import MemoryMeter, device_memory_bytes
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.attempts import Attempt, MemoryPressure
 from torchtune_adaptive.text import ranks_text
@@ -121,9 +121,10 @@ class PressureWatch:
         Args:
             limit_bytes: the limit within ``with watch.meter:``. A CPU has no meter without one: it would cost time.
         Raises:
-            InputError: the limit is above the memory of the device, or the device cannot have one.
+            InputError: the device is neither the CPU nor CUDA, or the limit is above its memory.
         """
         meter = None
+        device_memory_bytes(device)  # refuses other devices
         if limit_bytes is not None:
             check_limit(limit_bytes, device)
         if limit_bytes is not None or device.type == "cuda":
