@@ -119,7 +119,7 @@ def _train_beyond_the_limit(tiny_dir: Path, output_dir: Path) -> tuple[str, list
     common: dict[str, Any] = SHALLOW | {"batch_size": 32, "max_steps_per_epoch": 2, "epochs": 1}
     recipe_class = without_saving(adaptive_recipe("full"))
     with pytest.raises(InputError) as refusal:
-        set_up(recipe_class, tiny_config("full", tiny_dir, output_dir, **common, adaptive__memory_limit="16MiB"))
+        set_up(recipe_class, tiny_config("full", tiny_dir, output_dir, **common, adaptive__memory_limit="14MiB"))
     cfg = tiny_config("full", tiny_dir, output_dir, **common, adaptive__memory_limit="128MiB")
     steps, _, _ = finished(recipe_class, cfg)
     return str(refusal.value), steps
@@ -154,7 +154,7 @@ def test_a_rate_that_is_a_tensor_keeps_its_initial_value(alone: dict[str, Any]) 
 def test_training_without_a_search_beyond_the_limit_takes_smaller_micro_batches(alone: dict[str, Any]) -> None:
     refusal, steps = alone["beyond the limit"]
     assert "the first rows of the data set must fit" in refusal
-    assert "limit 16.0 MiB" in refusal
+    assert "limit 14.0 MiB" in refusal
     assert [step["batch_size"] for step in steps] == [32, 32]
     assert 1 <= steps[-1]["micro_batch_size"] < 32
     assert steps[-1]["oom_retries"] >= 1

@@ -252,6 +252,19 @@ def test_after_an_error_in_the_first_step_what_fitted_in_the_search_is_tried_aga
     assert trainer.recoverable.sizes.limit is None
 
 
+def test_the_peak_of_training_is_not_that_of_the_rehearsal(tmp_path: Path) -> None:
+    peaks = []
+    for recovers in (True, False):
+        recipe = Recipe(tmp_path / str(recovers), epochs=range(1))
+        trainer = recipe.trainer(oom_recovery=recovers, memory_limit_bytes=2**30)
+        assert trainer.step.meter is not None
+        before = trainer.step.meter.peak_bytes
+        trainer.train()
+        assert before < trainer.step.meter.peak_bytes
+        peaks.append(trainer.step.meter.peak_bytes)
+    assert peaks[0] == peaks[1]
+
+
 def test_a_run_recovers_from_an_error_unless_recovery_is_off_or_impossible(tmp_path: Path) -> None:
     survivor, given = (Recipe(tmp_path / name, epochs=range(1)) for name in ("survivor", "given"))
     trainer = survivor.trainer()

@@ -18,6 +18,7 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.schedule import gradient_noise_scale
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training import sizes as sizes_module
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
@@ -149,6 +150,7 @@ def test_no_more_rows_are_tried_than_a_micro_step_can_have(
         (MAXIMUM, {"micro_steps": 2}, 2, 2),
         (MAXIMUM | {"growth_limit": "none"}, {"micro_steps": 1}, 2, 2),
         (GROWS | {"growth_limit": 50}, {"micro_steps": 1}, 2, 2),
+        ({"batch_increase_function": gradient_noise_scale()}, {"micro_steps": 1}, 2, 2),  # a measured step has halves
         (AUTO, {"batch_size": 40, "micro_steps": 1}, 2, 2),
         (MAXIMUM | {"max_tokens_per_micro_batch": 8000}, {"micro_steps": 1}, 2, 2),
         (MAXIMUM | {"global_batch_size": 40}, {"batch_size": 40, "is_global": True, "ranks": 2}, 2, 1),
@@ -272,6 +274,13 @@ def test_the_token_budget_of_the_longest_rows_is_exact_to_the_token(caplog: pyte
     table = [line.split() for line in caplog.messages[-1].splitlines()[3:-1]]
     assert {int(length) for length, *_ in table} == {1000 // 32, 16}
     assert str(found.limit(100)) == "1000 tokens"
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 2, 3, 4])
+def test_a_token_budget_of_a_bounded_search_has_no_more_rows(max_batch_size: int) -> None:
+    device = Device()
+    found = device.find(step_loader(Samples(*[32] * 50)), **AUTO, max_batch_size=max_batch_size)
+    assert found.token_budget == max_batch_size * 32
 
 
 def test_shorter_rows_of_a_token_budget_may_be_more_than_the_largest_batch_size() -> None:

@@ -33,7 +33,7 @@ from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
-from torchtune_adaptive.errors import CheckpointError, RunEnded
+from torchtune_adaptive.errors import CheckpointError, NothingFitsError, RunEnded
 from torchtune_adaptive.testing import Fault, out_of_memory, wrap_micro_steps
 from torchtune_adaptive.training import step_log
 from torchtune_adaptive.training import trainer as trainer_module
@@ -580,6 +580,14 @@ def test_a_size_that_did_not_fit_is_learnt_noted_and_tried_again_in_the_next_epo
     assert first["reason"].startswith("micro-batches of 20 tokens or more are cut from now on: in step 3 rank 0 ran ou")
     assert (first["step"], first["smallest_failed_size"], second["step"]) == (3, 20, 6)
     assert [line["too_large"] for line in events_in(tmp_path, "out of memory")] == [20, 20]
+
+
+def test_an_error_that_ends_the_run_is_in_its_log(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, rows_of(*range(4), lengths=[4] * 4), recovers=True, capacity=3)
+    with pytest.raises(NothingFitsError):
+        toy.train()
+    (event,) = events_in(tmp_path, "out of memory")
+    assert (event["step"], event["before"], event["after"]) == (1, 2, 1)
 
 
 def test_what_was_learnt_is_in_the_summary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -161,9 +161,8 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
             wanted_rows=parts.batch_size,
             tokenizer_max_seq_len=parts.tokenizer_max_seq_len,
         ).find()
-        if meter is not None:  # the limit and the peak of training
-            meter.limit_bytes = settings.memory_limit_bytes
-            meter.reset()
+        if meter is not None:
+            meter.limit_bytes = settings.memory_limit_bytes  # that of training
         start = starting_point(
             loader,
             growth,
@@ -205,6 +204,8 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
             is_wanted=settings.oom_recovery,
             why_not=parts.why_unrecoverable,
         )
+        if meter is not None:
+            meter.reset()  # its peak is that of training
         creates_state = stepping.accumulates and not any(optimizer.state for optimizer in stepping.optimizers)
         # Without a search, training stays equal to torchtune's bit for bit. Only CUDA's allocator caches memory.
         if creates_state and sizes.result is not None and parts.device.type == "cuda":

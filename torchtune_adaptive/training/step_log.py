@@ -72,7 +72,7 @@ class StepLog:
         """
         if not self.writes:
             return
-        self._write_events()
+        self.write_events()
         self._steps += 1
         self._num_tokens += result.num_tokens
         self._seconds += seconds
@@ -86,7 +86,7 @@ class StepLog:
         """Log the end of the run, as ``log_end``."""
         if not self.writes:
             return
-        self._write_events()
+        self.write_events()
         log_end(
             self.run_log,
             how,
@@ -122,8 +122,10 @@ class StepLog:
             figures |= training.get_memory_stats(device=self.device, reset_stats=False)
         return figures
 
-    def _write_events(self) -> None:
+    def write_events(self) -> None:
         """Write what has happened since the last call: shortages of memory, and finished checkpoints."""
+        if not self.writes:
+            return
         events = self.recoverable.events[self._num_memory_events :]
         self._num_memory_events += len(events)
         for event in (one for one in events if one.pressure):

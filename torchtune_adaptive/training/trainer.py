@@ -161,6 +161,7 @@ class Trainer:
 
     def note_event(self, event: MemoryEvent) -> None:
         """Log a shortage of memory or its end, and add it to the record if micro-batches have changed."""
+        self.step_log.write_events()  # at once, because the step may end the run
         limit = self.micro_batches.limit
         if event.too_large is not None:
             self.note(str(event), is_logged=event.is_logged, smallest_failed_size=event.too_large)

@@ -350,6 +350,19 @@ def test_a_rehearsal_copies_no_large_buffer_on_the_device_and_restores_it(is_wri
     assert torch.equal(weights, expected)
 
 
+@pytest.mark.parametrize(("limit", "fits"), [("2.5MiB", True), ("1.5MiB", False)])
+def test_where_one_micro_step_fits_a_second_one_beside_its_gradients_need_not(limit: str, fits: bool) -> None:
+    """Weights and gradients have 1 MiB each; a backward pass needs another for those that it adds."""
+    model = nn.Linear(512, 512, bias=False)
+    step = RecoverableStep(model, lambda rows: model(rows).sum().backward(), micro_batch_size=4, memory_limit=limit)
+    samples = torch.ones(4, 512)
+    with contextlib.nullcontext() if fits else pytest.raises(NothingFitsError):
+        step(samples)
+        assert step.recovers
+        assert not step.events
+        assert [one.grad is not None and one.grad.unique().item() for one in model.parameters()] == [4.0]
+
+
 @pytest.mark.parametrize("call", ["rehearse", "__call__"])
 def test_a_closed_step_is_refused(call: str) -> None:
     toy = Toy(4)

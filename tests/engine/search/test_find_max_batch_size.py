@@ -634,3 +634,14 @@ def test_probes_look_for_garbage_only_among_their_own_objects() -> None:
         assert gc.get_freeze_count() <= frozen_by_python
     finally:
         gc.freeze()  # as other tests expect
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_on_a_cpu_is_refused(in_place: bool) -> None:
+    loop: Any = Perceptron()
+    if in_place:
+        loop.model.compile(backend="eager")
+    else:
+        loop.model = torch.compile(loop.model, backend="eager")
+    with pytest.raises(InputError, match="`model` must not be compiled for a search on the CPU"):
+        loop.find("1MiB")

@@ -167,6 +167,14 @@ def test_linear_extrapolation_ends_at_a_size_that_fits_and_equals_the_forecast()
     assert device.asked == [2, 3, 90]
 
 
+@pytest.mark.parametrize("limit", [40, 1000, 100_000])
+def test_forecasts_that_stay_too_low_are_not_followed_row_by_row(limit: int) -> None:
+    """As where part of the memory grows with the first rows only, such as that of a loss in chunks."""
+    device = FitsUpTo(limit)
+    assert linear_extrapolation(device, lambda: device.fitted + 1, max_batch_size=10**6) == limit
+    assert len(device.asked) < 8 + 2 * limit.bit_length()
+
+
 def test_binary_search_starts_at_its_start_and_doubles() -> None:
     device = FitsUpTo(37)
     binary_search(device, start=4, max_batch_size=1000)

@@ -254,6 +254,14 @@ def test_a_lower_limit_helps_if_some_micro_batch_has_more_than_a_row(
     assert batcher(limit, With(1)).can_reduce(samples) is True  # on another rank
 
 
+@pytest.mark.parametrize(("lengths", "can"), [([1, 1], False), ([1, 1, 1], True)])
+def test_a_lower_limit_does_not_help_if_the_halves_of_a_measured_step_have_one_row_each(
+    lengths: list[int], can: bool
+) -> None:
+    samples = replace(samples_of(*lengths, most=len(lengths)), measured=True)
+    assert batcher(RowLimit(2)).can_reduce(samples) is can
+
+
 # ---- state
 
 

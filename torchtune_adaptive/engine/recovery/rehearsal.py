@@ -1,9 +1,11 @@
 """Run small micro-steps while memory is free, to learn the collectives that recovery must replay after a failure."""
 
 import hashlib
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +62,7 @@ def allocate_states(optimizers: Sequence[torch.optim.Optimizer], watch: Pressure
 
 
 def rehearse(
-    tries: Iterable[MicroSteps],
+    tries: Sequence[MicroSteps],
     *,
     model: nn.Module,
     device: torch.device,
@@ -86,10 +88,12 @@ def rehearse(
     ledger = _attached_ledger(model, device, watch.consensus, reduces_once=reduces_once)
     with ExitStack() as without_recovery:
         without_recovery.callback(ledger.detach)
-        for micro_steps in tries:
-            found = _run(micro_steps, ledger, model, device, watch.consensus, release)
+        # A step of one micro-step needs less memory than two: the second one runs beside the first one's gradients.
+        for keeps_gradients, micro_steps in itertools.product((True, False), tries):
+            run = partial(_run, micro_steps, ledger, model, device, watch.consensus, release, keeps_gradients)
+            found = run()
             if found is not None and found.reason:  # the first micro-step may have changed FSDP2's settings for good
-                found = _run(micro_steps, ledger, model, device, watch.consensus, release)
+                found = run()
             if found is None:
                 continue
             if found.reason:
@@ -119,10 +123,12 @@ def _run(
     device: torch.device,
     consensus: Consensus,
     release: Callable[[], object],
+    keeps_gradients: bool,
 ) -> _Found | None:
     """Run ``micro_steps`` once, or twice if only a last one reduces; None if some rank ran out of memory. A collective.
 
-    A micro-step that reduces must issue the same collectives with and without gradients of others before it.
+    A micro-step that reduces must issue the same collectives with and without gradients of others before it, which is
+    seen only if it ``keeps_gradients``. Otherwise training sees it: see ``Recovery``.
     """
     recorded: list[tuple[bool, int, list[AnyCollective]]] = []  # is it a last one, its collectives, those recorded
     awaits_another, is_known = False, True
@@ -131,6 +137,8 @@ def _run(
         nonlocal awaits_another, is_known
         for is_last in (False, True) if ledger.reduces_once else (True,):
             for micro_step in micro_steps:
+                if not keeps_gradients:
+                    reset_after_failure(model)
                 drop_forward_passes(states)
                 ledger.counts = IssuedCounts(groups_of(one for *_, issued in recorded for one in issued))
                 ledger.begin(is_last=is_last)

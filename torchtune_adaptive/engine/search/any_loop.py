@@ -1,6 +1,7 @@
 """``find_max_batch_size`` and ``find_max_tokens``: the search for any PyTorch training loop."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -183,6 +184,12 @@ def _workload(
     """
     device = computing_device(model)
     optimizers = optimizers_of(optimizer)
+    is_compiled = any(map(_is_compiled, model.modules()))
+    if is_compiled and device.type == "cpu":
+        raise InputError(
+            "`model` must not be compiled for a search on the CPU, where the memory of compiled code cannot be"
+            " measured."
+        )
     drop_forward_passes(fsdp_states(model))  # after one, some parameters are whole instead of sharded
     check_optimizers(optimizers, model)
     meter = meter_for(device, model, optimizers)
@@ -205,9 +212,17 @@ def _workload(
             meter=meter,
             consensus=consensus,
         )
+    if is_compiled:
+        torch.compiler.reset()  # code compiled for probes would make the sizes of training dynamic
     for one in optimizers:
         if device.type == "cuda" and not one.state:
             _empty_cache_before_first_step(one)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` was compiled, in place or as a whole."""
+    dynamo = sys.modules.get("torch._dynamo")  # imported by whoever compiles
+    return module._compiled_call_impl is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
 
 
 def _empty_cache_before_first_step(optimizer: torch.optim.Optimizer) -> None:

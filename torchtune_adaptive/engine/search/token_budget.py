@@ -74,11 +74,12 @@ def search_token_budget(
         tried.extend((length, probe) for probe in found.probes)
         return found.exact_batch_size
 
+    is_bounded = longest.exact_batch_size == longest.bound  # else memory was the bound
     budget = largest_token_budget(
         largest_rows_at,
         seq_len=seq_len,
         rows=longest.exact_batch_size,
-        forecast_rows=longest.forecast_rows,
+        forecast_rows=float(longest.bound) if is_bounded else longest.forecast_rows,
         max_rows=max_rows,
     )
     return budget, tried

@@ -87,7 +87,7 @@ class MicroBatcher:
         Otherwise every rank computes it.
         """
         self._step_tokens = (0, 0)
-        if not samples.measured or samples.largest_share < 2:
+        if not _is_halved(samples):
             return list(map(MicroBatch, self._cut(samples, sizes)))
         small, rest = (self._cut(half, sizes) for half in samples.halves())
         measured = [MicroBatch(rows, is_small=True, ends_small=rows is small[-1]) for rows in small]
@@ -95,7 +95,8 @@ class MicroBatcher:
 
     def can_reduce(self, samples: StepSamples) -> bool:
         """Whether some rank has a micro-batch of more than one row, so that a lower limit helps. A collective."""
-        cuts = self._step_limit.cut(self._lengths(samples.rows))
+        parts = samples.halves() if _is_halved(samples) else [samples]
+        cuts = (rows for part in parts for rows in self._step_limit.cut(self._lengths(part.rows)))
         return self.consensus.any_rank(any(len(rows) > 1 for rows in cuts))
 
     def reduce(self, samples: StepSamples) -> None:
@@ -172,3 +173,8 @@ class MicroBatcher:
 
     def _lengths(self, rows: list[Row]) -> list[int]:
         return [self.row_format.padded_tokens(row) for row in rows]
+
+
+def _is_halved(samples: StepSamples) -> bool:
+    """Whether the step is measured, and so has at least two micro-batches."""
+    return samples.measured and samples.largest_share >= 2
