@@ -330,6 +330,13 @@ def test_where_nothing_fits_ways_to_fit_follow(program: Program, tracing: FakeTr
             " tokenizer.max_seq_len=128",
         ),
         (["batch_size=999"], "", "single_device", " batch_size=999 use_maximum_batch_size=True"),  # it does not fit
+        (
+            ["batch_size=999", "adaptive.max_tokens_per_micro_batch=99999999"],
+            "",
+            "single_device",
+            " batch_size=999 adaptive.max_tokens_per_micro_batch=99999999 adaptive.max_tokens_per_micro_batch=auto",
+        ),
+        (["ac_mode=selective"], " --nproc_per_node 1", "distributed", " ac_mode=selective"),  # that for one ignores it
     ],
 )
 def test_a_plan_ends_with_the_command_that_runs_it(
@@ -451,6 +458,11 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "misspelt key": ([*MEMORY, "adaptive.margn=0.1"], "did you mean `adaptive.margin`?"),
     "calibration of nothing for a CPU": ([*MEMORY, "--calibration", "no_such.json"], "'no_such.json'"),
     "no accumulation": ([*MEMORY, "gradient_accumulation_steps=0"], "`gradient_accumulation_steps` must be at least 1"),
+    "no epochs": ([*MEMORY, "epochs=0"], "`epochs` must be at least 1, but is 0 instead."),
+    "clipping over meshes": (
+        [*MEMORY, "--nproc_per_node", "2", "tensor_parallel_dim=2", "clip_grad_norm=1.0"],
+        "`clip_grad_norm` must be null with `tensor_parallel_dim` 2",
+    ),
     "what would be saved, without a batch": (
         [*MEMORY, "--what-if", "~batch_size"],
         "`batch_size` must be an integer, but is None instead.",

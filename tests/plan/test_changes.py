@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.support.plans import GIB, MIB, Asked, FakeTracer, peaks, planned, step_of, tables
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.changes import AS_IT_IS, TOGETHER, ways_to_fit, what_if
+from torchtune_adaptive.plan.changes import AS_IT_IS, TOGETHER, lora_version, ways_to_fit, what_if
 from torchtune_adaptive.plan.config_plan import ConfigLaunch
 from torchtune_adaptive.plan.decide import PlannedChange
 from torchtune_adaptive.plan.gpu import Card
@@ -110,6 +110,14 @@ def test_lora_is_planned_with_the_arguments_of_the_model_and_as_its_recipe_takes
     assert cfg.model.items() >= (FULL_CFG["model"] | {"_component_": "torchtune.models.llama2.lora_llama2"}).items()
     assert list(cfg.model.lora_attn_modules) == ["q_proj", "v_proj", "output_proj"]
     assert (cfg.enable_activation_checkpointing, cfg.ac_mode, cfg.optimizer_in_bwd) == (True, None, False)
+
+
+def test_lora_of_a_model_with_images_has_adapters_in_the_parts_that_the_config_trains() -> None:
+    trains = {"decoder_trainable": False, "encoder_trainable": True, "fusion_trainable": True}
+    lora = lora_version(OmegaConf.create(FULL_CFG | {"model": FULL_CFG["model"] | trains}))
+    assert lora is not None
+    parts = [lora.model[f"{part}_trainable"] for part in ("decoder", "encoder", "fusion")]
+    assert parts == ["frozen", "lora", "lora"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from tests.support.plans import GIB, Asked, cfg_of, gives, peaks, planned, step_of
 from torchtune_adaptive.errors import InputError
@@ -102,6 +102,15 @@ def test_two_micro_steps_are_traced_where_training_may_take_any_number(adaptive:
     launch(cfg, world_size=8).plan(tracer)
     assert tracer.asked == [Asked(cfg_of(gradient_accumulation_steps=2, **adaptive), 8, (512,))]
     assert cfg.gradient_accumulation_steps == 1
+
+
+def test_two_micro_steps_are_traced_where_a_step_is_measured() -> None:
+    tracer = gives(step_of(peaks(512, held_bytes=GIB, bytes_per_row=GIB)))
+    component = "torchtune_adaptive.schedule.gradient_noise_scale"
+    cfg = OmegaConf.merge(cfg_of(), {"batch_increase_function": {"_component_": component}})
+    assert isinstance(cfg, DictConfig)
+    launch(cfg, world_size=8).plan(tracer)
+    assert [asked.cfg.gradient_accumulation_steps for asked in tracer.asked] == [2]
 
 
 def test_the_config_is_traced_as_it_is_where_it_gives_the_number_of_micro_steps() -> None:

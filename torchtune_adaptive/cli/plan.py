@@ -21,7 +21,7 @@ from torchtune_adaptive.plan.show.text import plan_text, what_if_text
 from torchtune_adaptive.plan.trace.cache import user_cache_folder
 from torchtune_adaptive.plan.trace.client import Tracer
 from torchtune_adaptive.settings import AdaptiveSettings
-from torchtune_adaptive.stock.checks import check_top_level_keys
+from torchtune_adaptive.stock.checks import check_top_level_keys, check_values
 from torchtune_adaptive.stock.configs import Method, load_config, method_of, resolved
 from torchtune_adaptive.stock.installed import adaptive_name, recipe_files
 from torchtune_adaptive.text import format_bytes
@@ -37,6 +37,9 @@ _HUGGING_FACE_OPTIONS = {
     "loss": "`loss._component_`",
     "accumulation": "`gradient_accumulation_steps`",
 }
+
+# Keys that no recipe for one device reads.
+_OF_SEVERAL_RANKS = ("ac_mode", "ac_option", "fsdp_cpu_offload")
 
 
 def add_plan(commands: Commands) -> None:
@@ -165,6 +168,9 @@ def _plan_config(arguments: argparse.Namespace) -> None:
     check_top_level_keys(cfg)
     settings = AdaptiveSettings.from_cfg(cfg)
     cfg = DictConfig(resolved(cfg))
+    if cfg.get("device") is None:
+        cfg.device = "cuda"  # a run would take the best that there is
+    check_values(cfg, settings)
     method = method_of(cfg)  # refuse an unknown recipe before tracing
     nodes = integer("--nnodes", arguments.nnodes)
     ranks = integers("--nproc_per_node", arguments.nproc_per_node)  # of each machine
@@ -262,7 +268,8 @@ def _run_command(arguments: argparse.Namespace, cfg: DictConfig, method: Method,
     if not planned.fits:
         return ""
     recipe = adaptive_name(f"{method}_single_device")
-    if planned.world_size > 1 or recipe not in recipe_files():
+    only_on_several = any(cfg.get(key) for key in _OF_SEVERAL_RANKS)
+    if planned.world_size > 1 or only_on_several or recipe not in recipe_files():
         recipe = adaptive_name(f"{method}_distributed")
     launcher = [] if arguments.nnodes == "1" else ["--nnodes", arguments.nnodes]
     if recipe.endswith("_distributed"):
@@ -272,5 +279,6 @@ def _run_command(arguments: argparse.Namespace, cfg: DictConfig, method: Method,
     if OmegaConf.select(cfg, "tokenizer.max_seq_len") != seq_len:
         overrides.append(f"tokenizer.max_seq_len={seq_len}")
     if planned.decisive.used.fits == "no":
-        overrides.append("use_maximum_batch_size=True")
+        has_budget = isinstance(OmegaConf.select(cfg, "adaptive.max_tokens_per_micro_batch"), int)
+        overrides.append("adaptive.max_tokens_per_micro_batch=auto" if has_budget else "use_maximum_batch_size=True")
     return shlex.join(["tune", "run", *launcher, recipe, "--config", arguments.config, *overrides])

@@ -163,7 +163,8 @@ class HuggingFaceRun:
     @property
     def longest_row(self) -> int | None:
         """The most tokens that the model is made for, by its config; None if that does not say."""
-        return getattr(self._config.get_text_config(), "max_position_embeddings", None)
+        longest = getattr(self._config.get_text_config(), "max_position_embeddings", None)
+        return longest if longest is not None and longest > 0 else None  # -1: it has no bound
 
     @cached_property
     def _config(self) -> Any:

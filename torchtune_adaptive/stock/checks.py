@@ -98,18 +98,12 @@ _OUTPUT_DIRS = ("output_dir", "log_dir")  # of the config, and of checkpointers,
 
 def check_options(cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int) -> None:
     """Check that a config's options mean what they say, and can be combined with the adaptive settings."""
-    check_flags(cfg, _FLAGS)
-    _check_numbers(cfg)
-    _check_loss(cfg)
+    check_values(cfg, settings)
     _check_output_dirs(cfg)
     _check_optimizer(cfg)
-    on_cpu = str(cfg.get("device")).startswith("cpu")
-    if settings.searches:
-        _check_searchable(cfg, on_cpu=on_cpu)
+    on_cpu = _is_on_cpu(cfg)
     if on_cpu and cfg.get("fsdp_cpu_offload", False):
         raise InputError("`fsdp_cpu_offload` must be False on a CPU, which has no other memory, but is True instead.")
-    _check_steps_after_backward(cfg, settings)
-    _check_tensor_parallel(cfg, settings)
     if on_cpu and ranks > 1 and cfg.get("enable_async_checkpointing", False):
         # torchtune runs them in the process group of training. On a GPU they use its CPU backend, which training does
         # not.
@@ -117,6 +111,21 @@ def check_options(cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int) ->
             f"`enable_async_checkpointing` must be False on {ranks} CPU ranks, whose collectives in the background"
             " would mix with those of training, but is True instead."
         )
+
+
+def check_values(cfg: DictConfig, settings: AdaptiveSettings) -> None:
+    """The part of ``check_options`` that does not depend on this machine and its packages: also for a plan."""
+    check_flags(cfg, _FLAGS)
+    _check_numbers(cfg)
+    _check_loss(cfg)
+    if settings.searches:
+        _check_searchable(cfg, on_cpu=_is_on_cpu(cfg))
+    _check_steps_after_backward(cfg, settings)
+    _check_tensor_parallel(cfg, settings)
+
+
+def _is_on_cpu(cfg: DictConfig) -> bool:
+    return str(cfg.get("device")).startswith("cpu")
 
 
 def why_unrecoverable(cfg: DictConfig) -> str:

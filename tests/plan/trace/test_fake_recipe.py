@@ -31,6 +31,7 @@ from torchtune_adaptive.stock.configs import load_config
 SEQ_LEN = 64
 SHALLOW, LAYERS = "model.num_layers=1", "model.num_layers=3"  # as few layers as a test needs
 CUDA = ("device=cuda", "dtype=bf16", SHALLOW)
+PAIRS = "llama3_1/8B_lora_dpo_single_device"
 
 
 def _cfg(kind: str, *overrides: str) -> DictConfig:
@@ -119,6 +120,21 @@ def _kinds(_: int) -> dict[str, Any]:
     adapters = [*CUDA, "model.num_layers=2", "model.lora_attn_modules=[q_proj]", "model.apply_lora_to_mlp=False"]
     steps = [_peaks(_cfg("lora", *adapters, f"model.lora_dropout={dropout}")) for dropout in (0.0, 0.1)]
     seen["dropout"] = [step.moment(8, "forward").total.slope_bytes / SEQ_LEN for step in steps]
+    plain = [*CUDA, "~optimizer.fused"]
+    steps = [
+        _peaks(_cfg("full", *plain, *more)).phases(2)
+        for more in ([], ["optimizer.foreach=True"], ["optimizer.foreach=False"])
+    ]
+    seen["lists of tensors"] = [step["optimizer"] for step in steps]
+    seen["dropout in attention"] = [
+        _peaks(_cfg("full", *CUDA, f"model.attn_dropout={dropout}"), seq_len=256).phases(8)["forward"]
+        for dropout in (0.0, 0.1)
+    ]
+    of_pairs = [
+        load_config(PAIRS, ["enable_activation_checkpointing=False", f"compile={compiles}"])
+        for compiles in (False, True)
+    ]
+    seen["compiled pairs"] = [_peaks(cfg).phases(8)["forward"] for cfg in of_pairs]
     lengths = _cfg("full", SHALLOW, "dataset.packed=True")  # a dense mask
     between = trace_config(lengths, world_size=2, seq_lens=[32, 80, 128]).peaks[1]
     seen["interpolated"], seen["traced"] = between.phases(5), _peaks(lengths, world_size=2, seq_len=80).phases(5)
@@ -215,6 +231,21 @@ def test_checkpointing_keeps_less_activations_and_offloading_still_less(kinds: d
 def test_dropout_keeps_a_mask_of_bytes_as_on_cuda(kinds: dict[str, Any]) -> None:
     without, with_dropout = kinds["dropout"]
     assert with_dropout == without + 128  # in the second layer: the input of the first needs no gradient
+
+
+def test_an_optimizer_steps_over_lists_of_tensors_as_on_cuda(kinds: dict[str, Any]) -> None:
+    by_default, over_lists, over_tensors = kinds["lists of tensors"]
+    assert by_default == over_lists > over_tensors
+
+
+def test_dropout_in_attention_keeps_no_matrix_of_all_pairs_of_tokens(kinds: dict[str, Any]) -> None:
+    without, with_dropout = kinds["dropout in attention"]
+    assert with_dropout == without
+
+
+def test_lora_dpo_on_one_device_is_compiled(kinds: dict[str, Any]) -> None:
+    eager, compiled = kinds["compiled pairs"]
+    assert compiled < eager
 
 
 def test_lengths_between_the_shortest_and_the_longest_are_interpolated_even_with_a_dense_mask(

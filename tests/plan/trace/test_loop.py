@@ -14,13 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.trace.fake_tensors import start_fake_process_group
 from torchtune_adaptive.plan.trace.loop import TracedLoop, trace_loop
 
 WIDTH = 8
@@ -471,6 +474,30 @@ def test_several_ranks_are_refused_in_a_process_that_has_a_group(tmp_path: Path)
     assert str(refused.value) == (
         "A plan for several ranks must start its own process group, but this process is in one of 1 already."
     )
+
+
+def test_after_a_plan_tensors_are_not_on_its_mesh() -> None:
+    """DTensor keeps what it has worked out for a mesh, also for later ones of the same shape."""
+    meshes: list[DeviceMesh] = []
+
+    def build_with_mesh() -> nn.Module:
+        meshes.append(init_device_mesh("cpu", (2,)))
+        return build_model()
+
+    def total() -> Any:
+        return distribute_tensor(torch.ones(4, WIDTH), meshes[-1], [Shard(0)]) + 1
+
+    def step(*arguments: Any) -> float:
+        total()
+        return train_step(*arguments)
+
+    traced(ranks=2, build_model=build_with_mesh, train_step=step)
+    start_fake_process_group(2)
+    try:
+        meshes.append(init_device_mesh("cpu", (2,)))
+        assert total().device_mesh is meshes[-1]
+    finally:
+        dist.destroy_process_group()
 
 
 def state_of_torch() -> list[Any]:

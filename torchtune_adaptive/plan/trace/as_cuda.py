@@ -8,7 +8,7 @@ CUDA. torch may have been built for CUDA or not.
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -39,8 +39,13 @@ def as_cuda(ranks: int) -> Iterator[None]:
                     stack.enter_context(mock.patch.object(module, name, answer))
         stack.enter_context(mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step", _step_always))
         stack.enter_context(mock.patch.object(DeviceMesh, "__init__", _mesh_on_cpu(DeviceMesh.__init__)))
-        stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _without_dropout))
+        stack.enter_context(attention_as_on_cuda())
         yield
+
+
+def attention_as_on_cuda() -> AbstractContextManager[Any]:
+    """Context: attention with dropout needs no matrix of all pairs of tokens, as CUDA's kernels do not."""
+    return mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _without_dropout)
 
 
 class DevicesMapped(TorchFunctionMode):

@@ -25,7 +25,7 @@ from torchtune.modules.peft import DoRALinear
 
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.trace.as_cuda import composed_as_on_cuda
+from torchtune_adaptive.plan.trace.as_cuda import attention_as_on_cuda, composed_as_on_cuda
 from torchtune_adaptive.plan.trace.fake_images import FakesWithIntegers, images_of
 from torchtune_adaptive.plan.trace.fake_tensors import (
     NumbersOfFakes,
@@ -210,6 +210,7 @@ class FakeRecipe:
             if self._like_cuda:
                 stack.enter_context(optimizers_choose_as_on_cuda())
                 stack.enter_context(composed_as_on_cuda(compiles=self.cfg.get("compile", False)))
+                stack.enter_context(attention_as_on_cuda())
             stack.enter_context(self._fake_mode)
             stack.enter_context(shardings_worked_out_unseen())
             yield
@@ -309,6 +310,10 @@ def _set_up_models(recipe: Any, cfg: DictConfig, num_layers: int | None) -> list
 
     recipe._model = built(recipe._setup_model, "model")
     recipe._activations = recipe.activations_handling_ctx
+    if method == "lora_dpo" and recipe.world_size == 1 and recipe._compile:
+        from torchtune_adaptive.plan.trace.compiled_code import compile_layers  # as in ``_compile_loss``
+
+        compile_layers(recipe._model)  # as the stock recipe for one device; that for several never compiles
     if method == "full_dpo":
         recipe._ref_model = built(recipe._setup_reference_model, "model")
     if method == "knowledge_distillation":

@@ -6,13 +6,15 @@ Fake tensors are on the device "cpu": a fake "cuda" tensor aborts the process on
 import importlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -71,14 +73,19 @@ class NumbersOfFakes(TorchDispatchMode):
 
 @contextmanager
 def optimizers_choose_as_on_cuda() -> Iterator[None]:
-    """By default an optimizer steps over lists of tensors (foreach) on CUDA, and over single tensors on a CPU."""
-    module: Any = sys.modules["torch.optim.optimizer"]
-    devices = module._get_foreach_kernels_supported_devices
-    module._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
-    try:
+    """By default an optimizer steps over lists of tensors (foreach) on CUDA, and over single tensors on a CPU.
+
+    So it does if the tensors are fake ones, and so does clipping.
+    """
+    optimizer, functions = (sys.modules[name] for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"))
+    devices = [*optimizer._get_foreach_kernels_supported_devices(), "cpu"]
+    with ExitStack() as stack:
+        for module in (optimizer, functions):
+            module._foreach_supported_types.append(FakeTensor)
+            stack.callback(module._foreach_supported_types.remove, FakeTensor)
+        name = "_get_foreach_kernels_supported_devices"
+        stack.enter_context(mock.patch.object(optimizer, name, return_value=devices))
         yield
-    finally:
-        module._get_foreach_kernels_supported_devices = devices
 
 
 @contextmanager

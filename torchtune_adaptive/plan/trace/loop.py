@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, debug
 
 from torchtune_adaptive.engine.memory.out_of_memory import only_new_garbage
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
@@ -387,9 +388,15 @@ def _unequal(small: StepTrace, large: StepTrace) -> InputError:
 
 
 def _end_process_group(excepthook: Any) -> None:
-    """Destroy the process group, and restore ``sys.excepthook``, which torch replaces when it starts one."""
+    """Destroy the process group, and restore ``sys.excepthook``, which torch replaces when it starts one.
+
+    Shardings that DTensor has worked out name meshes of this group. A mesh of the user's of the same shape equals them.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    clear = propagator.propagate_op_sharding.cache_clear
+    getattr(debug, "_clear_sharding_prop_cache", clear)()  # newer ones of torch have another cache, in C++
     sys.excepthook = excepthook
 
 
