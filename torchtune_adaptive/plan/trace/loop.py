@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, debug
+from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.engine.memory.out_of_memory import only_new_garbage
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
@@ -35,6 +35,7 @@ from torchtune_adaptive.plan.trace.peaks import StepLines, StepPeaks
 from torchtune_adaptive.plan.trace.recorder import CUDA_GRANULARITY_BYTES, StepTrace
 from torchtune_adaptive.plan.trace.untraceable import refusal
 
+_CLEAR_SHARDINGS = "_clear_DTensor_sharding_propagator_cache"
 _SIZES = (*SMALL_BATCH_SIZES, 1)  # a dimension of size 1 runs other operations
 _SHOWN_AFTER_S = 2.0
 
@@ -395,8 +396,9 @@ def _end_process_group(excepthook: Any) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    clear = propagator.propagate_op_sharding.cache_clear
-    getattr(debug, "_clear_sharding_prop_cache", clear)()  # newer ones of torch have another cache, in C++
+    propagator.propagate_op_sharding.cache_clear()
+    if hasattr(torch._C, _CLEAR_SHARDINGS):  # newer ones of torch have another cache in C++
+        getattr(torch._C, _CLEAR_SHARDINGS)()
     sys.excepthook = excepthook
 
 
