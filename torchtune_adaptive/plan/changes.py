@@ -116,14 +116,11 @@ def lora_version(cfg: DictConfig) -> DictConfig | None:
     if not package.startswith("torchtune.models.") or not hasattr(importlib.import_module(package), f"lora_{name}"):
         return None
     arguments = {key: value for key, value in cfg.model.items() if key != "_component_"}
-    for key in filter(_is_of_images, arguments):  # of a model of texts and images: which of its parts are trained
-        arguments[key] = "lora" if arguments[key] else "frozen"
+    for key, value in arguments.items():
+        if str(key).endswith("_trainable"):  # a part of a model of texts and images
+            arguments[key] = "lora" if value else "frozen"
     model = arguments | {"_component_": f"{package}.lora_{name}"} | _LORA
     return _with(cfg, {"model": model, "optimizer_in_bwd": False})
-
-
-def _is_of_images(key: object) -> bool:
-    return str(key).endswith("_trainable")
 
 
 def _offloading(cfg: DictConfig) -> DictConfig | None:

@@ -17,6 +17,7 @@ from torchtune_adaptive.training.checkpoints.folder import (
     STATE_NAME,
     Checkpoint,
     CheckpointFolder,
+    is_of_step,
     read_checkpoint,
     why_unreadable,
 )
@@ -91,7 +92,7 @@ def _find(cfg: DictConfig, folder: CheckpointFolder, is_last: Callable[[Checkpoi
     if wanted not in (True, False, None, "auto"):
         return _checkpoint_at(wanted)
     if not wanted:
-        if steps := [path for path in folder.paths() if path.name.startswith("step_")]:
+        if steps := [path for path in folder.paths() if is_of_step(path)]:
             raise InputError(
                 f"`resume_from_checkpoint` must be True or auto if {str(steps[-1])!r} exists, which a new run would"
                 f" overwrite, but is {quote(wanted)} instead."

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states, reset_after_failure
-from torchtune_adaptive.engine.memory.copies import Copies
+from torchtune_adaptive.engine.memory.copies import Copies, Restore
 from torchtune_adaptive.engine.memory.operations import plain_parts
 
 _SMALL_BYTES = 2**20  # buffers that cost nothing to copy in each step
@@ -203,9 +203,11 @@ class KeptBuffers:
     def __init__(self, places: Sequence[BufferPlace], copies: Copies | None = None) -> None:
         self._buffers = [(place, place.tensor) for place in places]
         tensors = {id(one): one for _, one in self._buffers if one is not None}.values()
-        elsewhere = [] if copies is None else [one for one in tensors if one.nbytes > _SMALL_BYTES]
         self._tensors = KeptTensors(one for one in tensors if copies is None or one.nbytes <= _SMALL_BYTES)
-        self._elsewhere = [(one, _checksum(one), copies.copy(one)) for one in elsewhere if copies is not None]
+        self._elsewhere: list[tuple[torch.Tensor, list[int], Restore]] = []
+        if copies is not None:
+            large = (one for one in tensors if one.nbytes > _SMALL_BYTES)
+            self._elsewhere = [(one, _checksum(one), copies.copy(one)) for one in large]
 
     def that_may_change(self) -> list[BufferPlace]:
         """The places whose buffers have changed, and those of buffers up to 1 MiB, which may change later.

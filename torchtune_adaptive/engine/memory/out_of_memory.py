@@ -69,7 +69,8 @@ def errors_behind(error: BaseException | None, *, handled: BaseException | None 
     """Yield ``error``, the error that was being handled when it was raised, and so on.
 
     Args:
-        handled: the error that the caller's caller is handling, which is not a part of this story (``sys.exception``).
+        handled: the error that was already being handled before the step began, if any. It and those behind it are left
+            out: they say nothing about the step.
     """
     while error is not None and error is not handled:
         yield error

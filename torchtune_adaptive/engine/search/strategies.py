@@ -111,7 +111,7 @@ def binary_search(fits: Fits, *, start: int, max_batch_size: int) -> int:
     return bisect(fits, fitted=fitted, failed=failed)
 
 
-_MOST_TOO_LOW = 4  # forecasts that may be below what fits; an allocator's rounding takes up to three
+_MOST_CORRECTIONS = 4  # of the forecast, before it is no longer followed
 
 
 def linear_extrapolation(fits: Fits, forecast: Callable[[], int | None], *, max_batch_size: int) -> int:
@@ -120,9 +120,9 @@ def linear_extrapolation(fits: Fits, forecast: Callable[[], int | None], *, max_
     ``forecast()`` returns the largest size that should fit by all probes so far, or None if a forecast is not possible.
     It is called again after each probe, until it returns no size above the largest one that fitted. If a forecast is
     too high, the search steps down from the failure with doubling steps. Without a forecast the search bisects. So it
-    does after a few forecasts that were too low, because memory then does not grow as in the small steps.
+    does if the forecast was corrected often: memory then does not grow as in the small steps.
     """
-    fitted, failed, stride, num_too_low = 0, max_batch_size + 1, 1, 0
+    fitted, failed, stride, num_corrections = 0, max_batch_size + 1, 1, 0
     for size in SMALL_BATCH_SIZES:
         if size < failed and fits(size):
             fitted = size
@@ -130,10 +130,10 @@ def linear_extrapolation(fits: Fits, forecast: Callable[[], int | None], *, max_
             failed = min(size, failed)
             break
     while failed - fitted > 1:
-        candidate = None if num_too_low > _MOST_TOO_LOW else forecast()
+        candidate = None if num_corrections > _MOST_CORRECTIONS else forecast()
         if candidate is not None and candidate <= fitted and fitted:
             break
-        num_too_low += candidate is not None and fitted > SMALL_BATCH_SIZES[-1]
+        num_corrections += candidate is not None and fitted > SMALL_BATCH_SIZES[-1]
         if candidate is None or candidate < 1:
             candidate = 2 * fitted if failed > max_batch_size and fitted else (fitted + failed) // 2
         elif candidate >= failed and failed <= max_batch_size:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchtune_adaptive.plan.trace.as_cuda import is_cuda
-from torchtune_adaptive.plan.trace.fake_tensors import fake_like
+from torchtune_adaptive.plan.trace.fake_tensors import fake_like, fakes_in_lists
 
 _ATEN: Any = torch.ops.aten
 _READ = _ATEN._local_scalar_dense.default
@@ -162,10 +162,7 @@ def treated_as_real() -> Iterator[None]:
     """
     imports = sys.modules.get("transformers.utils.import_utils")
     with ExitStack() as stack:
-        for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
-            kinds = sys.modules[module]._foreach_supported_types
-            kinds.append(FakeTensor)
-            stack.callback(kinds.remove, FakeTensor)
+        stack.enter_context(fakes_in_lists())
         if hasattr(imports, "is_fake_tensor"):
             stack.enter_context(mock.patch.object(imports, "is_fake_tensor", _no))
         for name in ("tolist", "numpy", "__array__"):

@@ -77,14 +77,21 @@ def optimizers_choose_as_on_cuda() -> Iterator[None]:
 
     So it does if the tensors are fake ones, and so does clipping.
     """
-    optimizer, functions = (sys.modules[name] for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"))
-    devices = [*optimizer._get_foreach_kernels_supported_devices(), "cpu"]
+    module: Any = sys.modules["torch.optim.optimizer"]
+    name = "_get_foreach_kernels_supported_devices"
+    devices = [*getattr(module, name)(), "cpu"]
+    with fakes_in_lists(), mock.patch.object(module, name, return_value=devices):
+        yield
+
+
+@contextmanager
+def fakes_in_lists() -> Iterator[None]:
+    """Context: optimizers and clipping work on lists of fake tensors as on lists of real ones."""
     with ExitStack() as stack:
-        for module in (optimizer, functions):
-            module._foreach_supported_types.append(FakeTensor)
-            stack.callback(module._foreach_supported_types.remove, FakeTensor)
-        name = "_get_foreach_kernels_supported_devices"
-        stack.enter_context(mock.patch.object(optimizer, name, return_value=devices))
+        for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+            kinds = sys.modules[name]._foreach_supported_types
+            kinds.append(FakeTensor)
+            stack.callback(kinds.remove, FakeTensor)
         yield
 
 

@@ -58,7 +58,7 @@ class Checkpoint:
     @property
     def is_of_step(self) -> bool:
         """Whether it was saved after a step, in this package's format instead of torchtune's."""
-        return self.path.name.startswith("step_")
+        return is_of_step(self.path)
 
     @property
     def can_resume(self) -> bool:
@@ -190,6 +190,11 @@ class CheckpointFolder:
             path = self.path / aside.name.removeprefix(f"{_UNFINISHED}{_REPLACED}")
             if not path.exists():
                 aside.rename(path)
+
+
+def is_of_step(path: Path) -> bool:
+    """Whether the checkpoint in the folder ``path`` was saved after a step."""
+    return path.name.startswith("step_")
 
 
 def write_state(path: Path, state: AdaptiveState, *, serial: int = 0, lists_files: bool = False) -> None:
