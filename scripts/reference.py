@@ -31,7 +31,7 @@ _VALUES = {
 _KINDS = {bool: "True or False", int: "an integer, at least 1", NoneType: "null"}
 _EXAMPLES = (
     "use_maximum_batch_size=True adaptive.global_batch_size=256",
-    "use_maximum_batch_size=True adaptive.memory_limit=40GiB adaptive.objective=throughput",
+    "use_maximum_batch_size=True adaptive.memory_limit=256MiB adaptive.objective=throughput",
     "adaptive.global_batch_size=256 adaptive.max_tokens_per_micro_batch=auto",
     "batch_increase_function._component_=torchtune_adaptive.schedule.geometric batch_increase_function.factor=2",
     "batch_increase_function._component_=torchtune_adaptive.schedule.gradient_noise_scale"

@@ -72,9 +72,7 @@ class AdaptiveSettings:
     ] = None
     strategy: Annotated[Strategy, f"how to search: {_one_of(STRATEGIES)}"] = "linear_extrapolation"
     power_of_two: Annotated[bool, "round the size found down to a power of two"] = True
-    max_batch_size: Annotated[
-        int | None, "the largest size to try; null: the samples that a rank has per micro-step"
-    ] = None
+    max_batch_size: Annotated[int | None, "the largest size to try; null: as many samples as a step can have"] = None
     memory_limit_bytes: Annotated[
         int | None, "per rank, as in 80GiB, or bytes; null: what the device has (a search on a CPU needs one)"
     ] = None

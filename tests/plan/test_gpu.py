@@ -24,6 +24,7 @@ from torchtune_adaptive.plan.gpu import (
 )
 
 GB = 10**9
+PLAN_PAGE = Path(__file__).parents[2] / "docs/plan.md"
 
 overheads = st.builds(
     Overhead,
@@ -242,6 +243,11 @@ def test_every_known_name_is_found_in_any_case_and_with_any_separator(name: str)
 )
 def test_the_name_that_torch_gives_a_gpu_is_known(torchs_name: str, name: str) -> None:
     assert memory_of(torchs_name) == KNOWN_GPUS[name].memory_bytes
+
+
+def test_the_page_names_all_that_are_known() -> None:
+    section = PLAN_PAGE.read_text().partition("## GPUs known by name\n\n")[2].partition(". ")[0]
+    assert re.split(r",\s+|\s+and\s+", section) == list(KNOWN_GPUS)
 
 
 @pytest.mark.parametrize("name", KNOWN_GPUS)
