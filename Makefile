@@ -62,7 +62,7 @@ bench: $(STAMP) $(PEERS_STAMP) $(HUGGING_FACE_STAMP) $(HOSTS_STAMP)
 	.venv/bin/python -m benchmarks.search_chart
 	.venv/bin/python -m benchmarks.evidence
 
-# For one CUDA device, on which it has not run yet; without one a rehearsal of every part on the CPU.
+# For one CUDA device; without one a rehearsal of every part on the CPU.
 gpu: $(STAMP)
 	.venv/bin/python -m benchmarks.gpu
 	.venv/bin/python -m benchmarks.evidence
