@@ -136,7 +136,7 @@ def test_a_resumed_run_may_be_killed_in_its_set_up_again_and_again(
     with launched(ON_ONE_DEVICE, assets, tmp_path) as run:
         assert Moment(9, 0.0, "step").wait(run)
     chance = random.Random(0)
-    for words in ("is removed", "Model is initialized", "Resuming from", "probes"):
+    for words in ("an incomplete checkpoint", "Model is initialized", "Resuming from", "probes"):
         with launched(ON_ONE_DEVICE, assets, tmp_path) as run:
             run.wait_for_words(words)
             time.sleep(chance.uniform(0, 0.2))
@@ -264,12 +264,13 @@ def test_a_folder_is_refused_while_a_rank_of_a_killed_launcher_lives(
         run.send(signal.SIGKILL)
         with launched(ON_TWO_RANKS, assets, tmp_path) as second:
             assert second.wait() == 1
-        sentences = [line for line in second.output.splitlines() if "must not be in use by another run" in line]
+        said = [line for line in second.output.splitlines() if line.startswith("adaptive_full_finetune_distributed: ")]
         for rank in ranks:
             rank.send(signal.SIGCONT)
         run.release(5)
         run.wait_for_ranks()
-    (sentence,) = sentences
+    (sentence,) = said  # torchrun's summary quotes it again
+    assert "`output_dir` must not be in use by another run" in sentence
     assert any(f"but process {rank.pid} on " in sentence for rank in ranks)
     assert sentence.endswith(f"writes to {str(run.out)!r}.")
     check_saved_without_launcher(run)

@@ -135,21 +135,24 @@ def test_without_a_process_group_a_process_gets_its_own_answers() -> None:
     assert consensus.any_rank(True)
 
 
-def _waits(rank: int, hours: float) -> list[timedelta]:
-    """How long groups of all ranks and of these two ranks wait if the default group waits for ``hours``."""
-    store = c10d.PrefixStore("again", c10d._get_default_store())
-    early = Consensus()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(hours=hours))
-    early.close()  # its group was destroyed with the default one
-    found = []
-    for consensus in (Consensus(), *([Consensus([0, 1])] if rank < 2 else [])):
-        group: Any = consensus._group
-        found.append(group._get_backend(torch.device("cpu")).options._timeout)
+WAITS = {4.0: 4.0, 0.1: 0.5}  # hours that ranks wait in the default group, and in a consensus: at least half an hour
+
+
+def _waits(rank: int) -> list[timedelta]:
+    """How long groups of all ranks and of the first two wait, for each default group of ``WAITS``."""
+    found, store = [], c10d._get_default_store()
+    for hours in WAITS:
+        early, own = Consensus(), c10d.PrefixStore(str(hours), store)
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=3, timeout=timedelta(hours=hours))
+        early.close()  # its group was destroyed with the default one
+        for consensus in (Consensus(), *([Consensus([0, 1])] if rank < 2 else [])):
+            group: Any = consensus._group
+            found.append(group._get_backend(torch.device("cpu")).options._timeout)
     return found
 
 
-@pytest.mark.parametrize(("hours", "expected"), [(4, 4), (0.1, 0.5)])
-def test_ranks_wait_for_each_other_as_long_as_the_default_group_does(hours: float, expected: float) -> None:
-    found = run_on_ranks(_waits, 3, hours)
-    assert found == [[timedelta(hours=expected)] * number for number in (2, 2, 1)]
+def test_ranks_wait_for_each_other_as_long_as_the_default_group_does() -> None:
+    assert run_on_ranks(_waits, 3) == [
+        [timedelta(hours=hours) for hours in WAITS.values() for _ in range(number)] for number in (2, 2, 1)
+    ]

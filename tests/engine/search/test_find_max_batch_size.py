@@ -24,6 +24,8 @@ from torchtune_adaptive.engine.search.options import Strategy
 CPU = torch.device("cpu")
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 MOST_ROWS = 64
+LIMITS = (28_000, 18_000)  # bytes of two ranks, sharded by FSDP2
+DDP_LIMITS = (140_000, 90_000)
 
 
 class Loop:
@@ -388,12 +390,14 @@ def on_unequal_ranks(rank: int, limits: tuple[int, int]) -> dict[str, Any]:
             outcomes.append(str(error))
     found["nothing fits on one rank"] = outcomes
     found["settings"] = fails_while_settings_are_changed()
-    found["DDP"] = in_distributed_data_parallel(limits[rank] * 5, min(limits) * 5)
+    found["DDP"] = in_distributed_data_parallel(DDP_LIMITS[rank])
     found["failing on rank 1"] = fails_on_rank_1(rank, trainee, limits[rank])
     found["without a trace"] = same_bits(trainee.state(), before)
     trainee.step()
-    sizes = range(1, MOST_ROWS + 1)
-    found["peaks"] = [0, *(peak_of(trainee.train, trainee.batch(size), trainee) for size in sizes)]
+    results = [found[strategy][0] for strategy in STRATEGIES]
+    sizes = {probe.batch_size for result in results for probe in result.probes}
+    sizes |= {result.exact_batch_size + 1 for result in results}
+    found["peaks"] = {size: peak_of(trainee.train, trainee.batch(size), trainee) for size in sorted(sizes)}
     return found
 
 
@@ -419,8 +423,8 @@ class Replicated(Loop):
         return self.state()
 
 
-def in_distributed_data_parallel(limit_bytes: int, lowest_limit: int) -> dict[str, Any]:
-    """What every strategy finds, the largest size that fits on this rank, and whether training then is as without."""
+def in_distributed_data_parallel(limit_bytes: int) -> dict[str, Any]:
+    """What every strategy finds, the peaks of that size and the next, and whether training then is as without."""
     found: dict[str, Any] = {}
     loop, undisturbed = Replicated(), Replicated().trained()
     for strategy in STRATEGIES:
@@ -428,10 +432,10 @@ def in_distributed_data_parallel(limit_bytes: int, lowest_limit: int) -> dict[st
         sizes = [loop.find(limit_bytes, strategy=strategy).exact_batch_size for _ in range(2)]
         found[strategy] = (sizes, same_bits(loop.trained(), undisturbed))
     with loop.model.no_sync():  # pyright: ignore[reportCallIssue]  # the meter does not know the reducer's buckets
-        peaks = [peak_of(loop.train_step, loop.make_batch(size), loop) for size in range(1, MOST_ROWS + 1)]
+        peaks = [peak_of(loop.train_step, loop.make_batch(sizes[0] + more), loop) for more in (0, 1)]
     with pytest.raises(InputError) as raised:
         Replicated(static_graph=True).find(limit_bytes)
-    return found | {"largest": sum(peak <= lowest_limit for peak in peaks), "refused": str(raised.value)}
+    return found | {"largest": sizes[0], "peaks": peaks, "refused": str(raised.value)}
 
 
 def fails_while_settings_are_changed() -> list[Any]:
@@ -471,9 +475,6 @@ def fails_on_rank_1(rank: int, trainee: ShardedTrainee, limit_bytes: int) -> str
     return "found"
 
 
-LIMITS = (28_000, 18_000)
-
-
 @pytest.fixture(scope="module")
 def on_ranks() -> list[dict[str, Any]]:
     return run_on_ranks(on_unequal_ranks, 2, LIMITS)
@@ -481,8 +482,9 @@ def on_ranks() -> list[dict[str, Any]]:
 
 def test_both_ranks_find_the_maximum_of_the_rank_with_less_memory(on_ranks: list[dict[str, Any]]) -> None:
     peaks = on_ranks[1]["peaks"]
-    largest = max(size for size in range(len(peaks)) if peaks[size] <= LIMITS[1])
-    assert 10 < largest < 100
+    largest = max(size for size, peak in peaks.items() if peak <= LIMITS[1])
+    assert peaks[largest + 1] > LIMITS[1]
+    assert 10 < largest < MOST_ROWS
     assert on_ranks[0]["peaks"][largest + 1] <= LIMITS[0]  # rank 0 alone would find more
     for strategy in STRATEGIES:
         assert [ranks[strategy][0].exact_batch_size for ranks in on_ranks] == [largest, largest]
@@ -519,7 +521,8 @@ def test_settings_of_fsdp_that_a_failed_step_has_changed_are_restored(on_ranks: 
 
 
 def test_a_model_in_distributed_data_parallel_is_searched_and_trains_as_without(on_ranks: list[dict[str, Any]]) -> None:
-    largest = on_ranks[1]["DDP"]["largest"]
+    largest, (peak, next_peak) = on_ranks[1]["DDP"]["largest"], on_ranks[1]["DDP"]["peaks"]
+    assert peak <= DDP_LIMITS[1] < next_peak
     assert 10 < largest < MOST_ROWS
     for ranks in on_ranks:
         assert [ranks["DDP"][strategy] for strategy in STRATEGIES] == [([largest] * 2, True)] * len(STRATEGIES)
