@@ -5,7 +5,6 @@
 import inspect
 import logging
 import os
-import re
 import subprocess
 import sys
 import warnings
@@ -248,7 +247,7 @@ def search(rank: int, chunked: bool, limits_mib: list[int]) -> list[tuple[int, b
     found = []
     for limit in limits_mib:
         config = plain_config(accumulate=4, chunked=chunked)
-        ours = train(recovering(config, search=True, memory_limit=f"{limit + rank}MiB"))
+        ours = train(recovering(config, "search", memory_limit=f"{limit + rank}MiB"))
         told = train(recovering(config, ours.micro_batch_size))
         found.append((ours.micro_batch_size, ours.equals(told), len(ours.events)))
     return found
@@ -274,12 +273,6 @@ def test_a_search_on_two_ranks_leaves_no_trace() -> None:
     (some, *of_some), (all_rows, *of_all) = found
     assert 1 < some < all_rows == 4 * ROWS
     assert of_some == of_all == [True, 0]
-
-
-def test_search_and_a_given_size_exclude_each_other() -> None:
-    expected = "With `--adaptive.search`, `--adaptive.micro_batch_size` must not be given, but is 4."
-    with pytest.raises(InputError, match=f"^{re.escape(expected)}$"):
-        AdaptiveTrainer(recovering(plain_config(), 4, search=True))
 
 
 @pytest.mark.parametrize("name", _DEGREES_OF_ONE)
@@ -335,7 +328,11 @@ def test_batches_that_cannot_be_cut_into_rows_are_refused(batches: list[Any], na
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
-    [("--adaptive.micro_batch_size 2", "Training completed"), ("--adaptive.memory_limit 1MiB", "limit 1.0 MiB")],
+    [
+        ("--adaptive.micro_batch_size 2", "Training completed"),
+        ("--adaptive.micro_batch_size search --adaptive.memory_limit 40MiB", "The micro-batch has"),
+        ("--adaptive.memory_limit 1MiB", "limit 1.0 MiB"),
+    ],
 )
 def test_torchtitans_own_program_finds_the_trainer_and_its_flags(flags: str, expected: str, tmp_path: Path) -> None:
     program = "-m torch.distributed.run --nproc_per_node 2 -m tests.hosts.torchtitan_on_cpus"
@@ -352,7 +349,7 @@ def test_the_code_of_the_document_runs() -> None:
     for block in blocks(document, "py"):
         if "hosts.transformers" not in block.text:
             exec(compile(block.text, str(document), "exec"), names)
-    assert names["llama3_8b"]().adaptive.micro_batch_size == 4
+    assert names["llama3_8b"]().adaptive.micro_batch_size == "search"
     assert issubclass(names["MyTrainer"], AdaptiveTrainer)
 
 

@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -190,14 +190,13 @@ def train(config: Trainer.Config, around: Around | None = None, *, told: int | N
 
 def recovering(
     config: Trainer.Config,
-    micro_batch_size: int | None = None,
+    micro_batch_size: int | Literal["search"] | None = None,
     *,
     memory_limit: str | None = None,
-    search: bool = False,
 ) -> AdaptiveTrainer.Config:
     """The same training with recovery."""
     adaptive = AdaptiveTrainer.Config.of(config)
-    adaptive.adaptive = AdaptiveConfig(micro_batch_size=micro_batch_size, memory_limit=memory_limit, search=search)
+    adaptive.adaptive = AdaptiveConfig(micro_batch_size=micro_batch_size, memory_limit=memory_limit)
     return adaptive
 
 

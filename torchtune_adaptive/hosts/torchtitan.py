@@ -8,7 +8,7 @@ torchtitan 0.3.0, which this package does not install.
 
 import logging
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,26 +20,19 @@ from torchtune_adaptive.errors import CannotRecoverError, InputError
 
 log = logging.getLogger(__name__)
 _LABELS = "labels of the loss"  # among the tensors of a batch; no argument of a model can have this name
-_DEGREES_OF_ONE = (
-    "tensor_parallel_degree",
-    "context_parallel_degree",
-    "expert_parallel_degree",
-    "pipeline_parallel_degree",
-)
+_DEGREES_OF_ONE = [f"{kind}_parallel_degree" for kind in ("tensor", "context", "expert", "pipeline")]
 
 
 @dataclass(kw_only=True, slots=True)
 class AdaptiveConfig:
     """How an optimizer step is cut into micro-steps. The field ``adaptive`` of a trainer's config."""
 
-    micro_batch_size: int | None = None
-    """Rows per micro-step, until memory runs out. None: `training.local_batch_size`."""
+    micro_batch_size: int | Literal["search"] | None = None
+    """Rows per micro-step, until memory runs out. None: `training.local_batch_size`. "search": the most that fit, and
+    at most all rows of a rank and step, found before the first step."""
 
     memory_limit: str | None = None
     """Memory that a rank may use in its micro-steps, such as 60GiB. None: what the device has."""
-
-    search: bool = False
-    """Before the first step, search the largest `micro_batch_size` that fits, at most all rows of a rank and step."""
 
 
 class AdaptiveTrainer(Trainer):
@@ -100,12 +93,12 @@ class AdaptiveTrainer(Trainer):
     def _recoverable_step(self, rows: dict[str, Tensor]) -> RecoverableStep[Tensor]:
         """Made in the first optimizer step, when checkpoints have been loaded. A collective."""
         size, (model,) = self.config.adaptive.micro_batch_size, self.model_parts
-        if size is None:
-            size = self._found_size(rows) if self.config.adaptive.search else self.config.training.local_batch_size
+        if size == "search":
+            size = self._found_size(rows)
         return RecoverableStep(
             model,
             self._micro_step,
-            micro_batch_size=size,
+            micro_batch_size=self.config.training.local_batch_size if size is None else size,
             optimizer=list(self.optimizers),
             memory_limit=self.config.adaptive.memory_limit,
             steps_done=self.step - 1,
@@ -140,11 +133,6 @@ class AdaptiveTrainer(Trainer):
 
 def _check_config(config: Any) -> None:
     """Check the settings of which torchtitan has the flags. The rehearsal checks the model itself."""
-    if config.adaptive.search and config.adaptive.micro_batch_size is not None:
-        raise InputError(
-            "With `--adaptive.search`, `--adaptive.micro_batch_size` must not be given, but is"
-            f" {config.adaptive.micro_batch_size}."
-        )
     refused = []
     if not config.training.disable_cuda_graphs:  # a graph has batches of one shape, and keeps gradients
         refused.append("`--training.disable_cuda_graphs` must be set")
