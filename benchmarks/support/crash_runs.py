@@ -558,7 +558,7 @@ def _strike(case: Case, reference: Reference, assets: Path, directory: Path) -> 
 
 def _struck_run(setup: Setup, moment: Moment, assets: Path, directory: Path) -> Launch:
     """A run that is killed at ``moment``, or earlier if its checkpoints are written sooner than expected."""
-    while True:
+    for _ in range(10):
         with launched(setup, assets, directory) as run:
             run.wait_for_start()
             is_struck = moment.wait(run)
@@ -569,6 +569,7 @@ def _struck_run(setup: Setup, moment: Moment, assets: Path, directory: Path) -> 
             raise _NothingLeftError
         shutil.rmtree(directory)
         moment = replace(moment, step=moment.step // 2, delay_s=moment.delay_s / 4)
+    raise AssertionError("ten runs ended before they could be killed while they wrote a checkpoint")
 
 
 def _what_was_struck(run: Launch) -> str:

@@ -52,10 +52,10 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch
 class ShardedTrainee:
     """A small model under FSDP2, sharded per layer and at its root, with AdamW. Always starts from the same state."""
 
-    def __init__(self, *, warm_steps: int = 1, timeout_s: float = 10.0) -> None:
+    def __init__(self, *, warm_steps: int = 1) -> None:
         torch.manual_seed(0)
         self.rank = dist.get_rank()
-        group = dist.new_group(timeout=timedelta(seconds=timeout_s))  # its own group, so that a hang times out soon
+        group = dist.new_group(timeout=timedelta(seconds=60))  # its own group: a hang times out sooner than by default
         assert isinstance(group, dist.ProcessGroup)
         mesh = DeviceMesh.from_group(group, DEVICE)
         layers = [nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2)]

@@ -26,14 +26,20 @@ GONE_S = nodes._GONE_LOOKS * nodes._LOOK_S
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short intervals; the handler of SIGTERM is restored."""
+    """Short intervals, but enough looks that a stalled thread is not gone; the handler of SIGTERM is restored."""
     for name in ("_LOOK_S", "_GRACE_S", "_NEWS_S"):
         monkeypatch.setattr(nodes, name, 0.01)
-    monkeypatch.setattr(nodes, "_GONE_LOOKS", 3)
-    monkeypatch.setattr(nodes, "_START_LOOKS", 6)
+    for name in ("_GONE_LOOKS", "_START_LOOKS"):
+        monkeypatch.setattr(nodes, name, 6000)
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
+
+
+def give_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node is gone after three looks without a beat, or six without its first. For looks of the test alone."""
+    monkeypatch.setattr(nodes, "_GONE_LOOKS", 3)
+    monkeypatch.setattr(nodes, "_START_LOOKS", 6)
 
 
 class Node:
@@ -85,7 +91,8 @@ GONE = "node 1 is gone; its own output says why."
     [([0], ["", "", "", GONE]), ([], ["", "", "", "", "", GONE]), ([0, 3, 6, 9], [""] * 12)],
     ids=["no longer", "never: it may take longer to start", "slowly"],
 )
-def test_a_node_that_does_not_beat_is_gone(beats: list[int], said: list[str]) -> None:
+def test_a_node_that_does_not_beat_is_gone(beats: list[int], said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    give_up_soon(monkeypatch)
     first, second = several(2)
     for look, sentence in enumerate(said):
         if look in beats:
@@ -97,11 +104,12 @@ def test_the_times_are_those_of_the_documents() -> None:
     assert (BEAT_S, GONE_S, NEWS_S, SAVE_S) == (0.5, 30.0, 5.0, 600.0)
 
 
-def test_each_node_watches_the_next_one_that_has_not_ended() -> None:
+def test_each_node_watches_the_next_one_that_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, third = several(3)
     third.look()
     second.watch.start()
     second.watch.close(None)
+    give_up_soon(monkeypatch)
     first.store.set("name/2", "node 2 (there)")
     assert [first.look() for _ in range(4)][-1] == "node 2 (there) is gone; its own output says why."
 
@@ -115,10 +123,11 @@ def test_of_several_reasons_the_first_is_told() -> None:
     assert (first.look(), second.look()) == ("a full disk.", "a full disk.")
 
 
-def test_after_a_complete_run_no_node_is_reported_as_gone() -> None:
+def test_after_a_complete_run_no_node_is_reported_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = several(2)
     second.watch.start()
     second.watch.close(None)
+    give_up_soon(monkeypatch)
     assert [first.look() for _ in range(10)] == [""] * 10
 
 
@@ -136,6 +145,7 @@ def test_a_node_that_fails_stays_until_the_others_have_heard_it() -> None:
     first, second = several(2)
     failing = threading.Thread(target=first.watch.close, args=("a full disk.",))
     failing.start()
+    first.store.wait(["over/0"])  # it has told its reason
     failing.join(0.1)
     assert failing.is_alive()
     second.watch.start()

@@ -122,7 +122,7 @@ class Scenarios:
 
     def a_failure_before_clipping(self) -> str:
         """Rank 1 fails after backward; the others' next collective is inside an operation on DTensors."""
-        trainee = ShardedTrainee(timeout_s=2.0)
+        trainee = ShardedTrainee()
 
         def work() -> None:
             trainee.model(torch.ones(2, 8)).sum().backward()

@@ -605,7 +605,7 @@ class _Chunked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        group = dist.new_group(timeout=timedelta(seconds=10))  # a hang ends soon
+        group = dist.new_group(timeout=timedelta(seconds=60))  # a hang ends sooner
         assert isinstance(group, dist.ProcessGroup)
         mesh = DeviceMesh.from_group(group, "cpu")
         self.shared: Any = nn.Linear(4, 4)
@@ -729,7 +729,7 @@ def _trainers_of_a_larger_program(rank: int) -> dict[str, Any]:
     """What ranks 1 and 2 of three find and do. Rank 0 does not train; rank 1 is in another group with it."""
     plane = DeviceMesh("cpu", [[1], [2]], mesh_dim_names=("replicate", "shard"))
     other: Any = dist.new_group([0, 1])
-    group = dist.new_group([1, 2], timeout=timedelta(seconds=10))
+    group = dist.new_group([1, 2], timeout=timedelta(seconds=60))
     if rank < 2:
         dist.barrier(other)  # both have connected
     if rank == 0:

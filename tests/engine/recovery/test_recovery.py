@@ -108,6 +108,7 @@ def _without_parts(rank: int) -> dict[str, Any]:
 def _hangs(place: int) -> bool:
     """Whether this rank hangs waiting for rank 0, which has failed and issues no more collectives."""
     trials = Trials(Case(timeout_s=2.0))
+    assert trials.recovery  # after the rehearsal, so that only the step below may time out
     with mock.patch.object(Ledger, "replay_rest"):
         try:
             trials.attempt(trials.windows[0], ROWS, {0: Fault(place, ranks=[0])})
