@@ -586,10 +586,8 @@ def _lost_steps(setup: Setup, run: Launch, done: int) -> str:
     every = int(str(setup.overrides["adaptive.save_every_n_steps"]))
     in_background = bool(setup.overrides.get("adaptive.save_in_background"))
     may_be_lost = every * (2 if in_background else 1)
-    kept = [path.name for path in run.out.glob("*_*") if path.name.startswith(("step_", "epoch_"))]
-    last = max((int(name[5:]) for name in kept if name.startswith("step_")), default=0)
-    is_after_epoch = any(name.startswith("epoch_") for name in kept)
-    if done - last > may_be_lost and not is_after_epoch:
+    last = max((one.state.global_step for one in CheckpointFolder(run.out).checkpoints() if one.state), default=0)
+    if done - last > may_be_lost:
         return f"after step {done} the last checkpoint is that of step {last}"
     return ""
 

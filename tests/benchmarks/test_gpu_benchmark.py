@@ -44,15 +44,17 @@ def test_collectives_staged_on_the_host_train_as_fsdp2s_own(tmp_path: Path) -> N
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("ignores", ["", "trap '' TERM; "], ids=["ends on SIGTERM", "ignores it"])
+@pytest.mark.parametrize("ends", [True, False], ids=["ends on SIGTERM", "ignores it"])
 def test_a_part_that_does_not_end_is_killed_with_its_child_processes(
-    ignores: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ends: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(gpu, "_GRACE_S", 1.0)  # time for a shell to start on a busy machine
-    monkeypatch.setattr(gpu, "_ENDING_S", 0.5)
-    _play_instead(monkeypatch, f"({ignores}exec sleep 100) & echo $! > {tmp_path}/started; wait")
+    monkeypatch.setattr(gpu, "_ENDING_S", 30.0 if ends else 0.5)
+    on_sigterm = f"echo > {tmp_path}/ended; exit" if ends else ""
+    _play_instead(monkeypatch, f"(trap '{on_sigterm}' TERM; sleep 100 & wait) & echo $! > {tmp_path}/started; wait")
     result = gpu._play("loop", tmp_path, seconds=0.3)
     assert result["ended"].startswith("killed")
+    assert (tmp_path / "ended").exists() == ends
     started = int((tmp_path / "started").read_text())
     deadline = time.monotonic() + 10.0  # the system may take a moment to remove it
     while Path(f"/proc/{started}").exists() and time.monotonic() < deadline:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchao.optim.subclass_8bit import OptimState8bit
 
 from tests.support.faults import FailsAt, same_bits
 from torchtune_adaptive.engine.distributed.snapshot import (
@@ -301,8 +302,7 @@ def test_changed_buffers_are_found_whatever_changed_them() -> None:
 
 def test_a_wrapper_whose_own_copy_shares_its_memory_is_restored() -> None:
     """torchao's 8-bit optimizer states return themselves when copied to the device that they are on."""
-    low_bit = pytest.importorskip("torchao.optim.subclass_8bit")
-    state = low_bit.OptimState8bit.zeros((4096,), True, 256, torch.device("cpu"))
+    state = OptimState8bit.zeros((4096,), True, 256, torch.device("cpu"))
     state.copy_(torch.linspace(-1, 1, 4096))
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -193,7 +193,7 @@ def play_without_reset_iter_state(rank: int) -> list[Trial]:
 def test_fsdp_is_reset_without_its_own_method_too() -> None:
     for trials in run_on_ranks(play_without_reset_iter_state, 2):
         assert len(trials) >= 9
-        assert [trial for trial in trials if not trial.is_right] == []
+        assert {(trial.outcome, trial.is_right) for trial in trials} == {("OUT_OF_MEMORY", True)}
 
 
 def play_everywhere(rank: int) -> list[Trial]:

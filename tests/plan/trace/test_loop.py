@@ -310,19 +310,23 @@ def test_values_that_follow_from_the_batch_are_read():
     assert seen[0] == (True, 4, 5, [True] * 5, (2, 5))
 
 
-def sharded() -> nn.Module:
-    model = build_model()
+def sharded(model: nn.Sequential | None = None) -> nn.Module:
+    model = model or build_model()
     for module in (model[0], model[1], model):
         fully_shard(module)
     return model
 
 
 def test_ranks_share_parameters_gradients_and_state_under_fsdp2():
-    alone, shared = traced(), traced(build_model=sharded, ranks=4)
+    def wide() -> nn.Sequential:  # small tensors would be rounded up to whole blocks of memory
+        return nn.Sequential(nn.Linear(WIDTH, 256), nn.Linear(256, 256), nn.Linear(256, WIDTH))
+
+    alone, shared = traced(build_model=wide), traced(build_model=lambda: sharded(wide()), ranks=4)
     assert not dist.is_initialized()
     assert (shared.num_parameters, shared.num_trainable) == (alone.num_parameters, alone.num_trainable)
-    kinds = shared.peaks.moment(2, "optimizer").at(2)
-    assert kinds["parameters"] < alone.peaks.moment(2, "optimizer").at(2)["parameters"]
+    whole, parts = (loop.peaks.moment(2, "optimizer").at(2) for loop in (alone, shared))
+    for kind in ("parameters", "gradients", "optimizer state"):
+        assert parts[kind] == pytest.approx(whole[kind] / 4, rel=0.1)
     assert any(moment.at(2)["gathered parameters"] > 0 for moment in shared.peaks.moments)
 
 
