@@ -4,7 +4,6 @@
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -111,7 +110,7 @@ def plain_config(*, chunked: bool = False, accumulate: int = 1, replicas: int = 
         validator=Validator.Config(enable=True, freq=2, steps=1, dataloader=Documents.Config()),
         metrics=MetricsProcessor.Config(log_freq=1),
         debug=DebugConfig(seed=0),
-        dump_folder=tempfile.gettempdir(),
+        dump_folder=os.environ["FOLDER_OF_HOSTS"],
     )
 
 

@@ -3,6 +3,7 @@
 # pyright: reportMissingImports=false, reportArgumentType=false, reportCallIssue=false, reportPrivateImportUsage=false
 # The types of transformers do not hold.
 
+import contextlib
 import os
 import random
 import tempfile
@@ -67,17 +68,19 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def saved_model(host: str) -> str:
-    """The folder of a tiny model, the same for every process of this user."""
-    name = "classifier" if host == "reward" else "causal"
-    folder = f"{tempfile.gettempdir()}/tiny_llama_{name}_{os.getuid()}"
-    if not os.path.exists(f"{folder}/model.safetensors"):
+    """The folder of a tiny model, the same for every process of the tests."""
+    folder = f"{os.environ['FOLDER_OF_HOSTS']}/{'classifier' if host == 'reward' else 'causal'}"
+    if not os.path.exists(folder):
+        made = tempfile.mkdtemp(dir=os.path.dirname(folder))
         torch.manual_seed(0)
         sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
         tokens = {"pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 2}
         config = LlamaConfig(**sizes, **tokens, num_attention_heads=2, num_labels=1 if host == "reward" else 2)
         kind = LlamaForSequenceClassification if host == "reward" else LlamaForCausalLM
-        kind(config).save_pretrained(folder)
-        tokenizer().save_pretrained(folder)
+        kind(config).save_pretrained(made)
+        tokenizer().save_pretrained(made)
+        with contextlib.suppress(OSError):  # another rank was faster
+            os.rename(made, folder)
     return folder
 
 
@@ -385,5 +388,5 @@ def errors_on_rank(rank: int) -> list[str]:
 def on_rank(rank: int) -> None:
     """Tell ``accelerate`` that this process is one of two, whose process group exists."""
     torch.set_num_threads(1)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 29500}
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 0}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="localhost")

@@ -236,10 +236,11 @@ def _resume_alone(rank: int, tiny_dir: Path, died_in: Path) -> tuple[list[str], 
 
 
 def test_another_number_of_ranks_is_noticed_and_the_rate_goes_with_the_batch(
-    ranks: list[dict[str, Any]], tiny_dir: Path, died_in: Path
+    ranks: list[dict[str, Any]], tiny_dir: Path, died_in: Path, tmp_path: Path
 ) -> None:
     """A single rank has half the samples per step, as the config was written for, so its rate is the config's."""
-    ((reasons, steps),) = run_on_ranks(_resume_alone, 1, shallow_assets(tiny_dir), died_in)
+    copy = shutil.copytree(died_in, tmp_path / "died")
+    ((reasons, steps),) = run_on_ranks(_resume_alone, 1, shallow_assets(tiny_dir), copy)
     assert reasons[-2] == "resumed with changes: ranks 2 -> 1; samples per optimizer step 16 -> 8"
     assert {step["global_batch_size"] for step in steps} == {8}
     # after half of the last epoch, which is its first step on two ranks and its second on one
