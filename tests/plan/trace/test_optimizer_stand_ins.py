@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import bitsandbytes.optim
 import pytest
 import torch
 import torchao.optim
@@ -72,14 +73,30 @@ def test_offloaded_gradients_are_gone_after_backward() -> None:
     assert [parameter.grad is None for parameter in made] == [False, True, True, True]
 
 
-@pytest.mark.parametrize(
-    ("name", "states"), [("AdamW", 2), ("Lion", 1), ("AdEMAMix", 3), ("RMSprop", 1), ("LAMB", 2), ("SGD", 1)]
-)
-def test_bitsandbytes_state_is_counted_by_the_optimizers_number_of_tensors(name: str, states: int) -> None:
-    elements = [63, 4097, 4224, 16384]
-    assert state_bytes(stand_in(f"bitsandbytes.optim.{name}")) == [4 * states * n for n in elements]
-    with_scales = [4 * 63, *(n + 4 * -(-n // 256) for n in elements[1:])]
-    assert state_bytes(stand_in(f"bitsandbytes.optim.{name}8bit")) == [states * n for n in with_scales]
+OF_BITSANDBYTES = [name for name, one in vars(bitsandbytes.optim).items() if hasattr(one, "init_state")]
+
+
+def state_of_bitsandbytes(name: str, **options: Any) -> list[int]:
+    """As ``state_bytes``, of the optimizer itself, without tables that all parameters share."""
+    options |= {"momentum": 0.9} if name.startswith(("SGD", "LARS")) else {}
+    itself = getattr(bitsandbytes.optim, name)(parameters(), lr=0.1, **options)
+    (group,) = itself.param_groups
+    for number, parameter in enumerate(group["params"]):
+        itself.init_state(group, parameter, 0, number)
+    states = [itself.state[parameter].items() for parameter in group["params"]]
+    return [sum(v.nbytes for n, v in state if torch.is_tensor(v) and not n.startswith("qmap")) for state in states]
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+@pytest.mark.parametrize("name", OF_BITSANDBYTES)
+def test_bitsandbytes_state_is_that_of_the_optimizer_itself(name: str) -> None:
+    assert state_bytes(stand_in(f"bitsandbytes.optim.{name}")) == state_of_bitsandbytes(name)
+
+
+def test_bitsandbytes_norm_of_an_update_is_kept_if_it_is_limited() -> None:
+    without = stand_in("bitsandbytes.optim.LARS", max_unorm=0.0)
+    assert state_bytes(without) == state_of_bitsandbytes("LARS", max_unorm=0.0)
+    assert state_bytes(without) != state_of_bitsandbytes("LARS")
 
 
 def test_bitsandbytes_options_choose_the_state_as_the_optimizers_name_does() -> None:

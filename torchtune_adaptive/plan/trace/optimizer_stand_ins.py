@@ -20,6 +20,7 @@ _BITSANDBYTES = re.compile(r"bitsandbytes\.optim\.(Paged)?([A-Z][A-Za-z]*?)(8bit
 _STATES = MappingProxyType(
     {"Adam": 2, "AdamW": 2, "LAMB": 2, "Lion": 1, "RMSprop": 1, "Adagrad": 1, "LARS": 1, "SGD": 1, "AdEMAMix": 3}
 )
+_LIMITING_UPDATES = ("LAMB", "LARS")  # relative to the parameter's norm, unless `max_unorm` is 0
 _SMALL_FOR_8_BITS = 4096  # elements: below, bitsandbytes keeps 32-bit state by default
 _TORCHAO = re.compile(r"torchao\.(?:optim|prototype\.low_bit_optim)\.AdamW?(8bit|4bit|Fp8)")
 _TORCHAO_OFFLOADING = re.compile(r"torchao\.(?:optim|prototype\.low_bit_optim)\.CPUOffloadOptimizer")
@@ -46,11 +47,13 @@ def stand_in_for_optimizer(optimizer: DictConfig) -> DictConfig:
     bits = int(match[3].removesuffix("bit")) if match[3] else optimizer.get("optim_bits", 32)
     if bits not in (8, 32):
         raise InputError(f"`optimizer.optim_bits` must be 8 or 32, but is {quote(bits)} instead.")
+    has_state_of_adam = match[2] == "AdEMAMix" and match[3] == "32bit"  # by this name alone bitsandbytes makes it so
     return _stand_in(
         BlockwiseOptimizer,
         bits=bits,
         paged=match[1] is not None or bool(optimizer.get("is_paged", False)),
-        states=_STATES[match[2]],
+        states=_STATES["Adam" if has_state_of_adam else match[2]],
+        keeps_norm=match[2] in _LIMITING_UPDATES and bool(optimizer.get("max_unorm", 1.0)),
         min_8bit_size=require_integer(
             "optimizer.min_8bit_size", optimizer.get("min_8bit_size", _SMALL_FOR_8_BITS), minimum=0
         ),
@@ -86,9 +89,10 @@ class _StandIn(torch.optim.Optimizer):
 class BlockwiseOptimizer(_StandIn):
     """Holds the state of bitsandbytes' optimizers, whose step runs one kernel per parameter.
 
-    8-bit state has a scale for each block; small parameters have 32-bit state. Paged state of large parameters is in
-    managed memory, which can move to the host. It is counted here, but not allocated. See ``get_state_buffer`` and
-    ``init_state`` in bitsandbytes/optim/optimizer.py. Blocks have 256 elements since release 0.45, and had 2048 before.
+    8-bit state has a scale for each block; small parameters have 32-bit state. With ``keeps_norm`` each parameter's
+    state also has the norm of its update. Paged state of large parameters is in managed memory, which can move to the
+    host. It is counted here, but not allocated. See ``get_state_buffer`` and ``init_state`` in
+    bitsandbytes/optim/optimizer.py. Blocks have 256 elements since release 0.45, and had 2048 before.
     Attributes:
         paged_bytes, whole_paged_bytes: bytes of paged state, of this rank and over all ranks.
     """
@@ -96,10 +100,19 @@ class BlockwiseOptimizer(_StandIn):
     _SMALL_FOR_PAGES, _BLOCK = 100_000, 256
 
     def __init__(
-        self, params: Iterable[nn.Parameter], *, lr: float, bits: int, paged: bool, states: int, min_8bit_size: int
+        self,
+        params: Iterable[nn.Parameter],
+        *,
+        lr: float,
+        bits: int,
+        paged: bool,
+        states: int,
+        keeps_norm: bool,
+        min_8bit_size: int,
     ) -> None:
         super().__init__(params, lr=lr)
         self._bits, self._paged, self._states, self._min_8bit_size = bits, paged, states, min_8bit_size
+        self._keeps_norm = keeps_norm
         self.paged_bytes = self.whole_paged_bytes = 0
 
     def _state_of(self, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
@@ -115,6 +128,8 @@ class BlockwiseOptimizer(_StandIn):
         if not small:
             blocks = math.ceil(local_numel / self._BLOCK)
             state |= {f"absmax{n}": torch.zeros(blocks, dtype=torch.float32) for n in range(self._states)}
+        if self._keeps_norm:
+            state["unorm_vec"] = torch.zeros(1, dtype=torch.float32)
         return state
 
 
