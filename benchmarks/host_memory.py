@@ -169,7 +169,7 @@ def _measure(rank: int, assets: Path, kind: str, name: str) -> tuple[int, dict[s
 
 
 def _rows(assets: Path, kind: str, ranks: int, name: str) -> list[list[str]]:
-    """The rows of a case: the planned memory, and the memory of all ranks together."""
+    """The rows of a case: the planned memory, and the sum of the most memory of each rank."""
     cfg = _config(assets, kind, name)
     launch = ConfigLaunch(
         title=name,
@@ -212,9 +212,10 @@ def _report(rows: list[list[str]], run: dict[str, Any]) -> None:
         "",
         provenance(COMMAND, **run),
         "",
-        "*Planned*: tensors on the host, of all ranks. *Anonymous*: the most that all ranks together have had more than"
-        " before set-up. *Of files*: the most that one rank had mapped. *Before*: what one rank's process had, with all"
-        " its imports. A model of 105 million parameters in float32 (0.39 GiB), AdamW; one row of 64 tokens.",
+        "*Planned*: tensors on the host, of all ranks. *Anonymous*: the most that each rank has had more than before"
+        " set-up, summed over the ranks. *Of files*: the most that one rank had mapped. *Before*: what one rank's"
+        " process had, with all its imports. A model of 105 million parameters in float32 (0.39 GiB), AdamW; one row"
+        " of 64 tokens.",
         "",
         *table(header, rows),
     ]

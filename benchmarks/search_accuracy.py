@@ -7,6 +7,7 @@ exhaustive search: a metered step without any limit at 1, 2, 3, ... rows, until 
 used on a rank, and at two sizes more. Prints a table and writes it to ``results/search_accuracy_cpu.md``.
 """
 
+import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -70,8 +71,10 @@ CASES = [
 
 
 def main() -> None:
-    """Measure every case and write the table."""
-    _report(*measured_on_ranks(_measure, RANKS, CASES, make_assets=partial(make_tiny_assets, num_samples=2000)))
+    """Measure every case, write the table, and exit with status 1 if a search is wrong."""
+    rows, run = measured_on_ranks(_measure, RANKS, CASES, make_assets=partial(make_tiny_assets, num_samples=2000))
+    _report(rows, run)
+    sys.exit(_wrong(rows) > 0)
 
 
 def _measure(tiny_dir: Path, cases: list[Case]) -> list[list[str]]:
@@ -118,11 +121,16 @@ def _exhaustive(case: Case, usable_bytes: int, tiny_dir: Path) -> int:
     return fitting[-1]
 
 
+def _wrong(rows: list[list[str]]) -> int:
+    """How many searches have not found the largest batch size."""
+    return sum("WRONG" in cell for row in rows for cell in row)
+
+
 def _report(rows: list[list[str]], run: dict[str, Any]) -> None:
     header = ["case", "limit", "exhaustive"]
     for strategy in STRATEGIES:
         header += [strategy, "probes", "OOMs"]
-    wrong = sum("WRONG" in cell for row in rows for cell in row)
+    wrong = _wrong(rows)
     lines = [
         "# Largest batch size by each strategy against exhaustive search, CPU",
         "",

@@ -41,8 +41,6 @@ def random_config(
             "vocab_size": _SMALLEST_VOCABULARY,
             "lengths": lengths,
         },
-        "checkpointer.checkpoint_dir": str(stage.directory),  # of which nothing is read
-        "checkpointer.checkpoint_files": [],
         "metric_logger": {"_component_": f"{RecordingLogger.__module__}.{RecordingLogger.__name__}"},
         "checkpointer__checkpoint_dir": str(stage.directory),  # nothing is read
         "checkpointer__checkpoint_files": [],
