@@ -35,7 +35,7 @@ METRICS = {
         "tokens", "largest micro-batch per rank, at present, with padding", "with a token budget"
     ),
     "padding": Metric("fraction", "padded tokens among all tokens of rank 0 since the last logged step"),
-    "oom_retries": Metric("count", "times that a step was run again, since the run was started"),
+    "oom_retries": Metric("count", "times that a step was run again, since this process started"),
     "grad_norm": Metric("1", "before clipping", "with `clip_grad_norm`"),
     "peak_memory_bytes": Metric(
         "bytes",
