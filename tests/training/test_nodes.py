@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -145,7 +146,10 @@ def test_a_node_that_fails_stays_until_the_others_have_heard_it() -> None:
     first, second = several(2)
     failing = threading.Thread(target=first.watch.close, args=("a full disk.",))
     failing.start()
-    first.store.wait(["over/0"])  # it has told its reason
+    deadline = time.monotonic() + LONGEST_WAIT_S
+    while not first.store.add("over/0", 0):  # it has not told its reason yet; `wait` would miss it
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     failing.join(0.1)
     assert failing.is_alive()
     second.watch.start()
