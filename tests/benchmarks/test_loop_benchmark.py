@@ -11,7 +11,6 @@ from benchmarks.live import train_again
 from benchmarks.loop import OFF, ON, STOCK, recipe_of
 from benchmarks.step_counts import STEPS, Counts, StepCounter
 from benchmarks.support.ranks import run_on_ranks
-from benchmarks.support.recipe_runs import SHALLOW, shallow_assets
 
 VARIANTS = (STOCK, ON, OFF)
 CASES = [
@@ -33,7 +32,7 @@ def _count(rank: int, kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, 
         "tokenizer__max_seq_len": 32,
         "dataset__split": "train[:60]",
     }
-    options |= SHALLOW | {"max_steps_per_epoch": 1 + STEPS}
+    options |= {"max_steps_per_epoch": 1 + STEPS}
     for case, variant in product(CASES, VARIANTS):
         counter = StepCounter()
         recipe = recipe_of(variant, tiny_dir=tiny_dir, output_dir=output_dir, watch=counter, **options, **case)
@@ -47,7 +46,7 @@ def _count(rank: int, kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, 
 def counted(
     request: pytest.FixtureRequest, tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, dict[str, Counts]]]:
-    return run_on_ranks(_count, 2, request.param, shallow_assets(tiny_dir), tmp_path_factory.mktemp("loop"))
+    return run_on_ranks(_count, 2, request.param, tiny_dir, tmp_path_factory.mktemp("loop"))
 
 
 @pytest.fixture(params=[_name(case) for case in CASES])
@@ -63,7 +62,7 @@ def test_a_step_has_no_more_collectives_than_a_stock_one_and_fewer_reads(by_vari
     assert off == (stock.training - STEPS, 0, STEPS)
     assert on == (off.training, STEPS, off.reads + STEPS)
     assert (stock.agreement, stock.reads) == (0, 2 * STEPS)
-    assert off.training > 5 * STEPS
+    assert off.training > 10 * STEPS
 
 
 def test_the_collectives_of_each_micro_step_and_of_clipping_are_counted(
@@ -73,4 +72,4 @@ def test_the_collectives_of_each_micro_step_and_of_clipping_are_counted(
     for variant in VARIANTS:
         once, once_clipped, twice = (counted[0][_name(case)][variant].training for case in CASES)
         assert once_clipped - once == (2 if torch.__version__.startswith("2.9.") else 1) * STEPS
-        assert twice > once + 5 * STEPS
+        assert twice > once + 10 * STEPS

@@ -38,6 +38,7 @@ def _all_trials(*places: Any) -> dict[str, Any]:
     trials, with_texts = (_trials(*places, **more) for more in ({}, {"dataset__images": WITH_TEXTS}))
     return {
         "parity": trials.parity(2),
+        "search": trials.search(STRATEGIES[:1]),
         "recovery": with_texts.recovery(points=3),
         "resume": with_texts.resume(within_epoch=True),
     }
@@ -83,6 +84,11 @@ def outcomes(tiny_dir: Path, assets: Path, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("kind", KINDS)
 def test_parity(kind: str, outcomes: Any) -> None:
     check_parity(kind, [rank["parity"] for rank in outcomes(kind)], accumulation=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_search(kind: str, outcomes: Any) -> None:
+    check_search([rank["search"] for rank in outcomes(kind)], strategies=STRATEGIES[:1])
 
 
 @pytest.mark.parametrize("kind", KINDS)

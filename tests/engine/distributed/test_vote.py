@@ -81,9 +81,9 @@ class Scenarios:
             next_step_right = same_bits(self.trainee.state(), self.after_a_step)
         return Trial(points, outcome, as_before, next_step_right)
 
-    def one_rank_fails(self, points: int) -> list[Trial]:
+    def one_rank_fails(self) -> list[Trial]:
         operations = self.operations()
-        spread = range(0, operations, operations // points)
+        spread = range(0, operations, operations // POINTS[self.world_size])
         return [self.trial({index % self.world_size: point}) for index, point in enumerate(spread)]
 
     def one_rank_fails_everywhere(self) -> list[Trial]:
@@ -137,8 +137,8 @@ def play(rank: int) -> dict[str, Any]:
     """All scenarios on this rank."""
     scenarios = Scenarios(rank)
     played: dict[str, Any] = {
-        "one rank fails": scenarios.one_rank_fails(POINTS[scenarios.world_size]),
-        "one rank fails at its first step": Scenarios(rank, warm_steps=0).one_rank_fails(9),
+        "one rank fails": scenarios.one_rank_fails(),
+        "one rank fails at its first step": Scenarios(rank, warm_steps=0).one_rank_fails(),
         "two ranks fail": scenarios.two_ranks_fail(),
         "other errors": scenarios.other_errors(),
         "votes and collectives": scenarios.votes_and_collectives(),
@@ -187,12 +187,12 @@ def play_without_reset_iter_state(rank: int) -> list[Trial]:
     """One rank fails, with FSDP as in torch before 2.13."""
     if hasattr(FSDPModule, "reset_iter_state"):
         del FSDPModule.reset_iter_state
-    return Scenarios(rank).one_rank_fails(9)
+    return Scenarios(rank).one_rank_fails()
 
 
 def test_fsdp_is_reset_without_its_own_method_too() -> None:
     for trials in run_on_ranks(play_without_reset_iter_state, 2):
-        assert len(trials) >= 9
+        assert len(trials) >= POINTS[2]
         assert {(trial.outcome, trial.is_right) for trial in trials} == {("OUT_OF_MEMORY", True)}
 
 

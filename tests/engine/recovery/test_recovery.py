@@ -90,7 +90,7 @@ def test_whichever_operation_fails_the_result_is_that_of_a_run_with_the_smaller_
 def _without_parts(rank: int) -> dict[str, Any]:
     """The same faults with a part of recovery disabled. The faults that break the process group come last."""
     trials = Trials(Case())
-    points = every(trials.operations(0), "0", 61)
+    points = every(trials.operations(0), "0", 29)
 
     def as_documented(model: Any) -> None:
         model.reset_iter_state()
@@ -150,9 +150,9 @@ def test_reset_iter_state_alone_is_not_enough(
     tallies = [parts["by reset_iter_state alone"] for parts in without_parts]
     for tally in tallies:
         print(f"{tally.struck} faults, {len(tally.wrong)} results wrong, {len(tally.left_behind)} states left behind")
-    assert all(tally.struck > 9 for tally in tallies)
+    assert all(tally.struck > 20 for tally in tallies)
     if torch.__version__.startswith("2.13."):  # later ones reset parameters and gradients
-        assert all(len(tally.wrong) >= 2 for tally in tallies)
+        assert all(len(tally.wrong) >= 5 for tally in tallies)
     assert any(tally.left_behind for tally in tallies)
 
 
@@ -175,10 +175,10 @@ def test_a_change_of_collectives_is_logged_once_and_an_error_then_ends_the_run(
 
 def _on_four_ranks(rank: int) -> tuple[dict[str, Tally], str]:
     tallies = (
-        _tallies(Case(), "all", 399)
-        | _tallies(Case(hsdp=True, bf16=True), "turns", 399)
-        | _tallies(Case(hsdp=True, sums=True), "all", 799)
-        | _tallies(Case(reshard_after_forward=2, checkpointing=True), "turns", 799)
+        _tallies(Case(), "all", 199)
+        | _tallies(Case(hsdp=True, bf16=True), "turns", 199)
+        | _tallies(Case(hsdp=True, sums=True), "all", 399)
+        | _tallies(Case(reshard_after_forward=2, checkpointing=True), "turns", 399)
     )
     return tallies, _fails_after_an_all_reduce(Trials(Case(hsdp=True, layers=1)))
 
@@ -203,7 +203,7 @@ def four_ranks() -> list[tuple[dict[str, Tally], str]]:
 
 
 def test_four_ranks_and_hsdp_recover_too(four_ranks: list[tuple[dict[str, Tally], str]]) -> None:
-    _assert_clean([tallies for tallies, _ in four_ranks], points=8 if DEVICE == "cpu" else 7)
+    _assert_clean([tallies for tallies, _ in four_ranks], points=16 if DEVICE == "cpu" else 14)
 
 
 def test_an_error_within_an_all_reduce_of_hsdp_is_in_doubt(four_ranks: list[tuple[dict[str, Tally], str]]) -> None:
