@@ -73,8 +73,9 @@ CASES = [
 def main() -> None:
     """Measure every case, write the table, and exit with status 1 if a search is wrong."""
     rows, run = measured_on_ranks(_measure, RANKS, CASES, make_assets=partial(make_tiny_assets, num_samples=2000))
-    _report(rows, run)
-    sys.exit(_wrong(rows) > 0)
+    wrong = sum("WRONG" in cell for row in rows for cell in row)
+    _report(rows, wrong, run)
+    sys.exit(wrong > 0)
 
 
 def _measure(tiny_dir: Path, cases: list[Case]) -> list[list[str]]:
@@ -121,16 +122,10 @@ def _exhaustive(case: Case, usable_bytes: int, tiny_dir: Path) -> int:
     return fitting[-1]
 
 
-def _wrong(rows: list[list[str]]) -> int:
-    """How many searches have not found the largest batch size."""
-    return sum("WRONG" in cell for row in rows for cell in row)
-
-
-def _report(rows: list[list[str]], run: dict[str, Any]) -> None:
+def _report(rows: list[list[str]], wrong: int, run: dict[str, Any]) -> None:
     header = ["case", "limit", "exhaustive"]
     for strategy in STRATEGIES:
         header += [strategy, "probes", "OOMs"]
-    wrong = _wrong(rows)
     lines = [
         "# Largest batch size by each strategy against exhaustive search, CPU",
         "",

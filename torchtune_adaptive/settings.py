@@ -23,6 +23,7 @@ from torchtune_adaptive.errors import (
 )
 from torchtune_adaptive.text import parse_memory
 from torchtune_adaptive.training.batch.increase_function import BatchIncreaseFunction, check_function, load_function
+from torchtune_adaptive.training.batch.noise_scale import MeasuredSchedule
 
 LearningRateScaling: TypeAlias = Literal["none", "sqrt", "linear"]
 Objective: TypeAlias = Literal["memory", "throughput"]
@@ -196,6 +197,11 @@ class AdaptiveSettings:
     def cuts_samples(self) -> bool:
         """Whether a step's samples are cut into micro-batches as memory allows, rather than as torchtune's keys say."""
         return self.global_batch_size is not None or self.max_tokens_per_micro_batch is not None
+
+    @property
+    def measures(self) -> bool:
+        """Whether gradients are measured to decide on growth. A measured step has at least two micro-batches."""
+        return isinstance(self.batch_increase_function, MeasuredSchedule)
 
     @property
     def decides(self) -> bool:

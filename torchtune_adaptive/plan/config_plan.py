@@ -13,7 +13,6 @@ from torchtune_adaptive.plan.host import HostPlan, Launch, plan_host
 from torchtune_adaptive.plan.trace.peaks import StepPeaks, TracedStep
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import data_parallel_ranks
-from torchtune_adaptive.training.batch.noise_scale import MeasuredSchedule
 from torchtune_adaptive.training.batch.rank_shares import check_samples_per_step, largest_share
 
 # Row lengths to plan if neither the user nor the config gives any.
@@ -113,8 +112,7 @@ def as_traced(cfg: DictConfig, settings: AdaptiveSettings) -> DictConfig:
 
     Two need as much memory as more: from the second one on, gradients of earlier micro-steps are in memory.
     """
-    measures = isinstance(settings.batch_increase_function, MeasuredSchedule)
-    if not (settings.cuts_samples or settings.growth_limit != "memory" or measures):
+    if not (settings.cuts_samples or settings.growth_limit != "memory" or settings.measures):
         return cfg
     traced = OmegaConf.merge(cfg, {"gradient_accumulation_steps": 2})
     assert isinstance(traced, DictConfig)

@@ -24,7 +24,6 @@ from torchtune_adaptive.errors import InputError, is_number, quote, require_inte
 from torchtune_adaptive.settings import CONFIG_KEYS, AdaptiveSettings, named_by_path, unread_key
 from torchtune_adaptive.stock.configs import config_of, resolved
 from torchtune_adaptive.stock.installed import adaptive_name, recipe_files, stock_recipe_files
-from torchtune_adaptive.training.batch.noise_scale import MeasuredSchedule
 
 if TYPE_CHECKING:
     from torch import nn
@@ -229,7 +228,7 @@ def _check_steps_after_backward(cfg: DictConfig, settings: AdaptiveSettings) -> 
         value = getattr(settings, name)
         if value != getattr(defaults, name):
             raise InputError(f"`optimizer_in_bwd` must be False with `{name}` {value}, but is True instead.")
-    if isinstance(settings.batch_increase_function, MeasuredSchedule):
+    if settings.measures:
         raise InputError(
             "`optimizer_in_bwd` must be False with a `batch_increase_function` that measures gradients,"
             " but is True instead."
@@ -245,7 +244,7 @@ def _check_tensor_parallel(cfg: DictConfig, settings: AdaptiveSettings) -> None:
             f"`clip_grad_norm` must be null with `tensor_parallel_dim` {dim}, because torch cannot clip gradients of"
             f" different meshes, but is {quote(clips_at)} instead."
         )
-    if dim > 1 and isinstance(settings.batch_increase_function, MeasuredSchedule):
+    if dim > 1 and settings.measures:
         raise InputError(
             "`tensor_parallel_dim` must be 1 with a `batch_increase_function` that measures gradients,"
             f" but is {dim} instead."

@@ -19,7 +19,6 @@ from torchtune_adaptive.errors import InputError, quote
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit, halvings
 from torchtune_adaptive.training.batch.loader import StepLoader, check_fills_step
-from torchtune_adaptive.training.batch.noise_scale import MeasuredSchedule
 from torchtune_adaptive.training.batch.rank_shares import largest_share
 from torchtune_adaptive.training.batch.row_format import Row, RowFormat, check_row_length, is_packed
 
@@ -176,8 +175,7 @@ class SizeFinder:
     def _probe_batch(self, row: Row, rows: int) -> list[list[Row]]:
         """The micro-batches of a probe with ``rows`` copies of ``row``."""
         settings, loader = self.settings, self.loader
-        measures = isinstance(settings.batch_increase_function, MeasuredSchedule)  # a measured step has two
-        if settings.max_tokens_per_micro_batch is not None or settings.growth_limit != "memory" or measures:
+        if settings.max_tokens_per_micro_batch is not None or settings.growth_limit != "memory" or settings.measures:
             return probe_batch(row, rows, micro_steps=2)  # more need no more memory
         steps = math.ceil(loader.rows_per_step / rows) if loader.is_global else loader.micro_steps
         return probe_batch(row, rows, micro_steps=steps)

@@ -20,6 +20,7 @@ _BITSANDBYTES = re.compile(r"bitsandbytes\.optim\.(Paged)?([A-Z][A-Za-z]*?)(8bit
 _STATES = MappingProxyType(
     {"Adam": 2, "AdamW": 2, "LAMB": 2, "Lion": 1, "RMSprop": 1, "Adagrad": 1, "LARS": 1, "SGD": 1, "AdEMAMix": 3}
 )
+_STATES_BY_WHOLE_NAME = MappingProxyType({"AdEMAMix32bit": 2})  # which bitsandbytes gives the state of Adam
 _LIMITING_UPDATES = ("LAMB", "LARS")  # relative to the parameter's norm, unless `max_unorm` is 0
 _SMALL_FOR_8_BITS = 4096  # elements: below, bitsandbytes keeps 32-bit state by default
 _TORCHAO = re.compile(r"torchao\.(?:optim|prototype\.low_bit_optim)\.AdamW?(8bit|4bit|Fp8)")
@@ -47,12 +48,11 @@ def stand_in_for_optimizer(optimizer: DictConfig) -> DictConfig:
     bits = int(match[3].removesuffix("bit")) if match[3] else optimizer.get("optim_bits", 32)
     if bits not in (8, 32):
         raise InputError(f"`optimizer.optim_bits` must be 8 or 32, but is {quote(bits)} instead.")
-    has_state_of_adam = match[2] == "AdEMAMix" and match[3] == "32bit"  # by this name alone bitsandbytes makes it so
     return _stand_in(
         BlockwiseOptimizer,
         bits=bits,
         paged=match[1] is not None or bool(optimizer.get("is_paged", False)),
-        states=_STATES["Adam" if has_state_of_adam else match[2]],
+        states=_STATES_BY_WHOLE_NAME.get(f"{match[2]}{match[3]}", _STATES[match[2]]),
         keeps_norm=match[2] in _LIMITING_UPDATES and bool(optimizer.get("max_unorm", 1.0)),
         min_8bit_size=require_integer(
             "optimizer.min_8bit_size", optimizer.get("min_8bit_size", _SMALL_FOR_8_BITS), minimum=0
