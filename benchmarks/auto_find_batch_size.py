@@ -4,7 +4,7 @@
 
 All runs train the same tiny model with 8 samples per process and step for one epoch, on a card of limited memory, whose
 errors have CUDA's text. A few samples are much longer than the others, and meet one process only. The undisturbed run
-has the same samples and no limit.
+has the same samples and no limit. With ``TEST_DEVICE=cuda``, one process trains a larger model on a GPU.
 """
 
 # pyright: reportMissingImports=false, reportArgumentType=false, reportCallIssue=false, reportPrivateImportUsage=false
@@ -28,20 +28,70 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 from benchmarks.peers.card import card_on
 from benchmarks.provenance import provenance
 from benchmarks.support import ranks
-from benchmarks.support.ranks import run_alone, run_on_ranks
+from benchmarks.support.ranks import DEVICE, run_alone, run_on_ranks
 from benchmarks.tables import publish, table
+from torchtune_adaptive.engine.memory.meter import device_memory_bytes
 from torchtune_adaptive.hosts.transformers import AdaptiveTrainerMixin
 from torchtune_adaptive.text import count_text, parse_memory
 
-RESULT = Path(__file__).parent / "results" / "auto_find_batch_size_cpu.md"
+RESULTS = Path(__file__).parent / "results"
 BATCH, STEPS, LONG_STEPS = 8, 60, (25, 26, 45)  # the steps that have a long sample, counted from 1
 SHOWN = (1, 10, 20, 30, 40, 50)  # the steps whose loss the table has
-LIMIT = "6MiB"
 WAIT_S = 60  # that a rank waits for another
 UNDISTURBED, THEIRS = "undisturbed, no limit", "`auto_find_batch_size`"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What is trained, and on what.
+
+    Attributes:
+        limit: the card's memory.
+        model: the keys of ``LlamaConfig`` that differ from those of a 0.5B model.
+        usual: tokens of a sample, at least and at most.
+        long: tokens of a long sample.
+        precision: keys of ``TrainingArguments``.
+    """
+
+    title: str
+    card: str
+    limit: str
+    model: dict[str, int]
+    usual: tuple[int, int]
+    long: int
+    learning_rate: float
+    precision: dict[str, bool]
+    world_sizes: tuple[int, ...]
+
+
+SCENES = {
+    "cpu": Scene(
+        title="A tiny Llama is trained",
+        card="which is a meter on the CPU",
+        limit="6MiB",
+        model={"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
+        usual=(8, 16),
+        long=120,
+        learning_rate=0.01,
+        precision={"use_cpu": True},
+        world_sizes=(1, 2),
+    ),
+    "cuda": Scene(
+        title="A Llama of 0.8 billion parameters with random weights is trained with `bf16=True`",
+        card="to which the allocator is limited",
+        limit="32GiB",
+        model={"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 12, "num_attention_heads": 32},
+        usual=(256, 512),
+        long=3328,
+        learning_rate=1e-4,
+        precision={"bf16": True},
+        world_sizes=(1,),
+    ),
+}
+SCENE = SCENES[DEVICE]
 OURS: dict[str, dict[str, Any]] = {
     "ours, `micro_batch_size=8`": {"micro_batch_size": BATCH},
-    "ours, searched": {"memory_limit": LIMIT},
+    "ours, searched": {"memory_limit": SCENE.limit},
 }
 NAMES = (UNDISTURBED, THEIRS, *OURS)
 HEADER = (
@@ -57,11 +107,11 @@ HEADER = (
 HEAD = (
     "# An out-of-memory error in the middle of training",
     "",
-    f"A tiny Llama is trained for one epoch of {STEPS} optimizer steps with {BATCH} samples per process and step, on a"
-    f" card of {LIMIT}, which is a meter on the CPU. Steps {', '.join(map(str, LONG_STEPS))} have one much longer"
-    " sample, on the last process. A start is a call of the trainer's loop: `auto_find_batch_size` begins again with"
-    " fewer samples per step, and keeps the weights. The losses are those that the last start logged; the difference"
-    " is from the undisturbed run at the same step.",
+    f"{SCENE.title} for one epoch of {STEPS} optimizer steps with {BATCH} samples per process and step, on a card of"
+    f" {SCENE.limit}, {SCENE.card}. Steps {', '.join(map(str, LONG_STEPS))} have one much longer sample, on the last"
+    " process. A start is a call of the trainer's loop: `auto_find_batch_size` begins again with fewer samples per"
+    " step, and keeps the weights. The losses are those that the last start logged; the difference is from the"
+    " undisturbed run at the same step.",
 )
 PACKAGES = ("torch", "transformers", "accelerate")
 _Host: Any = object
@@ -111,7 +161,7 @@ def rows(world_size: int) -> list[dict[str, list[int]]]:
         step, place = divmod(number, BATCH * world_size)
         is_long = step + 1 in LONG_STEPS and place == BATCH * world_size - 1
         first, stride = chance.randrange(61), chance.choice((1, 2, 5))
-        length = 120 if is_long else chance.randint(8, 16)
+        length = SCENE.long if is_long else chance.randint(*SCENE.usual)
         made.append({"input_ids": [3 + (first + stride * position) % 61 for position in range(length)]})
     return made
 
@@ -130,27 +180,27 @@ def train(rank: int, world_size: int, name: str) -> Run:
         _set_pg_timeout(timedelta(seconds=WAIT_S), _get_default_group())
     transformers.logging.set_verbosity_error()
     transformers.set_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **SCENE.model))
     arguments = TrainingArguments(
         "unused",
         per_device_train_batch_size=BATCH,
         num_train_epochs=1,
-        learning_rate=0.01,
+        learning_rate=SCENE.learning_rate,
         logging_steps=1,
         logging_nan_inf_filter=False,
         save_strategy="no",
         report_to=[],
-        use_cpu=True,
         disable_tqdm=True,
         log_level="error",
         auto_find_batch_size=name == THEIRS,
+        **SCENE.precision,
     )
     options: dict[str, Any] = {"train_dataset": rows(world_size), "data_collator": collate, **OURS.get(name, {})}
     trainer: Any = (Ours if name in OURS else Theirs)(model, arguments, **options)
     trainer.remove_callback(PrinterCallback)
     trainer.run = run = Run()
-    card: Any = card_on(torch.device("cpu"), parse_memory("1TiB" if name == UNDISTURBED else LIMIT))
+    device, limit_bytes = torch.device(DEVICE, 0 if DEVICE == "cuda" else None), parse_memory(SCENE.limit)
+    card: Any = card_on(device, device_memory_bytes(device) if name == UNDISTURBED else limit_bytes)
     card.hold(model)
     started = time.monotonic()
     try:
@@ -188,10 +238,12 @@ def row(name: str, found: list[Run], undisturbed: Run) -> list[str]:
 
 def main() -> None:
     """Train, print the tables and write them."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--commit", help="of this tree, if it is not a repository")
+    commit_name = parser.parse_args().commit
     started, load = time.monotonic(), os.getloadavg()[0]
     lines = []
-    for world_size in (1, 2):
+    for world_size in SCENE.world_sizes:
         all_found = {}
         for name in NAMES:
             print(f"{count_text(world_size, 'rank')}: {name} ...", flush=True)
@@ -208,9 +260,12 @@ def main() -> None:
         )
         title = "One process" if world_size == 1 else "Two processes, DistributedDataParallel"
         lines += ["", f"## {title}", "", *counts, "", *losses]
-    command = ".venv-hosts/bin/python -m benchmarks.auto_find_batch_size"
-    run = provenance(command, seconds=time.monotonic() - started, load=load, packages=PACKAGES)
-    publish([*HEAD[:2], run, "", *HEAD[2:], *lines], RESULT)
+    command, gpu = ".venv-hosts/bin/python -m benchmarks.auto_find_batch_size", "no GPU"
+    if DEVICE == "cuda":  # not before the ranks, which are forked
+        command, gpu = f"TEST_DEVICE=cuda python{command.partition('python')[2]}", torch.cuda.get_device_name()
+    seconds = time.monotonic() - started
+    run = provenance(command, seconds=seconds, load=load, commit_name=commit_name, device=gpu, packages=PACKAGES)
+    publish([*HEAD[:2], run, "", *HEAD[2:], *lines], RESULTS / f"auto_find_batch_size_{DEVICE}.md")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """Sizes found and planned with other kernels: compiled code, and flex attention on packed rows."""
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 
 from benchmarks.live import probe_maker, workload_of
 from benchmarks.on_gpu.random_recipe import let_go, live_random_recipe, start_group
-from benchmarks.on_gpu.sizes import SIZES, cells, config_of, plan_of, searched
+from benchmarks.on_gpu.sizes import SIZES, TRACES_AT_ONCE, cells, config_of, plan_of, searched
 from benchmarks.on_gpu.stage import Section, Stage
 from torchtune_adaptive.engine.search.throughput import tokens_per_second
 from torchtune_adaptive.errors import reason_of
@@ -55,13 +57,17 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     ]
     section = Section(title="Other kernels", header=HEADER, rows=[], text=text, data=[])
     failed: list[str] = []
-    for case in cases(stage):
+    tracer, pool = Tracer(), ThreadPoolExecutor(1 if stage.is_rehearsal else TRACES_AT_ONCE)
+    configs = [config_of(stage, case.config, limit_bytes, **case.keys) for case in cases(stage)]
+    traced = [pool.submit(tracer.step, cfg, world_size=1, seq_lens=[stage.seq_len]) for cfg in configs]
+    for case, cfg, step in zip(cases(stage), configs, traced, strict=True):
         title = f"{case.config}, {case.title}"
         if stage.seconds_left < _SECONDS_FOR_ONE:
             text.append(f"Not measured, because no time was left: {title}.")
         else:
             try:
-                found = _measured(stage, case, limit_bytes)
+                found = _measured(stage, cfg)
+                found |= plan_of(stage, cfg, limit_bytes, step, tracer, used=found["used"])
                 section.data.append({"case": title} | found)
                 outside = ", ".join(map(format_bytes, found["outside_bytes"]))
                 rates = ", ".join(f"{rate:.0f}" for rate in found.get("rates", {}).values())
@@ -72,12 +78,12 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
                 text.append(f"Failed: {title}: {reason_of(error)}.")
                 failed.append(title)
         yield [section]
+    pool.shutdown(cancel_futures=True)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
 
-def _measured(stage: Stage, case: Case, limit_bytes: int) -> dict[str, Any]:
-    cfg = config_of(stage, case.config, limit_bytes, **case.keys)
+def _measured(stage: Stage, cfg: DictConfig) -> dict[str, Any]:
     outside_bytes = _outside_bytes(stage)
     recipe = live_random_recipe(cfg)
     found = searched(recipe, is_timed=False)
@@ -92,7 +98,7 @@ def _measured(stage: Stage, case: Case, limit_bytes: int) -> dict[str, Any]:
     del workload, make_batch
     let_go(recipe)
     torch._dynamo.reset()
-    return found | {"outside_bytes": outside_bytes} | plan_of(stage, cfg, limit_bytes, Tracer(), used)
+    return found | {"outside_bytes": outside_bytes}
 
 
 def _outside_bytes(stage: Stage) -> list[int]:

@@ -22,7 +22,7 @@ from torchtune_adaptive.plan.trace.peaks import TracedStep
 
 _NUM_ROWS = 4096
 _SECONDS_FOR_ONE = 75.0  # a case is not begun with less than that left
-_TRACES_AT_ONCE = 6
+TRACES_AT_ONCE = 6
 SIZES = ["config", "memory", "planned", "found", "one more fits", "steps", "OOMs", "search, s", "peak / may use"]
 SIZES += ["used", "peak / may use", "traced / measured peak"]
 SPEEDS = ["config", "memory", "stock batch_size", "tokens/s", "used", "tokens/s", "ratio"]
@@ -46,7 +46,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
         " interleaved steps."
     )
     failed: list[str] = []
-    with ThreadPoolExecutor(1 if stage.is_rehearsal else _TRACES_AT_ONCE) as pool:
+    with ThreadPoolExecutor(1 if stage.is_rehearsal else TRACES_AT_ONCE) as pool:
         length, tracer = {"world_size": 1, "seq_lens": [stage.seq_len]}, Tracer()
         traced = {name: pool.submit(tracer.step, config_of(stage, name, None), **length) for name in stage.configs}
         for name, limit_bytes in tqdm(cases, desc="sizes", unit=" cases"):
@@ -91,12 +91,7 @@ def _case(stage: Stage, name: str, limit_bytes: int, traced: "Future[TracedStep]
     else:
         found |= searched(recipe, is_timed=limit_bytes == max(stage.limits_bytes) and not stage.is_simulated)
         let_go(recipe)
-    try:
-        traced.result()
-        found |= plan_of(stage, cfg, limit_bytes, tracer, found.get("used"))
-    except InputError as error:
-        found["not_planned"] = str(error)
-    return found
+    return found | plan_of(stage, cfg, limit_bytes, traced, tracer, used=found.get("used"))
 
 
 def searched(recipe: Any, *, is_timed: bool) -> dict[str, Any]:
@@ -126,13 +121,20 @@ def searched(recipe: Any, *, is_timed: bool) -> dict[str, Any]:
     return found
 
 
-def plan_of(stage: Stage, cfg: DictConfig, limit_bytes: int, tracer: Tracer, used: int | None) -> dict[str, Any]:
-    """A plan for the limit, with a calibration of this device if there is one."""
+def plan_of(
+    stage: Stage, cfg: DictConfig, limit_bytes: int, traced: "Future[TracedStep]", tracer: Tracer, *, used: int | None
+) -> dict[str, Any]:
+    """A plan for the limit once ``traced`` is done, with a calibration of this device if there is one."""
     path = stage.calibration_path
     card_bytes = limit_bytes if stage.is_rehearsal else device_memory_bytes(stage.device)
     calibration = Calibration.read(path) if path.exists() else None
     card = Card(name=stage.limit_text(card_bytes), memory_bytes=card_bytes, calibration=calibration)
-    planned = ConfigLaunch(title="random weights", cfg=cfg, card=card, seq_lens=(stage.seq_len,)).plan(tracer)
+    launch = ConfigLaunch(title="random weights", cfg=cfg, card=card, seq_lens=(stage.seq_len,))
+    try:
+        traced.result()
+        planned = launch.plan(tracer)
+    except InputError as error:
+        return {"not_planned": str(error)}
     (length,) = planned.lengths
     found: dict[str, Any] = {"planned": length.largest_batch_size, "certain": length.safe_batch_size}
     if used is not None:
