@@ -180,7 +180,8 @@ def train(rank: int, world_size: int, name: str) -> Run:
         _set_pg_timeout(timedelta(seconds=WAIT_S), _get_default_group())
     transformers.logging.set_verbosity_error()
     transformers.set_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **SCENE.model))
+    with torch.device(DEVICE):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **SCENE.model))
     arguments = TrainingArguments(
         "unused",
         per_device_train_batch_size=BATCH,

@@ -44,7 +44,7 @@ QUESTIONS = {
 }
 ABOUT_GPUS = "What holds on a GPU?"
 NOT_MEASURED = (
-    "Several GPUs, and so NCCL between them; any GPU but one H200, which had a quarter of an hour.",
+    "Several GPUs, and so NCCL between them; any GPU but an H200, which had twice a quarter of an hour.",
     "More than four ranks; two real machines.",
     "Pretrained weights and real data sets. Models here are small and random, data is made up. Large models are"
     " [planned](stock_configs.md), not run.",

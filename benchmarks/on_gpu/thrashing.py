@@ -15,13 +15,19 @@ from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
 
 _ROWS, _STEPS = 4, 8  # rows of a micro-batch, steps of each phase
-PHASES = ("enough memory", "too little, retries not watched", "too little, as it comes")
+# A GPU prepares kernels for each new length, which is not what the others show.
+PHASES = (
+    "each length for the first time",
+    "enough memory",
+    "too little, retries not watched",
+    "too little, as it comes",
+)
 _LIMIT = 1.2  # times the most that is allocated
 HEADER = ["phase", "ms per step", "steps with retries", "micro-batch at the end", "OOMs"]
 
 
 def measure(stage: Stage) -> Iterator[list[Section]]:
-    """Three phases of an epoch each."""
+    """Each phase is an epoch."""
     start_group(stage)
     seq_len = stage.seq_len // 2  # so that most devices have enough memory in the first phase
     cfg = random_config(
@@ -48,9 +54,9 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     text = [
         f"Config `{stage.lora}`, {_ROWS} rows, {_STEPS} steps a phase. In each phase rows grow from"
         f" {SHORTEST_RISING * seq_len:.0f} to {seq_len} random tokens, so that few cached blocks are large enough for"
-        f" the next step. From the second phase on the limit is {_LIMIT} times the most that was allocated in the"
-        " first, so that the allocator finds room only by freeing its cache. In the second phase the package does not"
-        " act on that.",
+        f" the next step. From the third phase on the limit is {_LIMIT} times the most that was allocated in the"
+        " first two, so that the allocator finds room only by freeing its cache. In the third phase the package does"
+        " not act on that.",
         *(f"{event}." for event in events),
     ]
     data = [{"seconds": seen.seconds, "retries": seen.retries, "events": events}]
@@ -63,7 +69,7 @@ def _notices_nothing(is_thrashing: Callable[[PressureWatch], bool]) -> Callable[
 
 
 class Watched(Observed):
-    """Records the retries of each step, lowers the limit for the second phase, and does not watch retries in it."""
+    """Records the retries of each step, lowers the limit for the third phase, and does not watch retries in it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,8 +88,8 @@ class Watched(Observed):
 
     def before_step(self, number: int) -> None:
         micro_batches = self.recipe.trainer.micro_batches
-        # A CPU has no cache: from the second phase on, each step of the largest micro-batch counts as one retry.
-        self._simulated += bool(self.limits) and micro_batches.limit == micro_batches.largest
+        # A CPU has no cache: from the third phase on, each step of the largest micro-batch counts as one retry.
+        self._simulated += len(self.limits) > 1 and micro_batches.limit == micro_batches.largest
         super().before_step(number)
 
     def note_peak(self) -> None:
@@ -103,12 +109,12 @@ class Watched(Observed):
         self.ooms.append(trainer.recoverable.retries - sum(self.ooms))
         if self.is_cuda:
             torch.cuda.empty_cache()  # so that all phases begin alike
-        if len(self.limits) == 1:
+        if len(self.limits) == 2:
             self._tighten()
             self._no_watch.start()
-        elif len(self.limits) == 2:
+        elif len(self.limits) == 3:
             self._no_watch.stop()
-        else:
+        elif len(self.limits) == len(PHASES):
             self._simulates.stop()
 
     def _tighten(self) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchtune_adaptive.engine.compiled import compile_each_size
 from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes, fsdp_states
 from torchtune_adaptive.engine.memory.devices import computing_device, optimizers_of
 from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, MemoryPressure, Recovery, sum_of_results
@@ -103,6 +104,7 @@ class RecoverableStep(Generic[Sums]):
         watch: PressureWatch | None = None,
         steps_done: int = 0,
     ) -> None:
+        compile_each_size()
         self._model = model
         self._micro_step = micro_step
         is_cutter = isinstance(micro_batch_size, Cutter)

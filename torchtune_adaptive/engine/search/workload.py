@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtune_adaptive.engine.compiled import compile_each_size
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.fsdp_state import reset_after_failure
 from torchtune_adaptive.engine.distributed.snapshot import FrozenParameters, restore_on_exit
@@ -57,6 +58,7 @@ class Workload:
         Raises:
             InputError: on exit, a step has changed parameters that are not restored.
         """
+        compile_each_size()
         frozen = FrozenParameters(self.model)
         with restore_on_exit(self.model, self.optimizers) as restore_optimizers, only_new_garbage():
             free_memory(self.device)  # free the allocator's cache after loading the model
