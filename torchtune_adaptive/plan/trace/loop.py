@@ -396,7 +396,7 @@ def _end_process_group(excepthook: Any) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    propagator.propagate_op_sharding.cache_clear()
+    propagator.propagate_op_sharding.cache.cache_clear()
     if hasattr(torch._C, _CLEAR_SHARDINGS):  # newer ones of torch have another cache in C++
         getattr(torch._C, _CLEAR_SHARDINGS)()
     sys.excepthook = excepthook
