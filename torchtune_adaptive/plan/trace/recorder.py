@@ -154,7 +154,8 @@ class StepTrace:
             self._owners[storage] = self._modules.now(self._phase)
 
     def _after_operation(self, func: Any, inputs: Any, outputs: Any) -> None:
-        if func.namespace == "prim":  # optimizers query each fake parameter by such an operation
+        # Optimizers query each fake parameter by an operation of "prim". Torch 2.9 marks code that it compiles.
+        if func.namespace in ("prim", "profiler"):
             return
         for leaf in tree_leaves(outputs):
             for tensor in plain_parts(leaf):
