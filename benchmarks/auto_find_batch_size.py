@@ -46,8 +46,10 @@ class Scene:
     """What is trained, and on what.
 
     Attributes:
-        limit: the card's memory.
-        model: the keys of ``LlamaConfig`` that differ from those of a 0.5B model.
+        title: the beginning of the sentence that says what is trained.
+        card: what has the limited memory.
+        limit: that memory.
+        model: keys of ``LlamaConfig``.
         usual: tokens of a sample, at least and at most.
         long: tokens of a long sample.
         precision: keys of ``TrainingArguments``.

@@ -1,6 +1,6 @@
 """Code that torch compiles for each size of a batch."""
 
-_SHAPES = 256  # torch has no more for one function in any case
+_SHAPES = 256  # more would have no effect: it is torch's `accumulated_recompile_limit`
 
 
 def compile_each_size() -> None:

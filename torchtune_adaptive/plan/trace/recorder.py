@@ -154,7 +154,7 @@ class StepTrace:
             self._owners[storage] = self._modules.now(self._phase)
 
     def _after_operation(self, func: Any, inputs: Any, outputs: Any) -> None:
-        # Optimizers query each fake parameter by an operation of "prim". Torch 2.9 marks code that it compiles.
+        # "prim": optimizers query fake parameters. "profiler": torch 2.9 marks compiled code, but not at every size.
         if func.namespace in ("prim", "profiler"):
             return
         for leaf in tree_leaves(outputs):
