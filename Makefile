@@ -22,7 +22,7 @@ suite: $(STAMP)
 
 # After each edit: tests that start no processes.
 fast: $(STAMP)
-	$(IN_VENV) scripts/test -n 2 -m "not processes and not slow and not exhaustive and not simulated_gpu and not hosts"
+	$(IN_VENV) scripts/test -m "not processes and not slow and not exhaustive and not simulated_gpu and not hosts"
 
 demo: $(STAMP)
 	$(IN_VENV) scripts/demo

@@ -37,12 +37,14 @@ def _train_staged_and_not(rank: int, directory: Path) -> tuple[list[float], floa
     return losses, max(apart)
 
 
+@pytest.mark.exhaustive
 def test_collectives_staged_on_the_host_train_as_fsdp2s_own(tmp_path: Path) -> None:
     (losses, apart), (_, apart_on_peer) = run_on_ranks(_train_staged_and_not, 2, tmp_path)
     assert len(losses) == 2
     assert max(apart, apart_on_peer) < 1e-6
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 @pytest.mark.parametrize("ends", [True, False], ids=["ends on SIGTERM", "ignores it"])
 def test_a_part_that_does_not_end_is_killed_with_its_child_processes(

@@ -202,16 +202,20 @@ def _searched_by_loop() -> dict[str, Any]:
     return {"size": size, "unchanged": same_bits(before, _outcome(model, ())[0])}
 
 
-def _on_two_ranks(rank: int, directory: Path) -> dict[str, Any]:
-    results: dict[str, Any] = {"fsdp2_loop": _compared(partial(_by_loop, fsdp2_loop))}
-    results["titan_style"] = _compared(_by_titan)
-    results["search"] = _searched_by_loop()
-    results["norms"] = [_norms_by_loop(fsdp2_loop), _norms_by_titan()]
+def _with_torch_alone(rank: int, directory: Path) -> dict[str, Any]:
+    return {
+        "fsdp2_loop": _compared(partial(_by_loop, fsdp2_loop)),
+        "titan_style": _compared(_by_titan),
+        "search": _searched_by_loop(),
+        "norms": [_norms_by_loop(fsdp2_loop), _norms_by_titan()],
+    }
 
+
+def _with_transformers(rank: int, directory: Path) -> dict[str, Any]:
     from examples import transformers_loop, transformers_trainer
 
-    results["transformers_loop"] = _compared(partial(_by_loop, transformers_loop))
-    results["norms"].append(_norms_by_loop(transformers_loop))
+    results: dict[str, Any] = {"transformers_loop": _compared(partial(_by_loop, transformers_loop))}
+    results["norms"] = [_norms_by_loop(transformers_loop)]
     sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     if rank == 0:
         for name, dropout in (("dropout", 0.1), ("exact", 0.0)):
@@ -246,22 +250,40 @@ def _alone(directory: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
+def torch_alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The trials of the examples that need only torch, by rank."""
+    return run_on_ranks(_with_torch_alone, 2, tmp_path_factory.mktemp("examples"))
+
+
+@pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """All trials, by rank: once, because each process takes seconds to import ``transformers``."""
-    return run_on_ranks(_on_two_ranks, 2, tmp_path_factory.mktemp("examples"))
+    """The other trials, by rank: once, because each process takes seconds to import ``transformers``."""
+    return run_on_ranks(_with_transformers, 2, tmp_path_factory.mktemp("examples"))
 
 
-@pytest.mark.parametrize(
-    "program", ["fsdp2_loop", "titan_style", "transformers_loop", "transformers_trainer", "transformers_trainer in DDP"]
-)
+def _check_compared(compared: dict[str, Any]) -> None:
+    events = [(2, (1,), "forward", 4, 2), (3, (1,), "backward", 4, 2)]
+    assert compared == {"same": True, "events": events, "events when told": []}
+
+
+@pytest.mark.parametrize("program", ["fsdp2_loop", "titan_style"])
 def test_after_an_error_on_one_rank_two_ranks_train_as_with_smaller_micro_batches(
+    torch_alone: list[dict[str, Any]], program: str
+) -> None:
+    for rank in torch_alone:
+        _check_compared(rank[program])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("program", ["transformers_loop", "transformers_trainer", "transformers_trainer in DDP"])
+def test_after_an_error_on_one_rank_transformers_trains_as_with_smaller_micro_batches(
     results: list[dict[str, Any]], program: str
 ) -> None:
-    events = [(2, (1,), "forward", 4, 2), (3, (1,), "backward", 4, 2)]
     for rank in results:
-        assert rank[program] == {"same": True, "events": events, "events when told": []}
+        _check_compared(rank[program])
 
 
+@pytest.mark.exhaustive
 def test_after_an_error_one_process_with_trainer_trains_as_with_smaller_micro_batches(
     results: list[dict[str, Any]],
 ) -> None:
@@ -269,11 +291,21 @@ def test_after_an_error_one_process_with_trainer_trains_as_with_smaller_micro_ba
     assert results[0]["transformers_trainer alone"] == {"same": True, "events": events, "events when told": []}
 
 
-def test_gradients_are_those_of_the_mean_over_all_ranks_tokens(results: list[dict[str, Any]]) -> None:
+def test_gradients_are_those_of_the_mean_over_all_ranks_tokens(torch_alone: list[dict[str, Any]]) -> None:
+    _check_norms(torch_alone)
+
+
+@pytest.mark.exhaustive
+def test_gradients_of_transformers_are_those_of_the_mean_over_all_ranks_tokens(results: list[dict[str, Any]]) -> None:
+    _check_norms(results)
+
+
+def _check_norms(results: list[dict[str, Any]]) -> None:
     for norm, expected in results[0]["norms"] + results[1]["norms"]:
         assert norm == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_adaptive_trainer_trains_as_trainer_does(results: list[dict[str, Any]]) -> None:
     """Not bit for bit: sums have another order. Parameters are up to about 1, and float32 then rounds by 6e-8."""
     for compared in (results[0]["beside stock"], results[1]["beside stock"], results[0]["beside stock alone"]):
@@ -286,10 +318,11 @@ def test_adaptive_trainer_trains_as_trainer_does(results: list[dict[str, Any]]) 
     assert results[0]["beside stock alone"]["micro-batch"] == 5  # found under a limit of memory
 
 
-def test_a_search_finds_the_same_on_every_rank_and_changes_nothing(results: list[dict[str, Any]]) -> None:
-    assert [rank["search"] for rank in results] == [{"size": 4, "unchanged": True}] * 2
+def test_a_search_finds_the_same_on_every_rank_and_changes_nothing(torch_alone: list[dict[str, Any]]) -> None:
+    assert [rank["search"] for rank in torch_alone] == [{"size": 4, "unchanged": True}] * 2
 
 
+@pytest.mark.exhaustive
 def test_a_search_with_padding_finds_the_largest_batch(results: list[dict[str, Any]]) -> None:
     found = results[0]["found"]
     two, three, *_, last = found.probes
@@ -298,6 +331,7 @@ def test_a_search_with_padding_finds_the_largest_batch(results: list[dict[str, A
     assert last.peak_bytes <= usable_bytes < last.peak_bytes + (three.peak_bytes - two.peak_bytes)
 
 
+@pytest.mark.exhaustive
 def test_every_program_runs_as_a_script(results: list[dict[str, Any]]) -> None:
     printed = results[0]["printed"]
     assert printed.count("micro-batch") == 10  # five steps of each loop

@@ -21,9 +21,9 @@ from torchtune_adaptive.training.sizes import probe_batch
 
 SEQ_LEN, IMAGES = 40, 2
 SIZES = (1, 2, 5)
-RARE = [("full", 2), ("full_single", 1), ("lora_single", 1)]
+RARE = [("full", 2), ("full_single", 1), ("lora", 2)]
 CASES = [
-    ("lora", 2),
+    ("lora_single", 1),
     *(pytest.param(kind, ranks, marks=pytest.mark.exhaustive) for kind, ranks in RARE),
 ]
 

@@ -31,16 +31,14 @@ from torchtune_adaptive.training.sizes import probe_batch
 SEQ_LEN = 40
 SIZES = (1, 2, 5)
 PHASES = ["forward", "loss", "backward", "clip", "optimizer"]
-ONE_DEVICE, METHODS = ["lora_kd_single"], ["full_dpo"]
+ONE_DEVICE = ["lora_kd_single"]
 # These are planned like those above, except for some parts. On one rank nothing is sharded, as on one device.
-OTHERS = ["full", "lora", "lora_dpo", "lora_kd", "full_qat", "lora_qat"]
+OTHERS = ["full", "lora", "full_dpo", "lora_dpo", "lora_kd", "full_qat", "lora_qat"]
 TP = " with tensor parallelism"
 OTHERS_ON_ONE_DEVICE = ["full_single", "lora_single", "lora_dpo_single"]
-GROUPS = ([f"full{TP}"], ONE_DEVICE, METHODS, OTHERS, OTHERS_ON_ONE_DEVICE)
-RARE = [(f"full{TP}", 4), *((kind, 2) for kind in OTHERS)] + [
-    (kind, 1) for kind in METHODS + OTHERS + OTHERS_ON_ONE_DEVICE
-]
-CASES: list[Any] = [(f"full{TP}", 2)] + [(kind, 2) for kind in METHODS] + [(kind, 1) for kind in ONE_DEVICE]
+GROUPS = ([f"full{TP}"], ONE_DEVICE, OTHERS, OTHERS_ON_ONE_DEVICE)
+RARE = [(f"full{TP}", 4), *((kind, 2) for kind in OTHERS)] + [(kind, 1) for kind in OTHERS + OTHERS_ON_ONE_DEVICE]
+CASES: list[Any] = [(f"full{TP}", 2)] + [(kind, 1) for kind in ONE_DEVICE]
 CASES += [pytest.param(*case, marks=pytest.mark.exhaustive) for case in RARE]
 DEEP = {
     "model__num_layers": 10,

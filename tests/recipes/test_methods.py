@@ -13,7 +13,7 @@ from tests.support.method_runs import LOGGED_OTHERWISE, ROWS_THAT_FIT, STRATEGIE
 
 # Finetuning has test files of its own, and the others combine features of the remaining kinds: exhaustive tests only.
 ELSEWHERE = (
-    *("full", "lora", "full_single", "lora_single", "lora_dpo", "lora_dpo_single", "lora_kd"),
+    *("full", "lora", "full_single", "lora_single", "full_dpo", "lora_dpo", "lora_kd"),
     *("full_qat", "lora_qat"),
 )
 KINDS = [pytest.param(kind, marks=pytest.mark.exhaustive) if kind in ELSEWHERE else kind for kind in RECIPES]

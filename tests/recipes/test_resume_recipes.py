@@ -25,6 +25,7 @@ from benchmarks.support.recipe_runs import (
     stock_recipe,
     stock_resuming_config,
     tiny_config,
+    trained,
 )
 from torchtune_adaptive.errors import InputError, RunEnded
 
@@ -87,26 +88,19 @@ def _die(rank: int, tiny_dir: Path, output_dir: Path) -> None:
     finished(Dying, tiny_config("full", tiny_dir, output_dir, **RUN))
 
 
-def _resume_all(rank: int, tiny_dir: Path, died_in: Path, copies: dict[str, Path], output_dir: Path) -> dict[str, Any]:
-    """A whole run; resumes of the killed run, also with other data and memory; resumes by and from the stock recipe."""
-    ours, stock = adaptive_recipe("full"), stock_recipe("full")
+def _resume_all(rank: int, tiny_dir: Path, died_in: Path, copy: Path, output_dir: Path) -> dict[str, Any]:
+    """A whole run, and resumes of the killed run, also with other data and memory."""
+    ours = adaptive_recipe("full")
     whole, whole_parameters, _ = finished(ours, tiny_config("full", tiny_dir, output_dir, **RUN))
     changed = RUN | {"dataset__split": "train[:34]", "epochs": 3}
     changed["adaptive"] = changed["adaptive"] | {"memory_limit": "128MiB"}
-    changed_steps, _, changed_recipe = finished(ours, resuming_config("full", tiny_dir, copies["changed"], **changed))
+    changed_steps, _, changed_recipe = finished(ours, resuming_config("full", tiny_dir, copy, **changed))
     other: dict[str, Any] = RUN | {
         "batch_increase_function": {"_component_": "tests.support.growth_functions.Stubborn"}
     }
     with pytest.raises(InputError) as refusal:
         set_up(ours, resuming_config("full", tiny_dir, died_in, **other))
     resumed, parameters, _ = finished(ours, resuming_config("full", tiny_dir, died_in, **RUN))
-    by_stock = set_up(stock, stock_resuming_config("full", tiny_dir, copies["opened"], epochs_run=2, **PLAIN))
-    by_ours = set_up(ours, resuming_config("full", tiny_dir, copies["opened"], **PLAIN))
-    finished(stock, tiny_config("full", tiny_dir, output_dir / "stock", **PLAIN))
-    after_stock = [
-        finished(stock, stock_resuming_config("full", tiny_dir, output_dir / "stock", epochs_run=2, **PLAIN))[0],
-        finished(ours, resuming_config("full", tiny_dir, output_dir / "stock", **PLAIN))[0],
-    ]
     return {
         "whole": [[step[name] for name in FIGURES] for step in whole],
         "resumed": [[step[name] for name in FIGURES] for step in resumed],
@@ -114,8 +108,6 @@ def _resume_all(rank: int, tiny_dir: Path, died_in: Path, copies: dict[str, Path
         "stopped": _stopped(rank, tiny_dir, output_dir / "stopped", whole_parameters),
         "changed": (changed_recipe.trainer.record.history, [step["global_batch_size"] for step in changed_steps]),
         "refusal": str(refusal.value),
-        "opened by stock": same_bits(local_parameters(by_stock._model), local_parameters(by_ours._model)),
-        "after stock": [[(step["step"], step["lr"], step["loss"]) for step in steps] for steps in after_stock],
     }
 
 
@@ -155,11 +147,18 @@ def died_in(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(tiny_dir: Path, died_in: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    copies = {name: tmp_path_factory.mktemp("copies") / name for name in ("changed", "opened")}
-    for copy in copies.values():  # a resumed run keeps only the optimizer state of its last epoch
-        shutil.copytree(died_in, copy)
-    return run_on_ranks(_resume_all, 2, shallow_assets(tiny_dir), died_in, copies, tmp_path_factory.mktemp("whole"))
+def copies(died_in: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of the killed run before it is resumed: a resumed run keeps only the optimizer state of its last epoch."""
+    directory = tmp_path_factory.mktemp("copies")
+    return {name: shutil.copytree(died_in, directory / name) for name in ("changed", "opened")}
+
+
+@pytest.fixture(scope="module")
+def ranks(
+    tiny_dir: Path, died_in: Path, copies: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    arguments = shallow_assets(tiny_dir), died_in, copies["changed"], tmp_path_factory.mktemp("whole")
+    return run_on_ranks(_resume_all, 2, *arguments)
 
 
 def test_a_killed_run_resumes_like_the_uninterrupted_one(ranks: list[dict[str, Any]]) -> None:
@@ -221,11 +220,31 @@ def test_a_schedule_that_does_not_accept_the_state_of_another_is_refused(ranks: 
         assert rank["refusal"].endswith(": KeyError: 'seen'.")
 
 
-def test_stock_and_adaptive_recipes_open_each_others_checkpoints(ranks: list[dict[str, Any]]) -> None:
-    assert all(rank["opened by stock"] for rank in ranks)
-    by_stock, by_ours = ranks[0]["after stock"]
-    assert [step for step, *_ in by_stock] == [5, 6]
-    assert by_ours == by_stock
+def _resume_each_other(rank: int, tiny_dir: Path, by_ours: Path, by_stock: Path) -> tuple[list[bool], list[Any]]:
+    """Whether both recipes load the same from a checkpoint of each, and how they then go on from the stock recipe's."""
+    ours, stock = adaptive_recipe("full"), stock_recipe("full")
+    finished(stock, tiny_config("full", tiny_dir, by_stock, **PLAIN))
+    equal, resumed = [], []
+    for directory in (by_ours, by_stock):
+        recipes = [
+            set_up(stock, stock_resuming_config("full", tiny_dir, directory, epochs_run=2, **PLAIN)),
+            set_up(ours, resuming_config("full", tiny_dir, directory, **PLAIN)),
+        ]
+        equal.append(same_bits(*(local_parameters(recipe._model) for recipe in recipes)))
+        if directory == by_stock:
+            resumed = [[(step["step"], step["lr"], step["loss"]) for step in trained(recipe)[0]] for recipe in recipes]
+    return equal, resumed
+
+
+@pytest.mark.exhaustive
+def test_stock_and_adaptive_recipes_open_each_others_checkpoints(
+    tiny_dir: Path, copies: dict[str, Path], tmp_path: Path
+) -> None:
+    found = run_on_ranks(_resume_each_other, 2, shallow_assets(tiny_dir), copies["opened"], tmp_path)
+    assert [equal for equal, _ in found] == [[True, True]] * 2
+    after_stock, after_ours = found[0][1]
+    assert [step for step, *_ in after_stock] == [5, 6]
+    assert after_ours == after_stock
 
 
 def _resume_alone(rank: int, tiny_dir: Path, died_in: Path) -> tuple[list[str], list[dict[str, float]]]:

@@ -24,6 +24,7 @@ from benchmarks.support.recipe_runs import (
 from torchtune_adaptive.training import sizes
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
 
+pytestmark = pytest.mark.exhaustive
 UNEQUAL = ("40MiB", "80MiB")  # rank 0's limit, the lower one, counts for both
 DOUBLING = {"_component_": "torchtune_adaptive.schedule.geometric"}
 SAMPLES = 120  # of an epoch, on both ranks

@@ -36,6 +36,7 @@ ON_FOUR_RANKS = [
     *ON_EITHER_RANK,
     *(Case(hsdp=True, sums=sums, bf16=not sums, accumulation=2) for sums in (False, True)),
 ]
+exhaustive_on_cpus: Any = pytest.mark.exhaustive if DEVICE == "cpu" else lambda test: test
 RESETS_ITSELF = hasattr(FSDPModule, "reset_iter_state")
 KINDS: list[dict[str, Any]] = [
     {},
@@ -100,9 +101,8 @@ def _without_parts(rank: int) -> dict[str, Any]:
     if RESETS_ITSELF:
         with mock.patch("torchtune_adaptive.engine.recovery.attempts.reset_after_failure", as_documented):
             tally = trials.tally(points)
-    drifted = _drifted()
     hung = [_hangs(place) for place in (5, 400, 700)]  # in forward, in the loss, in backward
-    return {"hung": hung, "by reset_iter_state alone": tally, "drifted": drifted}
+    return {"hung": hung, "by reset_iter_state alone": tally}
 
 
 def _hangs(place: int) -> bool:
@@ -118,7 +118,7 @@ def _hangs(place: int) -> bool:
     return False
 
 
-def _drifted() -> list[str]:
+def _drifted(rank: int) -> list[str]:
     """A model whose collectives change after the rehearsal, and then an error at the same place on both ranks."""
     trials = Trials(Case())
     assert trials.recovery
@@ -139,10 +139,12 @@ def without_parts() -> list[dict[str, Any]]:
     return run_on_ranks(_without_parts, 2)
 
 
+@pytest.mark.exhaustive
 def test_without_the_replay_the_peers_hang(without_parts: list[dict[str, Any]]) -> None:
     assert without_parts[1]["hung"] == [True, True, True]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not RESETS_ITSELF, reason="FSDP2 has no `reset_iter_state` before torch 2.13")
 def test_reset_iter_state_alone_is_not_enough(
     without_parts: list[dict[str, Any]],
@@ -156,11 +158,8 @@ def test_reset_iter_state_alone_is_not_enough(
     assert any(tally.left_behind for tally in tallies)
 
 
-def test_a_change_of_collectives_is_logged_once_and_an_error_then_ends_the_run(
-    without_parts: list[dict[str, Any]],
-) -> None:
-    for parts in without_parts:
-        warning, error = parts["drifted"]
+def test_a_change_of_collectives_is_logged_once_and_an_error_then_ends_the_run() -> None:
+    for warning, error in run_on_ranks(_drifted, 2):
         assert warning == (
             "Micro-steps no longer issue the collectives of the rehearsal:"
             " from now on an out-of-memory error ends the run. A likely cause is gradient accumulation by"
@@ -202,10 +201,12 @@ def four_ranks() -> list[tuple[dict[str, Tally], str]]:
     return run_on_ranks(_on_four_ranks, 4)
 
 
+@exhaustive_on_cpus
 def test_four_ranks_and_hsdp_recover_too(four_ranks: list[tuple[dict[str, Tally], str]]) -> None:
     _assert_clean([tallies for tallies, _ in four_ranks], points=16 if DEVICE == "cpu" else 14)
 
 
+@exhaustive_on_cpus
 def test_an_error_within_an_all_reduce_of_hsdp_is_in_doubt(four_ranks: list[tuple[dict[str, Tally], str]]) -> None:
     for _, sentence in four_ranks:
         assert "it is unknown whether it was issued" in sentence
