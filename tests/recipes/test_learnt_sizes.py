@@ -22,6 +22,7 @@ from benchmarks.support.recipe_runs import (
 )
 from torchtune_adaptive.testing import out_of_memory
 
+pytestmark = pytest.mark.exhaustive  # the engine's own tests are in the suite
 CAPACITY = 700  # tokens; micro-batches of four rows have up to 1024
 RUN: dict[str, Any] = SHALLOW | {
     "epochs": 2,
