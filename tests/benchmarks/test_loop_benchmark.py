@@ -12,12 +12,12 @@ from benchmarks.loop import OFF, ON, STOCK, recipe_of
 from benchmarks.step_counts import STEPS, Counts, StepCounter
 from benchmarks.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.exhaustive
 VARIANTS = (STOCK, ON, OFF)
 CASES = [
     {"gradient_accumulation_steps": accumulation, "clip_grad_norm": clip}
     for accumulation, clip in ((1, None), (1, 1.0), (2, None))
 ]
-KINDS = ["full", "lora"]
 
 
 def _name(case: dict[str, Any]) -> str:
@@ -42,7 +42,7 @@ def _count(rank: int, kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, 
     return found
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["full", "lora"])
 def counted(
     request: pytest.FixtureRequest, tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, dict[str, Counts]]]:
@@ -56,7 +56,6 @@ def by_variant(request: pytest.FixtureRequest, counted: list[dict[str, dict[str,
     return first
 
 
-@pytest.mark.exhaustive
 def test_a_step_has_no_more_collectives_than_a_stock_one_and_fewer_reads(by_variant: dict[str, Counts]) -> None:
     """Loss and tokens share one collective; recovery adds one on the CPU group, and the reading of its answer."""
     stock, on, off = (by_variant[variant] for variant in VARIANTS)
@@ -66,7 +65,6 @@ def test_a_step_has_no_more_collectives_than_a_stock_one_and_fewer_reads(by_vari
     assert off.training > 10 * STEPS
 
 
-@pytest.mark.exhaustive
 def test_the_collectives_of_each_micro_step_and_of_clipping_are_counted(
     counted: list[dict[str, dict[str, Counts]]],
 ) -> None:

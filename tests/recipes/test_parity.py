@@ -33,7 +33,7 @@ COMMON: dict[str, Any] = {
 IN_BACKWARD = {"gradient_accumulation_steps": 1, "clip_grad_norm": None, "optimizer_in_bwd": True}
 
 
-UNCLIPPED = {"gradient_accumulation_steps": 2, "clip_grad_norm": None}  # clipped ones are in `test_methods.py`
+UNCLIPPED = {"gradient_accumulation_steps": 4, "clip_grad_norm": None}  # clipped ones are in `test_methods.py`
 ON_TWO_RANKS: list[dict[str, Any]] = [
     {"kind": "full"} | UNCLIPPED,
     {"kind": "lora"} | UNCLIPPED,
@@ -61,8 +61,8 @@ def _name(case: dict[str, Any]) -> str:
 
 def _train_both(number: int, case: dict[str, Any], tiny_dir: Path, output_dir: Path) -> Outcome:
     ranks = 1 if case["kind"].endswith("_single") else 2
-    # In an epoch, on each rank; with an accumulation of 2, one micro-batch is left over.
-    micro_batches = 9 if case["gradient_accumulation_steps"] == 3 else 5
+    # In an epoch, on each rank; with an accumulation of 4, one micro-batch is left over.
+    micro_batches = 5 if case["gradient_accumulation_steps"] == 1 else 9
     samples = COMMON["batch_size"] * micro_batches * ranks
     overrides = {"dataset__split": f"train[:{samples}]"} | COMMON | case
     kind = overrides.pop("kind")

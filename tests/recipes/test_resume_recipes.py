@@ -224,16 +224,16 @@ def _resume_each_other(rank: int, tiny_dir: Path, by_ours: Path, by_stock: Path)
     """Whether both recipes load the same from a checkpoint of each, and how they then go on from the stock recipe's."""
     ours, stock = adaptive_recipe("full"), stock_recipe("full")
     finished(stock, tiny_config("full", tiny_dir, by_stock, **PLAIN))
-    equal, resumed = [], []
-    for directory in (by_ours, by_stock):
-        recipes = [
+
+    def opened(directory: Path) -> list[Any]:
+        return [
             set_up(stock, stock_resuming_config("full", tiny_dir, directory, epochs_run=2, **PLAIN)),
             set_up(ours, resuming_config("full", tiny_dir, directory, **PLAIN)),
         ]
-        equal.append(same_bits(*(local_parameters(recipe._model) for recipe in recipes)))
-        if directory == by_stock:
-            resumed = [[(step["step"], step["lr"], step["loss"]) for step in trained(recipe)[0]] for recipe in recipes]
-    return equal, resumed
+
+    pairs = [opened(by_ours), opened(by_stock)]
+    equal = [same_bits(*(local_parameters(recipe._model) for recipe in pair)) for pair in pairs]
+    return equal, [[(step["step"], step["lr"], step["loss"]) for step in trained(recipe)[0]] for recipe in pairs[1]]
 
 
 @pytest.mark.exhaustive

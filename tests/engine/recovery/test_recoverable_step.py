@@ -654,7 +654,7 @@ def _faults_in_a_chunked_loss(rank: int) -> tuple[int, list[int]]:
 
     expected = gradients(1, never := Fault(None))
     struck, wrong = 0, []
-    for place in range(0, never.count, 11):
+    for place in range(0, never.count, 5):
         fault = Fault(place, ranks=[place % 2])
         if not same_bits(gradients(2, fault, number=place // 2 % 2), expected):
             wrong.append(place)
@@ -664,7 +664,7 @@ def _faults_in_a_chunked_loss(rank: int) -> tuple[int, list[int]]:
 
 def test_settings_of_fsdp_that_a_failed_micro_step_has_changed_are_restored() -> None:
     for struck, wrong in run_on_ranks(_faults_in_a_chunked_loss, 2):
-        assert struck > 10
+        assert struck > 20
         assert wrong == []
 
 
