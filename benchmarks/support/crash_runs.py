@@ -92,7 +92,8 @@ class Setup:
     Attributes:
         kind: full or lora.
         ranks: 1: the recipe for a single device, unless ``is_distributed``.
-        overrides: of the config ``tiny/KIND``, by dotted keys.
+        overrides: of the config, by dotted keys.
+        config_file: "" means the config ``tiny/KIND``.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Setup:
     ranks: int
     overrides: Mapping[str, object]
     is_distributed: bool = False
+    config_file: str = ""
 
     @property
     def recipe(self) -> str:
@@ -109,8 +111,8 @@ class Setup:
 
     @property
     def config(self) -> str:
-        """The name of the config for ``tune run``."""
-        return f"tiny/{self.kind}"
+        """The name or path of the config for ``tune run``."""
+        return self.config_file or f"tiny/{self.kind}"
 
     @property
     def epochs(self) -> int:

@@ -229,17 +229,11 @@ def test_a_run_that_is_asked_to_end_saves_its_turn_and_resumes_with_the_same_siz
 
 @dataclass(frozen=True)
 class PpoSetup(Setup):
-    """PPO with a turn of one optimizer step, by the config at ``path``."""
-
-    path: str = ""
+    """PPO with a turn of one optimizer step."""
 
     @property
     def recipe(self) -> str:
         return "adaptive_ppo_full_finetune_single_device"
-
-    @property
-    def config(self) -> str:
-        return self.path
 
     @property
     def epochs(self) -> int:
@@ -254,7 +248,7 @@ def ppo_setup(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> PpoSetu
     cfg.output_dir = "/"  # the command line has another
     path = tmp_path_factory.mktemp("config") / "ppo.yaml"
     OmegaConf.save(cfg, path)
-    return PpoSetup("PPO", "ppo", 1, {"adaptive.save_every_n_steps": 2}, path=str(path))
+    return PpoSetup("PPO", "ppo", 1, {"adaptive.save_every_n_steps": 2}, config_file=str(path))
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Models of texts and images do what each recipe can do with texts: parity, search, growth, recovery, resume."""
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from benchmarks.support import images
+from benchmarks.support.crash_runs import Case, Setup, reference_of, strike
 from benchmarks.support.ranks import run_alone, run_on_ranks
 from benchmarks.support.recipe_runs import COMMON, adaptive_recipe, finished, set_up, tiny_config, without_saving
 from tests.recipes.test_methods import check_parity, check_recovery, check_resume, check_search
@@ -123,6 +125,26 @@ def test_tune_run_ends_well_with_faults(kind: str, tiny_dir: Path, assets: Path,
     cfg = tiny_config(kind, tiny_dir, tmp_path, metric_logger=logger, **COMMON | options)
     OmegaConf.save(cfg, tmp_path / "config.yaml")
     check_tune_run_with_faults(kind, 2, config=str(tmp_path / "config.yaml"), directory=tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_run_killed_at_any_moment_resumes_as_if_it_had_not_been(
+    kind: str, tiny_dir: Path, assets: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.yaml"
+    of_sixteen_steps = {"dataset__images": WITH_TEXTS, "dataset__count": 32, "epochs": 2}
+    OmegaConf.save(
+        tiny_config(kind, tiny_dir, tmp_path, **COMMON | images.config_of(kind, assets) | of_sixteen_steps), config
+    )
+    overrides = {"epochs": 2, "adaptive.save_every_n_steps": 2}
+    setup = Setup(f"{kind}, 2 ranks, images", kind, 2, overrides, config_file=str(config))
+    whole = reference_of(setup, tiny_dir, tmp_path / "whole")
+    assert whole.last_step == 16
+    for number, writing in enumerate(("", "step")):
+        case = Case(number, setup, writing, strikes=1)
+        assert strike(case, whole, tiny_dir, tmp_path / str(number)).problems == []
 
 
 # ---- the cut of a step
