@@ -153,6 +153,7 @@ class Job(Run):
     def wait_for_restart(self) -> None:
         """Wait until the job, which was put back into the queue, trains again: ``steps`` are then those since."""
         self.wait_for("PENDING")
+        time.sleep(2)  # Slurm counts in seconds, and refuses a start in the second in which the job was ended
         self.update("starttime=now")  # else Slurm waits for two minutes
         following = self._steps_path.with_name("steps_1.jsonl")
         self._wait_until(following.exists)
