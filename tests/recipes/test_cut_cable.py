@@ -9,9 +9,8 @@ from benchmarks.support.two_machines import missing
 
 pytestmark = pytest.mark.exhaustive
 GOES_ON = {"undisturbed", "slow", "lossy", "cut_for_a_moment", "unplugged_for_a_moment"}
-# docs/several_nodes.md: 30 s, and 5 s until an error of torch is shown. The rest is for a busy machine, on which 70 s
-# have been seen. A run that notices nothing waits for torch's limits, ten minutes and more.
-LONGEST_S = 120.0
+# docs/several_nodes.md: 30 s, and 5 s until an error of torch is shown. The rest is for a busy machine.
+LONGEST_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -133,11 +133,9 @@ def test_tune_run_ends_well_with_faults(kind: str, tiny_dir: Path, assets: Path,
 def test_a_run_killed_at_any_moment_resumes_as_if_it_had_not_been(
     kind: str, tiny_dir: Path, assets: Path, tmp_path: Path
 ) -> None:
+    options = images.config_of(kind, assets) | {"dataset__images": WITH_TEXTS, "dataset__count": 32}
     config = tmp_path / "config.yaml"
-    of_sixteen_steps = {"dataset__images": WITH_TEXTS, "dataset__count": 32, "epochs": 2}
-    OmegaConf.save(
-        tiny_config(kind, tiny_dir, tmp_path, **COMMON | images.config_of(kind, assets) | of_sixteen_steps), config
-    )
+    OmegaConf.save(tiny_config(kind, tiny_dir, tmp_path, **COMMON | options), config)
     overrides = {"epochs": 2, "adaptive.save_every_n_steps": 2}
     setup = Setup(f"{kind}, 2 ranks, images", kind, 2, overrides, config_file=str(config))
     whole = reference_of(setup, tiny_dir, tmp_path / "whole")
