@@ -27,6 +27,7 @@ QUESTIONS = {
     "after_errors_simulated": "And if it is torch's own allocator for CUDA that runs out of memory?",
     "recovery_cost_cpu": "What does `RecoverableStep` cost in a plain loop?",
     "auto_find_batch_size_cpu": "What does an error in the middle of training cost with `transformers.Trainer`?",
+    "auto_find_batch_size_cuda": "And on a GPU?",
     "loop_cpu": "How fast are the recipes compared with torchtune's?",
     "host_growth_cpu": "Does host memory grow with the steps of a sharded model?",
     "crashes_cpu": "Does a killed run continue with the same results?",
@@ -44,7 +45,7 @@ QUESTIONS = {
 }
 ABOUT_GPUS = "What holds on a GPU?"
 NOT_MEASURED = (
-    "Several GPUs, and so NCCL between them; any GPU but an H200, which had twice a quarter of an hour.",
+    "Several GPUs, and so NCCL between them; any GPU but an H200, which had three times a quarter of an hour.",
     "More than four ranks; two real machines.",
     "Pretrained weights and real data sets. Models here are small and random, data is made up. Large models are"
     " [planned](stock_configs.md), not run.",
