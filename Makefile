@@ -96,8 +96,9 @@ slurm: $(STAMP)
 cable: $(STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -rs -m exhaustive tests/recipes/test_cut_cable.py
 
+# Hours; `TESTS=tests/engine` runs those of one folder.
 exhaustive: $(STAMP)
-	$(IN_VENV) scripts/test -m exhaustive
+	$(IN_VENV) scripts/test -m exhaustive $(TESTS)
 
 format: $(STAMP)
 	.venv/bin/ruff format
