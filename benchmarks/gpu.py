@@ -29,7 +29,7 @@ from benchmarks.tables import table
 
 _ROOT = Path(__file__).parent.parent
 RESULTS = _ROOT / "benchmarks" / "results"
-# Seconds that a part may take. A part that has to choose does the most important first.
+# Seconds that a part may take on a GPU. A part that has to choose does the most important first.
 PARTS = {
     "calibrate": 60,
     "sizes": 420,
@@ -44,6 +44,7 @@ PARTS = {
     "command": 120,
     "texts": 120,
 }
+_WITHOUT_GPU = 4  # times as many, where nothing but a slow machine can take long
 _GRACE_S = 15  # after which a part that has not ended gets SIGTERM
 _ENDING_S = 40  # after which it gets SIGKILL; a launcher gives its ranks 30
 # Title and warning for what is no GPU.
@@ -70,13 +71,14 @@ def main() -> None:
     if gpu is None:
         print("There is no CUDA device: every part is rehearsed on the CPU, with a tiny model, and measures no GPU.")
     name = "rehearsal_cpu" if gpu is None else "simulated" if gpu == SIMULATED else _slug(gpu)
+    times = _WITHOUT_GPU if gpu in (None, SIMULATED) else 1
     stem: Path = options.output or RESULTS / f"gpu_{name}"
     deadline = time.monotonic() + 60 * options.minutes
     results = _earlier(stem, but=options.parts) if options.keep else []
     with tempfile.TemporaryDirectory() as directory:
         for part in options.parts:
             left = deadline - _GRACE_S - time.monotonic()
-            result = _play(part, Path(directory), seconds=min(PARTS[part], left))
+            result = _play(part, Path(directory), seconds=min(times * PARTS[part], left))
             print(f"{part}: {result['ended']} after {result['seconds']:.0f} s", flush=True)
             results.append(result | {"about": _about(gpu, commit_name=options.commit)})
             _write(results, stem, gpu=gpu)

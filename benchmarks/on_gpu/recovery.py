@@ -35,11 +35,12 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
         part = ["-m", "benchmarks.on_gpu", "ranks", str(output), str(stage.seconds_left), str(stage.directory)]
         with subprocess.Popen([sys.executable, *launch, *part]) as ranks:
             try:
-                ranks.wait(timeout=max(1.0, stage.seconds_left))
+                ended = f"status {ranks.wait(timeout=max(1.0, stage.seconds_left))}"
             except subprocess.TimeoutExpired:
+                ended = "no time was left"
                 ranks.terminate()  # which ends the ranks too
         if ranks.returncode or not output.exists():
-            text.append(f"{world_size} ranks did not come to their end: status {ranks.returncode}.")
+            text.append(f"{world_size} ranks did not come to their end: {ended}.")
             yield [section]
             failed.append(world_size)
             continue
