@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import gpu
+from benchmarks.on_gpu import recovery
 from benchmarks.on_gpu.random_recipe import live_random_recipe, logged, random_config
-from benchmarks.on_gpu.stage import Section, Stage, stage_for
+from benchmarks.on_gpu.stage import SIMULATED, Section, Stage, stage_for
 from benchmarks.on_gpu.staged import stage_collectives
 from benchmarks.support.ranks import run_on_ranks
 from benchmarks.support.recipe_runs import local_parameters
@@ -70,6 +72,41 @@ def test_a_part_that_fails_is_reported_and_keeps_its_sections(monkeypatch: pytes
     result = gpu._play("loop", tmp_path, seconds=5.0)
     assert result["ended"] == "failed with exit status 3"
     assert result["sections"] == [{"title": "so far"}]
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("a GPU", 100), (SIMULATED, 400)])
+def test_a_simulated_gpu_has_more_time_for_a_part(
+    device: str, seconds: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    monkeypatch.setattr(gpu, "_about", lambda *_, **__: "about")
+    monkeypatch.setattr(gpu, "_play", lambda part, _, *, seconds: given.append(seconds) or _result(part, "abc"))
+    monkeypatch.setattr("sys.argv", ["gpu", "--parts", "recovery", "--output", str(tmp_path / "found")])
+    with pytest.raises(SystemExit, match="False"):
+        gpu.main()
+    assert given == [seconds]
+
+
+@pytest.mark.processes
+def test_ranks_that_fail_or_have_no_time_left_are_named(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    instead = tmp_path / "python"
+    instead.write_text('#!/bin/sh\n[ "$5" = 2 ] && exit 3\nexec sleep 100\n')  # $5: how many ranks
+    instead.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(instead))
+    seen = recovery.measure(stage)
+    (section,) = next(seen)
+    monkeypatch.setattr(Stage, "seconds_left", 0.0)
+    next(seen)
+    assert section.text[1:] == [
+        "2 ranks did not come to their end: status 3.",
+        "4 ranks did not come to their end: no time was left.",
+    ]
+    with pytest.raises(SystemExit, match=r"\[2, 4\]"):
+        next(seen)
 
 
 def test_results_name_what_failed_and_that_no_gpu_was_measured(tmp_path: Path) -> None:
