@@ -326,13 +326,16 @@ def test_a_run_that_torchtune_saves_in_the_background_resumes_like_the_uninterru
         assert parameters_equal
 
 
-def _low_bits(rank: int, tiny_dir: Path, output_dir: Path, component: str) -> dict[str, Any]:
-    """Whether each checkpoint of a run resumes bit for bit as the run continued."""
+def _with_few_bits(component: str) -> dict[str, Any]:
     inductor.force_disable_caches = True  # torch would reuse code compiled for one of these optimizers for another
     adaptive = {"save_every_n_steps": 1, "oom_recovery": False}
     options = SHALLOW | {"epochs": 2, "max_steps_per_epoch": 2, "optimizer": {"_component_": component, "lr": 1e-3}}
-    options |= {"batch_size": 2, "tokenizer__max_seq_len": 64, "adaptive": adaptive}
-    recipe = adaptive_recipe("full")
+    return options | {"batch_size": 2, "tokenizer__max_seq_len": 64, "adaptive": adaptive}
+
+
+def _low_bits(rank: int, tiny_dir: Path, output_dir: Path, component: str) -> dict[str, Any]:
+    """Whether each checkpoint of a run resumes bit for bit as the run continued."""
+    options, recipe = _with_few_bits(component), adaptive_recipe("full")
     steps, parameters, _ = finished(recipe, tiny_config("full", tiny_dir, output_dir, **options))
     found = {}
     places = {"step_3": 3, "step_1": 1, "epoch_0": 2}
@@ -353,3 +356,19 @@ def test_optimizers_of_few_bits_resume_bit_for_bit(name: str, tiny_dir: Path, tm
         assert found.pop("epoch_0", True)
         assert found == {"step_3": True, "step_1": True}
     assert (tmp_path / "epoch_1").is_dir()
+
+
+def _saved_by_stock(rank: int, tiny_dir: Path, output_dir: Path, component: str) -> None:
+    cfg = tiny_config("full", tiny_dir, output_dir, **_with_few_bits(component))
+    with pytest.raises(NotImplementedError):
+        finished(stock_recipe("full"), cfg)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page says it of torch 2.13")
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_torchtunes_run_ends_where_the_state_of_such_an_optimizer_cannot_be_gathered(
+    name: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    run_on_ranks(_saved_by_stock, 2, shallow_assets(tiny_dir), tmp_path, f"torchao.optim.{name}")
+    assert not list(tmp_path.glob("epoch_*"))

@@ -77,6 +77,7 @@ def test_a_value_that_one_node_refuses_ends_both_with_one_sentence_each(
         (sentence,) = said(run)
         assert sentence == REFUSED or sentence.endswith(f"({socket.gethostname()}) has ended the run: {REFUSED}")
         assert own is BAD or sentence != REFUSED
+        assert "Traceback" in run.output.partition(sentence)[2]  # torchrun's own
 
 
 @pytest.mark.exhaustive
@@ -158,6 +159,57 @@ def test_when_only_a_launcher_is_killed_all_ranks_save(killed: int, tiny_dir: Pa
 
 
 @pytest.mark.exhaustive
+def test_ranks_that_do_not_end_after_the_loss_of_the_rendezvous_are_killed_30_s_later(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    with two_nodes(tiny_dir, tmp_path, [{}, {}], holds=[2]) as runs:
+        runs[0].wait_for_step(2)
+        for run in runs:
+            assert len(run.processes) == 2
+        runs[0].send(signal.SIGKILL)
+        started = time.monotonic()
+        assert runs[1].wait() == 1
+        waited = time.monotonic() - started
+        assert runs[0].is_held(2)
+    assert 29.0 < waited < 29.0 + QUICKLY_S
+    assert runs[0].checkpoints == []
+
+
+@pytest.mark.exhaustive
+def test_during_the_set_up_a_launcher_without_a_rendezvous_ends_its_ranks_at_once(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    with two_nodes(tiny_dir, tmp_path, [{}, {}]) as runs:
+        for run in runs:
+            run.wait_for_start()
+            assert run.wait_until(lambda run=run: len(run.processes) == 2)
+        runs[0].send(signal.SIGKILL)
+        started = time.monotonic()
+        assert runs[1].wait() == 1
+        assert time.monotonic() - started < 29.0
+    assert [run.step for run in runs] == [0, 0]
+    assert said(runs[1]) == []
+    assert "RendezvousConnectionError" in runs[1].output
+
+
+@pytest.mark.exhaustive
+def test_when_a_node_stands_still_the_other_says_so_and_torchrun_ends_ranks_that_wait_for_it(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    """No collective fails: the connections stay open."""
+    with two_nodes(tiny_dir, tmp_path, [{}, {}], ranks=2, holds=[2]) as runs:
+        runs[0].wait_for_step(2)
+        assert [len(run.processes) for run in runs] == [3, 3]
+        runs[1].send_all(signal.SIGSTOP)
+        runs[0].release(2)
+        runs[0].wait_for_words("is gone; its own output says why.")
+        started = time.monotonic()
+        assert runs[0].wait() == 1
+        assert time.monotonic() - started < QUICKLY_S
+    assert len(said(runs[0])) == 1
+
+
+@pytest.mark.exhaustive
 def test_when_one_of_several_ranks_of_a_node_is_killed_both_nodes_say_which_node_it_was(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
@@ -180,3 +232,13 @@ def test_nodes_without_a_shared_folder_are_refused_if_they_are_to_save_steps(tin
         assert ends(runs) == [1, 1]
     assert [len(said(run)) for run in runs] == [1, 1]
     assert all(said(run)[0].startswith("`adaptive.save_every_n_steps` must be null") for run in runs)
+
+
+@pytest.mark.exhaustive
+def test_only_rank_0_writes_checkpoints_after_epochs(tiny_dir: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("here", "there")]
+    with two_nodes(tiny_dir, tmp_path, [{"output_dir": str(folder)} for folder in folders]) as runs:
+        assert ends(runs) == [0, 0], runs[0].output[-3000:]
+    written = [(folder / "epoch_0").exists() for folder in folders]
+    assert sorted(written) == [False, True]
+    assert written == [(folder / "adaptive_log.jsonl").exists() for folder in folders]  # which rank 0 writes too
