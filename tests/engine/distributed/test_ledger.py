@@ -171,7 +171,7 @@ def replicated() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4))
     for module in (*model, model):
-        replicate(module, mesh=init_device_mesh("cpu", (2,)))
+        replicate(module, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",)))
     return model
 
 
