@@ -414,6 +414,7 @@ def test_options_of_a_hugging_face_model_are_refused_with_a_config(
     program.refuses(*FULL, "--memory", "H100", *option, sentence=sentence)
 
 
+@pytest.mark.slow
 def test_a_hugging_face_model_is_planned_from_its_config(program: Program, tmp_path: Path) -> None:
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}

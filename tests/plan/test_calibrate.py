@@ -212,6 +212,7 @@ def test_a_train_step_reaches_every_parameter_and_leaves_no_gradient() -> None:
     assert all(parameter.grad is None for parameter in parameters)
 
 
+@pytest.mark.slow
 def test_the_calibrated_model_is_traced_without_its_memory() -> None:
     small, large = CalibrationLoop().traced_bytes([2, 8])
     with torch.device("meta"):

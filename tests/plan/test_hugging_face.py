@@ -47,6 +47,7 @@ def bytes_of(plan: Plan, kind: str) -> float:
     return plan.decisive.asked[0].kinds[kind]
 
 
+@pytest.mark.slow
 def test_weights_gradients_and_optimizer_state_have_the_types_of_the_run(path: str) -> None:
     low, full, mixed = (planned(path), planned(path, dtype="fp32"), planned(path, dtype="mixed"))
     assert [plan.step.num_parameters for plan in (low, full, mixed)] == [WEIGHTS] * 3
@@ -60,6 +61,7 @@ def test_weights_gradients_and_optimizer_state_have_the_types_of_the_run(path: s
     assert bytes_of(low, "activations") < bytes_of(full, "activations")
 
 
+@pytest.mark.slow
 def test_checkpointing_and_a_chunked_loss_take_less(path: str) -> None:
     usual = planned(path)
     assert planned(path, checkpointing=False).size(64).peak_bytes > usual.size(64).peak_bytes
@@ -68,18 +70,21 @@ def test_checkpointing_and_a_chunked_loss_take_less(path: str) -> None:
     assert chunked.step.num_parameters == WEIGHTS
 
 
+@pytest.mark.slow
 def test_two_ranks_hold_half_of_the_weights(path: str) -> None:
     one, two = planned(path), planned(path, ranks=2)
     assert bytes_of(two, "parameters") == pytest.approx(bytes_of(one, "parameters") / 2, rel=0.05)
     assert two.step.num_parameters == WEIGHTS
 
 
+@pytest.mark.slow
 def test_sgd_has_no_state_and_accumulation_keeps_gradients(path: str) -> None:
     assert bytes_of(planned(path, optimizer="sgd"), "optimizer state") == 0
     once, twice = planned(path, optimizer="sgd"), planned(path, optimizer="sgd", micro_steps=4)
     assert twice.decisive.asked[0].phases["forward"] > once.decisive.asked[0].phases["forward"]
 
 
+@pytest.mark.slow
 def test_bitsandbytes_is_imported_before_the_trace_pretends_to_have_a_gpu(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +102,7 @@ def test_bitsandbytes_is_imported_before_the_trace_pretends_to_have_a_gpu(
     assert not on_gpu["bitsandbytes"]
 
 
+@pytest.mark.slow
 def test_a_model_without_fused_attention_has_what_transformers_chooses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
