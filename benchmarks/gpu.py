@@ -44,7 +44,7 @@ PARTS = {
     "command": 120,
     "texts": 120,
 }
-_WITHOUT_GPU = 4  # times as many, where nothing but a slow machine can take long
+_TIMES_WITHOUT_GPU = 4  # as many seconds if there is no GPU, so that a slow machine is no failure
 _GRACE_S = 15  # after which a part that has not ended gets SIGTERM
 _ENDING_S = 40  # after which it gets SIGKILL; a launcher gives its ranks 30
 # Title and warning for what is no GPU.
@@ -71,7 +71,7 @@ def main() -> None:
     if gpu is None:
         print("There is no CUDA device: every part is rehearsed on the CPU, with a tiny model, and measures no GPU.")
     name = "rehearsal_cpu" if gpu is None else "simulated" if gpu == SIMULATED else _slug(gpu)
-    times = _WITHOUT_GPU if gpu in (None, SIMULATED) else 1
+    times = _TIMES_WITHOUT_GPU if gpu in _ABOUT else 1
     stem: Path = options.output or RESULTS / f"gpu_{name}"
     deadline = time.monotonic() + 60 * options.minutes
     results = _earlier(stem, but=options.parts) if options.keep else []

@@ -15,7 +15,6 @@ import torch
 
 from benchmarks.support.crash_runs import Launch, Setup, finished, last_weights, launched, step_difference
 from tests.support.run_logs import events_in
-from torchtune_adaptive.training.checkpoints.folder import CheckpointFolder
 
 SHORT = {"epochs": 1, "max_steps_per_epoch": 4, "tokenizer.max_seq_len": 128}
 MIB64, MIB128 = {"adaptive.memory_limit": "64MiB"}, {"adaptive.memory_limit": "128MiB"}
@@ -132,7 +131,7 @@ def test_when_a_node_is_killed_the_other_ends_and_both_resume_later(
         assert time.monotonic() - started < QUICKLY_S
     (sentence,) = said(other)
     assert sentence.endswith("is gone; its own output says why.")
-    assert [one.path.name for one in CheckpointFolder(runs[0].out).checkpoints()] == ["step_1", "step_2"]
+    assert runs[0].checkpoints == ["step_1", "step_2"]
     with two_nodes(tiny_dir, tmp_path / "two", each, ranks=2) as again:
         assert ends(again) == [0, 0], again[0].output[-3000:]
     assert "step_2" in {run.resumed_from for run in again}
@@ -155,7 +154,7 @@ def test_when_only_a_launcher_is_killed_all_ranks_save(killed: int, tiny_dir: Pa
         runs[0].release(2)
         assert runs[killed].wait() == -signal.SIGKILL
         assert runs[1 - killed].wait() == 1
-    assert [one.path.name for one in CheckpointFolder(runs[0].out).checkpoints()] == ["step_3"]
+    assert runs[0].checkpoints == ["step_3"]
 
 
 @pytest.mark.exhaustive
@@ -181,7 +180,6 @@ def test_during_the_set_up_a_launcher_without_a_rendezvous_ends_its_ranks_at_onc
 ) -> None:
     with two_nodes(tiny_dir, tmp_path, [{}, {}]) as runs:
         for run in runs:
-            run.wait_for_start()
             assert run.wait_until(lambda run=run: len(run.processes) == 2)
         runs[0].send(signal.SIGKILL)
         started = time.monotonic()
