@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.on_gpu.stage import stage_for
-from torchtune_adaptive.engine.distributed.snapshot import FrozenParameters
+from torchtune_adaptive.engine.distributed.snapshot import UnchangedParameters
 from torchtune_adaptive.files import write_whole
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     stage = stage_for(Path(directory), seconds=float(seconds))
     if not stage.has_values:  # nor checksums
-        FrozenParameters.first_changed = lambda self: ""
+        UnchangedParameters.first_changed = lambda self: ""
     for sections in importlib.import_module(f"{__package__}.{part}").measure(stage):
         write_whole(Path(output), json.dumps([asdict(section) for section in sections]))
     sys.stdout.flush()

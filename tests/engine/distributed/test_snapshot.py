@@ -18,9 +18,9 @@ from torchao.optim.subclass_8bit import OptimState8bit
 
 from tests.support.faults import FailsAt, same_bits
 from torchtune_adaptive.engine.distributed.snapshot import (
-    FrozenParameters,
     KeptTensors,
     RandomStates,
+    UnchangedParameters,
     keep_random_states,
     restore_on_exit,
 )
@@ -245,6 +245,17 @@ def test_existing_gradients_are_removed() -> None:
     assert all(parameter.grad is None for parameter in trainee.model.parameters())
 
 
+def test_modes_of_modules_are_restored_also_after_an_exception() -> None:
+    trainee = Trainee()
+    trainee.frozen.eval()
+    before = [module.training for module in trainee.model.modules()]
+    with contextlib.suppress(KeyError), restore_on_exit(trainee.model, trainee.optimizers):
+        trainee.frozen.train()
+        trainee.model.eval()
+        raise KeyError
+    assert [module.training for module in trainee.model.modules()] == before
+
+
 @pytest.mark.parametrize("trainee_class", [Trainee, OptimizerPerParameter])
 def test_the_yielded_function_restores_all_optimizers_and_nothing_else(trainee_class: type[Trainee]) -> None:
     trainee = trainee_class()
@@ -333,7 +344,7 @@ def test_a_frozen_parameter_of_any_type_and_layout_is_seen_to_change(
     model = nn.Module()
     model.same = nn.Parameter(torch.zeros(0), requires_grad=False)
     model.changed = nn.Parameter(part(torch.ones(16).to(dtype)), requires_grad=False)
-    frozen = FrozenParameters(model)
+    frozen = UnchangedParameters(model, are_trained=False)
     assert frozen.first_changed() == ""
     last = model.changed[..., -1] if model.changed.dim() > 0 else model.changed
     last.zero_()

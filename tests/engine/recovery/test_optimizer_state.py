@@ -1,14 +1,20 @@
 """An optimizer whose state was made before training trains to the same bits as one that made it at its first step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.optim import SGD, Adam, AdamW
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state
+from torchtune_adaptive import InputError, RecoverableStep, find_max_batch_size
+from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state, check_optimizers, drop_unused_states
 from torchtune_adaptive.testing import Fault
 
 STEPS = 5
@@ -135,13 +141,44 @@ def test_a_scheduler_does_not_learn_of_the_step(has_stepped: bool) -> None:
     assert scheduler.get_last_lr() == [group["lr"] for group in trainee.optimizer.param_groups] == [0.1, 0.1]
 
 
-def test_what_a_user_does_after_each_step_is_not_done() -> None:
+def test_what_a_user_does_before_and_after_each_step_is_not_done() -> None:
     trainee = Trainee()
-    averaged: list[Any] = []
-    trainee.optimizer.register_step_post_hook(lambda *_: averaged.append(trainee.bits()))
-    allocate_state(trainee.optimizer)
-    assert averaged == []
-    assert trainee.train() == averaged
+    before, after, after_any = list[Any](), list[Any](), list[Any]()
+    trainee.optimizer.register_step_pre_hook(lambda *_: before.append(trainee.bits()))
+    trainee.optimizer.register_step_post_hook(lambda *_: after.append(trainee.bits()))
+    handle = register_optimizer_step_post_hook(lambda *_: after_any.append(trainee.bits()))
+    assert allocate_state(trainee.optimizer)
+    assert before == after == after_any == []
+    assert trainee.train() == after == after_any
+    assert len(before) == STEPS
+    handle.remove()
+
+
+# ---- states of parameters that are not used
+
+
+def test_states_of_parameters_without_gradients_are_dropped_and_training_is_as_if_they_had_never_been(
+    kind: Any, options: dict[str, Any]
+) -> None:
+    untouched, prepared = Trainee(kind, **options), Trainee(kind, **options)
+    for trainee in (untouched, prepared):
+        trainee.trained.pop(1)  # `train` gives it no gradients
+    assert allocate_state(prepared.optimizer)
+    drop_unused_states([prepared.optimizer], prepared.trained)
+    assert [id(one) for one in prepared.optimizer.state] == [id(one) for one in prepared.trained]
+    assert prepared.train() == untouched.train()
+    assert len(prepared.optimizer.state) == len(untouched.optimizer.state) == 2
+
+
+def test_no_state_is_dropped_that_a_step_has_created() -> None:
+    trainee = Trainee()
+    trainee.train()
+    before = dict(trainee.optimizer.state)
+    drop_unused_states([trainee.optimizer], [])
+    assert dict(trainee.optimizer.state) == before
+    other = Adagrad(trainee.trained)  # it has zeros from the start
+    drop_unused_states([other], [])
+    assert len(other.state) == len(trainee.trained)
 
 
 # ---- what is left alone
@@ -208,3 +245,108 @@ def test_out_of_memory_half_way_leaves_nothing_behind(options: dict[str, Any]) -
         assert trainee.has_its_rates()
         assert trainee.bits() == before
         assert trainee.train() == trained
+
+
+# ---- optimizers that cannot train the model
+
+
+@pytest.fixture
+def group_of_one(tmp_path: Path) -> Iterator[None]:
+    """A process group with this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Holding(SGD):
+    """An optimizer of some parameters that leaves the others to another optimizer."""
+
+    def __init__(self, parameters: list[nn.Parameter], other: torch.optim.Optimizer) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.others = {"other": other}
+
+
+class WithoutInit(torch.optim.Optimizer):
+    """As torchao's ``CPUOffloadOptimizer``, it does not call ``Optimizer.__init__``."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inner = AdamW(parameters)
+        self.param_groups = self.inner.param_groups
+
+
+def why_refused(optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
+    with pytest.raises(InputError) as raised:
+        check_optimizers([optimizer], model)
+    return str(raised.value)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_an_optimizer_from_before_fully_shard_is_told_to_come_after_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    early = AdamW(model.parameters())
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    check_optimizers([AdamW(model.parameters())], model)
+    expected = "lacks one of shape (3, 4) from before it was sharded: create the optimizer after `fully_shard`"
+    assert expected in why_refused(early, model)
+    assert expected in why_refused(Holding(list(model[1].parameters()), early), model)
+
+
+def assign(model: nn.Module) -> None:
+    model.load_state_dict(nn.Linear(4, 3).state_dict(), assign=True)
+
+
+def to_empty(model: nn.Module) -> None:
+    model.to_empty(device="cpu")
+
+
+@pytest.mark.parametrize("replace", [assign, to_empty])
+def test_an_optimizer_whose_parameters_were_replaced_is_told_to_come_later(
+    replace: Callable[[nn.Module], None],
+) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 3)
+    early = AdamW(model.parameters())
+    replace(model)
+    check_optimizers([AdamW(model.parameters())], model)
+    assert "such as `to_empty` or `load_state_dict(assign=True)`" in why_refused(early, model)
+
+
+def test_an_optimizer_of_another_model_is_told_to_bring_both() -> None:
+    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    both = AdamW([*model.parameters(), *other.parameters()])
+    assert why_refused(both, model).endswith("lacks one of shape (3, 4): pass several models in an `nn.ModuleList`.")
+    check_optimizers([both], nn.ModuleList([model, other]))
+
+
+def test_an_optimizer_without_state_of_torch_is_refused_by_name() -> None:
+    model = nn.Linear(4, 3)
+    assert "`WithoutInit` has none" in why_refused(WithoutInit(model.parameters()), model)
+
+
+def search(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
+    def train_step(batch: torch.Tensor) -> None:
+        model(batch).sum().backward()
+        optimizer.step()
+
+    return find_max_batch_size(
+        train_step, lambda rows: torch.ones(rows, 4), model=model, optimizer=optimizer, memory_limit="64KiB"
+    )
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
+    recoverable = RecoverableStep(
+        model, lambda batch: model(batch).sum().backward(), micro_batch_size=2, optimizer=optimizer
+    )
+    recoverable(torch.ones(4, 4))
+    return recoverable
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")  # of older versions of torch
+@pytest.mark.parametrize("use", [search, step])
+def test_a_lazy_module_is_told_to_run_forward_first(use: Callable[[nn.Module, torch.optim.Optimizer], object]) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.LazyLinear(3))
+    optimizer = AdamW(model.parameters())
+    with pytest.raises(InputError, match=r"`1.weight` of a lazy module .* run one forward pass first"):
+        use(model, optimizer)
+    model(torch.ones(2, 4))
+    assert use(model, optimizer)

@@ -1,11 +1,10 @@
 """Save and restore everything that train steps change, so that probes can run on the real model and optimizers.
 
-Trainable parameters (this rank's shards), buffers, optimizer state and random states are saved. A probe does
-not measure the memory of the copies: see ``Copies``. Frozen parameters, which may be most of a model, are not saved:
-``FrozenParameters`` notices if a step writes to them.
+Trainable parameters (this rank's shards), buffers, the optimizers with all that they hold, and random states are saved.
+A probe does not measure the memory of the copies: see ``Copies``. Frozen parameters, which may be most of a model, are
+not saved: ``UnchangedParameters`` notices if a step writes to them.
 """
 
-import copy
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from torch import nn
 from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states, reset_after_failure
 from torchtune_adaptive.engine.memory.copies import Copies, Restore
 from torchtune_adaptive.engine.memory.operations import plain_parts
+from torchtune_adaptive.engine.optimizers import SavedOptimizers
 
 _SMALL_BYTES = 2**20  # buffers that cost nothing to copy in each step
 
@@ -26,33 +26,34 @@ _SMALL_BYTES = 2**20  # buffers that cost nothing to copy in each step
 def restore_on_exit(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Callable[[], None]]:
     """Context: on exit, also after an exception, restore the state bit for bit and set gradients to None.
 
-    This covers parameters, buffers, FSDP2's settings, the state and options of all ``optimizers``, and the random
-    generators of Python, NumPy, the CPU and the CUDA devices. Not a collective: each rank saves and restores its own
-    state.
+    This covers parameters, buffers, training modes of modules, FSDP2's settings, all ``optimizers`` as described in
+    ``SavedOptimizers``, and the random generators of Python, NumPy, the CPU and the CUDA devices. Not a collective:
+    each rank saves and restores its own state.
 
     Yields a function that restores only the optimizers, for a step that failed while the optimizers created their
     state. The next step would otherwise use the incomplete state.
+    Raises:
+        InputError: an optimizer cannot be restored; raised before anything happens.
     """
     tensors, buffers = _trained_tensors(model), [(place, place.tensor) for place in buffer_places(model)]
+    modes = [(module, module.training) for module in model.modules()]
     settings = KeptSettings(fsdp_states(model))
-    with Copies([*tensors, *_tensors_of(optimizers)]) as copies, keep_random_states():
+    saved_optimizers = SavedOptimizers(optimizers, model)
+    with Copies([*tensors, *saved_optimizers.tensors]) as copies, keep_random_states():
         restores = [copies.copy(tensor) for tensor in tensors]
-        saved_optimizers = [_SavedOptimizer(optimizer, copies) for optimizer in optimizers]
-
-        def restore_optimizers() -> None:
-            for saved in saved_optimizers:
-                saved.restore()
-
+        saved_optimizers.copy(copies)
         try:
-            yield restore_optimizers
+            yield saved_optimizers.restore
         finally:
             reset_after_failure(model)
             settings.restore()
+            for module, mode in modes:
+                module.training = mode
             for place, tensor in buffers:
                 place.put(tensor)
             for restore in restores:
                 restore()
-            restore_optimizers()
+            saved_optimizers.restore()
 
 
 @contextmanager
@@ -142,15 +143,17 @@ class KeptTensors:
             part.copy_(copied)
 
 
-class FrozenParameters:
-    """The parameters of ``model`` that need no gradients, with checksums: a step may write to them, unseen by autograd.
+class UnchangedParameters:
+    """Parameters of ``model`` with checksums: a step may write to them, unseen by autograd.
 
     For example to a teacher whose weights are an average of the student's.
+    Args:
+        are_trained: whether they are those that need gradients, or those that need none.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        frozen = [(name, one) for name, one in model.named_parameters() if not one.requires_grad]
-        self._checksums = [(name, one, _checksum(one)) for name, one in frozen]
+    def __init__(self, model: nn.Module, *, are_trained: bool) -> None:
+        chosen = [(name, one) for name, one in model.named_parameters() if one.requires_grad is are_trained]
+        self._checksums = [(name, one, _checksum(one)) for name, one in chosen]
 
     def first_changed(self) -> str:
         """The name of the first one whose values have changed, or ""."""
@@ -224,60 +227,25 @@ class KeptBuffers:
 
     def restore(self) -> None:
         """Put the buffers back, with their values."""
-        for place, tensor in self._buffers:
-            place.put(tensor)
-        self._tensors.restore()
+        self.restore_on_device()
         for _, _, restore in self._elsewhere:
             restore()
 
+    def restore_on_device(self) -> None:
+        """Put the buffers back, and restore those that are copied on their device."""
+        for place, tensor in self._buffers:
+            place.put(tensor)
+        self._tensors.restore()
 
-class _SavedOptimizer:
-    """An optimizer's saved state and options. ``restore`` keeps the tensor objects, and removes new entries."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, copies: Copies) -> None:
-        self._optimizer = optimizer
-        self._state = {parameter: _save(values, copies) for parameter, values in optimizer.state.items()}
-        self._groups = [_save(group, copies) for group in optimizer.param_groups]
-
-    def restore(self) -> None:
-        state = self._optimizer.state
-        for parameter in state.keys() - self._state.keys():
-            del state[parameter]
-        for parameter, saved in self._state.items():
-            _restore(state[parameter], saved)
-        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
-            _restore(group, saved)
+def seed_everything(seed: int) -> None:
+    """Seed the random generators of Python, NumPy, the CPU and the CUDA devices."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
 
 
 def _trained_tensors(model: nn.Module) -> list[torch.Tensor]:
     """What training changes of a model."""
     return [*(parameter for parameter in model.parameters() if parameter.requires_grad), *model.buffers()]
-
-
-def _tensors_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """The tensors in the optimizers' state and options."""
-    values = [values for optimizer in optimizers for values in (*optimizer.state.values(), *optimizer.param_groups)]
-    return [value for named in values for value in named.values() if isinstance(value, torch.Tensor)]
-
-
-def _save(values: dict[str, Any], copies: Copies) -> dict[str, tuple[Any, Any]]:
-    """Return each value with its backup: a restoring function for a tensor, a deep copy for anything else.
-
-    Except "params", the parameters of a group, which are saved with the model.
-    """
-    return {
-        name: (value, copies.copy(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value))
-        for name, value in values.items()
-        if name != "params"
-    }
-
-
-def _restore(values: dict[str, Any], saved: dict[str, tuple[Any, Any]]) -> None:
-    for name in values.keys() - saved.keys() - {"params"}:
-        del values[name]
-    for name, (original, restorer) in saved.items():
-        if isinstance(original, torch.Tensor):
-            restorer()
-            values[name] = original
-        else:
-            values[name] = restorer

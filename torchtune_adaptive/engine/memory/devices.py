@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.cuda_meter import CudaMeter
 from torchtune_adaptive.engine.memory.meter import MemoryMeter, device_memory_bytes
+from torchtune_adaptive.engine.optimizers import optimizers_within
 from torchtune_adaptive.errors import InputError, quote
 from torchtune_adaptive.text import format_bytes
 
@@ -30,7 +31,8 @@ def meter_for(
     device_memory_bytes(device)  # refuses any device except the CPU
     meter = CpuMeter(exact=exact)
     parameters = list(model.parameters())
-    gradients, states = [parameter.grad for parameter in parameters], [optimizer.state for optimizer in optimizers]
+    gradients = [parameter.grad for parameter in parameters]
+    states = [one.state for one in optimizers_within(optimizers)]
     meter.count([parameters, gradients, list(model.buffers()), states])
     return meter
 

@@ -69,7 +69,8 @@ def phases_by_hooks(
     for one in _called(model):
         handles.append(one.register_forward_pre_hook(lambda *_: enter("forward"), prepend=True))  # before FSDP2's
         handles.append(one.register_forward_hook(lambda *_: enter("backward")))
-    handles += [one.register_step_pre_hook(lambda *_: enter("optimizer")) for one in optimizers]
+    hooked = [one for one in optimizers if hasattr(one, "_optimizer_step_pre_hooks")]  # not in every wrapper
+    handles += [one.register_step_pre_hook(lambda *_: enter("optimizer")) for one in hooked]
     try:
         yield
     finally:

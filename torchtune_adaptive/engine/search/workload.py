@@ -11,11 +11,12 @@ from torch import nn
 from torchtune_adaptive.engine.compiled import compile_each_size
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.fsdp_state import reset_after_failure
-from torchtune_adaptive.engine.distributed.snapshot import FrozenParameters, restore_on_exit
+from torchtune_adaptive.engine.distributed.snapshot import UnchangedParameters, restore_on_exit
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory, only_new_garbage
+from torchtune_adaptive.engine.optimizers import without_step_hooks
 from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state
 from torchtune_adaptive.errors import InputError
 
@@ -53,14 +54,18 @@ class Workload:
     def restored(self) -> Iterator[Callable[[], None]]:
         """Context: on exit, restore models, optimizers and random generators bit for bit, and set gradients to None.
 
-        A collective. Yields a function that restores only the optimizers, for a step that failed while it created their
-        state.
+        Steps within run no hooks of the optimizers: see ``without_step_hooks``. A collective. Yields a function that
+        restores only the optimizers, for a step that failed while it created their state.
         Raises:
-            InputError: on exit, a step has changed parameters that are not restored.
+            InputError: an optimizer cannot be restored; or on exit, a step has changed parameters that are not.
         """
         compile_each_size()
-        frozen = FrozenParameters(self.model)
-        with restore_on_exit(self.model, self.optimizers) as restore_optimizers, only_new_garbage():
+        frozen = UnchangedParameters(self.model, are_trained=False)
+        with (
+            without_step_hooks(self.optimizers),
+            restore_on_exit(self.model, self.optimizers) as restore_optimizers,
+            only_new_garbage(),
+        ):
             free_memory(self.device)  # free the allocator's cache after loading the model
             yield restore_optimizers
         if changed := self.consensus.first_reason(frozen.first_changed()):
