@@ -220,8 +220,9 @@ class NumbersTrainer:
         self.global_step = 0
         self.totals: list[float] = []
         self.phases = Phases([], None)
+        self.model = nn.Linear(1, 1)
         self.recoverable = RecoverableStep(
-            nn.Linear(1, 1),
+            self.model,
             self.micro_step,
             micro_batch_size=rows_per_micro_step,
             watch=PressureWatch(Consensus(), None, self.phases),
@@ -231,11 +232,14 @@ class NumbersTrainer:
     def micro_step(self, numbers: Sequence[int]) -> float:
         self.phases.enter("forward")
         doubled = torch.tensor(numbers) * 2
+        loss = self.model(doubled[:, None].float()).sum()
         self.phases.enter("backward")
+        loss.backward()
         return doubled.sum().item()
 
     def train(self) -> None:
         for numbers in NUMBERS:
+            self.model.zero_grad()
             self.totals.append(self.recoverable(numbers))
             self.global_step += 1
 

@@ -22,6 +22,10 @@ class CannotRecoverError(InputError):
     """Recovery from out-of-memory errors is not possible for a model. The message says why."""
 
 
+class CannotCutError(CannotRecoverError):
+    """The samples of an optimizer step cannot be cut into micro-batches. The message says why."""
+
+
 class TracingError(InputError):
     """Tracing a config's train step failed unexpectedly. The message names a file with the whole error."""
 
@@ -43,6 +47,11 @@ class RunEnded(Exception):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+def cannot_recover(reason: str) -> CannotRecoverError:
+    """The error that recovery is not possible for ``reason``."""
+    return CannotRecoverError(f"An out-of-memory error in training will end the run: {reason}.")
 
 
 def quote(value: object) -> str:

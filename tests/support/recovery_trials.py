@@ -121,7 +121,7 @@ class Trials:
         """The recovery of such a step, for tests of its parts; never use both. Its first use is a collective."""
         micro_steps = [partial(self.micro_step, self.windows[0][0][:rows]) for rows in (1, ROWS)]
         watch = PressureWatch(self.consensus, None, Phases([], None))
-        return rehearse([micro_steps], model=self.model, device=self.device, watch=watch)
+        return rehearse([micro_steps], model=self.model, device=self.device, watch=watch).recovery
 
     def _model(self) -> Any:
         torch.manual_seed(0)

@@ -16,9 +16,8 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.rank_states import RankStates
 from torchtune_adaptive.engine.distributed.snapshot import keep_random_states
 from torchtune_adaptive.engine.memory.devices import allowed_bytes
-from torchtune_adaptive.engine.recovery.rehearsal import cannot_recover
 from torchtune_adaptive.engine.search.workload import Workload
-from torchtune_adaptive.errors import InputError, RunEnded
+from torchtune_adaptive.errors import InputError, RunEnded, cannot_recover
 from torchtune_adaptive.ppo.checkpoints import LastCheckpointer, PromptBatches, resuming_with_value_model
 from torchtune_adaptive.ppo.checks import check_ppo_config
 from torchtune_adaptive.ppo.turn_sizes import TurnSizes, find_turn_sizes

@@ -7,10 +7,10 @@ import torch
 from torchtune import utils
 
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
-from torchtune_adaptive.engine.recovery.rehearsal import allocate_states, cannot_recover
+from torchtune_adaptive.engine.recovery.rehearsal import allocate_states
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
-from torchtune_adaptive.errors import CannotRecoverError
+from torchtune_adaptive.errors import CannotRecoverError, cannot_recover
 from torchtune_adaptive.training.batch.row_format import Row
 
 log = utils.get_logger("DEBUG")

@@ -208,7 +208,7 @@ def rehearsed(
     release: Callable[[], object] = lambda: None,
 ) -> Recovery:
     watch = PressureWatch(consensus or Consensus(), None, Phases([], None))
-    return rehearse([micro_steps], model=model, device=CPU, watch=watch, release=release)
+    return rehearse([micro_steps], model=model, device=CPU, watch=watch, release=release).recovery
 
 
 class Scenarios:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.support.ranks import run_on_ranks
 from tests.support.faults import same_bits
+from tests.support.layers import RunningMean
 from torchtune_adaptive import CannotRecoverError, RecoverableStep
 from torchtune_adaptive.engine.distributed.ddp_ledger import buckets_of
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
@@ -27,7 +28,7 @@ FAULTS = (0, 9, 30, 55)  # places in a micro-step
 
 
 class Net(nn.Module):
-    """With dropout, and layers that are frozen, that only some ranks or none use, or a norm with buffers.
+    """With dropout, and layers that are frozen, that only some ranks or none use, or a layer with buffers.
 
     ``backward_starts`` is called when the backward pass arrives at the first layer.
     """
@@ -36,7 +37,7 @@ class Net(nn.Module):
         super().__init__()
         self._kind = kind
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(3) if "norm" in kind else nn.LayerNorm(WIDTH)
+        self.norm = RunningMean(WIDTH) if "mean" in kind else nn.LayerNorm(WIDTH)
         self.dropout = nn.Dropout(0.1)
         self.of_rank_one, self.of_no_rank = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.last = nn.Linear(WIDTH, 4)
@@ -66,8 +67,8 @@ class Variant:
 VARIANTS = {
     "defaults": Variant(),
     "autocast": Variant(bf16=True),
-    "batch norm": Variant("norm"),
-    "batch norm without broadcasts": Variant("norm", options={"broadcast_buffers": False}),
+    "buffers": Variant("mean"),
+    "buffers without broadcasts": Variant("mean", options={"broadcast_buffers": False}),
     "gradients as views": Variant(options={"gradient_as_bucket_view": True}),
     "small buckets": Variant(options={"bucket_cap_mb": 0.001}),
     "frozen parameters": Variant("frozen"),

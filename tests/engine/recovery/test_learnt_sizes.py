@@ -55,7 +55,8 @@ class Ragged:
         hidden = self.model(pad_sequence(list(rows), batch_first=True))
         if self.seen[-1] > self.capacity:
             out_of_memory()
-        loss_sum = hidden.square().sum()
+        is_token = pad_sequence([torch.ones(len(row)) for row in rows], batch_first=True)
+        loss_sum = (hidden.squeeze(2) * is_token).square().sum()
         loss_sum.backward()
         return loss_sum.detach(), len(rows)
 
@@ -179,14 +180,18 @@ def test_the_size_may_be_what_a_function_says() -> None:
 
 
 def test_without_integers_the_size_is_the_number_of_samples() -> None:
-    toy = Ragged()
-    toy.step = RecoverableStep(toy.model[2:], lambda rows: rows.sum(), micro_batch_size=4, on_event=toy.events.append)
-    toy.step.sizes.fitted(1)
-    toy.step.backoff.fitted(4)
-    toy.step.rehearse(torch.ones(4, 4))
-    wrap_micro_steps(toy.step, partial(under, {0: Fault(0)}))
-    toy.step(torch.ones(4, 4))
-    assert str(toy.events[0]).startswith("micro-batches of 4 samples or more are cut from now on")
+    model, events = nn.Linear(4, 1), list[MemoryEvent]()
+
+    def micro_step(rows: torch.Tensor) -> None:
+        model(rows).sum().backward()
+
+    step = RecoverableStep(model, micro_step, micro_batch_size=4, on_event=events.append)
+    step.sizes.fitted(1)
+    step.backoff.fitted(4)
+    step.rehearse(torch.ones(4, 4))
+    wrap_micro_steps(step, partial(under, {0: Fault(0)}))
+    step(torch.ones(4, 4))
+    assert str(events[0]).startswith("micro-batches of 4 samples or more are cut from now on")
 
 
 def _raises(rows: Any) -> int:

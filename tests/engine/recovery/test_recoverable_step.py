@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.support.ranks import run_alone, run_on_ranks
 from tests.support.documents import REPOSITORY, blocks
 from tests.support.faults import WIDTH, same_bits, tensors_of, under
+from tests.support.layers import RunningMean
 from tests.support.recovery_trials import ROWS, Case, Trials, every
 from torchtune_adaptive import (
     InputError,
@@ -92,7 +93,7 @@ def test_the_sums_of_a_step_are_those_of_its_micro_steps() -> None:
     loss_sum, num_samples = toy.step(SAMPLES)
     assert num_samples == 8
     assert loss_sum.shape == ()
-    assert toy.sizes[2:] == [3, 3, 2]  # after a rehearsal
+    assert toy.sizes[3:] == [3, 3, 2]  # after a rehearsal
     assert toy.step.recovers
     assert toy.events == []
 
@@ -102,7 +103,7 @@ def test_after_an_error_the_step_is_run_again_in_halves_with_the_same_random_num
     toy = Toy(4).failing(1, place=place)
     gradients = toy.gradients()
     assert toy.events[0].phase == phase
-    assert toy.sizes[2:] == [4, 4, 2, 2, 2, 2]
+    assert toy.sizes[3:] == [4, 4, 2, 2, 2, 2]
     assert toy.step.micro_batch_size == 2
     assert same_bits(gradients, Toy(2).gradients())
 
@@ -223,23 +224,33 @@ def test_tuples_of_different_lengths_are_refused() -> None:
 
 
 def test_samples_may_be_a_list_a_tensor_or_columns_of_one_length() -> None:
-    columns = {"tokens": SAMPLES, "names": list("abcdefgh")}
-    assert [(len(part["tokens"]), part["names"]) for part in Slices(3).cut(columns)] == [
+    columns = {"tokens": SAMPLES, "names": list("abcdefgh"), "task": "eight"}
+    columns["more"] = {"weights": SAMPLES[:, 0], "step": 3}
+    parts = Slices(3).cut(columns)
+    assert [(len(part["tokens"]), part["names"]) for part in parts] == [
         (3, ["a", "b", "c"]),
         (3, ["d", "e", "f"]),
         (2, ["g", "h"]),
     ]
+    assert [(part["task"], len(part["more"]["weights"]), part["more"]["step"]) for part in parts] == [
+        ("eight", 3, 3),
+        ("eight", 3, 3),
+        ("eight", 2, 3),
+    ]
     scalar = torch.tensor(3.0)
-    uneven = ({"tokens": SAMPLES, "names": ["a"]}, {"tokens": SAMPLES, "step": 3}, {"a": scalar})
-    for bad in (*uneven, {"a": {"b": SAMPLES}}, 7, {}, scalar, {1, 2}):
+    pair = [SAMPLES, SAMPLES[:, 0].long()]
+    for bad in ({"tokens": SAMPLES, "more": {"ids": SAMPLES[:3]}}, {"a": scalar}, 7, {}, scalar, {1, 2}, "text", pair):
         with pytest.raises(InputError, match=r"`samples` must be .* of one length, but is"):
+            Slices(3).cut(bad)
+    for bad in ({"tokens": SAMPLES, "names": ["a"]}, {"tokens": SAMPLES, "levels": [SAMPLES] * 8}):
+        with pytest.raises(InputError, match=r"must have 8 entries for its samples, but `(names|levels)` "):
             Slices(3).cut(bad)
 
 
 def test_the_micro_batch_is_halved_from_what_the_step_had() -> None:
     toy = Toy(100).failing(0)
     toy.gradients(SAMPLES[:5])
-    assert toy.sizes[2:] == [5, 2, 2, 1]
+    assert toy.sizes[3:] == [5, 2, 2, 1]
     assert (toy.events[0].before, toy.events[0].after) == (100, 2)
 
 
@@ -430,14 +441,14 @@ def test_a_model_in_training_can_be_copied_and_saved_as_a_whole() -> None:
 
 
 class _Averaging(nn.Module):
-    """With buffers that each forward pass replaces, and a batch norm that counts only in training mode."""
+    """With buffers that each forward pass replaces, and a layer whose buffers change only in training mode."""
 
     mean: torch.Tensor
     count: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.norm = nn.Linear(4, 1), nn.BatchNorm1d(4)
+        self.layer, self.norm = nn.Linear(4, 1), RunningMean(4)
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("last", None)
@@ -492,7 +503,7 @@ def test_after_layers_were_unfrozen_the_step_is_rehearsed_again() -> None:
     rehearsed = len(toy.sizes)
     toy.model[0].requires_grad_(True)
     assert len(toy.gradients()) == 4
-    assert toy.sizes[rehearsed:] == [1, 2, 4, 4]
+    assert toy.sizes[rehearsed:] == [1, 1, 2, 4, 4]
 
 
 # ---- two ranks

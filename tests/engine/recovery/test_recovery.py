@@ -275,7 +275,7 @@ def test_four_ranks_recover_at_many_operations(case: Case) -> None:
 def _alone(model: nn.Module, consensus: Consensus | None = None) -> Recovery:
     micro_steps = [lambda rows=rows: model(torch.ones(rows, 4)).sum().backward() for rows in (1, 2)]
     watch = PressureWatch(consensus or Consensus(), None, Phases([], None))
-    return rehearse([micro_steps], model=model, device=CPU, watch=watch)
+    return rehearse([micro_steps], model=model, device=CPU, watch=watch).recovery
 
 
 def _fail(error: Exception) -> Any:

@@ -34,7 +34,7 @@ from torchtune_adaptive.engine.memory.out_of_memory import (
     is_out_of_memory_in_collective,
 )
 from torchtune_adaptive.engine.recovery.micro_steps import collectives_of
-from torchtune_adaptive.errors import InputError, reason_of
+from torchtune_adaptive.errors import InputError, quote, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -290,7 +290,7 @@ def sum_of_results(one: Any, other: Any) -> Any:
 
     What is None, or a name that a dict lacks, adds nothing.
     Raises:
-        InputError: they are tuples of different lengths.
+        InputError: they cannot be summed.
     """
     if one is None or other is None:
         return other if one is None else one
@@ -303,4 +303,12 @@ def sum_of_results(one: Any, other: Any) -> Any:
             )
         sums = map(sum_of_results, one, other)
         return getattr(type(one), "_make", tuple)(sums)  # of a named tuple
-    return one + other
+    try:
+        if isinstance(one, str | bytes):
+            raise TypeError
+        return one + other
+    except TypeError:
+        raise InputError(
+            "`micro_step` must return tensors or numbers that can be summed, in tuples or dicts, or nothing; but"
+            f" has returned {quote(one)} and {quote(other)}."
+        ) from None

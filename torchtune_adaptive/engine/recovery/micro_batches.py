@@ -1,13 +1,12 @@
 """How the samples of an optimizer step are cut into micro-batches."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.recovery.columns import columns, is_column, map_columns, named_values
 from torchtune_adaptive.engine.recovery.size_range import Cuts, SizeRange, num_tokens
 from torchtune_adaptive.errors import InputError, quote, require_integer
-
-_REHEARSED_SAMPLES = (2, 1)  # sizes for the second micro-batch of a rehearsal, if they fit
 
 
 @runtime_checkable
@@ -53,10 +52,32 @@ class Cutter(Protocol):
         """Double a size that was halved, up to the one before. Returns whether it is whole again."""
         ...
 
-    def rehearsals(self, samples: Any) -> Iterable[Sequence[Any]]:
+    def rehearsals(self, samples: Any, pair: tuple[int, int] | None = (0, 1)) -> Iterable[Sequence[Any]]:
         """Small micro-batches for a rehearsal, of different shapes if possible; then others to try if memory runs out.
 
-        Their number is equal on every rank.
+        Their number is equal on every rank. Unless ``adds_up``, the first three are those of a trial: the first sample
+        of the ``pair``, the second one, and both. Without a pair, none has two samples. They may be views of
+        ``samples``.
+        """
+        ...
+
+    def num_to_try(self, samples: Any) -> int:
+        """From how many of this rank's samples a trial can choose two; 0 if micro-batches are single samples."""
+        ...
+
+    def is_whole(self, samples: Any) -> bool:
+        """Whether ``samples`` are not cut, apart from how the caller has given them."""
+        ...
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether gradients and results of micro-batches are known to add up to those of a whole step."""
+        ...
+
+    def scale_by(self, factor: float) -> bool:
+        """Scale losses for a step of which two samples have ``factor`` times the summed gradients of each.
+
+        Returns whether it can.
         """
         ...
 
@@ -64,8 +85,10 @@ class Cutter(Protocol):
 class Slices:
     """Micro-batches of up to ``size`` consecutive samples.
 
-    Samples are a sequence, a tensor [samples, ...], or a dict of these, all of one length. Micro-batches have the same
-    type. Every rank must have so many samples that it has as many micro-batches as the others.
+    Samples are a sequence, a tensor or array [samples, ...], or a mapping, named tuple or dataclass of these, at any
+    depth, all of one length. Texts, numbers, None and tensors without dimensions in it are for all samples: see
+    ``columns``. Micro-batches have the same type. Every rank must have so many samples that it has as many
+    micro-batches as the others.
 
     Args:
         size: samples in a micro-batch.
@@ -78,14 +101,15 @@ class Slices:
 
     >>> Slices(2).cut([3, 1, 4])
     [[3, 1], [4]]
-    >>> Slices(2).cut({"tokens": [3, 1, 4], "name": "abc"})
-    [{'tokens': [3, 1], 'name': 'ab'}, {'tokens': [4], 'name': 'c'}]
+    >>> Slices(2).cut({"text": {"tokens": [3, 1, 4]}, "task": "abc"})
+    [{'text': {'tokens': [3, 1]}, 'task': 'abc'}, {'text': {'tokens': [4]}, 'task': 'abc'}]
 
     Raises:
         InputError: ``size`` is not an integer of at least 1.
     """
 
     is_even = False
+    adds_up = False
     unit = "samples"
 
     def __init__(self, size: int, size_of: Callable[[Any], int] | None = None) -> None:
@@ -102,7 +126,7 @@ class Slices:
 
     def num_rows(self, micro_batch: Any) -> int:
         """The samples of a micro-batch."""
-        return _length(micro_batch)
+        return num_samples(micro_batch)
 
     def size_of(self, micro_batch: Any) -> int:
         """A number that the memory of a micro-batch follows."""
@@ -127,16 +151,29 @@ class Slices:
         self.size = min(2 * self.size, self.whole_size)
         return self.size == self.whole_size
 
-    def rehearsals(self, samples: Any) -> list[list[Any]]:
-        """The first sample, then the first two; to try next, the first one twice. Nothing if there is no sample."""
-        most = self._largest(samples)
-        if not most:
+    def rehearsals(self, samples: Any, pair: tuple[int, int] | None = (0, 1)) -> list[list[Any]]:
+        """Each sample of the ``pair``, then both; to try next, each. Nothing if there is no sample."""
+        if not (number := num_samples(samples)):
             return []
-        return [[_part(samples, 0, 1), _part(samples, 0, min(number, most))] for number in _REHEARSED_SAMPLES]
+        one, other = (index % number for index in pair or (0, 1))
+        alone = [take(samples, [one]), take(samples, [other])]
+        return [alone] if pair is None else [[*alone, take(samples, [one, other])], alone]
+
+    def num_to_try(self, samples: Any) -> int:
+        """From how many samples a trial can choose two; 0 if micro-batches are single samples."""
+        return num_samples(samples) if self.whole_size > 1 else 0
+
+    def is_whole(self, samples: Any) -> bool:
+        """Whether all samples are one micro-batch."""
+        return num_samples(samples) <= self.size
+
+    def scale_by(self, factor: float) -> bool:
+        """Whether losses are sums: ``micro_step`` itself calls the backward pass, so they cannot be scaled."""
+        return factor == 1
 
     def _largest(self, samples: Any) -> int:
         """The samples of the largest micro-batch."""
-        return min(self.size, _length(samples))
+        return min(self.size, num_samples(samples))
 
     def _largest_anywhere(self, samples: Any) -> int:
         own = self._largest(samples)
@@ -144,33 +181,54 @@ class Slices:
 
     def _consecutive(self, samples: Any) -> tuple[Cuts, Callable[[list[int]], Any]]:
         """The numbers of each micro-batch's samples, and a function from consecutive numbers to a micro-batch."""
-        numbers = list(range(_length(samples)))
+        numbers = list(range(num_samples(samples)))
         cuts = [numbers[start : start + self.size] for start in range(0, len(numbers), self.size)]
-        return cuts, lambda rows: _part(samples, rows[0], rows[-1] + 1)
+        return cuts, lambda rows: take(samples, rows)
 
 
-def _part(samples: Any, start: int, stop: int) -> Any:
-    if isinstance(samples, Mapping):
-        return {name: values[start:stop] for name, values in samples.items()}
-    return samples[start:stop]
+def take(samples: Any, rows: Sequence[int]) -> Any:
+    """The samples with these numbers: of consecutive ones a view, of others a copy.
+
+    >>> take({"tokens": [3, 1, 4], "scale": 2.0}, [0, 2])
+    {'tokens': [3, 4], 'scale': 2.0}
+    """
+    if named_values(samples) is None:
+        return chosen(samples, rows)
+    return map_columns(samples, lambda column: chosen(column, rows), lengths={num_samples(samples)})
 
 
-def _length(samples: Any) -> int:
-    """The number of samples."""
-    columns = samples.values() if isinstance(samples, Mapping) else [samples]
-    lengths = set(map(_length_of_column, columns))
-    if len(lengths) != 1 or None in lengths:
+def chosen(column: Any, rows: Sequence[int]) -> Any:
+    """The entries of a column with these numbers: of consecutive ones a view, of others a copy."""
+    if list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return column[rows[0] : rows[0] + len(rows)]
+    if hasattr(column, "ndim"):
+        return column[list(rows)]
+    entries = [column[row] for row in rows]
+    return tuple(entries) if isinstance(column, tuple) else entries
+
+
+def num_samples(samples: Any) -> int:
+    """The number of samples.
+
+    Raises:
+        InputError: it is not known.
+    """
+    if named_values(samples) is None:
+        lengths = {len(samples)} if is_column(samples) else set[int]()
+        is_pair = isinstance(samples, list | tuple) and _are_columns(samples)
+    else:
+        found = [column for _, column in columns(samples)]
+        arrays = [column for column in found if hasattr(column, "ndim")]
+        lengths, is_pair = {len(column) for column in arrays or found}, False
+    if len(lengths) != 1 or is_pair:
         raise InputError(
-            f"`samples` must be a sequence, tensor or dict of these, of one length, but is {quote(samples)} instead."
+            "`samples` must be a sequence, tensor or dict of these, of one length, but is"
+            f" {'a list of columns: give a dict' if is_pair else quote(samples)} instead."
         )
-    return lengths.pop() or 0
+    return lengths.pop()
 
 
-def _length_of_column(values: Any) -> int | None:
-    """The number of samples in a column; None if it cannot be cut, as a tensor without dimensions."""
-    if isinstance(values, Mapping) or not hasattr(values, "__getitem__"):
-        return None
-    try:
-        return len(values)
-    except TypeError:
-        return None
+def _are_columns(samples: Sequence[Any]) -> bool:
+    """Whether a sequence has columns, not samples: tensors of one length, but of different dimensions or types."""
+    kinds = {(getattr(one, "ndim", 0), str(getattr(one, "dtype", ""))) for one in samples}
+    return len(kinds) > 1 and all(kind[0] > 0 for kind in kinds) and len(set(map(len, samples))) == 1

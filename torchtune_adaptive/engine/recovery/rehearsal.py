@@ -4,7 +4,7 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,15 +29,22 @@ from torchtune_adaptive.engine.distributed.functional_collectives import (
     groups_of,
 )
 from torchtune_adaptive.engine.distributed.ledger import AnyCollective, Collective, Ledger
-from torchtune_adaptive.engine.distributed.snapshot import BufferPlace, KeptBuffers, buffer_places, keep_random_states
+from torchtune_adaptive.engine.distributed.snapshot import (
+    BufferPlace,
+    KeptBuffers,
+    UnchangedParameters,
+    buffer_places,
+    keep_random_states,
+)
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.engine.memory.copies import Copies
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.engine.recovery.attempts import Recovery
 from torchtune_adaptive.engine.recovery.micro_steps import collectives_of
 from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state
+from torchtune_adaptive.engine.recovery.trial import Trial, Verdict, cannot_cut, kept_modes
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
-from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, CannotRecoverError, NothingFitsError
+from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError, NothingFitsError, cannot_recover
 
 MicroSteps = Sequence[Callable[[], object]]
 
@@ -61,6 +68,19 @@ def allocate_states(optimizers: Sequence[torch.optim.Optimizer], watch: Pressure
         )
 
 
+class Rehearsal(NamedTuple):
+    """What a rehearsal gives.
+
+    Attributes:
+        verdict: that of the trial; nothing is known without one, or if two samples do not fit.
+        used: the parameters that have got gradients, on any rank.
+    """
+
+    recovery: Recovery
+    verdict: Verdict
+    used: list[nn.Parameter]
+
+
 def rehearse(
     tries: Sequence[MicroSteps],
     *,
@@ -69,43 +89,67 @@ def rehearse(
     watch: PressureWatch,
     release: Callable[[], object] = lambda: None,
     reduces_once: bool = False,
-) -> Recovery:
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    is_trial: bool = False,
+) -> Rehearsal:
     """Run the first micro-steps that fit, with a vote before each collective, and return a recovery for such steps.
 
-    A collective: all ranks must call it, and get the same kind of outcome. It restores random generators and buffers,
-    and sets gradients to None. Settings of FSDP2 that a micro-step has changed for good stay changed; the micro-steps
-    are therefore run once more before recovery is refused. The lazy set-up of FSDP2 and of the communicators then
-    happens while memory is free. If there is no recovery, the model's original communication functions are restored.
+    A collective: all ranks must call it, and get the same kind of outcome. It restores random generators, buffers and
+    modes of modules, and sets gradients to None. Settings of FSDP2 that a micro-step has changed for good stay changed;
+    the micro-steps are therefore run once more before recovery is refused. The lazy set-up of FSDP2 and of the
+    communicators then happens while memory is free. If there is no recovery, the model's original communication
+    functions are restored.
     Args:
         tries: forward and backward passes on batches of different shapes; then others to try if memory runs out.
         release: releases memory that an aborted micro-step holds outside ``model``.
         reduces_once: whether FSDP2 reduces gradients in the last micro-step of an optimizer step only.
+        optimizers: those that a trial does not let step.
+        is_trial: whether the first micro-steps are those of a trial: see ``Trial``.
 
     Raises:
+        CannotCutError: a layer that mixes samples cannot run on one.
         CannotRecoverError: recovery is not possible for this model and these micro-steps.
         NothingFitsError: none of the micro-steps fits.
     """
     ledger = _attached_ledger(model, device, watch.consensus, reduces_once=reduces_once)
-    with ExitStack() as without_recovery:
+    make_trial = partial(Trial, model, optimizers, device, has_earlier=reduces_once or ledger.reduces_once)
+    unchanged = UnchangedParameters(model, are_trained=True) if is_trial else None
+    with ExitStack() as without_recovery, kept_modes(model):
         without_recovery.callback(ledger.detach)
         # A step of one micro-step needs less memory than two: the second one runs beside the first one's gradients.
         for keeps_gradients, micro_steps in itertools.product((True, False), tries):
             run = partial(_run, micro_steps, ledger, model, device, watch.consensus, release, keeps_gradients)
-            found = run()
+            new_trial = partial(make_trial, keeps_gradients=keeps_gradients) if is_trial else lambda: None
+            found = run(trial := new_trial())
             if found is not None and found.reason:  # the first micro-step may have changed FSDP2's settings for good
-                found = run()
+                found = run(trial := new_trial())
             if found is None:
                 continue
             if found.reason:
                 raise cannot_recover(found.reason)
+            verdict = Verdict() if trial is None or len(micro_steps) < 3 else trial.verdict(watch.consensus)
+            if trial is not None and verdict.may_be_random:
+                again = make_trial(seed=1)
+                _run(micro_steps[:1], ledger, model, device, watch.consensus, release, False, again)
+                verdict = verdict if trial.is_like(again, watch.consensus) else Verdict(is_random=True)
+            _check_unchanged(unchanged, watch.consensus)
             without_recovery.pop_all()
             ledger.templates = found.templates
             buffers = found.buffers
-            return Recovery(model, device, consensus=watch.consensus, ledger=ledger, buffers=buffers, release=release)
+            recovery = Recovery(
+                model, device, consensus=watch.consensus, ledger=ledger, buffers=buffers, release=release
+            )
+            return Rehearsal(recovery, verdict, found.used)
     raise NothingFitsError(
         "the first rows of the data set must fit, but their forward or backward pass ran out of memory"
         f" ({watch.figures()}); {NOTHING_FITS_ADVICE}."
     )
+
+
+def _check_unchanged(parameters: UnchangedParameters | None, consensus: Consensus) -> None:
+    """Check that micro-steps have not changed parameters in a way that no operation of torch shows. A collective."""
+    if changed := consensus.first_reason("" if parameters is None else parameters.first_changed()):
+        raise InputError(f"A micro-step must not change parameters, but `{changed}` was changed: load the model again.")
 
 
 class _Found(NamedTuple):
@@ -114,6 +158,7 @@ class _Found(NamedTuple):
     reason: str
     templates: tuple[list[AnyCollective], list[AnyCollective]]
     buffers: list[BufferPlace]
+    used: list[nn.Parameter]
 
 
 def _run(
@@ -124,6 +169,7 @@ def _run(
     consensus: Consensus,
     release: Callable[[], object],
     keeps_gradients: bool,
+    trial: Trial | None,
 ) -> _Found | None:
     """Run ``micro_steps`` once, or twice if only a last one reduces; None if some rank ran out of memory. A collective.
 
@@ -132,6 +178,7 @@ def _run(
     """
     recorded: list[tuple[bool, int, list[AnyCollective]]] = []  # is it a last one, its collectives, those recorded
     awaits_another, is_known = False, True
+    parameters, used = list(model.parameters()), set[int]()
 
     def run_and_record() -> None:
         nonlocal awaits_another, is_known
@@ -142,23 +189,39 @@ def _run(
                 drop_forward_passes(states)
                 ledger.counts = IssuedCounts(groups_of(one for *_, issued in recorded for one in issued))
                 ledger.begin(is_last=is_last)
-                with RecordFunctional(ledger.record) as counter, ledger.running():
-                    micro_step()
+                if trial is not None:  # micro-steps that are compared begin with equal buffers
+                    buffers.restore_on_device()
+                watched = trial.micro_step() if trial is not None else nullcontext()
+                with watched, RecordFunctional(ledger.record) as counter, ledger.running():
+                    result = micro_step()
                 recorded.append((is_last, counter.issued, issued := ledger.issued))
                 awaits_another |= awaits_another_backward(model)
+                if trial is not None and is_last:
+                    trial.note(result)
+                if is_last is not isinstance(ledger, DdpLedger):  # which puts zeros into missing gradients at the end
+                    used.update(number for number, one in enumerate(parameters) if one.grad is not None)
                 if groups_of(issued):
                     is_known &= _can_be_worked_out(issued, micro_step, ledger, states)
+                    if trial is not None:
+                        trial.start_here()
 
     states = fsdp_states(model)
     settings = KeptSettings(states)
     with Copies(model.buffers()) as copies:
         buffers = KeptBuffers(buffer_places(model), copies)
-        with keep_random_states():
-            outcome = run_with_votes(run_and_record, consensus)
-        release()
-        may_change = buffers.that_may_change()
-        buffers.restore()
-    reset_after_failure(model)
+        try:
+            with keep_random_states():
+                outcome = run_with_votes(run_and_record, consensus)
+        except Exception:
+            settings.restore()
+            if trial is not None and (layer := trial.mixing_layer):
+                raise cannot_cut(layer) from None
+            raise
+        finally:
+            release()
+            may_change = buffers.that_may_change()
+            buffers.restore()
+            reset_after_failure(model)
     free_memory(device)
     if outcome is Outcome.OUT_OF_MEMORY:
         settings.restore()
@@ -168,7 +231,10 @@ def _run(
     reason = consensus.first_reason(reason or _why_not_covered(recorded, templates, is_known=is_known))
     if not reason and _differs_between_ranks([one for *_, issued in recorded for one in issued], consensus):
         reason = "ranks issue different collectives in a micro-step"
-    return _Found(reason, templates, may_change)
+    is_used = consensus.begin_max(*(int(number in used) for number in range(len(parameters))))()
+    return _Found(
+        reason, templates, may_change, [one for one, is_one in zip(parameters, is_used, strict=True) if is_one]
+    )
 
 
 def _by_fsdp(collectives: list[AnyCollective]) -> list[AnyCollective]:
@@ -237,8 +303,3 @@ def _differs_between_ranks(collectives: list[AnyCollective], consensus: Consensu
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     smallest, largest = consensus.min_and_max(digest)
     return smallest != largest
-
-
-def cannot_recover(reason: str) -> CannotRecoverError:
-    """The error that recovery is not possible for ``reason``."""
-    return CannotRecoverError(f"An out-of-memory error in training will end the run: {reason}.")

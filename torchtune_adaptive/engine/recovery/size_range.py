@@ -1,13 +1,14 @@
 """Which sizes of micro-batches fit, as far as training has shown, and how larger ones are cut."""
 
 import pickle
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.recovery.columns import columns, leaves, named_values
 from torchtune_adaptive.errors import InputError, as_integer, quote, reason_of
 
 Cuts = list[list[int]]
@@ -133,21 +134,21 @@ def num_tokens(micro_batch: Any) -> int:
     >>> num_tokens([torch.tensor([1, 2, 3]), torch.tensor([4])])
     6
     """
-    if not isinstance(micro_batch, torch.Tensor | Mapping):
+    if not isinstance(micro_batch, torch.Tensor) and named_values(micro_batch) is None:
         return len(micro_batch) * max((_first_integers(sample) or 1 for sample in micro_batch), default=0)
     return _first_integers(micro_batch) or _num_samples(micro_batch)
 
 
-def _num_samples(columns: torch.Tensor | Mapping[Any, Any]) -> int:
+def _num_samples(micro_batch: Any) -> int:
     """The largest number of entries in a column."""
-    values = [columns] if isinstance(columns, torch.Tensor) else columns.values()
-    sized = (one for one in values if isinstance(one, Sized) and getattr(one, "ndim", 1))
-    return max(map(len, sized), default=0)
+    if isinstance(micro_batch, torch.Tensor):
+        return len(micro_batch) if micro_batch.ndim else 0
+    return max((len(column) for _, column in columns(micro_batch)), default=0)
 
 
 def _first_integers(values: Any) -> int:
     """The number of elements of the first tensor of integers; 0 if there is none."""
-    tensors = (one for one in tree_leaves(values) if isinstance(one, torch.Tensor) and one.ndim)
+    tensors = (one for one in leaves(values) if isinstance(one, torch.Tensor) and one.ndim)
     return next((one.numel() for one in tensors if _is_integer(one.dtype)), 0)
 
 

@@ -1,6 +1,7 @@
 """``RecoverableStep``: a train step for any PyTorch loop that recovers from out-of-memory errors."""
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -10,22 +11,37 @@ from typing import Any, Generic, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchtune_adaptive.engine.compiled import compile_each_size
 from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes, fsdp_states
 from torchtune_adaptive.engine.memory.devices import computing_device, optimizers_of
+from torchtune_adaptive.engine.optimizers import optimizers_within
 from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, MemoryPressure, Recovery, sum_of_results
 from torchtune_adaptive.engine.recovery.backoff import Backoff
+from torchtune_adaptive.engine.recovery.columns import copied, versions, was_changed
 from torchtune_adaptive.engine.recovery.micro_batches import Cutter, Slices
 from torchtune_adaptive.engine.recovery.micro_steps import MicroStep
-from torchtune_adaptive.engine.recovery.optimizer_state import check_optimizers
-from torchtune_adaptive.engine.recovery.rehearsal import allocate_states, rehearse
+from torchtune_adaptive.engine.recovery.optimizer_state import check_optimizers, drop_unused_states
+from torchtune_adaptive.engine.recovery.rehearsal import Rehearsal, allocate_states, rehearse
 from torchtune_adaptive.engine.recovery.size_range import SizeRange, check_size_of
+from torchtune_adaptive.engine.recovery.trial import cannot_cut
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
-from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError, NothingFitsError, require_one_of
+from torchtune_adaptive.errors import (
+    NOTHING_FITS_ADVICE,
+    CannotCutError,
+    InputError,
+    NothingFitsError,
+    cannot_recover,
+    require_one_of,
+)
 from torchtune_adaptive.text import parse_memory
 
+log = logging.getLogger(__name__)
+
 Sums = TypeVar("Sums")
+_MOST_TRIALS = 8  # until it is known whether samples may be cut
+_MOST_SAMPLES = 8  # that a trial takes, until two of them have gradients
 
 
 class RecoverableStep(Generic[Sums]):
@@ -130,6 +146,10 @@ class RecoverableStep(Generic[Sums]):
         self._is_enabled = True
         self._is_closed = False
         self._is_trained: dict[nn.Parameter, bool] = {}  # as in the rehearsal
+        self._batch_norms: list[tuple[nn.Module, bool]] = []  # and whether each was in training mode
+        self._trials_left = 0 if self._cutter.adds_up else _MOST_TRIALS
+        self._gives_copies = False  # whether micro-steps change their batches in place
+        self._must_stay_whole: CannotCutError | None = None
         self._events: list[MemoryEvent] = []
         self._number = steps_done
         self.backoff = Backoff()
@@ -164,13 +184,16 @@ class RecoverableStep(Generic[Sums]):
         return self._recovery is not None
 
     def rehearse(self, samples: Any) -> None:
-        """Create the optimizers' state, and run two small micro-steps to learn their collectives.
+        """Create the optimizers' state, and try small micro-steps: on one sample, on another one, and on both.
 
-        It needs at least two samples to see whether the collectives depend on the batch. It restores model,
-        optimizers and random generators, and sets gradients to None. A collective: every rank must call it. If it has
-        not been called, the first step calls it with its own samples, and so does each step after parameters were
-        frozen or unfrozen.
+        They show which collectives they issue, and whether samples may be cut into micro-batches: gradients and results
+        of both samples must be the sum of those of each alone. It restores model, optimizers and random generators,
+        and sets gradients to None. A collective: every rank must call it. If it has not been called, the first step
+        calls it with its own samples. So does each step after parameters were frozen or unfrozen, and the next one that
+        has two samples with gradients, if there were none.
         Raises:
+            CannotCutError: samples must not be cut into micro-batches: the loss or a layer mixes them, the loss is a
+                mean, or results do not add up.
             CannotRecoverError: recovery is not possible for this model.
             NothingFitsError: the optimizers' state or the smallest micro-step does not fit.
             InputError: the micro-batch size is not the same on every rank, some rank has no samples, or an optimizer
@@ -180,10 +203,71 @@ class RecoverableStep(Generic[Sums]):
         self._end_recovery()
         drop_forward_passes(fsdp_states(self._model))  # after one, some parameters are whole instead of sharded
         self._is_trained = {parameter: parameter.requires_grad for parameter in self._model.parameters()}
+        self._batch_norms = [(one, one.training) for one in self._model.modules() if isinstance(one, _BatchNorm)]
         check_optimizers(self._optimizers, self._model)
         self._check_no_gradients()
         allocate_states(self._optimizers, self._watch)
-        rehearsals = list(self._cutter.rehearsals(samples))
+        used: list[nn.Parameter] = []
+        try:
+            found = self._rehearse_with_samples_that_count(samples)
+            self._recovery, used = found.recovery, found.used
+        finally:
+            drop_unused_states(self._optimizers, used)
+
+    def prepare(self, samples: Any) -> None:
+        """Rehearse; but if samples must not be cut and need not be, train without recovery. A collective.
+
+        Raises: as ``rehearse``.
+        """
+        try:
+            self.rehearse(samples)
+        except CannotCutError as error:
+            self._must_stay_whole = error
+            self._check_whole(samples)
+            if self._watch.consensus.rank == 0:
+                log.warning("An out-of-memory error will end the run. %s", error)
+            self.disable()
+
+    def _rehearse_with_samples_that_count(self, samples: Any) -> Rehearsal:
+        """Rehearse, and look for two samples with gradients if the first ones have none. A collective.
+
+        Raises:
+            CannotRecoverError: no micro-step leaves a gradient.
+        """
+        if self._cutter.adds_up:
+            return self._rehearse(samples, None)
+        self._trials_left -= 1
+        candidates = min(self._watch.consensus.max_over_ranks(self._cutter.num_to_try(samples)), _MOST_SAMPLES)
+        pair, following = [0, 1], 2
+        while True:
+            found = self._rehearse(samples, (pair[0], pair[1]) if candidates > 1 else None)
+            counts = found.verdict.counts
+            if all(counts) or following + counts.count(False) > candidates:
+                break
+            found.recovery.close()
+            for place in (place for place in (0, 1) if not counts[place]):
+                pair[place], following = following, following + 1
+        if found.verdict.factor is not None or found.verdict.is_random or not candidates:
+            self._trials_left = 0
+        is_unknown = candidates and not self._trials_left and found.verdict.factor is None
+        if is_unknown and self._watch.consensus.rank == 0:
+            is_random = found.verdict.is_random
+            log.warning(
+                "It is not known whether samples may be cut into micro-batches, because %s: the loss must be a sum.",
+                "a micro-step draws random numbers that cannot be fixed" if is_random else "two could not be compared",
+            )
+        if candidates and not found.used:
+            found.recovery.close()
+            raise cannot_recover("a micro-step leaves no gradient in `.grad` of any parameter")
+        return found
+
+    def _rehearse(self, samples: Any, pair: tuple[int, int] | None) -> Rehearsal:
+        """Rehearse with these two samples, if there are two. A collective.
+
+        Raises:
+            CannotCutError: samples must not be cut into micro-batches.
+        """
+        rehearsals = list(self._cutter.rehearsals(samples, pair))
         self._check(has_samples=bool(rehearsals))
         one = rehearsals[0][0]
         if self._has_own_sizes:
@@ -191,14 +275,24 @@ class RecoverableStep(Generic[Sums]):
         else:
             self._size_unit = "tokens" if self._cutter.size_of(one) > self._cutter.num_rows(one) else "samples"
         context = self._watch.meter or nullcontext()
-        self._recovery = rehearse(
-            [[self._as_micro_step(context, one) for one in micro_batches] for micro_batches in rehearsals],
+        found = rehearse(
+            [[self._as_micro_step(context, one, is_trial=True) for one in parts] for parts in rehearsals],
             model=self._model,
             device=self._device,
             watch=self._watch,
             release=self._release,
             reduces_once=self._reduces_once,
+            optimizers=self._optimizers,
+            is_trial=not self._cutter.adds_up,
         )
+        reason, factor = found.verdict.reason, found.verdict.factor
+        if factor is not None and not self._cutter.scale_by(factor):
+            is_what = "a mean over the samples of a micro-batch" if factor == 0.5 else f"{factor:g} times a sum"
+            reason = f"the loss is {is_what}, but must be a sum, and its gradients be divided once per step"
+        if reason:
+            found.recovery.close()
+            raise cannot_cut(reason)
+        return found
 
     def disable(self) -> None:
         """Turn recovery off: there is no rehearsal, and an out-of-memory error is raised as it is."""
@@ -226,18 +320,20 @@ class RecoverableStep(Generic[Sums]):
             CollectiveInDoubtError: the error does not allow recovery; this process must end.
         """
         self._check_open()
-        if self._is_enabled and (self._recovery is None or self._trains_others()):
-            self.rehearse(samples)
+        if self._is_enabled and (self._recovery is None or self._trains_others() or self._can_be_tried(samples)):
+            self.prepare(samples)
         self._number += 1
         if self._limited is not None:
-            self._limited.count([one.state for one in self._optimizers])
+            self._limited.count([one.state for one in optimizers_within(self._optimizers)])
         if self._recovery is None:
             if not (micro_batches := self._cutter.cut(samples, self.sizes)):
                 raise InputError(NO_SAMPLES)
+            self._check_whole(samples)
             return functools.reduce(sum_of_results, (run() for run in self._micro_steps(micro_batches)))
         self._check_no_gradients()
         restore = self._recovery.start_step()
         grown_from = self._try_larger()
+        unchanged = None if self._cutter.adds_up or self._gives_copies else versions(samples)
         while True:
             micro_batches = self._cutter.cut(samples, self.sizes)
             attempt = self._recovery.attempt(
@@ -245,8 +341,11 @@ class RecoverableStep(Generic[Sums]):
                 is_thrashing=self._watch.is_thrashing,
                 is_even=self._cutter.is_even or self.sizes.made_even,
             )
+            is_changed = unchanged is not None and versions(samples) != unchanged
+            self._gives_copies |= is_changed
             if attempt.pressure is MemoryPressure.OUT_OF_MEMORY:
                 restore()
+                self._check_unchanged(is_changed)
             if attempt.pressure is MemoryPressure.NONE:
                 self._note_fit(micro_batches, grown_from)
             elif self._learns(attempt, micro_batches):
@@ -258,8 +357,29 @@ class RecoverableStep(Generic[Sums]):
             grown_from = 0
 
     def _trains_others(self) -> bool:
-        """Whether a parameter was frozen or unfrozen since the rehearsal: other collectives then reduce gradients."""
-        return any(parameter.requires_grad is not was for parameter, was in self._is_trained.items())
+        """Whether a parameter was frozen or unfrozen since the rehearsal, or the mode of a batch norm was changed.
+
+        Other collectives then reduce gradients, or samples are mixed.
+        """
+        was_frozen = any(parameter.requires_grad is not was for parameter, was in self._is_trained.items())
+        return was_frozen or any(module.training is not was for module, was in self._batch_norms)
+
+    def _can_be_tried(self, samples: Any) -> bool:
+        """Whether no trial has had two samples with gradients yet, but this step may have. A collective."""
+        return self._trials_left > 0 and self._watch.consensus.any_rank(self._cutter.num_to_try(samples) > 1)
+
+    def _check_whole(self, samples: Any) -> None:
+        """Check that samples that must not be cut are not cut on any rank. A collective."""
+        if self._must_stay_whole is not None and self._watch.consensus.any_rank(not self._cutter.is_whole(samples)):
+            raise self._must_stay_whole
+
+    def _check_unchanged(self, is_changed: bool) -> None:
+        """Check that no rank's samples were changed by an attempt that must run again. A collective."""
+        if self._watch.consensus.any_rank(is_changed):
+            raise InputError(
+                "`micro_step` must not change its micro-batch in place only in some steps, because this one has to run"
+                " again with the same samples, but it did: change a copy."
+            )
 
     def _try_larger(self) -> int:
         """Grow a reduced micro-batch if it is time. Returns the size before; 0 if it has not changed."""
@@ -276,8 +396,10 @@ class RecoverableStep(Generic[Sums]):
         context = self._limited or nullcontext()
         return [self._as_micro_step(context, one) for one in micro_batches]
 
-    def _as_micro_step(self, context: AbstractContextManager[Any], micro_batch: Any) -> MicroStep[Sums]:
-        run = partial(self._run, context, micro_batch)
+    def _as_micro_step(
+        self, context: AbstractContextManager[Any], micro_batch: Any, *, is_trial: bool = False
+    ) -> MicroStep[Sums]:
+        run = partial(self._try if is_trial and not self._cutter.adds_up else self._run, context, micro_batch)
         if self._padded_rows is None:
             return MicroStep(run)
         num_rows, with_rows = self._padded_rows(micro_batch)
@@ -286,7 +408,16 @@ class RecoverableStep(Generic[Sums]):
     def _run(self, context: AbstractContextManager[Any], micro_batch: Any) -> Sums:
         with context:
             self._watch.phases.enter("batch")
-            return self._micro_step(micro_batch)
+            return self._micro_step(copied(micro_batch) if self._gives_copies else micro_batch)
+
+    def _try(self, context: AbstractContextManager[Any], micro_batch: Any) -> Sums:
+        """Run a micro-step of a trial on a copy, and see whether it changes the copy in place."""
+        given = copied(micro_batch)
+        with context:
+            self._watch.phases.enter("batch")
+            result = self._micro_step(given)
+        self._gives_copies |= was_changed(given, micro_batch)
+        return result
 
     def _learns(self, attempt: Attempt[Sums], micro_batches: Sequence[Any]) -> bool:
         """Learn what did not fit, if sizes explain the shortage on every rank that had one. A collective.
@@ -368,7 +499,8 @@ class RecoverableStep(Generic[Sums]):
         if any(is_trained and parameter.grad is not None for parameter, is_trained in self._is_trained.items()):
             raise InputError(
                 "Gradients must be None before a step, which may have to run again, but some are not: call"
-                " `optimizer.zero_grad()` after each optimizer step, and pass all samples of a step in one call."
+                " `optimizer.zero_grad()` after each optimizer step, also after one that is skipped, without"
+                " `set_to_none=False`; and pass all samples of a step in one call."
             )
 
     def _check_open(self) -> None:

@@ -33,6 +33,7 @@ class MicroBatcher:
     """
 
     is_even = True
+    adds_up = True  # objectives return sums, which recipes divide once
 
     largest: MicroBatchLimit
     row_format: RowFormat
@@ -112,7 +113,19 @@ class MicroBatcher:
         self.resize(2 * self.limit.size)
         return self._reduced_size is None
 
-    def rehearsals(self, samples: Sequence[Row]) -> Iterator[list[MicroBatch]]:
+    def num_to_try(self, samples: StepSamples) -> int:
+        """No trial is needed."""
+        return 0
+
+    def is_whole(self, samples: StepSamples) -> bool:
+        """Samples may always be cut."""
+        return True
+
+    def scale_by(self, factor: float) -> bool:
+        """Losses are sums."""
+        return factor == 1
+
+    def rehearsals(self, samples: Sequence[Row], pair: tuple[int, int] | None = None) -> Iterator[list[MicroBatch]]:
         """Micro-batches of the first of ``samples``, of one row and of two; to try next, of one row each."""
         for rows in range(min(2, self.largest.size), 0, -1):
             yield list(map(MicroBatch, self.row_format.small_batches(samples, rows)))

@@ -1,0 +1,595 @@
+"""Before training, a step is tried: what must not be cut into micro-batches, or must not run again, is refused."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+
+from benchmarks.support.ranks import run_on_ranks
+from tests.support.faults import same_bits
+from tests.support.layers import RunningMean
+from torchtune_adaptive import CannotRecoverError, InputError, RecoverableStep
+from torchtune_adaptive.engine.recovery.fixed_randomness import FixedRandomness
+from torchtune_adaptive.errors import CannotCutError
+from torchtune_adaptive.testing import out_of_memory, wrap_micro_steps
+
+WIDTH = 12
+ROWS = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def net(*layers: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 24), *layers, nn.Tanh(), nn.Linear(24, 6))
+
+
+def step_of(model: Any, loss: Loss, **options: Any) -> RecoverableStep[Any]:
+    def micro_step(rows: torch.Tensor) -> torch.Tensor:
+        total = loss(model, rows)
+        total.backward()
+        return total.detach()
+
+    options = {"micro_batch_size": 4} | options
+    return RecoverableStep(model, micro_step, **options)
+
+
+def total_loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return model(rows).square().sum()
+
+
+def weighted(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """A mean of which the first of ``ROWS`` is no part: nan alone, as for a sample without labels."""
+    counts = (rows[:, 0] != ROWS[0, 0]).float()
+    return (model(rows).square().sum(1) * counts).sum() / counts.sum()
+
+
+class Centred(nn.Module):
+    """Statistics of the batch, by hand."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows - rows.mean(0)
+
+
+def contrastive(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    values = F.normalize(model(rows))
+    return F.cross_entropy(values @ values.T * 5, torch.arange(len(rows)), reduction="sum")
+
+
+# ---- what adds up
+
+
+def masked(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return (model(rows).square().sum(1) * (rows[:, 0] != ROWS[0, 0])).sum()
+
+
+def noisy(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """As of a diffusion model: noise and a time for each sample."""
+    times = torch.randint(1, 100, (len(rows), 1)) / 100
+    noise = torch.randn_like(rows)
+    return (model(rows * times + noise * (1 - times)) - noise[:, :6]).square().sum()
+
+
+def chosen_by_python(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return model(rows).square().sum() * (random.random() + float(np.random.rand()))
+
+
+def in_bf16(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(rows).float().square().sum()
+
+
+@pytest.mark.parametrize("loss", [total_loss, masked, noisy, chosen_by_python, in_bf16], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (),
+        (nn.Dropout(0.5),),
+        (nn.AlphaDropout(0.3), nn.LayerNorm(24)),
+        (RunningMean(24),),
+        (nn.BatchNorm1d(24).eval(),),
+    ],
+    ids=["plain", "dropout", "alpha dropout", "running mean", "frozen batch norm"],
+)
+def test_a_sum_over_samples_may_be_cut(loss: Loss, layers: tuple[nn.Module, ...]) -> None:
+    step = step_of(net(*layers), loss)
+    step.rehearse(ROWS)
+    assert step.recovers
+    assert not step._trials_left
+
+
+def test_the_first_two_samples_that_count_are_compared() -> None:
+    ignored = ROWS[:6, 0].tolist()
+
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        counts = torch.tensor([row[0].item() not in ignored for row in rows])
+        return (model(rows).square().sum(1) * counts).sum() / counts.sum()
+
+    with pytest.raises(CannotCutError, match="the loss is a mean over the samples"):
+        step_of(net(), loss).rehearse(ROWS)
+
+
+def test_a_step_in_which_no_two_samples_count_leaves_the_trial_to_the_next_step() -> None:
+    is_on = False
+
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        return model(rows).square().mean() * is_on
+
+    step = step_of(net(), loss)
+    step(ROWS)
+    assert step.recovers
+    step._model.zero_grad()
+    is_on = True
+    with pytest.raises(CannotCutError, match="the loss is a mean"):
+        step(ROWS)
+
+
+def test_a_step_of_one_sample_leaves_the_trial_to_the_next_step() -> None:
+    step = step_of(net(), contrastive)
+    step(ROWS[:1])
+    step._model.zero_grad()
+    with pytest.raises(CannotCutError, match="mixes the samples"):
+        step(ROWS)
+
+
+# ---- what mixes samples
+
+
+MIXES = "the loss or a layer mixes the samples of a micro-batch: "
+MIXING: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
+    "a mean": (net, lambda model, rows: model(rows).square().mean(), "the loss is a mean over the samples"),
+    "a mean without the first sample": (net, weighted, "the loss is a mean over the samples"),
+    "batch norm": (lambda: net(nn.BatchNorm1d(24)), total_loss, r"the layer `1` \(BatchNorm1d\) computes with stat"),
+    "batch norm without running statistics": (
+        lambda: net(nn.BatchNorm1d(24, track_running_stats=False)).eval(),
+        total_loss,
+        r"the layer `1` \(BatchNorm1d\) computes with stat",
+    ),
+    "statistics by hand": (lambda: net(Centred()), total_loss, MIXES),
+    "in-batch negatives": (net, contrastive, MIXES + "two have other gradients together than each alone"),
+    "a penalty": (net, lambda model, rows: total_loss(model, rows) + 9 * model[0].weight.square().sum(), MIXES),
+    "a mean over labels": (
+        net,
+        lambda model, rows: (model(rows).square().sum(1) * (1 + rows[:, 1] ** 2)).sum() / (1 + rows[:, 1] ** 2).sum(),
+        MIXES + "the gradients of two together differ",
+    ),
+    "order": (
+        net,
+        lambda model, rows: (model(rows).sum(1).sort().values * torch.arange(1, len(rows) + 1)).sum(),
+        MIXES,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_samples_that_are_mixed_are_not_cut(name: str) -> None:
+    make, loss, sentence = MIXING[name]
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before, modes = [one.clone() for one in model.state_dict().values()], [one.training for one in model.modules()]
+    step = step_of(model, loss, optimizer=optimizer)
+    sentence = "must not be cut into micro-batches: .*" + sentence
+    for run in (step.rehearse, step):
+        with pytest.raises(CannotCutError, match=sentence):
+            run(ROWS)
+    assert same_bits(before, list(model.state_dict().values()))
+    assert modes == [one.training for one in model.modules()]
+    assert not optimizer.state
+    assert all(one.grad is None for one in model.parameters())
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_samples_that_are_mixed_train_as_one_micro_batch_without_recovery(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, loss, sentence = MIXING[name]
+    model, own = make(), make()
+    step = step_of(model, loss, micro_batch_size=8)
+    torch.manual_seed(3)
+    found = step(ROWS)
+    torch.manual_seed(3)
+    expected = loss(own, ROWS)
+    expected.backward()
+    assert not step.recovers
+    assert torch.equal(found, expected.detach())
+    gradients = [[one.grad for one in each.parameters()] for each in (model, own)]
+    assert same_bits(*gradients)  # pyright: ignore[reportArgumentType]
+    assert "An out-of-memory error will end the run" in caplog.text
+    wrap_micro_steps(step, lambda number, run: out_of_memory())
+    with pytest.raises(torch.OutOfMemoryError):
+        step(ROWS)
+    with pytest.raises(CannotCutError, match=sentence):
+        step(torch.cat([ROWS, ROWS]))
+
+
+def test_a_step_that_the_caller_has_disabled_is_cut_as_asked_for() -> None:
+    step = step_of(net(nn.BatchNorm1d(24)), total_loss)
+    step.disable()
+    step(ROWS)
+    assert step._model[1].num_batches_tracked == 2  # pyright: ignore[reportIndexIssue]
+
+
+def test_a_batch_norm_that_is_unfrozen_later_is_noticed() -> None:
+    model = net(nn.BatchNorm1d(24).eval())
+    step = step_of(model, total_loss)
+    step(ROWS)
+    model.zero_grad()
+    model.train()
+    with pytest.raises(CannotCutError, match="BatchNorm1d"):
+        step(ROWS)
+
+
+# ---- what cannot be told
+
+
+def permuted(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """Random numbers that cannot be fixed."""
+    return (model(rows) * torch.stack([torch.randperm(6) for _ in rows])).square().sum()
+
+
+def test_random_numbers_that_cannot_be_fixed_are_not_taken_for_mixed_samples(caplog: pytest.LogCaptureFixture) -> None:
+    step = step_of(net(), permuted)
+    step(ROWS)
+    assert step.recovers
+    assert "draws random numbers that cannot be fixed" in caplog.text
+
+
+def test_dropout_in_compiled_code_is_not_taken_for_mixed_samples() -> None:
+    model = net(nn.Dropout(0.5))
+    model.compile(backend="aot_eager")
+    step = step_of(model, total_loss)
+    step.rehearse(ROWS)
+    assert step.recovers
+
+
+def test_parameters_that_change_unseen_are_noticed() -> None:
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        weight: Any = model[0].weight  # pyright: ignore[reportIndexIssue]
+        weight.detach().numpy()[0, 0] += 1
+        return total_loss(model, rows)
+
+    with pytest.raises(InputError, match=r"but `0\.weight` was changed: load the model again"):
+        step_of(net(), loss, micro_batch_size=1).rehearse(ROWS)
+
+
+# ---- what must not happen in a micro-step
+
+
+def optimizer_in_backward(model: nn.Module) -> Loss:
+    for parameter in model.parameters():
+        optimizer = torch.optim.AdamW([parameter])
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    return total_loss
+
+
+def update_in_backward(model: nn.Module) -> Loss:
+    def update(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    return total_loss
+
+
+def main_grad(model: nn.Module) -> Loss:
+    def accumulate(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.main_grad.add_(parameter.grad)  # pyright: ignore[reportAttributeAccessIssue]
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)  # pyright: ignore[reportAttributeAccessIssue]
+        parameter.register_post_accumulate_grad_hook(accumulate)
+    return total_loss
+
+
+def new_main_grad(model: nn.Module) -> Loss:
+    def keep(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.main_grad = parameter.grad.double()  # pyright: ignore[reportAttributeAccessIssue]
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(keep)
+    return total_loss
+
+
+def gradients_elsewhere(model: nn.Module) -> Loss:
+    kept: list[torch.Tensor] = []
+
+    def take(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        kept.append(parameter.grad)
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(take)
+    return total_loss
+
+
+def steps(model: nn.Module) -> Loss:
+    """A whole train step, given as a micro-step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        total_loss(model, rows).backward()
+        optimizer.step()
+        return total_loss(model, rows)
+
+    return loss
+
+
+def average_of_weights(model: nn.Module) -> Loss:
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            model[2].weight.lerp_(model[2].weight * 2, 0.1)  # pyright: ignore[reportIndexIssue]
+        return total_loss(model, rows)
+
+    return loss
+
+
+def no_gradient(model: nn.Module) -> Loss:
+    return lambda model, rows: torch.zeros((), requires_grad=True) * 2
+
+
+@pytest.mark.parametrize(
+    ("harm", "sentence"),
+    [
+        (optimizer_in_backward, "the optimizer AdamW steps within a micro-step or its backward pass"),
+        (update_in_backward, r"a micro-step writes to the parameter `2\.\w+`"),
+        (main_grad, r"a micro-step writes to `main_grad` of the parameter `2\.\w+`"),
+        (new_main_grad, r"a micro-step puts tensors into attributes of the parameter"),
+        (gradients_elsewhere, r"a hook takes the gradient of `2\.\w+` away in the backward pass"),
+        (steps, "the optimizer SGD steps within a micro-step"),
+        (average_of_weights, r"a micro-step writes to the parameter `2\.weight`"),
+        (no_gradient, r"a micro-step leaves no gradient in `\.grad` of any parameter"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_micro_step_that_acts_on_more_than_gradients_is_refused_before_it_does(
+    harm: Callable[[nn.Module], Loss], sentence: str
+) -> None:
+    model = net()
+    loss = harm(model)
+    before = [one.clone() for one in model.parameters()]
+    step = step_of(model, loss)
+    with pytest.raises(CannotRecoverError, match=sentence):
+        step(ROWS)
+    assert same_bits(before, [one.detach() for one in model.parameters()])
+    assert all(one.grad is None for one in model.parameters())
+    assert not any(getattr(one, "main_grad", torch.zeros(1)).any() for one in model.parameters() if harm is main_grad)
+
+
+def test_hooks_that_keep_gradients_and_parameters_without_gradients_are_no_harm() -> None:
+    model = net()
+    model.append(nn.Linear(2, 2))  # not used
+    seen: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    step = step_of(model, lambda model, rows: model[:3](rows).square().sum())
+    step.rehearse(ROWS)
+    assert step.recovers
+    assert set(seen) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_a_parametrization_that_comes_and_goes_is_no_harm() -> None:
+    """As adapters of PEFT for the parameters of experts: torch sets the parameter to itself."""
+    model = net()
+
+    def loss(model: Any, rows: torch.Tensor) -> torch.Tensor:
+        parametrize.register_parametrization(model[0], "weight", nn.Dropout(0.0))
+        try:
+            return total_loss(model, rows)
+        finally:
+            parametrize.remove_parametrizations(model[0], "weight", leave_parametrized=False)
+
+    step = step_of(model, loss)
+    step.rehearse(ROWS)
+    assert step.recovers
+
+
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_gradients_may_be_sparse_or_complex(kind: str) -> None:
+    table: nn.Module = nn.Embedding(7, 4, sparse=True)
+    if kind == "complex":
+        table = nn.Linear(1, 4, bias=False, dtype=torch.cfloat)
+
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        values = model(rows if kind == "sparse" else rows[..., None].to(torch.cfloat))
+        return values.abs().square().sum()
+
+    samples = torch.arange(12).reshape(4, 3) % 7
+    step_of(table, loss).rehearse(samples)
+    with pytest.raises(CannotCutError, match="a mean over the samples"):
+        step_of(table, lambda model, rows: loss(model, rows) / len(rows)).rehearse(samples)
+
+
+# ---- batches that are changed in place
+
+
+def normalise(rows: torch.Tensor) -> torch.Tensor:
+    return rows.sub_(1).div_(2)
+
+
+def pop(samples: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    return torch.stack([sample.pop("row") for sample in samples])
+
+
+def through_numpy(rows: Any) -> torch.Tensor:
+    rows -= 1
+    return torch.from_numpy(rows).float()
+
+
+@pytest.mark.parametrize(
+    ("samples", "change"),
+    [
+        (lambda: ROWS.clone(), normalise),
+        (lambda: [{"row": row} for row in ROWS.clone()], pop),
+        (lambda: ROWS.double().numpy(), through_numpy),
+    ],
+    ids=["tensor", "list of dicts", "array"],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_batch_that_is_changed_in_place_is_given_as_a_copy(
+    samples: Callable[[], Any], change: Callable[[Any], torch.Tensor], fails: bool
+) -> None:
+    def loss(model: nn.Module, rows: Any) -> torch.Tensor:
+        return total_loss(model, change(rows))
+
+    own, model, given = net(), net(), samples()
+    for part in (slice(0, 4), slice(4, 8)):
+        loss(own, samples()[part]).backward()
+    step = step_of(model, loss, on_event=lambda event: None)
+    step.rehearse(given)
+    wrap_micro_steps(step, lambda number, run: (run(), fails and number == 1 and out_of_memory())[0])
+    step(given)
+    assert step.retries == fails
+    for one, other in zip(model.parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert_same_samples(given, samples())
+
+
+def assert_same_samples(found: Any, expected: Any) -> None:
+    if isinstance(found, list):
+        assert [one.keys() for one in found] == [one.keys() for one in expected]
+    else:
+        assert np.array_equal(np.asarray(found), np.asarray(expected))
+
+
+def test_a_change_that_the_trial_has_not_seen_is_never_run_again() -> None:
+    is_on = False
+
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        return total_loss(model, rows.mul_(2) if is_on else rows)
+
+    step = step_of(net(), loss)
+    step.rehearse(ROWS)
+    is_on = True
+    wrap_micro_steps(step, lambda number, run: (run(), number == 1 and out_of_memory())[0])
+    with pytest.raises(InputError, match="`micro_step` must not change its micro-batch in place only in some steps"):
+        step(ROWS.clone())
+
+
+def test_batches_are_not_copied_without_a_change() -> None:
+    rows, seen = ROWS.clone(), list[int]()
+
+    def loss(model: nn.Module, part: torch.Tensor) -> torch.Tensor:
+        seen.append(part.untyped_storage().data_ptr())
+        return total_loss(model, part)
+
+    step = step_of(net(), loss)
+    step(rows)
+    assert seen[-2:] == [rows.untyped_storage().data_ptr()] * 2
+
+
+# ---- results
+
+
+@pytest.mark.parametrize(
+    ("result", "sentence"),
+    [
+        (lambda loss, out: {"task": "sst2"}, "must return tensors or numbers that can be summed.*'sst2'"),
+        (lambda loss, out: {1.0}, "must return tensors or numbers that can be summed"),
+        (lambda loss, out: object(), "must return tensors or numbers that can be summed"),
+        (lambda loss, out: {"loss": loss, "logits": out}, r"together have a tensor of shape \(2, 6\)"),
+        (lambda loss, out: (loss / len(out),), "Losses and other results of micro-steps must add up, but two samples"),
+        (lambda loss, out: 3, "two samples together have 3, and the sum of each alone is 6"),
+    ],
+    ids=["text", "set", "object", "logits", "mean", "constant"],
+)
+def test_results_that_do_not_add_up_are_refused_before_training(result: Callable[..., Any], sentence: str) -> None:
+    model = net()
+
+    def micro_step(rows: torch.Tensor) -> Any:
+        out = model(rows)
+        loss = out.square().sum()
+        loss.backward()
+        return result(loss.detach(), out.detach())
+
+    with pytest.raises(InputError, match=sentence):
+        RecoverableStep(model, micro_step, micro_batch_size=8)(ROWS)
+
+
+# ---- several ranks
+
+
+def _sharded(model: nn.Module) -> nn.Module:
+    for module in (model[0], model[-1], model):  # pyright: ignore[reportIndexIssue]
+        fully_shard(module)
+    return model
+
+
+def _verdicts(rank: int) -> dict[str, str]:
+    torch.set_num_threads(1)
+    found = {}
+    for name, wrap, options in (
+        ("DDP", DistributedDataParallel, {}),
+        ("FSDP2", _sharded, {}),
+        ("FSDP2, reduced once", _sharded, {"reduce": "last"}),
+    ):
+        losses = {"sum": total_loss, "mean": MIXING["a mean"][1], "mixed": contrastive, "random": permuted}
+        for case, loss in losses.items():
+            model = wrap(net(nn.Dropout(0.2)))
+            step = step_of(model, loss, **options)
+            rows = ROWS[rank : rank + 8 - 4 * rank]  # the second rank has fewer
+            try:
+                step.rehearse(rows)
+                found[f"{name}, {case}"] = "not tried" if step._trials_left else "recovers"
+            except CannotRecoverError as error:
+                found[f"{name}, {case}"] = str(error)
+            step.close()
+    model = _sharded(net())
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
+    try:
+        step_of(model, total_loss).rehearse(ROWS)
+    except CannotRecoverError as error:
+        found["hook"] = str(error)
+    dist.barrier()
+    return found
+
+
+def test_all_ranks_have_the_same_verdict() -> None:
+    one, other = run_on_ranks(_verdicts, 2)
+    assert one == other
+    assert "takes the gradient" in one.pop("hook")
+    expected = {"sum": "recovers", "mean": "the loss is a mean", "mixed": "mixes the samples", "random": "recovers"}
+    for name, verdict in one.items():
+        assert expected[name.rpartition(", ")[2]] in verdict, (name, verdict)
+
+
+# ---- random numbers
+
+
+def test_random_numbers_are_the_same_for_each_row_and_leave_generators_alone() -> None:
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+    draws: list[Callable[[], torch.Tensor]] = [
+        lambda: torch.rand(3, 4, generator=generator),
+        lambda: torch.randn(3, 4),
+        lambda: torch.randn_like(torch.ones(3, 4)),
+        lambda: torch.randint(10, (3, 4)),
+        lambda: torch.randint(5, 7, (3,)),
+        lambda: torch.empty(3, 4).uniform_(2, 3),
+        lambda: torch.empty(3, 4).normal_(1, 2),
+        lambda: torch.normal(torch.zeros(3, 4), torch.ones(3, 4)),
+        lambda: torch.bernoulli(torch.full((3, 4), 0.5)),
+        lambda: torch.empty(3, 4).exponential_(),
+        lambda: F.dropout(torch.ones(3, 4), 0.5),
+    ]
+    with FixedRandomness():
+        for draw in draws:
+            rows = draw()
+            assert all(torch.equal(rows[0], row) for row in rows)
+            assert rows.isfinite().all()
+    assert torch.equal(generator.get_state(), before)
+    assert torch.equal(F.dropout(torch.ones(2), 0.0), torch.ones(2))

@@ -1,0 +1,149 @@
+"""Batches of any structure: their columns, which have an entry per sample, and values for all samples."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from torchtune_adaptive.errors import InputError, quote
+
+
+def columns(batch: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name and value of each column in a batch with names, at any depth.
+
+    A batch has names if it is a mapping, a named tuple or a dataclass. Tensors, arrays and sequences in it are columns.
+    Texts, numbers, None and tensors without dimensions are values for all samples.
+
+    >>> dict(columns({"text": {"ids": [[1, 2], [3]], "language": "en"}, "scale": 0.5}))
+    {'text.ids': [[1, 2], [3]]}
+    """
+    for name, value in named_values(batch) or ():
+        if named_values(value) is not None:
+            yield from ((f"{name}.{inner}", column) for inner, column in columns(value))
+        elif is_column(value):
+            yield name, value
+
+
+def map_columns(batch: Any, change: Callable[[Any], Any], *, lengths: Collection[int]) -> Any:
+    """The batch, of the same type, with ``change(column)`` instead of each column.
+
+    A list of columns is changed column by column.
+    Args:
+        lengths: the numbers of entries that a column may have.
+    Raises:
+        InputError: a value has another number of entries, or may be a column as well as a list of columns.
+    """
+
+    def changed(name: str, value: Any) -> Any:
+        if named_values(value) is not None:
+            return map_columns(value, change, lengths=lengths)
+        if not is_column(value):
+            return value
+        has_columns = isinstance(value, list | tuple) and bool(value)
+        has_columns = has_columns and all(_is_array(one) and len(one) in lengths for one in value)
+        if (len(value) in lengths) is has_columns:
+            what = "may be a column or a list of columns" if has_columns else f"has {len(value)}"
+            expected = " or ".join(map(str, sorted(lengths)))
+            raise InputError(
+                f"Each column of a batch must have {expected} entries for its samples, but `{name}` {what}."
+            )
+        return type(value)(map(change, value)) if has_columns else change(value)
+
+    return _with_values(batch, {name: changed(name, value) for name, value in named_values(batch) or ()})
+
+
+def leaves(batch: Any) -> Iterator[Any]:
+    """Yield all values in a batch, also those within lists and tuples."""
+    if (named := named_values(batch)) is not None:
+        batch = [value for _, value in named]
+    if isinstance(batch, list | tuple):
+        for one in batch:
+            yield from leaves(one)
+    else:
+        yield batch
+
+
+def copied(batch: Any) -> Any:
+    """The batch with copies of its tensors, arrays, lists and mappings. Other objects are shared."""
+    if (named := named_values(batch)) is not None:
+        return _with_values(batch, {name: copied(value) for name, value in named})
+    if isinstance(batch, list | tuple):
+        return type(batch)(map(copied, batch))
+    if isinstance(batch, torch.Tensor):
+        return batch.detach().clone().requires_grad_(batch.requires_grad)
+    return batch.copy() if _is_array(batch) else batch
+
+
+def was_changed(given: Any, original: Any, *, has_own_names: bool = True) -> bool:
+    """Whether ``given``, which was ``copied`` from ``original``, has been changed in place.
+
+    Args:
+        has_own_names: whether mappings do not count, but only what is in them.
+    """
+    if (named := named_values(original)) is not None:
+        now = dict(named_values(given) or ())
+        is_changed = not has_own_names and list(now) != [name for name, _ in named]
+        values = [(now[name], value) for name, value in named if name in now]
+        return is_changed or any(was_changed(*both, has_own_names=has_own_names) for both in values)
+    if isinstance(original, list | tuple):
+        both = list(zip(given, original, strict=False))
+        return len(given) != len(original) or any(was_changed(*one, has_own_names=False) for one in both)
+    if isinstance(original, torch.Tensor):
+        return isinstance(given, torch.Tensor) and (given._version > 0 or not _has_same_bits(given, original))
+    return _is_array(original) and given.tobytes() != original.tobytes()
+
+
+def versions(batch: Any) -> list[int]:
+    """How often each tensor of a batch has been changed in place."""
+    return [one._version for one in leaves(batch) if isinstance(one, torch.Tensor) and not one.is_inference()]
+
+
+def is_column(value: Any) -> bool:
+    """Whether a value of a batch has entries, as a tensor, an array or a sequence has."""
+    if isinstance(value, torch.Tensor | str | bytes | type) or named_values(value) is not None:
+        return _is_array(value)
+    return hasattr(value, "__getitem__") and hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
+
+
+def named_values(value: Any) -> list[tuple[str, Any]] | None:
+    """The names and values of a mapping, a named tuple or a dataclass; None if it is something else."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(getattr(value, "_fields"), value, strict=True))  # noqa: B009 - unknown to pyright
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(one.name, getattr(value, one.name)) for one in dataclasses.fields(value)]
+    return None
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is a tensor or an array with dimensions."""
+    return getattr(value, "ndim", 0) > 0 and hasattr(value, "shape")
+
+
+def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other) or (
+        torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+    )
+
+
+def _with_values(batch: Any, values: dict[str, Any]) -> Any:
+    """A copy of the batch with other values."""
+    if type(batch) is dict:
+        return values
+    if isinstance(batch, tuple):
+        return type(batch)(**values)
+    changed = copy.copy(batch)
+    try:
+        for name, value in values.items():
+            if isinstance(batch, Mapping):
+                changed[name] = value
+            else:
+                object.__setattr__(changed, name, value)
+    except TypeError:
+        raise InputError(f"A batch must be a mapping that can be changed, but is {quote(batch)} instead.") from None
+    return changed

@@ -1,0 +1,361 @@
+"""The trial of a step: may its samples be cut into micro-batches, and may a micro-step run again?
+
+Three small micro-steps tell: on one sample, on another one, and on both together. Gradients and results of both must be
+the sum of those of each alone. If they are a multiple of it, as for a mean over samples, a trainer can scale its loss.
+Otherwise the loss or a layer mixes the samples of a micro-batch.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.distributed.snapshot import RandomStates, seed_everything
+from torchtune_adaptive.engine.memory.operations import OperationMode, plain_parts
+from torchtune_adaptive.engine.recovery.attempts import sum_of_results
+from torchtune_adaptive.engine.recovery.columns import leaves
+from torchtune_adaptive.engine.recovery.fixed_randomness import FixedRandomness
+from torchtune_adaptive.errors import CannotCutError, InputError, cannot_recover, quote, reason_of
+
+FACTORS = (1.0, 0.5, 2.0)  # of a sum, of a mean over samples, and of a sum that a trainer divides by all samples
+
+_TOLERANCE = 1e-3  # of a norm, for float32
+_ROUNDINGS = {"gradients": 8, "results": 2}  # of the least precise type
+_LARGEST_TOLERANCE = 0.25  # with which a sum is still told from a mean
+_CHUNK, _SUMS = 2**18, 64  # elements of a gradient, and how many sums stand for them
+_MIXES = "the loss or a layer mixes the samples of a micro-batch"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a trial has found. Equal on every rank.
+
+    Attributes:
+        factor: one of ``FACTORS``: the gradients of both samples are so many times the sum of each one's. None: not
+            known, or there is a ``reason``.
+        reason: why samples must not be cut into micro-batches, as part of a sentence, or "".
+        counts: of each of the two samples, whether it has gradients that can be compared.
+        is_random: whether a micro-step draws random numbers that a trial cannot fix, so that nothing is known.
+    """
+
+    factor: float | None = None
+    reason: str = ""
+    counts: tuple[bool, bool] = (True, True)
+    is_random: bool = False
+
+    @property
+    def may_be_random(self) -> bool:
+        """Whether random numbers may be all that the reason has found."""
+        return self.reason.startswith(_MIXES)
+
+
+class Trial:
+    """Watches three micro-steps, and compares their gradients and results.
+
+    Args:
+        keeps_gradients: whether the gradients of a micro-step stay during the next one.
+        has_earlier: whether those of the same three micro-steps are there before the first one.
+        seed: of random numbers that are not fixed; None: as they would be.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        device: torch.device,
+        *,
+        keeps_gradients: bool = False,
+        has_earlier: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        self._model = model
+        self._seed = seed
+        self._optimizers = optimizers
+        self._device = device
+        self._keeps_gradients = keeps_gradients
+        self._has_earlier = has_earlier
+        self._randomness = FixedRandomness()
+        self._batch_norms: list[str] = []
+        self._sums: list[torch.Tensor] = []  # of the gradients of each micro-step
+        self._before: Any = 0  # those of all gradients before the next one
+        self._results: list[Any] = []
+
+    @contextmanager
+    def micro_step(self) -> Iterator[None]:
+        """Context of a micro-step, with fixed random numbers.
+
+        Raises:
+            CannotRecoverError: the micro-step changes a parameter or the state of an optimizer; before it does so.
+        """
+        states, attributes = RandomStates(self._device), _attributes(self._model)
+        try:
+            with ExitStack() as stack:
+                for name, module in self._model.named_modules():
+                    if isinstance(module, _BatchNorm):
+                        stack.callback(module.register_forward_pre_hook(self._noting(name)).remove)
+                for name, parameter in self._model.named_parameters():
+                    if parameter.requires_grad and getattr(parameter, "_post_accumulate_grad_hooks", None):
+                        last = parameter.register_post_accumulate_grad_hook(partial(self._check_kept, name))
+                        stack.callback(last.remove)
+                stack.callback(register_optimizer_step_pre_hook(_refuse_step).remove)
+                if self._seed is not None:
+                    seed_everything(self._seed)
+                stack.enter_context(self._randomness)
+                stack.enter_context(_Guard(_kept_tensors(self._model, self._optimizers)))
+                yield
+        finally:
+            states.restore()
+        for name, of_parameter in _attributes(self._model).items():
+            if of_parameter != attributes[name]:
+                raise cannot_recover(f"a micro-step puts tensors into attributes of the parameter `{name}`")
+
+    def note(self, result: Any) -> None:
+        """Note what a micro-step has added to the gradients, and its result."""
+        before = self._before if self._keeps_gradients else 0
+        self.start_here()
+        self._sums.append(self._before - before)
+        self._results.append(result)
+
+    def start_here(self) -> None:
+        """Leave out what has been added to the gradients since the last micro-step."""
+        self._before = _sums_of_gradients(self._model, self._device)
+
+    @property
+    def mixing_layer(self) -> str:
+        """Why samples must not be cut: a layer of this rank's has computed statistics over them; "" if none has."""
+        return next(iter(self._batch_norms), "")
+
+    def verdict(self, consensus: Consensus) -> Verdict:
+        """Compare what was noted. A collective.
+
+        Raises:
+            InputError: results do not add up as gradients do. Raised on every rank.
+        """
+        if layer := consensus.first_reason(self.mixing_layer):
+            return Verdict(reason=layer)
+        one, other, both = self._first(), *self._sums[1:]
+        distances = [(both - factor * (one + other)).square().sum().item() for factor in FACTORS]
+        squares = [vector.square().sum().item() for vector in (one, other, both, one + other)]
+        found = consensus.from_all_ranks((self._eps(), *squares, *distances))
+        eps = max(numbers[0] for numbers in found)
+        norms = [math.sqrt(sum(column)) for column in list(zip(*found, strict=True))[1:]]
+        verdict = _compared(_tolerance(eps, "gradients"), norms[:4], norms[4:])
+        if verdict.factor is None:
+            return verdict
+        tolerance = _tolerance(eps, "results")
+        if reason := consensus.first_reason(_why_no_sum(*self._results, factor=verdict.factor, tolerance=tolerance)):
+            raise InputError(f"{reason}.")
+        return verdict
+
+    def is_like(self, other: "Trial", consensus: Consensus) -> bool:
+        """Whether both have seen the same gradients in their first micro-step. A collective."""
+        distance = (self._first() - other._first()).norm().item()
+        largest = max(sums.norm().item() for sums in self._sums)
+        return not consensus.any_rank(distance > _tolerance(self._eps(), "gradients") * largest)
+
+    def _first(self) -> torch.Tensor:
+        """The sums of the gradients of the first micro-step."""
+        if self._has_earlier and self._keeps_gradients:
+            return (self._sums[0] - self._sums[1] - self._sums[2]) / 2
+        return self._sums[0]
+
+    def _eps(self) -> float:
+        """The relative rounding error of the least precise type that micro-steps have computed in."""
+        types = self._randomness.dtypes or {one.dtype for one in self._model.parameters()}
+        eps = max((torch.finfo(one).eps for one in types), default=0.0)
+        if self._device.type == "cuda" or any(map(_is_compiled, self._model.modules())):
+            eps = max(eps, torch.finfo(torch.float16).eps)  # of TF32; what compiled code computes in is not seen
+        return eps
+
+    @staticmethod
+    def _check_kept(name: str, parameter: torch.Tensor) -> None:
+        """Called after all other hooks of a parameter, whose gradient has just been computed."""
+        if parameter.grad is None:
+            raise cannot_recover(f"a hook takes the gradient of `{name}` away in the backward pass")
+
+    def _noting(self, name: str) -> Callable[[nn.Module, Any], None]:
+        def note(module: nn.Module, _: Any) -> None:
+            if module.training or module.running_mean is None:
+                kind = type(module).__name__
+                self._batch_norms.append(
+                    f"the layer `{name}` ({kind}) computes with statistics of the whole micro-batch"
+                )
+
+        return note
+
+
+def cannot_cut(reason: str) -> CannotCutError:
+    """The error that samples must not be cut into micro-batches for ``reason``."""
+    return CannotCutError(
+        f"The samples of an optimizer step must not be cut into micro-batches: {reason}. A search still works, and a"
+        " micro-batch of all samples, without recovery."
+    )
+
+
+@contextmanager
+def kept_modes(model: nn.Module) -> Iterator[None]:
+    """Context: on exit, each module is in training mode if it was before."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
+
+
+def _tolerance(eps: float, of_what: str) -> float:
+    return min(max(_TOLERANCE, _ROUNDINGS[of_what] * eps), _LARGEST_TOLERANCE)
+
+
+def _compared(tolerance: float, norms: Sequence[float], distances: Sequence[float]) -> Verdict:
+    """The verdict on the norms of gradients, and on the distances of both samples' from ``FACTORS`` times the sum."""
+    one, other, both, total = norms
+    finite = [norm for norm in (one, other) if math.isfinite(norm)]
+    if len(finite) == 2 and (not math.isfinite(both) or 0 < both >= max(finite) / tolerance):
+        return Verdict(reason=f"{_MIXES}: two have other gradients together than each alone")
+    smallest = tolerance * max(finite, default=0.0)
+    counts = math.isfinite(one) and one > smallest, math.isfinite(other) and other > smallest
+    if not all(counts):
+        return Verdict(counts=counts)
+    for factor, distance in zip(FACTORS, distances, strict=True):
+        if distance <= tolerance * max(both, factor * total):
+            return Verdict(factor)
+    share = distances[0] / max(both, total)
+    return Verdict(reason=f"{_MIXES}: the gradients of two together differ from the sum of each one's by {share:.1%}")
+
+
+def _why_no_sum(one: Any, other: Any, both: Any, *, factor: float, tolerance: float) -> str:
+    """Why the results of micro-steps do not add up as their gradients do, or ""."""
+    try:
+        total = sum_of_results(one, other)
+    except (InputError, RuntimeError) as error:
+        return reason_of(error)
+    sums, found = list(leaves(total)), list(leaves(both))
+    if type(total) is type(both) and len(sums) == len(found):
+        pairs = [pair for pair in zip(sums, found, strict=True) if not _agrees(*pair, factor, tolerance)]
+        if not pairs:
+            return ""
+        total, both = pairs[0]
+    return (
+        f"Losses and other results of micro-steps must add up, but two samples together have {_shown(both)}, and the"
+        f" sum of each alone is {_shown(total)}"
+    )
+
+
+def _shown(value: Any) -> str:
+    is_large = isinstance(value, torch.Tensor) and value.numel() > 1
+    return f"a tensor of shape {tuple(value.shape)}" if is_large else quote(value)
+
+
+def _agrees(total: Any, both: Any, factor: float, tolerance: float) -> bool:
+    """Whether ``both`` is ``factor`` times ``total``. Counts are not scaled; other objects are not compared."""
+    if not all(isinstance(value, torch.Tensor | int | float) for value in (total, both)):
+        return True
+    expected, found = (torch.as_tensor(value).detach().double().cpu() for value in (total, both))
+    if expected.shape != found.shape:
+        return False
+    is_count = isinstance(both, int) or (isinstance(both, torch.Tensor) and not both.is_floating_point())
+    if is_count:
+        return factor != 1 or torch.equal(expected, found)
+    distance, size = (found - factor * expected).norm().item(), max(found.norm().item(), expected.norm().item())
+    return not math.isfinite(size) or distance <= tolerance * size
+
+
+def _sums_of_gradients(model: nn.Module, device: torch.device) -> torch.Tensor:
+    """Sums of all gradients [sums], with signs that are the same in each call: few numbers that are linear in them.
+
+    Each is a sum of some elements with random signs, so that the norm of all sums is about that of the gradients.
+    """
+    signs = torch.randint(2, (_CHUNK,), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    signs = (2 * signs - 1).to(device, torch.float32)
+    sums: list[torch.Tensor] = []
+    with _disable_current_modes(), torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                continue
+            gradient = parameter if parameter.grad is None else parameter.grad
+            for part in map(_dense, plain_parts(gradient)):
+                for chunk in part.detach().reshape(-1).split(_CHUNK):
+                    if parameter.grad is None:
+                        sums.append(torch.zeros(_SUMS))
+                        continue
+                    chunk = chunk.to(device, torch.float32) * signs[: chunk.numel()]
+                    padded = nn.functional.pad(chunk, (0, -chunk.numel() % _SUMS))
+                    sums.append(padded.view(-1, _SUMS).sum(0))
+    return torch.cat([one.double().cpu() for one in sums]) if sums else torch.zeros(0, dtype=torch.double)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """As real numbers, all of which are in memory."""
+    tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+class _Guard(OperationMode):
+    """Raises an error before an operation writes to one of ``tensors``: names by the identity of their memory."""
+
+    def __init__(self, tensors: dict[int, str]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func._schema.is_mutable and func._schema.name != "aten::set_":  # of parametrizations; values stay
+            for place, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._check(args[place] if place < len(args) else kwargs.get(argument.name))
+        return func(*args, **kwargs)
+
+    def _check(self, written: Any) -> None:
+        for one in written if isinstance(written, list | tuple) else (written,):
+            if isinstance(one, torch.Tensor) and (name := self._tensors.get(_memory_of(one) or 0)) is not None:
+                raise cannot_recover(f"a micro-step writes to {name}, which would happen twice if it ran again")
+
+
+def _kept_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, str]:
+    """What a micro-step must not write to: the identity of its memory, and its name."""
+    named: list[tuple[str, Any]] = [(f"the parameter `{name}`", one) for name, one in model.named_parameters()]
+    for name, one in model.named_parameters():
+        named += [(f"`{key}` of the parameter `{name}`", value) for key, value in _attributes_of(one).items()]
+    for optimizer in optimizers:
+        states = (value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values())
+        named += [(f"the state of the optimizer {type(optimizer).__name__}", value) for value in states]
+    tensors = ((name, value) for name, value in named if isinstance(value, torch.Tensor))
+    found = ((_memory_of(part), name) for name, value in tensors for part in plain_parts(value) if part.numel())
+    return {memory: name for memory, name in found if memory is not None}
+
+
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    """The identity of a tensor's memory; None if it has several, as a sparse one."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
+def _attributes(model: nn.Module) -> dict[str, dict[str, int]]:
+    """The identities of the tensors in attributes that a program has given to parameters, as ``main_grad``."""
+    return {
+        name: {key: id(value) for key, value in _attributes_of(one).items()} for name, one in model.named_parameters()
+    }
+
+
+def _attributes_of(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    """The tensors in attributes of a parameter, but for those that a sharded one consists of."""
+    values = vars(parameter).items()
+    return {key: value for key, value in values if isinstance(value, torch.Tensor) and key != "_local_tensor"}
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    raise cannot_recover(
+        f"the optimizer {type(optimizer).__name__} steps within a micro-step or its backward pass, which may run again"
+    )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
