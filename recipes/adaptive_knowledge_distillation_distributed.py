@@ -10,6 +10,8 @@ from torchtune_adaptive.launch import check_first, launch
 if __name__ == "__main__":
     check_first()  # the imports below take seconds
 
+from typing import Any
+
 from torch import nn
 
 from torchtune_adaptive.stock.load import load_stock_recipe
@@ -25,9 +27,13 @@ class AdaptiveKDRecipeDistributed(AdaptiveRecipe, StockRecipe):
     def models(self) -> list[nn.Module]:
         return [self._model, self._teacher_model]
 
+    def losses(self) -> list[Any]:
+        return [self._loss_fn, self._kd_loss_fn]
+
     def objective(self, *, as_stock: bool) -> Distillation:
-        losses = self._loss_fn, self._kd_loss_fn
-        return Distillation(self._model, self._teacher_model, *losses, ratio=self._kd_ratio, means_add_up=as_stock)
+        return Distillation(
+            self._model, self._teacher_model, *self.losses(), ratio=self._kd_ratio, means_add_up=as_stock
+        )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import nn
 from torch.optim import AdamW
@@ -17,7 +18,7 @@ from torchtune.training import create_optim_in_bwd_wrapper
 
 from tests.support.run_logs import events_in, lines_in
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.errors import InputError, RunEnded
+from torchtune_adaptive.errors import CannotCutError, InputError, RunEnded
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
 from torchtune_adaptive.training import assembly
@@ -111,6 +112,7 @@ class Recipe:
             resumed=None,
             cfg=OmegaConf.create({"optimizer": {"_component_": "torch.optim.AdamW"}}),
             config={"optimizer._component_": "torch.optim.AdamW"},
+            loss_adds_up=True,
             why_unrecoverable="",
             before_step=lambda step: None,
             save=self._save,
@@ -263,6 +265,32 @@ def test_the_peak_of_training_is_not_that_of_the_rehearsal(tmp_path: Path) -> No
         assert before < trainer.step.meter.peak_bytes
         peaks.append(trainer.step.meter.peak_bytes)
     assert peaks[0] == peaks[1]
+
+
+class RowMean(nn.Module):
+    """A user's own loss: a mean over the tokens of all rows, or of a function of them."""
+
+    ignore_index = IGNORED
+
+    def __init__(self, power: int) -> None:
+        super().__init__()
+        self.power = power
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, labels, ignore_index=IGNORED) ** self.power
+
+
+@pytest.mark.parametrize(("power", "adds_up"), [(1, True), (2, False)])
+def test_a_loss_of_the_users_own_is_tried_before_training(power: int, adds_up: bool, tmp_path: Path) -> None:
+    recipe = Recipe(tmp_path)
+    objective = NextToken(recipe.model, RowMean(power), nullcontext(), weight_depends_on_cut=False)
+    recipe.parts = replace(recipe.parts, objective=objective, loss_adds_up=False)
+    if adds_up:
+        assert recipe.trainer().recoverable.recovers
+        return
+    with pytest.raises(CannotCutError, match="the loss or a layer mixes the samples"):
+        recipe.trainer()
+    recipe.trainer(oom_recovery=False)
 
 
 def test_a_run_recovers_from_an_error_unless_recovery_is_off_or_impossible(tmp_path: Path) -> None:

@@ -97,6 +97,10 @@ class AdaptiveRecipe:
         """
         return NextToken(self._model, self._loss_fn, self._activations, weight_depends_on_cut=as_stock)
 
+    def losses(self) -> list[Any]:
+        """The loss functions of the objective."""
+        return [self._loss_fn]
+
     def models(self) -> list[nn.Module]:
         """Every model on the device, the trained one first."""
         return [self._model]
@@ -161,6 +165,7 @@ class AdaptiveRecipe:
             resumed=resumed,
             cfg=given,
             config=flattened(given),
+            loss_adds_up=not self._settings.cuts_samples or all(map(_is_known, self.losses())),
             why_unrecoverable=why_unrecoverable(cfg),
             before_step=self.before_step,
             save=self._save,
@@ -259,3 +264,8 @@ class Activations:
 
     def __exit__(self, *error: Any) -> Any:
         return self._context.__exit__(*error)
+
+
+def _is_known(loss: Any) -> bool:
+    """Whether a loss function is torch's or torchtune's; the config's check requires that it is a mean."""
+    return type(loss).__module__.partition(".")[0] in ("torch", "torchtune")

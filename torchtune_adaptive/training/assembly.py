@@ -66,6 +66,8 @@ class RecipeParts:
         resumed: the checkpoint from which the run resumes; None for a new run.
         cfg: the run's config as the user gave it.
         config: its values by their dotted keys.
+        loss_adds_up: whether the loss of a micro-batch is known to be the sum of those of its parts. Otherwise that is
+            tried before training.
         why_unrecoverable: why training cannot recover from an out-of-memory error; "" if it can.
         before_step: called before each optimizer step with the number of steps done.
         save: called after each epoch with the epoch and the state for a resumed run.
@@ -97,6 +99,7 @@ class RecipeParts:
     resumed: Checkpoint | None
     cfg: DictConfig
     config: Mapping[str, Any]
+    loss_adds_up: bool
     why_unrecoverable: str
     before_step: Callable[[int], None]
     save: SaveEpoch
@@ -179,7 +182,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
                 f"`optimizer_in_bwd` must be False to resume with a batch of {loader.rows_per_micro_step} rows, of"
                 f" which {limit.size} fit now, but is True instead."
             )
-        micro_batches = MicroBatcher(limit, parts.row_format, consensus, loader.dataset)
+        micro_batches = MicroBatcher(limit, parts.row_format, consensus, loader.dataset, adds_up=parts.loss_adds_up)
         watch = PressureWatch(consensus, meter, phases)
         recoverable = RecoverableStep(
             model,

@@ -10,7 +10,7 @@ from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.engine.recovery.rehearsal import allocate_states
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
-from torchtune_adaptive.errors import CannotRecoverError, cannot_recover
+from torchtune_adaptive.errors import CannotCutError, CannotRecoverError, cannot_recover
 from torchtune_adaptive.training.batch.row_format import Row
 
 log = utils.get_logger("DEBUG")
@@ -34,6 +34,7 @@ def prepare_recovery(
         why_not: why recovery is not possible, if that is known.
 
     Raises:
+        CannotCutError: the loss of a micro-batch is not the sum of those of its rows.
         NothingFitsError: the optimizers' state or the smallest micro-step does not fit.
     """
     if is_wanted:
@@ -42,6 +43,8 @@ def prepare_recovery(
                 raise cannot_recover(why_not)
             recoverable.rehearse(dataset)
             return
+        except CannotCutError:
+            raise
         except CannotRecoverError as error:
             utils.log_rank_zero(log, str(error))
     recoverable.disable()

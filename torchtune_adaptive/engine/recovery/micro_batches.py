@@ -74,6 +74,11 @@ class Cutter(Protocol):
         """Whether gradients and results of micro-batches are known to add up to those of a whole step."""
         ...
 
+    @property
+    def results_add_up(self) -> bool:
+        """Whether results are known to add up."""
+        ...
+
     def scale_by(self, factor: float) -> bool:
         """Scale losses for a step of which two samples have ``factor`` times the summed gradients of each.
 
@@ -109,7 +114,7 @@ class Slices:
     """
 
     is_even = False
-    adds_up = False
+    adds_up = results_add_up = False
     unit = "samples"
 
     def __init__(self, size: int, size_of: Callable[[Any], int] | None = None) -> None:

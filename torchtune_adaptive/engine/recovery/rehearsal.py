@@ -91,6 +91,7 @@ def rehearse(
     reduces_once: bool = False,
     optimizers: Sequence[torch.optim.Optimizer] = (),
     is_trial: bool = False,
+    compares_results: bool = True,
 ) -> Rehearsal:
     """Run the first micro-steps that fit, with a vote before each collective, and return a recovery for such steps.
 
@@ -105,6 +106,7 @@ def rehearse(
         reduces_once: whether FSDP2 reduces gradients in the last micro-step of an optimizer step only.
         optimizers: those that a trial does not let step.
         is_trial: whether the first micro-steps are those of a trial: see ``Trial``.
+        compares_results: whether a trial compares results too.
 
     Raises:
         CannotCutError: a layer that mixes samples cannot run on one.
@@ -112,7 +114,9 @@ def rehearse(
         NothingFitsError: none of the micro-steps fits.
     """
     ledger = _attached_ledger(model, device, watch.consensus, reduces_once=reduces_once)
-    make_trial = partial(Trial, model, optimizers, device, has_earlier=reduces_once or ledger.reduces_once)
+    make_trial = partial(
+        Trial, model, optimizers, device, has_earlier=ledger.reduces_once, compares_results=compares_results
+    )
     unchanged = UnchangedParameters(model, are_trained=True) if is_trial else None
     with ExitStack() as without_recovery, kept_modes(model):
         without_recovery.callback(ledger.detach)

@@ -284,6 +284,7 @@ class RecoverableStep(Generic[Sums]):
             reduces_once=self._reduces_once,
             optimizers=self._optimizers,
             is_trial=not self._cutter.adds_up,
+            compares_results=not self._cutter.results_add_up,
         )
         reason, factor = found.verdict.reason, found.verdict.factor
         if factor is not None and not self._cutter.scale_by(factor):

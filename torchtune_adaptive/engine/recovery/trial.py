@@ -64,6 +64,7 @@ class Trial:
     Args:
         keeps_gradients: whether the gradients of a micro-step stay during the next one.
         has_earlier: whether those of the same three micro-steps are there before the first one.
+        compares_results: whether results are compared.
         seed: of random numbers that are not fixed; None: as they would be.
     """
 
@@ -75,10 +76,12 @@ class Trial:
         *,
         keeps_gradients: bool = False,
         has_earlier: bool = False,
+        compares_results: bool = True,
         seed: int | None = None,
     ) -> None:
         self._model = model
         self._seed = seed
+        self._compares_results = compares_results
         self._optimizers = optimizers
         self._device = device
         self._keeps_gradients = keeps_gradients
@@ -149,7 +152,7 @@ class Trial:
         eps = max(numbers[0] for numbers in found)
         norms = [math.sqrt(sum(column)) for column in list(zip(*found, strict=True))[1:]]
         verdict = _compared(_tolerance(eps, "gradients"), norms[:4], norms[4:])
-        if verdict.factor is None:
+        if verdict.factor is None or not self._compares_results:
             return verdict
         tolerance = _tolerance(eps, "results")
         if reason := consensus.first_reason(_why_no_sum(*self._results, factor=verdict.factor, tolerance=tolerance)):

@@ -30,15 +30,17 @@ class MicroBatcher:
     Attributes:
         largest: the limit before memory runs out. If it is set anew, a reduced limit stays reduced.
         dataset: its first sample, without weight in the loss, serves a rank with fewer rows than micro-steps.
+        adds_up: whether the loss of a micro-batch is known to be the sum of those of its rows. Otherwise it is tried.
     """
 
     is_even = True
-    adds_up = True  # objectives return sums, which recipes divide once
+    results_add_up = True
 
     largest: MicroBatchLimit
     row_format: RowFormat
     consensus: Consensus
     dataset: Sequence[Row]
+    adds_up: bool = True
 
     def __post_init__(self) -> None:
         self._reduced_size: int | None = None  # set once memory ran out
@@ -113,20 +115,29 @@ class MicroBatcher:
         self.resize(2 * self.limit.size)
         return self._reduced_size is None
 
-    def num_to_try(self, samples: StepSamples) -> int:
-        """No trial is needed."""
-        return 0
+    def num_to_try(self, samples: Sequence[Row] | StepSamples) -> int:
+        """From how many samples a trial can choose two."""
+        return 0 if self.adds_up else len(_rows_of(samples))
 
     def is_whole(self, samples: StepSamples) -> bool:
-        """Samples may always be cut."""
-        return True
+        """Whether a rank's samples are one micro-batch."""
+        return len(samples.rows) <= 1
 
     def scale_by(self, factor: float) -> bool:
         """Losses are sums."""
         return factor == 1
 
-    def rehearsals(self, samples: Sequence[Row], pair: tuple[int, int] | None = None) -> Iterator[list[MicroBatch]]:
-        """Micro-batches of the first of ``samples``, of one row and of two; to try next, of one row each."""
+    def rehearsals(
+        self, samples: Sequence[Row] | StepSamples, pair: tuple[int, int] | None = None
+    ) -> Iterator[list[MicroBatch]]:
+        """Micro-batches of the first of ``samples``, of one row and of two; to try next, of one row each.
+
+        First those of a trial, if there is a ``pair``.
+        """
+        samples = _rows_of(samples)
+        if pair is not None:
+            one, other = (samples[number % len(samples)] for number in pair)
+            yield [MicroBatch([one]), MicroBatch([other]), MicroBatch([one, other])]
         for rows in range(min(2, self.largest.size), 0, -1):
             yield list(map(MicroBatch, self.row_format.small_batches(samples, rows)))
 
@@ -186,6 +197,10 @@ class MicroBatcher:
 
     def _lengths(self, rows: list[Row]) -> list[int]:
         return [self.row_format.padded_tokens(row) for row in rows]
+
+
+def _rows_of(samples: Sequence[Row] | StepSamples) -> Sequence[Row]:
+    return samples.rows if isinstance(samples, StepSamples) else samples
 
 
 def _is_halved(samples: StepSamples) -> bool:
