@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -19,9 +20,13 @@ pytest.importorskip("trl", reason="`make hosts` runs this file")
 
 import trl
 from accelerate.utils import DistributedType
+from datasets import Dataset
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import (
+    DataCollatorForLanguageModeling,
+    LlamaConfig,
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
@@ -35,9 +40,10 @@ from tests.hosts import trainers
 from tests.hosts.trainers import BATCH, HOSTS, LIMITS, comparisons, difference, make, trained, with_fault
 from tests.support.documents import blocks
 from torchtune_adaptive import InputError, NothingFitsError, RecoverableStep
+from torchtune_adaptive.errors import CannotCutError
 from torchtune_adaptive.hosts import transformers as hosts
 from torchtune_adaptive.hosts.host_batches import HostBatch, HostBatches
-from torchtune_adaptive.hosts.known_trainers import kind_of, why_refused
+from torchtune_adaptive.hosts.known_trainers import samples_are_pairs, why_refused
 from torchtune_adaptive.hosts.transformers import AdaptiveTrainerMixin
 from torchtune_adaptive.testing import out_of_memory
 
@@ -145,7 +151,6 @@ def test_a_rehearsal_that_fails_leaves_nothing_on_the_model(monkeypatch: pytest.
     for _ in range(2):
         with pytest.raises(NothingFitsError):
             trainer.train()
-        assert trainer._rehearsed is None
         assert not trainer.model._forward_hooks
 
 
@@ -315,7 +320,7 @@ def test_a_search_uses_the_batches_at_hand_if_the_data_cannot_be_indexed(caplog:
     with caplog.at_level(logging.INFO, logger="torchtune_adaptive.hosts"):
         trainer.train()
     texts = [record.message for record in caplog.records]
-    assert texts[0] == "The search uses the longest batch of the first step, because the data cannot be indexed."
+    assert texts[0] == "The search uses the heaviest rows of the first step, because the data cannot be indexed."
     assert texts[1].startswith("The micro-batch has ")
 
 
@@ -338,7 +343,7 @@ def test_a_cpu_without_a_limit_is_not_searched(caplog: pytest.LogCaptureFixture)
         ("trainer", {"optim": "adalomo"}, "`optim` must not step in the backward pass, which may run again, but is"),
         ("sft", {"padding_free": True, "max_length": None}, "documents in one row cannot be cut apart"),
         ("sft", {"packing": True}, "documents in one row cannot be cut apart"),
-        ("dpo", {"loss_type": ["sigmoid", "sft"]}, "`loss_type` must be a mean over pairs, but ['sft'] needs whole"),
+        ("dpo", {"loss_type": ["sigmoid", "aot"]}, "`loss_type` must not sort samples, which needs whole batches, but"),
     ],
 )
 def test_arguments_that_do_not_allow_recovery_are_refused(host: str, args: dict[str, Any], text: str) -> None:
@@ -409,7 +414,7 @@ def test_uneven_batches_are_allowed_if_they_are_dropped_or_there_is_one_process(
 @pytest.mark.parametrize("name", ["KTOTrainer", "GRPOTrainer", "RLOOTrainer"])
 def test_trainers_of_trl_that_are_not_known_are_refused_by_name(name: str) -> None:
     unknown = type("Mine", (AdaptiveTrainerMixin, getattr(trl, name)), {})
-    with pytest.raises(InputError, match=f"but is {name} instead: declare its batches by the class attributes"):
+    with pytest.raises(InputError, match=f"but is {name} instead: declare its batches by the class attribute"):
         unknown(model=None)
 
 
@@ -421,8 +426,7 @@ def test_an_unknown_subclass_in_trl_of_a_known_trainer_is_refused() -> None:
 
 
 def test_an_unknown_trainer_can_be_declared() -> None:
-    declared = {"samples_are_pairs": True, "loss_is_mean_over_samples": False}
-    assert kind_of(type("Mine", (AdaptiveTrainerMixin, trl.KTOTrainer), declared)) == (True, False)
+    assert samples_are_pairs(type("Mine", (AdaptiveTrainerMixin, trl.KTOTrainer), {"samples_are_pairs": True}))
 
 
 class Regression(Trainer):
@@ -447,11 +451,58 @@ def regression(**options: Any) -> Any:
     return make("trainer", options={"data_collator": collate, "model": model, **options.pop("options", {})}, **options)
 
 
-@pytest.mark.parametrize("size", [1, BATCH])
-def test_a_loss_that_is_not_divided_by_the_labels_of_the_step_is_refused(size: int) -> None:
-    trainer = regression(options={"micro_batch_size": size})
-    with pytest.raises(InputError, match=r"but 100\.0% of the loss of LlamaForSequenceClassification is not"):
-        trainer.train()
+class Summed(Trainer):
+    """A user's own trainer, whose loss is a sum over samples, of which transformers takes the mean over batches."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return (model(**{**inputs, "labels": None}).logits.squeeze(1) - inputs["labels"]).square().sum() * 1e-3
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("size", [1, 3, BATCH])
+@pytest.mark.parametrize("accepts_num_items", [False, True])
+@pytest.mark.parametrize("base", [Regression, Summed])
+def test_losses_that_are_not_divided_by_labels_equal_the_host_without_a_declaration(
+    base: type, accepts_num_items: bool, size: int, accumulation: int
+) -> None:
+    found = []
+    for is_adaptive in (False, True):
+        common: dict[str, Any] = {"base": base, "accumulation": accumulation, "optim": "sgd", "learning_rate": 1e-3}
+        trainer = regression(
+            is_adaptive=is_adaptive, options={"micro_batch_size": size} if is_adaptive else {}, **common
+        )
+        trainer.model_accepts_loss_kwargs = accepts_num_items
+        found.append(trained(trainer))
+    parameters, logs = difference(*found)
+    if size == BATCH:
+        assert (parameters, logs) == (0.0, {})
+    assert parameters < 1e-6
+    assert max(logs.values(), default=0) < 1e-2
+
+
+@pytest.mark.parametrize(("base", "is_mean"), [(Regression, True), (Summed, False)])
+def test_an_attribute_that_contradicts_the_loss_is_refused(base: type, is_mean: bool) -> None:
+    kind = type("Declared", (AdaptiveTrainerMixin, base), {"loss_is_mean_over_samples": not is_mean})
+    with pytest.raises(InputError, match=f"`loss_is_mean_over_samples` must not be {not is_mean}, because the loss of"):
+        regression(base=kind, options={"micro_batch_size": 2}).train()
+
+
+MIXED = "must not be cut into micro-batches: the loss or a layer mixes the samples"
+NO_SUM = "Losses and other results of micro-steps must add up"
+
+
+def assert_needs_whole_batches(make_trainer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Whole batches train as the host's, without recovery; smaller micro-batches are refused."""
+    plain = trained(make_trainer(is_adaptive=False, options={}))
+    whole = make_trainer(options={"micro_batch_size": BATCH})
+    assert difference(trained(whole), plain) == (0.0, {})
+    assert MIXED in caplog.text
+    for size in (1, BATCH - 1):
+        smaller = make_trainer(options={"micro_batch_size": size})
+        before = {name: one.clone() for name, one in smaller.model.state_dict().items()}
+        with pytest.raises(CannotCutError, match=MIXED):
+            smaller.train()
+        assert all(torch.equal(one, before[name]) for name, one in smaller.model.state_dict().items())
 
 
 class Regularized(Trainer):
@@ -469,13 +520,12 @@ class Regularized(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-@pytest.mark.parametrize("weight", [5e-4, 4e-3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("weight", "dtype"), [(5e-4, torch.float32), (4e-3, torch.float32), (4e-3, torch.bfloat16)])
 def test_a_term_of_the_loss_that_every_micro_batch_would_count_is_refused(weight: float, dtype: torch.dtype) -> None:
     kind = type("Undivided", (Regularized,), {"is_divided": False, "weight": weight})
     model = trainers.model("trainer").to(dtype)
-    trainer = make("trainer", base=kind, options={"micro_batch_size": BATCH, "model": model})
-    with pytest.raises(InputError, match=r"but \d+\.\d% of the loss of LlamaForCausalLM is not"):
+    trainer = make("trainer", base=kind, options={"micro_batch_size": 2, "model": model})
+    with pytest.raises(InputError, match=f"{MIXED}|{NO_SUM}"):
         trainer.train()
 
 
@@ -488,13 +538,18 @@ def test_a_term_divided_by_the_number_of_batches_equals_the_host(weight: float) 
     assert difference(trained(make("trainer", options={"micro_batch_size": 1}, **common)), plain)[0] < 1e-6
 
 
-def test_a_mean_over_tokens_divided_by_the_number_of_batches_is_refused() -> None:
-    class Mean(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-            return model(**inputs).loss / self.current_gradient_accumulation_steps
+class MeanOverTokens(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(**inputs).loss / self.current_gradient_accumulation_steps
 
-    with pytest.raises(InputError, match=r"but 100\.0% of the loss of LlamaForCausalLM is not"):
-        make("trainer", base=Mean, options={"micro_batch_size": 1}).train()
+
+@pytest.mark.parametrize("seed", [3, 4, 5, 6])
+def test_a_mean_over_tokens_needs_whole_batches(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    assert_needs_whole_batches(lambda **more: make("trainer", base=MeanOverTokens, seed=seed, **more), caplog)
+
+
+def test_a_preference_loss_that_is_no_mean_over_pairs_needs_whole_batches(caplog: pytest.LogCaptureFixture) -> None:
+    assert_needs_whole_batches(lambda **more: make("dpo", loss_type=["sigmoid", "sft"], **more), caplog)
 
 
 def mixture_of_experts() -> Any:
@@ -504,9 +559,9 @@ def mixture_of_experts() -> Any:
     return MixtralForCausalLM(MixtralConfig(**sizes, **heads, output_router_logits=True, router_aux_loss_coef=0.01))
 
 
-def test_a_model_that_adds_the_auxiliary_loss_of_its_experts_is_refused() -> None:
-    with pytest.raises(InputError, match=r"% of the loss of MixtralForCausalLM is not"):
-        make("trainer", options={"micro_batch_size": BATCH, "model": mixture_of_experts()}).train()
+def test_a_model_that_adds_the_auxiliary_loss_of_its_experts_is_not_cut() -> None:
+    with pytest.raises(InputError, match=f"{MIXED}|{NO_SUM}"):
+        make("trainer", options={"micro_batch_size": 2, "model": mixture_of_experts()}).train()
 
 
 def test_the_auxiliary_loss_of_experts_in_trl_equals_the_host() -> None:
@@ -516,26 +571,6 @@ def test_the_auxiliary_loss_of_experts_in_trl_equals_the_host() -> None:
         found.append(trained(make("sft", is_adaptive=is_adaptive, accumulation=2, options=options)))
     assert "aux_loss" in found[0].logs[0]
     assert difference(*found) == (0.0, {})
-
-
-def test_a_loss_without_num_items_must_be_declared_a_mean_over_samples() -> None:
-    trainer = regression(options={"micro_batch_size": 2})
-    trainer.model_accepts_loss_kwargs = False
-    with pytest.raises(InputError, match="or be a mean over samples, which the class attribute"):
-        trainer.train()
-
-
-def test_a_declared_mean_over_samples_equals_the_host() -> None:
-    base = type("Declared", (AdaptiveTrainerMixin, Regression), {"loss_is_mean_over_samples": True})
-    found = []
-    for kind, size in ((Regression, {}), (base, {"micro_batch_size": 2})):
-        is_adaptive = kind is base
-        trainer = regression(base=kind, is_adaptive=is_adaptive, accumulation=2, optim="sgd", options=size)
-        trainer.model_accepts_loss_kwargs = False
-        found.append(trained(trainer))
-    parameters, logs = difference(*found)
-    assert parameters < 1e-4
-    assert max(logs.values(), default=0) < 1e-2
 
 
 def test_a_loss_function_and_label_smoothing_equal_the_host() -> None:
@@ -690,3 +725,234 @@ def test_the_code_of_the_document_runs() -> None:
         exec(compile(block.text, str(document), "exec"), names)
         assert names["trainer"].state.global_step == names["args"].max_steps
     assert type(names["trainer"]).__name__ == "MyTrainer"
+
+
+# ---- what a search sees of the data, and what it leaves alone
+
+
+class Crops:
+    """Random parts of rows, cut by generators of the data set's own."""
+
+    def __init__(self) -> None:
+        self.numbers, self.texts = numpy.random.default_rng(1), trainers.rows("trainer", 24)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, number: int) -> dict[str, list[int]]:
+        ids = self.texts[number]["input_ids"]
+        return {"input_ids": ids[self.numbers.integers(len(ids) - 1) :]}
+
+
+class Shuffles:
+    """A large object whose bound method collates, with a generator and a counter of its own."""
+
+    def __init__(self) -> None:
+        self.generator, self.batches = torch.Generator().manual_seed(1), 0
+
+    def collate(self, samples: list[Any]) -> dict[str, torch.Tensor]:
+        self.batches += 1
+        batch = trainers.collate(samples)
+        ignored = torch.rand(batch["labels"].shape, generator=self.generator) < 0.02 * self.batches
+        return {**batch, "labels": batch["labels"].masked_fill(ignored, -100)}
+
+
+def masked_tokens() -> Any:
+    tokenizer = trainers.tokenizer()
+    tokenizer.mask_token = "w63"
+    return DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.4, seed=7)
+
+
+def crops_by_datasets() -> Any:
+    data, chance = Dataset.from_list(trainers.rows("trainer", 24)), random.Random(5)
+
+    def crop(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        return {"input_ids": [ids[chance.randrange(len(ids) - 1) :] for ids in batch["input_ids"]]}
+
+    data.set_transform(crop)
+    return data
+
+
+STATEFUL = {
+    "crops of a data set": lambda: ({"train_dataset": Crops()}, {}),
+    "crops by datasets": lambda: ({"train_dataset": crops_by_datasets()}, {"remove_unused_columns": False}),
+    "a bound method that collates": lambda: ({"data_collator": Shuffles().collate}, {}),
+    "transformers' masked tokens": lambda: ({"data_collator": masked_tokens()}, {}),
+    "a stream": lambda: ({"train_dataset": Dataset.from_list(trainers.rows("trainer", 24)).to_iterable_dataset()}, {}),
+    "persistent workers": lambda: (
+        {"data_collator": Shuffles().collate},
+        {
+            "dataloader_num_workers": 1,
+            "dataloader_persistent_workers": True,
+            "train_sampling_strategy": "group_by_length",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("stateful", STATEFUL.values(), ids=STATEFUL)
+def test_a_search_leaves_data_and_collators_with_state_alone(stateful: Any) -> None:
+    """``make`` shows that training depends on the state: two trainings with one object differ."""
+
+    def run(**options: Any) -> Any:
+        more, args = stateful()
+        trainer = make("trainer", options={**more, **options}, accumulation=2, **args)
+        return trained(trainer), trainer.micro_batch_size
+
+    searched, size = run(memory_limit="64MiB")
+    told, _ = run(micro_batch_size=BATCH)
+    assert size == BATCH
+    assert difference(searched, told) == (0.0, {})
+
+
+def test_a_search_survives_broken_samples_and_collators_that_need_several() -> None:
+    data = [None if number % 7 == 2 else one for number, one in enumerate(trainers.rows("trainer", 24))]
+
+    def filtering(samples: list[Any]) -> dict[str, torch.Tensor]:
+        return trainers.collate([one for one in samples if one is not None])
+
+    def mixing(samples: list[Any]) -> dict[str, torch.Tensor]:
+        assert len(samples) > 1
+        return trainers.collate(samples)
+
+    for more in ({"train_dataset": data, "data_collator": filtering}, {"data_collator": mixing}):
+        common: dict[str, Any] = {"remove_unused_columns": False, "dropout": 0.0, "optim": "sgd"}
+        plain = trained(make("trainer", is_adaptive=False, options=more, **common))
+        searched = make("trainer", options={**more, "memory_limit": "64MiB"}, **common)
+        found = trained(searched)
+        assert searched.micro_batch_size > 1
+        assert difference(found, plain)[0] < 1e-6
+
+
+class OnlyLabels(Trainer):
+    """Computes logits of the tokens with labels only, as fused losses do."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")[:, 1:]
+        hidden = model.model(**inputs).last_hidden_state[:, :-1]
+        logits = model.lm_head(hidden[labels != -100])
+        loss = nn.functional.cross_entropy(logits, labels[labels != -100], reduction="sum") / num_items_in_batch
+        return (loss, logits) if return_outputs else loss
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(4, 4)] + [(48, 48)] * 31,
+        [(4, 2), (60, 1)] + [(40, 39)] * 30,
+        [(4, 1)] + [(60, 4)] * 16 + [(48, 44)] * 15,
+    ],
+)
+def test_sizes_of_a_search_last_if_memory_follows_labels(lengths: list[tuple[int, int]]) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 2000, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    options = {**trainers.with_prompts(lengths), "model": model, "memory_limit": "10MiB"}
+    args: dict[str, Any] = {"per_device_train_batch_size": 32, "remove_unused_columns": False}
+    trainer = make("trainer", base=OnlyLabels, options=options, **args)
+    assert trained(trainer).events == []
+    assert 1 < trainer.micro_batch_size < 32
+
+
+def test_each_training_searches_with_its_own_data_and_batch() -> None:
+    options = {**trainers.with_prompts([(40, 39)] * 32), "memory_limit": "900KiB"}
+    trainer = make("trainer", options=options, remove_unused_columns=False)
+    sizes = []
+    for rows, batch in (([(40, 39)] * 32, 16), ([(8, 7)] * 32, 16), ([(8, 7)] * 32, 2), ([(8, 7)] * 3, 16)):
+        trainer.train_dataset = trainers.with_prompts(rows)["train_dataset"]
+        trainer.args.per_device_train_batch_size = batch
+        trainer.train()
+        sizes.append(trainer.micro_batch_size)
+    long, short, *others = sizes
+    assert long < short <= 16
+    assert others == [2, 3]
+    assert trainer.memory_events == []
+
+
+def test_a_data_loader_of_ones_own_is_searched_by_its_batches(caplog: pytest.LogCaptureFixture) -> None:
+    class Own(AdaptiveTrainerMixin, Trainer):
+        def get_train_dataloader(self) -> Any:
+            rows = trainers.rows("trainer", 24)
+            return [trainers.collate(rows[start : start + BATCH]) for start in range(0, 24, BATCH)]
+
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive.hosts"):
+        trainer = make("trainer", base=Own, options={"memory_limit": "64MiB"})
+        trainer.train()
+    assert trainer.micro_batch_size == BATCH
+    assert "because the data cannot be indexed" in caplog.text
+
+
+def test_a_collator_that_tokenizes_can_be_tried_beforehand(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer, texts = trainers.tokenizer(), [trainers.text(seed) for seed in range(24)]
+    tokenizer(texts)  # its threads are there now
+
+    def collate_texts(samples: list[Any]) -> Any:
+        batch = tokenizer([one["text"] for one in samples], padding=True, return_tensors="pt")
+        return {**batch, "labels": batch["input_ids"]}
+
+    options = {"train_dataset": [{"text": one} for one in texts], "data_collator": collate_texts}
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive.hosts"):
+        make("trainer", options={**options, "memory_limit": "64MiB"}, remove_unused_columns=False).train()
+    assert [record.message[:20] for record in caplog.records] == ["The micro-batch has "]
+    assert "forked" not in capfd.readouterr().err
+
+
+# ---- a trainer's own code
+
+
+def test_a_training_step_outside_of_train_is_the_hosts() -> None:
+    found = []
+    for is_adaptive in (False, True):
+        trainer = make("trainer", is_adaptive=is_adaptive, dropout=0.0)
+        for when in ("before", "after"):
+            trainer.current_gradient_accumulation_steps = 1
+            batch = trainers.collate(trainers.rows("trainer", BATCH))
+            found.append((trainer.training_step(trainer.model, batch, torch.tensor(20)).item(), when))
+            found.append(trainer.model.lm_head.weight.grad.norm().item())
+            trainer.model.zero_grad()
+            trainer.train()
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
+
+
+@pytest.mark.parametrize("use", trainers.GATHERS_IN_LOSS)
+def test_a_loss_that_depends_on_other_processes_is_refused(use: str) -> None:
+    trainer = trainers.gathering(use)
+    with pytest.raises(InputError, match="but the loss depends on one: use this process's own values there"):
+        trainer.train()
+
+
+def test_gathers_in_losses_are_refused_on_all_ranks_and_metrics_equal_the_host() -> None:
+    one, other = run_on_ranks(trainers.gathers_on_rank, 2)
+    assert one == other
+    refusals, differs = one
+    assert set(refusals) == {"InputError: but the loss depends on one"}
+    assert len(refusals) == len(trainers.GATHERS_IN_LOSS)
+    assert differs == (0.0, {})
+
+
+def test_ranks_search_together_if_they_have_found_different_numbers_of_batches() -> None:
+    assert run_on_ranks(trainers.uneven_searches_on_rank, 2) == [(BATCH, [])] * 2
+
+
+class StopsWithin(TrainerCallback):
+    """Ends training after the fifth batch that ends no optimizer step."""
+
+    batches = 0
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.batches += 1
+        control.should_training_stop = self.batches == 5
+
+
+def test_training_stopped_within_an_accumulation_equals_the_host_but_for_the_mean_loss() -> None:
+    found = []
+    for is_adaptive in (False, True):
+        options = {"callbacks": [StopsWithin()], **({"micro_batch_size": BATCH} if is_adaptive else {})}
+        found.append(trained(make("trainer", is_adaptive=is_adaptive, accumulation=4, options=options)))
+    parameters, logs = difference(found[1], found[0])
+    assert (parameters, set(logs)) == (0.0, {"train_loss"})
+    assert found[1].logs[-1]["train_loss"] == found[1].logs[0]["loss"]

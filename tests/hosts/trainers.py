@@ -6,6 +6,7 @@
 import contextlib
 import os
 import random
+import re
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
     LlamaConfig,
@@ -109,6 +111,21 @@ def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     ids = [sample["input_ids"] for sample in samples]
     tokens = torch.tensor([one + [-100] * (max(map(len, ids)) - len(one)) for one in ids])
     return {"input_ids": tokens.clamp(min=0), "attention_mask": (tokens >= 0).long(), "labels": tokens}
+
+
+def with_prompts(lengths: list[tuple[int, int]]) -> dict[str, Any]:
+    """Options of a trainer: rows of so many tokens, of which so many at the end have labels."""
+
+    def collate_both(samples: list[Any]) -> dict[str, torch.Tensor]:
+        batch = collate([{"input_ids": one["input_ids"]} for one in samples])
+        for labels, one in zip(batch["labels"], samples, strict=True):
+            labels[: len(one["input_ids"]) - one["answer"]] = -100
+        return batch
+
+    rows = [
+        {"input_ids": [3 + number % 60 for number in range(tokens)], "answer": answer} for tokens, answer in lengths
+    ]
+    return {"train_dataset": rows, "data_collator": collate_both}
 
 
 def make(
@@ -334,6 +351,31 @@ def searches_on_rank(rank: int, sharding: str) -> list[tuple[int, list[Any], Any
     return found
 
 
+class ReadByRankZero:
+    """Rows with prompts, which no other process may read on other ranks than the first."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.process = rank, os.getpid()
+        self.lengths = [(12, 12)] * (2 * BATCH * STEPS - 2) + [(40, 2), (20, 19)]  # in no batch of the first step
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        if self.rank and os.getpid() != self.process:
+            os._exit(1)
+        return with_prompts(self.lengths[number : number + 1])["train_dataset"][0]
+
+
+def uneven_searches_on_rank(rank: int) -> tuple[int, list[Any]]:
+    """The size and events of a search in which ranks have found different numbers of batches to try."""
+    on_rank(rank)
+    options = {**with_prompts([]), "train_dataset": ReadByRankZero(rank), "memory_limit": "64MiB"}
+    args = {"remove_unused_columns": False, "train_sampling_strategy": "sequential"}
+    trainer = make("trainer", sharding="load", options=options, **args)
+    return trainer.micro_batch_size if trainer.train() else 0, trainer.memory_events
+
+
 def last_batch_on_rank(rank: int) -> Any:
     """What differs from the host if only the first rank has samples of its own in the last batch of an epoch."""
     on_rank(rank)
@@ -383,6 +425,57 @@ def errors_on_rank(rank: int) -> list[str]:
         except InputError as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+class Gathers(Trainer):
+    """Has a value of all processes in its loss, or only in what it logs."""
+
+    use = ""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        logits: torch.Tensor = outputs["logits"]
+        counted = (inputs["labels"] != -100).sum()
+        if self.use:
+            loss = GATHERS_IN_LOSS[self.use](self.accelerator, loss, logits, counted)
+        else:
+            gathered: Any = self.accelerator.gather(torch.stack([loss.detach(), counted.float()]))
+            means = self.accelerator.reduce({"mean": loss.detach(), "most": counted.float()}, reduction="mean")
+            largest = torch.maximum(gathered[1::2], torch.ones(1)).max()
+            self.log({"largest": largest.item(), **{name: round(one.item(), 3) for name, one in means.items()}})
+        return (loss, outputs) if return_outputs else loss
+
+
+GATHERS_IN_LOSS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
+    "count": lambda accelerator, loss, logits, counted: loss / accelerator.gather(counted).sum(),
+    "item": lambda accelerator, loss, logits, counted: loss / max(1, accelerator.gather(counted).sum().item()),
+    "penalty": lambda accelerator, loss, logits, counted: loss + 0.1 * accelerator.gather(logits.mean()).mean(),
+    "negatives": lambda accelerator, loss, logits, counted: nn.functional.cross_entropy(
+        logits.mean(1) @ accelerator.gather(logits.mean(1)).t(), torch.arange(len(logits))
+    ),
+    "reduce": lambda accelerator, loss, logits, counted: loss / accelerator.reduce(counted, reduction="sum"),
+}
+
+
+def gathering(use: str, **options: Any) -> Any:
+    return make(
+        "trainer", base=type("Gathering", (Gathers,), {"use": use}), options={"micro_batch_size": BATCH}, **options
+    )
+
+
+def gathers_on_rank(rank: int) -> tuple[list[str], Any]:
+    """The refusals of losses that depend on other ranks, and what differs from the host if only logs do."""
+    on_rank(rank)
+    refusals = []
+    for use in GATHERS_IN_LOSS:
+        try:
+            gathering(use).train()
+        except InputError as error:
+            refusals.append(f"{type(error).__name__}: {re.findall('but the loss depends on one', str(error))[0]}")
+    ours = trained(gathering("", accumulation=2))
+    return refusals, difference(ours, trained(make("trainer", is_adaptive=False, base=Gathers, accumulation=2)))
 
 
 def on_rank(rank: int) -> None:

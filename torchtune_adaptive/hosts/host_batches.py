@@ -3,23 +3,17 @@
 import bisect
 import copy
 import itertools
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset
 
-from torchtune_adaptive.engine.distributed.snapshot import keep_random_states
-from torchtune_adaptive.engine.progress import Bar
-from torchtune_adaptive.engine.recovery.micro_batches import Slices
+from torchtune_adaptive.engine.recovery.columns import columns, map_columns
+from torchtune_adaptive.engine.recovery.micro_batches import Slices, chosen
 from torchtune_adaptive.engine.recovery.size_range import Cuts, num_tokens
 from torchtune_adaptive.errors import InputError, quote
 
-log = logging.getLogger(__name__)
-
-_ROUNDING = 1e-3  # of the same loss, computed twice on a device whose sums have no fixed order
+IGNORED = -100  # a label that transformers' losses leave out
 
 
 class HostBatch(NamedTuple):
@@ -30,11 +24,13 @@ class HostBatch(NamedTuple):
         num_items: the labels in the optimizer step on all ranks, by which the loss is divided; None: not counted.
         divisor: by what the trainer divides a loss that is a mean over samples. For a whole batch, the number of
             batches in the optimizer step.
+        weight: by what the loss is multiplied, so that those of the parts of a batch add up.
     """
 
     inputs: Mapping[str, Any]
     num_items: Any
     divisor: float
+    weight: float = 1.0
 
 
 class HostBatches(Slices):
@@ -43,6 +39,9 @@ class HostBatches(Slices):
     Args:
         size: samples in a micro-batch.
         rows_per_sample: 2 if a sample is a pair whose parts are in the first and in the second half of a batch.
+    Attributes:
+        factor: by how much the loss of both of two samples differs from the sum of each one's, as a trial has found. It
+            is then scaled.
     Raises:
         InputError: ``size`` is not an integer of at least 1.
 
@@ -54,26 +53,44 @@ class HostBatches(Slices):
     def __init__(self, size: int, *, rows_per_sample: int = 1) -> None:
         super().__init__(size, lambda micro_batch: num_tokens(micro_batch.inputs))
         self._rows_per_sample = rows_per_sample
+        self.factor = 1.0
 
     def num_rows(self, micro_batch: HostBatch) -> int:
         """The samples of a micro-batch."""
         return self.num_samples(micro_batch.inputs)
 
-    def rehearsals(self, samples: Sequence[HostBatch]) -> list[list[HostBatch]]:
-        """The first sample, then the first two, then what ``undivided_share`` needs; to try next, without the two."""
+    def rehearsals(self, samples: Sequence[HostBatch], pair: tuple[int, int] | None = (0, 1)) -> list[list[HostBatch]]:
+        """Each sample of the ``pair``, then both; to try next, each. Nothing if there is no sample.
+
+        Samples are numbered from the one with the most labels. If they all have equally many, a mean over labels looks
+        like one over samples. So if labels are ignored somewhere, half of the second sample's are.
+        """
         if not samples:
             return []
-        one = self.first(samples[0], 1)
-        most = min(self.size, self.num_samples(samples[0].inputs))
-        again: list[HostBatch] = []
-        if one.num_items is not None:
-            twice = one._replace(num_items=2 * one.num_items)
-            again = [twice, twice._replace(divisor=2 * one.divisor)]
-        return [[one, self.first(samples[0], min(number, most)), *again] for number in (2, 1)]
+        self.factor = 1.0
+        batch = max(samples, key=lambda one: self.num_samples(one.inputs))
+        order = self._by_labels(batch.inputs)
+        one, other = (order[number % len(order)] for number in pair or (0, 1))
+        batch = batch._replace(inputs=_with_other_labels(batch.inputs, one, other))
+        alone = [self._part(batch, [one]), self._part(batch, [other])]
+        return [alone] if pair is None else [[*alone, self._part(batch, [one, other])], alone]
 
-    def first(self, batch: HostBatch, num_samples: int) -> HostBatch:
-        """The first ``num_samples`` of ``batch``."""
-        return self._part(batch, 0, num_samples)
+    def num_to_try(self, samples: Sequence[HostBatch]) -> int:
+        """From how many samples a trial can choose two."""
+        return max((self.num_samples(one.inputs) for one in samples), default=0)
+
+    def scale_by(self, factor: float) -> bool:
+        """Scale losses from now on."""
+        self.factor = factor
+        return True
+
+    def is_whole(self, samples: Sequence[HostBatch]) -> bool:
+        """Whether no batch is cut."""
+        return self._largest(samples) == max(self.num_samples(one.inputs) for one in samples)
+
+    def repeated(self, batch: HostBatch, number: int, num_samples: int) -> HostBatch:
+        """A batch of so many copies of one sample of ``batch``, by its number."""
+        return self._part(batch, [number] * num_samples)
 
     def num_samples(self, inputs: Mapping[str, Any]) -> int:
         """The number of samples in a batch.
@@ -81,7 +98,9 @@ class HostBatches(Slices):
         Raises:
             InputError: the batch has something whose rows are not known.
         """
-        lengths = {name: len(value) for name, value in inputs.items() if _has_rows(value)}
+        found = dict(columns(inputs))
+        arrays = {name: len(column) for name, column in found.items() if hasattr(column, "ndim")}
+        lengths = arrays or {name: len(column) for name, column in found.items()}
         num_samples = max(lengths.values(), default=0) // self._rows_per_sample
         if not num_samples or not {*lengths.values()} <= {num_samples, num_samples * self._rows_per_sample}:
             rows = "two rows" if self._rows_per_sample > 1 else "one row"
@@ -101,85 +120,48 @@ class HostBatches(Slices):
 
         def take(rows: list[int]) -> HostBatch:
             number = bisect.bisect_right(starts, rows[0]) - 1
-            return self._part(samples[number], rows[0] - starts[number], rows[-1] + 1 - starts[number])
+            return self._part(samples[number], [row - starts[number] for row in rows])
 
         return cuts, take
 
-    def _part(self, batch: HostBatch, start: int, stop: int) -> HostBatch:
+    def _part(self, batch: HostBatch, rows: Sequence[int]) -> HostBatch:
+        """The samples of ``batch`` with these numbers."""
         num_samples = self.num_samples(batch.inputs)
-        stop = min(stop, num_samples)
 
-        def part(value: Any) -> Any:
-            if not _has_rows(value):
-                return value
-            if len(value) == num_samples:
-                return value[start:stop]
-            halves = value[start:stop], value[num_samples + start : num_samples + stop]
-            return torch.cat(halves) if isinstance(value, torch.Tensor) else [*halves[0], *halves[1]]
+        def entries(column: Any) -> Any:
+            if len(column) == num_samples:
+                return chosen(column, rows)
+            return chosen(column, [*rows, *(num_samples + row for row in rows)])
 
-        inputs = {name: part(value) for name, value in batch.inputs.items()}
-        return batch._replace(inputs=inputs, divisor=batch.divisor * num_samples / (stop - start))
+        inputs = map_columns(batch.inputs, entries, lengths={num_samples, num_samples * self._rows_per_sample})
+        share = len(rows) / num_samples
+        weight = {1.0: 1.0, 0.5: share, 2.0: 1 / share}[self.factor]
+        return batch._replace(inputs=inputs, divisor=batch.divisor / share, weight=weight)
 
-
-def _has_rows(value: Any) -> bool:
-    """Whether a value of a batch has an entry per row, or is refused for not having it."""
-    return value.ndim > 0 if isinstance(value, torch.Tensor) else isinstance(value, list | tuple)
-
-
-def undivided_share(losses: Sequence[torch.Tensor]) -> float:
-    """The share of a sample's loss that micro-batches would count too often; 0 if it is only rounding.
-
-    A term of the loss must be divided by the items, or by ``HostBatch.divisor``. Not all of it by the latter: a mean
-    over items must not be. A loss of 0 has no such share.
-    Args:
-        losses: those of ``HostBatches.rehearsals``: once, of two samples, with twice the items, and with twice both.
-    """
-    once, _, twice_items, twice_both = (loss.item() for loss in losses[-4:])
-    if once == 0:
-        return 0.0
-    rounding = max(_ROUNDING, torch.finfo(losses[-1].dtype).eps)
-    share = abs(2 * twice_both / once - 1)
-    if share > rounding:
-        return share
-    return 1.0 if twice_items / once > 1 - rounding else 0.0
+    def _by_labels(self, inputs: Mapping[str, Any]) -> list[int]:
+        """The numbers of all samples: first the one with the most labels, then one with the fewest but some."""
+        every = list(range(self.num_samples(inputs)))
+        if (valid := _valid_labels(inputs)) is None or len(valid) != len(every):
+            return every
+        counts = valid.sum(dim=1).tolist()
+        first, *others = sorted(every, key=lambda number: -counts[number])
+        return [first, *sorted(others, key=lambda number: (counts[number] == 0, counts[number]))]
 
 
-def worst_batches(
-    data: Any,
-    collate: Callable[[list[Any]], Mapping[str, Any]],
-    batches: Sequence[HostBatch],
-    cutter: HostBatches,
-    *,
-    shows_progress: bool,
-) -> tuple[Callable[[int], HostBatch], int]:
-    """A function that makes a batch of n samples as long as any in training, and the largest n.
-
-    Args:
-        data: the samples. If they cannot be indexed, the longest of ``batches`` is cut instead.
-        collate: makes a batch of a list of samples.
-        batches: the batches of the first optimizer step.
-    """
-    if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        log.info("The search uses the longest batch of the first step, because the data cannot be indexed.")
-        batch = max(batches, key=lambda one: _numel(one.inputs))
-        return partial(cutter.first, batch), min(cutter.size, cutter.num_samples(batch.inputs))
-
-    def collated(samples: list[Any]) -> Mapping[str, Any]:
-        return collate([copy.copy(sample) for sample in samples])  # some collators change their samples
-
-    with keep_random_states():
-        every = Bar(range(len(data)), desc="looking for the longest sample", disable=not shows_progress)
-        sizes = [_numel(collated([data[number]])) for number in every]
-        longest, shortest = (data[sizes.index(size)] for size in (max(sizes), min(sizes)))
-
-    def make_batch(size: int) -> HostBatch:
-        inputs = collated([longest] + [shortest] * (size - 1))  # of two lengths, so that there is a padding mask
-        if (found := cutter.num_samples(inputs)) != size:
-            raise InputError(f"A batch of {size} samples must have a row for each, but has {found} instead.")
-        return batches[0]._replace(inputs=inputs)
-
-    return make_batch, cutter.size
+def _valid_labels(inputs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Which labels [rows, tokens] count in a loss, if a batch has such labels."""
+    labels = inputs.get("labels")
+    is_known = isinstance(labels, torch.Tensor) and labels.ndim == 2 and labels.dtype == torch.long
+    return labels != IGNORED if is_known else None
 
 
-def _numel(inputs: Mapping[str, Any]) -> int:
-    return sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
+def _with_other_labels(inputs: Mapping[str, Any], one: int, other: int) -> Mapping[str, Any]:
+    """The inputs, in which ``other`` has fewer labels than ``one`` if labels are ignored somewhere."""
+    valid = _valid_labels(inputs)
+    if valid is None or bool(valid.all()) or max(one, other) >= len(valid) or valid[one].sum() != valid[other].sum():
+        return inputs
+    labels, places = inputs["labels"].clone(), valid[other].nonzero().flatten()
+    labels[other, places[: len(places) // 2]] = IGNORED
+    changed = copy.copy(inputs)
+    changed["labels"] = labels  # pyright: ignore[reportIndexIssue]  # a dict or one of transformers' own
+    return changed

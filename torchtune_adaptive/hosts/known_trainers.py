@@ -1,41 +1,34 @@
 """The trainers whose batches and losses are known, and the arguments with which they cannot recover."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from torchtune_adaptive.errors import InputError, quote
 
-
-class Kind(NamedTuple):
-    """How a trainer's batches are cut, and whether its loss is a mean over the samples of a batch."""
-
-    samples_are_pairs: bool
-    loss_is_mean_over_samples: bool
-
-
-_KNOWN_TRAINERS = {
-    "Trainer": Kind(False, False),
-    "Seq2SeqTrainer": Kind(False, False),
-    "SFTTrainer": Kind(False, False),
-    "DPOTrainer": Kind(True, True),
-    "RewardTrainer": Kind(True, True),
+_SAMPLES_ARE_PAIRS = {
+    "Trainer": False,
+    "Seq2SeqTrainer": False,
+    "SFTTrainer": False,
+    "DPOTrainer": True,
+    "RewardTrainer": True,
 }
-_LOSSES_OVER_WHOLE_BATCHES = ("aot", "aot_unpaired", "sft")  # of DPO: they sort samples, or are means over tokens
 
 
-def kind_of(trainer: type) -> Kind:
+_LOSSES_OVER_WHOLE_BATCHES = ("aot", "aot_unpaired")  # of DPO: they sort samples, which two samples need not show
+
+
+def samples_are_pairs(trainer: type) -> bool:
     """What a trainer declares, or what is known of the first of its bases that is in transformers or TRL."""
-    declared = Kind(trainer.samples_are_pairs, trainer.loss_is_mean_over_samples)
-    base = next((one for one in trainer.__mro__ if one.__module__.split(".")[0] in ("transformers", "trl")), None)
-    known = _KNOWN_TRAINERS.get(base.__name__) if base else None
-    if known is None and None in declared:
+    base = next((one for one in trainer.__mro__ if one.__module__.split(".")[0] in ("transformers", "trl")), trainer)
+    declared = trainer.samples_are_pairs
+    found = _SAMPLES_ARE_PAIRS.get(base.__name__) if declared is None else declared
+    if found is None:
         raise InputError(
-            f"The trainer must be one of {', '.join(_KNOWN_TRAINERS)}, but is"
-            f" {base.__name__ if base else trainer.__name__} instead: declare its batches by the class attributes"
-            " `samples_are_pairs` and `loss_is_mean_over_samples`."
+            f"The trainer must be one of {', '.join(_SAMPLES_ARE_PAIRS)}, but is {base.__name__} instead: declare its"
+            " batches by the class attribute `samples_are_pairs`."
         )
-    return Kind(*(of_base if one is None else one for one, of_base in zip(declared, known or declared, strict=True)))
+    return found
 
 
 def why_refused(trainer: Any) -> str:
@@ -77,28 +70,30 @@ def why_refused(trainer: Any) -> str:
             getattr(trainer, "padding_free", False)
         ),
         "Batches must be of text only, but the model takes images": getattr(trainer, "_is_vlm", False),
-        f"`loss_type` must be a mean over pairs, but {quote(whole)} needs whole batches": bool(whole),
+        f"`loss_type` must not sort samples, which needs whole batches, but is {quote(whole)}": bool(whole),
     }
     return next((f"{reason}." for reason, applies in reasons.items() if applies), "")
 
 
-def is_divided_by_items(trainer: Any, num_items: Any, *, means_over_samples: bool) -> bool:
-    """Whether the loss itself is divided by ``num_items``; otherwise it is a mean, which ``Trainer`` divides.
+def check_declared(trainer: Any, num_items: Any, factor: float) -> None:
+    """Check that ``loss_is_mean_over_samples``, if the trainer's class has it, agrees with what a trial has found.
 
+    Args:
+        factor: by how much the loss of both of two samples differs from the sum of each one's.
     Raises:
-        InputError: the losses of micro-batches do not add up to that of the whole batch.
+        InputError: it does not.
     """
-    is_divided = getattr(trainer, "loss_is_scaled_for_ga", None)  # not in transformers 5.16
-    if is_divided is None:
+    declared = trainer.loss_is_mean_over_samples
+    is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # not in transformers 5.16
+    if is_scaled is None:
         is_counted = trainer.model_accepts_loss_kwargs and num_items is not None
-        is_divided = is_counted or trainer.compute_loss_func is not None
-    if not (num_items is not None if is_divided else means_over_samples):
+        is_scaled = is_counted or trainer.compute_loss_func is not None
+    is_mean = factor == (0.5 if is_scaled else 1.0)  # the trainer divides other losses by the batches of a step
+    if declared is not None and declared is not is_mean:
         raise InputError(
-            "The loss must be divided by `num_items_in_batch`, or be a mean over samples, which the class attribute"
-            f" `loss_is_mean_over_samples = True` declares; but `num_items_in_batch` is {quote(num_items)} here,"
-            f" and the attribute is {trainer.loss_is_mean_over_samples}."
+            f"`loss_is_mean_over_samples` must not be {declared}, because the loss of two samples is"
+            f" {'a mean' if is_mean else 'no mean'} of each one's: leave it out, as this is found before training."
         )
-    return is_divided
 
 
 def check_parameters(model: nn.Module) -> None:

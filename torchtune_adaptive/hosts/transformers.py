@@ -11,22 +11,25 @@ of an optimizer step are run in smaller parts, all of them together after its la
 import copy
 import importlib
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, set_seed
+from transformers import Trainer
 
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent
 from torchtune_adaptive.engine.search.any_loop import find_max_batch_size
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.hosts.host_batches import HostBatch, HostBatches, undivided_share, worst_batches
-from torchtune_adaptive.hosts.known_trainers import check_parameters, is_divided_by_items, kind_of, why_refused
+from torchtune_adaptive.hosts.host_batches import HostBatch, HostBatches
+from torchtune_adaptive.hosts.known_trainers import check_declared, check_parameters, samples_are_pairs, why_refused
 from torchtune_adaptive.hosts.late_gathers import LateGathers, with_methods
+from torchtune_adaptive.hosts.worst_batches import worst_batches
 
 log = logging.getLogger(__name__)
 _Host: Any = object  # the trainer whose methods the mixin calls
@@ -47,28 +50,26 @@ class AdaptiveTrainerMixin(_Host):
     samples_are_pairs: ClassVar[bool | None] = None
     """Whether a sample has a row in the first and one in the second half of a batch. None: as the base class."""
     loss_is_mean_over_samples: ClassVar[bool | None] = None
-    """Whether the loss is a mean over the samples of a batch. None: as the base class."""
+    """Whether the loss is a mean over the samples of a batch. None: found out before training."""
     counters: ClassVar[tuple[str, ...]] = ("_metrics", "_total_train_tokens")
     """Attributes that a forward pass changes. They are restored before it runs again."""
 
     def __init__(
         self, *args: Any, micro_batch_size: int | None = None, memory_limit: int | str | None = None, **kwargs: Any
     ) -> None:
-        kind = kind_of(type(self))
+        are_pairs = samples_are_pairs(type(self))
         super().__init__(*args, **kwargs)
         if reason := why_refused(self):
             raise InputError(reason)
-        self._means_over_samples = kind.loss_is_mean_over_samples
-        self._micro_batch_size = micro_batch_size  # None: not found yet
+        self._micro_batch_size = micro_batch_size  # None: each training searches
         size = self.args.per_device_train_batch_size if micro_batch_size is None else micro_batch_size
-        self._batches = HostBatches(size, rows_per_sample=2 if kind.samples_are_pairs else 1)
+        self._batches = HostBatches(size, rows_per_sample=2 if are_pairs else 1)
         self._memory_options: dict[str, Any] = {} if memory_limit is None else {"memory_limit": memory_limit}
         self._held: list[HostBatch] = []
         self._recoverable: RecoverableStep[Any] | None = None
         self._gathers = LateGathers(self.accelerator)
         self._held_logs: list[Any] = []  # the arguments of calls of ``log``
         self._counted: dict[str, Any] = {}  # the counters before the optimizer step
-        self._rehearsed: list[torch.Tensor] | None = None  # the losses of a rehearsal, while it runs
         self._memory_logs: dict[str, int] = {}
         self.memory_events: list[MemoryEvent] = []
 
@@ -96,9 +97,10 @@ class AdaptiveTrainerMixin(_Host):
     ) -> torch.Tensor:
         """Keep a batch. With the last one of an optimizer step, run the forward and backward passes of all.
 
-        Returns the sum of their losses, and 0 for the batches before.
+        Returns the sum of their losses, and 0 for the batches before. Outside of ``train`` it is the base class's.
         """
-        is_divided_by_items(self, num_items_in_batch, means_over_samples=self._means_over_samples)
+        if not self.is_in_train:
+            return super().training_step(model, inputs, num_items_in_batch)
         self._held.append(HostBatch(inputs, num_items_in_batch, self.current_gradient_accumulation_steps))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -145,23 +147,13 @@ class AdaptiveTrainerMixin(_Host):
             steps_done=self.state.global_step,
             **self._memory_options,
         )
-        self._rehearsed = rehearsed = []
         try:
-            step.rehearse(batches)
+            step.prepare(batches)
+            if step.recovers:
+                check_declared(self, batches[0].num_items, self._batches.factor)
         except Exception:
             step.close()
             raise
-        finally:
-            self._rehearsed = None
-        is_divided = is_divided_by_items(self, batches[0].num_items, means_over_samples=self._means_over_samples)
-        share = torch.tensor([undivided_share(rehearsed) if is_divided else 0.0], device=self.args.device)
-        if share := self.accelerator.gather(share).max().item():
-            step.close()
-            raise InputError(
-                "The loss must be divided by `num_items_in_batch`, and each further term of it by"
-                f" `self.current_gradient_accumulation_steps`, but {share:.1%} of the loss of"
-                f" {type(self.accelerator.unwrap_model(model)).__name__} is not."
-            )
         return step
 
     def _with_reference(self, model: nn.Module) -> nn.Module:
@@ -176,13 +168,34 @@ class AdaptiveTrainerMixin(_Host):
 
     def _micro_step(self, model: nn.Module, micro_batch: HostBatch) -> torch.Tensor:
         self.current_gradient_accumulation_steps = micro_batch.divisor
-        if self._rehearsed is not None:
-            set_seed(0)  # for losses that can be compared; a rehearsal restores the generators
-        with self._gathers.collected(), with_methods(self, log=self._hold_log):
+        with self._gathers.collected(), with_methods(self, log=self._hold_log), self._scaled_by(micro_batch.weight):
             loss = super().training_step(model, micro_batch.inputs, micro_batch.num_items)
-        if self._rehearsed is not None:
-            self._rehearsed.append(loss)
-        return loss
+        return loss if micro_batch.weight == 1 else loss * micro_batch.weight
+
+    @contextmanager
+    def _scaled_by(self, weight: float) -> Iterator[None]:
+        """Context of a micro-step whose loss is multiplied by ``weight`` before its backward pass.
+
+        Raises:
+            InputError: on exit, the trainer has run another backward pass.
+        """
+        if weight == 1:
+            yield
+            return
+        backward, is_scaled = self.accelerator.backward, False
+
+        def scaled(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            nonlocal is_scaled
+            is_scaled = True
+            backward(loss * weight, *args, **kwargs)
+
+        with with_methods(self.accelerator, backward=scaled):
+            yield
+        if not is_scaled:
+            raise InputError(
+                "A `training_step` whose loss is not divided by `num_items_in_batch` must call"
+                " `self.accelerator.backward`, where the loss is scaled, but did not."
+            )
 
     def _release(self) -> None:
         """Undo what failed micro-steps have changed in the trainer."""
@@ -201,23 +214,25 @@ class AdaptiveTrainerMixin(_Host):
         model = model.module if isinstance(model, DistributedDataParallel) else model  # whose reducer cannot be reset
         reduces_once = self._reduces_once() and hasattr(model, "set_requires_gradient_sync")
 
-        def train_step(batch: HostBatch) -> None:
-            for is_last in (False, True):  # the second micro-step needs more memory: gradients exist
-                if reduces_once:
-                    model.set_requires_gradient_sync(is_last)
-                self._micro_step(model, batch)
+        def train_step(worst: list[HostBatch]) -> None:
+            for batch in worst:
+                model.zero_grad()
+                for is_last in (False, True):  # the second micro-step needs more memory: gradients exist
+                    if reduces_once:
+                        model.set_requires_gradient_sync(is_last)
+                    self._micro_step(model, batch)
             self.optimizer.optimizer.step()
             self._release()
 
         loader = self.callback_handler.train_dataloader
         shows_progress = self.is_local_process_zero() and not self.args.disable_tqdm
-        make_batch, most = worst_batches(
-            loader.dataset, loader.collate_fn, batches, self._batches, shows_progress=shows_progress
-        )
+        worst, most = worst_batches(loader, batches, self._batches, shows_progress=shows_progress)
+        of_ranks = self.accelerator.gather(torch.tensor([[worst.number, most]], device=self.args.device))
+        worst.number, most = of_ranks.amax(dim=0).tolist()  # every rank runs as many micro-steps
         try:
             found = find_max_batch_size(
                 train_step,
-                make_batch,
+                worst.of,
                 model=self._with_reference(model),
                 optimizer=self.optimizer.optimizer,
                 max_batch_size=most,
@@ -225,7 +240,7 @@ class AdaptiveTrainerMixin(_Host):
             )
         finally:
             self._release()
-        self._micro_batch_size = self._batches.size = self._batches.whole_size = found.batch_size
+        self._batches.size = self._batches.whole_size = found.batch_size
         log.info("The micro-batch has %d samples: %s", found.batch_size, found)
 
     def _on_event(self, event: MemoryEvent) -> None:
