@@ -52,6 +52,13 @@ def weighted(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return (model(rows).square().sum(1) * counts).sum() / counts.sum()
 
 
+class Shifted(RunningMean):
+    """Subtracts the mean of earlier batches."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows - self.mean.clone() + 0 * super().forward(rows)
+
+
 class Centred(nn.Module):
     """Statistics of the batch, by hand."""
 
@@ -94,7 +101,7 @@ def in_bf16(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
         (),
         (nn.Dropout(0.5),),
         (nn.AlphaDropout(0.3), nn.LayerNorm(24)),
-        (RunningMean(24),),
+        (Shifted(24),),
         (nn.BatchNorm1d(24).eval(),),
     ],
     ids=["plain", "dropout", "alpha dropout", "running mean", "frozen batch norm"],
@@ -104,6 +111,18 @@ def test_a_sum_over_samples_may_be_cut(loss: Loss, layers: tuple[nn.Module, ...]
     step.rehearse(ROWS)
     assert step.recovers
     assert not step._trials_left
+
+
+def test_modes_and_random_states_are_as_before() -> None:
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        return model.eval()(rows).square().sum() * (1 + torch.rand(()))
+
+    model = net(nn.Dropout(0.5))
+    modes, states = [one.training for one in model.modules()], (torch.get_rng_state(), random.getstate())
+    step_of(model, loss).rehearse(ROWS)
+    assert [one.training for one in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
 
 
 def test_the_first_two_samples_that_count_are_compared() -> None:
